@@ -1,0 +1,215 @@
+"""The connector: vLLM's two halves, wired to the controller (scheduler side) and the copier (worker side)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from kvpolicy_vllm.plugin.controller import Controller
+from kvpolicy_vllm.plugin.copier import Copier, unique_segments
+from kvpolicy_vllm.plugin.jobs import Job, StepJobs, Transfers
+from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
+from kvpolicy_vllm.plugin.settings import GIB, Settings
+from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
+    """Saves a preempted request's own blocks, partial last one included, and brings exactly them back."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        refuse_unsupported(vllm_config, kv_cache_config)
+        self.settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
+        self.block_bytes = block_bytes(kv_cache_config)
+        self.slots = host_slots(self.settings, self.block_bytes, vllm_config.parallel_config.world_size)
+        self.controller: Controller | None = None
+        self.copier: Copier | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.settings.refuse_too_much_memory()
+            self.controller = Controller(self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes)
+        self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._saved_step = -1
+        self._reports_requests = engine_version() >= (0, 32)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A lost copy is recomputed, so nothing in flight has to be thrown away for us."""
+        return False
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges since the start, in process. Raises AttributeError on the worker's side."""
+        if self.controller is None:
+            raise AttributeError("stats() is the scheduler side's")
+        return self.controller.stats()
+
+    # ---- worker side ----
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        segments = unique_segments(kv_caches, self._kv_cache_config.num_blocks)
+        found = sum(segment.shape[1] * segment.element_size() for segment in segments)
+        if found != self.block_bytes:
+            raise ValueError(f"a KV block takes {found} bytes in this worker, {self.block_bytes} were configured")
+        make = resolve_obj_by_qualname(self.settings.copier)
+        self.copier = make(segments, self.slots, self.settings.pin_memory, self.settings.link)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._save(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        jobs = self._get_connector_metadata()
+        self._save(jobs)
+        assert isinstance(jobs, StepJobs)
+        for job in jobs.loads:
+            self._working_copier.load(job)
+        # Only now: a copy forgotten in this step is no longer asked for by a load told in it.
+        self._working_copier.drop(jobs.dropped)
+
+    def _save(self, jobs: KVConnectorMetadata) -> None:
+        assert isinstance(jobs, StepJobs)
+        if jobs.step == self._saved_step:  # vLLM may call twice in a step
+            return
+        self._saved_step = jobs.step
+        for job in jobs.saves:
+            self._working_copier.save(job)
+
+    @property
+    def _working_copier(self) -> Copier:
+        assert self.copier is not None, "no KV cache was registered"
+        return self.copier
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request waits for them, never a layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved while a step computes."""
+
+    def wait_for_save(self) -> None:
+        """Saves are ordered before the step that follows them."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        jobs = self._connector_metadata
+        idle = isinstance(jobs, StepJobs) and jobs.idle
+        finished = self._working_copier.poll(idle)
+        for load in finished:
+            if not load.ok:
+                self._fail(load.job)
+        return None, {load.job.request_id for load in finished} or None
+
+    def _fail(self, job: Job) -> None:
+        if self._reports_requests:
+            self._failed_requests.add(job.request_id)
+        else:
+            self._failed_blocks.update(job.block_ids)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """vLLM 0.32 and later ask here, and take failures by request."""
+        results = super().get_transfer_results(finished_req_ids)
+        failed, self._failed_requests = self._failed_requests, set()
+        return dataclasses.replace(results, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> Transfers | None:
+        if self.copier is None or not self.copier.transfers:
+            return None
+        done, self.copier.transfers = self.copier.transfers, []
+        return Transfers(done)
+
+    # ---- scheduler side ----
+
+    @property
+    def _controlling(self) -> Controller:
+        assert self.controller is not None, "this is the worker's side"
+        return self.controller
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self._controlling.loadable_tokens(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._controlling.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._controlling.take_jobs(idle=scheduler_output.total_num_scheduled_tokens == 0)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        done = connector_output.kv_connector_worker_meta
+        if isinstance(done, Transfers):
+            self._controlling.transferred(done.done)
+
+    def on_new_request(self, request: Request) -> None:
+        self._controlling.arrived(request)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._controlling.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._controlling.finished(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Keep an otherwise idle engine stepping until the last numbers are out."""
+        return self.controller is not None and self.controller.unsettled
+
+    def reset_cache(self) -> bool:
+        self._controlling.forget_saved()
+        return True
+
+    def shutdown(self) -> None:
+        if self.controller is not None:
+            self.controller.close()
+
+    # ---- both ----
+
+    def get_kv_connector_stats(self) -> KVPolicyStats | None:
+        return None if self.controller is None else self.controller.tally.report()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPolicyStats | None:
+        return KVPolicyStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVPolicyPromMetrics:
+        return KVPolicyPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def block_bytes(kv_cache: KVCacheConfig) -> int:
+    """Bytes of one KV block over all layers of one rank."""
+    group = kv_cache.kv_cache_groups[0]
+    return int(group.kv_cache_spec.page_size_bytes * len(group.layer_names))
+
+
+def host_slots(settings: Settings, block_bytes: int, ranks: int) -> int:
+    """How many blocks the host pool holds. Raises ValueError where it holds none."""
+    slots = int(settings.host_gib * GIB // (block_bytes * ranks))
+    if slots < 1:
+        raise ValueError(
+            f"host_gib {settings.host_gib:g} holds no KV block of {block_bytes * ranks} bytes over {ranks} ranks; "
+            f"give at least {block_bytes * ranks / GIB:.3g}"
+        )
+    return slots

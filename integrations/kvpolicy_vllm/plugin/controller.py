@@ -1,0 +1,385 @@
+"""The scheduler side's mind: sees a preemption, asks the policy, follows what becomes of it.
+
+Nothing here may stop a request or change a token. Whatever goes wrong in deciding, the request is recomputed, as vLLM
+alone would have done, and the reason is counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy import policy as policies
+from kvpolicy.events import Cause, Decision, Kind, Option, Preemption
+from kvpolicy.trace import decision_row
+from kvpolicy_vllm.plugin.copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
+from kvpolicy_vllm.plugin.journal import Journal, header_of
+from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step
+from kvpolicy_vllm.plugin.metrics import Tally
+from kvpolicy_vllm.plugin.recording import Recorder
+from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy_vllm.plugin.situation import engine_shape, page_bytes, situation_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+RECOMPUTE = Option("recompute")
+
+
+class Controller:
+    """One per engine core, owned by the connector, driven by the scheduler and the connector."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        vllm_config: VllmConfig,
+        kv_cache: KVCacheConfig,
+        slots: int,
+        block_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.tally = Tally()
+        self.clock = clock
+        self.core = f"core-{uuid.uuid4().hex[:12]}"
+        self.policy = policies.load(settings.policy)
+        self.copies = CopyBook(slots, vllm_config.parallel_config.world_size, block_bytes)
+        self.ledger = Ledger()
+        self._segment_bytes = page_bytes(kv_cache)
+        self._state = self.policy.initial_state()
+        self._rng = random.Random(settings.seed)
+        self._scheduler: Any = None
+        self._step = Step(-1, clock())
+        self._steps = 0
+        self._in_flight: dict[int, Step] = {}
+        self._preemptions = 0
+        self._salt = uuid.uuid4().bytes
+        self._pinned: Kind | None = None
+        self._labels: Mapping[str, Any] = {}
+        # Decisions to swap whose save is not yet done: (situation, decision, identity).
+        self._undecided: dict[int, tuple[Preemption, Decision, dict[str, Any]]] = {}
+        self._complained: set[str] = set()
+        if self.policy.cost_model is not None:
+            self.policy.cost_model.check_fit(**engine_shape(vllm_config, kv_cache, block_bytes))
+        self.journal: Journal | None = None
+        if settings.trace is not None:
+            header = header_of(settings, vllm_config, kv_cache, self.core, self.policy.name, slots, block_bytes)
+            recorder = Recorder(settings.trace / self.core, header)
+            self.journal = Journal(recorder, self.anonymous)
+        self._set_gauges()
+        self.tally.set("cost_model", 1, policy=self.policy.name, digest=self._model_digest())
+
+    # ---- for tools that drive an engine ----
+
+    def pin(self, kind: Kind | None, labels: Mapping[str, Any] | None = None) -> None:
+        """Execute ``kind`` at every following preemption and record it with ``labels``; None: ask the policy."""
+        self._pinned, self._labels = kind, dict(labels or {})
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges since the start, by ``name|label=value``."""
+        self._set_gauges()
+        return self.tally.totals | self.tally.gauges
+
+    @property
+    def recorder(self) -> Any:
+        """The trace's recorder, or None where nothing is recorded."""
+        return None if self.journal is None else self.journal.recorder
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether an idle engine should go on stepping: something is still to be told."""
+        return self.tally.unreported
+
+    # ---- from the scheduler ----
+
+    def step_begins(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._step = Step(self._steps, self.clock())
+        self._steps += 1
+
+    def preempting(self, request: Any, cause: Cause) -> None:
+        """A request is about to lose its blocks: decide, and queue the save where it is to be swapped."""
+        if cause == "reset":
+            self.forget_saved()
+        self._preemptions += 1
+        preemption_id = f"{self.core}-{self._preemptions}"
+        kind: Kind = "recompute"
+        try:
+            kind = self._decide(request, cause, preemption_id)
+        except Exception:  # the one boundary between a policy and a server: whatever it is, vLLM's own way is safe
+            self._complain("error", "deciding failed; recomputing")
+            self.tally.add("preemptions", intended="recompute", executed="recompute", cause=cause)
+        self._step.preemptions += 1
+        opened = OpenPreemption(
+            preemption_id, request.request_id, kind, request.num_computed_tokens, self.clock(), self._step.number
+        )
+        earlier = self.ledger.preempted(opened)
+        if earlier is not None and self.journal is not None:
+            self.journal.outcome(earlier)
+
+    def step_scheduled(self, output: Any) -> None:
+        """After ``schedule()``: computed tokens are advanced, jobs are taken."""
+        scheduled = output.num_scheduled_tokens
+        step, scheduler = self._step, self._scheduler
+        self.ledger.count(step, scheduled, scheduler.requests)
+        if step.repeated:
+            self.tally.add("recomputed_tokens", step.recomputed_tokens)
+            if self.journal is not None:
+                self.journal.repeated(step.repeated)
+        if self.journal is not None:
+            self.journal.compose(step, scheduled, scheduler)
+        self._in_flight[id(output)] = step
+
+    def step_done(self, output: Any) -> None:
+        """After ``update_from_output()``."""
+        step = self._in_flight.pop(id(output), None)
+        if step is None:
+            return
+        now = self.clock()
+        for opened in step.back:
+            outcome = opened.close("resumed", now)
+            self.tally.add("resumed", executed=opened.executed)
+            self.tally.add("victim_delay_microseconds", outcome.victim_delay_s * 1e6, executed=opened.executed)
+            self.tally.add("wait_blocks_microseconds", outcome.wait_blocks_s * 1e6, executed=opened.executed)
+            if self.journal is not None:
+                self.journal.outcome(outcome)
+        if self.journal is not None:
+            self.journal.step(step, output, self._scheduler, now)
+            self._count_dropped()
+        self._set_gauges()
+
+    def forget_saved(self) -> None:
+        """Everything saved or queued is stale, as after a change of weights."""
+        for copy_id in list(self._undecided):
+            self._settle_early(copy_id)
+        self.copies.forget_all()
+        self._set_gauges()
+
+    # ---- from the connector ----
+
+    def arrived(self, request: Any) -> None:
+        if self.journal is not None:
+            self.journal.arrived(request, self.clock())
+
+    def loadable_tokens(self, request: Any, local_tokens: int) -> int:
+        """Tokens to load beyond the local hit. Asked at every admission attempt; changes nothing."""
+        if request.skip_reading_prefix_cache:
+            return 0
+        return self.copies.loadable_tokens(request.request_id, request.num_tokens - 1, local_tokens)
+
+    def admitted(self, request: Any, block_ids: list[int], load_tokens: int) -> None:
+        """The request has blocks again; ``load_tokens`` of them are to be loaded (0: none)."""
+        request_id = request.request_id
+        copy = self.copies.of(request_id)
+        opened = self.ledger.of(request_id)
+        if load_tokens > 0 and copy is not None:
+            total = min(copy.tokens, request.num_tokens - 1)
+            first = (total - load_tokens) // self._block_size
+            last = -(-total // self._block_size)
+            self.copies.begin_load(request_id, first, tuple(block_ids[first:last]), load_tokens)
+            if opened is not None:
+                opened.local_hit_tokens = total - load_tokens
+        elif copy is not None and copy.load_tokens == 0:
+            # It fits what is cached locally, or vLLM would not load: the copy has served.
+            self.copies.forget(request_id)
+        if opened is not None and opened.admitted_s is None:
+            opened.admitted_s = self.clock()
+
+    def take_jobs(self, idle: bool) -> StepJobs:
+        jobs = self.copies.take_jobs(self._step.number, idle)
+        self._step.saves, self._step.loads = len(jobs.saves), len(jobs.loads)
+        return jobs
+
+    def transferred(self, done: Iterable[Transfer]) -> None:
+        """Workers finished copies."""
+        for settled in self.copies.acknowledge(done):
+            self._count_transfer(settled)
+            if settled.direction == "save":
+                self._saved(settled)
+            elif settled.ok and not settled.copy.orphan:
+                self.tally.add("loaded_tokens", settled.copy.load_tokens)
+                if self.journal is not None:
+                    self.journal.loaded(settled.copy.request_id, settled.copy.load_tokens)
+                opened = self.ledger.of(settled.copy.request_id)
+                if opened is not None:
+                    opened.loaded_tokens = settled.copy.load_tokens
+            elif not settled.ok and not settled.copy.orphan:
+                self._fell_back("load_failed")
+        self._set_gauges()
+
+    def finished(self, request: Any) -> None:
+        """The request ended, well or not."""
+        self._forget(request.request_id)
+        outcome = self.ledger.gone(request.request_id, self.clock())
+        if self.journal is not None:
+            if outcome is not None:
+                self.journal.outcome(outcome)
+            self.journal.finished(request, self.clock())
+        self._set_gauges()
+
+    def close(self) -> None:
+        if self.journal is not None:
+            self._write_undecided()
+            self.journal.recorder.close()
+            self._count_dropped()
+
+    # ---- deciding ----
+
+    def _decide(self, request: Any, cause: Cause, preemption_id: str) -> Kind:
+        situation = situation_of(request, self._scheduler, cause, self.copies, self._segment_bytes, self.clock())
+        why_not = self._why_no_swap(request, situation)
+        options = (RECOMPUTE,) if why_not else (RECOMPUTE, Option("swap", situation.computed_tokens, "host"))
+        if self._pinned is not None:
+            decision = self._pinned_decision(options)
+        else:
+            decision = policies.decide(self.policy, situation, options, self._state, self._rng)
+        executed, reason = self._executable(decision, situation, why_not)
+        decision = replace(decision, executed=executed, reason=reason)
+        identity = self._identity(request, preemption_id)
+        if executed == "swap":
+            self._save(request, situation, decision, identity)
+        else:
+            self._count(decision, cause)
+            self._write(situation, decision, identity)
+        return executed
+
+    def _why_no_swap(self, request: Any, situation: Preemption) -> str:
+        if situation.cause == "reset":
+            return "reset"
+        if situation.computed_tokens == 0:
+            return "nothing_computed"
+        if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
+            return "not_loadable"
+        if situation.free_host_blocks < situation.held_blocks:
+            return "host_full"
+        return ""
+
+    def _pinned_decision(self, options: tuple[Option, ...]) -> Decision:
+        chosen = next((i for i, option in enumerate(options) if option.kind == self._pinned), 0)
+        shares = tuple(float(i == chosen) for i in range(len(options)))
+        return Decision(options, shares, chosen, (), "pinned", "{}")
+
+    def _executable(self, decision: Decision, situation: Preemption, why_not: str) -> tuple[Kind, str]:
+        if why_not:
+            return "recompute", why_not
+        if self.settings.shadow and decision.intended == "swap":
+            return "recompute", "shadow"
+        return decision.intended, ""
+
+    def _save(self, request: Any, situation: Preemption, decision: Decision, identity: dict[str, Any]) -> None:
+        blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        needed = tuple(blocks[: situation.held_blocks])
+        copy = self.copies.save(request.request_id, identity["preemption_id"], situation.computed_tokens, needed)
+        self._undecided[copy.copy_id] = (situation, decision, identity)
+
+    def _saved(self, settled: Settled) -> None:
+        """A save is done or has failed on all ranks: only now it is known what was executed."""
+        situation, decision, identity = self._undecided.pop(settled.copy.copy_id)
+        if not settled.ok:
+            decision = replace(decision, executed="recompute", reason="save_failed")
+            opened = self.ledger.of(settled.copy.request_id)
+            if opened is not None and opened.preemption_id == identity["preemption_id"]:
+                opened.executed = "recompute"
+        self._count(decision, situation.cause)
+        self._write(situation, decision, identity)
+
+    def _write_undecided(self) -> None:
+        for situation, decision, identity in self._undecided.values():
+            self._count(decision, situation.cause)
+            self._write(situation, decision, identity)
+        self._undecided.clear()
+
+    # ---- counting and recording ----
+
+    def _identity(self, request: Any, preemption_id: str) -> dict[str, Any]:
+        return {
+            "preemption_id": preemption_id,
+            "decision_id": f"{preemption_id}-0",
+            "request": self.anonymous(request.request_id),
+            "generation": request.num_preemptions,
+            "step": self._step.number,
+            "overflow_id": f"{self.core}-{self._step.number}",
+        } | dict(self._labels)
+
+    def anonymous(self, request_id: str) -> str:
+        """A request's name in traces: a keyed hash, so that nobody can be found out by it."""
+        return hashlib.blake2b(request_id.encode(), key=self._salt, digest_size=8).hexdigest()
+
+    def _count(self, decision: Decision, cause: Cause) -> None:
+        assert decision.executed is not None
+        self.tally.add("preemptions", intended=decision.intended, executed=decision.executed, cause=cause)
+        if decision.reason:
+            self._fell_back(decision.reason)
+        if decision.costs:
+            cost = decision.costs[decision.chosen]
+            self.tally.add("predicted_cost_microseconds", cost.engine_s * 1e6, executed=decision.executed)
+            if cost.extrapolated:
+                self.tally.add("extrapolated")
+
+    def _write(self, situation: Preemption, decision: Decision, identity: dict[str, Any]) -> None:
+        if self.journal is not None:
+            self.journal.recorder.add("decisions", decision_row(situation, decision, **identity))
+
+    def _count_transfer(self, settled: Settled) -> None:
+        self._segment_bytes = settled.transfers[0].segment_bytes
+        slowest = max(settled.transfers, key=lambda transfer: transfer.end_s - transfer.start_s)
+        moved = sum(transfer.bytes for transfer in settled.transfers if transfer.ok)
+        self.tally.add("copy_bytes", moved, direction=settled.direction)
+        self.tally.add("copy_microseconds", (slowest.end_s - slowest.start_s) * 1e6, direction=settled.direction)
+        if self.journal is not None:
+            self.journal.transfer(settled, slowest, moved, self._step.number)
+        if not settled.ok:
+            first = next(transfer for transfer in settled.transfers if not transfer.ok)
+            logger.warning("kvpolicy: %s of copy %d failed: %s", first.direction, first.copy_id, first.error)
+
+    def _fell_back(self, reason: str) -> None:
+        self.tally.add("fallbacks", reason=reason)
+
+    def _complain(self, reason: str, what: str) -> None:
+        self._fell_back(reason)
+        if reason not in self._complained:
+            self._complained.add(reason)
+            logger.exception("kvpolicy: %s (told once; counted as fallback %r)", what, reason)
+
+    def _count_dropped(self) -> None:
+        assert self.journal is not None
+        known = self.tally.totals.get("records_dropped", 0)
+        if self.journal.recorder.dropped > known:
+            self.tally.add("records_dropped", self.journal.recorder.dropped - known)
+
+    def _set_gauges(self) -> None:
+        self.tally.set("host_slots_used", self.copies.pool.used)
+        self.tally.set("host_slots_total", self.copies.pool.total)
+        self.tally.set("open_preemptions", len(self.ledger))
+
+    # ---- forgetting ----
+
+    def _forget(self, request_id: str) -> None:
+        copy = self.copies.forget(request_id)
+        if copy is not None and copy.copy_id in self._undecided:
+            self._settle_early(copy.copy_id)
+
+    def _settle_early(self, copy_id: int) -> None:
+        """A copy was forgotten before its save was confirmed: the decision stands as executed."""
+        situation, decision, identity = self._undecided.pop(copy_id)
+        self._count(decision, situation.cause)
+        self._write(situation, decision, identity)
+
+    # ---- at start-up ----
+
+    @property
+    def _block_size(self) -> int:
+        return int(self._scheduler.block_size)
+
+    def _model_digest(self) -> str:
+        return "" if self.policy.cost_model is None else str(self.policy.cost_model.digest)

@@ -1,0 +1,205 @@
+"""Moving KV blocks between the device and the host pool: the worker's side.
+
+A KV cache tensor may be laid out with blocks outermost or with keys and values apart; `segments_of` finds the
+contiguous pieces of a block from the strides, so that nothing here depends on an attention backend's layout.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from kvpolicy_vllm.plugin.jobs import Direction, Job, Transfer
+from kvpolicy_vllm.plugin.settings import Link
+
+
+class CopyError(RuntimeError):
+    """A copy that could not be made. The request it was for is recomputed."""
+
+
+def segments_of(tensor: torch.Tensor, blocks: int) -> list[torch.Tensor]:
+    """Views of shape (blocks, elements), one per contiguous piece that a block has in ``tensor``.
+
+    Raises ValueError where no dimension can be the blocks' one.
+    """
+    sizes, strides = list(tensor.shape), list(tensor.stride())
+    per_block = tensor.numel() // blocks
+    for dim in range(tensor.ndim):
+        if sizes[dim] != blocks or blocks * strides[dim] > tensor.numel():
+            continue
+        outer = [d for d in range(tensor.ndim) if d != dim and strides[d] > strides[dim]]
+        pieces = 1
+        for d in outer:
+            pieces *= sizes[d]
+        if strides[dim] * pieces != per_block:
+            continue
+        offsets = [0]
+        for d in outer:
+            offsets = [offset + i * strides[d] for offset in offsets for i in range(sizes[d])]
+        return [
+            torch.as_strided(tensor, (blocks, strides[dim]), (strides[dim], 1), tensor.storage_offset() + offset)
+            for offset in offsets
+        ]
+    raise ValueError(f"KV cache tensor of shape {tuple(sizes)} and strides {tuple(strides)} has no {blocks} blocks")
+
+
+def unique_segments(kv_caches: dict[str, torch.Tensor], blocks: int) -> list[torch.Tensor]:
+    """Segments of all layers; layers that share a tensor are counted once."""
+    found: dict[int, torch.Tensor] = {}
+    for tensor in kv_caches.values():
+        for segment in segments_of(tensor, blocks):
+            found.setdefault(segment.data_ptr(), segment)
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A load that is done, well or not."""
+
+    job: Job
+    ok: bool
+
+
+class Copier(ABC):
+    """Executes jobs in the order given. ``save`` returns when the source blocks may be overwritten by what the
+    engine launches next; loads are begun by ``load`` and reported once by ``poll``.
+
+    Subclasses implement the copies themselves; times, validity and the simulated link are handled here.
+    """
+
+    def __init__(
+        self,
+        device_segments: list[torch.Tensor],
+        slots: int,
+        pin_memory: bool,
+        link: Link | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.device_segments = device_segments
+        self.pinned = pin_memory and device_segments[0].device.type != "cpu"
+        self.host_segments = [
+            torch.empty((slots, segment.shape[1]), dtype=segment.dtype, pin_memory=self.pinned)
+            for segment in device_segments
+        ]
+        self.block_bytes = sum(segment.shape[1] * segment.element_size() for segment in device_segments)
+        self.segment_bytes = device_segments[0].shape[1] * device_segments[0].element_size()
+        self.transfers: list[Transfer] = []
+        self._link = link
+        self._link_free_s: dict[Direction, float] = {"save": 0.0, "load": 0.0}
+        self._clock = clock
+        self._sleep = sleep
+        self._valid: set[int] = set()
+        self._loading: deque[tuple[Job, float, float, float, int]] = deque()
+        self._failed_loads: list[Job] = []
+
+    @abstractmethod
+    def copy_out(self, job: Job) -> None:
+        """Device blocks to host slots, ordered before whatever the engine launches next."""
+
+    @abstractmethod
+    def copy_in(self, job: Job) -> None:
+        """Host slots to device blocks, ordered after every step that was launched."""
+
+    def copied_in(self, job: Job) -> bool:
+        """Whether ``copy_in`` of this job has finished. Raises :class:`CopyError` where it failed on the way."""
+        return True
+
+    def save(self, job: Job) -> None:
+        """Make the copy, or remember that there is none."""
+        submit = self._clock()
+        start, end = submit, submit
+        try:
+            start, end = self._promise("save", len(job.slots), submit)
+            self.copy_out(job)
+            self._sleep(max(0.0, end - self._clock()) if self._link else 0.0)
+            self._valid.add(job.copy_id)
+            self._record(job, "save", True, submit, start, self._clock(), 0)
+        except RuntimeError as error:
+            self._record(job, "save", False, submit, start, self._clock(), 0, str(error))
+
+    def load(self, job: Job) -> None:
+        """Begin to bring a copy back; a copy that was never made fails at once."""
+        submit = self._clock()
+        queued = sum(len(waiting[0].slots) for waiting in self._loading) * self.block_bytes
+        try:
+            if job.copy_id not in self._valid:
+                raise CopyError("there is no whole copy to load")
+            start, end = self._promise("load", len(job.slots), submit)
+            self.copy_in(job)
+            self._loading.append((job, submit, start, end, queued))
+        except RuntimeError as error:
+            self._failed_loads.append(job)
+            self._record(job, "load", False, submit, submit, self._clock(), queued, str(error))
+
+    def drop(self, copy_ids: Iterable[int]) -> None:
+        self._valid.difference_update(copy_ids)
+
+    def poll(self, idle: bool = False) -> list[Finished]:
+        """Loads that finished since the last call, each once. ``idle``: nothing else to do, so wait a moment."""
+        finished = [Finished(job, False) for job in self._failed_loads]
+        self._failed_loads = []
+        if idle and self._loading and not finished:
+            self._sleep(min(0.001, max(0.0, self._loading[0][3] - self._clock())))
+        while self._loading:
+            job, submit, start, end, queued = self._loading[0]
+            try:
+                if self._clock() < end or not self.copied_in(job):
+                    break
+                self._record(job, "load", True, submit, start, max(end, self._clock()), queued)
+                finished.append(Finished(job, True))
+            except CopyError as error:
+                self._record(job, "load", False, submit, start, self._clock(), queued, str(error))
+                finished.append(Finished(job, False))
+            self._loading.popleft()
+        return finished
+
+    def _promise(self, direction: Direction, blocks: int, now: float) -> tuple[float, float]:
+        """Start and end of a transfer: on the simulated link one at a time per direction; at once without one."""
+        if self._link is None:
+            return now, now
+        start = max(now, self._link_free_s[direction])
+        end = start + self._link.seconds(blocks * self.block_bytes)
+        self._link_free_s[direction] = end
+        return start, end
+
+    def _record(
+        self, job: Job, direction: Direction, ok: bool, submit: float, start: float, end: float, queued: int, why: str = ""
+    ) -> None:
+        pieces = len(self.device_segments)
+        self.transfers.append(
+            Transfer(
+                job.copy_id, direction, ok, len(job.slots) * self.block_bytes, len(job.slots) * pieces,
+                self.segment_bytes, self.pinned, queued, submit, start, end, why,
+            )
+        )  # fmt: skip
+
+
+class IndexingCopier(Copier):
+    """Plain torch indexing, at once: for devices whose memory is the host's."""
+
+    def copy_out(self, job: Job) -> None:
+        blocks, slots = torch.tensor(job.block_ids), torch.tensor(job.slots)
+        for device, host in zip(self.device_segments, self.host_segments, strict=True):
+            host[slots] = device[blocks]
+
+    def copy_in(self, job: Job) -> None:
+        blocks, slots = torch.tensor(job.block_ids), torch.tensor(job.slots)
+        for device, host in zip(self.device_segments, self.host_segments, strict=True):
+            device[blocks] = host[slots]
+
+
+def copier_for(
+    device_segments: list[torch.Tensor], slots: int, pin_memory: bool, link: Link | None
+) -> Copier:
+    """The copier for the device the KV cache is on."""
+    if device_segments[0].device.type == "cuda":
+        from kvpolicy_vllm.plugin.cuda_copier import CudaCopier
+
+        return CudaCopier(device_segments, slots, pin_memory, link)
+    return IndexingCopier(device_segments, slots, pin_memory, link)

@@ -1,0 +1,166 @@
+"""The life of every saved copy, on the scheduler's side: queued, saved, loading, gone.
+
+Workers execute jobs in the order they are told, per rank. That is why a slot may be given to the next save at once
+when its copy is forgotten: the new save comes after whatever the old one still had to do. Only a copy that is being
+*loaded* keeps its slots until every rank has said that it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvpolicy_vllm.plugin.jobs import Direction, Job, StepJobs, Transfer
+from kvpolicy_vllm.plugin.pool import SlotPool
+
+
+class Stage(Enum):
+    QUEUED = "queued"  # the save is not yet handed to the workers
+    SAVED = "saved"  # handed over; whatever is told to the workers later finds it done
+    LOADING = "loading"
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """KV of one request as it was at one preemption."""
+
+    copy_id: int
+    request_id: str
+    preemption_id: str
+    tokens: int
+    slots: tuple[int, ...]
+    stage: Stage = Stage.QUEUED
+    load_tokens: int = 0
+    load_blocks: int = 0
+    orphan: bool = False
+    """Its request is gone or its content stale: forgotten as soon as no worker reads its slots."""
+    acks: dict[Direction, list[Transfer]] = field(default_factory=lambda: {"save": [], "load": []})
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """All ranks have finished one direction of one copy."""
+
+    copy: Copy
+    direction: Direction
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(transfer.ok for transfer in self.transfers)
+
+
+class CopyBook:
+    """All copies of one engine core. ``ranks``: how many workers must finish a transfer."""
+
+    def __init__(self, slots: int, ranks: int, block_bytes: int) -> None:
+        self.pool = SlotPool(slots)
+        self.ranks = ranks
+        self.block_bytes = block_bytes
+        self._next_id = 0
+        self._of_request: dict[str, Copy] = {}
+        self._by_id: dict[int, Copy] = {}
+        self._saves: list[Job] = []
+        self._loads: list[Job] = []
+        self._dropped: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def of(self, request_id: str) -> Copy | None:
+        return self._of_request.get(request_id)
+
+    def queued_bytes(self, direction: Direction) -> int:
+        """Bytes of one rank that are on their way or wait for the link."""
+        if direction == "save":
+            blocks = sum(len(copy.slots) for copy in self._by_id.values() if len(copy.acks["save"]) < self.ranks)
+        else:
+            blocks = sum(copy.load_blocks for copy in self._by_id.values() if copy.stage is Stage.LOADING)
+        return blocks * self.block_bytes
+
+    def save(self, request_id: str, preemption_id: str, tokens: int, block_ids: tuple[int, ...]) -> Copy:
+        """Queue a save. The caller has seen that enough slots are free."""
+        self.forget(request_id)
+        self._next_id += 1
+        copy = Copy(self._next_id, request_id, preemption_id, tokens, self.pool.take(len(block_ids)))
+        self._of_request[request_id] = copy
+        self._by_id[copy.copy_id] = copy
+        self._saves.append(Job(copy.copy_id, request_id, block_ids, copy.slots))
+        return copy
+
+    def loadable_tokens(self, request_id: str, wanted: int, local: int) -> int:
+        """Tokens a load would bring beyond ``local``, at most up to ``wanted``. Changes nothing."""
+        copy = self._of_request.get(request_id)
+        if copy is None or copy.stage is Stage.LOADING:
+            return 0
+        return max(0, min(copy.tokens, wanted) - local)
+
+    def begin_load(self, request_id: str, first_block: int, block_ids: tuple[int, ...], tokens: int) -> Copy:
+        """Queue the load of ``tokens`` tokens into ``block_ids``, from block ``first_block`` of the copy on."""
+        copy = self._of_request[request_id]
+        copy.stage = Stage.LOADING
+        copy.load_tokens, copy.load_blocks = tokens, len(block_ids)
+        slots = copy.slots[first_block : first_block + len(block_ids)]
+        self._loads.append(Job(copy.copy_id, request_id, block_ids, slots))
+        return copy
+
+    def forget(self, request_id: str) -> Copy | None:
+        """The request no longer needs its copy: resumed without it, finished or aborted."""
+        copy = self._of_request.pop(request_id, None)
+        if copy is None:
+            return None
+        if copy.stage is Stage.LOADING:
+            copy.orphan = True
+        else:
+            self._release(copy)
+        return copy
+
+    def forget_all(self) -> list[Copy]:
+        """Everything saved is stale, as after a reset. Returns the copies whose loads are still in flight."""
+        loading = [copy for copy in self._of_request.values() if copy.stage is Stage.LOADING]
+        for request_id in list(self._of_request):
+            self.forget(request_id)
+        # A load that was not yet handed over is still handed over: vLLM waits for its completion.
+        return loading
+
+    def take_jobs(self, step: int, idle: bool) -> StepJobs:
+        """What the workers have to do in this step."""
+        jobs = StepJobs(step, tuple(self._saves), tuple(self._loads), tuple(self._dropped), idle)
+        for job in self._saves:
+            self._by_id[job.copy_id].stage = Stage.SAVED
+        self._saves, self._loads, self._dropped = [], [], []
+        return jobs
+
+    def acknowledge(self, done: Iterable[Transfer]) -> list[Settled]:
+        """Take in what workers finished; returns what is now finished on all ranks."""
+        settled = []
+        for transfer in done:
+            copy = self._by_id.get(transfer.copy_id)
+            if copy is None:  # forgotten while its save was under way
+                continue
+            acks = copy.acks[transfer.direction]
+            acks.append(transfer)
+            if len(acks) == self.ranks:
+                settled.append(Settled(copy, transfer.direction, tuple(acks)))
+                self._settle(settled[-1])
+        return settled
+
+    def _settle(self, settled: Settled) -> None:
+        copy = settled.copy
+        current = self._of_request.get(copy.request_id) is copy
+        if settled.direction == "save":
+            if current and not settled.ok and copy.stage is not Stage.LOADING:
+                self.forget(copy.request_id)
+        else:
+            if current:
+                del self._of_request[copy.request_id]
+            self._release(copy)
+
+    def _release(self, copy: Copy) -> None:
+        del self._by_id[copy.copy_id]
+        self.pool.give_back(copy.slots)
+        if copy.stage is Stage.QUEUED:
+            self._saves = [job for job in self._saves if job.copy_id != copy.copy_id]
+        else:
+            self._dropped.append(copy.copy_id)

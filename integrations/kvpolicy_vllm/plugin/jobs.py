@@ -1,0 +1,67 @@
+"""What the scheduler side and the workers tell each other, once per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+Direction = Literal["save", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One copy of whole blocks between the device and the host pool, the same on every rank.
+
+    ``copy_id`` is the generation: never given twice, so that a request id that comes back, or a slot that is used
+    again, cannot be mistaken for what it was before.
+    """
+
+    copy_id: int
+    request_id: str
+    block_ids: tuple[int, ...]
+    """Device blocks, in the order of ``slots``."""
+    slots: tuple[int, ...]
+    """Host slots, one block each."""
+
+
+@dataclass(slots=True)
+class StepJobs(KVConnectorMetadata):
+    """Scheduler to workers. Saves come before loads; ``dropped`` copies can no longer be loaded."""
+
+    step: int
+    saves: tuple[Job, ...] = ()
+    loads: tuple[Job, ...] = ()
+    dropped: tuple[int, ...] = ()
+    idle: bool = False
+    """Whether the step computes nothing, so that waiting a moment for a load delays nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One finished copy on one rank; times on the machine's monotonic clock."""
+
+    copy_id: int
+    direction: Direction
+    ok: bool
+    bytes: int
+    segments: int
+    segment_bytes: int
+    pinned: bool
+    queued_bytes: int
+    submit_s: float
+    start_s: float
+    end_s: float
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Transfers(KVConnectorWorkerMetadata):
+    """Workers to scheduler: what finished on the ranks in one step."""
+
+    done: list[Transfer] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Transfers:
+        assert isinstance(other, Transfers)
+        return Transfers(self.done + other.done)

@@ -1,0 +1,190 @@
+"""What of an engine core's life becomes rows of a trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import vllm
+
+from kvpolicy.events import Outcome, as_row
+from kvpolicy.trace import Header, outcome_row
+from kvpolicy_vllm.plugin.copies import Settled
+from kvpolicy_vllm.plugin.jobs import Transfer
+from kvpolicy_vllm.plugin.ledger import Repeated, Step, compose
+from kvpolicy_vllm.plugin.recording import Recorder
+from kvpolicy_vllm.plugin.situation import engine_shape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvpolicy_vllm.plugin.settings import Settings
+
+
+@dataclass(slots=True)
+class Life:
+    """A request while it is served."""
+
+    arrival_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    output_tokens: int = 0
+    recomputed_tokens: int = 0
+    loaded_tokens: int = 0
+
+
+class Journal:
+    """Rows for the recorder. ``anonymous`` gives a request its name in the trace."""
+
+    def __init__(self, recorder: Recorder, anonymous: Callable[[str], str]) -> None:
+        self.recorder = recorder
+        self._anonymous = anonymous
+        self._lives: dict[str, Life] = {}
+        self._last_update_s: float | None = None
+        self._was_busy = False
+
+    # ---- requests ----
+
+    def arrived(self, request: Any, now: float) -> None:
+        self._lives[request.request_id] = Life(now)
+
+    def finished(self, request: Any, now: float) -> None:
+        life = self._lives.pop(request.request_id, None)
+        if life is None:
+            return
+        # The last token of a request that stops comes with the very step that ends it.
+        if request.num_output_tokens > life.output_tokens:
+            life.last_token_s = now
+            life.first_token_s = now if life.first_token_s is None else life.first_token_s
+        self.recorder.add(
+            "requests",
+            {
+                "request": self._anonymous(request.request_id),
+                "arrival_s": life.arrival_s,
+                "first_token_s": life.first_token_s,
+                "last_token_s": life.last_token_s,
+                "prompt_tokens": request.num_prompt_tokens,
+                "output_tokens": request.num_output_tokens,
+                "preemptions": request.num_preemptions,
+                "recomputed_tokens": life.recomputed_tokens,
+                "loaded_tokens": life.loaded_tokens,
+                "finish": str(request.get_finished_reason()),
+            },
+        )
+
+    def repeated(self, parts: Iterable[Repeated]) -> None:
+        for part in parts:
+            life = self._lives.get(part.request_id)
+            if life is not None:
+                life.recomputed_tokens += part.tokens
+
+    def loaded(self, request_id: str, tokens: int) -> None:
+        life = self._lives.get(request_id)
+        if life is not None:
+            life.loaded_tokens += tokens
+
+    # ---- steps ----
+
+    def compose(self, step: Step, scheduled: Mapping[str, int], scheduler: Any) -> None:
+        compose(step, scheduled, scheduler.requests)
+        step.running_requests = len(scheduler.running)
+        step.waiting_requests = max(0, scheduler.get_num_unfinished_requests() - len(scheduler.running))
+        pool = scheduler.kv_cache_manager.block_pool
+        step.used_blocks = pool.num_gpu_blocks - pool.get_num_free_blocks()
+
+    def step(self, step: Step, output: Any, scheduler: Any, now: float) -> None:
+        """The step's output is back: its duration is from update to update, where the engine was not idle between."""
+        start = step.began_s
+        if self._last_update_s is not None and (self._was_busy or self._last_update_s > start):
+            start = self._last_update_s
+        self._last_update_s, self._was_busy = now, scheduler.get_num_unfinished_requests() > 0
+        self.recorder.add(
+            "steps",
+            {
+                "step": step.number,
+                "start_s": start,
+                "duration_s": now - start,
+                "device_s": None,
+                "scheduled_tokens": step.scheduled_tokens,
+                "scheduled_requests": step.scheduled_requests,
+                "decode_requests": step.decode_requests,
+                "kv_read_tokens": step.kv_read_tokens,
+                "chunk_context": step.chunk_context,
+                "running_requests": step.running_requests,
+                "waiting_requests": step.waiting_requests,
+                "used_blocks": step.used_blocks,
+                "recomputed_tokens": step.recomputed_tokens,
+                "preemptions": step.preemptions,
+                "saves": step.saves,
+                "loads": step.loads,
+                "repeated": [_repeated_row(part) for part in step.repeated],
+            },
+        )
+        self._note_tokens(output.num_scheduled_tokens, scheduler.requests, now)
+
+    def _note_tokens(self, scheduled: Mapping[str, int], requests: Mapping[str, Any], now: float) -> None:
+        for request_id in scheduled:
+            life, request = self._lives.get(request_id), requests.get(request_id)
+            if life is None or request is None or request.num_output_tokens <= life.output_tokens:
+                continue
+            life.output_tokens = request.num_output_tokens
+            life.last_token_s = now
+            if life.first_token_s is None:
+                life.first_token_s = now
+
+    # ---- preemptions ----
+
+    def outcome(self, outcome: Outcome) -> None:
+        self.recorder.add("outcomes", outcome_row(outcome))
+
+    def transfer(self, settled: Settled, slowest: Transfer, moved: int, step: int) -> None:
+        self.recorder.add(
+            "transfers",
+            {
+                "preemption_id": settled.copy.preemption_id,
+                "generation": settled.copy.copy_id,
+                "step": step,
+                "direction": settled.direction,
+                "tier": "host",
+                "bytes": moved,
+                "segments": slowest.segments,
+                "segment_bytes": slowest.segment_bytes,
+                "pinned": slowest.pinned,
+                "queued_bytes": slowest.queued_bytes,
+                "submit_s": slowest.submit_s,
+                "start_s": slowest.start_s,
+                "end_s": slowest.end_s,
+                "ok": settled.ok,
+            },
+        )
+
+
+def _repeated_row(part: Repeated) -> dict[str, Any]:
+    row = as_row(part)
+    del row["request_id"]
+    return row
+
+
+def header_of(
+    settings: Settings, config: VllmConfig, kv_cache: KVCacheConfig, core: str, policy: str, slots: int, block_bytes: int
+) -> Header:
+    """The header of what this engine core records."""
+    shape = engine_shape(config, kv_cache, block_bytes)
+    return Header(
+        run_id=core,
+        source=settings.source,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        engine=f"vllm {vllm.__version__}",
+        hardware=shape["hardware"],
+        geometry=shape["geometry"].to_dict(),
+        block_size=shape["block_size"],
+        block_bytes=block_bytes,
+        device_blocks=kv_cache.num_blocks,
+        host_blocks=slots,
+        policy=policy,
+        link={"kind": "native"} if settings.link is None else settings.link.to_dict(),
+        seed=settings.seed,
+    )

@@ -1,0 +1,124 @@
+"""Counters and gauges, on their way from the scheduler to ``/metrics``.
+
+vLLM sends the connector's stats from the engine core to the API process as a dictionary. Ours holds what was added to
+each counter since the last report and the present value of each gauge, keyed by ``name|label=value|...``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "preemptions": ("Preemptions by what was intended, what was executed and why.", ("intended", "executed", "cause")),
+    "resumed": ("Preempted requests back at the token they had reached.", ("executed",)),
+    "recomputed_tokens": ("Tokens computed again after a preemption.", ()),
+    "loaded_tokens": ("Tokens brought back from the host pool.", ()),
+    "copy_bytes": ("Bytes copied, all ranks.", ("direction",)),
+    "copy_microseconds": ("Time copies took, slowest rank.", ("direction",)),
+    "predicted_cost_microseconds": ("Engine time the policy expected its choices to cost.", ("executed",)),
+    "victim_delay_microseconds": ("Measured delay of preempted requests, their wait for blocks left out.", ("executed",)),
+    "wait_blocks_microseconds": ("Measured wait of preempted requests for free blocks.", ("executed",)),
+    "fallbacks": ("Decisions that were not executed as chosen.", ("reason",)),
+    "records_dropped": ("Trace rows that could not be written.", ()),
+    "extrapolated": ("Decisions outside what the cost model was trained on.", ()),
+}
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "host_slots_used": ("Host slots (one KV block each) in use.", ()),
+    "host_slots_total": ("Host slots in all.", ()),
+    "open_preemptions": ("Preempted requests not yet back.", ()),
+    "cost_model": ("1, labelled with the policy and the digest of its cost model.", ("policy", "digest")),
+}
+
+
+def key(name: str, **labels: str) -> str:
+    return "|".join([name, *(f"{label}={value}" for label, value in labels.items())])
+
+
+class Tally:
+    """Counts of one engine core: totals since the start, and what was added since the last report."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, float] = {}
+        self.gauges: dict[str, float] = {}
+        self._added: dict[str, float] = {}
+        self._gauges_moved = False
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        at = key(name, **labels)
+        self.totals[at] = self.totals.get(at, 0) + amount
+        self._added[at] = self._added.get(at, 0) + amount
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        at = key(name, **labels)
+        if self.gauges.get(at) != value:
+            self.gauges[at] = value
+            self._gauges_moved = True
+
+    @property
+    def unreported(self) -> bool:
+        return bool(self._added) or self._gauges_moved
+
+    def report(self) -> KVPolicyStats | None:
+        """What changed since the last report, or None."""
+        if not self.unreported:
+            return None
+        stats = KVPolicyStats({"counters": self._added, "gauges": dict(self.gauges)})
+        self._added = {}
+        self._gauges_moved = False
+        return stats
+
+
+@dataclass
+class KVPolicyStats(KVConnectorStats):
+    """``data``: {"counters": {key: added}, "gauges": {key: value}}."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        counters = dict(self.data.get("counters", {}))
+        for name, amount in other.data.get("counters", {}).items():
+            counters[name] = counters.get(name, 0) + amount
+        gauges = self.data.get("gauges", {}) | other.data.get("gauges", {})
+        return KVPolicyStats({"counters": counters, "gauges": gauges})
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the periodic log line: totals over labels."""
+        totals: dict[str, int | float] = {}
+        for name, amount in self.data.get("counters", {}).items():
+            short = name.split("|")[0]
+            totals[short] = totals.get(short, 0) + amount
+        return totals
+
+    def is_empty(self) -> bool:
+        return not self.data.get("counters") and not self.data.get("gauges")
+
+
+class KVPolicyPromMetrics(KVConnectorPromMetrics):
+    """The Prometheus side, in the API process."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine)
+        self._metrics: dict[str, Any] = {}
+        for known, kind in ((COUNTERS, metric_types[Counter]), (GAUGES, metric_types[Gauge])):
+            for name, (text, labels) in known.items():
+                self._metrics[name] = kind(
+                    name=f"vllm:kvpolicy_{name}", documentation=text, labelnames=[*labelnames, *labels]
+                )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for at, amount in transfer_stats_data.get("counters", {}).items():
+            self._child(at, engine_idx).inc(amount)
+        for at, value in transfer_stats_data.get("gauges", {}).items():
+            self._child(at, engine_idx).set(value)
+
+    def _child(self, at: str, engine_idx: int) -> Any:
+        name, *labels = at.split("|")
+        values = [label.split("=", 1)[1] for label in labels]
+        return self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *values)

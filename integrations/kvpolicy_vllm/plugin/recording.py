@@ -1,0 +1,101 @@
+"""Writing a trace beside a running scheduler, at no cost it can feel.
+
+The scheduler appends plain rows to bounded queues; a thread turns them into Parquet parts. Whatever the disk does,
+rows that do not fit are dropped and counted, and the scheduler never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from kvpolicy.trace import SCHEMAS, Header, TraceError, from_rows, write_part
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+class Recorder:
+    """Rows in, part files out. One per engine core.
+
+    A part is written every ``part_rows`` rows or ``part_s`` seconds, so that a killed server loses at most that.
+    """
+
+    def __init__(
+        self,
+        core: Path,
+        header: Header,
+        part_rows: int = 5000,
+        part_s: float = 2.0,
+        most_waiting: int = 100_000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.core = core
+        self.dropped = 0
+        self._header = header
+        self._part_rows = part_rows
+        self._part_s = part_s
+        self._most_waiting = most_waiting
+        self._clock = clock
+        self._waiting: dict[str, deque[Row]] = {name: deque() for name in SCHEMAS}
+        self._parts = dict.fromkeys(SCHEMAS, 0)
+        self._has_header = False
+        self._complained = False
+        self._writing = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvpolicy-trace", daemon=True)
+        self._thread.start()
+
+    def add(self, table: str, row: Row) -> None:
+        """Queue one row; drops and counts it where too many wait."""
+        waiting = self._waiting[table]
+        if len(waiting) >= self._most_waiting:
+            self.dropped += 1
+        else:
+            waiting.append(row)
+
+    def flush(self) -> None:
+        """Write all rows added so far. For tests, tools and shutdown: waits for the disk."""
+        with self._writing:
+            for name in SCHEMAS:
+                while self._waiting[name]:
+                    self._write(name)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10.0)
+        self.flush()
+
+    def _run(self) -> None:
+        last = self._clock()
+        while not self._stop.wait(0.1):
+            due = self._clock() - last >= self._part_s
+            if due or any(len(rows) >= self._part_rows for rows in self._waiting.values()):
+                last = self._clock()
+                self.flush()
+
+    def _write(self, name: str) -> None:
+        waiting = self._waiting[name]
+        rows = [waiting.popleft() for _ in range(min(len(waiting), self._part_rows))]
+        try:
+            if not self._has_header:
+                self._header.write(self.core)
+                self._has_header = True
+            elif not (self.core / "header.json").exists():
+                raise FileNotFoundError(f"{self.core} was removed while it was recorded into")
+            write_part(self.core, name, self._parts[name], from_rows(name, rows))
+            self._parts[name] += 1
+        except (OSError, TraceError, pa.ArrowException) as error:
+            # A full disk may have room again later; until then rows are lost, and counted.
+            self.dropped += len(rows)
+            if not self._complained:
+                self._complained = True
+                logger.warning("kvpolicy: cannot write trace %s, dropping records: %s", self.core, error)

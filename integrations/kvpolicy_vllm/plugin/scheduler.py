@@ -1,0 +1,125 @@
+"""The scheduler: vLLM's own, which asks the controller before a request loses its blocks.
+
+Only `schedule`, `update_from_output`, `_preempt_request` and `reset_prefix_cache` are extended, each by calling the
+original; nothing of vLLM's scheduling is repeated here, so `always-recompute` schedules exactly as stock vLLM does.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from kvpolicy_vllm.plugin.connector import KVPolicyConnector
+from kvpolicy_vllm.plugin.controller import Controller
+from kvpolicy_vllm.plugin.versions import UnsupportedEngine
+
+if TYPE_CHECKING:
+    from kvpolicy.events import Cause
+
+
+class Asking:
+    """Mixin over vLLM's scheduler classes."""
+
+    asks_kvpolicy = True
+    kvpolicy: Controller
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        connector = getattr(self, "connector", None)
+        if not isinstance(connector, KVPolicyConnector) or connector.controller is None:
+            raise UnsupportedEngine(
+                "--scheduler-cls kvpolicy_vllm.AdaptiveScheduler needs the connector too: --kv-transfer-config "
+                '\'{"kv_connector": "KVPolicyConnector", "kv_role": "kv_producer", '
+                '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"policy": "..."}}\''
+            )
+        self.kvpolicy = connector.controller
+        self._cause: Cause = "reset"  # outside schedule() nothing is preempted for want of memory
+        self._forced_out: list[str] = []
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.kvpolicy.step_begins(self)
+        aside = self._force_out()
+        self._cause = "memory"
+        try:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
+        finally:
+            self._cause = "reset"
+            for request in reversed(aside):
+                self.waiting.prepend_request(request)
+        self.kvpolicy.step_scheduled(output)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self.kvpolicy.step_done(scheduler_output)
+        return outputs
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self.kvpolicy.preempting(request, self._cause)
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Weights may have changed: nothing saved, queued or being loaded may be used again."""
+        self.kvpolicy.forget_saved()
+        for request in self.requests.values():
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(request.request_id)
+        return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+
+    # ---- for tools that drive an engine in process ----
+
+    requests: dict[str, Any]
+    running: list[Any]
+    waiting: Any
+    failed_recving_kv_req_ids: set[str]
+
+    def preempt_at_next_step(self, request_id: str) -> None:
+        """Force a running request out at the next step; it can come back from the step after that on."""
+        self._forced_out.append(request_id)
+
+    def pause_at_next_step(self, request_id: str) -> None:
+        """Take a running request out of the batch; it keeps its blocks. Undone by :meth:`resume_request`."""
+        self.running.remove(self.requests[request_id])
+
+    def resume_request(self, request_id: str) -> None:
+        """Put a paused request back at the end of the batch."""
+        self.running.append(self.requests[request_id])
+
+    def _force_out(self) -> list[Any]:
+        """Preempt what is to be forced out, and keep it from being admitted in this very step."""
+        aside = []
+        self._cause = "forced"
+        for request_id in self._forced_out:
+            request = self.requests.get(request_id)
+            if request is None or request.status != RequestStatus.RUNNING or request not in self.running:
+                continue
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+            self.waiting.remove_request(request)
+            aside.append(request)
+        self._forced_out.clear()
+        return aside
+
+
+class AdaptiveSyncScheduler(Asking, Scheduler):
+    """Over vLLM's plain scheduler."""
+
+
+class AdaptiveAsyncScheduler(Asking, AsyncScheduler):
+    """Over vLLM's asynchronous scheduler."""
+
+
+class AdaptiveScheduler:
+    """The one name for ``--scheduler-cls``: makes the scheduler that the engine's configuration asks for."""
+
+    asks_kvpolicy = True
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        asynchronous = vllm_config.scheduler_config.async_scheduling
+        made = AdaptiveAsyncScheduler if asynchronous else AdaptiveSyncScheduler
+        return made(vllm_config, *args, **kwargs)

@@ -1,0 +1,121 @@
+"""`kv_connector_extra_config`, read once and strictly: a misspelt key is an error, not a default."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.hardware import available_memory_bytes
+
+GIB = 1 << 30
+DEFAULT_COPIER = "kvpolicy_vllm.plugin.copier.copier_for"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A simulated link: each direction takes ``latency_s + bytes / bytes_per_s``, one transfer at a time."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """``BYTES_PER_S[,LATENCY_S]``; raises ValueError naming the part that is wrong."""
+        parts = [part.strip() for part in str(text).split(",")]
+        try:
+            numbers = [float(part) for part in parts]
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)) or numbers[0] <= 0 or min(numbers) < 0:
+            raise ValueError(f"link {text!r}: should be BYTES_PER_S[,LATENCY_S], as 2e9 or 2e9,0.001")
+        return cls(*numbers)
+
+    def seconds(self, size_bytes: int) -> float:
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "simulated", "bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The plugin's options. One field per key of ``kv_connector_extra_config``."""
+
+    policy: str
+    host_gib: float = 4.0
+    """Host memory for saved KV blocks in all, over the ranks of one engine core, GiB."""
+    force_host_gib: bool = False
+    """Accept a ``host_gib`` of more than half of the memory that is available now."""
+    pin_memory: bool = True
+    """Page-lock the host pool where there is an accelerator; without one it means nothing."""
+    trace: Path | None = None
+    """Folder to record into; each engine core makes a sub-folder of its own."""
+    shadow: bool = False
+    """Decide and record, but execute vLLM's own recompute."""
+    seed: int = 0
+    link: Link | None = None
+    source: str = "production"
+    """What the trace's header says it is."""
+    copier: str = DEFAULT_COPIER
+    """Import path of what makes the worker-side copier. For tests that make copies fail."""
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> Settings:
+        """Raises ValueError naming the key that is unknown, missing or wrong, and what would be right."""
+        known = {
+            "policy": _text,
+            "host_gib": _positive,
+            "force_host_gib": _flag,
+            "pin_memory": _flag,
+            "trace": lambda key, value: Path(_text(key, value)),
+            "shadow": _flag,
+            "seed": _whole,
+            "link": lambda key, value: Link.parse(_text(key, value)),
+            "source": _text,
+            "copier": _text,
+        }
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            raise ValueError(
+                f"kv_connector_extra_config: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(known))}"
+            )
+        if "policy" not in extra:
+            raise ValueError("kv_connector_extra_config: key 'policy' is missing, as in {\"policy\": \"always-swap\"}")
+        given = {key: known[key](key, value) for key, value in extra.items() if value is not None}
+        return cls(**given)
+
+    def refuse_too_much_memory(self) -> None:
+        """Raises ValueError where the host pool would take more than half of the available memory, unless forced."""
+        available = available_memory_bytes()
+        if self.host_gib * GIB > available / 2 and not self.force_host_gib:
+            raise ValueError(
+                f"host_gib is {self.host_gib:g}, more than half of the {available / GIB:.1f} GiB available now; "
+                f'give at most {available / 2 / GIB:.1f}, or "force_host_gib": true'
+            )
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be a text")
+    return value
+
+
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be true or false")
+    return value
+
+
+def _whole(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be a whole number")
+    return value
+
+
+def _positive(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be a number above 0")
+    return float(value)

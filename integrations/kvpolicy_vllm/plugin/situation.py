@@ -1,0 +1,114 @@
+"""Reading a `Preemption` off a live scheduler, before it frees the victim's blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import current_platform
+
+from kvpolicy.events import Cause, Preemption
+from kvpolicy.hardware import Geometry, describe
+from kvpolicy_vllm.plugin.copies import CopyBook
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def situation_of(
+    request: Any, scheduler: Any, cause: Cause, copies: CopyBook, segment_bytes: int, now: float
+) -> Preemption:
+    """What is known about ``request``, already taken out of ``scheduler.running``. O(its blocks + running requests)."""
+    pool = scheduler.kv_cache_manager.block_pool
+    size = scheduler.block_size
+    computed = request.num_computed_tokens
+    held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
+    others = [other for other in scheduler.running if other is not request]
+    waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
+    return Preemption(
+        time_s=now,
+        computed_tokens=computed,
+        prompt_tokens=request.num_prompt_tokens,
+        output_tokens=request.num_output_tokens,
+        block_size=size,
+        block_bytes=copies.block_bytes,
+        segment_bytes=segment_bytes,
+        held_blocks=len(held),
+        shared_blocks=sum(block.ref_cnt > 1 for block in held),
+        hashed_blocks=sum(block.block_hash is not None for block in held),
+        device_blocks=pool.num_gpu_blocks,
+        free_blocks=pool.get_num_free_blocks(),
+        short_blocks=_short_blocks(request, others, scheduler) if cause == "memory" else 0,
+        host_blocks=copies.pool.total,
+        free_host_blocks=copies.pool.free,
+        running_requests=len(others),
+        waiting_requests=max(0, waiting),
+        batch_tokens=sum(other.num_computed_tokens for other in others),
+        queued_save_bytes=copies.queued_bytes("save"),
+        queued_load_bytes=copies.queued_bytes("load"),
+        earlier_preemptions=request.num_preemptions,
+        priority=request.priority,
+        cause=cause,
+    )
+
+
+def _short_blocks(victim: Any, others: list[Any], scheduler: Any) -> int:
+    """Blocks the failed allocation lacked.
+
+    vLLM does not say whose allocation failed: it is the first running request, in scheduling order, whose blocks do
+    not yet cover what it has to compute next. Exact for a decode; for a prefill chunk an upper bound, since what was
+    left of the token budget is not known here.
+    """
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    for request in [*others, victim]:
+        known = request.num_tokens + request.num_output_placeholders
+        ahead = min(max(1, known - request.num_computed_tokens), scheduler.max_num_scheduled_tokens)
+        blocks = len(scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+        lacking = -(-(request.num_computed_tokens + ahead) // scheduler.block_size) - blocks
+        if lacking > free:
+            return int(lacking - free)
+    return 0
+
+
+def page_bytes(kv_cache: KVCacheConfig) -> int:
+    """Bytes of one block in one layer: what lies contiguous unless a worker reports smaller pieces."""
+    return int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
+
+
+def device_name() -> str:
+    return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
+
+
+def engine_shape(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int) -> dict[str, Any]:
+    """What a cost model must have been made for: block size and bytes, geometry of one rank, hardware."""
+    return {
+        "block_size": int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
+        "block_bytes": block_bytes,
+        "geometry": geometry_of(config),
+        "hardware": describe(device_name()),
+    }
+
+
+def geometry_of(config: VllmConfig) -> Geometry:
+    """The model's shape on one rank, from its Hugging Face configuration."""
+    model, parallel = config.model_config, config.parallel_config
+    text = model.hf_text_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    ranks = parallel.tensor_parallel_size
+    return Geometry(
+        layers=model.get_num_layers(parallel),
+        hidden=model.get_hidden_size(),
+        heads=model.get_num_attention_heads(parallel),
+        kv_heads=model.get_num_kv_heads(parallel),
+        head_dim=model.get_head_size(),
+        intermediate=getattr(text, "intermediate_size", 0) // ranks,
+        vocab=model.get_vocab_size(),
+        weight_bytes=model.dtype.itemsize,
+        kv_bytes=_kv_itemsize(config),
+        dtype=dtype,
+    )
+
+
+def _kv_itemsize(config: VllmConfig) -> int:
+    cache_dtype = config.cache_config.cache_dtype
+    return int(config.model_config.dtype.itemsize) if cache_dtype in ("auto", "float32", "bfloat16", "float16") else 1

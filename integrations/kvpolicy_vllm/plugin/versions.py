@@ -1,0 +1,114 @@
+"""Which vLLM this is, and which configurations of it the plugin does not serve yet.
+
+Each refusal names the setting and what would be right; later releases take them off the list one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+OLDEST = (0, 24)
+NEWEST = (0, 33)
+
+
+class UnsupportedEngine(ValueError):
+    """The engine is set up in a way the plugin does not serve; the message says what would be right."""
+
+
+def engine_version() -> tuple[int, int]:
+    """(major, minor) of the vLLM that is running. Raises :class:`UnsupportedEngine` outside the tested range."""
+    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    if not found:
+        raise UnsupportedEngine(f"vLLM calls itself {vllm.__version__!r}; kvpolicy serves {_range()}")
+    version = (int(found[1]), int(found[2]))
+    if not OLDEST <= version <= NEWEST:
+        raise UnsupportedEngine(f"vLLM {vllm.__version__} is outside the range kvpolicy was tested with: {_range()}")
+    return version
+
+
+def _range() -> str:
+    return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> None:
+    """Raises :class:`UnsupportedEngine` for the first setting that does not fit."""
+    engine_version()
+    _refuse_transfer_settings(config)
+    _refuse_engine_settings(config)
+    if kv_cache is not None:
+        _refuse_kv_cache(kv_cache)
+
+
+def _refuse_transfer_settings(config: VllmConfig) -> None:
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_connector != "KVPolicyConnector":
+        raise UnsupportedEngine(
+            f"--kv-transfer-config names {transfer.kv_connector}; kvpolicy works only as the one connector: "
+            '"kv_connector": "KVPolicyConnector"'
+        )
+    if transfer.kv_role != "kv_producer":
+        raise UnsupportedEngine(
+            f'--kv-transfer-config: kv_role is {transfer.kv_role}, should be "kv_producer" '
+            "(a consumer role makes the scheduler hold back freed blocks, which brings more preemptions)"
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        raise UnsupportedEngine(
+            f"--kv-transfer-config: kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, should be "
+            '"recompute": otherwise a failed load ends its request'
+        )
+    if getattr(config.cache_config, "kv_offloading_size", None) is not None:
+        raise UnsupportedEngine("--kv-offloading-size brings a connector of its own; leave it out with kvpolicy")
+    if not is_adaptive(config.scheduler_config.scheduler_cls):
+        raise UnsupportedEngine(
+            f"--scheduler-cls is {config.scheduler_config.scheduler_cls}, but KVPolicyConnector needs "
+            "--scheduler-cls kvpolicy_vllm.AdaptiveScheduler: without it nothing is ever saved"
+        )
+
+
+def is_adaptive(scheduler_cls: Any) -> bool:
+    """Whether a ``--scheduler-cls`` value is kvpolicy's scheduler or made from it."""
+    found = resolve_obj_by_qualname(scheduler_cls) if isinstance(scheduler_cls, str) else scheduler_cls
+    return bool(getattr(found, "asks_kvpolicy", False))
+
+
+def _refuse_engine_settings(config: VllmConfig) -> None:
+    parallel, model = config.parallel_config, config.model_config
+    refusals = (
+        (config.speculative_config is not None, "speculative decoding: leave --speculative-config out"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: --pipeline-parallel-size should be 1"),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "context parallelism: the decode and prefill context-parallel sizes should be 1",
+        ),
+        (model.is_encoder_decoder, "encoder-decoder models"),
+        (model.runner_type == "pooling", "pooling models"),
+        (model.use_mla, "MLA models (not tested yet)"),
+    )
+    for refused, what in refusals:
+        if refused:
+            raise UnsupportedEngine(f"kvpolicy does not serve {what}; run this engine without the kvpolicy flags")
+
+
+def _refuse_kv_cache(kv_cache: KVCacheConfig) -> None:
+    groups = kv_cache.kv_cache_groups
+    if len(groups) != 1:
+        raise UnsupportedEngine(
+            f"kvpolicy does not serve models with {len(groups)} KV cache groups (hybrid attention) yet; "
+            "run this engine without the kvpolicy flags"
+        )
+    spec = groups[0].kv_cache_spec
+    if type(spec).__name__ != "FullAttentionSpec" or getattr(spec, "sliding_window", None) is not None:
+        raise UnsupportedEngine(
+            f"kvpolicy serves full attention only, this model's KV cache is {type(spec).__name__}"
+            f"{' with a sliding window' if getattr(spec, 'sliding_window', None) else ''}"
+        )

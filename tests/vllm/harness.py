@@ -1,0 +1,139 @@
+"""Starting engines for tests, each in its own process, and comparing what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TIE_GAP = 1e-4
+"""A first difference where the reference's two best log-probabilities are closer than this is a tie."""
+TIES_PER_TOKEN = 1 / 50_000
+
+
+def environment(workers: int = 1, multiprocess: bool = False) -> dict[str, str]:
+    """What an engine needs on a machine without an accelerator: bound cores, no network, plugins on."""
+    paths = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "VLLM_CPU_OMP_THREADS_BIND": "0" if workers == 1 else "|".join(map(str, range(workers))),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+class EngineFailed(AssertionError):
+    """The engine's process ended badly; carries the end of what it printed."""
+
+
+def run(job: dict[str, Any], folder: Path, *, workers: int = 1, multiprocess: bool = False) -> dict[str, Any]:
+    """Run one job in a new process and return its result. Raises :class:`EngineFailed` with the child's last lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = len(list(folder.glob("job-*.json")))
+    job_path, result_path = folder / f"job-{number}.json", folder / f"result-{number}.json"
+    job_path.write_text(json.dumps(job))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.child", str(job_path), str(result_path)],
+        env=environment(workers, multiprocess),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    if done.returncode or not result_path.exists():
+        raise EngineFailed(f"engine ended with {done.returncode}:\n{done.stdout[-6000:]}")
+    return json.loads(result_path.read_text()) | {"output": done.stdout}
+
+
+def plugin(policy: str, **extra: Any) -> dict[str, Any]:
+    """The plugin's engine arguments."""
+    return {
+        "scheduler_cls": "kvpolicy_vllm.AdaptiveScheduler",
+        "kv_transfer_config": {
+            "kv_connector": "KVPolicyConnector",
+            "kv_role": "kv_producer",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_module_path": "kvpolicy_vllm.connector",
+            "kv_connector_extra_config": {"policy": policy, "host_gib": 0.25, **extra},
+        },
+    }
+
+
+def prompts(
+    count: int, tokens: tuple[int, int], outputs: tuple[int, int], seed: int, shared: int = 0, vocabulary: int = 2000
+) -> list[dict[str, Any]]:
+    """Random requests; the first ``shared`` tokens are the same in all of them."""
+    rng = random.Random(seed)
+    head = [rng.randrange(10, vocabulary) for _ in range(shared)]
+    return [
+        {
+            "prompt": head + [rng.randrange(10, vocabulary) for _ in range(rng.randint(*tokens))],
+            "max_tokens": rng.randint(*outputs),
+        }
+        for _ in range(count)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Where two runs of the same requests differ."""
+
+    tokens: int
+    ties: int
+    wrong: tuple[str, ...]
+
+
+def compare(reference: dict[str, Any], other: dict[str, Any], leave_out: Sequence[str] = ()) -> Comparison:
+    """Greedy tokens of two runs. After a tie the two texts differ rightly, so only the first difference counts."""
+    ties, wrong, tokens = 0, [], 0
+    for request, expected in reference["tokens"].items():
+        if request in leave_out:
+            continue
+        got = other["tokens"].get(request)
+        tokens += len(expected)
+        if got == expected:
+            continue
+        if got is None or len(got) != len(expected):
+            wrong.append(f"{request}: {len(expected)} tokens expected, {len(got or [])} came")
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)
+        gap = reference["gaps"][request][at]
+        if gap < TIE_GAP:
+            ties += 1
+        else:
+            wrong.append(f"{request}: token {at} is {got[at]}, should be {expected[at]} (log-probability gap {gap:.2g})")
+    return Comparison(tokens, ties, tuple(wrong))
+
+
+def assert_exact(reference: dict[str, Any], other: dict[str, Any], leave_out: Sequence[str] = ()) -> None:
+    found = compare(reference, other, leave_out)
+    assert not found.wrong, "\n".join(found.wrong[:10])
+    assert found.ties <= max(1, found.tokens * TIES_PER_TOKEN), f"{found.ties} ties in {found.tokens} tokens"
+
+
+def assert_nothing_left(result: dict[str, Any]) -> None:
+    """No host slot in use, the block pool full again, nobody open."""
+    assert result["free_blocks"] == result["device_blocks"] - 1, "device blocks leaked"  # one is vLLM's null block
+    stats = result["stats"]
+    assert stats["host_slots_used"] == 0, f"{stats['host_slots_used']} host slots leaked"
+    assert stats["open_preemptions"] == 0
+
+
+def total(stats: dict[str, float], name: str, **labels: str) -> float:
+    """Sum of a counter over the labels not given."""
+    wanted = {f"{key}={value}" for key, value in labels.items()}
+    return sum(value for key, value in stats.items() if key.split("|")[0] == name and wanted <= set(key.split("|")[1:]))
