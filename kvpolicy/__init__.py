@@ -1,3 +1,31 @@
-"""kvpolicy: recompute or swap, decided by measured cost, for LLM servers that run out of KV memory."""
+"""kvpolicy: recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.
+
+The steps of the loop are functions here, with the arguments of the commands: :func:`profile`, :func:`train`,
+:func:`evaluate`, :func:`demo`. They are loaded on first use: a server that only decides must not load the trainers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpolicy.engines import demo, profile
+    from kvpolicy.evaluation import evaluate
+    from kvpolicy.training import train
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "demo", "evaluate", "profile", "train"]
+
+_HOMES = {
+    "demo": "kvpolicy.engines",
+    "evaluate": "kvpolicy.evaluation",
+    "profile": "kvpolicy.engines",
+    "train": "kvpolicy.training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,165 @@
+"""The command line: options to function calls, errors to one line. Nothing is decided here."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+import kvpolicy
+from kvpolicy import engines
+
+app = typer.Typer(
+    help="Recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+POLICIES = (
+    "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL or explore:COST_MODEL; "
+    "a cost model is a folder or the name of one that ships"
+)
+SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+PolicyName = Annotated[str, typer.Option("--policy", help=POLICIES)]
+Shadow = Annotated[bool, typer.Option("--shadow", help="Decide and record, but execute vLLM's own recompute.")]
+HostGib = Annotated[
+    float | None, typer.Option(help="Host memory for evicted KV, in all over the ranks of one engine core, GiB.")
+]
+ForceHostGib = Annotated[
+    bool, typer.Option("--force-host-gib", help="Accept more than half of the available memory for it.")
+]
+NoPin = Annotated[bool, typer.Option("--no-pin-memory", help="Do not page-lock that memory.")]
+RecordTo = Annotated[Path | None, typer.Option("--trace", help="Folder to record a trace into.")]
+PolicySeed = Annotated[int | None, typer.Option(help="Seed of a policy that draws.")]
+Link = Annotated[str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LATENCY_S]; native without it.")]
+Seed = Annotated[int, typer.Option(help="Seed of splits and resampling.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"kvpolicy {kvpolicy.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def profile(
+    out: Annotated[Path, typer.Option(help="Folder of the trace; an unfinished profile there is taken up again.")],
+    llm: Annotated[Path | None, typer.Option(help="Folder of a model; without it a small one is made.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer states: minutes instead of many minutes.")] = False,
+    link: Link = None,
+) -> None:
+    """Measure recompute and swap in the same states on a live engine."""
+    _show(kvpolicy.profile(out=out, llm=llm, quick=quick, link=link))
+
+
+@app.command()
+def train(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Folders of traces.")],
+    out: Annotated[Path, typer.Option(help="Folder of the cost model.")],
+    family: Annotated[str, typer.Option(help="boosted, linear or analytic")] = "boosted",
+    force: Annotated[bool, typer.Option("--force", help="Train even on a trace with over 30% noise.")] = False,
+    seed: Seed = 0,
+) -> None:
+    """Train a cost model from traces."""
+    _show(kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed))
+
+
+@app.command()
+def evaluate(
+    trace: Annotated[list[Path], typer.Option(help="Folder of a trace; may be given several times.")],
+    policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Price policies on a trace: accuracy and regret against the oracle that knows both options."""
+    report = kvpolicy.evaluate(traces=trace, policies=policy, seed=seed)
+    if json_file:
+        json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    _show(report)
+
+
+@app.command(context_settings=SERVER_FLAGS)
+def serve(
+    context: typer.Context,
+    llm: Annotated[str, typer.Argument(metavar="LLM", help="The model, as for vllm serve; vLLM's flags after it.")],
+    policy: PolicyName,
+    shadow: Shadow = False,
+    host_gib: HostGib = None,
+    force_host_gib: ForceHostGib = False,
+    no_pin_memory: NoPin = False,
+    trace: RecordTo = None,
+    policy_seed: PolicySeed = None,
+    link: Link = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
+) -> None:
+    """Start vLLM's server with the policy on. Flags that are not kvpolicy's go to vLLM as they are."""
+    launch = engines.launcher()
+    options = launch.options(policy, shadow, host_gib, force_host_gib, no_pin_memory, trace, policy_seed, link)
+    command = launch.serve_command(llm, options, context.args)
+    if dry_run:
+        typer.echo(launch.shell_line(command))
+        return
+    sys.stdout.flush()
+    # The server takes this process's place, so that signals reach it.
+    os.execvp(command[0], command)
+
+
+@app.command()
+def config(
+    policy: PolicyName,
+    shadow: Shadow = False,
+    host_gib: HostGib = None,
+    force_host_gib: ForceHostGib = False,
+    no_pin_memory: NoPin = False,
+    trace: RecordTo = None,
+    policy_seed: PolicySeed = None,
+    link: Link = None,
+) -> None:
+    """Print the YAML that switches the policy on: vllm serve LLM --config FILE.yaml."""
+    launch = engines.launcher()
+    options = launch.options(policy, shadow, host_gib, force_host_gib, no_pin_memory, trace, policy_seed, link)
+    typer.echo(launch.config_yaml(options), nl=False)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for traces, models and demo.json.")] = Path("out/demo"),
+) -> None:
+    """Run the whole loop on a small model, then the same overload with and without the plugin."""
+    _show(kvpolicy.demo(out=out))
+
+
+def _show(report: Any) -> None:
+    if report is not None:
+        typer.echo(report.text())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command. Wrong use, wrong files and a missing engine end in one line on stderr and exit status 2."""
+    try:
+        # Outside standalone mode a command's own exit status comes back as its result.
+        status = app(args=arguments, prog_name="kvpolicy", standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        sys.exit(_complain(error.format_message()))
+    except (ValueError, OSError) as error:
+        sys.exit(_complain(str(error)))
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _complain(message: str) -> int:
+    print("kvpolicy: error: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()
