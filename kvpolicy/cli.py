@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 import kvpolicy
@@ -102,7 +101,16 @@ def serve(
 ) -> None:
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's go to vLLM as they are."""
     launch = engines.launcher()
-    options = launch.options(policy, shadow, host_gib, force_host_gib, no_pin_memory, trace, policy_seed, link)
+    options = launch.options(
+        policy,
+        shadow=shadow,
+        host_gib=host_gib,
+        force_host_gib=force_host_gib,
+        no_pin_memory=no_pin_memory,
+        trace=trace,
+        seed=policy_seed,
+        link=link,
+    )
     command = launch.serve_command(llm, options, context.args)
     if dry_run:
         typer.echo(launch.shell_line(command))
@@ -125,7 +133,16 @@ def config(
 ) -> None:
     """Print the YAML that switches the policy on: vllm serve LLM --config FILE.yaml."""
     launch = engines.launcher()
-    options = launch.options(policy, shadow, host_gib, force_host_gib, no_pin_memory, trace, policy_seed, link)
+    options = launch.options(
+        policy,
+        shadow=shadow,
+        host_gib=host_gib,
+        force_host_gib=force_host_gib,
+        no_pin_memory=no_pin_memory,
+        trace=trace,
+        seed=policy_seed,
+        link=link,
+    )
     typer.echo(launch.config_yaml(options), nl=False)
 
 
@@ -143,22 +160,12 @@ def _show(report: Any) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. Wrong use, wrong files and a missing engine end in one line on stderr and exit status 2."""
+    """Run a command. Wrong values, unreadable files and a missing engine end in one line on stderr and status 2."""
     try:
-        # Outside standalone mode a command's own exit status comes back as its result.
-        status = app(args=arguments, prog_name="kvpolicy", standalone_mode=False)
-    except click.exceptions.Abort:
-        sys.exit(130)
-    except click.ClickException as error:
-        sys.exit(_complain(error.format_message()))
+        app(args=arguments, prog_name="kvpolicy")
     except (ValueError, OSError) as error:
-        sys.exit(_complain(str(error)))
-    sys.exit(status if isinstance(status, int) else 0)
-
-
-def _complain(message: str) -> int:
-    print("kvpolicy: error: " + " ".join(message.split()), file=sys.stderr)
-    return 2
+        print("kvpolicy: error: " + " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

