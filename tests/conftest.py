@@ -1,0 +1,25 @@
+"""Tests under tests/vllm need vLLM: skipped without it, unless KVPOLICY_REQUIRE_VLLM=1, as `make test` sets it."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ENGINE_TESTS = Path(__file__).parent / "vllm"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    of_engines = [item for item in items if item.path.is_relative_to(ENGINE_TESTS)]
+    for item in of_engines:
+        item.add_marker(pytest.mark.engine)
+    if not of_engines or find_spec("vllm"):
+        return
+    if os.environ.get("KVPOLICY_REQUIRE_VLLM") == "1":
+        raise pytest.UsageError(
+            "KVPOLICY_REQUIRE_VLLM=1, and vllm is not installed here; `make environment` installs it"
+        )
+    for item in of_engines:
+        item.add_marker(pytest.mark.skip(reason="vllm is not installed here; `make test` installs it"))

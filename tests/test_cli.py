@@ -1,0 +1,141 @@
+"""Commands call functions of the same name, and every refusal is one line on stderr with exit status 2."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+TRACES = sorted(path.parent.parent for path in ROOT.glob("traces/*/*/header.json"))
+
+
+class Report:
+    def text(self) -> str:
+        return "a table"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"regret": 0.5}
+
+
+class Called:
+    """Stands for a step of the loop and notes what it was called with."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, Any] = {}
+
+    def __call__(self, **arguments: Any) -> Report:
+        self.arguments = arguments
+        return Report()
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(arguments))
+    return int(stopped.value.code or 0)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(*arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("kvpolicy: error: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "wanted"),
+    [
+        (
+            "profile",
+            ["--out", "t", "--llm", "m", "--quick", "--link", "1e9"],
+            {"out": Path("t"), "llm": Path("m"), "quick": True, "link": "1e9"},
+        ),
+        ("profile", ["--out", "t"], {"out": Path("t"), "llm": None, "quick": False, "link": None}),
+        (
+            "train",
+            ["a", "b", "--out", "m", "--family", "linear", "--force", "--seed", "3"],
+            {"traces": [Path("a"), Path("b")], "out": Path("m"), "family": "linear", "force": True, "seed": 3},
+        ),
+        (
+            "evaluate",
+            ["--trace", "a", "--policy", "p", "--policy", "q"],
+            {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0},
+        ),
+        ("demo", ["--out", "d"], {"out": Path("d")}),
+    ],
+)
+def test_a_command_is_its_function(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    arguments: list[str],
+    wanted: dict[str, Any],
+) -> None:
+    called = Called()
+    signature = inspect.signature(getattr(kvpolicy, command))
+    monkeypatch.setattr(kvpolicy, command, called, raising=False)
+    assert run(command, *arguments) == 0
+    assert called.arguments == wanted
+    assert capsys.readouterr().out == "a table\n"
+    signature.bind(**called.arguments)
+
+
+def test_evaluate_writes_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kvpolicy, "evaluate", Called(), raising=False)
+    assert run("evaluate", "--trace", "a", "--policy", "p", "--json", str(tmp_path / "report.json")) == 0
+    assert json.loads((tmp_path / "report.json").read_text()) == {"regret": 0.5}
+
+
+def test_a_trace_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert str(tmp_path / "no") in refusal(capsys, "train", str(tmp_path / "no"), "--out", str(tmp_path / "m"))
+    assert str(tmp_path) in refusal(capsys, "evaluate", "--trace", str(tmp_path), "--policy", "always-swap")
+
+
+def test_no_option_left_out_goes_unnoticed(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("profile", "train", "evaluate", "serve", "config"):
+        assert run(command) == 2
+        assert "Missing" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"kvpolicy {kvpolicy.__version__}\n"
+
+
+def without_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in an interpreter where vllm and torch cannot be imported."""
+    code = (
+        f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'integrations')]!r}\n"
+        "sys.modules['vllm'] = sys.modules['torch'] = None\n"
+        f"from kvpolicy.cli import main\nmain({list(arguments)!r})"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "command", [["profile", "--out", "x"], ["demo", "--out", "x"], ["serve", "m", "--policy", "always-swap"]]
+)
+def test_without_vllm_what_needs_an_engine_says_what_to_install(command: list[str]) -> None:
+    done = without_vllm(*command)
+    assert done.returncode == 2
+    assert "pip install 'kvpolicy[vllm]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not TRACES, reason="no trace ships yet")
+def test_without_vllm_train_and_evaluate_work(tmp_path: Path) -> None:
+    trained = without_vllm("train", str(TRACES[0]), "--out", str(tmp_path / "m"), "--family", "linear", "--force")
+    assert trained.returncode == 0, trained.stderr
+    priced = without_vllm("evaluate", "--trace", str(TRACES[0]), "--policy", f"cheapest:{tmp_path / 'm'}")
+    # The model has seen this trace; where too few states are left, that is what is said.
+    assert priced.returncode in (0, 2), priced.stderr
+    assert "Traceback" not in priced.stderr

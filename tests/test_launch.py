@@ -1,0 +1,167 @@
+"""The flags a server is started with, from `kvpolicy config` and `kvpolicy serve --dry-run`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvpolicy.cli import main
+from kvpolicy_vllm import launch
+
+
+@pytest.fixture(autouse=True)
+def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags are written without an engine; only the command's form depends on how vLLM is installed."""
+    monkeypatch.setattr(launch, "require", lambda name: None)
+    monkeypatch.setattr(launch, "_distribution", lambda name: False)
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(arguments))
+    return int(stopped.value.code or 0)
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert run("serve", *arguments, "--dry-run") == 0
+    return shlex.split(capsys.readouterr().out)
+
+
+def following(command: list[str], flag: str) -> str:
+    assert command.count(flag) == 1
+    return command[command.index(flag) + 1]
+
+
+def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    wanted = ["--policy", "random:0.5", "--shadow", "--host-gib", "0.5", "--trace", str(tmp_path / "trace")]
+    wanted += ["--policy-seed", "7", "--link", "2e9,0.001", "--no-pin-memory", "--force-host-gib"]
+    assert run("config", *wanted) == 0
+    from_yaml = yaml.safe_load(capsys.readouterr().out)
+    command = dry_run(capsys, "some/llm", *wanted)
+    assert from_yaml == {
+        "scheduler-cls": following(command, "--scheduler-cls"),
+        "kv-transfer-config": json.loads(following(command, "--kv-transfer-config")),
+    }
+    assert from_yaml["scheduler-cls"] == "kvpolicy_vllm.AdaptiveScheduler"
+    assert from_yaml["kv-transfer-config"] == {
+        "kv_connector": "KVPolicyConnector",
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "policy": "random:0.5",
+            "host_gib": 0.5,
+            "force_host_gib": True,
+            "pin_memory": False,
+            "trace": str(tmp_path / "trace"),
+            "shadow": True,
+            "seed": 7,
+            "link": "2e9,0.001",
+        },
+    }
+
+
+def test_what_is_not_given_is_left_to_the_plugin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "--policy", "always-swap") == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["kv-transfer-config"]["kv_connector_extra_config"] == {"policy": "always-swap"}
+
+
+def test_vllm_flags_pass_through_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--seed", "3", "-tp", "2", "--max-model-len=64", "--port", "8001", "--enforce-eager"]
+    command = dry_run(capsys, "some/llm", "--policy", "always-swap", *flags)
+    assert command[-len(flags) :] == flags
+
+
+def test_without_a_distribution_named_vllm_the_server_module_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    command = dry_run(capsys, "some/llm", "--policy", "always-swap")
+    assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "some/llm"]
+
+
+def test_with_one_vllm_serve_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launch, "_distribution", lambda name: True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert launch.server("some/llm")[1:] == ["-m", "vllm.entrypoints.cli.main", "serve", "some/llm"]
+    (tmp_path / "vllm").touch()
+    assert launch.server("some/llm") == [str(tmp_path / "vllm"), "serve", "some/llm"]
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--scheduler-cls",
+        "--scheduler_cls",
+        "--kv-transfer-config={}",
+        "--kv-transfer-config.kv_role",
+        "--kv-transfer",
+        "--kv-offloading-size",
+        "--kv_offloading_size=4",
+    ],
+)
+def test_flags_that_would_undo_the_plugin_are_refused(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert run("serve", "some/llm", "--policy", "always-swap", flag, "x", "--dry-run") == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert flag.partition("=")[0] in said.err
+
+
+def test_they_are_refused_in_a_config_file_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("port: 8001\nkv-offloading-size: 4\n")
+    for flags in (["--config", str(file)], [f"--config={file}"]):
+        assert run("serve", "some/llm", "--policy", "always-swap", *flags, "--dry-run") == 2
+        assert "--kv-offloading-size in" in capsys.readouterr().err
+    file.write_text("port: 8001\n")
+    assert "--config" in dry_run(capsys, "some/llm", "--policy", "always-swap", "--config", str(file))
+    assert run("serve", "some/llm", "--policy", "always-swap", "--config", str(tmp_path / "none.yaml")) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+def test_similar_flags_are_not_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--scheduling-policy", "priority", "--kv-cache-dtype", "auto", "--kv-events-config", "{}", "-sc"]
+    assert dry_run(capsys, "some/llm", "--policy", "always-swap", *flags)[-len(flags) :] == flags
+
+
+@pytest.mark.parametrize("command", ["serve some/llm --dry-run", "config"])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--policy", "sometimes"], "sometimes"),
+        (["--policy", "threshold:many"], "many"),
+        (["--policy", "cheapest:no-such-model"], "no-such-model"),
+        (["--policy", "always-swap", "--host-gib", "-1"], "host_gib"),
+        (["--policy", "always-swap", "--link", "fast"], "fast"),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], command: str, options: list[str], named: str
+) -> None:
+    assert run(*command.split(), *options) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert named in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_the_model_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--port", "8001", "some/llm", "--policy", "always-swap", "--dry-run") == 2
+    assert "--port" in capsys.readouterr().err
+
+
+def test_the_server_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execvp", lambda file, command: started.append([file, *command]))
+    assert run("serve", "some/llm", "--policy", "always-swap") == 0
+    assert started[0][0] == started[0][1] == sys.executable
+
+
+def test_a_cost_model_given_by_folder_is_named_absolutely(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch.policies, "load", lambda name: None)
+    Path("models/mine").mkdir(parents=True)
+    assert launch.options("cheapest:models/mine")["policy"] == f"cheapest:{tmp_path}/models/mine"
+    assert launch.options("cheapest:shipped-name")["policy"] == "cheapest:shipped-name"

@@ -1,0 +1,89 @@
+"""The wheel: both packages typed, the data that ships inside, nothing else; it works away from the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = sorted(path.name for path in (ROOT / "models").iterdir() if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(out.glob("kvpolicy-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's files in a folder of their own, put before everything else on the path."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
+    subprocess.run([*command, str(wheel)], check=True, capture_output=True)
+    return folder
+
+
+def elsewhere(installed: Path, code: str) -> str:
+    """What a program prints that sees the installed wheel and not the checkout."""
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=installed, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_it_holds_both_packages_and_the_data_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"kvpolicy/py.typed", "kvpolicy_vllm/py.typed", "kvpolicy_vllm/launch.py"} <= set(names)
+    assert {name.split("/")[0] for name in names} == {"kvpolicy", "kvpolicy_vllm", "kvpolicy-0.1.0.dist-info"}
+    shipped = {name.removeprefix("kvpolicy/shipped/") for name in names if name.startswith("kvpolicy/shipped/")}
+    on_disk = {str(path.relative_to(ROOT)) for kind in ("models", "traces") for path in (ROOT / kind).rglob("*")}
+    assert shipped == {name for name in on_disk if (ROOT / name).is_file()}
+    assert not [name for name in shipped if name.endswith(".py")]
+
+
+def test_it_announces_its_entry_points(installed: Path) -> None:
+    code = (
+        "from importlib.metadata import distribution\n"
+        "for point in distribution('kvpolicy').entry_points: print(point.group, point.name, point.value)"
+    )
+    assert set(elsewhere(installed, code).splitlines()) == {
+        "console_scripts kvpolicy kvpolicy.cli:main",
+        "kvpolicy.engines vllm kvpolicy_vllm.bench",
+        "kvpolicy.launchers vllm kvpolicy_vllm.launch",
+        "vllm.general_plugins kvpolicy kvpolicy_vllm.plugin:register",
+    }
+
+
+def test_the_base_install_is_light() -> None:
+    code = (
+        "from importlib.metadata import requires\n"
+        "print(*sorted(line for line in requires('kvpolicy') if 'extra ==' not in line), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = {line.split("<")[0].split(">")[0] for line in done.stdout.splitlines()}
+    assert names == {"lightgbm", "numba", "numpy", "pyarrow", "pyyaml", "rich", "scikit-learn", "typer"}
+
+
+def test_its_command_runs_away_from_the_checkout(installed: Path) -> None:
+    code = (
+        "import kvpolicy, kvpolicy_vllm\nprint(kvpolicy.__file__, kvpolicy_vllm.__file__)\n"
+        "from kvpolicy.cli import main\nmain(['config', '--policy', 'always-swap'])"
+    )
+    files, *printed = elsewhere(installed, code).splitlines()
+    assert all(file.startswith(str(installed)) for file in files.split())
+    assert printed[0] == "scheduler-cls: kvpolicy_vllm.AdaptiveScheduler"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shipped_model_loads_from_the_wheel(installed: Path, name: str) -> None:
+    code = f"from kvpolicy.cost import load\nprint(type(load({name!r})).__module__)"
+    assert elsewhere(installed, code).startswith("kvpolicy.")
