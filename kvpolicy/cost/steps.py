@@ -5,6 +5,7 @@ takes when nothing was preempted. A preemption's ``engine_s`` is then, over the 
 
     sum of (duration - d0(the step's composition without the victims' repeated tokens))
 
+where d0 is scaled to how fast the machine was around the step (:meth:`StepTimeModel.pace`).
 Involved are the step in which its KV was saved, the steps its copies overlapped in time, and the steps that compute
 its lost tokens again. A step without anything left in it once the repeated tokens are gone would not have been
 executed: its d0 is 0, and so is that of a step that computes nothing because everybody waits for a load.
@@ -24,93 +25,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from kvpolicy.cost.nonnegative import robust_nonnegative_fit
+from kvpolicy.cost.steptime import PARTS, Floats, StepTimeModel, Whole, fit_step_time
 from kvpolicy.hardware import fingerprint
 from kvpolicy.trace import Trace, TraceError
 
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
-
-PARTS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")
-"""What a step is made of, as far as its duration depends on it: columns of ``steps``."""
 REPEATED_PARTS = ("tokens", "decodes", "kv_read_tokens", "chunk_context")
-"""The same parts by their names in ``steps.repeated``."""
+"""The parts of a step by their names in ``steps.repeated``, in the order of :data:`PARTS`."""
 
 OWN_FIT_STEPS = 80
 """A core with fewer undisturbed steps is fitted together with the other cores of its machine and model."""
-FEWEST_STEPS = 20
-FOLDS = 5
-BLOCK_STEPS = 20
-"""Held-out error is taken over blocks of that many successive steps: neighbours are alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOutError:
-    """Of predictions for steps that the model was not fitted on."""
-
-    mean_relative: float
-    """Mean of |predicted - measured| / measured."""
-    mean_s: float
-    """Mean of |predicted - measured|, seconds: the floor under every attributed step."""
-    bias_s: float
-    """Mean of measured - predicted, seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimeModel:
-    """d0: seconds of an undisturbed step, linear in its parts, no part below zero."""
-
-    fixed_s: float
-    per_part_s: tuple[float, ...]
-    """Seconds per unit of each of :data:`PARTS`."""
-    fitted_on: str
-    """``core NAME``, or ``N cores`` where this core had too few undisturbed steps of its own."""
-    steps: int
-    error: HeldOutError
-
-    def predict(self, parts: Floats) -> Floats:
-        """Seconds for each row of ``parts``, shape (steps, 4) in the order of :data:`PARTS`; 0 for an empty step."""
-        return np.where(parts[:, 0] > 0, self.fixed_s + self.price(parts), 0.0)
-
-    def price(self, parts: Floats) -> Floats:
-        """Seconds without the fixed part."""
-        return np.asarray(parts @ np.asarray(self.per_part_s), dtype=np.float64)
-
-
-def fit_step_time(parts: Floats, duration_s: Floats, fitted_on: str) -> StepTimeModel:
-    """Fit d0 to undisturbed steps in the order they were executed.
-
-    Raises TraceError where there are fewer than :data:`FEWEST_STEPS`.
-    """
-    if len(duration_s) < FEWEST_STEPS:
-        raise TraceError(
-            f"steps: {len(duration_s)} undisturbed steps on {fitted_on}, at least {FEWEST_STEPS} are needed to tell "
-            "what a step takes when nothing is preempted"
-        )
-    design = np.column_stack([np.ones(len(parts)), parts])
-    coefficients = robust_nonnegative_fit(design, duration_s)
-    return StepTimeModel(
-        fixed_s=float(coefficients[0]),
-        per_part_s=tuple(map(float, coefficients[1:])),
-        fitted_on=fitted_on,
-        steps=len(duration_s),
-        error=_held_out_error(design, duration_s),
-    )
-
-
-def _held_out_error(design: Floats, duration_s: Floats) -> HeldOutError:
-    predicted = np.empty_like(duration_s)
-    size = min(BLOCK_STEPS, -(-len(duration_s) // FOLDS))
-    fold = np.arange(len(duration_s)) // size % FOLDS
-    for number in range(FOLDS):
-        out = fold == number
-        predicted[out] = design[out] @ robust_nonnegative_fit(design[~out], duration_s[~out])
-    missed = duration_s - predicted
-    return HeldOutError(
-        mean_relative=float(np.mean(np.abs(missed) / duration_s)),
-        mean_s=float(np.mean(np.abs(missed))),
-        bias_s=float(np.mean(missed)),
-    )
 
 
 def step_time_models(trace: Trace) -> dict[str, StepTimeModel]:
@@ -203,7 +126,16 @@ def _loose_core(trace: Trace, name: str) -> tuple[pa.Table, pa.Table]:
         table.filter(pc.equal(table["core"], name)) for table in (trace.table("steps"), trace.table("transfers"))
     )
     _refuse_bad_steps(steps, name)
-    return steps.sort_by("start_s"), transfers
+    return steps.sort_by("start_s"), _with_save_steps(transfers, trace.table("outcomes"))
+
+
+def _with_save_steps(transfers: pa.Table, outcomes: pa.Table) -> pa.Table:
+    """A save is handed over in the step of its preemption; under asynchronous scheduling it is reported later."""
+    at = _index_in(transfers["preemption_id"].combine_chunks(), outcomes["preemption_id"].combine_chunks())
+    known = (at >= 0) & (_strings(transfers, "direction") == "save")
+    number = _ints(transfers, "step").copy()
+    number[known] = _ints(outcomes, "first_step")[at[known]]
+    return transfers.set_column(transfers.schema.get_field_index("step"), "step", pa.array(number))
 
 
 def _kin(trace: Trace, name: str, names: list[str]) -> list[str]:
@@ -289,7 +221,10 @@ def _extra(core: _Core, at: Whole, own: Floats) -> Floats:
     left = core.parts.copy()
     np.subtract.at(left, at, own)
     _refuse_overdrawn(core, left)
-    return (_reals(core.steps, "duration_s") - core.model.predict(left))[at]
+    calm = np.flatnonzero(undisturbed(core.steps, core.transfers))
+    duration_s = _reals(core.steps, "duration_s")
+    pace = core.model.pace(calm, core.parts[calm], duration_s[calm], at) if len(calm) else 1.0
+    return np.asarray(duration_s[at] - pace * core.model.predict(left[at]), dtype=np.float64)
 
 
 def _involved(core: _Core) -> tuple[Whole, pa.Array, Floats, Floats]:

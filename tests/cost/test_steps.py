@@ -10,7 +10,8 @@ import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.cost.nonnegative import nonnegative_fit, robust_nonnegative_fit
-from kvpolicy.cost.steps import PARTS, attribute, fit_step_time, step_time_models
+from kvpolicy.cost.steps import attribute, step_time_models
+from kvpolicy.cost.steptime import PARTS, fit_step_time
 from kvpolicy.trace import Header, Trace, TraceError
 
 FIXED_S, TOKEN_S, DECODE_S, READ_S, PAIR_S = 2e-3, 3e-5, 1e-4, 1e-7, 2e-9
@@ -75,8 +76,8 @@ def outcome(preemption_id: str, **more: Any) -> Row:
         "local_hit_tokens": 0,
         "loaded_tokens": 0,
         "recomputed_tokens": 0,
-        "first_step": 0,
-        "last_step": 0,
+        "first_step": 300,
+        "last_step": 300,
         "engine_s": None,
         "others_delay_s": None,
     }
@@ -245,10 +246,36 @@ def test_shares_of_many_preemptions_add_up_to_what_the_steps_took_too_long() -> 
         rows.append(row)
     rows = chained(rows, 100.0)
     for row in rows[400::5]:
-        moves.append(transfer("p0", row["step"], "save", row["start_s"], row["start_s"] + 1e-4))
+        moves.append(transfer("p0", 300, "save", row["start_s"], row["start_s"] + 1e-4))
     closed = [outcome(name, recomputed_tokens=tokens) for name, tokens in ends.items()]
     found = costs(attribute(made({"a": {"steps": rows, "transfers": moves, "outcomes": closed}})))
     assert sum(cost for cost, _ in found.values() if cost is not None) == pytest.approx(extra, rel=1e-6)
+
+
+def test_a_slow_stretch_of_the_machine_is_nobodys_cost() -> None:
+    """Everything takes 1.5 times as long for a while; in the middle of it a save takes 4 ms."""
+    rows = calm_steps(400, np.random.default_rng(20))
+    rows[250] = step(250, 0, (2, 2, 500, 0), preemptions=1, saves=1)
+    for row in rows[200:300]:
+        row["duration_s"] *= 1.5
+    rows[250]["duration_s"] += 4e-3
+    rows = chained(rows, 100.0)
+    at = rows[250]["start_s"]
+    moves = [transfer("p", 250, "save", at, at + 4e-3)]
+    found = costs(
+        attribute(made({"a": {"steps": rows, "transfers": moves, "outcomes": [outcome("p", first_step=250)]}}))
+    )
+    assert found["p"][0] == pytest.approx(4e-3, rel=0.02)
+
+
+def test_a_save_reported_late_belongs_to_the_step_of_its_preemption() -> None:
+    calm = calm_steps(300, np.random.default_rng(21))
+    saving = step(300, 0, (2, 2, 500, 0), extra_s=4e-3, preemptions=1, saves=1)
+    rows = chained([*calm, saving, step(301, 0, (2, 2, 502, 0))], 100.0)
+    at = saving["start_s"]
+    moves = [transfer("p", 301, "save", at, at + 4e-3)]
+    found = costs(attribute(made({"a": {"steps": rows, "transfers": moves, "outcomes": [outcome("p")]}})))
+    assert found["p"][0] == pytest.approx(4e-3, rel=1e-5)
 
 
 def test_undisturbed_means_no_copy_in_flight_either() -> None:
@@ -270,10 +297,10 @@ def test_a_preemption_with_missing_records_gets_no_cost() -> None:
     ends = [
         outcome("p", recomputed_tokens=80),  # 30 of them in a step that was dropped
         outcome("q", loaded_tokens=64),  # no transfer
-        outcome("r"),  # its save was handed over in a step that is not there
+        outcome("r", first_step=999),  # its save was handed over in a step that is not there
         outcome("s"),  # nothing lost, nothing copied: it cost nothing
     ]
-    moves = [transfer("r", 999, "save", 1.0, 1.1)]
+    moves = [transfer("r", 300, "save", 1.0, 1.1)]
     found = costs(attribute(made({"a": {"steps": rows, "transfers": moves, "outcomes": ends}})))
     assert found["p"] == found["q"] == found["r"] == (None, None)
     assert found["s"] == (0.0, 0.0)
