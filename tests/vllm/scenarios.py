@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 Hook = Callable[["Run", int], None]
 
@@ -28,6 +29,7 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.gaps: dict[str, list[float]] = {}
         self.finish: dict[str, str] = {}
+        self._many: dict[str, bool] = {}
 
     @property
     def scheduler(self) -> Any:
@@ -35,13 +37,10 @@ class Run:
 
     @property
     def copier(self) -> Any:
-        worker = self.engine.engine_core.engine_core.model_executor.driver_worker
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        del worker
         return get_kv_transfer_group().copier
 
     def add(self, name: str, request: dict[str, Any]) -> None:
+        self._many[name] = request.get("n", 1) > 1
         parameters = SamplingParams(
             temperature=request.get("temperature", 0.0),
             seed=request.get("seed"),
@@ -69,10 +68,11 @@ class Run:
             self.engine.engine_core.engine_core.step()
 
     def _take(self, output: Any) -> None:
-        if not output.finished:
-            return
+        """Keep finished completions. Outputs are cumulative, and completions of one request finish apart."""
         for completion in output.outputs:
-            name = output.request_id if len(output.outputs) == 1 else f"{output.request_id}/{completion.index}"
+            if completion.finish_reason is None:
+                continue
+            name = f"{output.request_id}/{completion.index}" if self._many[output.request_id] else output.request_id
             self.tokens[name] = list(completion.token_ids)
             self.finish[name] = str(completion.finish_reason)
             if completion.logprobs:
@@ -104,3 +104,155 @@ def plain(job: dict[str, Any]) -> dict[str, Any]:
         run.add(f"r{i}", request)
     run.serve()
     return run.result()
+
+
+def several(job: dict[str, Any]) -> dict[str, Any]:
+    """Workloads one after the other in one engine; the references."""
+    run = Run(job)
+    found: dict[str, Any] = {}
+    for name, workload in job["workloads"].items():
+        run.tokens, run.gaps, run.finish = {}, {}, {}
+        for i, request in enumerate(workload):
+            run.add(f"r{i}", request)
+        run.serve()
+        found[name] = {"tokens": run.tokens, "gaps": run.gaps}
+    preempted = [m.value for m in run.llm.get_metrics() if m.name == "vllm:num_preemptions"]
+    return found | {"preempted": sum(preempted)}
+
+
+def digests(job: dict[str, Any]) -> dict[str, Any]:
+    """Like ``plain``, with what the digest-keeping copier saw."""
+    run = Run(job)
+    for i, request in enumerate(job["requests"]):
+        run.add(f"r{i}", request)
+    run.serve()
+    return run.result() | {"saved": run.copier.saved, "restored": run.copier.restored}
+
+
+def aborts(job: dict[str, Any]) -> dict[str, Any]:
+    """Abort one request in each stage a copy can be in, as soon as there is one; the others go on."""
+    run = Run(job)
+    for i, request in enumerate(job["requests"]):
+        run.add(f"r{i}", request)
+    aborted: dict[str, str] = {}
+
+    def hook(run: Run, step: int) -> None:
+        controller = run.scheduler.kvpolicy
+        for stage in ("saved", "loading"):
+            for request_id in list(run.scheduler.requests):
+                copy = controller.copies.of(request_id)
+                if stage not in aborted and copy is not None and copy.stage.value == stage:
+                    aborted[stage] = request_id
+                    run.engine.abort_request([_external(run, request_id)])
+        if step in (20, 21, 22) and run.scheduler.running:
+            run.scheduler.preempt_at_next_step(run.scheduler.running[0].request_id)
+        if step == 12:
+            aborted["running"] = run.scheduler.running[0].request_id
+            run.engine.abort_request([_external(run, aborted["running"])])
+
+    run.serve(hook)
+    return run.result() | {"aborted": {stage: _name(request_id) for stage, request_id in aborted.items()}}
+
+
+def _name(request_id: str) -> str:
+    """The test's name of a request; vLLM may have appended something to it."""
+    return request_id.split("-")[0]
+
+
+def _external(run: Run, request_id: str) -> str:
+    """What ``abort_request`` takes: the name the request was added under."""
+    return _name(request_id)
+
+
+def reset(job: dict[str, Any]) -> dict[str, Any]:
+    """Change the weights and reset the cache while requests run, are saved and are being loaded; then check every
+    continuation against the changed model alone."""
+    run = Run(job)
+    for i, request in enumerate(job["requests"]):
+        run.add(f"r{i}", request)
+    before: dict[str, list[int]] = {}
+    seen: dict[str, int] = {}
+    raised: list[str] = []
+
+    def hook(run: Run, step: int) -> None:
+        stages = [copy.stage.value for copy in run.scheduler.kvpolicy.copies._of_request.values()]
+        if before:
+            return
+        if step >= 20 and len(run.scheduler.running) > 1:
+            run.scheduler.preempt_at_next_step(run.scheduler.running[0].request_id)
+        if not run.scheduler.running or not {"saved", job["while"]} <= set(stages):
+            return
+        for stage in stages:
+            seen[stage] = seen.get(stage, 0) + 1
+        seen["running"] = len(run.scheduler.running)
+        for request in run.scheduler.requests.values():
+            before[_name(request.request_id)] = list(request.output_token_ids)
+        _change_weights(run)
+        try:
+            run.scheduler.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    run.serve(hook)
+    result = run.result()
+    checks = _continuations(run, job["requests"], before)
+    return result | {"before": before, "seen": seen, "raised": raised, "checks": checks}
+
+
+def _change_weights(run: Run) -> None:
+    """Give every token another token's embedding: all keys and values change."""
+    worker = run.engine.engine_core.engine_core.model_executor.driver_worker.worker
+    weight = worker.model_runner.model.model.embed_tokens.weight.data
+    weight.copy_(weight.roll(1, dims=0).clone())
+
+
+def _continuations(run: Run, requests: list[dict[str, Any]], before: dict[str, list[int]]) -> dict[str, Any]:
+    """For each request alone, by the changed model: the tokens after those it had, and how close they were."""
+    run.job["gaps"] = True
+    run.tokens, run.gaps = {}, {}
+    for name, had in before.items():
+        request = requests[int(name[1:])]
+        left = request["max_tokens"] - len(had)
+        if left > 0:
+            run.add(name, {"prompt": request["prompt"] + had, "max_tokens": left})
+            run.serve()
+    return {"tokens": run.tokens, "gaps": run.gaps}
+
+
+def losing_trace(job: dict[str, Any]) -> dict[str, Any]:
+    """Remove the trace folder while it is written to."""
+    import shutil
+
+    run = Run(job)
+    for i, request in enumerate(job["requests"]):
+        run.add(f"r{i}", request)
+
+    def hook(run: Run, step: int) -> None:
+        if step == 20:
+            run.scheduler.kvpolicy.recorder.flush()
+            shutil.rmtree(job["remove"])
+        elif step > 20 and step % 50 == 0:
+            run.scheduler.kvpolicy.recorder.flush()
+
+    run.serve(hook)
+    run.scheduler.kvpolicy.recorder.flush()
+    run.scheduler.kvpolicy._count_dropped()
+    return run.result()
+
+
+def harried(job: dict[str, Any]) -> dict[str, Any]:
+    """Like ``plain``, with somebody forced out every third step on top of what memory does by itself; shut down as a
+    server would, so that the trace is whole."""
+    run = Run(job)
+    for i, request in enumerate(job["requests"]):
+        run.add(f"r{i}", request)
+
+    def hook(run: Run, step: int) -> None:
+        running = run.scheduler.running
+        if step % 3 == 0 and running:
+            run.scheduler.preempt_at_next_step(running[step % len(running)].request_id)
+
+    run.serve(hook)
+    result = run.result()
+    run.scheduler.connector.shutdown()
+    return result

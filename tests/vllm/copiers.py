@@ -1,0 +1,75 @@
+"""Copiers that misbehave on purpose, and one that keeps digests. Named by import path, so they reach every worker.
+
+The plan comes from the environment variable ``KVPOLICY_TEST_FAULTS``: ``{"late_polls": 3, "fail_saves": [2],
+"fail_loads": [1]}``, counting copies of one worker from 0; or ``{"by_rank": [plan, plan]}``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+
+from kvpolicy_vllm.plugin.copier import CopyError, IndexingCopier
+from kvpolicy_vllm.plugin.jobs import Job
+
+
+class FaultyCopier(IndexingCopier):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        plan = json.loads(os.environ.get("KVPOLICY_TEST_FAULTS", "{}"))
+        if "by_rank" in plan:
+            plan = plan["by_rank"][get_tensor_model_parallel_rank()]
+        self._late_polls = plan.get("late_polls", 0)
+        self._fail_saves, self._fail_loads = set(plan.get("fail_saves", ())), set(plan.get("fail_loads", ()))
+        self._saves = self._loads = 0
+        self._asked: dict[int, int] = {}
+
+    def copy_out(self, job: Job) -> None:
+        self._saves += 1
+        if self._saves - 1 in self._fail_saves:
+            raise CopyError("made to fail")
+        super().copy_out(job)
+
+    def copy_in(self, job: Job) -> None:
+        self._loads += 1
+        if self._loads - 1 in self._fail_loads:
+            for device in self.device_segments:  # a copy that breaks off leaves rubbish behind
+                device[torch.tensor(job.block_ids)] = 7.0
+            raise CopyError("made to fail")
+        super().copy_in(job)
+
+    def copied_in(self, job: Job) -> bool:
+        """Late by so many asks: the engine takes about one step for each."""
+        self._asked[job.copy_id] = self._asked.get(job.copy_id, 0) + 1
+        return self._asked[job.copy_id] > self._late_polls and super().copied_in(job)
+
+
+class DigestCopier(IndexingCopier):
+    """Keeps a digest of every block it saves and of every block it brings back, by (copy, host slot)."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.saved: dict[str, str] = {}
+        self.restored: dict[str, str] = {}
+
+    def copy_out(self, job: Job) -> None:
+        self.saved |= self._digests(job)
+        super().copy_out(job)
+
+    def copy_in(self, job: Job) -> None:
+        super().copy_in(job)
+        self.restored |= self._digests(job)
+
+    def _digests(self, job: Job) -> dict[str, str]:
+        found = {}
+        for block, slot in zip(job.block_ids, job.slots, strict=True):
+            state = hashlib.sha256()
+            for device in self.device_segments:
+                state.update(device[block].contiguous().view(torch.uint8).numpy().tobytes())
+            found[f"{job.copy_id}/{slot}"] = state.hexdigest()
+        return found

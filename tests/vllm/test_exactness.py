@@ -1,0 +1,62 @@
+"""A request that was swapped or recomputed says what it would have said with memory enough. Real engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import harness
+from tests.vllm.conftest import SCARCE, job
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "blocks-32": ("requests", {}),
+    "blocks-64": ("requests", {"block_size": 64, "num_gpu_blocks_override": 22}),
+    "prefix-caching": ("related", {"enable_prefix_caching": True}),
+    "chunked-prefill": ("requests", {"max_num_batched_tokens": 64}),
+    "priority": ("requests", {"scheduling_policy": "priority"}),
+    "all-together": (
+        "related",
+        {"enable_prefix_caching": True, "max_num_batched_tokens": 96, "scheduling_policy": "priority"},
+    ),
+    "seeded-n-4": ("sampled", {"max_num_batched_tokens": 4096}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mixed_actions_change_no_token(
+    case: str, model: str, references: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Greedy (or seeded) tokens under random:0.5 equal those of the run with memory enough."""
+    workload, engine = CASES[case]
+    requests = request.getfixturevalue(workload)
+    result = harness.run(job(model, requests, SCARCE | engine, plugin=harness.plugin("random:0.5", seed=5)), tmp_path)
+    harness.assert_exact(references[workload], result)
+    harness.assert_nothing_left(result)
+    stats = result["stats"]
+    assert harness.total(stats, "preemptions", executed="swap") >= 2
+    assert harness.total(stats, "preemptions", executed="recompute") >= 2
+    assert harness.total(stats, "loaded_tokens") > 0
+    assert harness.total(stats, "fallbacks", reason="error") == 0
+
+
+def test_two_tensor_parallel_workers(
+    model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same with two worker processes, each with its own half of every block."""
+    work = job(model, requests, SCARCE | {"tensor_parallel_size": 2}, plugin=harness.plugin("random:0.5", seed=5))
+    result = harness.run(work, tmp_path, workers=2)
+    harness.assert_exact(references["requests"], result)
+    harness.assert_nothing_left(result)
+    assert harness.total(result["stats"], "preemptions", executed="swap") >= 2
+
+
+def test_blocks_come_back_bit_for_bit(model: str, related: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Every restored block has the digest of the block that was saved."""
+    swap = harness.plugin("always-swap", copier="tests.vllm.copiers.DigestCopier")
+    engine = SCARCE | {"enable_prefix_caching": True}
+    result = harness.run(job(model, related, engine, scenario="digests", plugin=swap), tmp_path)
+    assert len(result["restored"]) >= 10
+    different = [key for key, digest in result["restored"].items() if result["saved"][key] != digest]
+    assert not different
