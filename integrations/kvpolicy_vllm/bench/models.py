@@ -1,0 +1,96 @@
+"""The small model that measurements and tests run on where none is given: made here, from a seed, never downloaded."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+VOCABULARY = 2048
+CONTEXT_TOKENS = 16384
+BOS, EOS = "<s>", "</s>"
+SPECIAL = (BOS, EOS)
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+
+
+def make_llama(folder: Path | str, seed: int = 0, context_tokens: int = CONTEXT_TOKENS) -> Path:
+    """Write a Llama of 3.4 million parameters and its tokenizer to ``folder``; the same seed gives the same bytes.
+
+    Its weights are random (normal, standard deviation 0.15, wide enough that greedy text does not fall into a loop at
+    once), its KV cache takes 4096 bytes a token in float32. Returns the folder.
+    """
+    folder = Path(folder)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=context_tokens,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=SPECIAL.index(BOS),
+        eos_token_id=SPECIAL.index(EOS),
+        pad_token_id=SPECIAL.index(EOS),
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(torch.float32)
+    # Greedy unless asked otherwise, and nothing else that vLLM would take as a default.
+    model.generation_config = GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id)
+    _save_silently(model, folder)
+    make_tokenizer(context_tokens).save_pretrained(folder)
+    return folder
+
+
+def _save_silently(model: LlamaForCausalLM, folder: Path) -> None:
+    """Without a progress bar of its own, which would write across the caller's."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def make_tokenizer(context_tokens: int = CONTEXT_TOKENS) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of exactly the model's vocabulary: every text has tokens, every token has a text."""
+    tokens, merges = _pieces()
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=EOS,
+        model_max_length=context_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def _pieces() -> tuple[list[str], list[tuple[str, str]]]:
+    """Tokens in the order of their ids, and the merges that make those of more than one byte.
+
+    After the special tokens and the 256 bytes come pairs of letters, a space before a letter, and a space before a
+    pair, as many as the vocabulary holds. Nothing is learned from any text.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    space, letters = "Ġ", string.ascii_lowercase  # byte-level tokenizers write a space as Ġ
+    pairs = [(a, b) for a in letters for b in letters]
+    merges = [*pairs, *((space, a) for a in letters), *((space, a + b) for a, b in pairs)]
+    merges += [(a, b) for a in string.ascii_uppercase for b in letters]
+    merges = merges[: VOCABULARY - len(SPECIAL) - len(alphabet)]
+    return [*SPECIAL, *alphabet, *(a + b for a, b in merges)], merges
