@@ -1,0 +1,259 @@
+"""States measured under both options: what cost models are fitted to and policies are priced on.
+
+A state is the unit: its windows are repeats of one situation, in one or several engine cores. Only windows that a
+profile kept count, and only preemptions whose cost could be attributed in full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvpolicy import trace as traces
+from kvpolicy.cost.steps import attribute
+from kvpolicy.events import KINDS, Kind, Preemption, situation_of
+from kvpolicy.hardware import Geometry, fingerprint, same_machine
+from kvpolicy.trace import Header, Trace, TraceError
+
+Row = Mapping[str, Any]
+
+CLOCK_ROUNDING_S = 1e-9
+"""A difference of clock readings may come out that far below 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One kept window: a situation, what was done, what it cost."""
+
+    situation: Preemption
+    kind: Kind
+    engine_s: float
+    """Measured; noise can bring a small cost below 0."""
+    core: str
+    repeat: int
+    preemption_id: str
+
+
+@dataclass(frozen=True)
+class State:
+    """One situation, measured under both options."""
+
+    name: str
+    """``state_id`` in its trace."""
+    ids: frozenset[str]
+    """``CORE/STATE``, one per core it was measured in: what a model remembers."""
+    samples: Mapping[Kind, tuple[Sample, ...]]
+    """In the order of core and repeat."""
+
+    @cached_property
+    def mean_s(self) -> dict[Kind, float]:
+        return {kind: fmean(sample.engine_s for sample in some) for kind, some in self.samples.items()}
+
+    @cached_property
+    def computed_tokens(self) -> float:
+        return fmean(sample.situation.computed_tokens for some in self.samples.values() for sample in some)
+
+    @property
+    def faster(self) -> Kind:
+        return min(KINDS, key=self.mean_s.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One finished transfer, one rank's part of it."""
+
+    core: str
+    preemption_id: str
+    direction: str
+    size_bytes: int
+    segments: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """What a few traces of one machine, one model and one link hold."""
+
+    states: tuple[State, ...]
+    moves: tuple[Move, ...]
+    natural: tuple[Preemption, ...]
+    """Situations of all preemptions for want of memory, of the states and of any other."""
+    headers: Mapping[str, Header]
+    digests: tuple[str, ...]
+    left_out: Mapping[str, int]
+    """Preemptions and states that could not be used, by reason."""
+
+    def moves_of(self, states: Iterable[State]) -> tuple[Move, ...]:
+        """The transfers that belong to windows of these states."""
+        mine = {(one.core, one.preemption_id) for state in states for some in state.samples.values() for one in some}
+        return tuple(move for move in self.moves if (move.core, move.preemption_id) in mine)
+
+    @property
+    def any_header(self) -> Header:
+        return next(iter(self.headers.values()))
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry.from_dict(self.any_header.geometry)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({header.block_size for header in self.headers.values()}))
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return self.any_header.block_bytes / self.any_header.block_size
+
+
+def measured(folders: Sequence[Path | str]) -> Dataset:
+    """Read traces; costs that are missing are attributed from their steps.
+
+    Raises TraceError, naming table and row, for times that cannot be; naming both for traces of different machines,
+    models or links; naming the option for traces in which one was never measured.
+    """
+    if not folders:
+        raise TraceError("no trace was given")
+    read = {str(folder): _attributed(traces.read(folder)) for folder in folders}
+    headers: dict[str, Header] = {}
+    for folder, trace in read.items():
+        for core, header in trace.headers.items():
+            if core in headers:
+                raise TraceError(f"{folder}: core {core} is in another of the traces too; is one given twice?")
+            headers[core] = header
+    _refuse_mixture(headers)
+    left_out: Counter[str] = Counter()
+    states = [state for folder, trace in read.items() for state in _states(folder, trace, left_out)]
+    return Dataset(
+        states=tuple(states),
+        moves=tuple(move for folder, trace in read.items() for move in _moves(folder, trace)),
+        natural=tuple(
+            situation_of(row) for trace in read.values() for row in trace.rows("decisions") if row["cause"] == "memory"
+        ),
+        headers=headers,
+        digests=tuple(trace.digest() for trace in read.values()),
+        left_out=dict(left_out),
+    )
+
+
+def one_option_always_wins(states: Iterable[State]) -> Kind | None:
+    """The option with the lower mean cost in every one of the states, if there is one."""
+    winners = {state.faster for state in states}
+    return winners.pop() if len(winners) == 1 else None
+
+
+def _attributed(trace: Trace) -> Trace:
+    outcomes = trace.table("outcomes")
+    if outcomes["engine_s"].null_count and trace.table("steps").num_rows:
+        return attribute(trace)
+    return trace
+
+
+def _refuse_mixture(headers: Mapping[str, Header]) -> None:
+    first_core, first = next(iter(headers.items()))
+    for core, header in headers.items():
+        pairs = {
+            "machines": (fingerprint(first.hardware), fingerprint(header.hardware)),
+            "models": (dict(first.geometry), dict(header.geometry)),
+            "links": (dict(first.link), dict(header.link)),
+            "KV bytes per token": (first.block_bytes / first.block_size, header.block_bytes / header.block_size),
+        }
+        different = {what: pair for what, pair in pairs.items() if pair[0] != pair[1]}
+        if same_machine(first.hardware, header.hardware):
+            different.pop("machines", None)
+        for what, (one, other) in different.items():
+            raise TraceError(
+                f"cores {first_core} and {core} were measured on different {what}: {one} and {other}; "
+                "use the traces of one at a time"
+            )
+
+
+def _states(folder: str, trace: Trace, left_out: Counter[str]) -> list[State]:
+    outcomes = {(row["core"], row["preemption_id"]): row for row in trace.rows("outcomes")}
+    windows = {}
+    for number, row in enumerate(trace.rows("windows")):
+        _refuse_negative(folder, "windows", number, row, "duration_s")
+        if row["preemption_id"] is not None:
+            windows[row["core"], row["preemption_id"]] = row
+    found: dict[str, dict[Kind, list[Sample]]] = {}
+    for number, row in enumerate(trace.rows("decisions")):
+        if row["state_id"] is None:
+            continue
+        key = row["core"], row["preemption_id"]
+        reason = _why_not(row, windows.get(key), outcomes.get(key))
+        if reason:
+            left_out[reason] += 1
+            continue
+        sample = _sample(folder, number, row, outcomes[key])
+        found.setdefault(row["state_id"], {}).setdefault(sample.kind, []).append(sample)
+    _refuse_missing_arm(folder, found)
+    left_out["states measured under one option only"] += sum(len(arms) < len(KINDS) for arms in found.values())
+    return [_state(name, arms) for name, arms in sorted(found.items()) if len(arms) == len(KINDS)]
+
+
+def _why_not(decision: Row, window: Row | None, outcome: Row | None) -> str:
+    if window is None or window["discarded"]:
+        return "windows that were discarded"
+    if outcome is None or outcome["ended"] != "resumed":
+        return "preemptions whose outcome is not whole"
+    if outcome["engine_s"] is None:
+        return "preemptions whose cost could not be attributed"
+    if decision["executed"] != decision["arm"]:
+        return "preemptions in which something else was executed"
+    return ""
+
+
+def _sample(folder: str, number: int, row: Row, outcome: Row) -> Sample:
+    if row["arm"] not in KINDS or row["repeat"] is None:
+        raise TraceError(
+            f"{folder}: table decisions, row {number}: arm is {row['arm']!r}, repeat {row['repeat']!r}; "
+            "a row with a state_id should have an arm (recompute or swap) and a repeat"
+        )
+    for name in ("computed_tokens", "held_blocks", "block_size", "block_bytes", "segment_bytes"):
+        if row[name] <= 0:
+            raise TraceError(f"{folder}: table decisions, row {number}: {name} is {row[name]}, should be above 0")
+    return Sample(situation_of(row), row["arm"], outcome["engine_s"], row["core"], row["repeat"], row["preemption_id"])
+
+
+def _state(name: str, arms: Mapping[Kind, list[Sample]]) -> State:
+    ids = frozenset(f"{sample.core}/{name}" for some in arms.values() for sample in some)
+    ordered = {kind: tuple(sorted(arms[kind], key=lambda sample: (sample.core, sample.repeat))) for kind in KINDS}
+    return State(name, ids, ordered)
+
+
+def _refuse_missing_arm(folder: str, found: Mapping[str, Mapping[Kind, Any]]) -> None:
+    arms = {kind for state in found.values() for kind in state}
+    if not found:
+        raise TraceError(
+            f"{folder}: tables decisions and windows hold no measured state; `kvpolicy profile` measures some"
+        )
+    for kind in KINDS:
+        if kind not in arms:
+            raise TraceError(f"{folder}: table decisions has no kept row with arm {kind!r}: it was not measured")
+
+
+def _moves(folder: str, trace: Trace) -> list[Move]:
+    moves = []
+    for number, row in enumerate(trace.rows("transfers")):
+        _refuse_negative(folder, "transfers", number, row | {"duration_s": row["end_s"] - row["start_s"]}, "duration_s")
+        if row["ok"]:
+            # `bytes` is summed over ranks, segments are one rank's.
+            size = row["segments"] * row["segment_bytes"]
+            took_s = row["end_s"] - row["start_s"]
+            moves.append(Move(row["core"], row["preemption_id"], row["direction"], size, row["segments"], took_s))
+    for number, row in enumerate(trace.rows("outcomes")):
+        _refuse_negative(folder, "outcomes", number, row, "victim_delay_s")
+        _refuse_negative(folder, "outcomes", number, row, "wait_blocks_s")
+    return moves
+
+
+def _refuse_negative(folder: str, table: str, number: int, row: Row, column: str) -> None:
+    if row[column] < -CLOCK_ROUNDING_S:
+        raise TraceError(
+            f"{folder}: table {table}, row {number} of core {row['core']}: {column} is {row[column]:g} s, "
+            "should be 0 or above"
+        )

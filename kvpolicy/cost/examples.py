@@ -1,0 +1,84 @@
+"""Measured states as numbers to fit: one example per state and option, and the noise under them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+from statistics import fmean, median, stdev
+
+from kvpolicy.cost.dataset import State
+from kvpolicy.events import KINDS, Kind, Option
+from kvpolicy.features import FEATURES, Features, features_of
+
+LEAST_FLOOR_S = 1e-6
+"""No trace is taken to tell costs under a microsecond apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One option in one state: mean features and mean cost over its repeats."""
+
+    x: Features
+    engine_s: float
+
+
+Examples = Mapping[Kind, tuple[Example, ...]]
+
+
+def option_of(kind: Kind, computed_tokens: int) -> Option:
+    return Option("recompute") if kind == "recompute" else Option("swap", computed_tokens, "host")
+
+
+def examples_of(states: Iterable[State]) -> dict[Kind, tuple[Example, ...]]:
+    """One example per state and option, in the order of the states."""
+    listed = list(states)
+    return {kind: tuple(_example(state, kind) for state in listed) for kind in KINDS}
+
+
+def _example(state: State, kind: Kind) -> Example:
+    rows = [
+        features_of(sample.situation, option_of(kind, sample.situation.computed_tokens))
+        for sample in state.samples[kind]
+    ]
+    return Example(Features(*map(fmean, zip(*rows, strict=True))), state.mean_s[kind])
+
+
+def noise_floors(states: Sequence[State]) -> dict[Kind, float]:
+    """By option, what the traces cannot tell from no cost, seconds.
+
+    The median over states of the standard deviation between repeats. A mean below it, or below 0, is taken as that
+    much wherever a logarithm needs it; fits themselves see the values as they are.
+    """
+    floors = {}
+    for kind in KINDS:
+        spread = [
+            stdev([sample.engine_s for sample in state.samples[kind]])
+            for state in states
+            if len(state.samples[kind]) > 1
+        ]
+        floors[kind] = max(LEAST_FLOOR_S, median(spread) if spread else 0.0)
+    return floors
+
+
+def log_miss(measured_s: float, predicted_s: float, floor_s: float) -> float:
+    """log(measured / predicted), neither below the floor."""
+    return log(max(measured_s, floor_s) / max(predicted_s, floor_s))
+
+
+def ranges_of(examples: Sequence[Example]) -> dict[str, tuple[float, float]]:
+    """Lowest and highest of each feature."""
+    columns = zip(*(example.x for example in examples), strict=True)
+    return {name: (min(column), max(column)) for name, column in zip(FEATURES, columns, strict=True)}
+
+
+def dealt(states: Sequence[State], hands: int, rng: random.Random) -> list[int]:
+    """A hand (0 to ``hands`` - 1) for each state, each hand with every length: neighbours in length are dealt apart."""
+    order = sorted(range(len(states)), key=lambda i: (states[i].computed_tokens, states[i].name))
+    hand = [0] * len(states)
+    for start in range(0, len(order), hands):
+        numbers = rng.sample(range(hands), hands)
+        for place, number in zip(order[start : start + hands], numbers, strict=False):
+            hand[place] = number
+    return hand

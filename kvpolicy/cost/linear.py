@@ -1,0 +1,39 @@
+"""Fitting the linear family: scikit-learn's least squares, no coefficient below 0, on the features as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from sklearn.linear_model import LinearRegression
+
+from kvpolicy.cost.examples import Example, Examples
+from kvpolicy.cost.laws import Law, LinearLaw
+from kvpolicy.events import KINDS, Kind
+
+INPUTS: dict[Kind, tuple[str, ...]] = {
+    "recompute": ("recomputed_tokens", "running_requests", "batch_tokens"),
+    "swap": ("save_bytes", "load_bytes", "load_segments", "running_requests", "batch_tokens"),
+}
+
+
+def fit_linear(examples: Examples, floor_s: dict[Kind, float]) -> dict[Kind, Law]:
+    """One law per option."""
+    return {kind: _fit(examples[kind], INPUTS[kind], floor_s[kind]) for kind in KINDS}
+
+
+def _fit(examples: Sequence[Example], inputs: tuple[str, ...], floor_s: float) -> LinearLaw:
+    """Errors count relative to the measured cost, or to the floor where that is more."""
+    cost = np.array([example.engine_s for example in examples])
+    design = np.array([[1.0, *(getattr(example.x, name) for name in inputs)] for example in examples])
+    scale = np.abs(design).max(axis=0)
+    scale[scale == 0] = 1.0
+    weight = 1.0 / np.maximum(cost, max(floor_s, 0.05 * float(np.median(np.abs(cost))))) ** 2
+    # Weights of order one: the solver's tolerance is absolute.
+    fitted = LinearRegression(positive=True, fit_intercept=False).fit(
+        design / scale, cost, sample_weight=weight / weight.mean()
+    )
+    coefficients = np.maximum(fitted.coef_ / scale, 0.0)
+    return LinearLaw(
+        float(coefficients[0]), {name: float(c) for name, c in zip(inputs, coefficients[1:], strict=True) if c > 0}
+    )

@@ -1,0 +1,259 @@
+"""A fitted cost model: laws, learned residuals where there are any, intervals, and what all that was measured on.
+
+In plain Python: this is what a server calls for every preemption.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp, inf, log
+from typing import Any, Protocol
+
+from kvpolicy.cost.compiled import Forest
+from kvpolicy.cost.intervals import Intervals
+from kvpolicy.cost.laws import Law, Parts
+from kvpolicy.events import Cost, Kind, Option, Preemption
+from kvpolicy.features import FEATURES, GROWING, Features, features_of
+from kvpolicy.hardware import Geometry
+
+FAMILIES = ("boosted", "linear", "analytic")
+MOST_EXPONENT = 600.0
+
+
+class ModelError(ValueError):
+    """A cost model that cannot be read, or does not fit; the message names the file and the field."""
+
+
+class ModelWarning(UserWarning):
+    """A cost model that is used beyond what it was measured on."""
+
+
+class CostModel(Protocol):
+    """What a policy needs of a model. All methods are pure but ``warm``."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its files."""
+        ...
+
+    @property
+    def state_ids(self) -> frozenset[str]:
+        """``CORE/STATE`` of every state it was fitted or calibrated on."""
+        ...
+
+    def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
+        """One cost per option."""
+        ...
+
+    def check_fit(
+        self,
+        block_size: int,
+        block_bytes: int,
+        geometry: Geometry | Mapping[str, Any],
+        hardware: Mapping[str, Any],
+        link: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises :class:`ModelError` for an engine it was not measured on; warns where physics carries over."""
+        ...
+
+    def warm(self) -> bool:
+        """Compile what can be compiled; for start-up, never for the path of a decision."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What a model was measured on."""
+
+    family: str
+    hardware: Mapping[str, Any]
+    geometry: Geometry
+    link: Mapping[str, Any]
+    block_sizes: tuple[int, ...]
+    kv_bytes_per_token: float
+    """Bytes of a block over its tokens."""
+    trace_digests: tuple[str, ...]
+    state_ids: tuple[str, ...]
+    """Of training and calibration; as ``CORE/STATE``."""
+    noise: Mapping[str, Any]
+    """``variation`` of identical undisturbed windows, and ``floor_s`` by option."""
+    held_out: Mapping[str, Any]
+    """Scores on states that it has not seen."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FittedModel:
+    """Implements :class:`CostModel`.
+
+    Inside the trained range a prediction is the law's times exp(residual). Outside, the law's alone; where a growing
+    feature is beyond what was seen it is held above (below) the prediction at the range's edge, so that a cost never
+    falls with length.
+    """
+
+    name: str
+    provenance: Provenance
+    laws: Mapping[Kind, Law]
+    residuals: Mapping[Kind, Forest]
+    """Trees over all of :data:`~kvpolicy.features.FEATURES`; a kind may have none."""
+    ranges: Mapping[Kind, Mapping[str, tuple[float, float]]]
+    """Lowest and highest of each feature in training."""
+    floor_s: Mapping[Kind, float]
+    """The least cost its traces could tell from none: no prediction is below."""
+    intervals: Intervals
+    digest: str = ""
+    _checks: Mapping[Kind, tuple[tuple[int, float, float], ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        checks = {kind: self._checked(kind) for kind in self.laws}
+        object.__setattr__(self, "_checks", checks)
+
+    def _checked(self, kind: Kind) -> tuple[tuple[int, float, float], ...]:
+        """Position and range of the features that a prediction depends on."""
+        used = set(self.laws[kind].used)
+        if kind in self.residuals:
+            used |= {FEATURES[position] for position in self.residuals[kind].used}
+        return tuple((FEATURES.index(name), *self.ranges[kind][name]) for name in FEATURES if name in used)
+
+    @property
+    def state_ids(self) -> frozenset[str]:
+        return frozenset(self.provenance.state_ids)
+
+    # ---- predicting ----
+
+    def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
+        """One cost per option, log ratios against the first. Raises ValueError for a feature that is no number."""
+        costs: list[Cost] = []
+        first_log, first_outside = 0.0, False
+        for option in options:
+            x = features_of(situation, option)
+            seconds, parts, outside = self._price(option.kind, x)
+            width = self.intervals.half_width(option.kind, x.computed_tokens, outside)
+            low, high = 0.0, 0.0
+            if costs:
+                ratio = log(seconds) - first_log
+                doubt = self.intervals.half_width("ratio", x.computed_tokens, outside or first_outside)
+                low, high = ratio - doubt, ratio + doubt
+            else:
+                first_log, first_outside = log(seconds), outside
+            costs.append(
+                Cost(
+                    seconds, *parts, seconds * situation.running_requests, _times_exp(seconds, -width),
+                    _times_exp(seconds, width), low, high, outside,
+                )
+            )  # fmt: skip
+        return tuple(costs)
+
+    def law_seconds(self, kind: Kind, x: Features) -> float:
+        """The law's prediction alone, not below the floor."""
+        return max(sum(self.laws[kind].parts(x)), self.floor_s[kind])
+
+    def seconds(self, kind: Kind, x: Features) -> float:
+        """Predicted extra engine time."""
+        return self._price(kind, x)[0]
+
+    def outside(self, kind: Kind, x: Features) -> tuple[str, ...]:
+        """The features, of those predictions depend on, in which ``x`` is beyond what was trained on."""
+        return tuple(FEATURES[at] for at, low, high in self._checks[kind] if not low <= x[at] <= high)
+
+    def _price(self, kind: Kind, x: Features) -> tuple[float, Parts, bool]:
+        parts = self.laws[kind].parts(x)
+        physics = max(sum(parts), self.floor_s[kind])
+        outside = False
+        for at, low, high in self._checks[kind]:
+            if not low <= x[at] <= high:
+                outside = True
+                break
+        residual = self.residuals.get(kind)
+        if residual is None:
+            seconds = physics
+        elif outside:
+            seconds = self._extrapolate(kind, x, physics, residual)
+        else:
+            seconds = physics * exp(residual.predict(x))
+        return seconds, _scaled(parts, seconds, kind), outside
+
+    def _extrapolate(self, kind: Kind, x: Features, physics: float, residual: Forest) -> float:
+        edge = list(x)
+        above = below = False
+        for at, low, high in self._checks[kind]:
+            if low <= x[at] <= high:
+                continue
+            if FEATURES[at] not in GROWING:
+                return physics
+            above, below = above or x[at] > high, below or x[at] < low
+            edge[at] = min(max(x[at], low), high)
+        if above and below:
+            return physics
+        at_edge = self.law_seconds(kind, Features(*edge)) * exp(residual.predict(edge))
+        return max(physics, at_edge) if above else min(physics, at_edge)
+
+    def warm(self) -> bool:
+        compiled = [forest.warm() for forest in self.residuals.values()]
+        return all(compiled)
+
+    # ---- fitting an engine ----
+
+    def check_fit(
+        self,
+        block_size: int,
+        block_bytes: int,
+        geometry: Geometry | Mapping[str, Any],
+        hardware: Mapping[str, Any],
+        link: Mapping[str, Any] | None = None,
+    ) -> None:
+        """See :class:`CostModel`. ``link`` as in a trace's header; not compared where it is None."""
+        shape = geometry.to_dict() if isinstance(geometry, Geometry) else dict(geometry)
+        trained = self.provenance.geometry.to_dict()
+        for name, value in trained.items():
+            if shape.get(name) != value:
+                self._refuse(f"geometry.{name}", value, shape.get(name))
+        bytes_per_token = self.provenance.kv_bytes_per_token
+        if block_bytes != block_size * bytes_per_token:
+            self._refuse("KV bytes per token", bytes_per_token, block_bytes / block_size)
+        device = self.provenance.hardware.get("device")
+        if hardware.get("device") != device:
+            self._refuse("device", device, hardware.get("device"))
+        if link is not None and dict(link) != dict(self.provenance.link):
+            self._refuse("link", dict(self.provenance.link), dict(link))
+        self._compare_host(hardware, device == "cpu")
+        if block_size not in self.provenance.block_sizes:
+            sizes = ", ".join(map(str, self.provenance.block_sizes))
+            self._warn(f"was measured on block sizes {sizes}; blocks of {block_size} are priced by physics alone")
+
+    def _compare_host(self, hardware: Mapping[str, Any], host_computes: bool) -> None:
+        for name in ("processor", "cores"):
+            trained, found = self.provenance.hardware.get(name), hardware.get(name)
+            if trained == found:
+                continue
+            if host_computes and name == "processor":
+                self._refuse(name, trained, found)
+            self._warn(f"was measured with {name} {trained!r}, here it is {found!r}")
+
+    def _refuse(self, what: str, trained: Any, found: Any) -> None:
+        raise ModelError(
+            f"cost model {self.name}: {what} is {found!r} here, it was measured on {trained!r}; "
+            "make one for this engine with `kvpolicy profile` and `kvpolicy train`"
+        )
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"cost model {self.name} {what}", ModelWarning, stacklevel=4)
+
+
+def _scaled(parts: Parts, seconds: float, kind: Kind) -> Parts:
+    whole = sum(parts)
+    if whole > 0:
+        by = seconds / whole
+        return parts[0] * by, parts[1] * by, parts[2] * by
+    return (0.0, 0.0, seconds) if kind == "recompute" else (0.0, seconds, 0.0)
+
+
+def _times_exp(seconds: float, exponent: float) -> float:
+    if exponent > MOST_EXPONENT:
+        return inf
+    return 0.0 if exponent < -MOST_EXPONENT else seconds * exp(exponent)

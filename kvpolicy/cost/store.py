@@ -1,0 +1,235 @@
+"""Model folders: ``model.json`` and, for learned residuals, LightGBM's own text. Data only, nothing that runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.cost.compiled import Forest, ForestError
+from kvpolicy.cost.intervals import Intervals
+from kvpolicy.cost.laws import law_from_dict
+from kvpolicy.cost.model import FAMILIES, FittedModel, ModelError, Provenance
+from kvpolicy.events import KINDS, Kind
+from kvpolicy.features import FEATURES
+from kvpolicy.hardware import Geometry
+
+SCHEMA_VERSION = 1
+CARD = "model.json"
+
+
+def load(name_or_folder: str | Path) -> FittedModel:
+    """A model from its folder, or one that ships by its name.
+
+    Raises :class:`ModelError` naming file and field for anything that is not whole and right.
+    """
+    folder = _find(name_or_folder)
+    text = _read(folder / CARD)
+    values = _parsed(folder, text)
+    residuals, digests = _residuals(folder, values)
+    digest = _sha256("".join([_sha256(text), *digests]))
+    model: FittedModel = _guarded(folder, "", lambda: _model(folder, values, residuals))
+    return replace(model, name=str(name_or_folder), digest=digest)
+
+
+@dataclass(frozen=True, slots=True)
+class ForestText:
+    """A forest as it is stored."""
+
+    text: str
+    """LightGBM's own format."""
+    inputs: tuple[str, ...]
+    """Names of the features behind its feature numbers."""
+
+
+def save(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path) -> None:
+    """Write a model folder, the card last and by rename.
+
+    ``forests``: the text of ``model.residuals``. Raises FileExistsError where the folder holds anything but a model.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / CARD).is_file():
+        raise FileExistsError(f"{folder}: is there, and is no cost model; give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    trees = {}
+    for kind, forest in forests.items():
+        file = f"{kind}.txt"
+        (folder / file).write_text(forest.text)
+        trees[kind] = {"file": file, "sha256": _sha256(forest.text), "inputs": list(forest.inputs)}
+    scratch = folder / f".{CARD}"
+    scratch.write_text(json.dumps(_card(model, trees), indent=2, sort_keys=True, allow_nan=False) + "\n")
+    scratch.replace(folder / CARD)
+    for kind in KINDS:
+        if kind not in forests:
+            (folder / f"{kind}.txt").unlink(missing_ok=True)
+
+
+def shipped() -> tuple[str, ...]:
+    """Names of the models that ship."""
+    places = [place for place in _shelves() if place.is_dir()]
+    return tuple(sorted({one.name for place in places for one in place.iterdir() if (one / CARD).is_file()}))
+
+
+def _shelves() -> tuple[Traversable, ...]:
+    """Where models that ship are: in an installed package, or in the checkout that this file is part of."""
+    package = resources.files("kvpolicy")
+    return package / "shipped" / "models", Path(__file__).resolve().parents[2] / "models"
+
+
+def _find(name_or_folder: str | Path) -> Traversable:
+    folder = Path(name_or_folder)
+    if folder.is_dir():
+        return folder
+    if len(folder.parts) == 1:
+        for shelf in _shelves():
+            if (shelf / folder.name / CARD).is_file():
+                return shelf / folder.name
+    ships = ", ".join(shipped()) or "none"
+    raise ModelError(f"{name_or_folder}: no such folder, and no cost model of that name ships (those that do: {ships})")
+
+
+def _read(file: Traversable) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: cannot be read: {error}") from error
+
+
+def _parsed(folder: Traversable, text: str) -> dict[str, Any]:
+    file = folder / CARD
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{file}: truncated or not JSON: {error}") from error
+    if not isinstance(values, dict) or "schema_version" not in values:
+        raise ModelError(f"{file}: field schema_version is missing: not a kvpolicy cost model")
+    if values["schema_version"] != SCHEMA_VERSION:
+        found = values["schema_version"]
+        raise ModelError(f"{file}: schema_version is {found!r}, this kvpolicy reads {SCHEMA_VERSION}")
+    return values
+
+
+def _guarded(folder: Traversable, where: str, build: Any) -> Any:
+    """What ``build`` makes of the card; whatever it stumbles over becomes an error that names file and field."""
+    try:
+        return build()
+    except KeyError as error:
+        raise ModelError(f"{folder / CARD}: field {where}{error.args[0]} is missing") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{folder / CARD}: {'field ' + where.rstrip('.') + ': ' if where else ''}{error}") from error
+
+
+def _model(folder: Traversable, values: Mapping[str, Any], residuals: Mapping[Kind, Forest]) -> FittedModel:
+    if tuple(values["features"]) != FEATURES:
+        raise ValueError(f"features are {values['features']}, this kvpolicy computes {list(FEATURES)}")
+    laws = {kind: _guarded(folder, f"laws.{kind}.", lambda k=kind: law_from_dict(values["laws"][k])) for kind in KINDS}
+    ranges = {
+        kind: {name: _range(folder, values, kind, name) for name in FEATURES}
+        for kind in KINDS
+    }  # fmt: skip
+    return FittedModel(
+        name=folder.name,
+        provenance=_guarded(folder, "", lambda: _provenance(values)),
+        laws=laws,
+        residuals=residuals,
+        ranges=ranges,
+        floor_s={kind: _positive(folder, f"noise.floor_s.{kind}", values["noise"]["floor_s"][kind]) for kind in KINDS},
+        intervals=_guarded(folder, "intervals.", lambda: Intervals.from_dict(values["intervals"])),
+    )
+
+
+def _range(folder: Traversable, values: Mapping[str, Any], kind: Kind, name: str) -> tuple[float, float]:
+    where = f"ranges.{kind}.{name}"
+    found = _guarded(folder, f"ranges.{kind}.", lambda: values["ranges"][kind][name])
+    numbers = isinstance(found, list) and len(found) == 2 and all(type(value) in (int, float) for value in found)
+    if not numbers or not 0 <= found[0] <= found[1] < float("inf"):
+        raise ModelError(f"{folder / CARD}: field {where} is {found!r}, should be [lowest, highest]")
+    return float(found[0]), float(found[1])
+
+
+def _positive(folder: Traversable, where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ModelError(f"{folder / CARD}: field {where} is {value!r}, should be a number above 0")
+    return float(value)
+
+
+def _provenance(values: Mapping[str, Any]) -> Provenance:
+    if values["family"] not in FAMILIES:
+        raise ValueError(f"family is {values['family']!r}, should be one of {', '.join(FAMILIES)}")
+    return Provenance(
+        family=values["family"],
+        hardware=dict(values["hardware"]),
+        geometry=Geometry.from_dict(values["geometry"]),
+        link=dict(values["link"]),
+        block_sizes=tuple(map(int, values["block_sizes"])),
+        kv_bytes_per_token=float(values["kv_bytes_per_token"]),
+        trace_digests=tuple(map(str, values["trace_digests"])),
+        state_ids=tuple(map(str, values["state_ids"])),
+        noise=dict(values["noise"]),
+        held_out=dict(values["held_out"]),
+        notes=tuple(map(str, values["notes"])),
+    )
+
+
+def _residuals(folder: Traversable, values: Mapping[str, Any]) -> tuple[dict[Kind, Forest], list[str]]:
+    found: dict[Kind, Forest] = {}
+    digests = []
+    trees = _guarded(folder, "", lambda: dict(values["trees"]))
+    for kind in KINDS:
+        if kind not in trees:
+            continue
+        where = f"trees.{kind}."
+        name, wanted, inputs = _guarded(
+            folder, where, lambda tree=trees[kind]: (tree["file"], tree["sha256"], list(tree["inputs"]))
+        )
+        if name != f"{kind}.txt":
+            raise ModelError(f"{folder / CARD}: field {where}file is {name!r}, should be '{kind}.txt'")
+        text = _read(folder / name)
+        digests.append(_sha256(text))
+        if digests[-1] != wanted:
+            raise ModelError(f"{folder / name}: truncated or changed: its SHA-256 is not trees.{kind}.sha256")
+        positions = _guarded(folder, f"{where}inputs.", lambda names=inputs: [_position(one) for one in names])
+        try:
+            found[kind] = Forest.from_text(text, positions)
+        except ForestError as error:
+            raise ModelError(f"{folder / name}: {error}") from error
+    return found, digests
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _position(name: str) -> int:
+    if name not in FEATURES:
+        raise ValueError(f"there is no feature {name!r}")
+    return FEATURES.index(name)
+
+
+def _card(model: FittedModel, trees: Mapping[Kind, Any]) -> dict[str, Any]:
+    made = model.provenance
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "family": made.family,
+        "features": list(FEATURES),
+        "ranges": {kind: {name: list(span) for name, span in model.ranges[kind].items()} for kind in KINDS},
+        "laws": {kind: model.laws[kind].to_dict() for kind in KINDS},
+        "trees": dict(trees),
+        "intervals": model.intervals.to_dict(),
+        "noise": dict(made.noise) | {"floor_s": dict(model.floor_s)},
+        "hardware": dict(made.hardware),
+        "geometry": made.geometry.to_dict(),
+        "link": dict(made.link),
+        "block_sizes": list(made.block_sizes),
+        "kv_bytes_per_token": made.kv_bytes_per_token,
+        "trace_digests": list(made.trace_digests),
+        "state_ids": list(made.state_ids),
+        "held_out": dict(made.held_out),
+        "notes": list(made.notes),
+    }

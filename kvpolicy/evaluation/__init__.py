@@ -1,0 +1,5 @@
+"""Judging policies offline."""
+
+from kvpolicy.evaluation.replay import EvaluationReport, evaluate
+
+__all__ = ["EvaluationReport", "evaluate"]

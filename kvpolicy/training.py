@@ -1,0 +1,208 @@
+"""Training: traces in, a model folder and a report out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.cost import store
+from kvpolicy.cost.dataset import Dataset, State, measured, one_option_always_wins
+from kvpolicy.cost.examples import dealt, option_of
+from kvpolicy.cost.fitting import Fit, fit, held_out_scores
+from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
+from kvpolicy.events import KINDS, Kind, Preemption
+from kvpolicy.features import FEATURES, features_of
+from kvpolicy.trace import TraceError
+
+FEWEST_STATES = 12
+"""Fewer leave nothing to judge a fit by once it is made."""
+MOST_VARIATION = 0.30
+EVALUABLE_STATES = 20
+"""What is held out, where there are twice as many states: as many as `kvpolicy evaluate` asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """What was trained, and how far it can be trusted."""
+
+    out: str
+    family: str
+    digest: str
+    training_states: int
+    held_out_states: int
+    held_out: Mapping[str, Any]
+    """See :func:`kvpolicy.cost.fitting.held_out_scores`."""
+    trees: Mapping[Kind, int]
+    variation: float | None
+    """Of identical undisturbed windows, the worst core's; None where a forced trace does not tell."""
+    floor_s: Mapping[Kind, float]
+    below_floor: Mapping[Kind, int]
+    """Training states whose measured mean was under the floor."""
+    natural_preemptions: int
+    natural_outside: Mapping[str, float]
+    """Per feature, the share of natural preemptions outside the trained range."""
+    natural_extrapolated: float | None
+    """The share for which that matters to a prediction; None without natural preemptions."""
+    always_wins: Kind | None
+    left_out: Mapping[str, int]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        lines = [
+            f"cost model {self.out} ({self.family}), digest {self.digest[:12]}",
+            f"states: {self.training_states} trained on, {self.held_out_states} held out",
+            "",
+            "held-out error, |log(measured / predicted)| of a state's mean:",
+            f"  {'option':<10} {'mean':>7} {'p90':>7} {'bias':>7} {'formula alone':>14} {'trees':>6} "
+            f"{'90% interval holds':>19}",
+        ]
+        for kind in KINDS:
+            score, holds = self.held_out[kind], self.held_out["coverage"][kind]
+            lines.append(
+                f"  {kind:<10} {score['mean_error']:>7.1%} {score['p90_error']:>7.1%} {score['bias']:>+7.1%} "
+                f"{score['law_mean_error']:>14.1%} {self.trees[kind]:>6} {holds:>19.0%}"
+            )
+        lines += ["", *self._noise_lines(), *self._natural_lines()]
+        if self.always_wins:
+            lines.append(f"{self.always_wins} costs less in every state: here the cheapest policy is a constant")
+        lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _noise_lines(self) -> list[str]:
+        told = "not told" if self.variation is None else f"{self.variation:.1%} between identical undisturbed windows"
+        lines = [f"noise: {told}"]
+        for kind in KINDS:
+            line = f"  {kind}: costs under {self.floor_s[kind] * 1e3:.3g} ms are not told from none"
+            if self.below_floor[kind]:
+                line += f"; {self.below_floor[kind]} states measured less and count as that much"
+            lines.append(line)
+        return lines
+
+    def _natural_lines(self) -> list[str]:
+        if self.natural_extrapolated is None:
+            return ["natural preemptions: none in these traces; what happens under memory pressure was not trained on"]
+        lines = [
+            f"natural preemptions: {self.natural_preemptions}, "
+            f"{self.natural_extrapolated:.1%} outside the trained range of a feature that predictions depend on"
+        ]
+        return lines + [f"  {name}: {share:.1%} outside" for name, share in self.natural_outside.items() if share]
+
+
+def train(
+    traces: Sequence[Path | str], out: Path | str, family: str = "boosted", force: bool = False, seed: int = 0
+) -> TrainReport:
+    """Fit a cost model to the states that ``traces`` measured under both options and write it to folder ``out``.
+
+    A part of the states is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Raises TraceError,
+    naming table and row or file and field, for traces that cannot be trained on: one option missing, fewer than 12
+    states, impossible times, different machines, over 30% noise unless ``force``.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"family is {family!r}, should be one of {', '.join(FAMILIES)}")
+    dataset = measured(traces)
+    variation = _variation(dataset, force)
+    if len(dataset.states) < FEWEST_STATES:
+        raise TraceError(
+            f"{', '.join(map(str, traces))}: {len(dataset.states)} states were measured under both options, training "
+            f"needs at least {FEWEST_STATES}; let `kvpolicy profile` measure more"
+        )
+    training, held = split(dataset.states, seed)
+    fitted = fit(family, training, dataset, _provenance(family, dataset, training, variation), seed)
+    scores = held_out_scores(fitted.model, held)
+    made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
+    store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))
+    return _report(store.load(out), fitted, dataset, (training, held), variation)
+
+
+def split(states: Sequence[State], seed: int) -> tuple[list[State], list[State]]:
+    """Training and held-out states, every length in both: one in four held out, more where that is under 20."""
+    hands = max(2, min(4, len(states) // EVALUABLE_STATES))
+    hand = dealt(states, hands, random.Random(f"held out {seed}"))
+    numbered = list(zip(states, hand, strict=True))
+    return [state for state, one in numbered if one], [state for state, one in numbered if not one]
+
+
+def _variation(dataset: Dataset, force: bool) -> float | None:
+    found: list[float] = []
+    for core, header in dataset.headers.items():
+        if header.source != "profile":
+            continue
+        value = header.noise.get("variation")
+        if isinstance(value, int | float) and 0 <= value <= MOST_VARIATION:
+            found.append(float(value))
+        elif not force:
+            raise TraceError(
+                f"core {core}, header.json: noise.variation is {value!r}, should be at most {MOST_VARIATION}; "
+                "measure again on a quieter machine, or --force it"
+            )
+        elif isinstance(value, int | float):
+            found.append(float(value))
+    return max(found, default=None)
+
+
+def _provenance(family: str, dataset: Dataset, training: Sequence[State], variation: float | None) -> Provenance:
+    header = dataset.any_header
+    return Provenance(
+        family=family,
+        hardware=dict(header.hardware),
+        geometry=dataset.geometry,
+        link=dict(header.link),
+        block_sizes=dataset.block_sizes,
+        kv_bytes_per_token=dataset.kv_bytes_per_token,
+        trace_digests=dataset.digests,
+        state_ids=tuple(sorted(name for state in training for name in state.ids)),
+        noise={"variation": variation},
+        held_out={},
+    )
+
+
+def _report(
+    model: FittedModel, fitted: Fit, dataset: Dataset, parts: tuple[list[State], list[State]], variation: float | None
+) -> TrainReport:
+    training, held = parts
+    outside, extrapolated = natural_outside(model, dataset.natural)
+    below = {kind: sum(state.mean_s[kind] < model.floor_s[kind] for state in training) for kind in KINDS}
+    return TrainReport(
+        out=model.name,
+        family=model.provenance.family,
+        digest=model.digest,
+        training_states=len(training),
+        held_out_states=len(held),
+        held_out=model.provenance.held_out,
+        trees=fitted.trees,
+        variation=variation,
+        floor_s=model.floor_s,
+        below_floor=below,
+        natural_preemptions=len(dataset.natural),
+        natural_outside=outside,
+        natural_extrapolated=extrapolated,
+        always_wins=one_option_always_wins(dataset.states),
+        left_out=dataset.left_out,
+        notes=fitted.notes,
+    )
+
+
+def natural_outside(model: FittedModel, natural: Sequence[Preemption]) -> tuple[dict[str, float], float | None]:
+    """Share of situations outside the trained range, per feature; and of those where a prediction depends on it."""
+    counts = dict.fromkeys(FEATURES, 0)
+    extrapolated = 0
+    for situation in natural:
+        names: set[str] = set()
+        matters = False
+        for kind in KINDS:
+            x = features_of(situation, option_of(kind, situation.computed_tokens))
+            spans = model.ranges[kind]
+            names |= {name for name in FEATURES if not spans[name][0] <= getattr(x, name) <= spans[name][1]}
+            matters = matters or bool(model.outside(kind, x))
+        for name in names:
+            counts[name] += 1
+        extrapolated += matters
+    if not natural:
+        return {}, None
+    return {name: count / len(natural) for name, count in counts.items()}, extrapolated / len(natural)
