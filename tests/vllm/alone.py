@@ -1,0 +1,157 @@
+"""vLLM's scheduler without an engine: a made-up worker answers every step, so whole schedules can be compared.
+
+Run as ``python -m tests.vllm.alone JOB RESULT``. ``KVPOLICY_VLLM_SOURCE`` names a folder of unpacked vLLM sources to
+use instead of the installed package: the scheduler is pure Python, so versions without a build here can be tested.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+if os.environ.get("KVPOLICY_VLLM_SOURCE"):
+    sys.path.insert(0, os.environ["KVPOLICY_VLLM_SOURCE"])
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm.platforms._current_platform = CpuPlatform()
+
+import torch
+import vllm
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK = 16
+
+
+def scheduler_for(job: dict[str, Any]) -> Any:
+    arguments = EngineArgs(
+        model=job["model"], dtype="float32", skip_tokenizer_init=True, block_size=BLOCK, max_model_len=2048,
+        max_num_seqs=job["sequences"], max_num_batched_tokens=job["budget"],
+        enable_prefix_caching=job["prefix_caching"], scheduling_policy=job["scheduling"], **(job["plugin"] or {}),
+    )  # fmt: skip
+    config = arguments.create_engine_config()
+    config.cache_config.num_gpu_blocks = job["blocks"]
+    # The CPU platform turns it off; the scheduler alone needs no platform.
+    config.scheduler_config.async_scheduling = job["asynchronous"]
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    cache = KVCacheConfig(
+        num_blocks=job["blocks"],
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer.{i}" for i in range(4)], spec)],
+    )
+    if hasattr(cache, "hash_block_size"):
+        cache.hash_block_size = BLOCK
+    return config.scheduler_config.get_scheduler_cls()(
+        vllm_config=config, kv_cache_config=cache, structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK, log_stats=True,
+    )  # fmt: skip
+
+
+def made_requests(job: dict[str, Any]) -> list[Request]:
+    rng = random.Random(job["seed"])
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    head = [rng.randrange(1000) for _ in range(64)]
+    found = []
+    for i in range(job["requests"]):
+        prompt = (head if i % 2 else []) + [rng.randrange(1000) for _ in range(rng.randint(20, 300))]
+        parameters = SamplingParams(temperature=0.0, max_tokens=rng.randint(20, 200), ignore_eos=True)
+        parameters.update_from_generation_config({}, eos_token_id=2047) if hasattr(
+            parameters, "update_from_generation_config"
+        ) else None
+        found.append(
+            Request(f"r{i}", prompt, parameters, None, arrival_time=float(i), priority=i % 3, block_hasher=hasher)
+        )
+    return found
+
+
+class Worker:
+    """Answers steps in order; copies take ``late`` steps to load and are always good."""
+
+    def __init__(self, late: int) -> None:
+        self.late = late
+        self.loading: deque[tuple[int, Any]] = deque()
+        self.steps = 0
+
+    def execute(self, output: Any, sampled: dict[str, bool]) -> ModelRunnerOutput:
+        self.steps += 1
+        ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[[7] if sampled[request_id] else [] for request_id in ids],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=self._copies(output.kv_connector_metadata),
+        )
+
+    def _copies(self, jobs: Any) -> KVConnectorOutput | None:
+        if jobs is None:
+            return None
+        from kvpolicy_vllm.plugin.jobs import Transfer, Transfers
+
+        def done(job: Any, direction: str) -> Transfer:
+            size = len(job.slots) * 131072
+            return Transfer(job.copy_id, direction, True, size, 1, 32768, False, 0, 0.0, 0.0, 0.0)
+
+        self.loading += [(self.steps + self.late, job) for job in jobs.loads]
+        ready = [self.loading.popleft()[1] for _ in range(len(self.loading)) if self.loading[0][0] <= self.steps]
+        found = [done(job, "save") for job in jobs.saves] + [done(job, "load") for job in ready]
+        return KVConnectorOutput(
+            finished_recving={job.request_id for job in ready} or None,
+            kv_connector_worker_meta=Transfers(found) if found else None,
+        )
+
+
+def main(job_path: str, result_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    scheduler = scheduler_for(job)
+    arriving = deque(made_requests(job))
+    worker, flying = Worker(job.get("late", 3)), deque[tuple[Any, dict[str, bool]]]()
+    schedule: list[Any] = []
+    depth = 2 if job["asynchronous"] else 1
+    for _ in range(200_000):
+        for _ in range(2):
+            if arriving:
+                scheduler.add_request(arriving.popleft())
+        if not arriving and not scheduler.has_requests():
+            break
+        output = scheduler.schedule()
+        sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        preempted = sorted(getattr(output, "preempted_req_ids", None) or ())
+        schedule.append([dict(sorted(output.num_scheduled_tokens.items())), preempted])
+        flying.append((output, sampled))
+        if len(flying) == depth:
+            done, sampled = flying.popleft()
+            scheduler.update_from_output(done, worker.execute(done, sampled))
+    while flying:
+        done, sampled = flying.popleft()
+        scheduler.update_from_output(done, worker.execute(done, sampled))
+    pool = scheduler.kv_cache_manager.block_pool
+    result = {
+        "version": vllm.__version__,
+        "base": [base.__name__ for base in type(scheduler).__mro__],
+        "schedule": schedule,
+        "free_blocks": pool.get_num_free_blocks(),
+        "device_blocks": pool.num_gpu_blocks,
+        "stats": scheduler.connector.stats() if scheduler.connector is not None else {},
+        "unfinished": len(scheduler.requests),
+    }
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

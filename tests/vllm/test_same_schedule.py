@@ -1,0 +1,69 @@
+"""With the plugin on, `always-recompute` schedules exactly as stock vLLM: the scheduler alone, step by step.
+
+``KVPOLICY_VLLM_SOURCES`` may name folders of unpacked vLLM sources, separated as in PATH, to test beside what is
+installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import harness
+
+SOURCES = ["", *filter(None, os.environ.get("KVPOLICY_VLLM_SOURCES", "").split(os.pathsep))]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fcfs": {},
+    "prefix-caching": {"prefix_caching": True},
+    "priority": {"scheduling": "priority"},
+    "small-budget": {"budget": 128, "prefix_caching": True},
+}
+BASE: dict[str, Any] = {
+    "sequences": 48, "budget": 2048, "prefix_caching": False, "scheduling": "fcfs", "blocks": 260,
+    "requests": 250, "seed": 11, "plugin": None, "asynchronous": False,
+}  # fmt: skip
+
+
+def run_alone(job: dict[str, Any], folder: Path, source: str) -> dict[str, Any]:
+    number = len(list(folder.glob("job-*")))
+    paths = folder / f"job-{number}.json", folder / f"result-{number}.json"
+    paths[0].write_text(json.dumps(job))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.alone", *map(str, paths)],
+        env=harness.environment() | {"KVPOLICY_VLLM_SOURCE": source},
+        cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    return json.loads(paths[1].read_text())
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_always_recompute_is_stock(setting: str, asynchronous: bool, source: str, model: str, tmp_path: Path) -> None:
+    job = BASE | SETTINGS[setting] | {"model": model, "asynchronous": asynchronous}
+    stock = run_alone(job, tmp_path, source)
+    ours = run_alone(job | {"plugin": harness.plugin("always-recompute")}, tmp_path, source)
+    assert ("AsyncScheduler" in ours["base"]) == asynchronous
+    assert "Asking" in ours["base"] and "Asking" not in stock["base"]
+    assert harness.total(ours["stats"], "preemptions") > 20
+    assert ours["schedule"] == stock["schedule"]
+    harness.assert_nothing_left(ours)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_swapping_leaves_nothing_behind(asynchronous: bool, source: str, model: str, tmp_path: Path) -> None:
+    """Bookkeeping of saves and late loads over a thousand steps, also under asynchronous scheduling."""
+    job = BASE | {"model": model, "asynchronous": asynchronous, "plugin": harness.plugin("random:0.5")}
+    ours = run_alone(job | {"prefix_caching": True}, tmp_path, source)
+    assert ours["unfinished"] == 0
+    harness.assert_nothing_left(ours)
+    assert harness.total(ours["stats"], "preemptions", executed="swap") > 20
+    assert harness.total(ours["stats"], "loaded_tokens") > 0
