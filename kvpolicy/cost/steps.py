@@ -6,9 +6,11 @@ takes when nothing was preempted. A preemption's ``engine_s`` is then, over the 
     sum of (duration - d0(the step's composition without the victims' repeated tokens))
 
 where d0 is scaled to how fast the machine was around the step (:meth:`StepTimeModel.pace`).
-Involved are the step in which its KV was saved, the steps its copies overlapped in time, and the steps that compute
-its lost tokens again. A step without anything left in it once the repeated tokens are gone would not have been
-executed: its d0 is 0, and so is that of a step that computes nothing because everybody waits for a load.
+Involved are the step in which it lost its blocks and its KV was saved, the steps its copies overlapped in time, the
+steps that compute its lost tokens again, and the two working steps after each of these, which find the caches cold
+(twins showed more than a tenth of a recompute's cost there). A step without anything left in it once the repeated
+tokens are gone would not have been executed: its d0 is 0, and so is that of a step that computes nothing because
+everybody waits for a load.
 
 Where several preemptions share a step, its extra time is split by what each of them did in it: seconds its copies
 overlapped the step, plus d0's price of its repeated tokens; in equal parts where that is 0 for all of them.
@@ -16,7 +18,7 @@ overlapped the step, plus d0's price of its repeated tokens; in equal parts wher
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from kvpolicy.cost.steptime import PARTS, Floats, StepTimeModel, Whole, fit_step_time
+from kvpolicy.cost.steptime import AFTERMATH_STEPS, PARTS, Floats, StepTimeModel, Whole, fit_step_time, with_aftermath
 from kvpolicy.hardware import fingerprint
 from kvpolicy.trace import Trace, TraceError
 
@@ -38,7 +40,7 @@ OWN_FIT_STEPS = 80
 
 def step_time_models(trace: Trace) -> dict[str, StepTimeModel]:
     """d0 of each core that has steps: its own fit, or a common one where it has too few undisturbed steps."""
-    return {name: core.model for name, core in _cores(trace).items()}
+    return _models(trace, _cores(trace))
 
 
 def attribute(trace: Trace) -> Trace:
@@ -48,31 +50,27 @@ def attribute(trace: Trace) -> Trace:
     empty: a part of a cost is no cost. Raises TraceError, naming table and row, for steps that contradict themselves.
     """
     outcomes = trace.table("outcomes")
+    if not outcomes.num_rows:
+        return trace
     ids = outcomes["preemption_id"].combine_chunks()
-    engine_s, delay_s = np.zeros(len(ids)), np.zeros(len(ids))
-    found_tokens, loads = np.zeros(len(ids)), np.zeros(len(ids))
-    incomplete = np.zeros(len(ids), bool)
-    for core in _cores(trace).values():
-        shares = _shares(core)
+    engine_s, delay_s, tokens, loads = (np.zeros(len(ids)) for _ in range(4))
+    whole = np.zeros(len(ids), dtype=np.bool_)
+    cores = _cores(trace)
+    for name, model in _models(trace, cores).items():
+        core = cores[name]
+        shares = _shares(core, model)
         at = _index_in(shares.preemption_id, ids)
         known = at >= 0
         np.add.at(engine_s, at[known], shares.extra_s[known])
         np.add.at(delay_s, at[known], (shares.extra_s * shares.others)[known])
-        np.add.at(found_tokens, at[known], shares.tokens[known])
-        copied = _index_in(core.transfers["preemption_id"].combine_chunks(), ids)
-        is_load = _strings(core.transfers, "direction") == "load"
-        np.add.at(loads, copied[(copied >= 0) & is_load], 1)
-        lost = (copied >= 0) & ~is_load & (core.save_row < 0)
-        incomplete[copied[lost]] = True
-    incomplete |= found_tokens < _ints(outcomes, "recomputed_tokens")
-    incomplete |= (_ints(outcomes, "loaded_tokens") > 0) & (loads == 0)
-    incomplete |= ~np.isin(_strings(outcomes, "core"), list(_cores_with_steps(trace)))
-    tables = dict(trace.tables)
-    if len(ids):
-        tables["outcomes"] = _filled(
-            _filled(outcomes, "engine_s", engine_s, incomplete), "others_delay_s", delay_s, incomplete
-        )
-    return Trace(trace.headers, tables)
+        np.add.at(tokens, at[known], shares.tokens[known])
+        whole[_index_in(core.begun, ids)] = True
+        loaded = _index_in(core.loaded, ids)
+        loads[loaded[loaded >= 0]] = 1
+    whole &= tokens >= _ints(outcomes, "recomputed_tokens")
+    whole &= (_ints(outcomes, "loaded_tokens") == 0) | (loads > 0)
+    outcomes = _filled(_filled(outcomes, "engine_s", engine_s, ~whole), "others_delay_s", delay_s, ~whole)
+    return Trace(trace.headers, dict(trace.tables) | {"outcomes": outcomes})
 
 
 def _filled(table: pa.Table, column: str, values: Floats, empty: NDArray[np.bool_]) -> pa.Table:
@@ -81,64 +79,126 @@ def _filled(table: pa.Table, column: str, values: Floats, empty: NDArray[np.bool
 
 
 @dataclass(frozen=True, slots=True)
+class _Involved:
+    """One row per reason for which a preemption is involved in a step."""
+
+    row: Whole
+    preemption_id: pa.Array
+    copy_s: Floats
+    """Seconds that one of its copies overlapped the step."""
+    repeated: Floats
+    """Its repeated tokens in the step, shape (rows, 4)."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Core:
-    """Steps and transfers of one engine core, steps in the order of their start."""
+    """One engine core: its steps in the order of their start, and which preemptions had to do with them."""
 
     name: str
     steps: pa.Table
-    transfers: pa.Table
     parts: Floats
-    start_s: Floats
-    end_s: Floats
-    first_row: Whole
-    """Per transfer, the first step it overlaps in time."""
-    last_row: Whole
-    """Per transfer, the last one; below ``first_row`` where it overlaps none."""
-    save_row: Whole
-    """Per transfer, the step a save was handed over in; -1 for a load and where that step is not in the trace."""
-    model: StepTimeModel
-
-
-def _cores_with_steps(trace: Trace) -> list[str]:
-    return [str(name) for name in pc.unique(trace.table("steps")["core"]).to_pylist()]
+    duration_s: Floats
+    involved: _Involved
+    calm: Whole
+    """Rows of the undisturbed steps."""
+    begun: pa.Array
+    """Preemptions that have an outcome, and whose first step is here."""
+    loaded: pa.Array
+    """Preemptions that a load is recorded of."""
 
 
 def _cores(trace: Trace) -> dict[str, _Core]:
-    loose = {name: _loose_core(trace, name) for name in _cores_with_steps(trace)}
-    calm = {name: undisturbed(*core) for name, core in loose.items()}
-    together: dict[str, StepTimeModel] = {}
-    found = {}
-    for name, (steps, transfers) in loose.items():
-        if np.count_nonzero(calm[name]) >= OWN_FIT_STEPS or len(loose) == 1:
-            model = fit_step_time(_parts(steps)[calm[name]], _reals(steps, "duration_s")[calm[name]], f"core {name}")
-        else:
-            kin = _kin(trace, name, list(loose))
-            key = kin[0]
-            if key not in together:
-                together[key] = _common_fit({each: loose[each][0] for each in kin}, calm)
-            model = together[key]
-        found[name] = _Core(name, steps, transfers, _parts(steps), *_spans(steps, transfers), model)
-    return found
+    return {name: _core(trace, name) for name in pc.unique(trace.table("steps")["core"]).to_pylist()}
 
 
-def _loose_core(trace: Trace, name: str) -> tuple[pa.Table, pa.Table]:
-    steps, transfers = (
-        table.filter(pc.equal(table["core"], name)) for table in (trace.table("steps"), trace.table("transfers"))
+def _core(trace: Trace, name: str) -> _Core:
+    steps, transfers, outcomes = (
+        table.filter(pc.equal(table["core"], name)) for table in map(trace.table, ("steps", "transfers", "outcomes"))
     )
-    _refuse_bad_steps(steps, name)
-    return steps.sort_by("start_s"), _with_save_steps(transfers, trace.table("outcomes"))
+    steps = steps.sort_by("start_s")
+    duration_s = _reals(steps, "duration_s")
+    for row in np.flatnonzero(duration_s <= 0)[:1]:
+        raise TraceError(f"steps of core {name}, row {row}: duration_s is {duration_s[row]:g}, should be above 0")
+    first, at = _first_steps(steps, outcomes)
+    begun = outcomes["preemption_id"].combine_chunks().take(pa.array(at))
+    involved = _joined(_begun(first, begun), _repeating(steps), _copying(steps, transfers))
+    loads = transfers.filter(pc.equal(transfers["direction"], "load"))["preemption_id"].combine_chunks()
+    return _Core(name, steps, _parts(steps), duration_s, involved, _calm(steps, involved.row), begun, loads)
 
 
-def _with_save_steps(transfers: pa.Table, outcomes: pa.Table) -> pa.Table:
-    """A save is handed over in the step of its preemption; under asynchronous scheduling it is reported later."""
-    at = _index_in(transfers["preemption_id"].combine_chunks(), outcomes["preemption_id"].combine_chunks())
-    known = (at >= 0) & (_strings(transfers, "direction") == "save")
-    number = _ints(transfers, "step").copy()
-    number[known] = _ints(outcomes, "first_step")[at[known]]
-    return transfers.set_column(transfers.schema.get_field_index("step"), "step", pa.array(number))
+def _first_steps(steps: pa.Table, outcomes: pa.Table) -> tuple[Whole, Whole]:
+    """Rows of the steps in which requests lost their blocks, and the rows of their outcomes."""
+    row = _index_in(outcomes["first_step"].combine_chunks(), steps["step"].combine_chunks())
+    return row[row >= 0], np.flatnonzero(row >= 0)
 
 
-def _kin(trace: Trace, name: str, names: list[str]) -> list[str]:
+def _begun(row: Whole, ids: pa.Array) -> _Involved:
+    return _Involved(row, ids, np.zeros(len(row)), np.zeros((len(row), len(PARTS))))
+
+
+def _repeating(steps: pa.Table) -> _Involved:
+    lists = steps["repeated"].combine_chunks()
+    flat = lists.flatten()
+    row = np.asarray(pc.list_parent_indices(lists), dtype=np.int64)
+    parts = np.column_stack([np.asarray(flat.field(name), dtype=np.float64) for name in REPEATED_PARTS])
+    return _Involved(row, flat.field("preemption_id"), np.zeros(len(row)), parts)
+
+
+def _copying(steps: pa.Table, transfers: pa.Table) -> _Involved:
+    """The steps that copies overlapped in time."""
+    start_s = _reals(steps, "start_s")
+    end_s = np.maximum.accumulate(start_s + _reals(steps, "duration_s"))
+    from_s, to_s = _reals(transfers, "start_s"), _reals(transfers, "end_s")
+    first = np.searchsorted(end_s, from_s, side="right")
+    last = np.searchsorted(start_s, to_s, side="right") - 1
+    count = np.maximum(0, last - first + 1)
+    of = np.repeat(np.arange(len(count)), count)
+    row = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count) + first[of]
+    seconds = np.maximum(0.0, np.minimum(to_s[of], end_s[row]) - np.maximum(from_s[of], start_s[row]))
+    ids = transfers["preemption_id"].combine_chunks().take(pa.array(of))
+    return _Involved(row, ids, seconds, np.zeros((len(row), len(PARTS))))
+
+
+def _joined(*some: _Involved) -> _Involved:
+    return _Involved(
+        np.concatenate([one.row for one in some]),
+        pa.concat_arrays([one.preemption_id for one in some]),
+        np.concatenate([one.copy_s for one in some]),
+        np.concatenate([one.repeated for one in some]),
+    )
+
+
+def _calm(steps: pa.Table, involved: Whole) -> Whole:
+    """Rows of the steps that computed something, and that nothing of a preemption or its aftermath touched."""
+    touched = np.zeros(steps.num_rows + AFTERMATH_STEPS, dtype=np.bool_)
+    touched[involved] = True
+    for column in ("recomputed_tokens", "preemptions", "saves", "loads"):
+        touched[: steps.num_rows] |= _ints(steps, column) > 0
+    for _ in range(AFTERMATH_STEPS):
+        touched[1:] |= touched[:-1].copy()
+    return np.flatnonzero(~touched[: steps.num_rows] & (_ints(steps, "scheduled_tokens") > 0))
+
+
+def _models(trace: Trace, cores: Mapping[str, _Core]) -> dict[str, StepTimeModel]:
+    together: dict[str, StepTimeModel] = {}
+    models = {}
+    for name, core in cores.items():
+        if len(core.calm) >= OWN_FIT_STEPS or len(cores) == 1:
+            models[name] = _fit([core], f"core {name}")
+            continue
+        kin = _kin(trace, name, list(cores))
+        if kin[0] not in together:
+            together[kin[0]] = _fit([cores[each] for each in kin], f"{len(kin)} cores")
+        models[name] = together[kin[0]]
+    return models
+
+
+def _fit(cores: Sequence[_Core], fitted_on: str) -> StepTimeModel:
+    design = np.concatenate([with_aftermath(core.parts)[core.calm] for core in cores])
+    return fit_step_time(design, np.concatenate([core.duration_s[core.calm] for core in cores]), fitted_on)
+
+
+def _kin(trace: Trace, name: str, names: Sequence[str]) -> list[str]:
     """The cores whose steps can take as long as this one's: same machine, same model."""
 
     def kind(core: str) -> tuple[str, str]:
@@ -146,43 +206,6 @@ def _kin(trace: Trace, name: str, names: list[str]) -> list[str]:
         return fingerprint(header.hardware), str(sorted(header.geometry.items()))
 
     return [other for other in names if kind(other) == kind(name)]
-
-
-def _common_fit(steps: Mapping[str, pa.Table], calm: Mapping[str, NDArray[np.bool_]]) -> StepTimeModel:
-    parts = np.concatenate([_parts(table)[calm[name]] for name, table in steps.items()])
-    duration_s = np.concatenate([_reals(table, "duration_s")[calm[name]] for name, table in steps.items()])
-    return fit_step_time(parts, duration_s, f"{len(steps)} cores")
-
-
-def undisturbed(steps: pa.Table, transfers: pa.Table) -> NDArray[np.bool_]:
-    """Which of one core's steps (sorted by start) computed something, nothing of it again, and no copy touched them."""
-    calm = _ints(steps, "scheduled_tokens") > 0
-    for column in ("recomputed_tokens", "preemptions", "saves", "loads"):
-        calm &= _ints(steps, column) == 0
-    _, _, first, last, saved = _spans(steps, transfers)
-    touched = np.zeros(len(calm) + 1)
-    some = first <= last
-    np.add.at(touched, first[some], 1)
-    np.add.at(touched, last[some] + 1, -1)
-    calm &= np.cumsum(touched)[:-1] == 0
-    calm[saved[saved >= 0]] = False
-    return np.asarray(calm, dtype=np.bool_)
-
-
-def _spans(steps: pa.Table, transfers: pa.Table) -> tuple[Floats, Floats, Whole, Whole, Whole]:
-    """Start and end of the steps; first and last step each transfer overlaps; the step each save was handed over in."""
-    start_s = _reals(steps, "start_s")
-    end_s = np.maximum.accumulate(start_s + _reals(steps, "duration_s")) if len(start_s) else start_s
-    first = np.searchsorted(end_s, _reals(transfers, "start_s"), side="right")
-    last = np.searchsorted(start_s, _reals(transfers, "end_s"), side="right") - 1
-    numbers = _ints(steps, "step")
-    order = np.argsort(numbers)
-    wanted = _ints(transfers, "step")
-    at = np.searchsorted(numbers, wanted, sorter=order)
-    row = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(len(wanted), np.int64)
-    is_save = _strings(transfers, "direction") == "save"
-    saved = np.where(is_save & (numbers[row] == wanted), row, -1) if len(order) else np.full(len(wanted), -1)
-    return start_s, end_s, first, last, saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,71 +220,54 @@ class _Shares:
     """Repeated tokens of the preemption in the step."""
 
 
-def _shares(core: _Core) -> _Shares:
-    row, ids, seconds, repeated = _involved(core)
-    names = pc.unique(ids)
-    key = row * max(1, len(names)) + _index_in(ids, names)
-    unique, where = np.unique(key, return_inverse=True)
-    at = unique // max(1, len(names))
-    own = np.zeros((len(unique), len(PARTS)))
-    weight = np.zeros(len(unique))
-    np.add.at(own, where, repeated)
-    np.add.at(weight, where, seconds)
-    weight += np.maximum(0.0, core.model.price(own))
-    extra_s = _extra(core, at, own)
-    in_step = np.bincount(at, weight, len(core.parts))
-    sharers = np.bincount(at, minlength=len(core.parts))
-    share = np.where(in_step[at] > 0, weight / np.where(in_step[at] > 0, in_step[at], 1.0), 1.0 / sharers[at])
-    others = np.maximum(0, _ints(core.steps, "scheduled_requests")[at] - (own[:, 0] > 0))
-    return _Shares(names.take(pa.array(unique % max(1, len(names)))), share * extra_s, others, own[:, 0])
+def _shares(core: _Core, model: StepTimeModel) -> _Shares:
+    direct = core.involved
+    names = pc.unique(direct.preemption_id)
+    who = _index_in(direct.preemption_id, names)
+    row, of = _with_aftermath_steps(core, direct.row, who)
+    key = row * len(names) + of
+    direct_at = np.searchsorted(key, direct.row * len(names) + who)
+    own, weight = np.zeros((len(key), len(PARTS))), np.zeros(len(key))
+    np.add.at(own, direct_at, direct.repeated)
+    np.add.at(weight, direct_at, direct.copy_s)
+    weight += np.maximum(0.0, model.price(own))
+    last = np.zeros(len(names), dtype=np.int64)
+    np.maximum.at(last, who, direct.row)
+    # The victim takes part where it computes lost tokens, and once it is through with everything.
+    others = _ints(core.steps, "scheduled_requests")[row] - ((own[:, 0] > 0) | (row > last[of]))
+    extra_s = _extra(core, model, row, own) * _split(row, weight, len(core.parts))
+    return _Shares(names.take(pa.array(of)), extra_s, np.maximum(0.0, others), own[:, 0])
 
 
-def _extra(core: _Core, at: Whole, own: Floats) -> Floats:
-    """Seconds beyond d0 of the steps ``at``, all victims' repeated tokens taken out."""
+def _with_aftermath_steps(core: _Core, row: Whole, who: Whole) -> tuple[Whole, Whole]:
+    """Each (row, preemption) once, with the working steps right after it, in ascending order."""
+    later = [row + lag for lag in range(AFTERMATH_STEPS + 1)]
+    pairs = np.column_stack([np.concatenate(later), np.tile(who, len(later))])
+    is_direct = np.arange(len(pairs)) < len(row)
+    inside = pairs[:, 0] < len(core.parts)
+    working = core.parts[np.minimum(pairs[:, 0], len(core.parts) - 1), 0] > 0
+    pairs = np.unique(pairs[inside & (is_direct | working)], axis=0)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _split(row: Whole, weight: Floats, rows: int) -> Floats:
+    """Each entry's share of its step: by weight, in equal parts where nobody has any."""
+    total = np.bincount(row, weight, rows)[row]
+    sharers = np.bincount(row, minlength=rows)[row]
+    return np.where(total > 0, weight / np.where(total > 0, total, 1.0), 1.0 / sharers)
+
+
+def _extra(core: _Core, model: StepTimeModel, row: Whole, own: Floats) -> Floats:
+    """Seconds beyond d0 of the steps ``row``, all victims' repeated tokens taken out."""
     left = core.parts.copy()
-    np.subtract.at(left, at, own)
-    _refuse_overdrawn(core, left)
-    calm = np.flatnonzero(undisturbed(core.steps, core.transfers))
-    duration_s = _reals(core.steps, "duration_s")
-    pace = core.model.pace(calm, core.parts[calm], duration_s[calm], at) if len(calm) else 1.0
-    return np.asarray(duration_s[at] - pace * core.model.predict(left[at]), dtype=np.float64)
-
-
-def _involved(core: _Core) -> tuple[Whole, pa.Array, Floats, Floats]:
-    """Step rows, preemption ids, copy seconds in the step, repeated parts: one entry per cause of involvement."""
-    lists = core.steps["repeated"].combine_chunks()
-    flat = lists.flatten()
-    parents = np.asarray(pc.list_parent_indices(lists), dtype=np.int64)
-    repeated = np.column_stack([np.asarray(flat.field(name), dtype=np.float64) for name in REPEATED_PARTS])
-    overlapping = np.maximum(0, core.last_row - core.first_row + 1)
-    of = np.repeat(np.arange(len(overlapping)), overlapping)
-    row = np.arange(len(of)) - np.repeat(np.cumsum(overlapping) - overlapping, overlapping) + core.first_row[of]
-    start_s, end_s = (_reals(core.transfers, name) for name in ("start_s", "end_s"))
-    seconds = np.minimum(end_s[of], core.end_s[row]) - np.maximum(start_s[of], core.start_s[row])
-    saved = np.flatnonzero(core.save_row >= 0)
-    copied = core.transfers["preemption_id"].combine_chunks()
-    ids = [flat.field("preemption_id"), copied.take(pa.array(of)), copied.take(pa.array(saved))]
-    nothing = len(of) + len(saved)
-    return (
-        np.concatenate([parents, row, core.save_row[saved]]),
-        pa.concat_arrays(ids),
-        np.concatenate([np.zeros(len(flat)), np.maximum(0.0, seconds), np.zeros(len(saved))]),
-        np.concatenate([repeated, np.zeros((nothing, len(PARTS)))]),
-    )
-
-
-def _refuse_bad_steps(steps: pa.Table, core: str) -> None:
-    duration_s = _reals(steps, "duration_s")
-    for row in np.flatnonzero(duration_s <= 0)[:1]:
-        raise TraceError(f"steps of core {core}, row {row}: duration_s is {duration_s[row]:g}, should be above 0")
-
-
-def _refuse_overdrawn(core: _Core, left: Floats) -> None:
-    for row in np.flatnonzero(left[:, 0] < 0)[:1]:
-        number = core.steps["step"][int(row)].as_py()
+    np.subtract.at(left, row, own)
+    for bad in np.flatnonzero(left[:, 0] < 0)[:1]:
+        number = core.steps["step"][int(bad)].as_py()
         raise TraceError(
-            f"steps of core {core.name}, row {row} (step {number}): repeated holds more tokens than scheduled_tokens"
+            f"steps of core {core.name}, row {bad} (step {number}): repeated holds more tokens than scheduled_tokens"
         )
+    pace = model.pace(core.calm, core.parts, core.duration_s, row) if len(core.calm) else 1.0
+    return np.asarray(core.duration_s[row] - pace * model.predict(left)[row], dtype=np.float64)
 
 
 def _parts(steps: pa.Table) -> Floats:

@@ -15,6 +15,10 @@ Whole = NDArray[np.int64]
 
 PARTS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")
 """What a step is made of, as far as its duration depends on it: columns of ``steps``."""
+AFTERMATH_STEPS = 2
+"""A prefill leaves the caches to the steps after it cold: on a CPU the first took 50% longer, the second 20%."""
+FULL_AFTERMATH_TOKENS = 256
+"""A chunk of that many tokens leaves them as cold as any longer one."""
 
 FEWEST_STEPS = 20
 FOLDS = 5
@@ -42,32 +46,44 @@ class StepTimeModel:
 
     fixed_s: float
     per_part_s: tuple[float, ...]
-    """Seconds per unit of each of :data:`PARTS`."""
+    """Seconds per unit of each of :data:`PARTS`, then per full aftermath of the first and second step before."""
     fitted_on: str
     """``core NAME``, or ``N cores`` where this core had too few undisturbed steps of its own."""
     steps: int
     error: HeldOutError
 
     def predict(self, parts: Floats) -> Floats:
-        """Seconds for each row of ``parts``, shape (steps, 4) in the order of :data:`PARTS`; 0 for an empty step."""
-        return np.where(parts[:, 0] > 0, self.fixed_s + self.price(parts), 0.0)
+        """Seconds for each row of ``parts``, shape (steps, 4) in the order of :data:`PARTS`; 0 for an empty step.
+
+        Rows are successive steps: what a step takes depends on what came right before it.
+        """
+        full = with_aftermath(parts)
+        return np.where(parts[:, 0] > 0, self.fixed_s + full @ np.asarray(self.per_part_s), 0.0)
 
     def price(self, parts: Floats) -> Floats:
-        """Seconds without the fixed part."""
-        return np.asarray(parts @ np.asarray(self.per_part_s), dtype=np.float64)
+        """Seconds that the parts alone add, aftermath left out."""
+        return np.asarray(parts @ np.asarray(self.per_part_s[: len(PARTS)]), dtype=np.float64)
 
-    def pace(self, calm_row: Whole, calm_parts: Floats, calm_s: Floats, row: Whole) -> Floats:
+    def pace(self, calm: Whole, parts: Floats, duration_s: Floats, row: Whole) -> Floats:
         """How much slower than d0 the machine was around each step ``row``: 1 where it was as fast.
 
         Machines have faster and slower moments, and a law that is linear in a step's parts is off by a little for
         some compositions. Both show in the undisturbed steps right before and after, which are composed alike: the
-        median of measured / predicted over the nearest of them. ``calm_row``: their rows, ascending.
+        median of measured / predicted over the nearest of them. ``calm``: their rows, ascending.
         """
-        return _medians(calm_s / self.predict(calm_parts), np.searchsorted(calm_row, row), skip=0)
+        return _medians(duration_s[calm] / self.predict(parts)[calm], np.searchsorted(calm, row), skip=0)
 
 
-def fit_step_time(parts: Floats, duration_s: Floats, fitted_on: str) -> StepTimeModel:
-    """Fit d0 to undisturbed steps in the order they were executed.
+def with_aftermath(parts: Floats) -> Floats:
+    """``parts`` with a column for each of the :data:`AFTERMATH_STEPS` before: 1 for a chunk of any length, less for
+    a short one, 0 where nothing was prefilled."""
+    chunk = np.clip((parts[:, 0] - parts[:, 1]) / FULL_AFTERMATH_TOKENS, 0.0, 1.0)
+    before = [np.concatenate([np.zeros(min(lag, len(chunk))), chunk[:-lag]]) for lag in range(1, AFTERMATH_STEPS + 1)]
+    return np.column_stack([parts, *before])
+
+
+def fit_step_time(design: Floats, duration_s: Floats, fitted_on: str) -> StepTimeModel:
+    """Fit d0 to undisturbed steps in the order they were executed; ``design`` from :func:`with_aftermath`.
 
     Raises TraceError where there are fewer than :data:`FEWEST_STEPS`.
     """
@@ -76,7 +92,7 @@ def fit_step_time(parts: Floats, duration_s: Floats, fitted_on: str) -> StepTime
             f"steps: {len(duration_s)} undisturbed steps on {fitted_on}, at least {FEWEST_STEPS} are needed to tell "
             "what a step takes when nothing is preempted"
         )
-    design = np.column_stack([np.ones(len(parts)), parts])
+    design = np.column_stack([np.ones(len(design)), design])
     coefficients = robust_nonnegative_fit(design, duration_s)
     return StepTimeModel(
         fixed_s=float(coefficients[0]),
