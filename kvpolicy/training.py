@@ -113,7 +113,7 @@ def train(
             f"needs at least {FEWEST_STATES}; let `kvpolicy profile` measure more"
         )
     training, held = split(dataset.states, seed)
-    fitted = fit(family, training, dataset, _provenance(family, dataset, training, variation), seed)
+    fitted = fit(family, training, dataset, provenance_of(family, dataset, training, variation), seed)
     scores = held_out_scores(fitted.model, held)
     made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
     store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))
@@ -146,7 +146,8 @@ def _variation(dataset: Dataset, force: bool) -> float | None:
     return max(found, default=None)
 
 
-def _provenance(family: str, dataset: Dataset, training: Sequence[State], variation: float | None) -> Provenance:
+def provenance_of(family: str, dataset: Dataset, training: Sequence[State], variation: float | None) -> Provenance:
+    """What a model fitted to the ``training`` states of ``dataset`` was measured on."""
     header = dataset.any_header
     return Provenance(
         family=family,

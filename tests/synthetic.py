@@ -6,15 +6,20 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import pyarrow as pa
 
 from kvpolicy import trace as traces
+from kvpolicy.cost.dataset import dataset_of
+from kvpolicy.cost.fitting import fit
+from kvpolicy.cost.model import FittedModel
 from kvpolicy.events import KINDS, Decision, Kind, Option, Outcome, Preemption
 from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry
 from kvpolicy.trace import Header, Trace
+from kvpolicy.training import provenance_of, split
 
 GEOMETRY = Geometry(
     layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=688, vocab=2048, weight_bytes=4, kv_bytes=4,
@@ -207,3 +212,11 @@ def changed(trace: Trace, table: str, rows: Sequence[dict[str, Any]]) -> Trace:
         traces.with_core(traces.from_rows(table, [row for row in rows if row["core"] == core]), core) for core in cores
     ]
     return Trace(trace.headers, dict(trace.tables) | {table: pa.concat_tables(parts)})
+
+
+@cache
+def fitted_model(family: str, states: int = 160, bend: float = 0.4) -> FittedModel:
+    """A model fitted to a made-up trace, in memory."""
+    dataset = dataset_of({"made": make_trace(seed=1, states=states, law=CostLaw(bend=bend))})
+    training, _ = split(dataset.states, 0)
+    return fit(family, training, dataset, provenance_of(family, dataset, training, 0.03), 0).model

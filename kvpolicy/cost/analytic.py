@@ -19,6 +19,8 @@ ROUNDS = 30
 OUTLIER_SCALES = 2.5
 """Relative residuals beyond that many robust standard deviations count only linearly."""
 FEWEST_MOVES = 10
+FEWEST_PER_REGIME = 3
+"""With fewer states in which nobody else runs (or somebody does) the two are not told apart."""
 
 
 def fit_analytic(examples: Examples, moves: Sequence[Move], floor_s: dict[Kind, float]) -> dict[Kind, Law]:
@@ -57,6 +59,11 @@ def _alone(examples: Sequence[Example]) -> Floats:
     return np.where(_column(examples, "running_requests") == 0, 1.0, 0.0)
 
 
+def _both_regimes(examples: Sequence[Example]) -> bool:
+    alone = int(_alone(examples).sum())
+    return min(alone, len(examples) - alone) >= FEWEST_PER_REGIME
+
+
 def _cost(examples: Sequence[Example]) -> Floats:
     return np.array([example.engine_s for example in examples], np.float64)
 
@@ -64,7 +71,7 @@ def _cost(examples: Sequence[Example]) -> Floats:
 def _fit_recompute(examples: Sequence[Example], floor_s: float) -> RecomputeRoofline:
     columns = [
         np.ones(len(examples)),
-        _alone(examples),
+        _alone(examples) * _both_regimes(examples),
         _column(examples, "recomputed_tokens"),
         _column(examples, "recomputed_pairs"),
     ]
@@ -75,9 +82,14 @@ def _fit_swap(examples: Sequence[Example], moves: Sequence[Move], floor_s: float
     save, load = _channels(examples, moves, floor_s)
     alone = _alone(examples)
     save_s, load_s = _durations(save, examples, "save"), _durations(load, examples, "load")
-    columns = [np.ones(len(examples)), alone, save_s, load_s * alone, load_s * (1 - alone)]
-    found = map(float, relative_fit(np.column_stack(columns), _cost(examples), floor_s))
-    return SwapRoofline(save, load, *found)
+    columns = [np.ones(len(examples)), save_s]
+    if _both_regimes(examples):
+        columns += [alone, load_s * alone, load_s * (1 - alone)]
+    else:
+        columns.append(load_s)
+    fixed_s, save_share, *more = map(float, relative_fit(np.column_stack(columns), _cost(examples), floor_s))
+    alone_s, load_alone, load_beside = more if len(more) > 1 else (0.0, *more, *more)
+    return SwapRoofline(save, load, fixed_s, alone_s, save_share, load_alone, load_beside)
 
 
 def _durations(channel: Channel, examples: Sequence[Example], direction: str) -> Floats:

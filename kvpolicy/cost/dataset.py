@@ -118,7 +118,17 @@ def measured(folders: Sequence[Path | str]) -> Dataset:
     """
     if not folders:
         raise TraceError("no trace was given")
-    read = {str(folder): _attributed(traces.read(folder)) for folder in folders}
+    read: dict[str, Trace] = {}
+    for folder in map(str, folders):
+        if folder in read:
+            raise TraceError(f"{folder}: given twice")
+        read[folder] = traces.read(folder)
+    return dataset_of(read)
+
+
+def dataset_of(given: Mapping[str, Trace]) -> Dataset:
+    """As :func:`measured`, of traces in memory; their names stand in error messages."""
+    read = {folder: _attributed(trace) for folder, trace in given.items()}
     headers: dict[str, Header] = {}
     for folder, trace in read.items():
         for core, header in trace.headers.items():

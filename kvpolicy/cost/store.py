@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -126,8 +126,8 @@ def _guarded(folder: Traversable, where: str, build: Any) -> Any:
 
 
 def _model(folder: Traversable, values: Mapping[str, Any], residuals: Mapping[Kind, Forest]) -> FittedModel:
-    if tuple(values["features"]) != FEATURES:
-        raise ValueError(f"features are {values['features']}, this kvpolicy computes {list(FEATURES)}")
+    given = values["features"]
+    _guarded(folder, "features.", lambda: _features(given))
     laws = {kind: _guarded(folder, f"laws.{kind}.", lambda k=kind: law_from_dict(values["laws"][k])) for kind in KINDS}
     ranges = {
         kind: {name: _range(folder, values, kind, name) for name in FEATURES}
@@ -135,13 +135,19 @@ def _model(folder: Traversable, values: Mapping[str, Any], residuals: Mapping[Ki
     }  # fmt: skip
     return FittedModel(
         name=folder.name,
-        provenance=_guarded(folder, "", lambda: _provenance(values)),
+        provenance=_provenance(folder, values),
         laws=laws,
         residuals=residuals,
         ranges=ranges,
-        floor_s={kind: _positive(folder, f"noise.floor_s.{kind}", values["noise"]["floor_s"][kind]) for kind in KINDS},
+        floor_s={kind: _floor(folder, values, kind) for kind in KINDS},
         intervals=_guarded(folder, "intervals.", lambda: Intervals.from_dict(values["intervals"])),
     )
+
+
+def _features(value: Any) -> tuple[str, ...]:
+    if tuple(value) != FEATURES:
+        raise ValueError(f"{value!r}, this kvpolicy computes {list(FEATURES)}")
+    return FEATURES
 
 
 def _range(folder: Traversable, values: Mapping[str, Any], kind: Kind, name: str) -> tuple[float, float]:
@@ -153,34 +159,44 @@ def _range(folder: Traversable, values: Mapping[str, Any], kind: Kind, name: str
     return float(found[0]), float(found[1])
 
 
-def _positive(folder: Traversable, where: str, value: Any) -> float:
+def _floor(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> float:
+    value = _guarded(folder, "noise.floor_s.", lambda: values["noise"]["floor_s"][kind])
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ModelError(f"{folder / CARD}: field {where} is {value!r}, should be a number above 0")
+        raise ModelError(f"{folder / CARD}: field noise.floor_s.{kind} is {value!r}, should be a number above 0")
     return float(value)
 
 
-def _provenance(values: Mapping[str, Any]) -> Provenance:
+_PROVENANCE: Mapping[str, Callable[[Any], Any]] = {
+    "hardware": lambda value: dict(value),
+    "geometry": Geometry.from_dict,
+    "link": lambda value: dict(value),
+    "block_sizes": lambda value: tuple(map(int, value)),
+    "kv_bytes_per_token": float,
+    "trace_digests": lambda value: tuple(map(str, value)),
+    "state_ids": lambda value: tuple(map(str, value)),
+    "noise": lambda value: dict(value),
+    "held_out": lambda value: dict(value),
+    "notes": lambda value: tuple(map(str, value)),
+}
+"""How each field of the card is read."""
+
+
+def _provenance(folder: Traversable, values: Mapping[str, Any]) -> Provenance:
     if values["family"] not in FAMILIES:
         raise ValueError(f"family is {values['family']!r}, should be one of {', '.join(FAMILIES)}")
-    return Provenance(
-        family=values["family"],
-        hardware=dict(values["hardware"]),
-        geometry=Geometry.from_dict(values["geometry"]),
-        link=dict(values["link"]),
-        block_sizes=tuple(map(int, values["block_sizes"])),
-        kv_bytes_per_token=float(values["kv_bytes_per_token"]),
-        trace_digests=tuple(map(str, values["trace_digests"])),
-        state_ids=tuple(map(str, values["state_ids"])),
-        noise=dict(values["noise"]),
-        held_out=dict(values["held_out"]),
-        notes=tuple(map(str, values["notes"])),
-    )
+    fields = {}
+    for name, read in _PROVENANCE.items():
+        given = values[name]
+        fields[name] = _guarded(folder, f"{name}.", lambda read=read, given=given: read(given))
+    return Provenance(family=values["family"], **fields)
 
 
 def _residuals(folder: Traversable, values: Mapping[str, Any]) -> tuple[dict[Kind, Forest], list[str]]:
     found: dict[Kind, Forest] = {}
     digests = []
-    trees = _guarded(folder, "", lambda: dict(values["trees"]))
+    if "trees" not in values:
+        raise ModelError(f"{folder / CARD}: field trees is missing")
+    trees = _guarded(folder, "trees.", lambda: dict(values["trees"]))
     for kind in KINDS:
         if kind not in trees:
             continue

@@ -215,7 +215,7 @@ def _usable(dataset: Dataset, policies: Sequence[Policy]) -> tuple[list[State], 
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count) or "nothing left out"
         raise TraceError(
             f"{len(usable)} states can be priced, at least {FEWEST_STATES} are needed ({reasons}); "
-            "let `kvpolicy profile` measure more states, or hold out more of them by training on fewer"
+            "let `kvpolicy profile` measure more; of 40 states or more, training holds out at least 20"
         )
     return usable, left_out
 

@@ -1,0 +1,91 @@
+"""Fits of a known law: found again, also through noise and outliers; linear and boosted against it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvpolicy.cost.analytic import fit_analytic, relative_fit
+from kvpolicy.cost.dataset import dataset_of
+from kvpolicy.cost.examples import Example, examples_of, noise_floors
+from kvpolicy.cost.laws import RecomputeRoofline, SwapRoofline
+from kvpolicy.cost.linear import fit_linear
+from kvpolicy.events import KINDS
+from tests.synthetic import CostLaw, fitted_model, make_trace, without
+
+LAW = CostLaw()
+FLOORS = dict.fromkeys(KINDS, 1e-6)
+
+
+def test_without_noise_the_law_itself_is_found() -> None:
+    data = dataset_of({"made": make_trace(noise=0.0)})
+    laws = fit_analytic(examples_of(data.states), data.moves, FLOORS)
+    recompute, swap = laws["recompute"], laws["swap"]
+    assert isinstance(recompute, RecomputeRoofline)
+    assert isinstance(swap, SwapRoofline)
+    assert recompute.fixed_s == pytest.approx(LAW.fixed_s, rel=1e-4)
+    assert recompute.alone_s == pytest.approx(LAW.alone_s, rel=1e-4)
+    assert recompute.s_per_token == pytest.approx(LAW.s_per_token, rel=1e-4)
+    assert recompute.s_per_pair == pytest.approx(LAW.s_per_pair, rel=1e-4)
+    assert swap.save.seconds(1e6, 8) == pytest.approx(LAW.copy_s(1e6, 8), rel=1e-4)
+    assert swap.save_share * swap.save.seconds(1e6, 8) + swap.load_beside_share * swap.load.seconds(
+        1e6, 8
+    ) == pytest.approx(1.5 * LAW.copy_s(1e6, 8), rel=1e-3)
+
+
+def test_costs_alone_calibrate_the_copies_where_no_transfer_was_recorded() -> None:
+    data = dataset_of({"made": without(make_trace(noise=0.0), "transfers")})
+    examples = examples_of(data.states)
+    swap = fit_analytic(examples, data.moves, FLOORS)["swap"]
+    for example in examples["swap"]:
+        assert sum(swap.parts(example.x)) == pytest.approx(example.engine_s, rel=0.02)
+
+
+def test_outliers_and_costs_below_zero_do_not_carry_the_fit_away() -> None:
+    rng = np.random.default_rng(0)
+    design = np.column_stack([np.ones(400), rng.uniform(1, 1000, 400)])
+    seconds = design @ np.array([1e-3, 2e-5]) * np.exp(0.05 * rng.standard_normal(400))
+    seconds[::40] *= 30
+    seconds[5::80] = -2e-3
+    assert relative_fit(design, seconds, 1e-4) == pytest.approx([1e-3, 2e-5], rel=0.1)
+
+
+def test_one_regime_alone_is_not_split_in_two() -> None:
+    """Two states in which nobody else runs cannot tell what that costs; they must not make a load free there."""
+    data = dataset_of({"made": make_trace(noise=0.0)})
+    examples = examples_of(data.states)
+    busy = {
+        kind: tuple(Example(one.x._replace(running_requests=3), one.engine_s) for one in some)
+        for kind, some in examples.items()
+    }
+    swap = fit_analytic(busy, data.moves, FLOORS)["swap"]
+    assert isinstance(swap, SwapRoofline)
+    assert swap.load_alone_share == swap.load_beside_share
+    assert swap.alone_s == 0.0
+
+
+def test_linear_coefficients_are_never_below_zero() -> None:
+    """Costs that fall with the batch: the coefficient stays at 0 rather than go below."""
+    data = dataset_of({"made": make_trace()})
+    falling = {
+        kind: tuple(replace(one, engine_s=one.engine_s / (1 + one.x.batch_tokens / 100)) for one in some)
+        for kind, some in examples_of(data.states).items()
+    }
+    for law in fit_linear(falling, FLOORS).values():
+        assert "batch_tokens" not in law.per_feature_s  # type: ignore[attr-defined]  # a LinearLaw
+        assert law.constant_s >= 0  # type: ignore[attr-defined]
+        assert min(law.per_feature_s.values()) > 0  # type: ignore[attr-defined]
+
+
+def test_residual_learns_what_no_roofline_knows_and_stays_away_where_there_is_nothing() -> None:
+    assert fitted_model("boosted", bend=0.4).residuals
+    assert not fitted_model("boosted", bend=0.0).residuals
+    assert not fitted_model("boosted", states=40, bend=0.4).residuals
+
+
+def test_floor_is_the_spread_between_repeats() -> None:
+    data = dataset_of({"made": make_trace(noise=0.0, additive_noise_s=2e-4, repeats=8)})
+    for floor in noise_floors(data.states).values():
+        assert floor == pytest.approx(2e-4, rel=0.1)

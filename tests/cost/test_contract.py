@@ -1,0 +1,152 @@
+"""What every cost model promises, each family held to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from math import inf, isfinite, log
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpolicy.cost.compiled import Forest
+from kvpolicy.cost.model import FAMILIES, FittedModel
+from kvpolicy.events import KINDS, Cost, Option, Preemption
+from kvpolicy.features import features_of
+from tests.synthetic import CostLaw, fitted_model, options_for, situation, true_cost_s
+
+situations = st.builds(
+    lambda tokens, block_size, running, batch, free, waiting, queued, shared: situation(
+        tokens, block_size, running, batch_tokens=batch, free_blocks=free, waiting_requests=waiting,
+        queued_save_bytes=queued, queued_load_bytes=queued, shared_blocks=min(shared, -(-tokens // block_size)),
+    ),
+    tokens=st.integers(1, 200_000),
+    block_size=st.sampled_from([16, 32, 64, 128]),
+    running=st.integers(0, 300),
+    batch=st.integers(0, 10**6),
+    free=st.integers(0, 4000),
+    waiting=st.integers(0, 10**4),
+    queued=st.integers(0, 10**9),
+    shared=st.integers(0, 40),
+)  # fmt: skip
+inside = st.builds(
+    lambda tokens, running, batch: situation(tokens, 32, running, batch_tokens=batch),
+    tokens=st.integers(1, 4000),
+    running=st.integers(0, 5),
+    batch=st.integers(0, 3000),
+)
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def model(request: pytest.FixtureRequest) -> FittedModel:
+    return fitted_model(request.param)
+
+
+def predicted(model: FittedModel, one: Preemption) -> tuple[Cost, ...]:
+    return model.predict(one, options_for(one))
+
+
+def test_the_boosted_model_of_these_tests_has_trees() -> None:
+    assert set(fitted_model("boosted").residuals) == set(KINDS)
+
+
+@given(one=situations | inside)
+def test_costs_are_finite_not_negative_and_the_sum_of_their_parts(model: FittedModel, one: Preemption) -> None:
+    for cost in predicted(model, one):
+        parts = (cost.save_s, cost.load_s, cost.recompute_s)
+        assert isfinite(cost.engine_s)
+        assert cost.engine_s > 0
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(cost.engine_s, rel=1e-9)
+        assert isfinite(cost.stall_s)
+        assert 0 <= cost.low_s <= cost.engine_s <= cost.high_s
+        assert cost.log_ratio_low <= cost.log_ratio_high
+
+
+@given(one=situations | inside, more=st.integers(1, 3000))
+def test_costs_never_fall_with_length(model: FittedModel, one: Preemption, more: int) -> None:
+    longer = situation(
+        one.computed_tokens + more, one.block_size, one.running_requests, batch_tokens=one.batch_tokens,
+        free_blocks=one.free_blocks, waiting_requests=one.waiting_requests, shared_blocks=one.shared_blocks,
+        queued_save_bytes=one.queued_save_bytes, queued_load_bytes=one.queued_load_bytes,
+    )  # fmt: skip
+    for before, after in zip(predicted(model, one), predicted(model, longer), strict=True):
+        assert after.engine_s >= before.engine_s * (1 - 1e-12)
+
+
+def test_costs_never_fall_with_length_across_the_edges_of_the_range(model: FittedModel) -> None:
+    """Every length from below the trained range to above it, one by one."""
+    for running in (0, 3):
+        costs = [predicted(model, situation(tokens, 32, running)) for tokens in range(1, 2600)]
+        for which in (0, 1):
+            line = [pair[which].engine_s for pair in costs]
+            assert all(now >= was * (1 - 1e-12) for was, now in pairwise(line))
+        assert costs[0][0].extrapolated
+        assert not costs[500][0].extrapolated
+        assert costs[-1][0].extrapolated
+
+
+@given(one=situations | inside)
+def test_predicting_is_pure(model: FittedModel, one: Preemption) -> None:
+    assert predicted(model, one) == predicted(model, one)
+
+
+@given(one=inside)
+def test_the_first_option_is_what_log_ratios_are_against(model: FittedModel, one: Preemption) -> None:
+    recompute, swap = predicted(model, one)
+    assert (recompute.log_ratio_low, recompute.log_ratio_high) == (0.0, 0.0)
+    middle = (swap.log_ratio_low + swap.log_ratio_high) / 2
+    assert middle == pytest.approx(log(swap.engine_s / recompute.engine_s), abs=1e-9)
+    alone = model.predict(one, options_for(one)[1:])[0]
+    assert alone == replace(swap, log_ratio_low=0.0, log_ratio_high=0.0)
+
+
+def test_outside_the_range_the_law_decides_with_a_wider_interval() -> None:
+    model = fitted_model("boosted")
+    near, far = situation(1000, 32, 3), situation(1000, 32, 40)
+    for kind, close, distant in zip(KINDS, predicted(model, near), predicted(model, far), strict=True):
+        option = options_for(far)[KINDS.index(kind)]
+        assert not close.extrapolated
+        assert distant.extrapolated
+        assert distant.engine_s == pytest.approx(model.law_seconds(kind, features_of(far, option)))
+        assert log(distant.high_s / distant.engine_s) >= 2 * log(close.high_s / close.engine_s) * (1 - 1e-9)
+
+
+def test_a_feature_that_nothing_depends_on_extrapolates_nothing() -> None:
+    """Thousands of waiting requests were never measured, and take no part in any step."""
+    assert not predicted(fitted_model("boosted"), situation(1000, 32, 3, waiting_requests=10**4))[0].extrapolated
+
+
+def test_far_beyond_the_trained_lengths_physics_is_near_the_truth() -> None:
+    model, one = fitted_model("boosted", bend=0.0), situation(16_000, 32, 3)
+    for kind, cost in zip(KINDS, predicted(model, one), strict=True):
+        assert cost.engine_s == pytest.approx(true_cost_s(CostLaw(), kind, one), rel=0.07)
+
+
+def test_too_few_states_mean_an_infinite_interval() -> None:
+    model = fitted_model("analytic", states=14)
+    _, swap = predicted(model, situation(500))
+    assert (swap.low_s, swap.high_s) == (0.0, inf)
+    assert (swap.log_ratio_low, swap.log_ratio_high) == (-inf, inf)
+
+
+def test_stall_is_the_cost_times_those_who_wait_for_it() -> None:
+    cost = predicted(fitted_model("analytic"), situation(500, running_requests=3))[0]
+    assert cost.stall_s == 3 * cost.engine_s
+
+
+def test_compiling_changes_no_number() -> None:
+    model = fitted_model("boosted")
+    fresh = {kind: Forest(forest.nodes) for kind, forest in model.residuals.items()}
+    warm = replace(model, residuals=fresh)
+    one = situation(700, 32, 2)
+    assert warm.warm()
+    for plain, quick in zip(predicted(model, one), predicted(warm, one), strict=True):
+        assert quick.engine_s == pytest.approx(plain.engine_s, rel=1e-12)
+
+
+def test_an_unknown_feature_value_is_an_error() -> None:
+    one = replace(situation(), batch_tokens=float("nan"))  # type: ignore[arg-type]  # what a broken engine might report
+    with pytest.raises(ValueError, match="batch_tokens"):
+        fitted_model("boosted").predict(one, [Option("recompute")])

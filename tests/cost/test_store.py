@@ -1,0 +1,239 @@
+"""Model folders: what is written is what is read; the damaged and the foreign are refused by file and field."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpolicy import cost
+from kvpolicy.cost import ModelError, ModelWarning
+from kvpolicy.cost.dataset import measured
+from kvpolicy.cost.fitting import fit
+from kvpolicy.cost.model import FittedModel
+from kvpolicy.training import provenance_of, split, train
+from tests.synthetic import GEOMETRY, HARDWARE, NATIVE, CostLaw, make_trace, options_for, situation
+
+ENGINE: dict[str, Any] = {
+    "block_size": 32,
+    "block_bytes": 32 * GEOMETRY.kv_bytes_per_token,
+    "geometry": GEOMETRY,
+    "hardware": HARDWARE,
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    make_trace(seed=1, states=160, law=CostLaw(bend=0.4)).write(folder / "trace")
+    train([folder / "trace"], folder / "mine")
+    return folder / "mine"
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    for file in trained.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    card = json.loads((folder / "model.json").read_text())
+    change(card)
+    (folder / "model.json").write_text(json.dumps(card))
+
+
+def test_folder_holds_text_only(trained: Path) -> None:
+    assert sorted(file.name for file in trained.iterdir()) == ["model.json", "recompute.txt", "swap.txt"]
+
+
+def test_what_is_read_predicts_what_was_fitted(trained: Path) -> None:
+    data = measured([trained.parent / "trace"])
+    training, _ = split(data.states, 0)
+    fitted = fit("boosted", training, data, provenance_of("boosted", data, training, 0.03), 0).model
+    read = cost.load(trained)
+    for tokens in (20, 100, 900, 5000):
+        one = situation(tokens)
+        assert read.predict(one, options_for(one)) == fitted.predict(one, options_for(one))
+
+
+def test_digest_is_of_the_content(trained: Path, copied: Path) -> None:
+    assert cost.load(copied).digest == cost.load(trained).digest
+    edit(copied, lambda card: card["notes"].append("another"))
+    assert cost.load(copied).digest != cost.load(trained).digest
+
+
+def test_loading_and_predicting_imports_no_trainer(trained: Path) -> None:
+    program = f"""
+import sys
+from kvpolicy import cost, policy
+from kvpolicy.events import Option
+model = cost.load({str(trained)!r})
+policy.load('cheapest:' + {str(trained)!r})
+assert model.residuals
+print([name for name in ('lightgbm', 'sklearn', 'pandas', 'pyarrow', 'scipy', 'numba') if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("file", ["model.json", "recompute.txt", "swap.txt"])
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.9])
+def test_truncated_files_are_refused_by_name(copied: Path, file: str, keep: float) -> None:
+    text = (copied / file).read_text()
+    (copied / file).write_text(text[: int(keep * len(text))])
+    with pytest.raises(ModelError, match=rf"{file}: truncated"):
+        cost.load(copied)
+
+
+@pytest.mark.parametrize("file", ["model.json", "swap.txt"])
+def test_missing_and_binary_files_are_refused_by_name(copied: Path, file: str) -> None:
+    (copied / file).write_bytes(b"\xff\xfe\x00pickle")
+    with pytest.raises(ModelError, match=rf"{file}: "):
+        cost.load(copied)
+    (copied / file).unlink()
+    with pytest.raises(ModelError, match=rf"{file}: "):
+        cost.load(copied)
+
+
+def test_foreign_schema_and_foreign_json_are_refused(copied: Path) -> None:
+    edit(copied, lambda card: card.update(schema_version=99))
+    with pytest.raises(ModelError, match=r"model.json: schema_version is 99, this kvpolicy reads 1"):
+        cost.load(copied)
+    (copied / "model.json").write_text('{"weights": []}')
+    with pytest.raises(ModelError, match="schema_version is missing: not a kvpolicy cost model"):
+        cost.load(copied)
+
+
+FIELDS = (
+    "family", "features", "ranges", "laws", "trees", "intervals", "noise", "hardware", "geometry", "link",
+    "block_sizes", "kv_bytes_per_token", "trace_digests", "state_ids", "held_out", "notes",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_missing_field_is_named(copied: Path, field: str) -> None:
+    edit(copied, lambda card: card.pop(field))
+    with pytest.raises(ModelError, match=rf"model.json: .*{field}"):
+        cost.load(copied)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", [None, 7, "x", [None], {"a": None}])
+def test_nothing_but_a_model_error_comes_of_a_wrong_field(copied: Path, field: str, value: Any) -> None:
+    """Some fields may hold what they like; none may raise anything else."""
+    edit(copied, lambda card: card.update({field: value}))
+    try:
+        cost.load(copied)
+    except ModelError as error:
+        said = str(error)
+    else:
+        said = f"model.json {field}"
+    assert "model.json" in said
+    assert field in said
+
+
+def _set(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(card: dict[str, Any]) -> None:
+        for name in path[:-1]:
+            card = card[name]
+        card[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("laws", "recompute", "s_per_token", value=-1.0), r"laws.recompute.*s_per_token is -1.0"),
+        (_set("laws", "swap", "save", "latency_s", value="fast"), r"laws.swap.*latency_s is 'fast'"),
+        (_set("laws", "swap", "law", value="cubic"), r"laws.swap.*law is 'cubic'"),
+        (_set("ranges", "swap", "save_bytes", value=[5, 1]), r"ranges.swap.save_bytes is \[5, 1\]"),
+        (_set("noise", "floor_s", "swap", value=0), r"noise.floor_s.swap is 0"),
+        (_set("intervals", "edges", value=[3, 2, 1]), r"intervals.*ascending"),
+        (_set("geometry", value={"layers": 3}), r"model geometry: field hidden is missing"),
+        (_set("family", value="oracle"), r"family is 'oracle'"),
+        (_set("trees", "swap", "file", value="../../etc/passwd"), r"trees.swap.file"),
+        (_set("trees", "swap", "inputs", value=["colour"]), r"trees.swap.inputs.*colour"),
+    ],
+)
+def test_wrong_values_are_named(copied: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+    edit(copied, change)
+    with pytest.raises(ModelError, match=message) as caught:
+        cost.load(copied)
+    assert str(copied / "model.json") in str(caught.value)
+
+
+def test_a_changed_forest_is_refused(copied: Path) -> None:
+    text = (copied / "swap.txt").read_text()
+    (copied / "swap.txt").write_text(text.replace("leaf_value=", "leaf_value=1e3 ", 1))
+    with pytest.raises(ModelError, match=r"swap.txt: truncated or changed"):
+        cost.load(copied)
+
+
+def test_an_unknown_name_says_what_ships() -> None:
+    with pytest.raises(ModelError, match=r"no-such-model: no such folder, and no cost model of that name ships"):
+        cost.load("no-such-model")
+
+
+def test_models_that_ship_load_by_name() -> None:
+    for name in cost.shipped():
+        assert cost.load(name).name == name
+
+
+def test_the_engine_it_was_measured_on_fits_without_a_word(trained: Path) -> None:
+    model = cost.load(trained)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.check_fit(**ENGINE, link=NATIVE)
+        model.check_fit(**ENGINE | {"geometry": GEOMETRY.to_dict()})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"geometry": replace(GEOMETRY, layers=5)}, "geometry.layers is 5 here, it was measured on 4"),
+        ({"geometry": replace(GEOMETRY, dtype="bfloat16")}, "geometry.dtype is 'bfloat16'"),
+        ({"block_bytes": 16 * GEOMETRY.kv_bytes_per_token}, "KV bytes per token"),
+        ({"hardware": HARDWARE | {"device": "Tesla"}}, "device is 'Tesla' here"),
+        ({"hardware": HARDWARE | {"processor": "another"}}, "processor is 'another' here"),
+        ({"link": {"kind": "simulated", "bytes_per_s": 1e9, "latency_s": 0.0}}, "link is"),
+    ],
+)
+def test_another_engine_is_refused_by_what_differs(trained: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        cost.load(trained).check_fit(**ENGINE | change)
+
+
+def test_another_block_size_is_carried_by_physics_with_a_warning(trained: Path) -> None:
+    model = cost.load(trained)
+    with pytest.warns(ModelWarning, match="blocks of 128 are priced by physics alone"):
+        model.check_fit(**ENGINE | {"block_size": 128, "block_bytes": 128 * GEOMETRY.kv_bytes_per_token})
+    one = situation(1000, block_size=128)
+    assert model.predict(one, options_for(one))[1].extrapolated
+    with pytest.warns(ModelWarning, match="cores 2, here it is 64"):
+        model.check_fit(**ENGINE | {"hardware": HARDWARE | {"cores": 64}})
+
+
+def test_a_folder_that_holds_something_else_is_not_written_to(tmp_path: Path) -> None:
+    make_trace(states=40).write(tmp_path / "trace")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="is no cost model"):
+        train([tmp_path / "trace"], tmp_path / "precious")
+
+
+def test_training_again_replaces_the_model_trees_included(tmp_path: Path) -> None:
+    make_trace(seed=1, states=160, law=CostLaw(bend=0.4)).write(tmp_path / "trace")
+    train([tmp_path / "trace"], tmp_path / "mine")
+    train([tmp_path / "trace"], tmp_path / "mine", family="analytic")
+    again: FittedModel = cost.load(tmp_path / "mine")
+    assert not again.residuals
+    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["model.json"]
