@@ -1,0 +1,171 @@
+"""Regret: worked by hand, against a known law, and refused where it could not be trusted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpolicy.cost import ModelError
+from kvpolicy.cost.dataset import Sample, State, dataset_of
+from kvpolicy.evaluation import evaluate
+from kvpolicy.evaluation.replay import is_tie, price
+from kvpolicy.events import KINDS, Kind
+from kvpolicy.policy import load
+from kvpolicy.trace import TraceError
+from kvpolicy.training import train
+from tests.synthetic import CostLaw, Plan, make_trace, situation
+
+
+def state(recompute_s: list[float], swap_s: list[float], tokens: int = 500) -> State:
+    costs: dict[Kind, list[float]] = {"recompute": recompute_s, "swap": swap_s}
+    one = situation(tokens)
+    return State(
+        "s",
+        frozenset({"core/s"}),
+        {
+            kind: tuple(Sample(one, kind, s, "core", i, f"{kind}-{i}") for i, s in enumerate(costs[kind]))
+            for kind in KINDS
+        },
+    )
+
+
+def test_split_half_worked_by_hand() -> None:
+    """Repeats 0 and 2 choose first: recompute 1.0, swap 2.0 -> recompute; on 1 and 3 it costs 4.0.
+    Then 1 and 3 choose: recompute 4.0, swap 3.0 -> swap; on 0 and 2 it costs 2.0. The oracle pays 3.0."""
+    one = state([0.8, 3.0, 1.2, 5.0], [2.0, 2.5, 2.0, 3.5])
+    policies = [load(name) for name in ("always-recompute", "always-swap", "random:0.25", "threshold:501")]
+    priced = price(one, policies)
+    assert priced.oracle_s == pytest.approx(3.0)
+    # On the paying halves recompute means 4.0 and 1.0, swap 3.0 and 2.0: both 2.5 on average.
+    assert priced.policy_s == pytest.approx((2.5, 2.5, 2.5, 2.5))
+    assert priced.tie
+
+
+def test_regret_of_a_clear_state_worked_by_hand() -> None:
+    priced = price(state([4.0, 4.2, 3.8], [1.0, 1.1, 0.9]), [load("random:0.25"), load("always-swap")])
+    # Halves of recompute: (4.0 + 3.8) / 2 = 3.9 and 4.2; of swap: 0.95 and 1.1. The oracle always swaps.
+    assert priced.oracle_s == pytest.approx((0.95 + 1.1) / 2)
+    assert priced.policy_s[0] == pytest.approx(0.75 * (3.9 + 4.2) / 2 + 0.25 * (0.95 + 1.1) / 2)
+    assert priced.policy_s[1] == pytest.approx(priced.oracle_s)
+    assert priced.right == (0.25, 1.0)
+    assert not priced.tie
+
+
+def test_ties_are_states_closer_than_two_standard_errors() -> None:
+    """Variances 1 and 1 over 4 and 4: the standard error of the difference is sqrt(0.5) = 0.707."""
+    spread = [-1.224744871391589, 0.0, 0.0, 1.224744871391589]
+    assert is_tie(state([10 + s for s in spread], [11.41 + s for s in spread]))
+    assert not is_tie(state([10 + s for s in spread], [11.42 + s for s in spread]))
+
+
+def test_an_oracle_that_sees_its_own_noise_would_be_too_good() -> None:
+    """Both options cost the same: nothing can be gained, and the split-half oracle says so on average."""
+    law = CostLaw(fixed_s=5e-3, alone_s=0, s_per_token=0, s_per_pair=0, copy_latency_s=2.5e-3, s_per_byte=0,
+                  s_per_segment=0, overlap=1.0)  # fmt: skip
+    trace = make_trace(seed=3, law=law, noise=0.3, states=400, repeats=4)
+    states = dataset_of({"made": trace}).states
+    priced = [price(one, [load("always-swap")]) for one in states]
+    regret = sum(one.policy_s[0] - one.oracle_s for one in priced) / sum(one.oracle_s for one in priced)
+    naive = sum(one.mean_s["swap"] - min(one.mean_s.values()) for one in states) / sum(one.oracle_s for one in priced)
+    assert abs(regret) < 0.015
+    assert naive > 0.05
+    assert sum(one.tie for one in priced) > 0.85 * len(priced)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    make_trace(seed=1, states=160, law=CostLaw(bend=0.4)).write(folder / "trace")
+    train([folder / "trace"], folder / "model")
+    return folder
+
+
+def test_the_learned_policy_is_near_the_oracle_and_the_fixed_ones_are_not(made: Path) -> None:
+    names = ["always-recompute", "always-swap", "random:0.5", f"cheapest:{made / 'model'}", f"explore:{made / 'model'}"]
+    report = evaluate([made / "trace"], names)
+    recompute, swap, coin, cheapest, explore = report.policies
+    assert report.states == 40
+    assert report.left_out["states a policy's model was trained on"] == 120
+    assert cheapest.accuracy is not None
+    assert cheapest.accuracy.value > 0.97
+    assert cheapest.over_oracle is not None
+    assert cheapest.over_oracle.value < 0.01
+    for fixed in (recompute, swap):
+        assert fixed.over_oracle is not None
+        assert fixed.over_oracle.low > 0.02
+    assert coin.mean_regret_s.value == pytest.approx((recompute.mean_regret_s.value + swap.mean_regret_s.value) / 2)
+    assert coin.accuracy is not None
+    assert coin.accuracy.value == pytest.approx(0.5)
+    assert cheapest.mean_regret_s.value <= explore.mean_regret_s.value < swap.mean_regret_s.value
+    for score in report.policies:
+        assert score.mean_regret_s.low <= score.mean_regret_s.value <= score.mean_regret_s.high
+        assert sum(cell[1] for cell in score.by_length) == report.states
+        assert sum(cell[1] for cell in score.by_load) == report.states
+        assert sum(cell[3] for cell in score.by_length) == pytest.approx(score.total_s)
+    assert report.always_wins is None
+
+
+def test_a_report_is_json_and_text(made: Path) -> None:
+    report = evaluate([made / "trace"], ["always-swap", "always-recompute"])
+    assert report.states == 160
+    told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert told["policies"][0]["policy"] == "always-swap"
+    assert "always-recompute" in report.text()
+    assert evaluate([made / "trace"], ["always-swap", "always-recompute"]) == report
+
+
+def test_policies_are_compared_on_the_same_states(made: Path) -> None:
+    alone = evaluate([made / "trace"], ["always-swap"])
+    beside = evaluate([made / "trace"], ["always-swap", f"cheapest:{made / 'model'}"])
+    assert (alone.states, beside.states) == (160, 40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"states": 19}, "19 states can be priced, at least 20 are needed"),
+        ({"states": 30, "repeats": 1}, r"0 states can be priced.*30 states with an option measured only once"),
+    ],
+)
+def test_too_few_states_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    make_trace(**changes).write(tmp_path / "trace")
+    with pytest.raises(TraceError, match=message):
+        evaluate([tmp_path / "trace"], ["always-swap"])
+
+
+def test_states_the_model_trained_on_do_not_count(tmp_path: Path) -> None:
+    make_trace(states=30).write(tmp_path / "trace")
+    train([tmp_path / "trace"], tmp_path / "model")
+    with pytest.raises(TraceError, match=r"15 states can be priced.*15 states a policy's model was trained on"):
+        evaluate([tmp_path / "trace"], [f"cheapest:{tmp_path / 'model'}"])
+    # A trace of its own, of the same engine, will do; that its states bear the same names means nothing.
+    make_trace(seed=8, states=30, name="other").write(tmp_path / "other")
+    assert evaluate([tmp_path / "other"], [f"cheapest:{tmp_path / 'model'}"]).states == 30
+
+
+def test_a_model_of_another_link_or_machine_is_refused(made: Path, tmp_path: Path) -> None:
+    policy = f"cheapest:{made / 'model'}"
+    link = {"kind": "simulated", "bytes_per_s": 1e8, "latency_s": 0.0}
+    make_trace(link=link).write(tmp_path / "linked")
+    with pytest.raises(ModelError, match="link is"):
+        evaluate([tmp_path / "linked"], [policy])
+    make_trace(hardware=Plan().hardware | {"device": "accelerator"}).write(tmp_path / "moved")
+    with pytest.raises(ModelError, match="device is 'accelerator'"):
+        evaluate([tmp_path / "moved"], [policy])
+
+
+def test_where_one_option_always_wins_it_says_that_the_policy_is_a_constant(tmp_path: Path) -> None:
+    make_trace(law=CostLaw(copy_latency_s=0.0, s_per_byte=1e-11)).write(tmp_path / "trace")
+    report = evaluate([tmp_path / "trace"], ["always-swap"])
+    assert report.always_wins == "swap"
+    assert "swap costs less in every state: here the cheapest policy is a constant" in report.text()
+
+
+def test_no_policy_and_a_wrong_one_are_errors(made: Path) -> None:
+    with pytest.raises(ValueError, match="no policy was given"):
+        evaluate([made / "trace"], [])
+    with pytest.raises(ValueError, match="the policies are"):
+        evaluate([made / "trace"], ["always-win"])

@@ -1,0 +1,84 @@
+"""Policies by name, feasible options, and probabilities that are none."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kvpolicy.cost import ModelError
+from kvpolicy.events import Option
+from kvpolicy.policy import FORMS, decide, feasible_options, load
+from kvpolicy.policy.protocol import NoState
+from tests.synthetic import fitted_model, situation
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "", "swap", "always", "always-swap:1", "Always-Swap", "threshold", "threshold:", "threshold:-1",
+        "threshold:1.5", "threshold:²", "random", "random:", "random:1.5", "random:-0.1", "random:nan", "random:half",
+        "cheapest", "cheapest:", "explore:", "oracle:x",
+    ],
+)  # fmt: skip
+def test_a_wrong_name_is_an_error_that_lists_the_right_ones(spec: str) -> None:
+    with pytest.raises(ValueError, match="the policies are") as caught:
+        load(spec)
+    for form in FORMS:
+        assert form in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["always-recompute", "always-swap", "threshold:0", "random:0.25", "cheapest:linear"])
+def test_a_policy_bears_its_name(spec: str) -> None:
+    policy = load(spec, fitted_model)
+    assert policy.name == spec
+    assert (policy.cost_model is not None) == spec.startswith("cheapest")
+
+
+def test_a_cost_model_that_is_not_there_is_a_model_error() -> None:
+    with pytest.raises(ModelError, match="nowhere/at/all"):
+        load("cheapest:nowhere/at/all")
+
+
+def test_swap_is_feasible_where_the_host_has_room_for_all_held_blocks() -> None:
+    one = situation(100, 32)
+    both = (Option("recompute"), Option("swap", 100, "host"))
+    assert feasible_options(replace(one, free_host_blocks=4)) == both
+    assert feasible_options(replace(one, free_host_blocks=3)) == both[:1]
+    assert feasible_options(one, swap_possible=False) == both[:1]
+    assert feasible_options(replace(one, computed_tokens=0, held_blocks=0)) == both[:1]
+
+
+@dataclass
+class Broken:
+    shares: tuple[float, ...]
+    name: str = "broken"
+
+    def assess(self, *_: object) -> tuple[tuple[float, ...], tuple[()]]:
+        return self.shares, ()
+
+
+@pytest.mark.parametrize("shares", [(), (1.0,), (0.5, 0.6), (1.5, -0.5), (float("nan"), 1.0), (0.0, 0.0)])
+def test_probabilities_that_are_none_are_never_drawn_from(shares: tuple[float, ...]) -> None:
+    options = (Option("recompute"), Option("swap", 5, "host"))
+    with pytest.raises(ValueError, match="policy broken: probabilities"):
+        decide(Broken(shares), situation(), options, NoState(), random.Random(0))  # type: ignore[arg-type]
+
+
+def test_an_option_of_probability_zero_is_never_drawn() -> None:
+    """Also where rounding leaves the sum of the others a little under one."""
+    options = tuple(Option("recompute") for _ in range(4))
+    thirds = Broken((0.0, 0.1 + 0.2, 0.7 - 1e-12, 0.0))
+
+    class Last(random.Random):
+        def random(self) -> float:
+            return 1.0 - 2**-53
+
+    assert decide(thirds, situation(), options, NoState(), Last()).chosen == 2  # type: ignore[arg-type]
+    assert decide(thirds, situation(), options, NoState(), _First()).chosen == 1  # type: ignore[arg-type]
+
+
+class _First(random.Random):
+    def random(self) -> float:
+        return 0.0
