@@ -16,6 +16,7 @@ from kvpolicy.cost.model import FAMILIES
 from kvpolicy.trace import TraceError
 from kvpolicy.training import TrainReport, split, train
 from tests.synthetic import CostLaw, Plan, changed, make_trace, without
+from tests.synthetic_steps import with_steps
 
 
 def trained(tmp_path: Path, made: trace.Trace, **more: Any) -> TrainReport:
@@ -222,3 +223,17 @@ def test_unknown_family_and_missing_trace_are_named(tmp_path: Path) -> None:
         train([tmp_path / "nowhere"], tmp_path / "model")
     with pytest.raises(TraceError, match="no trace was given"):
         train([], tmp_path / "model")
+
+
+def test_costs_that_are_missing_are_attributed_from_the_steps(tmp_path: Path) -> None:
+    made = make_trace(states=40)
+    known = {row["preemption_id"]: row["engine_s"] for row in made.rows("outcomes")}
+    bare = with_steps(made)
+    assert not any(row["engine_s"] for row in bare.rows("outcomes"))
+    states = dataset_of({"bare": bare}).states
+    assert len(states) == 40
+    for state in states:
+        for some in state.samples.values():
+            for sample in some:
+                assert sample.engine_s == pytest.approx(known[sample.preemption_id], rel=0.01)
+    assert trained(tmp_path, bare).held_out["recompute"]["mean_error"] < 0.05
