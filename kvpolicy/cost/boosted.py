@@ -5,7 +5,6 @@ How many trees there are is decided on states the trees did not see; none, where
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,10 @@ FEWEST_STATES = 40
 TREE_COUNTS = (10, 20, 30, 45, 60, 80, 100)
 LEAST_GAIN = 0.03
 """The share by which trees must lessen the mean miss on unseen states to be worth their time in every decision."""
+TOLERANCE = 0.02
+"""Misses that far above the least count as no worse: every tree is walked in every decision."""
+TO_BE_LEARNED = 1e-6
+"""A mean miss of the law below it is rounding."""
 HUBER_DELTA = 0.3
 """Log-ratio residuals beyond it count only linearly."""
 
@@ -64,7 +67,7 @@ class Fold:
 
 
 def choose_tree_count(folds: Sequence[Fold], seed: int) -> int:
-    """The number of trees with the least mean miss on unseen states; 0 where none is clearly better than the law."""
+    """The fewest trees that miss unseen states as little as any number does; 0 where the law is about as good."""
     missed = {0: 0.0} | dict.fromkeys(TREE_COUNTS, 0.0)
     total = 0
     for fold in folds:
@@ -74,9 +77,10 @@ def choose_tree_count(folds: Sequence[Fold], seed: int) -> int:
         missed[0] += float(np.abs(wanted).sum())
         for count in TREE_COUNTS:
             missed[count] += float(np.abs(wanted - booster.predict(x, num_iteration=count)).sum())
-    best = min(TREE_COUNTS, key=lambda count: missed[count])
-    worth_it = missed[best] < (1 - LEAST_GAIN) * missed[0] and missed[0] / max(1, total) > 1e-6
-    return best if worth_it else 0
+    least = min(missed[count] for count in TREE_COUNTS)
+    if least >= (1 - LEAST_GAIN) * missed[0] or missed[0] <= TO_BE_LEARNED * total:
+        return 0
+    return next(count for count in TREE_COUNTS if missed[count] <= (1 + TOLERANCE) * least)
 
 
 def fit_residual(target: Target, trees: int, seed: int) -> ForestText:
@@ -102,7 +106,4 @@ def _boost(target: Target, trees: int, seed: int) -> Any:
         "verbosity": -1,
     }
     data = lightgbm.Dataset(target.inputs(), target.misses(), feature_name=list(names))
-    with warnings.catch_warnings():
-        # A feature that never varies is worth a warning to LightGBM, and nothing else.
-        warnings.simplefilter("ignore", UserWarning)
-        return lightgbm.train(dict(settings), data, num_boost_round=trees)
+    return lightgbm.train(dict(settings), data, num_boost_round=trees)
