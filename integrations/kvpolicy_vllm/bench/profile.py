@@ -1,0 +1,143 @@
+"""`kvpolicy profile`: both options in the same states, on a live engine, over block sizes and passes.
+
+A block size needs an engine of its own, and so does every pass over it; passes over block sizes are interleaved, so
+that a machine that grows slower does not make one of them look expensive. What is finished stays: an interrupted
+profile is taken up again where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from kvpolicy_vllm.bench.engine import EngineProcess
+from kvpolicy_vllm.bench.finishing import ProfileReport, finish_core, finish_profile
+from kvpolicy_vllm.bench.measuring import NOISE_LIMIT, Job
+from kvpolicy_vllm.bench.models import make_llama
+from kvpolicy_vllm.bench.parts import Extent, Rig, extent_of, parts_of
+from kvpolicy_vllm.bench.progress import Bar
+from kvpolicy_vllm.plugin.settings import Link
+
+Tell = Callable[[str, int, int], None]
+"""Told what is being measured, windows done, windows in all; 0 in all while an engine starts."""
+
+PLAN = "profile.json"
+UNFINISHED = "unfinished"
+
+
+def profile(
+    out: Path,
+    llm: Path | None = None,
+    quick: bool = False,
+    link: str | None = None,
+    seed: int = 0,
+    progress: Tell | None = None,
+    extent: Extent | None = None,
+) -> ProfileReport:
+    """Measure and write a trace to ``out``; returns what it says about itself.
+
+    ``llm``: folder of a model; None makes a small Llama from ``seed``. ``extent``: instead of what ``quick`` says.
+    ``progress`` replaces the progress bar. Raises ValueError for a wrong link, for an ``out`` that holds something
+    else and for one begun with other arguments, EngineFailed where an engine ends badly.
+    """
+    if link is not None:
+        Link.parse(link)
+    device = not current_platform.is_cpu()
+    extent = extent_of(quick, device) if extent is None else extent
+    asked = {"llm": None if llm is None else str(llm.resolve()), "link": link, "seed": seed, "extent": asdict(extent)}
+    asked = json.loads(json.dumps(asked))
+    done = _take_up(out, asked)
+    parts = parts_of(extent, device)
+    with _scratch(out) as scratch, _telling(progress) as tell:
+        rig = Rig(llm if llm is not None else make_llama(scratch / "llm", seed), extent, link, seed, device)
+        for number, part in enumerate(parts, start=1):
+            if part.name in done:
+                continue
+            folder = scratch / part.name
+            folder.mkdir()
+            what = f"{part.name} ({number} of {len(parts)})"
+            done[part.name] = _measure(
+                rig.job(part, folder), out, folder, part.name, lambda *n, what=what: tell(what, *n)
+            )
+            _write_plan(out, {"asked": asked, "done": done})
+    return finish_profile(out, list(done.values()), extent.check_ids())
+
+
+def _take_up(out: Path, asked: dict[str, Any]) -> dict[str, str]:
+    """The parts that are done: core by name. Begins the profile where there is none."""
+    plan = out / PLAN
+    if not plan.exists():
+        if out.exists() and any(out.iterdir()):
+            raise ValueError(f"{out}: holds something that is no profile; give a new folder")
+        _write_plan(out, {"asked": asked, "done": {}})
+        return {}
+    begun = json.loads(plan.read_text())
+    for name, value in asked.items():
+        if begun["asked"].get(name) != value:
+            raise ValueError(
+                f"{out}: was begun with {name} {begun['asked'].get(name)!r}, now asked for with {value!r}; "
+                "give a new folder, or the same arguments to take it up again"
+            )
+    return {name: core for name, core in begun["done"].items() if (out / core / "header.json").exists()}
+
+
+def _write_plan(out: Path, plan: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    scratch = out / f".{PLAN}"
+    scratch.write_text(json.dumps(plan, indent=1) + "\n")
+    scratch.replace(out / PLAN)
+
+
+@contextmanager
+def _scratch(out: Path) -> Iterator[Path]:
+    """Where unfinished parts are; a part that was interrupted is measured anew."""
+    scratch = out / UNFINISHED
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _telling(progress: Tell | None) -> Iterator[Tell]:
+    if progress is not None:
+        yield progress
+    else:
+        with Bar("profile") as bar:
+            yield bar.tell
+
+
+def _measure(job: Job, out: Path, folder: Path, name: str, tell: Callable[[int, int], None]) -> str:
+    """Run one engine to its end; returns the name of the core that is now in the trace."""
+    counted = {"windows": 0, "done": 0}
+
+    def news(values: dict[str, int]) -> None:
+        for key, value in values.items():
+            counted[key] += value
+        tell(counted["done"], counted["windows"])
+
+    tell(0, 0)
+    with EngineProcess("kvpolicy_vllm.bench.measuring", folder / "engine.log") as engine:
+        result = engine.ask(job.to_dict(), news)
+    core = str(result["core"])
+    noise = result["noise"] | {
+        "limit": NOISE_LIMIT,
+        "above_limit": result["noise"]["variation"] > NOISE_LIMIT,
+        "repeats": result["repeats"],
+        "asked_repeats": job.repeats,
+        "discarded": result["discarded"],
+        "records_dropped": result["records_dropped"],
+        "part": name,
+    }
+    finish_core(folder / "trace" / core, job.seed, noise)
+    (folder / "trace" / core).replace(out / core)
+    return core

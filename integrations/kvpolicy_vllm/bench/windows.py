@@ -1,0 +1,260 @@
+"""Bringing one state about in a live engine, and measuring one window of it.
+
+A window begins with the step in which the victim is taken and ends when it has emitted a few tokens more. Whatever
+else happens to anybody in between makes it worthless: then it says why it was discarded.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm import SamplingParams
+from vllm.v1.request import RequestStatus
+
+from kvpolicy_vllm.bench.states import State, waiting_prompt_tokens
+
+Arm = Literal["none", "recompute", "swap"]
+ARMS: tuple[Arm, ...] = ("none", "recompute", "swap")
+
+WINDOW_TOKENS = 4
+"""Tokens the victim emits before its window ends."""
+MOST_WINDOW_S = 60.0
+MOST_PAUSE_STEPS = 32
+OUTPUT_TOKENS = 100_000
+"""Asked of every request: none finishes by itself. Cut to what the model can hold."""
+
+
+class WindowError(RuntimeError):
+    """The engine did not do what it must for any window to be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One measured window; its row in table ``windows`` and what the next one needs to know."""
+
+    state_id: str
+    arm: str
+    repeat: int
+    cause: str
+    first_step: int
+    last_step: int
+    duration_s: float
+    preemption_id: str | None
+    discarded: str
+    """Empty where the window counts, else the reason."""
+    steps_out: int = 0
+    """Steps the victim was not in the batch."""
+
+    def row(self) -> dict[str, Any]:
+        names = (
+            "state_id", "arm", "repeat", "cause", "first_step", "last_step", "duration_s", "preemption_id", "discarded",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+
+class WindowDriver:
+    """Drives one in-process engine whose scheduler is kvpolicy's.
+
+    ``llm``: a :class:`vllm.LLM` with ``VLLM_ENABLE_V1_MULTIPROCESSING=0``.
+    """
+
+    def __init__(self, llm: Any, seed: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.engine = llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.controller = self.scheduler.kvpolicy
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.model_tokens = int(self.scheduler.max_model_len)
+        self.block_size = int(self.scheduler.block_size)
+        self._vocabulary = int(llm.llm_engine.model_config.get_vocab_size())
+        self._seed = seed
+        self._clock = clock
+        self._held: list[Any] = []
+        self._names: list[str] = []
+        self._count = 0
+
+    # ---- windows ----
+
+    def measure(self, state: State, arm: Arm, repeat: int, attempt: int = 0, pause_steps: int = 1) -> Window:
+        """One window of ``state``. ``pause_steps``: how long arm ``none`` keeps the victim out of the batch."""
+        rng = random.Random(f"{self._seed}/{state.state_id}/{arm}/{repeat}/{attempt}")
+        try:
+            scene = self._set_up(state, rng)
+            return scene.play(arm, repeat, min(pause_steps, MOST_PAUSE_STEPS))
+        finally:
+            self._clear()
+
+    def undisturbed(self, state: State, repeat: int, steps: int) -> Window:
+        """``steps`` steps of the same running requests with nobody taken: what the machine's own noise is read off."""
+        rng = random.Random(f"{self._seed}/{state.state_id}/undisturbed/{repeat}")
+        try:
+            self._set_up(state, rng)
+            first, began = self.next_step, self._clock()
+            for _ in range(steps):
+                self.step()
+            took = self._clock() - began
+            return Window(
+                state.state_id, "undisturbed", repeat, state.cause, first, self.next_step - 1, took, None, "noise"
+            )
+        finally:
+            self._clear()
+
+    # ---- what a scene needs ----
+
+    @property
+    def next_step(self) -> int:
+        """The number the next step will have in table ``steps``."""
+        return int(self.controller._steps)
+
+    @property
+    def now_s(self) -> float:
+        return self._clock()
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def leave_free(self, blocks: int) -> None:
+        """Take blocks out of play, or give some back, until ``blocks`` are free."""
+        free = self.pool.get_num_free_blocks()
+        if free > blocks:
+            self._held += self.pool.get_new_blocks(free - blocks)
+        elif free < blocks:
+            back, self._held = self._held[: blocks - free], self._held[blocks - free :]
+            self.pool.free_blocks(back)
+
+    def add(self, tokens: int, rng: random.Random) -> Any:
+        """A new request with a random prompt; returns the scheduler's record of it."""
+        before = set(self.scheduler.requests)
+        self._count += 1
+        name = f"profile-{self._count}"
+        prompt = [rng.randrange(1, self._vocabulary) for _ in range(tokens)]
+        most = min(OUTPUT_TOKENS, self.model_tokens - tokens)
+        sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        self._names.append(name)
+        (new,) = set(self.scheduler.requests) - before
+        return self.scheduler.requests[new]
+
+    def held_by(self, request: Any) -> list[int]:
+        return [int(block) for block in self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]]
+
+    def needs_block(self, request: Any) -> bool:
+        """Whether the request's next token needs a block it does not hold yet."""
+        return int(request.num_computed_tokens) + 1 > len(self.held_by(request)) * self.block_size
+
+    def _set_up(self, state: State, rng: random.Random) -> Scene:
+        others = [self.add(tokens, rng) for tokens in state.other_prompts]
+        victim = self.add(state.prompt_tokens, rng)
+        while victim.num_output_tokens < max(1, state.decoded_tokens):
+            if victim.num_preemptions or any(other.num_preemptions for other in others):
+                raise WindowError(f"state {state.state_id} does not fit into {self.pool.num_gpu_blocks} blocks")
+            self.step()
+        return Scene(self, state, others, victim, rng)
+
+    def _clear(self) -> None:
+        """Everybody out, all memory back; idle steps, so that the time between two windows is nobody's."""
+        self.controller.pin(None, None)
+        self.engine.abort_request(self._names)
+        self._names = []
+        self.pool.free_blocks(self._held)
+        self._held = []
+        deadline = self._clock() + MOST_WINDOW_S
+        self.step()
+        while self.pool.get_num_free_blocks() < self.pool.num_gpu_blocks - 1:
+            if self._clock() > deadline:
+                raise WindowError(f"blocks were not given back within {MOST_WINDOW_S:g} s of a window's end")
+            self.step()
+
+
+class Scene:
+    """The requests of one window, running and decoding, the victim last."""
+
+    def __init__(self, driver: WindowDriver, state: State, others: list[Any], victim: Any, rng: random.Random) -> None:
+        self.driver = driver
+        self.state = state
+        self.others = others
+        self.victim = victim
+        self.waiting: list[Any] = []
+        self._rng = rng
+        self._steps_out = 0
+
+    def play(self, arm: Arm, repeat: int, pause_steps: int) -> Window:
+        driver, state = self.driver, self.state
+        self._await_the_moment()
+        emitted = self.victim.num_output_tokens
+        lost = driver.held_by(self.victim)
+        if arm != "none":
+            labels = {"state_id": state.state_id, "arm": arm, "repeat": repeat}
+            driver.controller.pin(arm, labels)
+        first, began = driver.next_step, driver.now_s
+        opened = self._take(arm, lost, pause_steps)
+        driver.controller.pin(None, None)
+        deadline = began + MOST_WINDOW_S
+        trouble = self._trouble(arm)
+        while not trouble and self.victim.num_output_tokens < emitted + WINDOW_TOKENS:
+            driver.step()
+            self._steps_out += self.victim not in driver.scheduler.running
+            trouble = self._trouble(arm) or ("no end" if driver.now_s > deadline else "")
+        took = driver.now_s - began
+        if not trouble and opened is not None and opened.executed != arm:
+            trouble = f"{opened.executed} was executed"
+        preemption_id = None if opened is None else opened.preemption_id
+        return Window(
+            state.state_id, arm, repeat, state.cause, first, driver.next_step - 1, took, preemption_id, trouble,
+            self._steps_out,
+        )  # fmt: skip
+
+    def _await_the_moment(self) -> None:
+        """Until the next step is the one: in a natural state someone needs a block. Then set the free memory."""
+        driver, state = self.driver, self.state
+        if state.cause == "memory":
+            for _ in range(driver.block_size + 1):
+                if self._in_need():
+                    break
+                driver.step()
+        driver.leave_free(state.growth_blocks + state.spare_blocks)
+        tokens = waiting_prompt_tokens(driver.model_tokens)
+        self.waiting = [driver.add(tokens, self._rng) for _ in range(state.waiting)]
+
+    def _in_need(self) -> list[Any]:
+        return [request for request in (*self.others, self.victim) if self.driver.needs_block(request)]
+
+    def _take(self, arm: Arm, lost: list[int], pause_steps: int) -> Any:
+        """The step in which the victim is taken; returns the preemption that was opened, None for arm ``none``."""
+        driver, state = self.driver, self.state
+        name = self.victim.request_id
+        if arm == "none":
+            driver.scheduler.pause_at_next_step(name)
+            for _ in range(max(1, pause_steps)):
+                driver.step()
+                self._steps_out += 1
+            driver.scheduler.resume_request(name)
+            return None
+        if state.cause == "memory":
+            # All but one of those who need a block find one: exactly one allocation fails.
+            driver.leave_free(len(self._in_need()) - 1)
+        else:
+            driver.scheduler.preempt_at_next_step(name)
+        driver.step()
+        self._steps_out += 1
+        # Under pressure others take what was freed; here nobody does, so the cached blocks are made to go.
+        driver.pool.evict_blocks(set(lost))
+        if state.cause == "memory":
+            driver.leave_free(len(lost) + state.growth_blocks + state.spare_blocks)
+        return driver.controller.ledger.of(name)
+
+    def _trouble(self, arm: Arm) -> str:
+        """Why this window is worthless; empty where it is not."""
+        expected = 0 if arm == "none" else 1
+        if self.victim.num_preemptions != expected:
+            return f"the victim was preempted {self.victim.num_preemptions} times, not {expected}"
+        if any(other.num_preemptions for other in self.others):
+            return "another request was preempted"
+        if any(request.is_finished() for request in (*self.others, self.victim)):
+            return "a request finished"
+        if any(request.status == RequestStatus.RUNNING for request in self.waiting):
+            return "a waiting request was admitted"
+        return ""
