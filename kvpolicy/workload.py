@@ -6,7 +6,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 LEVELS = (0.0, 0.01, *(percent / 100 for percent in range(5, 100, 5)), 0.99, 1.0)
 """Where the quantiles of :class:`Lengths` are taken: every 5%, the ends and the 1% tails."""
@@ -39,7 +39,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         arrivals = [request.arrival_s for request in self.requests]
-        if arrivals != sorted(arrivals) or arrivals and arrivals[0] < 0:
+        if arrivals != sorted(arrivals) or (arrivals and arrivals[0] < 0):
             raise ValueError(f"workload {self.name}: arrival_s should rise and not be negative")
         for number, request in enumerate(self.requests):
             if request.prompt_tokens < 1 or request.output_tokens < 1:
@@ -126,6 +126,23 @@ SHAREGPT = Lengths(
 )
 """Conversations sent with their whole history; rank correlation of prompt and output 0.05."""
 
+DEEPSEEK_R1 = Lengths(
+    "deepseek-r1",
+    prompt_tokens=(
+        *(4, 9, 12, 15, 18, 22, 27, 30, 39, 51, 65, 84),
+        *(114, 171, 210, 234, 387, 436, 1019, 2419, 6876, 22876, 54954),
+    ),
+    output_tokens=(
+        *(9, 150, 247, 343, 413, 473, 548, 662, 812, 966, 1106, 1223),
+        *(1324, 1425, 1538, 1702, 2029, 2686, 3538, 4721, 6993, 13482, 32768),
+    ),
+    source=(
+        "quantiles of the first 12 h of data/reason/deepseek-r1 of alibaba/ServeGen, Apache-2.0: its clients' length "
+        "distributions weighted by their rates"
+    ),
+)
+"""Reasoning: short questions, long answers. Memory grows while requests run, which is what brings preemptions."""
+
 
 def quantile(values: Sequence[float], level: float) -> float:
     """The value at ``level``, 0 to 1, linear between the quantiles at :data:`LEVELS`."""
@@ -138,8 +155,8 @@ def quantile(values: Sequence[float], level: float) -> float:
 
 
 def _area(values: Sequence[float]) -> float:
-    widths = (high - low for low, high in zip(LEVELS, LEVELS[1:], strict=False))
-    return sum(width * (a + b) / 2 for width, a, b in zip(widths, values, values[1:], strict=False))
+    widths = (high - low for low, high in pairwise(LEVELS))
+    return sum(width * (a + b) / 2 for width, (a, b) in zip(widths, pairwise(values), strict=True))
 
 
 def scale_to(lengths: Lengths, context_tokens: int) -> float:
