@@ -76,14 +76,11 @@ def _unlabelled(decisions: pa.Table, counting: pa.ChunkedArray) -> pa.Table:
     return decisions
 
 
-def finish_profile(out: Path, cores: Sequence[str], checks: Mapping[str, int]) -> ProfileReport:
-    """Check the whole profile against its twins, enter the result in every header, and report.
-
-    ``checks``: block size by id of the self-check's states.
-    """
+def finish_profile(out: Path, cores: Sequence[str]) -> ProfileReport:
+    """Check the whole profile against its twins, enter the result in every header, and report."""
     trace = traces.read(out)
     models = step_time_models(trace)
-    found = self_checks(attribute(trace), checks)
+    found = self_checks(attribute(trace))
     for core in cores:
         header = trace.headers[core]
         mine = [asdict(check) for check in found if check.block_size == header.block_size]

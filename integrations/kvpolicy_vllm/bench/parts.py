@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy_vllm.bench.engine import device_arguments, plugin_arguments
-from kvpolicy_vllm.bench.measuring import Job
-from kvpolicy_vllm.bench.states import Span, check_states, grid
+from kvpolicy_vllm.bench.job import Job
+from kvpolicy_vllm.bench.states import Span, State, check_states, grid
 from kvpolicy_vllm.plugin.settings import GIB
 
 FEWEST_TOKENS = 64
 MOST_HOST_GIB = 4.0
+PAGEABLE = "-pageable"
+"""Ends the ids of states whose copies went to memory that was not page-locked: their costs are others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,6 @@ class Extent:
         length = min(self.model_tokens, model_tokens)
         most = min(self.most_tokens, length // 2)
         return Span(FEWEST_TOKENS, most, self.most_others, self.most_batch_tokens, length)
-
-    def check_ids(self) -> dict[str, int]:
-        """Block size by id of the self-check's states."""
-        span = self.span(self.model_tokens)
-        return {state.state_id: size for size in self.block_sizes for state in check_states(size, span)}
 
 
 QUICK = Extent((32, 64), 24, 2, 1, 6, 1500, 7, 6000, 4096)
@@ -77,7 +74,7 @@ def parts_of(extent: Extent, device: bool) -> tuple[Part, ...]:
     parts = []
     for number in range(extent.passes):
         for size, pinned in kinds if number % 2 == 0 else reversed(kinds):
-            name = f"b{size}-pass{number}" + ("" if pinned else "-pageable")
+            name = f"b{size}-pass{number}" + ("" if pinned else PAGEABLE)
             parts.append(Part(name, number, size, pinned))
     return tuple(parts)
 
@@ -97,7 +94,10 @@ class Rig:
         """What the part's engine is to do; its trace goes into ``folder``."""
         span = self.extent.span(model_length(self.llm))
         states = grid(part.block_size, self.extent.states, span, random.Random(f"{self.seed}/grid/{part.block_size}"))
-        checks = check_states(part.block_size, span)
+        checks: tuple[State, ...] = check_states(part.block_size, span)
+        if self.device and not part.pin_memory:
+            states = tuple(replace(state, state_id=state.state_id + PAGEABLE) for state in states)
+            checks = tuple(replace(state, state_id=state.state_id + PAGEABLE) for state in checks)
         blocks = max(state.device_blocks for state in (*states, *checks))
         return Job(
             engine=self._engine_arguments(part, folder / "trace", span, blocks),

@@ -12,16 +12,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm.platforms import current_platform
-
 from kvpolicy_vllm.bench.engine import EngineProcess
 from kvpolicy_vllm.bench.finishing import ProfileReport, finish_core, finish_profile
-from kvpolicy_vllm.bench.measuring import NOISE_LIMIT, Job
-from kvpolicy_vllm.bench.models import make_llama
-from kvpolicy_vllm.bench.parts import Extent, Rig, extent_of, parts_of
+from kvpolicy_vllm.bench.job import NOISE_LIMIT, Job
+from kvpolicy_vllm.bench.parts import Extent, Rig, extent_of, model_length, parts_of
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.plugin.settings import Link
 
@@ -49,25 +47,32 @@ def profile(
     """
     if link is not None:
         Link.parse(link)
-    device = not current_platform.is_cpu()
-    extent = extent_of(quick, device) if extent is None else extent
-    asked = {"llm": None if llm is None else str(llm.resolve()), "link": link, "seed": seed, "extent": asdict(extent)}
+    if llm is not None:
+        model_length(llm)
+    how_much = ("quick" if quick else "full") if extent is None else asdict(extent)
+    asked = {"llm": None if llm is None else str(llm.resolve()), "link": link, "seed": seed, "extent": how_much}
     asked = json.loads(json.dumps(asked))
     done = _take_up(out, asked)
-    parts = parts_of(extent, device)
     with _scratch(out) as scratch, _telling(progress) as tell:
-        rig = Rig(llm if llm is not None else make_llama(scratch / "llm", seed), extent, link, seed, device)
+        rig = _prepare(scratch, llm, link, seed, quick, extent)
+        parts = parts_of(rig.extent, rig.device)
         for number, part in enumerate(parts, start=1):
             if part.name in done:
                 continue
             folder = scratch / part.name
             folder.mkdir()
             what = f"{part.name} ({number} of {len(parts)})"
-            done[part.name] = _measure(
-                rig.job(part, folder), out, folder, part.name, lambda *n, what=what: tell(what, *n)
-            )
+            done[part.name] = _measure(rig.job(part, folder), out, folder, part.name, partial(tell, what))
             _write_plan(out, {"asked": asked, "done": done})
-    return finish_profile(out, list(done.values()), extent.check_ids())
+    return finish_profile(out, list(done.values()))
+
+
+def _prepare(scratch: Path, llm: Path | None, link: str | None, seed: int, quick: bool, extent: Extent | None) -> Rig:
+    job = {"llm": None if llm is None else str(llm), "make": str(scratch / "llm"), "seed": seed}
+    with EngineProcess("kvpolicy_vllm.bench.preparing", scratch / "preparing.log") as process:
+        found = process.ask(job)
+    device = bool(found["device"])
+    return Rig(Path(found["llm"]), extent_of(quick, device) if extent is None else extent, link, seed, device)
 
 
 def _take_up(out: Path, asked: dict[str, Any]) -> dict[str, str]:

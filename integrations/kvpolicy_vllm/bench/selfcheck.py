@@ -15,6 +15,7 @@ import numpy as np
 from scipy import stats
 
 from kvpolicy.trace import Trace
+from kvpolicy_vllm.bench.states import CHECK_PREFIX
 
 Verdict = Literal["agrees", "disagrees", "cannot tell"]
 
@@ -62,24 +63,25 @@ def judge(arm: str, block_size: int, measured_s: Sequence[float], attributed_s: 
     return SelfCheck(arm, block_size, pairs, effect_s, low_s, high_s, verdict)
 
 
-def self_checks(trace: Trace, states: Mapping[str, int]) -> list[SelfCheck]:
-    """``trace``: with costs attributed. ``states``: block size by id of the states that are there to be checked."""
+def self_checks(trace: Trace) -> list[SelfCheck]:
+    """Of a profile with costs attributed, by option and block size."""
     durations_s = _durations(trace)
     costs = {row["preemption_id"]: row["engine_s"] for row in trace.rows("outcomes")}
     windows: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = defaultdict(dict)
     for window in trace.rows("windows"):
-        if not window["discarded"] and window["state_id"] in states:
+        if not window["discarded"] and window["state_id"].startswith(CHECK_PREFIX):
             windows[window["core"], window["state_id"], window["repeat"]][window["arm"]] = window
     measured: dict[tuple[str, int], list[float]] = defaultdict(list)
     attributed: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for (core, state, _), arms in windows.items():
+    for (core, _, _), arms in windows.items():
+        block_size = trace.headers[core].block_size
         twin = arms.pop("none", None)
         for arm, window in arms.items():
             cost = costs.get(window["preemption_id"])
             if twin is None or cost is None:
                 continue
-            measured[arm, states[state]].append(_difference(durations_s[core], window, twin))
-            attributed[arm, states[state]].append(cost)
+            measured[arm, block_size].append(_difference(durations_s[core], window, twin))
+            attributed[arm, block_size].append(cost)
     return [judge(*key, measured[key], attributed[key]) for key in sorted(measured)]
 
 

@@ -18,6 +18,8 @@ NATURAL_SHARE = 0.6
 """Of a grid's states: with those of the self-check, which are forced, well over half stay natural."""
 SPARE_LEVELS = (0, 2, 8, 32)
 FEWEST_DECODED = 2
+CHECK_PREFIX = "check-"
+"""Begins the ids of the self-check's states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def check_states(block_size: int, span: Span) -> tuple[State, State]:
     prompts = (max(span.fewest_tokens, tokens // 2),) * min(3, max(1, span.most_others))
 
     def state(name: str) -> State:
-        return State(f"check-{name}-b{block_size}", block_size, "forced", tokens, 4, prompts, 0, 8)
+        return State(f"{CHECK_PREFIX}{name}-b{block_size}", block_size, "forced", tokens, 4, prompts, 0, 8)
 
     return state("recompute"), state("swap")
 
