@@ -48,7 +48,7 @@ class State:
     ids: frozenset[str]
     """``CORE/STATE``, one per core it was measured in: what a model remembers."""
     samples: Mapping[Kind, tuple[Sample, ...]]
-    """In the order of core and repeat."""
+    """In the order of repeat and core, which is that of time."""
 
     @cached_property
     def mean_s(self) -> dict[Kind, float]:
@@ -231,7 +231,7 @@ def _sample(folder: str, number: int, row: Row, outcome: Row) -> Sample:
 
 def _state(name: str, arms: Mapping[Kind, list[Sample]]) -> State:
     ids = frozenset(f"{sample.core}/{name}" for some in arms.values() for sample in some)
-    ordered = {kind: tuple(sorted(arms[kind], key=lambda sample: (sample.core, sample.repeat))) for kind in KINDS}
+    ordered = {kind: tuple(sorted(arms[kind], key=lambda sample: (sample.repeat, sample.core))) for kind in KINDS}
     return State(name, ids, ordered)
 
 
