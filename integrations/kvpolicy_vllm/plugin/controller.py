@@ -20,7 +20,7 @@ from kvpolicy.events import Cause, Decision, Kind, Option, Preemption
 from kvpolicy.trace import decision_row
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
-from kvpolicy_vllm.plugin.journal import Journal, header_of
+from kvpolicy_vllm.plugin.journal import Journal, header_link, header_of
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step
 from kvpolicy_vllm.plugin.metrics import Tally
 from kvpolicy_vllm.plugin.recording import Recorder
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
-
-RECOMPUTE = Option("recompute")
 
 
 class Controller:
@@ -70,7 +68,9 @@ class Controller:
         self._undecided: dict[int, tuple[Preemption, Decision, dict[str, Any]]] = {}
         self._complained: set[str] = set()
         if self.policy.cost_model is not None:
-            self.policy.cost_model.check_fit(**engine_shape(vllm_config, kv_cache, block_bytes))
+            link = header_link(settings.link)
+            self.policy.cost_model.check_fit(**engine_shape(vllm_config, kv_cache, block_bytes), link=link)
+            self.policy.cost_model.warm()
         self.journal: Journal | None = None
         if settings.trace is not None:
             header = header_of(settings, vllm_config, kv_cache, self.core, self.policy.name, slots, block_bytes)
@@ -238,11 +238,12 @@ class Controller:
     def _decide(self, request: Any, cause: Cause, preemption_id: str) -> Kind:
         situation = situation_of(request, self._scheduler, cause, self.copies, self._segment_bytes, self.clock())
         why_not = self._why_no_swap(request, situation)
-        options = (RECOMPUTE,) if why_not else (RECOMPUTE, Option("swap", situation.computed_tokens, "host"))
+        options = policies.feasible_options(situation, swap_possible=not why_not)
         if self._pinned is not None:
             decision = self._pinned_decision(options)
         else:
             decision = policies.decide(self.policy, situation, options, self._state, self._rng)
+            self._state = self.policy.next_state(self._state, decision)
         executed, reason = self._executable(decision, situation, why_not)
         decision = replace(decision, executed=executed, reason=reason)
         identity = self._identity(request, preemption_id)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvpolicy_vllm.plugin.settings import Settings
+    from kvpolicy_vllm.plugin.settings import Link, Settings
 
 
 @dataclass(slots=True)
@@ -168,6 +168,10 @@ def _repeated_row(part: Repeated) -> dict[str, Any]:
     return row
 
 
+def header_link(link: Link | None) -> dict[str, Any]:
+    return {"kind": "native"} if link is None else link.to_dict()
+
+
 def header_of(
     settings: Settings, config: VllmConfig, kv_cache: KVCacheConfig, core: str, policy: str, slots: int, block_bytes: int
 ) -> Header:
@@ -185,6 +189,6 @@ def header_of(
         device_blocks=kv_cache.num_blocks,
         host_blocks=slots,
         policy=policy,
-        link={"kind": "native"} if settings.link is None else settings.link.to_dict(),
+        link=header_link(settings.link),
         seed=settings.seed,
     )
