@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import site
 import subprocess
 import sys
 import tempfile
@@ -92,6 +93,10 @@ def _create(folder: Path, on_top: bool) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     _do([sys.executable, "-m", "venv", *(["--system-site-packages"] if on_top else []), str(folder)])
+    if on_top and sys.prefix != sys.base_prefix:
+        # The calling Python is a virtual environment itself; "system" would mean the one below it, without its vLLM.
+        inside = next(folder.glob("lib/python*/site-packages"))
+        (inside / "packages_below.pth").write_text("\n".join(site.getsitepackages()) + "\n")
 
 
 def _fill(arguments: argparse.Namespace, on_top: bool) -> None:
