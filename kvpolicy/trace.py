@@ -207,7 +207,8 @@ class Header:
         if not isinstance(values, dict) or "schema_version" not in values:
             raise TraceError(f"{path}: field schema_version is missing: not a kvpolicy trace header")
         if values["schema_version"] != SCHEMA_VERSION:
-            raise TraceError(f"{path}: schema_version is {values['schema_version']}, this kvpolicy reads {SCHEMA_VERSION}")
+            found = values["schema_version"]
+            raise TraceError(f"{path}: schema_version is {found}, this kvpolicy reads {SCHEMA_VERSION}")
         names = {f.name for f in fields(cls)}
         missing = sorted(names - values.keys())
         if missing:
@@ -230,7 +231,8 @@ class Trace:
         return with_core(schema.empty_table(), "") if found is None else found
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        return self.table(name).to_pylist()
+        rows: list[dict[str, Any]] = self.table(name).to_pylist()
+        return rows
 
     def digest(self) -> str:
         """SHA-256 over headers and tables, independent of how the rows were parted."""
@@ -332,7 +334,7 @@ def read_part(path: Path, name: str) -> pa.Table:
 def _same_shape(found: pa.DataType, wanted: pa.DataType) -> bool:
     """Whether two types differ in nothing but the names Parquet gives to list items."""
     if pa.types.is_list(found) and pa.types.is_list(wanted):
-        return found.value_type == wanted.value_type
+        return bool(found.value_type == wanted.value_type)
     return False
 
 
