@@ -384,4 +384,3 @@ def decision_row(situation: Preemption, decision: Decision, **identity: Any) -> 
 def outcome_row(outcome: Outcome) -> dict[str, Any]:
     """A row of ``outcomes``."""
     return as_row(outcome)
-
