@@ -35,7 +35,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 BLOCK = 16
 
 
-def scheduler_for(job: dict[str, Any]) -> Any:
+def scheduler_for(job: dict[str, Any], groups: int = 1) -> Any:
     arguments = EngineArgs(
         model=job["model"], dtype="float32", skip_tokenizer_init=True, block_size=BLOCK, max_model_len=2048,
         max_num_seqs=job["sequences"], max_num_batched_tokens=job["budget"],
@@ -49,7 +49,7 @@ def scheduler_for(job: dict[str, Any]) -> Any:
     cache = KVCacheConfig(
         num_blocks=job["blocks"],
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec([f"layer.{i}" for i in range(4)], spec)],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer.{i}" for i in range(4)], spec)] * groups,
     )
     if hasattr(cache, "hash_block_size"):
         cache.hash_block_size = BLOCK
@@ -116,8 +116,31 @@ class Worker:
         )
 
 
+def refusals(job: dict[str, Any]) -> dict[str, str]:
+    """What each configuration is told when its scheduler is made; empty where it is not refused."""
+
+    def told(plugin: dict[str, Any], groups: int = 1) -> str:
+        try:
+            scheduler_for(job | {"plugin": plugin}, groups)
+        except Exception as error:  # noqa: BLE001  # the test reads whatever was raised
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    found = {name: told(plugin) for name, plugin in job["refusals"].items()}
+    good = job["refusals"]["nothing fits"] | {}
+    good["kv_transfer_config"] = good["kv_transfer_config"] | {"kv_connector_extra_config": {"policy": "always-swap"}}
+    found["groups"] = told(good, groups=2)
+    real, vllm.__version__ = vllm.__version__, "0.99.0"
+    found["version"] = told(good)
+    vllm.__version__ = real
+    return found
+
+
 def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
+    if "refusals" in job:
+        Path(result_path).write_text(json.dumps({"messages": refusals(job)}))
+        return
     scheduler = scheduler_for(job)
     arriving = deque(made_requests(job))
     worker, flying = Worker(job.get("late", 3)), deque[tuple[Any, dict[str, bool]]]()

@@ -61,8 +61,6 @@ def references(
     """Stock vLLM with memory enough for everybody, by workload."""
     folder: Path = tmp_path_factory.mktemp("references")
     workloads = {"requests": requests, "related": related, "sampled": sampled}
-    found = harness.run(
-        job(model, [], PLENTY, scenario="several", workloads=workloads, gaps=True), folder
-    )
+    found = harness.run(job(model, [], PLENTY, scenario="several", workloads=workloads, gaps=True), folder)
     assert not found["preempted"], "the reference run had too little memory"
     return {name: found[name] for name in workloads}

@@ -115,7 +115,9 @@ def compare(reference: dict[str, Any], other: dict[str, Any], leave_out: Sequenc
         if gap < TIE_GAP:
             ties += 1
         else:
-            wrong.append(f"{request}: token {at} is {got[at]}, should be {expected[at]} (log-probability gap {gap:.2g})")
+            wrong.append(
+                f"{request}: token {at} is {got[at]}, should be {expected[at]} (log-probability gap {gap:.2g})"
+            )
     return Comparison(tokens, ties, tuple(wrong))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from kvpolicy import trace
 from tests.vllm import harness
 
-WORDS = "block page cache step batch queue token prompt decode prefill evict swap load save host device".split()
+WORDS = ("block", "page", "cache", "step", "batch", "queue", "token", "prompt", "decode", "evict", "swap", "host")
 
 
 def free_port() -> int:
@@ -29,7 +29,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(model: str, folder: Path, *arguments: str, workers: int = 1) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def server(
+    model: str, folder: Path, *arguments: str, workers: int = 1
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`kvpolicy serve`, up and answering; ended by its own process id."""
     port, log = free_port(), folder / "server.log"
     command = [

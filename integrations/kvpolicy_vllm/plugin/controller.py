@@ -116,7 +116,8 @@ class Controller:
         kind: Kind = "recompute"
         try:
             kind = self._decide(request, cause, preemption_id)
-        except Exception:  # the one boundary between a policy and a server: whatever it is, vLLM's own way is safe
+        # The one boundary between a policy and a server: whatever is wrong with deciding, vLLM's own way is safe.
+        except Exception:  # noqa: BLE001
             self._complain("error", "deciding failed; recomputing")
             self.tally.add("preemptions", intended="recompute", executed="recompute", cause=cause)
         self._step.preemptions += 1

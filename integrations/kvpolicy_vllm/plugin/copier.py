@@ -169,7 +169,15 @@ class Copier(ABC):
         return start, end
 
     def _record(
-        self, job: Job, direction: Direction, ok: bool, submit: float, start: float, end: float, queued: int, why: str = ""
+        self,
+        job: Job,
+        direction: Direction,
+        ok: bool,
+        submit: float,
+        start: float,
+        end: float,
+        queued: int,
+        why: str = "",
     ) -> None:
         pieces = len(self.device_segments)
         self.transfers.append(
@@ -194,9 +202,7 @@ class IndexingCopier(Copier):
             device[blocks] = host[slots]
 
 
-def copier_for(
-    device_segments: list[torch.Tensor], slots: int, pin_memory: bool, link: Link | None
-) -> Copier:
+def copier_for(device_segments: list[torch.Tensor], slots: int, pin_memory: bool, link: Link | None) -> Copier:
     """The copier for the device the KV cache is on."""
     if device_segments[0].device.type == "cuda":
         from kvpolicy_vllm.plugin.cuda_copier import CudaCopier

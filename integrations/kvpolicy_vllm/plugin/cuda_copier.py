@@ -29,9 +29,7 @@ class CudaCopier(Copier):
         self._tables: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
         self._device_base = np.array([s.data_ptr() for s in self.device_segments], dtype=np.int64)
         self._host_base = np.array([s.data_ptr() for s in self.host_segments], dtype=np.int64)
-        self._piece_bytes = np.array(
-            [s.shape[1] * s.element_size() for s in self.device_segments], dtype=np.int64
-        )
+        self._piece_bytes = np.array([s.shape[1] * s.element_size() for s in self.device_segments], dtype=np.int64)
 
     def copy_out(self, job: Job) -> None:
         self._submit(job, "save")

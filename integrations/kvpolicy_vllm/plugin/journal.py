@@ -173,7 +173,13 @@ def header_link(link: Link | None) -> dict[str, Any]:
 
 
 def header_of(
-    settings: Settings, config: VllmConfig, kv_cache: KVCacheConfig, core: str, policy: str, slots: int, block_bytes: int
+    settings: Settings,
+    config: VllmConfig,
+    kv_cache: KVCacheConfig,
+    core: str,
+    policy: str,
+    slots: int,
+    block_bytes: int,
 ) -> Header:
     """The header of what this engine core records."""
     shape = engine_shape(config, kv_cache, block_bytes)

@@ -172,4 +172,3 @@ def compose(step: Step, scheduled: Mapping[str, int], requests: Mapping[str, Any
             step.chunk_context += pairs(end - tokens, end)
     step.scheduled_requests = len(scheduled)
     step.scheduled_tokens = sum(scheduled.values())
-

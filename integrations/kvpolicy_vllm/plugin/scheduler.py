@@ -34,7 +34,8 @@ class Asking:
             raise UnsupportedEngine(
                 "--scheduler-cls kvpolicy_vllm.AdaptiveScheduler needs the connector too: --kv-transfer-config "
                 '\'{"kv_connector": "KVPolicyConnector", "kv_role": "kv_producer", '
-                '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"policy": "..."}}\''
+                '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"policy": "..."}}\'; '
+                "--kv-offloading-size puts another one in its place"
             )
         self.kvpolicy = connector.controller
         self._cause: Cause = "reset"  # outside schedule() nothing is preempted for want of memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Settings:
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:
         """Raises ValueError naming the key that is unknown, missing or wrong, and what would be right."""
-        known = {
+        known: dict[str, Callable[[str, Any], Any]] = {
             "policy": _text,
             "host_gib": _positive,
             "force_host_gib": _flag,
@@ -83,7 +83,7 @@ class Settings:
                 f"kv_connector_extra_config: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(known))}"
             )
         if "policy" not in extra:
-            raise ValueError("kv_connector_extra_config: key 'policy' is missing, as in {\"policy\": \"always-swap\"}")
+            raise ValueError('kv_connector_extra_config: key \'policy\' is missing, as in {"policy": "always-swap"}')
         given = {key: known[key](key, value) for key, value in extra.items() if value is not None}
         return cls(**given)
 

@@ -1,0 +1,248 @@
+"""The plugin's parts by themselves: copies, lost positions, segments, the recorder on a bad disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from kvpolicy import trace
+from kvpolicy.trace import Header
+from kvpolicy_vllm.plugin.copier import IndexingCopier, segments_of, unique_segments
+from kvpolicy_vllm.plugin.copies import CopyBook
+from kvpolicy_vllm.plugin.jobs import Job, Transfer
+from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, compose, pairs
+from kvpolicy_vllm.plugin.metrics import KVPolicyStats, Tally
+from kvpolicy_vllm.plugin.recording import Recorder
+from kvpolicy_vllm.plugin.settings import Link, Settings
+
+
+def ack(copy_id: int, direction: Any, ok: bool = True) -> Transfer:
+    return Transfer(copy_id, direction, ok, 100, 1, 100, False, 0, 0.0, 1.0, 2.0)
+
+
+class TestCopies:
+    def test_a_whole_life(self) -> None:
+        book = CopyBook(slots=4, ranks=1, block_bytes=100)
+        copy = book.save("r", "p", 40, (7, 8, 9))
+        assert book.pool.used == 3 and book.queued_bytes("save") == 300
+        jobs = book.take_jobs(0, idle=False)
+        assert jobs.saves == (Job(copy.copy_id, "r", (7, 8, 9), copy.slots),)
+        assert [settled.ok for settled in book.acknowledge([ack(copy.copy_id, "save")])] == [True]
+        assert book.queued_bytes("save") == 0
+        assert book.loadable_tokens("r", 100, 16) == 24
+        book.begin_load("r", 1, (1, 2), 24)
+        assert book.loadable_tokens("r", 100, 0) == 0
+        assert book.take_jobs(1, idle=False).loads == (Job(copy.copy_id, "r", (1, 2), copy.slots[1:]),)
+        assert book.pool.used == 3
+        book.acknowledge([ack(copy.copy_id, "load")])
+        assert book.pool.used == 0 and len(book) == 0
+
+    def test_all_ranks_must_finish(self) -> None:
+        book = CopyBook(slots=4, ranks=2, block_bytes=100)
+        copy = book.save("r", "p", 10, (1,))
+        book.take_jobs(0, idle=False)
+        assert book.acknowledge([ack(copy.copy_id, "save")]) == []
+        assert [settled.ok for settled in book.acknowledge([ack(copy.copy_id, "save", ok=False)])] == [False]
+        assert book.of("r") is None and book.pool.used == 0
+
+    def test_a_forgotten_load_keeps_its_slots_until_it_is_done(self) -> None:
+        book = CopyBook(slots=1, ranks=1, block_bytes=100)
+        copy = book.save("r", "p", 10, (1,))
+        book.take_jobs(0, idle=False)
+        book.begin_load("r", 0, (2,), 10)
+        book.forget("r")
+        assert book.of("r") is None and book.pool.free == 0
+        book.acknowledge([ack(copy.copy_id, "load")])
+        assert book.pool.free == 1
+
+    def test_a_save_that_is_forgotten_before_it_is_handed_over_is_not_made(self) -> None:
+        book = CopyBook(slots=1, ranks=1, block_bytes=100)
+        book.save("r", "p", 10, (1,))
+        book.forget("r")
+        assert book.take_jobs(0, idle=False).saves == ()
+
+    def test_a_request_that_comes_back_gets_another_generation(self) -> None:
+        book = CopyBook(slots=4, ranks=1, block_bytes=100)
+        first = book.save("r", "p1", 10, (1,))
+        book.take_jobs(0, idle=False)
+        book.forget("r")
+        second = book.save("r", "p2", 12, (1,))
+        assert second.copy_id != first.copy_id
+        assert book.acknowledge([ack(first.copy_id, "save", ok=False)]) == []
+        assert book.of("r") is second
+
+
+class FakeRequest:
+    def __init__(self, computed: int) -> None:
+        self.num_computed_tokens = computed
+
+
+def opened(name: str, tokens: int) -> OpenPreemption:
+    return OpenPreemption(name, "r", "recompute", tokens, 0.0, 0)
+
+
+class TestLedger:
+    def test_recomputed_positions_worked_by_hand(self) -> None:
+        """Lost at 100; 60 are computed again, then 41, of which one is new and would have been a decode."""
+        ledger = Ledger()
+        ledger.preempted(opened("p", 100))
+        first, second = Step(1, 0.0), Step(2, 0.0)
+        ledger.count(first, {"r": 60}, {"r": FakeRequest(60)})
+        ledger.count(second, {"r": 41}, {"r": FakeRequest(101)})
+        assert (first.recomputed_tokens, second.recomputed_tokens) == (60, 40)
+        assert first.back == [] and [who.preemption_id for who in second.back] == ["p"]
+        part = second.repeated[0]
+        assert (part.tokens, part.kv_read_tokens, part.chunk_context, part.decodes) == (40, -101, pairs(60, 101), -1)
+        compose(second, {"r": 41}, {"r": FakeRequest(101)})
+        left = (second.scheduled_tokens - 40, second.chunk_context - part.chunk_context, second.kv_read_tokens + 101)
+        assert left == (1, 0, 101)
+
+    def test_preempted_again_on_the_way_back(self) -> None:
+        """Positions up to 30 are charged to the second preemption, those from 30 to 100 to the first."""
+        ledger = Ledger()
+        ledger.preempted(opened("first", 100))
+        ledger.count(Step(1, 0.0), {"r": 30}, {"r": FakeRequest(30)})
+        earlier = ledger.preempted(opened("second", 30))
+        assert earlier is not None and (earlier.ended, earlier.recomputed_tokens) == ("superseded", 30)
+        step = Step(2, 0.0)
+        ledger.count(step, {"r": 101}, {"r": FakeRequest(101)})
+        assert {part.preemption_id: part.tokens for part in step.repeated} == {"second": 30, "first": 70}
+        assert len(ledger) == 0 and not ledger._lost
+
+    def test_a_request_that_ends_first_is_aborted(self) -> None:
+        ledger = Ledger()
+        ledger.preempted(opened("p", 100))
+        outcome = ledger.gone("r", 3.0)
+        assert outcome is not None and outcome.ended == "aborted" and len(ledger) == 0
+
+
+@pytest.mark.parametrize(("shape", "permuted"), [((6, 4, 8, 16), (0, 1, 2, 3)), ((2, 6, 8, 4, 16), (0, 1, 2, 3, 4))])
+def test_segments_find_every_byte_of_a_block(shape: tuple[int, ...], permuted: tuple[int, ...]) -> None:
+    """Blocks outermost, or keys and values apart: the segments of block 3 hold its bytes and no others."""
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape).permute(permuted)
+    segments = segments_of(tensor, 6)
+    dim = shape.index(6)
+    ours = torch.cat([segment[3] for segment in segments]).sort().values
+    assert torch.equal(ours, tensor.select(dim, 3).reshape(-1).sort().values)
+
+
+def test_shared_tensors_are_copied_once() -> None:
+    tensor = torch.zeros(6, 4, 8)
+    assert len(unique_segments({"a": tensor, "b": tensor, "c": torch.zeros(6, 4, 8)}, 6)) == 2
+
+
+def test_no_dimension_for_the_blocks() -> None:
+    with pytest.raises(ValueError, match="has no 7 blocks"):
+        segments_of(torch.zeros(6, 4), 7)
+
+
+class Clock:
+    """Time that passes only by sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_the_simulated_link_serves_one_transfer_at_a_time() -> None:
+    clock = Clock()
+    copier = IndexingCopier([torch.ones(8, 250)], 8, False, Link(1000.0, 0.5), clock, clock.sleep)
+    copier.save(Job(1, "a", (0, 1), (0, 1)))  # 2 blocks of 1000 bytes: 0.5 s + 2 s
+    assert clock.now == 2.5
+    copier.load(Job(1, "a", (2, 3), (0, 1)))
+    copier.save(Job(2, "b", (4,), (2,)))
+    assert clock.now == 4.0 and copier.poll() == []
+    copier.load(Job(2, "b", (5,), (2,)))
+    clock.sleep(1.0)
+    assert [done.job.request_id for done in copier.poll()] == ["a"]
+    clock.sleep(1.5)
+    assert [done.job.request_id for done in copier.poll()] == ["b"]
+    load = copier.transfers[-1]
+    assert (load.submit_s, load.start_s, load.end_s, load.queued_bytes) == (4.0, 5.0, 6.5, 2000)
+
+
+def test_a_copy_that_was_dropped_cannot_be_loaded() -> None:
+    copier = IndexingCopier([torch.ones(8, 250)], 8, False, None)
+    copier.save(Job(1, "a", (0,), (0,)))
+    copier.drop([1])
+    copier.load(Job(1, "a", (3,), (0,)))
+    assert [done.ok for done in copier.poll()] == [False]
+
+
+def header() -> Header:
+    return Header("run", "production", "2026-01-01T00:00:00Z", "vllm 0", {}, {}, 32, 100, 10, 4, "always-swap")
+
+
+ROW = {
+    "request": "r", "arrival_s": 0.0, "first_token_s": None, "last_token_s": None, "prompt_tokens": 1,
+    "output_tokens": 0, "preemptions": 0, "recomputed_tokens": 0, "loaded_tokens": 0, "finish": "abort",
+}  # fmt: skip
+
+
+class TestRecorder:
+    def test_rows_come_back(self, tmp_path: Path) -> None:
+        recorder = Recorder(tmp_path / "trace" / "core", header(), part_rows=2)
+        for _ in range(5):
+            recorder.add("requests", ROW)
+        recorder.close()
+        assert trace.read(tmp_path / "trace").table("requests").num_rows == 5
+        assert len(list((tmp_path / "trace" / "core" / "requests").iterdir())) == 3
+        assert recorder.dropped == 0
+
+    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("in the way")
+        recorder = Recorder(tmp_path / "file" / "core", header())
+        recorder.add("requests", ROW)
+        recorder.close()
+        assert recorder.dropped == 1
+
+    def test_a_disk_that_does_not_keep_up(self, tmp_path: Path) -> None:
+        recorder = Recorder(tmp_path / "trace" / "core", header(), most_waiting=3, part_s=1e9)
+        with recorder._writing:  # the writer is stuck
+            for _ in range(10):
+                recorder.add("requests", ROW)
+        recorder.close()
+        assert recorder.dropped == 7
+        assert trace.read(tmp_path / "trace").table("requests").num_rows == 3
+
+
+def test_counters_add_up_and_gauges_stand() -> None:
+    tally = Tally()
+    tally.add("fallbacks", reason="host_full")
+    tally.set("host_slots_used", 3)
+    first = tally.report()
+    assert first is not None and tally.report() is None
+    tally.add("fallbacks", 2, reason="host_full")
+    tally.set("host_slots_used", 0)
+    second = tally.report()
+    assert second is not None
+    both = first.aggregate(second)
+    assert both.data == {"counters": {"fallbacks|reason=host_full": 3}, "gauges": {"host_slots_used": 0}}
+    assert KVPolicyStats().is_empty() and not both.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, "policy"),
+        ({"policy": "always-swap", "hostgib": 1}, "hostgib"),
+        ({"policy": "always-swap", "shadow": "yes"}, "shadow"),
+        ({"policy": "always-swap", "seed": 1.5}, "seed"),
+        ({"policy": "always-swap", "host_gib": float("inf")}, "host_gib"),
+        ({"policy": "always-swap", "link": "1e9,-1"}, "link"),
+    ],
+)
+def test_settings_name_what_is_wrong(extra: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Settings.read(extra)
