@@ -40,7 +40,7 @@ class TrainReport:
     """Of identical undisturbed windows, the worst core's; None where a forced trace does not tell."""
     floor_s: Mapping[Kind, float]
     below_floor: Mapping[Kind, int]
-    """Training states whose measured mean was under the floor."""
+    """Training states whose measured median was under the floor."""
     natural_preemptions: int
     natural_outside: Mapping[str, float]
     """Per feature, the share of natural preemptions outside the trained range."""
@@ -58,7 +58,7 @@ class TrainReport:
             f"cost model {self.out} ({self.family}), digest {self.digest[:12]}",
             f"states: {self.training_states} trained on, {self.held_out_states} held out",
             "",
-            "held-out error, |log(measured / predicted)| of a state's mean:",
+            "held-out error, |log(measured / predicted)| of a state's median:",
             f"  {'option':<10} {'mean':>7} {'p90':>7} {'bias':>7} {'formula alone':>14} {'trees':>6} "
             f"{'90% interval holds':>19}",
         ]
@@ -81,6 +81,8 @@ class TrainReport:
             line = f"  {kind}: costs under {self.floor_s[kind] * 1e3:.3g} ms are not told from none"
             if self.below_floor[kind]:
                 line += f"; {self.below_floor[kind]} states measured less and count as that much"
+            if self.below_floor[kind] > self.training_states / 2:
+                line += f": most costs of {kind} drown in the noise, and its scores say little"
             lines.append(line)
         return lines
 
@@ -168,7 +170,7 @@ def _report(
 ) -> TrainReport:
     training, held = parts
     outside, extrapolated = natural_outside(model, dataset.natural)
-    below = {kind: sum(state.mean_s[kind] < model.floor_s[kind] for state in training) for kind in KINDS}
+    below = {kind: sum(state.typical_s[kind] < model.floor_s[kind] for state in training) for kind in KINDS}
     return TrainReport(
         out=model.name,
         family=model.provenance.family,

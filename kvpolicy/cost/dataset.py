@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from kvpolicy import trace as traces
@@ -52,7 +52,13 @@ class State:
 
     @cached_property
     def mean_s(self) -> dict[Kind, float]:
+        """What options are priced at."""
         return {kind: fmean(sample.engine_s for sample in some) for kind, some in self.samples.items()}
+
+    @cached_property
+    def typical_s(self) -> dict[Kind, float]:
+        """Medians: what is learned. A hiccup of the machine in one window is no cost of the option."""
+        return {kind: median(sample.engine_s for sample in some) for kind, some in self.samples.items()}
 
     @cached_property
     def computed_tokens(self) -> float:

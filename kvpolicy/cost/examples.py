@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
-from statistics import fmean, median, stdev
+from math import log, sqrt
+from statistics import fmean, median
 
 from kvpolicy.cost.dataset import State
 from kvpolicy.events import KINDS, Kind, Option
@@ -18,7 +18,7 @@ LEAST_FLOOR_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One option in one state: mean features and mean cost over its repeats."""
+    """One option in one state: mean features and median cost over its repeats."""
 
     x: Features
     engine_s: float
@@ -42,23 +42,27 @@ def _example(state: State, kind: Kind) -> Example:
         features_of(sample.situation, option_of(kind, sample.situation.computed_tokens))
         for sample in state.samples[kind]
     ]
-    return Example(Features(*map(fmean, zip(*rows, strict=True))), state.mean_s[kind])
+    return Example(Features(*map(fmean, zip(*rows, strict=True))), state.typical_s[kind])
 
 
 def noise_floors(states: Sequence[State]) -> dict[Kind, float]:
-    """By option, what the traces cannot tell from no cost, seconds.
+    """By option, the noise of a state's median cost, seconds: what the traces cannot tell from no cost.
 
-    The median over states of the standard deviation between repeats. A mean below it, or below 0, is taken as that
-    much wherever a logarithm needs it; fits themselves see the values as they are.
+    1.2533 sigma / sqrt(repeats), sigma from the median distance of a window from its state's median: few windows that
+    went wrong do not move it. A cost below it, or below 0, is taken as that much wherever a logarithm needs it; fits
+    themselves see the values as they are.
     """
     floors = {}
     for kind in KINDS:
-        spread = [
-            stdev([sample.engine_s for sample in state.samples[kind]])
-            for state in states
-            if len(state.samples[kind]) > 1
-        ]
-        floors[kind] = max(LEAST_FLOOR_S, median(spread) if spread else 0.0)
+        repeated = [state.samples[kind] for state in states if len(state.samples[kind]) > 1]
+        floors[kind] = LEAST_FLOOR_S
+        if repeated:
+            centres = [median(sample.engine_s for sample in some) for some in repeated]
+            distances = [
+                abs(sample.engine_s - centre) for centre, some in zip(centres, repeated, strict=True) for sample in some
+            ]
+            sigma_s = 1.4826 * median(distances)
+            floors[kind] = max(LEAST_FLOOR_S, 1.2533 * sigma_s / sqrt(median(map(len, repeated))))
     return floors
 
 

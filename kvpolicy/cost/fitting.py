@@ -60,7 +60,7 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
 
 
 def misses_of(model: FittedModel, states: Sequence[State]) -> list[Misses]:
-    """How far the model, and its laws alone, miss each state's means: absolute values on the log scale."""
+    """How far the model, and its laws alone, miss each state's medians: absolute values on the log scale."""
     examples = examples_of(states)
     found = []
     for i, state in enumerate(states):
@@ -123,7 +123,7 @@ def _fit_once(
 
 
 def held_out_scores(model: FittedModel, states: Sequence[State]) -> dict[str, object]:
-    """Errors on states the model has not seen, |log(measured / predicted)| of their means; per option, and coverage."""
+    """Errors on states the model has not seen, |log(measured / predicted)| of their medians; and coverage."""
     examples = examples_of(states)
     scores: dict[str, object] = {"states": len(states)}
     misses = misses_of(model, states)

@@ -1,9 +1,9 @@
 """Split-conformal intervals: how far predictions missed states they had not seen, by bin of length.
 
-A score is |log(measured / predicted)| of one state's mean over its repeats; states are exchangeable, their rows are
+A score is |log(measured / predicted)| of one state's median over its repeats; states are exchangeable, their rows are
 not. With n scores in a bin, the interval of confidence 90% is the ceil(0.9 (n + 1))-th smallest to either side
 (Vovk, Gammerman, Shafer 2005); where there is no such score it is infinite, because nothing finite could be promised.
-It covers the mean cost of a situation, not every single preemption.
+It covers the typical cost of a situation, not every single preemption.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from kvpolicy.cost.examples import Example, examples_of, noise_floors
 from kvpolicy.cost.laws import RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.linear import fit_linear
 from kvpolicy.events import KINDS
-from tests.synthetic import CostLaw, fitted_model, make_trace, without
+from tests.synthetic import CostLaw, changed, fitted_model, make_trace, without
 
 LAW = CostLaw()
 FLOORS = dict.fromkeys(KINDS, 1e-6)
@@ -85,7 +85,25 @@ def test_residual_learns_what_no_roofline_knows_and_stays_away_where_there_is_no
     assert not fitted_model("boosted", states=40, bend=0.4).residuals
 
 
-def test_floor_is_the_spread_between_repeats() -> None:
-    data = dataset_of({"made": make_trace(noise=0.0, additive_noise_s=2e-4, repeats=8)})
-    for floor in noise_floors(data.states).values():
-        assert floor == pytest.approx(2e-4, rel=0.1)
+def test_floor_is_the_noise_of_a_median() -> None:
+    """1.2533 sigma / sqrt(25); a tenth of the windows going wrong moves it by little."""
+    made = make_trace(noise=0.0, additive_noise_s=2e-4, repeats=25)
+    for floor in noise_floors(dataset_of({"made": made}).states).values():
+        assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.1)
+    rows = made.rows("outcomes")
+    for row in rows[::10]:
+        row["engine_s"] += 1.0
+    for floor in noise_floors(dataset_of({"made": changed(made, "outcomes", rows)}).states).values():
+        assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.3)
+
+
+def test_a_window_that_went_wrong_does_not_move_its_state() -> None:
+    made = make_trace(noise=0.02, repeats=5)
+    rows = made.rows("outcomes")
+    for row in rows[::10]:
+        row["engine_s"] += 1.0
+    wrong = examples_of(dataset_of({"made": changed(made, "outcomes", rows)}).states)
+    right = examples_of(dataset_of({"made": made}).states)
+    for kind in KINDS:
+        for one, other in zip(wrong[kind], right[kind], strict=True):
+            assert one.engine_s == pytest.approx(other.engine_s, rel=0.1)
