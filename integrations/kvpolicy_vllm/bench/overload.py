@@ -151,6 +151,7 @@ class Arms:
         self._logs = logs
         self._stack = ExitStack()
         self._engines: dict[str, EngineProcess] = {}
+        self._started = 0
         self.about: dict[str, dict[str, Any]] = {}
         """What each engine says of itself."""
 
@@ -158,7 +159,8 @@ class Arms:
         """Start an arm's engine; ``device_blocks`` instead of what the settings say."""
         if arm.name in self._engines:
             raise ValueError(f"arm {arm.name} is there already")
-        log = None if self._logs is None else self._logs / f"{len(self.about)}-{_file_name(arm.name)}.log"
+        log = None if self._logs is None else self._logs / f"{self._started}-{_file_name(arm.name)}.log"
+        self._started += 1
         engine = self._stack.enter_context(EngineProcess(SERVING, log))
         more = {} if device_blocks is None else {"num_gpu_blocks_override": device_blocks}
         arguments = self.settings.arguments() | arm.arguments() | more
@@ -166,8 +168,19 @@ class Arms:
         self._engines[arm.name] = engine
 
     def stop(self, name: str) -> None:
-        """End one arm's engine."""
-        self._engines.pop(name).close()
+        """End one arm's engine, where it has one."""
+        engine = self._engines.pop(name, None)
+        if engine is not None:
+            engine.close()
+
+    def pid(self, name: str) -> int:
+        """Of an arm's engine process."""
+        return self._engines[name].pid
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Arms whose engines are alive."""
+        return tuple(self._engines)
 
     def serve(self, name: str, workload: Workload, block: int, gaps: bool = False, told: Told | None = None) -> Run:
         """Serve a workload; its prompts are drawn from its seed, so every arm gets the same."""
