@@ -256,3 +256,23 @@ def harried(job: dict[str, Any]) -> dict[str, Any]:
     result = run.result()
     run.scheduler.connector.shutdown()
     return result
+
+
+def own_process(job: dict[str, Any]) -> dict[str, Any]:
+    """Through ``LLM.generate``, with the engine core elsewhere: all that is known comes by way of metrics."""
+    llm = LLM(
+        model=job["model"], dtype="float32", skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False,
+        **job["engine"], **job["plugin"],
+    )  # fmt: skip
+    parameters = [
+        SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False)
+        for request in job["requests"]
+    ]
+    inputs = [{"prompt_token_ids": request["prompt"]} for request in job["requests"]]
+    outputs = llm.generate(inputs, parameters, use_tqdm=False)
+    told: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:kvpolicy_"):
+            name = metric.name.removeprefix("vllm:kvpolicy_")
+            told[name] = told.get(name, 0) + metric.value
+    return {"tokens": {f"r{i}": list(out.outputs[0].token_ids) for i, out in enumerate(outputs)}, "metrics": told}

@@ -1,0 +1,42 @@
+"""The engine core in a process of its own, and shadow mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvpolicy import trace
+from tests.vllm import harness
+from tests.vllm.conftest import SCARCE, job
+
+
+def test_metrics_reach_the_other_process(
+    model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
+) -> None:
+    """`LLM.get_metrics()` tells what the engine core's plugin counted; tokens are right."""
+    work = job(model, requests, SCARCE, scenario="own_process", plugin=harness.plugin("random:0.5", seed=5))
+    result = harness.run(work, tmp_path, multiprocess=True)
+    harness.assert_exact(references["requests"], result)
+    told = result["metrics"]
+    assert told["preemptions"] >= 4
+    assert told["recomputed_tokens"] > 0 and told["loaded_tokens"] > 0
+    assert told["copy_bytes"] > 0 and told["copy_microseconds"] > 0
+    assert told["host_slots_used"] == 0 and told["host_slots_total"] > 0
+
+
+def test_shadow_decides_and_records_but_recomputes(
+    model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
+) -> None:
+    """Every decision to swap is written down as intended and executed as vLLM's own recompute."""
+    folder = tmp_path / "trace"
+    swap = harness.plugin("always-swap", shadow=True, trace=str(folder))
+    result = harness.run(job(model, requests, SCARCE, scenario="harried", plugin=swap), tmp_path)
+    harness.assert_exact(references["requests"], result)
+    harness.assert_nothing_left(result)
+    stats = result["stats"]
+    assert harness.total(stats, "copy_bytes") == 0 and harness.total(stats, "loaded_tokens") == 0
+    rows = trace.read(folder).rows("decisions")
+    feasible = [row for row in rows if len(row["options"]) == 2]
+    assert feasible and all(row["options"][row["chosen"]]["kind"] == "swap" for row in feasible)
+    assert {(row["executed"], row["reason"]) for row in feasible} == {("recompute", "shadow")}
+    assert harness.total(stats, "fallbacks", reason="shadow") == len(feasible)
