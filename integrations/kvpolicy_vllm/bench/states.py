@@ -18,6 +18,8 @@ NATURAL_SHARE = 0.6
 """Of a grid's states: with those of the self-check, which are forced, well over half stay natural."""
 SPARE_LEVELS = (0, 2, 8, 32)
 FEWEST_DECODED = 2
+LONG_WINDOW_TOKENS = 256
+"""Tokens that every other request can come to emit while a slow link brings the victim back."""
 CHECK_PREFIX = "check-"
 """Begins the ids of the self-check's states."""
 
@@ -62,7 +64,8 @@ class State:
     def device_blocks(self) -> int:
         """Blocks an engine needs for this state; vLLM keeps one for itself."""
         running = self.victim_blocks + sum(map(self._blocks, self.other_prompts))
-        return running + self.growth_blocks + self.spare_blocks + 1
+        long_window = len(self.other_prompts) * math.ceil(LONG_WINDOW_TOKENS / self.block_size)
+        return running + self.growth_blocks + self.spare_blocks + long_window + 1
 
     def _blocks(self, prompt_tokens: int) -> int:
         most = prompt_tokens + self.decoded_tokens + 2 * self.block_size

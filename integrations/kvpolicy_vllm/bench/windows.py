@@ -125,6 +125,11 @@ class WindowDriver:
             back, self._held = self._held[: blocks - free], self._held[blocks - free :]
             self.pool.free_blocks(back)
 
+    def keep_free(self, blocks: int) -> None:
+        """Give blocks back where fewer than ``blocks`` are free: over a slow link a window outlasts its first ones."""
+        if self.pool.get_num_free_blocks() < blocks:
+            self.leave_free(blocks)
+
     def add(self, tokens: int, rng: random.Random) -> Any:
         """A new request with a random prompt; returns the scheduler's record of it."""
         before = set(self.scheduler.requests)
@@ -195,6 +200,7 @@ class Scene:
         deadline = began + MOST_WINDOW_S
         trouble = self._trouble(arm)
         while not trouble and self.victim.num_output_tokens < emitted + WINDOW_TOKENS:
+            driver.keep_free(state.growth_blocks)
             driver.step()
             self._steps_out += self.victim not in driver.scheduler.running
             trouble = self._trouble(arm) or ("no end" if driver.now_s > deadline else "")
@@ -208,16 +214,21 @@ class Scene:
         )  # fmt: skip
 
     def _await_the_moment(self) -> None:
-        """Until the next step is the one: in a natural state someone needs a block. Then set the free memory."""
+        """Set free memory and who waits, then go on until the next step is the one.
+
+        A step's duration includes what was done since the last one: at least one passes after everything is set up,
+        so that no preemption is charged with it. In a natural state the moment is when someone needs a block.
+        """
         driver, state = self.driver, self.state
-        if state.cause == "memory":
-            for _ in range(driver.block_size + 1):
-                if self._in_need():
-                    break
-                driver.step()
         driver.leave_free(state.growth_blocks + state.spare_blocks)
         tokens = waiting_prompt_tokens(driver.model_tokens)
         self.waiting = [driver.add(tokens, self._rng) for _ in range(state.waiting)]
+        driver.step()
+        for _ in range(driver.block_size):
+            if state.cause == "forced" or self._in_need():
+                return
+            driver.step()
+        raise WindowError(f"state {state.state_id}: nobody came to need a block in {driver.block_size} steps")
 
     def _in_need(self) -> list[Any]:
         return [request for request in (*self.others, self.victim) if self.driver.needs_block(request)]
