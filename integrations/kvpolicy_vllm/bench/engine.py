@@ -51,8 +51,12 @@ def _in_process() -> dict[str, str]:
 
 
 def _without_accelerator() -> dict[str, str]:
-    """Read by vLLM's CPU build only. Two spinning threads on two shared cores measure each other, one does not."""
-    return {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    """For vLLM's CPU build. Two spinning threads on two shared cores measure each other, one does not.
+
+    From 0.32 on the thread binding is read only where workers are processes of their own; OpenMP's own variable counts
+    where the engine is in the child itself. An accelerator's engine computes nothing on the CPU that would miss them.
+    """
+    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def plugin_arguments(
