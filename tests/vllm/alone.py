@@ -6,6 +6,7 @@ use instead of the installed package: the scheduler is pure Python, so versions 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -29,7 +30,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 16
@@ -136,6 +137,20 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def harry(scheduler: Any, rng: random.Random) -> None:
+    """Now and then somebody is aborted, forced out, or everything is reset, whatever is in flight."""
+    chance = rng.random()
+    alive = [name for name, request in scheduler.requests.items() if not request.is_finished()]
+    if chance < 0.02 and alive:
+        scheduler.finish_requests(rng.choice(alive), RequestStatus.FINISHED_ABORTED)
+    elif chance < 0.10 and scheduler.running:
+        scheduler.preempt_at_next_step(rng.choice(scheduler.running).request_id)
+    elif chance < 0.105:
+        # vLLM gives up on a reset while somebody is being loaded; whoever asked would try again.
+        with contextlib.suppress(RuntimeError):
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
 def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     if "refusals" in job:
@@ -146,12 +161,15 @@ def main(job_path: str, result_path: str) -> None:
     worker, flying = Worker(job.get("late", 3)), deque[tuple[Any, dict[str, bool]]]()
     schedule: list[Any] = []
     depth = 2 if job["asynchronous"] else 1
+    rng = random.Random(job["seed"])
     for _ in range(200_000):
         for _ in range(2):
             if arriving:
                 scheduler.add_request(arriving.popleft())
         if not arriving and not scheduler.has_requests():
             break
+        if job.get("harry"):
+            harry(scheduler, rng)
         output = scheduler.schedule()
         sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         preempted = sorted(getattr(output, "preempted_req_ids", None) or ())

@@ -67,3 +67,19 @@ def test_swapping_leaves_nothing_behind(asynchronous: bool, source: str, model: 
     harness.assert_nothing_left(ours)
     assert harness.total(ours["stats"], "preemptions", executed="swap") > 20
     assert harness.total(ours["stats"], "loaded_tokens") > 0
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_aborts_and_resets_at_any_moment(
+    asynchronous: bool, source: str, seed: int, model: str, tmp_path: Path
+) -> None:
+    """Whatever is queued, saved or being loaded when they come, bookkeeping ends empty."""
+    job = BASE | {"model": model, "asynchronous": asynchronous, "plugin": harness.plugin("random:0.7")}
+    ours = run_alone(job | {"harry": True, "prefix_caching": True, "seed": seed}, tmp_path, source)
+    assert ours["unfinished"] == 0
+    harness.assert_nothing_left(ours)
+    assert harness.total(ours["stats"], "preemptions", cause="reset") > 0
+    assert harness.total(ours["stats"], "preemptions", executed="swap") > 20
+    assert harness.total(ours["stats"], "fallbacks", reason="error") == 0

@@ -286,7 +286,10 @@ class Controller:
 
     def _saved(self, settled: Settled) -> None:
         """A save is done or has failed on all ranks: only now it is known what was executed."""
-        situation, decision, identity = self._undecided.pop(settled.copy.copy_id)
+        waiting = self._undecided.pop(settled.copy.copy_id, None)
+        if waiting is None:  # forgotten while it was being loaded, before all ranks had confirmed the save
+            return
+        situation, decision, identity = waiting
         if not settled.ok:
             decision = replace(decision, executed="recompute", reason="save_failed")
             opened = self.ledger.of(settled.copy.request_id)
