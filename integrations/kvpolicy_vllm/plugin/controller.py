@@ -325,11 +325,11 @@ class Controller:
         self.tally.add("preemptions", intended=decision.intended, executed=decision.executed, cause=cause)
         if decision.reason:
             self._fell_back(decision.reason)
-        if decision.costs:
-            cost = decision.costs[decision.chosen]
-            self.tally.add("predicted_cost_microseconds", cost.engine_s * 1e6, executed=decision.executed)
-            if cost.extrapolated:
-                self.tally.add("extrapolated")
+        for option, cost in zip(decision.options, decision.costs, strict=False):
+            if option.kind == decision.executed:
+                self.tally.add("predicted_cost_microseconds", cost.engine_s * 1e6, executed=decision.executed)
+        if any(cost.extrapolated for cost in decision.costs):
+            self.tally.add("extrapolated")
 
     def _write(self, situation: Preemption, decision: Decision, identity: dict[str, Any]) -> None:
         if self.journal is not None:

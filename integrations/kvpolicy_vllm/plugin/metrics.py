@@ -19,7 +19,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "loaded_tokens": ("Tokens brought back from the host pool.", ()),
     "copy_bytes": ("Bytes copied, all ranks.", ("direction",)),
     "copy_microseconds": ("Time copies took, slowest rank.", ("direction",)),
-    "predicted_cost_microseconds": ("Engine time the policy expected its choices to cost.", ("executed",)),
+    "predicted_cost_microseconds": ("Engine time that what was executed was expected to cost.", ("executed",)),
     "victim_delay_microseconds": ("Measured delay of preempted requests, less their wait for blocks.", ("executed",)),
     "wait_blocks_microseconds": ("Measured wait of preempted requests for free blocks.", ("executed",)),
     "fallbacks": ("Decisions that were not executed as chosen.", ("reason",)),
