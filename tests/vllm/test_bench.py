@@ -25,7 +25,7 @@ from kvpolicy_vllm.bench.engine import EngineFailed, EngineProcess
 from kvpolicy_vllm.bench.models import VOCABULARY, make_llama, make_tokenizer
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
 
-TINY = dataclasses.replace(QUICK, requests=14, warm_up_requests=2, calm_requests=2, memory_share=0.35)
+TINY = dataclasses.replace(QUICK, requests=16, warm_up_requests=2, calm_requests=2)
 ARMS = {"vllm", "always-recompute", "always-swap", "learned"}
 SERVING = "kvpolicy_vllm.bench.serving"
 
