@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -38,7 +38,7 @@ NoPin = Annotated[bool, typer.Option("--no-pin-memory", help="Do not page-lock t
 RecordTo = Annotated[Path | None, typer.Option("--trace", help="Folder to record a trace into.")]
 PolicySeed = Annotated[int | None, typer.Option(help="Seed of a policy that draws.")]
 Link = Annotated[str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LATENCY_S]; native without it.")]
-Seed = Annotated[int, typer.Option(help="Seed of splits and resampling.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -54,9 +54,10 @@ def profile(
     llm: Annotated[Path | None, typer.Option(help="Folder of a model; without it a small one is made.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer states: minutes instead of many minutes.")] = False,
     link: Link = None,
+    seed: Seed = 0,
 ) -> None:
     """Measure recompute and swap in the same states on a live engine."""
-    _show(kvpolicy.profile(out=out, llm=llm, quick=quick, link=link))
+    _show(kvpolicy.profile(out=out, llm=llm, quick=quick, link=link, seed=seed))
 
 
 @app.command()
@@ -149,9 +150,11 @@ def config(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for traces, models and demo.json.")] = Path("out/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer states and fewer repeats.")] = False,
+    seed: Seed = 0,
 ) -> None:
     """Run the whole loop on a small model, then the same overload with and without the plugin."""
-    _show(kvpolicy.demo(out=out))
+    _show(kvpolicy.demo(out=out, quick=quick, seed=seed))
 
 
 def _show(report: Any) -> None:
@@ -160,12 +163,21 @@ def _show(report: Any) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. Wrong values, unreadable files and a missing engine end in one line on stderr and status 2."""
+    """Run a command. Wrong values, unreadable files and a missing engine end in one line on stderr and status 2.
+
+    So does an engine that ended badly, whose last words may take more lines.
+    """
     try:
         app(args=arguments, prog_name="kvpolicy")
     except (ValueError, OSError) as error:
-        print("kvpolicy: error: " + " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+        _end(" ".join(str(error).split()))
+    except RuntimeError as error:
+        _end(str(error).strip())
+
+
+def _end(message: str) -> NoReturn:
+    print(f"kvpolicy: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

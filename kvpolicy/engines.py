@@ -1,7 +1,7 @@
 """Engines and servers, found by entry point, so that the library itself imports none.
 
-``kvpolicy.engines``: modules with ``profile(out, llm=None, quick=False, link=None)`` and ``demo(out)``, each under the
-name of the package it drives. ``kvpolicy.launchers``: modules that write server flags, under the same names.
+``kvpolicy.engines``: modules with ``profile(out, llm, quick, link, seed)`` and ``demo(out, quick, seed)``, each under
+the name of the package it drives. ``kvpolicy.launchers``: modules that write server flags, under the same names.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ def require(name: str = DEFAULT) -> None:
         raise EngineMissing(f"this needs a live engine, and {name} is not installed in this environment: {how}")
 
 
-def profile(out: Path | str, llm: Path | str | None = None, quick: bool = False, link: str | None = None) -> Any:
+def profile(
+    out: Path | str, llm: Path | str | None = None, quick: bool = False, link: str | None = None, seed: int = 0
+) -> Any:
     """Measure both options in the same states on a live engine and write a trace to ``out``.
 
     ``llm``: folder of the model to serve; ``None`` makes a small one from a seed. ``quick``: fewer states.
     ``link``: ``BYTES_PER_S[,LATENCY_S]`` puts the copies behind a simulated link. Where ``out`` holds an unfinished
     profile it is taken up again. Raises ValueError for a wrong argument, :class:`EngineMissing` without an engine.
     """
-    return engine().profile(Path(out), None if llm is None else Path(llm), quick=quick, link=link)
+    return engine().profile(Path(out), None if llm is None else Path(llm), quick=quick, link=link, seed=seed)
 
 
-def demo(out: Path | str = Path("out/demo")) -> Any:
+def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0) -> Any:
     """The whole loop and an overload in four arms, on a small model; writes ``out/demo.json``."""
-    return engine().demo(Path(out))
+    return engine().demo(Path(out), quick=quick, seed=seed)
 
 
 def _entry_point(group: str, name: str) -> EntryPoint:

@@ -58,9 +58,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (
             "profile",
             ["--out", "t", "--llm", "m", "--quick", "--link", "1e9"],
-            {"out": Path("t"), "llm": Path("m"), "quick": True, "link": "1e9"},
+            {"out": Path("t"), "llm": Path("m"), "quick": True, "link": "1e9", "seed": 0},
         ),
-        ("profile", ["--out", "t"], {"out": Path("t"), "llm": None, "quick": False, "link": None}),
+        ("profile", ["--out", "t"], {"out": Path("t"), "llm": None, "quick": False, "link": None, "seed": 0}),
         (
             "train",
             ["a", "b", "--out", "m", "--family", "linear", "--force", "--seed", "3"],
@@ -71,7 +71,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["--trace", "a", "--policy", "p", "--policy", "q"],
             {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0},
         ),
-        ("demo", ["--out", "d"], {"out": Path("d")}),
+        ("demo", ["--out", "d", "--quick", "--seed", "5"], {"out": Path("d"), "quick": True, "seed": 5}),
     ],
 )
 def test_a_command_is_its_function(
@@ -99,6 +99,17 @@ def test_evaluate_writes_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_a_trace_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert str(tmp_path / "no") in refusal(capsys, "train", str(tmp_path / "no"), "--out", str(tmp_path / "m"))
     assert str(tmp_path) in refusal(capsys, "evaluate", "--trace", str(tmp_path), "--policy", "always-swap")
+
+
+def test_an_engine_that_ends_badly_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def profile(**_: Any) -> None:
+        raise RuntimeError("the engine ended with status 1:\nits last words")
+
+    monkeypatch.setattr(kvpolicy, "profile", profile, raising=False)
+    assert run("profile", "--out", "t") == 2
+    assert capsys.readouterr().err == "kvpolicy: error: the engine ended with status 1:\nits last words\n"
 
 
 def test_no_option_left_out_goes_unnoticed(capsys: pytest.CaptureFixture[str]) -> None:
