@@ -74,9 +74,10 @@ class Plan:
     """Device memory of the overload, as a share of what all its requests would take at their longest."""
 
 
-_EXTENT = {"passes": 2, "repeats": 1, "most_tokens": 1500, "most_batch_tokens": 6000, "model_tokens": 4096}
+# As long and as many as the overload's requests: a policy is to be trained where it will serve.
+_EXTENT = {"passes": 2, "repeats": 1, "most_tokens": 640, "most_batch_tokens": 7000, "model_tokens": 2048}
 FULL = Plan(
-    extent=Extent((32,), states=56, check_pairs=6, most_others=7, **_EXTENT),
+    extent=Extent((32,), states=56, check_pairs=6, most_others=20, **_EXTENT),
     blocks=8,
     requests=48,
     warm_up_requests=32,
@@ -87,7 +88,7 @@ FULL = Plan(
     memory_share=0.3,
 )
 QUICK = Plan(
-    extent=Extent((32,), states=52, check_pairs=2, most_others=3, **_EXTENT),
+    extent=Extent((32,), states=52, check_pairs=2, most_others=8, **_EXTENT),
     blocks=2,
     requests=24,
     warm_up_requests=16,

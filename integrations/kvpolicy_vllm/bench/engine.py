@@ -135,6 +135,8 @@ class EngineProcess:
 
         Raises :class:`EngineFailed` with the child's last lines where it ends instead of answering.
         """
+        if self._jobs.closed:
+            raise self._failure()
         try:
             print(json.dumps(job), file=self._jobs)
         except BrokenPipeError:

@@ -18,23 +18,33 @@ SPECIAL = (BOS, EOS)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
-def make_llama(folder: Path | str, seed: int = 0, context_tokens: int = CONTEXT_TOKENS) -> Path:
-    """Write a Llama of 3.4 million parameters and its tokenizer to ``folder``; the same seed gives the same bytes.
+def make_llama(
+    folder: Path | str,
+    seed: int = 0,
+    context_tokens: int = CONTEXT_TOKENS,
+    hidden: int = 256,
+    intermediate: int = 512,
+    layers: int = 4,
+    heads: int = 8,
+    kv_heads: int = 4,
+    spread: float = 0.15,
+) -> Path:
+    """Write a Llama and its tokenizer to ``folder``; the same arguments give the same bytes. Returns the folder.
 
-    Its weights are random (normal, standard deviation 0.15, wide enough that greedy text does not fall into a loop at
-    once), its KV cache takes 4096 bytes a token in float32. Returns the folder.
+    As it stands it has 3.4 million parameters, and its KV cache takes 4096 bytes a token in float32. Weights are normal
+    with standard deviation ``spread``, wide enough that greedy text does not fall into a loop at once.
     """
     folder = Path(folder)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
         max_position_embeddings=context_tokens,
-        initializer_range=0.15,
+        initializer_range=spread,
         tie_word_embeddings=False,
         bos_token_id=SPECIAL.index(BOS),
         eos_token_id=SPECIAL.index(EOS),
