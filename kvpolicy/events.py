@@ -123,7 +123,7 @@ class Decision:
     """The policy's frozen state at this decision, JSON."""
     executed: Kind | None = None
     reason: str = ""
-    """Why ``executed`` is not what was chosen; empty where it is."""
+    """Why ``executed`` is not what was chosen, or why there was no choice; empty where the policy had its way."""
 
     @property
     def intended(self) -> Kind:

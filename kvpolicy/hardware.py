@@ -68,7 +68,25 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 
 def available_memory_bytes() -> int:
-    """Memory that could be taken without swapping out anything else. Linux; raises OSError elsewhere."""
+    """Memory that could be taken without swapping out anything else, within this container's limit where it has one.
+
+    Linux; raises OSError elsewhere.
+    """
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    available = _system_available_bytes()
+    return available if limit is None or used is None else min(available, max(0, limit - used))
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    """A value of the control group this process is in; None where it has none or sets no limit."""
+    try:
+        text = (Path("/sys/fs/cgroup") / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _system_available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -25,6 +25,8 @@ if os.environ.get("KVPOLICY_VLLM_SOURCE"):
 import torch
 import vllm
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -54,6 +56,8 @@ def scheduler_for(job: dict[str, Any], groups: int = 1) -> Any:
     )
     if hasattr(cache, "hash_block_size"):
         cache.hash_block_size = BLOCK
+    if job.get("worker_first"):  # as in an engine, where workers set up before the scheduler
+        KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
     return config.scheduler_config.get_scheduler_cls()(
         vllm_config=config, kv_cache_config=cache, structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK, log_stats=True,
@@ -99,6 +103,13 @@ class Worker:
             kv_connector_output=self._copies(output.kv_connector_metadata),
         )
 
+    def weights_changed(self) -> None:
+        """Nothing here depends on weights."""
+
+    def found(self) -> dict[str, Any]:
+        """What the worker has to say at the end."""
+        return {}
+
     def _copies(self, jobs: Any) -> KVConnectorOutput | None:
         if jobs is None:
             return None
@@ -122,7 +133,7 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
 
     def told(plugin: dict[str, Any], groups: int = 1) -> str:
         try:
-            scheduler_for(job | {"plugin": plugin}, groups)
+            scheduler_for(job | {"plugin": plugin, "worker_first": "kv_transfer_config" in plugin}, groups)
         except Exception as error:  # noqa: BLE001  # the test reads whatever was raised
             return f"{type(error).__name__}: {error}"
         return ""
@@ -137,7 +148,7 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def harry(scheduler: Any, rng: random.Random) -> None:
+def harry(scheduler: Any, worker: Any, rng: random.Random, resets: bool) -> None:
     """Now and then somebody is aborted, forced out, or everything is reset, whatever is in flight."""
     chance = rng.random()
     alive = [name for name, request in scheduler.requests.items() if not request.is_finished()]
@@ -145,20 +156,42 @@ def harry(scheduler: Any, rng: random.Random) -> None:
         scheduler.finish_requests(rng.choice(alive), RequestStatus.FINISHED_ABORTED)
     elif chance < 0.10 and scheduler.running:
         scheduler.preempt_at_next_step(rng.choice(scheduler.running).request_id)
-    elif chance < 0.105:
+    elif resets and (chance < 0.105 or (chance > 0.5 and loaded_and_waiting(scheduler))):
+        worker.weights_changed()
         # vLLM gives up on a reset while somebody is being loaded; whoever asked would try again.
         with contextlib.suppress(RuntimeError):
             scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
+def loaded_and_waiting(scheduler: Any) -> int:
+    """How many have been loaded but found no further block. Rare, and a reset then easily goes wrong."""
+    return sum(
+        request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0
+        for request in scheduler.requests.values()
+    )
+
+
 def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     if "refusals" in job:
-        Path(result_path).write_text(json.dumps({"messages": refusals(job)}))
-        return
+        result: Any = {"messages": refusals(job)}
+    elif "seeds" in job:
+        result = {"runs": [run(job | {"seed": seed}) for seed in job["seeds"]]}
+    else:
+        result = run(job)
+    Path(result_path).write_text(json.dumps(result))
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
     scheduler = scheduler_for(job)
     arriving = deque(made_requests(job))
-    worker, flying = Worker(job.get("late", 3)), deque[tuple[Any, dict[str, bool]]]()
+    worker: Any = Worker(job.get("late", 3))
+    if job.get("symbolic"):
+        from tests.vllm.symbolic import SymbolicWorker  # here: it needs the plugin, which stock vLLM does without
+
+        worker = SymbolicWorker(scheduler, list(arriving), BLOCK, job["seed"])
+    # What was scheduled is executed at once and in order, as in an engine; only the answer may be read later.
+    flying = deque[tuple[Any, ModelRunnerOutput]]()
     schedule: list[Any] = []
     depth = 2 if job["asynchronous"] else 1
     rng = random.Random(job["seed"])
@@ -167,22 +200,21 @@ def main(job_path: str, result_path: str) -> None:
             if arriving:
                 scheduler.add_request(arriving.popleft())
         if not arriving and not scheduler.has_requests():
-            break
+            if not flying:
+                break
+            scheduler.update_from_output(*flying.popleft())
+            continue
         if job.get("harry"):
-            harry(scheduler, rng)
+            harry(scheduler, worker, rng, job.get("resets", True))
         output = scheduler.schedule()
         sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         preempted = sorted(getattr(output, "preempted_req_ids", None) or ())
         schedule.append([dict(sorted(output.num_scheduled_tokens.items())), preempted])
-        flying.append((output, sampled))
+        flying.append((output, worker.execute(output, sampled)))
         if len(flying) == depth:
-            done, sampled = flying.popleft()
-            scheduler.update_from_output(done, worker.execute(done, sampled))
-    while flying:
-        done, sampled = flying.popleft()
-        scheduler.update_from_output(done, worker.execute(done, sampled))
+            scheduler.update_from_output(*flying.popleft())
     pool = scheduler.kv_cache_manager.block_pool
-    result = {
+    return {
         "version": vllm.__version__,
         "base": [base.__name__ for base in type(scheduler).__mro__],
         "schedule": schedule,
@@ -190,8 +222,7 @@ def main(job_path: str, result_path: str) -> None:
         "device_blocks": pool.num_gpu_blocks,
         "stats": scheduler.connector.stats() if scheduler.connector is not None else {},
         "unfinished": len(scheduler.requests),
-    }
-    Path(result_path).write_text(json.dumps(result))
+    } | worker.found()
 
 
 if __name__ == "__main__":

@@ -42,6 +42,23 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         transfer(kv_connector_module_path=None) | {"kv_offloading_size": 1.0},
         ("kv-offloading-size",),
     ),
+    "another connector": (
+        transfer(kv_connector="ExampleConnector", kv_connector_module_path=None),
+        ("ExampleConnector", "KVPolicyConnector"),
+    ),
+    "several connectors": (
+        transfer(
+            kv_connector="MultiConnector",
+            kv_connector_module_path=None,
+            kv_connector_extra_config={"connectors": [TRANSFER]},
+        ),
+        ("MultiConnector",),
+    ),
+    "speculative decoding": (
+        GOOD | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+        ("speculative",),
+    ),
+    "context parallelism": (GOOD | {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, ("context",)),
     "pipeline parallelism": (GOOD | {"pipeline_parallel_size": 2}, ("pipeline",)),
 }
 

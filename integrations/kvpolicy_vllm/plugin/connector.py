@@ -41,8 +41,10 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self.slots = host_slots(self.settings, self.block_bytes, vllm_config.parallel_config.world_size)
         self.controller: Controller | None = None
         self.copier: Copier | None = None
-        if role == KVConnectorRole.SCHEDULER:
+        if role == KVConnectorRole.WORKER:
+            # Here, because the workers come first: the scheduler would see the memory that they have taken.
             self.settings.refuse_too_much_memory()
+        else:
             self.controller = Controller(self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes)
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()

@@ -59,6 +59,9 @@ class Controller:
         self._scheduler: Any = None
         self._step = Step(-1, clock())
         self._steps = 0
+        self._scheduling = False
+        self._between_steps = 0
+        """Preemptions since the last step was scheduled: a reset's, which belong to the next one."""
         self._in_flight: dict[int, Step] = {}
         self._preemptions = 0
         self._salt = uuid.uuid4().bytes
@@ -98,14 +101,15 @@ class Controller:
     @property
     def unsettled(self) -> bool:
         """Whether an idle engine should go on stepping: something is still to be told."""
-        return self.tally.unreported
+        return self.tally.urgent
 
     # ---- from the scheduler ----
 
     def step_begins(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._step = Step(self._steps, self.clock())
+        self._step = Step(self._steps, self.clock(), preemptions=self._between_steps)
         self._steps += 1
+        self._scheduling, self._between_steps = True, 0
 
     def preempting(self, request: Any, cause: Cause) -> None:
         """A request is about to lose its blocks: decide, and queue the save where it is to be swapped."""
@@ -120,9 +124,12 @@ class Controller:
         except Exception:  # noqa: BLE001
             self._complain("error", "deciding failed; recomputing")
             self.tally.add("preemptions", intended="recompute", executed="recompute", cause=cause)
-        self._step.preemptions += 1
+        if self._scheduling:
+            self._step.preemptions += 1
+        else:
+            self._between_steps += 1
         opened = OpenPreemption(
-            preemption_id, request.request_id, kind, request.num_computed_tokens, self.clock(), self._step.number
+            preemption_id, request.request_id, kind, request.num_computed_tokens, self.clock(), self._step_number
         )
         earlier = self.ledger.preempted(opened)
         if earlier is not None and self.journal is not None:
@@ -130,6 +137,7 @@ class Controller:
 
     def step_scheduled(self, output: Any) -> None:
         """After ``schedule()``: computed tokens are advanced, jobs are taken."""
+        self._scheduling = False
         scheduled = output.num_scheduled_tokens
         step, scheduler = self._step, self._scheduler
         self.ledger.count(step, scheduled, scheduler.requests)
@@ -155,7 +163,8 @@ class Controller:
             if self.journal is not None:
                 self.journal.outcome(outcome)
         if self.journal is not None:
-            self.journal.step(step, output, self._scheduler, now)
+            if step.scheduled_tokens or step.preemptions or step.saves or self._scheduler.requests:
+                self.journal.step(step, output, self._scheduler, now)
             self._count_dropped()
         self._set_gauges()
 
@@ -188,11 +197,9 @@ class Controller:
             first = (total - load_tokens) // self._block_size
             last = -(-total // self._block_size)
             self.copies.begin_load(request_id, first, tuple(block_ids[first:last]), load_tokens)
-            if opened is not None:
-                opened.local_hit_tokens = total - load_tokens
         elif copy is not None and copy.load_tokens == 0:
             # It fits what is cached locally, or vLLM would not load: the copy has served.
-            self.copies.forget(request_id)
+            self._forget(request_id)
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.clock()
 
@@ -281,6 +288,7 @@ class Controller:
     def _save(self, request: Any, situation: Preemption, decision: Decision, identity: dict[str, Any]) -> None:
         blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
         needed = tuple(blocks[: situation.held_blocks])
+        self._forget(request.request_id)
         copy = self.copies.save(request.request_id, identity["preemption_id"], situation.computed_tokens, needed)
         self._undecided[copy.copy_id] = (situation, decision, identity)
 
@@ -312,8 +320,8 @@ class Controller:
             "decision_id": f"{preemption_id}-0",
             "request": self.anonymous(request.request_id),
             "generation": request.num_preemptions,
-            "step": self._step.number,
-            "overflow_id": f"{self.core}-{self._step.number}",
+            "step": self._step_number,
+            "overflow_id": f"{self.core}-{self._step_number}",
         } | dict(self._labels)
 
     def anonymous(self, request_id: str) -> str:
@@ -381,6 +389,11 @@ class Controller:
         self._write(situation, decision, identity)
 
     # ---- at start-up ----
+
+    @property
+    def _step_number(self) -> int:
+        """The step a preemption now belongs to."""
+        return self._step.number if self._scheduling else self._steps
 
     @property
     def _block_size(self) -> int:

@@ -83,10 +83,7 @@ class Copier(ABC):
     ) -> None:
         self.device_segments = device_segments
         self.pinned = pin_memory and device_segments[0].device.type != "cpu"
-        self.host_segments = [
-            torch.empty((slots, segment.shape[1]), dtype=segment.dtype, pin_memory=self.pinned)
-            for segment in device_segments
-        ]
+        self.host_segments = [self.host_memory((slots, segment.shape[1]), segment.dtype) for segment in device_segments]
         self.block_bytes = sum(segment.shape[1] * segment.element_size() for segment in device_segments)
         self.segment_bytes = device_segments[0].shape[1] * device_segments[0].element_size()
         self.transfers: list[Transfer] = []
@@ -96,7 +93,12 @@ class Copier(ABC):
         self._sleep = sleep
         self._valid: set[int] = set()
         self._loading: deque[tuple[Job, float, float, float, int]] = deque()
+        self._saving: deque[tuple[Job, float, float, float]] = deque()
         self._failed_loads: list[Job] = []
+
+    def host_memory(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host pool for one segment."""
+        return torch.empty(shape, dtype=dtype)
 
     @abstractmethod
     def copy_out(self, job: Job) -> None:
@@ -106,6 +108,10 @@ class Copier(ABC):
     def copy_in(self, job: Job) -> None:
         """Host slots to device blocks, ordered after every step that was launched."""
 
+    def save_seconds(self, job: Job, called_s: float) -> float | None:
+        """What ``copy_out`` of this job took; None while it still runs. ``called_s``: how long the call took."""
+        return called_s
+
     def copied_in(self, job: Job) -> bool:
         """Whether ``copy_in`` of this job has finished. Raises :class:`CopyError` where it failed on the way."""
         return True
@@ -113,15 +119,26 @@ class Copier(ABC):
     def save(self, job: Job) -> None:
         """Make the copy, or remember that there is none."""
         submit = self._clock()
-        start, end = submit, submit
         try:
-            start, end = self._promise("save", len(job.slots), submit)
             self.copy_out(job)
-            self._sleep(max(0.0, end - self._clock()) if self._link else 0.0)
-            self._valid.add(job.copy_id)
-            self._record(job, "save", True, submit, start, self._clock(), 0)
         except RuntimeError as error:
-            self._record(job, "save", False, submit, start, self._clock(), 0, str(error))
+            self._record(job, "save", False, submit, submit, self._clock(), 0, str(error))
+            return
+        start, end = self._promise("save", len(job.slots), submit)
+        if self._link is not None:
+            self._sleep(max(0.0, end - self._clock()))
+        self._valid.add(job.copy_id)
+        self._saving.append((job, submit, start, self._clock() - start))
+        self._record_saved()
+
+    def _record_saved(self) -> None:
+        while self._saving:
+            job, submit, start, called_s = self._saving[0]
+            took = self.save_seconds(job, called_s)
+            if took is None:
+                return
+            self._record(job, "save", True, submit, start, start + took, 0)
+            self._saving.popleft()
 
     def load(self, job: Job) -> None:
         """Begin to bring a copy back; a copy that was never made fails at once."""
@@ -130,18 +147,20 @@ class Copier(ABC):
         try:
             if job.copy_id not in self._valid:
                 raise CopyError("there is no whole copy to load")
-            start, end = self._promise("load", len(job.slots), submit)
             self.copy_in(job)
-            self._loading.append((job, submit, start, end, queued))
         except RuntimeError as error:
             self._failed_loads.append(job)
             self._record(job, "load", False, submit, submit, self._clock(), queued, str(error))
+            return
+        start, end = self._promise("load", len(job.slots), submit)
+        self._loading.append((job, submit, start, end, queued))
 
     def drop(self, copy_ids: Iterable[int]) -> None:
         self._valid.difference_update(copy_ids)
 
     def poll(self, idle: bool = False) -> list[Finished]:
         """Loads that finished since the last call, each once. ``idle``: nothing else to do, so wait a moment."""
+        self._record_saved()
         finished = [Finished(job, False) for job in self._failed_loads]
         self._failed_loads = []
         if idle and self._loading and not finished:
@@ -153,7 +172,7 @@ class Copier(ABC):
                     break
                 self._record(job, "load", True, submit, start, max(end, self._clock()), queued)
                 finished.append(Finished(job, True))
-            except CopyError as error:
+            except RuntimeError as error:
                 self._record(job, "load", False, submit, start, self._clock(), queued, str(error))
                 finished.append(Finished(job, False))
             self._loading.popleft()

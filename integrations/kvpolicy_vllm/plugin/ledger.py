@@ -25,6 +25,8 @@ class OpenPreemption:
     preempted_s: float
     first_step: int
     admitted_s: float | None = None
+    resumed: bool = False
+    """Whether a step has computed anything of it since."""
     local_hit_tokens: int = 0
     loaded_tokens: int = 0
     recomputed_tokens: int = 0
@@ -133,6 +135,9 @@ class Ledger:
 
     def _count_request(self, step: Step, request_id: str, start: int, end: int) -> None:
         lost = self._lost[request_id]
+        opened = self._open.get(request_id)
+        if opened is not None and not opened.resumed:
+            opened.resumed, opened.local_hit_tokens = True, max(0, start - opened.loaded_tokens)
         position = start
         for tokens, who in lost:
             stop = min(end, tokens)
@@ -142,7 +147,6 @@ class Ledger:
             who.last_step = step.number
             step.repeated.append(_repeated(who, position, stop, start, end))
             position = stop
-        opened = self._open.get(request_id)
         if opened is not None and end >= opened.tokens:
             opened.last_step = step.number
             step.back.append(self._open.pop(request_id))

@@ -22,7 +22,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "predicted_cost_microseconds": ("Engine time that what was executed was expected to cost.", ("executed",)),
     "victim_delay_microseconds": ("Measured delay of preempted requests, less their wait for blocks.", ("executed",)),
     "wait_blocks_microseconds": ("Measured wait of preempted requests for free blocks.", ("executed",)),
-    "fallbacks": ("Decisions that were not executed as chosen.", ("reason",)),
+    "fallbacks": ("Recomputed for another reason than that the policy chose to.", ("reason",)),
     "records_dropped": ("Trace rows that could not be written.", ()),
     "extrapolated": ("Decisions outside what the cost model was trained on.", ()),
 }
@@ -35,7 +35,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def key(name: str, **labels: str) -> str:
-    return "|".join([name, *(f"{label}={value}" for label, value in labels.items())])
+    return "|".join([name, *(f"{label}={value.replace('|', '/')}" for label, value in labels.items())])
 
 
 class Tally:
@@ -61,6 +61,11 @@ class Tally:
     @property
     def unreported(self) -> bool:
         return bool(self._added) or self._gauges_moved
+
+    @property
+    def urgent(self) -> bool:
+        """Whether an idle engine should step once more to report. Dropped records can wait: a step makes new ones."""
+        return self._gauges_moved or any(at != "records_dropped" for at in self._added)
 
     def report(self) -> KVPolicyStats | None:
         """What changed since the last report, or None."""
@@ -114,7 +119,7 @@ class KVPolicyPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for at, amount in transfer_stats_data.get("counters", {}).items():
-            self._child(at, engine_idx).inc(amount)
+            self._child(at, engine_idx).inc(max(0, amount))
         for at, value in transfer_stats_data.get("gauges", {}).items():
             self._child(at, engine_idx).set(value)
 

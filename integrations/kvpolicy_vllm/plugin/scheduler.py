@@ -31,8 +31,10 @@ class Asking:
         super().__init__(*args, **kwargs)
         connector = getattr(self, "connector", None)
         if not isinstance(connector, KVPolicyConnector) or connector.controller is None:
+            found = "there is none" if connector is None else f"there is {type(connector).__name__}"
             raise UnsupportedEngine(
-                "--scheduler-cls kvpolicy_vllm.AdaptiveScheduler needs the connector too: --kv-transfer-config "
+                f"--scheduler-cls kvpolicy_vllm.AdaptiveScheduler needs its own connector and {found}: "
+                "--kv-transfer-config "
                 '\'{"kv_connector": "KVPolicyConnector", "kv_role": "kv_producer", '
                 '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"policy": "..."}}\'; '
                 "--kv-offloading-size puts another one in its place"
@@ -68,8 +70,14 @@ class Asking:
         self.kvpolicy.forget_saved()
         for request in self.requests.values():
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                # Its load may be on the way: let it end as a failed one.
                 request.num_computed_tokens = 0
                 self.failed_recving_kv_req_ids.add(request.request_id)
+            elif request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0:
+                # Loaded, but not yet admitted for want of a block: vLLM's own reset would leave it what it holds.
+                self.kv_cache_manager.free(request)
+                self._inflight_prefills.discard(request)
+                request.num_computed_tokens = 0
         return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
 
     # ---- for tools that drive an engine in process ----
@@ -78,6 +86,8 @@ class Asking:
     running: list[Any]
     waiting: Any
     failed_recving_kv_req_ids: set[str]
+    kv_cache_manager: Any
+    _inflight_prefills: set[Any]
 
     def preempt_at_next_step(self, request_id: str) -> None:
         """Force a running request out at the next step; it can come back from the step after that on."""
