@@ -14,6 +14,7 @@ from kvpolicy import trace as traces
 from kvpolicy.cost.steps import attribute
 from kvpolicy.trace import Header, Trace
 from kvpolicy_vllm.bench.finishing import ProfileReport
+from kvpolicy_vllm.bench.job import Noise
 from kvpolicy_vllm.bench.parts import QUICK, Extent, parts_of
 from kvpolicy_vllm.bench.profile import UNFINISHED, profile
 from kvpolicy_vllm.bench.selfcheck import judge, self_checks
@@ -200,6 +201,12 @@ def test_passes_are_interleaved_over_block_sizes_and_pinning() -> None:
     assert [part.name for part in parts_of(QUICK, device=False)] == ["b32-pass0", "b64-pass0", "b64-pass1", "b32-pass1"]
     with_device = parts_of(replace(QUICK, block_sizes=(16,)), device=True)
     assert [(part.number, part.pin_memory) for part in with_device] == [(0, True), (0, False), (1, False), (1, True)]
+
+
+def test_a_noisy_machine_gets_more_repeats_up_to_a_limit() -> None:
+    assert Noise.of([1.0, 1.1, 1.0, 0.9, 1.0]).factor == 1
+    assert Noise.of([1.0, 1.2, 1.0, 0.85, 1.0]).factor == 2
+    assert Noise.of([1.0, 9.0, 1.0, 1.0, 1.0]).factor == 3
 
 
 def test_the_self_check_judges_by_its_interval() -> None:

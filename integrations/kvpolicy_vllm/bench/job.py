@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -56,4 +57,4 @@ class Noise:
     @property
     def factor(self) -> int:
         """By how much to multiply repeats: the variance that is too much, made up for as far as is bearable."""
-        return max(1, min(MOST_EXTRA, round((self.variation / NOISE_LIMIT) ** 2)))
+        return max(1, min(MOST_EXTRA, math.ceil((self.variation / NOISE_LIMIT) ** 2)))

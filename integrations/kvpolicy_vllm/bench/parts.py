@@ -46,7 +46,7 @@ class Extent:
         return Span(FEWEST_TOKENS, most, self.most_others, self.most_batch_tokens, length)
 
 
-QUICK = Extent((32, 64), 24, 2, 1, 6, 1500, 7, 6000, 4096)
+QUICK = Extent((32, 64), 24, 2, 1, 10, 1500, 7, 6000, 4096)
 FULL_CPU = Extent((32, 64, 128), 40, 3, 2, 10, 3000, 15, 12000, 8192)
 FULL_DEVICE = Extent((16, 32, 64, 128), 48, 3, 2, 10, 12000, 15, 60000, 16384)
 
