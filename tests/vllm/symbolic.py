@@ -1,0 +1,151 @@
+"""A made-up worker whose KV cache holds symbols: which token, at which position, under which weights.
+
+A real model hides a wrong KV entry behind tokens that look plausible, and is slow. Here every context position that
+a step reads is compared with what has to be there, while saves and loads fail and loads come late at random.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from kvpolicy_vllm.plugin.jobs import Direction, Job, StepJobs, Transfer, Transfers
+from tests.vllm.alone import loaded_and_waiting
+
+SAVE_FAILS, LOAD_FAILS, MOST_LATE = 0.1, 0.15, 4
+NOTHING, HALF_COPIED = -1, -2
+POSITIONS, TOKENS = 1 << 12, 1 << 12
+WRONG_SHOWN = 20
+
+
+class SymbolicWorker:
+    """Executes each step when it is scheduled, as an engine's worker does; draws its faults from ``seed``."""
+
+    def __init__(self, scheduler: Any, requests: list[Request], block: int, seed: int) -> None:
+        self._scheduler, self._requests, self._block = scheduler, requests, block
+        self._rng = random.Random(f"faults {seed}")
+        self._texts = {request.request_id: _text(request) for request in requests}
+        self._device = np.full((scheduler.kv_cache_manager.block_pool.num_gpu_blocks, block), NOTHING)
+        self._host = np.full((scheduler.kvpolicy.copies.pool.total, block), NOTHING)
+        self._saved: dict[int, tuple[int, ...]] = {}
+        """Slots of every whole copy, by ``copy_id``."""
+        self._loading: deque[tuple[int, Job, bool]] = deque()
+        self._weights, self._steps = 0, 0
+        self._wrong: list[str] = []
+        self._counts = {"positions_read": 0, "partial_loads": 0, "resets": 0, "reset_when_loaded_and_waiting": 0}
+
+    def weights_changed(self) -> None:
+        """To be called right before the reset that goes with it."""
+        self._weights += 1
+        self._counts["resets"] += 1
+        self._counts["reset_when_loaded_and_waiting"] += loaded_and_waiting(self._scheduler) > 0
+
+    def found(self) -> dict[str, Any]:
+        """What was wrong, and how often something worth testing came about."""
+        garbled = [
+            request.request_id
+            for request in self._requests
+            if list(request.all_token_ids) != self._texts[request.request_id][: request.num_tokens].tolist()
+        ]
+        undecided = len(self._scheduler.kvpolicy._undecided)
+        return self._counts | {"wrong": self._wrong[:WRONG_SHOWN], "garbled": garbled, "undecided": undecided}
+
+    def execute(self, output: Any, sampled: dict[str, bool]) -> ModelRunnerOutput:
+        """Saves come before the step's own writes, loads after them."""
+        self._steps += 1
+        jobs: StepJobs = output.kv_connector_metadata
+        done = [self._save(job) for job in jobs.saves]
+        ends = {name: self._compute(name, count) for name, count in output.num_scheduled_tokens.items()}
+        for job in jobs.loads:
+            self._begin_load(job)
+        for copy_id in jobs.dropped:
+            self._saved.pop(copy_id, None)
+        return ModelRunnerOutput(
+            req_ids=list(ends),
+            req_id_to_index={name: i for i, name in enumerate(ends)},
+            sampled_token_ids=[[int(self._texts[name][end])] if sampled[name] else [] for name, end in ends.items()],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=self._finished(done),
+        )
+
+    def _compute(self, name: str, count: int) -> int:
+        """Read the context, write ``count`` positions after it; returns where they end."""
+        end = self._scheduler.requests[name].num_computed_tokens
+        start = end - count
+        positions = np.arange(end)
+        blocks = np.array(self._scheduler.kv_cache_manager.get_block_ids(name)[0])[positions // self._block]
+        right = (self._weights * TOKENS + self._texts[name][:end]) * POSITIONS + positions
+        there = self._device[blocks, positions % self._block]
+        different = np.flatnonzero(there[:start] != right[:start])
+        if different.size:
+            at = different[0]
+            self._wrong.append(
+                f"step {self._steps}, {name}: {different.size} of {start} positions, first {at}: "
+                f"{_named(there[at])} instead of {_named(right[at])}"
+            )
+        self._counts["positions_read"] += start
+        self._device[blocks[start:], positions[start:] % self._block] = right[start:]
+        return end
+
+    def _save(self, job: Job) -> Transfer:
+        ok = self._rng.random() >= SAVE_FAILS
+        self._host[list(job.slots)] = self._device[list(job.block_ids)] if ok else HALF_COPIED
+        if ok:
+            self._saved[job.copy_id] = job.slots
+        return self._transfer(job, "save", ok)
+
+    def _begin_load(self, job: Job) -> None:
+        whole = self._saved.get(job.copy_id)
+        self._counts["partial_loads"] += whole is not None and whole[0] != job.slots[0]
+        ok = whole is not None and self._rng.random() >= LOAD_FAILS
+        self._loading.append((self._steps + self._rng.randint(0, MOST_LATE), job, ok))
+
+    def _finished(self, done: list[Transfer]) -> KVConnectorOutput:
+        """Loads touch host and device as late as they may, so that nothing may be given away before."""
+        failed: list[Job] = []
+        finished: set[str] = set()
+        while self._loading and self._loading[0][0] <= self._steps:
+            _, job, ok = self._loading.popleft()
+            self._device[list(job.block_ids)] = self._host[list(job.slots)] if ok else HALF_COPIED
+            done.append(self._transfer(job, "load", ok))
+            finished.add(job.request_id)
+            failed += [] if ok else [job]
+        return KVConnectorOutput(
+            finished_recving=finished or None,
+            kv_connector_worker_meta=Transfers(done) if done else None,
+            **_failures(failed),
+        )
+
+    def _transfer(self, job: Job, direction: Direction, ok: bool) -> Transfer:
+        size = self._scheduler.kvpolicy.copies.block_bytes * len(job.slots)
+        return Transfer(job.copy_id, direction, ok, size, 1, size, False, 0, 0.0, 0.0, 0.0, "" if ok else "made up")
+
+
+def _text(request: Request) -> np.ndarray:
+    """The prompt and all that the request will ever say: its own words, so that no two texts are alike by chance."""
+    rng = random.Random(f"text {request.request_id}")
+    said = [rng.randrange(1, 1000) for _ in range(request.max_tokens + 1)]
+    return np.array([*request.prompt_token_ids, *said])
+
+
+def _failures(failed: list[Job]) -> dict[str, Any]:
+    """vLLM 0.32 and later take failures by request, earlier versions by block."""
+    if any(field.name == "failed_recving" for field in dataclasses.fields(KVConnectorOutput)):
+        return {"failed_recving": {job.request_id for job in failed} or None}
+    return {"invalid_block_ids": {block for job in failed for block in job.block_ids}}
+
+
+def _named(symbol: int) -> str:
+    if symbol < 0:
+        return {NOTHING: "nothing", HALF_COPIED: "half a copy"}[int(symbol)]
+    rest, position = divmod(int(symbol), POSITIONS)
+    weights, token = divmod(rest, TOKENS)
+    return f"token {token} of position {position} under weights {weights}"

@@ -1,0 +1,79 @@
+"""Every context position of every step is right, whatever fails, comes late, is aborted, forced out or reset.
+
+The scheduler alone drives a worker with symbolic KV (`tests.vllm.symbolic`), so that whole runs take seconds.
+``KVPOLICY_VLLM_SOURCES`` adds versions as in `test_same_schedule`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm import harness
+from tests.vllm.test_same_schedule import BASE, SOURCES, run_alone
+
+sources = pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
+modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+SEEDS = range(1, 5)
+RESET_SEEDS = range(1, 25)
+"""More, because the moment to be met comes about in one run of five."""
+
+
+def runs(model: str, folder: Path, source: str, seeds: range, **more: Any) -> list[dict[str, Any]]:
+    """One run per seed, all in one process: most of the time of a single one would go into importing vLLM."""
+    plugin = harness.plugin("random:0.7")
+    size = {"requests": 80, "blocks": 140, "budget": 512}
+    job = BASE | size | {"model": model, "plugin": plugin, "symbolic": True, "harry": True, "seeds": [*seeds]}
+    return run_alone(job | more, folder, source)["runs"]
+
+
+def assert_right(found: dict[str, Any]) -> None:
+    assert found["wrong"] == []
+    assert found["garbled"] == [], "tokens lost or repeated"
+    assert found["unfinished"] == 0
+    assert found["undecided"] == 0, "decisions never counted"
+    harness.assert_nothing_left(found)
+    assert harness.total(found["stats"], "fallbacks", reason="error") == 0
+
+
+def assert_eventful(found: dict[str, Any]) -> None:
+    """The run really did what it is there to test."""
+    stats = found["stats"]
+    assert found["positions_read"] > 100_000
+    assert harness.total(stats, "preemptions", executed="swap") > 20
+    assert harness.total(stats, "loaded_tokens") > 0
+    assert harness.total(stats, "fallbacks", reason="save_failed") > 0
+    assert harness.total(stats, "fallbacks", reason="load_failed") > 0
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-prefixes", "prefixes"])
+@modes
+@sources
+def test_every_position_is_right(
+    source: str, asynchronous: bool, prefix_caching: bool, model: str, tmp_path: Path
+) -> None:
+    done = runs(model, tmp_path, source, SEEDS, asynchronous=asynchronous, prefix_caching=prefix_caching, resets=False)
+    for found in done:
+        assert_right(found)
+        assert_eventful(found)
+    if prefix_caching:
+        assert sum(found["partial_loads"] for found in done), "no resume found part of its tokens on the device"
+
+
+@modes
+@sources
+def test_nothing_of_old_weights_is_read_after_a_reset(
+    source: str, asynchronous: bool, model: str, tmp_path: Path
+) -> None:
+    """Without prefix caching: with it, vLLM itself gives up on a reset while somebody is being loaded."""
+    done = runs(model, tmp_path, source, RESET_SEEDS, asynchronous=asynchronous, prefix_caching=False, resets=True)
+    for found in done:
+        assert_right(found)
+        assert_eventful(found)
+        assert found["resets"] > 0
+    # That moment is rare and easily got wrong.
+    assert sum(found["reset_when_loaded_and_waiting"] for found in done), "no reset met a loaded request that waits"
