@@ -158,8 +158,7 @@ def test_arrivals_are_kept_and_idle_engines_rest(model: str, tmp_path: Path) -> 
     requests = (Request(0.0, 40, 20), Request(1.0, 40, 20), Request(1.0, 300, 1))
     workload = Workload("by hand", requests, seed=0)
     with Arms(settings, tmp_path) as arms:
-        arms.start(Arm("one", None))
-        arms.start(Arm("other", "random:0.5"))
+        arms.start(Arm("one", None), Arm("other", "random:0.5"))
         idle = arms.pid("other")
         before = cpu_ticks(idle)
         runs = [arms.serve("one", workload, block) for block in range(2)]

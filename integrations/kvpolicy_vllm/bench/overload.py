@@ -37,11 +37,14 @@ class Arm:
     link: str | None = None
     host_gib: float = 1.0
     seed: int = 0
+    device_blocks: int | None = None
+    """Instead of what the settings say."""
 
     def arguments(self) -> dict[str, Any]:
+        memory = {} if self.device_blocks is None else {"num_gpu_blocks_override": self.device_blocks}
         if self.policy is None:
-            return {}
-        return plugin_arguments(self.policy, link=self.link, host_gib=self.host_gib, seed=self.seed)
+            return memory
+        return memory | plugin_arguments(self.policy, link=self.link, host_gib=self.host_gib, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Settings:
     """KV blocks; vLLM keeps one for itself."""
     block_size: int = 32
     context_tokens: int = 4096
-    running_requests: int = 64
+    running_requests: int = 128
     """At most, as far as memory goes."""
     step_tokens: int = 2048
 
@@ -155,17 +158,17 @@ class Arms:
         self.about: dict[str, dict[str, Any]] = {}
         """What each engine says of itself."""
 
-    def start(self, arm: Arm, device_blocks: int | None = None) -> None:
-        """Start an arm's engine; ``device_blocks`` instead of what the settings say."""
-        if arm.name in self._engines:
-            raise ValueError(f"arm {arm.name} is there already")
-        log = None if self._logs is None else self._logs / f"{self._started}-{_file_name(arm.name)}.log"
-        self._started += 1
-        engine = self._stack.enter_context(EngineProcess(SERVING, log))
-        more = {} if device_blocks is None else {"num_gpu_blocks_override": device_blocks}
-        arguments = self.settings.arguments() | arm.arguments() | more
-        self.about[arm.name] = engine.ask({"do": "start", "engine": arguments})
-        self._engines[arm.name] = engine
+    def start(self, *arms: Arm) -> None:
+        """Start these arms' engines. Their processes load side by side, the engines start one after the other."""
+        for arm in arms:
+            if arm.name in self._engines:
+                raise ValueError(f"arm {arm.name} is there already")
+            log = None if self._logs is None else self._logs / f"{self._started}-{_file_name(arm.name)}.log"
+            self._started += 1
+            self._engines[arm.name] = self._stack.enter_context(EngineProcess(SERVING, log))
+        for arm in arms:
+            job = {"do": "start", "engine": self.settings.arguments() | arm.arguments()}
+            self.about[arm.name] = self._engines[arm.name].ask(job)
 
     def stop(self, name: str) -> None:
         """End one arm's engine, where it has one."""

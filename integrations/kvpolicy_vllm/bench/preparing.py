@@ -1,8 +1,8 @@
 """What a profile has to know before its first engine starts: ``python -m kvpolicy_vllm.bench.preparing``.
 
 Takes one job, ``{"llm": FOLDER or null, "make": FOLDER, "seed": ...}``, makes the small model in ``make`` where no
-other is given, and answers ``{"llm": FOLDER, "device": whether there is an accelerator}``. In a process of its own,
-since importing vLLM binds this one to cores and takes seconds.
+other is given (``"shape"``: further arguments of :func:`make_llama`), and answers ``{"llm": FOLDER, "device": whether
+there is an accelerator}``. In a process of its own, since importing vLLM binds this one to cores and takes seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvpolicy_vllm.bench.models import make_llama
 
 def main() -> None:
     for job, answer in jobs():
-        llm = job["llm"] or str(make_llama(job["make"], job["seed"]))
+        llm = job["llm"] or str(make_llama(job["make"], job["seed"], **job.get("shape", {})))
         answer("result", {"llm": llm, "device": not current_platform.is_cpu()})
 
 
