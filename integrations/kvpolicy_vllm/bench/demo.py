@@ -181,7 +181,7 @@ class Loop:
         learned = f"cheapest:{model}"
         judged = evaluate([trace], [*FIXED, learned], seed=self._seed)
         for report in (profiled, trained, judged):
-            self._show.print(report.text(), highlight=False, markup=False)
+            self._show.print(report.text(), highlight=False, markup=False, soft_wrap=True)
         header = {"kind": "native"} if link is None else Link.parse(link).to_dict()
         return Measured(name, link, header, learned, trained.to_dict(), judged.to_dict())
 
