@@ -81,9 +81,9 @@ def evaluate(
 ) -> None:
     """Price policies on a trace: accuracy and regret against the oracle that knows both options."""
     report = kvpolicy.evaluate(traces=trace, policies=policy, seed=seed)
+    _show(report)
     if json_file:
         json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-    _show(report)
 
 
 @app.command(context_settings=SERVER_FLAGS)

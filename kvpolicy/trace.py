@@ -213,6 +213,12 @@ class Header:
         missing = sorted(names - values.keys())
         if missing:
             raise TraceError(f"{path}: field {missing[0]} is missing")
+        for name in ("block_size", "block_bytes"):
+            if type(values[name]) is not int or values[name] < 1:
+                raise TraceError(f"{path}: field {name} is {values[name]!r}, should be a whole number above 0")
+        for name, inside in (("link", "kind"), ("hardware", "device")):
+            if not isinstance(values[name], dict) or inside not in values[name]:
+                raise TraceError(f"{path}: field {name}.{inside} is missing")
         return cls(**{name: values[name] for name in names})
 
 
@@ -304,6 +310,11 @@ def core_folders(folder: Path) -> list[Path]:
     cores = sorted(path.parent for path in folder.glob("*/header.json"))
     if not cores:
         raise TraceError(f"{folder}: no */header.json inside: not a kvpolicy trace")
+    for table in sorted(folder.glob("*/*/part-*.parquet")):
+        if table.parent.parent not in cores and table.parent.name in SCHEMAS:
+            raise TraceError(
+                f"{table.parent.parent}: holds {table.parent.name} but no header.json; it was lost or moved"
+            )
     return cores
 
 

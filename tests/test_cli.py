@@ -127,7 +127,12 @@ def without_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A command in an interpreter where vllm and torch cannot be imported."""
     code = (
         f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'integrations')]!r}\n"
-        "sys.modules['vllm'] = sys.modules['torch'] = None\n"
+        "sys.modules['vllm'] = None\n"
+        # Not None for torch: SciPy looks for its classes in what sys.modules holds.
+        "class NoTorch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'torch': raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
         f"from kvpolicy.cli import main\nmain({list(arguments)!r})"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
