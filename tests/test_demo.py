@@ -50,14 +50,14 @@ def test_the_links_flag_is_read_back() -> None:
     assert Link.parse(flag(link)) == link
 
 
-def run(makespan_s: float, itl_s: tuple[tuple[float, ...], ...]) -> Run:
-    return Run("x", 0, makespan_s, (0.1,) * len(itl_s), itl_s, ((1,),) * len(itl_s), (), {}, 0, 0)
+def run(ttft_s: float, itl_s: tuple[tuple[float, ...], ...]) -> Run:
+    return Run("x", 0, 1.0, (ttft_s,) * len(itl_s), itl_s, ((1,),) * len(itl_s), (), {}, 0, 0)
 
 
 def test_targets_come_from_undisturbed_runs() -> None:
     found = targets_of([run(4.0, ((0.1, 0.3), ())), run(6.0, ((0.2,),))])
-    assert found.ttft_s == pytest.approx(2.5)
-    assert found.itl_s == pytest.approx(0.4)
+    assert found.ttft_s == pytest.approx(4.0 + 0.98 * 2.0)  # of 4, 4 and 6
+    assert found.itl_s == pytest.approx(1.25 * 0.2)
 
 
 def test_calm_requests_fit_into_memory_together() -> None:

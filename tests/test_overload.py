@@ -170,3 +170,11 @@ def test_an_arm_without_policy_is_stock() -> None:
     assert Arm("vllm", None).arguments() == {}
     extra = Arm("x", "always-swap", link="1e9,0.001").arguments()["kv_transfer_config"]["kv_connector_extra_config"]
     assert (extra["policy"], extra["link"]) == ("always-swap", "1e9,0.001")
+
+
+def test_arms_that_differ_only_in_policy_share_an_engine() -> None:
+    swap, threshold = Arm("a", "always-swap", "1e9"), Arm("b", "threshold:64", "1e9")
+    assert swap.engine == threshold.engine
+    assert swap.engine != Arm("a", "always-swap").engine, "another link"
+    assert swap.engine != Arm("a", None, "1e9").engine, "no plugin"
+    assert Arm("a", None, device_blocks=9).engine != Arm("a", None).engine

@@ -30,6 +30,8 @@ class Job:
     first_repeat: int
     """Repeats are numbered from here on: passes do not share numbers."""
     seed: int
+    most_extra: int = MOST_EXTRA
+    """Repeats are multiplied by that at most where the machine is noisy."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -43,7 +43,7 @@ class Measurement:
     def run(self) -> Noise:
         self._warm_up()
         noise = self._noise()
-        repeats = self._job.repeats * noise.factor
+        repeats = self._job.repeats * min(noise.factor, self._job.most_extra)
         pairs = self._job.check_pairs
         self._tell({"windows": repeats * len(self._job.states) * len(ARMS) + 2 * pairs * len(self._job.checks)})
         for repeat in range(repeats):
@@ -114,7 +114,7 @@ def measure(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     return {
         "core": driver.controller.core,
         "noise": asdict(noise),
-        "repeats": job.repeats * noise.factor,
+        "repeats": job.repeats * min(noise.factor, job.most_extra),
         "discarded": measurement.discarded,
         "records_dropped": driver.controller.recorder.dropped,
     }

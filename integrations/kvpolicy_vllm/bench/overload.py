@@ -1,4 +1,4 @@
-"""The same workload through several arms: one engine each, alive side by side, only one of them at work at a time.
+"""The same workload through several arms, their engines alive side by side, only one of them at work at a time.
 
 Importing this loads no engine.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,11 @@ class Arm:
     seed: int = 0
     device_blocks: int | None = None
     """Instead of what the settings say."""
+
+    @property
+    def engine(self) -> Arm:
+        """What arms of one engine have in common."""
+        return replace(self, name="", policy=None if self.policy is None else "")
 
     def arguments(self) -> dict[str, Any]:
         memory = {} if self.device_blocks is None else {"num_gpu_blocks_override": self.device_blocks}
@@ -147,58 +152,66 @@ def _total(stats: Mapping[str, float], name: str, label: str = "") -> int:
 
 
 class Arms:
-    """Engines side by side, one per arm. A context manager; an arm's engine starts when it is added."""
+    """Engines side by side. A context manager; an arm's engine starts when the arm is added.
+
+    Arms that differ only in policy share one engine, which changes policy between workloads: two processes of one and
+    the same program can differ by several percent in speed for as long as they live (where their memory came to lie),
+    and that must not pass for a difference between policies.
+    """
 
     def __init__(self, settings: Settings, logs: Path | None = None) -> None:
         self.settings = settings
         self._logs = logs
         self._stack = ExitStack()
-        self._engines: dict[str, EngineProcess] = {}
+        self._arms: dict[str, Arm] = {}
+        self._engines: dict[Arm, EngineProcess] = {}
         self._started = 0
-        self.about: dict[str, dict[str, Any]] = {}
-        """What each engine says of itself."""
 
     def start(self, *arms: Arm) -> None:
         """Start these arms' engines. Their processes load side by side, the engines start one after the other."""
+        new: dict[Arm, Arm] = {}
         for arm in arms:
-            if arm.name in self._engines:
+            if arm.name in self._arms:
                 raise ValueError(f"arm {arm.name} is there already")
-            log = None if self._logs is None else self._logs / f"{self._started}-{_file_name(arm.name)}.log"
-            self._started += 1
-            self._engines[arm.name] = self._stack.enter_context(EngineProcess(SERVING, log))
-        for arm in arms:
-            job = {"do": "start", "engine": self.settings.arguments() | arm.arguments()}
-            self.about[arm.name] = self._engines[arm.name].ask(job)
+            self._arms[arm.name] = arm
+            if arm.engine not in self._engines:
+                log = None if self._logs is None else self._logs / f"{self._started}-{_file_name(arm.name)}.log"
+                self._started += 1
+                self._engines[arm.engine] = self._stack.enter_context(EngineProcess(SERVING, log))
+                new[arm.engine] = arm
+        for engine, arm in new.items():
+            self._engines[engine].ask({"do": "start", "engine": self.settings.arguments() | arm.arguments()})
 
-    def stop(self, name: str) -> None:
-        """End one arm's engine, where it has one."""
-        engine = self._engines.pop(name, None)
-        if engine is not None:
-            engine.close()
+    def stop(self, *names: str) -> None:
+        """Take arms out, and end the engines that no other arm needs."""
+        left = {self._arms.pop(name).engine for name in names if name in self._arms}
+        for engine in left - {arm.engine for arm in self._arms.values()}:
+            self._engines.pop(engine).close()
 
     def pid(self, name: str) -> int:
         """Of an arm's engine process."""
-        return self._engines[name].pid
+        return self._engines[self._arms[name].engine].pid
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Arms whose engines are alive."""
-        return tuple(self._engines)
+        return tuple(self._arms)
 
     def serve(self, name: str, workload: Workload, block: int, gaps: bool = False, told: Told | None = None) -> Run:
         """Serve a workload; its prompts are drawn from its seed, so every arm gets the same."""
+        arm = self._arms[name]
         job = {
             "do": "serve",
             "requests": [[one.arrival_s, one.prompt_tokens, one.output_tokens] for one in workload.requests],
             "seed": workload.seed,
             "gaps": gaps,
+            "policy": arm.policy,
         }
 
         def news(values: dict[str, Any]) -> None:
             if told is not None:
                 told(name, values["tokens"], workload.output_tokens)
 
-        return Run.of(name, block, self._engines[name].ask(job, news))
+        return Run.of(name, block, self._engines[arm.engine].ask(job, news))
 
     def __enter__(self) -> Arms:
         return self

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy_vllm.bench.engine import device_arguments, plugin_arguments
-from kvpolicy_vllm.bench.job import Job
+from kvpolicy_vllm.bench.job import MOST_EXTRA, Job
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
 from kvpolicy_vllm.plugin.settings import GIB
 
@@ -39,6 +39,8 @@ class Extent:
     """Context of all running requests together."""
     model_tokens: int
     """The engine's ``max_model_len``, where the model can hold as many."""
+    most_extra: int = MOST_EXTRA
+    """Repeats are multiplied by that at most where the machine is noisy; 1 bounds the time a profile takes."""
 
     def span(self, model_tokens: int) -> Span:
         length = min(self.model_tokens, model_tokens)
@@ -107,6 +109,7 @@ class Rig:
             repeats=self.extent.repeats,
             first_repeat=part.number * 100,
             seed=self.seed,
+            most_extra=self.extent.most_extra,
         )
 
     def _engine_arguments(self, part: Part, trace: Path, span: Span, blocks: int) -> dict[str, Any]:

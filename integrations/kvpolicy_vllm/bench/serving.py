@@ -2,7 +2,8 @@
 
 Jobs (see :mod:`kvpolicy_vllm.bench.engine`): ``{"do": "start", "engine": {...}}`` with the arguments of
 :class:`vllm.LLM`, then ``{"do": "serve", "requests": [[arrival_s, prompt_tokens, output_tokens], ...], "seed": ...}``
-as often as wanted. The engine core runs in this process and is stepped here.
+as often as wanted, with ``"policy"`` by another policy than before. The engine core runs in this process and is stepped
+here.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class Serving:
 
     def serve(self, job: dict[str, Any], news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Serve every request to its end, each not before its arrival."""
+        if job.get("policy") is not None:
+            self._core.scheduler.kvpolicy.adopt(job["policy"])
         prompts = self._prompts(job)
         number = next(self._names)
         waiting = [(f"{number}-{i}", *request) for i, request in enumerate(job["requests"])]

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy import policy as policies
@@ -70,10 +71,8 @@ class Controller:
         # Decisions to swap whose save is not yet done: (situation, decision, identity).
         self._undecided: dict[int, tuple[Preemption, Decision, dict[str, Any]]] = {}
         self._complained: set[str] = set()
-        if self.policy.cost_model is not None:
-            link = header_link(settings.link)
-            self.policy.cost_model.check_fit(**engine_shape(vllm_config, kv_cache, block_bytes), link=link)
-            self.policy.cost_model.warm()
+        self._engine_shape = partial(engine_shape, vllm_config, kv_cache, block_bytes)
+        self._prepare(self.policy)
         self.journal: Journal | None = None
         if settings.trace is not None:
             header = header_of(settings, vllm_config, kv_cache, self.core, self.policy.name, slots, block_bytes)
@@ -87,6 +86,14 @@ class Controller:
     def pin(self, kind: Kind | None, labels: Mapping[str, Any] | None = None) -> None:
         """Execute ``kind`` at every following preemption and record it with ``labels``; None: ask the policy."""
         self._pinned, self._labels = kind, dict(labels or {})
+
+    def adopt(self, name: str) -> None:
+        """Decide by another policy from now on. Raises as at start-up where it cannot be loaded or does not fit."""
+        policy = policies.load(name)
+        self._prepare(policy)
+        self.tally.set("cost_model", 0, policy=self.policy.name, digest=self._model_digest())
+        self.policy, self._state = policy, policy.initial_state()
+        self.tally.set("cost_model", 1, policy=self.policy.name, digest=self._model_digest())
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges since the start, by ``name|label=value``."""
@@ -398,6 +405,11 @@ class Controller:
     @property
     def _block_size(self) -> int:
         return int(self._scheduler.block_size)
+
+    def _prepare(self, policy: policies.Policy) -> None:
+        if policy.cost_model is not None:
+            policy.cost_model.check_fit(**self._engine_shape(), link=header_link(self.settings.link))
+            policy.cost_model.warm()
 
     def _model_digest(self) -> str:
         return "" if self.policy.cost_model is None else str(self.policy.cost_model.digest)
