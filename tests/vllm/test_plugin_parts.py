@@ -181,7 +181,7 @@ def test_a_copy_that_was_dropped_cannot_be_loaded() -> None:
 
 
 def header() -> Header:
-    return Header("run", "production", "2026-01-01T00:00:00Z", "vllm 0", {}, {}, 32, 100, 10, 4, "always-swap")
+    return Header("run", "production", "2026-01-01T00:00:00Z", "vllm 0", {"device": "cpu"}, {}, 32, 100, 10, 4, "always-swap")
 
 
 ROW = {
