@@ -133,7 +133,11 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
 
     def told(plugin: dict[str, Any], groups: int = 1) -> str:
         try:
-            scheduler_for(job | {"plugin": plugin, "worker_first": "kv_transfer_config" in plugin}, groups)
+            own = {
+                "model": plugin.get("model", job["model"]),
+                "plugin": {k: v for k, v in plugin.items() if k != "model"},
+            }
+            scheduler_for(job | own | {"worker_first": "kv_transfer_config" in plugin}, groups)
         except Exception as error:  # noqa: BLE001  # the test reads whatever was raised
             return f"{type(error).__name__}: {error}"
         return ""
