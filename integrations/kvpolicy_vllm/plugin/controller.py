@@ -95,6 +95,16 @@ class Controller:
         self.policy, self._state = policy, policy.initial_state()
         self.tally.set("cost_model", 1, policy=self.policy.name, digest=self._model_digest())
 
+    @property
+    def next_step(self) -> int:
+        """The number that the next step will have in table ``steps``."""
+        return self._steps
+
+    def leave_out(self, seconds: float) -> None:
+        """Time since the last step that a tool took for itself: it is no part of the next one."""
+        if self.journal is not None:
+            self.journal.leave_out(seconds)
+
     def stats(self) -> dict[str, float]:
         """Counters and gauges since the start, by ``name|label=value``."""
         self._set_gauges()
