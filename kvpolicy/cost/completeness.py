@@ -65,7 +65,7 @@ def unbroken(line: Timeline, span: Span) -> Flags:
     until = np.minimum(np.maximum(span.last_row, span.involved_row) + AFTERMATH_STEPS, len(line.number))
     none_lost = _sum(lost, span.last_row, until) == 0
     none_doubtful = span.recorded | (_sum(doubtful, span.last_row, until) == 0)
-    return inside & none_lost & none_doubtful
+    return np.asarray(inside & none_lost & none_doubtful, dtype=np.bool_)
 
 
 def _holes(line: Timeline) -> tuple[Flags, Flags]:

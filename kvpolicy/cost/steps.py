@@ -44,11 +44,12 @@ def step_time_models(trace: Trace) -> dict[str, StepTimeModel]:
     return _models(trace, _cores(trace))
 
 
-def attribute(trace: Trace) -> Trace:
+def attribute(trace: Trace, models: Mapping[str, StepTimeModel] | None = None) -> Trace:
     """The trace with ``engine_s`` and ``others_delay_s`` of its outcomes, where empty, from its steps and transfers.
 
     An outcome whose steps or transfers are not all in the trace (dropped, or lost with a killed server) keeps them
-    empty: a part of a cost is no cost; see :mod:`kvpolicy.cost.completeness`. Raises TraceError, naming table and row,
+    empty: a part of a cost is no cost; see :mod:`kvpolicy.cost.completeness`. ``models``: what
+    :func:`step_time_models` returns for this trace, fitted here without it. Raises TraceError, naming table and row,
     for steps that contradict themselves.
     """
     outcomes = trace.table("outcomes")
@@ -58,7 +59,7 @@ def attribute(trace: Trace) -> Trace:
     engine_s, delay_s, tokens, loads = (np.zeros(len(ids)) for _ in range(4))
     whole = np.zeros(len(ids), dtype=np.bool_)
     cores = _cores(trace)
-    for name, model in _models(trace, cores).items():
+    for name, model in (_models(trace, cores) if models is None else models).items():
         core = cores[name]
         shares = _shares(core, model)
         at = _index_in(shares.preemption_id, ids)
