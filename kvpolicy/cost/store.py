@@ -103,7 +103,7 @@ def _put_in_place(scratch: Path, place: Path) -> None:
     except OSError:
         aside.rename(place)
         raise
-    shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def shipped() -> tuple[str, ...]:
@@ -125,7 +125,7 @@ def _find(name_or_folder: str | Path) -> Traversable:
         ships = next((shelf / folder.name for shelf in _shelves() if (shelf / folder.name / CARD).is_file()), None)
     if (folder / CARD).is_file():
         # Who gives a Path means a folder; a bare name may mean either.
-        if ships is not None and isinstance(name_or_folder, str):
+        if ships is not None and isinstance(name_or_folder, str) and str(ships) != str(folder.resolve()):
             warnings.warn(
                 f"cost model {folder}: the folder {folder.resolve()} is used, not the model that ships under this name",
                 ModelWarning,
