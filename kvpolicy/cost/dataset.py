@@ -15,7 +15,8 @@ from statistics import fmean, median
 from typing import Any
 
 from kvpolicy import trace as traces
-from kvpolicy.cost.steps import attribute
+from kvpolicy.cost.steps import attribute, common_step_time
+from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Kind, Preemption, situation_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
 from kvpolicy.trace import Header, Trace, TraceError
@@ -37,6 +38,8 @@ class Sample:
     core: str
     repeat: int
     preemption_id: str
+    victim_delay_s: float | None = None
+    others_delay_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Dataset:
     digests: tuple[str, ...]
     left_out: Mapping[str, int]
     """Preemptions and states that could not be used, by reason."""
+    step_time: StepTimeModel | None = None
+    """d0 of all cores together, which are of one machine and model; None where they hold too few undisturbed steps."""
 
     def moves_of(self, states: Iterable[State]) -> tuple[Move, ...]:
         """The transfers that belong to windows of these states."""
@@ -153,6 +158,7 @@ def dataset_of(given: Mapping[str, Trace]) -> Dataset:
         headers=headers,
         digests=tuple(trace.digest() for trace in read.values()),
         left_out=dict(left_out),
+        step_time=common_step_time(list(read.values())),
     )
 
 
@@ -232,7 +238,10 @@ def _sample(folder: str, number: int, row: Row, outcome: Row) -> Sample:
     for name in ("computed_tokens", "held_blocks", "block_size", "block_bytes", "segment_bytes"):
         if row[name] <= 0:
             raise TraceError(f"{folder}: table decisions, row {number}: {name} is {row[name]}, should be above 0")
-    return Sample(situation_of(row), row["arm"], outcome["engine_s"], row["core"], row["repeat"], row["preemption_id"])
+    return Sample(
+        situation_of(row), row["arm"], outcome["engine_s"], row["core"], row["repeat"], row["preemption_id"],
+        outcome["victim_delay_s"], outcome["others_delay_s"],
+    )  # fmt: skip
 
 
 def _state(name: str, arms: Mapping[Kind, list[Sample]]) -> State:
