@@ -65,20 +65,35 @@ class TrainReport:
             f"states: {self.training_states} trained on, {self.held_out_states} held out",
             "",
             "held-out error, |log(measured / predicted)| of a state's median:",
-            f"  {'option':<10} {'mean':>7} {'p90':>7} {'bias':>7} {'formula alone':>14} {'trees':>6} "
-            f"{'90% interval holds':>19}",
+            f"  {'option':<10} {'mean':>7} {'p90':>7} {'bias':>7} {'formula alone':>14} {'trees':>6}",
         ]
         for kind in KINDS:
-            score, holds = self.held_out[kind], self.held_out["coverage"][kind]
+            score = self.held_out[kind]
             lines.append(
                 f"  {kind:<10} {score['mean_error']:>7.1%} {score['p90_error']:>7.1%} {score['bias']:>+7.1%} "
-                f"{score['law_mean_error']:>14.1%} {self.trees[kind]:>6} {holds:>19.0%}"
+                f"{score['law_mean_error']:>14.1%} {self.trees[kind]:>6}"
             )
+        lines += ["", *self._coverage_lines(), *self._delay_lines()]
         lines += ["", *self._noise_lines(), *self._natural_lines()]
         if self.always_wins:
             lines.append(f"{self.always_wins} costs less in every state: here the cheapest policy is a constant")
         lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _coverage_lines(self) -> list[str]:
+        lines = ["90% interval holds, of held-out states; in brackets what so few can tell (95%):"]
+        for of, found in self.held_out["coverage"].items():
+            for one in [found, *(found["bins"] if len(found["bins"]) > 1 else [])]:
+                holds = "-" if one["holds"] is None else f"{one['holds']:.0%}"
+                told = f"{holds:>4} of {one['states']:<4} [{one['low']:.0%}, {one['high']:.0%}]"
+                lines.append(f"  {of:<10} {_span(one):<34} {told}")
+        return lines
+
+    def _delay_lines(self) -> list[str]:
+        return [
+            f"victim delay, {kind}: {score['mean_error']:.1%} mean error, bias {score['bias']:+.1%}"
+            for kind, score in self.held_out["victim_delay"].items()
+        ]
 
     def _noise_lines(self) -> list[str]:
         told = "not told" if self.variation is None else f"{self.variation:.1%} between identical undisturbed windows"
@@ -100,6 +115,16 @@ class TrainReport:
             f"{self.natural_extrapolated:.1%} outside the trained range of a feature that predictions depend on"
         ]
         return lines + [f"  {name}: {share:.1%} outside" for name, share in self.natural_outside.items() if share]
+
+
+def _span(one: Mapping[str, Any]) -> str:
+    if "tokens_from" not in one:
+        return "all"
+    sides = [
+        f"{name} {one[f'{name}_from'] or 0:g}" + ("+" if one[f"{name}_below"] is None else f"-{one[f'{name}_below']:g}")
+        for name in ("tokens", "running")
+    ]
+    return ", ".join(sides)
 
 
 def train(

@@ -24,8 +24,8 @@ from kvpolicy.cost.impossible import (
     refuse_sizes,
     spans_s,
 )
-from kvpolicy.cost.steps import attribute, step_time_models
-from kvpolicy.cost.steptime import StepTimeModel
+from kvpolicy.cost.steps import attribute, common_step_time, step_time_models
+from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Kind, Preemption, situation_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
 from kvpolicy.trace import Header, Trace, TraceError
@@ -44,6 +44,8 @@ class Sample:
     core: str
     repeat: int
     preemption_id: str
+    victim_delay_s: float | None = None
+    others_delay_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Dataset:
     """d0 by core; none of a core without steps enough to tell it."""
     floor: Floor = field(default_factory=lambda: Floor((), (), {}))
     """What the costs rest on."""
+    step_time: StepTimeModel | None = None
+    """d0 of all cores together, which are of one machine and model; None where they hold too few undisturbed steps."""
 
     def moves_of(self, states: Iterable[State]) -> tuple[Move, ...]:
         """The transfers that belong to windows of these states."""
@@ -170,6 +174,7 @@ def dataset_of(given: Mapping[str, Trace]) -> Dataset:
         left_out=dict(left_out),
         step_times=models,
         floor=floor_of(headers, models),
+        step_time=common_step_time(list(read.values())),
     )
 
 
@@ -265,7 +270,10 @@ def _outcomes(folder: str, trace: Trace) -> list[dict[str, Any]]:
 
 def _sample(folder: str, number: int, row: Row, outcome: Row) -> Sample:
     refuse_sizes(folder, number, row)
-    return Sample(situation_of(row), row["arm"], outcome["engine_s"], row["core"], row["repeat"], row["preemption_id"])
+    return Sample(
+        situation_of(row), row["arm"], outcome["engine_s"], row["core"], row["repeat"], row["preemption_id"],
+        outcome["victim_delay_s"], outcome["others_delay_s"],
+    )  # fmt: skip
 
 
 def _state(name: str, arms: Mapping[Kind, list[Sample]]) -> State:

@@ -29,7 +29,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "measured_cost_microseconds": (
-        "Engine time that the measured preemptions took, in all; noise may make it fall.", ("executed",)
+        "Engine time that the measured preemptions took, in all; noise may make it fall.",
+        ("executed",),
     ),
     "host_slots_used": ("Host slots (one KV block each) in use.", ()),
     "host_slots_total": ("Host slots in all.", ()),
