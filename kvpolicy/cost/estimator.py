@@ -24,6 +24,8 @@ Whole = NDArray[np.int64]
 
 FEWEST_GROUPS = 40
 """With fewer the residual is left out: it would learn noise."""
+ROWS_TO_DECIDE_BY = 100_000
+"""How many trees there are is decided on about so many rows, whole groups drawn; they are grown on all."""
 
 
 class _Times(RegressorMixin, BaseEstimator):
@@ -119,7 +121,7 @@ class BoostedRegressor(AnalyticRegressor):
     physics goes on growing: there a prediction is never below the one at the edge.
 
     After ``fit``: ``trees_``, ``physics_``, ``constants_``, ``unseen_misses_`` (log(measured / predicted) of each row
-    with weight by a fit without its group; None where there were too few groups).
+    with weight by a fit without its group; NaN for rows not drawn, None where there were too few groups).
     """
 
     def __init__(
@@ -158,16 +160,18 @@ class BoostedRegressor(AnalyticRegressor):
             self.booster_ = grow(x, wanted, self.columns_, self.trees_, self._growth(), weight)
 
     def _decide(self, x: Floats, seconds: Floats, weight: Floats, group: Whole) -> None:
+        drawn = _drawn(group, ROWS_TO_DECIDE_BY, self.random_state)
+        x, y, weight = x[drawn], seconds[drawn], weight[drawn]
         rows, folds = [], []
-        for seen, unseen in _folds(group, self.folds, self.random_state):
-            physics = self._calibrated(x[seen], seconds[seen], weight[seen])
-            wanted = np.log(seconds / physics.seconds(x))
+        for seen, unseen in _folds(group[drawn], self.folds, self.random_state):
+            physics = self._calibrated(x[seen], y[seen], weight[seen])
+            wanted = np.log(y / physics.seconds(x))
             booster = grow(x[seen], wanted[seen], self.columns_, self.max_trees, self._growth(), weight[seen])
-            rows.append(unseen)
+            rows.append(drawn[unseen])
             folds.append(Unseen(booster, x[unseen], wanted[unseen], weight[unseen]))
         counts = [count for count in TREE_COUNTS if count < self.max_trees] + [self.max_trees]
         self.trees_ = choose_tree_count(folds, counts)
-        self.unseen_misses_ = np.empty(len(x))
+        self.unseen_misses_ = np.full(len(seconds), np.nan)
         for row, fold in zip(rows, folds, strict=True):
             self.unseen_misses_[row] = fold.misses(self.trees_)
 
@@ -199,6 +203,17 @@ def _folds(group: Whole, folds: int, seed: int) -> Iterator[tuple[Whole, Whole]]
     hand = np.random.default_rng(seed).permutation(np.arange(len(names)) % hands)[number]
     for one in range(hands):
         yield np.flatnonzero(hand != one), np.flatnonzero(hand == one)
+
+
+def _drawn(group: Whole, most_rows: int, seed: int) -> Whole:
+    """All row numbers, or those of groups drawn at random that hold about as many rows as are wanted."""
+    if len(group) <= most_rows:
+        return np.arange(len(group))
+    names, number = np.unique(group, return_inverse=True)
+    order = np.random.default_rng(seed).permutation(len(names))
+    kept = np.cumsum(np.bincount(number)[order]) <= most_rows
+    kept[: 2 * FEWEST_GROUPS] = True
+    return np.flatnonzero(np.isin(number, order[kept]))
 
 
 def _weights(given: Any, seconds: Floats) -> Floats:
