@@ -22,8 +22,8 @@ from kvpolicy.cost.residual import TREE_COUNTS, Growth, Unseen, choose_tree_coun
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
-FEWEST_GROUPS = 40
-"""With fewer the residual is left out: it would learn noise."""
+FEWEST_GROUPS = 20
+"""With fewer nothing can be decided on unseen groups, and the residual is left out."""
 ROWS_TO_DECIDE_BY = 100_000
 """How many trees there are is decided on about so many rows, whole groups drawn; they are grown on all."""
 

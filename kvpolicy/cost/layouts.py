@@ -100,6 +100,8 @@ class Part:
     times: Times
     """Of all rows of the file."""
     left_out: tuple[str, ...] = ()
+    seconds: Floats | None = None
+    """Its times, in the file's unit, where they are not what the column holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +197,15 @@ def _generation_attention(rows: Rows) -> Iterator[Part]:
     seen = np.where((window > 0) & (window < length), window, length)
     flops = 4 * batch * heads * dim * seen
     moved = 2 * batch * kv_heads * dim * seen * ELEMENT_BYTES[NATIVE_DTYPE]
+    # The context of a sequence is split over idle multiprocessors: a tile is 128 tokens of one KV head's context.
     found: Features = {
         "batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "seen": seen,
         "window": window, "kernel": rows.codes("kernel_source"), "flops": flops, "bytes": moved,
-        "sharing": heads / kv_heads, "tiles": batch * kv_heads * _tiles(seen), "serial": seen * dim,
-        "sequences": batch * kv_heads, "row_outputs": batch * heads * dim,
+        "sharing": heads / kv_heads, "tiles": batch * kv_heads * _tiles(seen), "sequences": batch * kv_heads,
+        "row_outputs": batch * heads * dim,
     }  # fmt: skip
-    _with_waves(found, rows, seen * dim)
-    physics = _physics((LAUNCH,), ("flops",), ("bytes",), ("serial",), ("row_outputs",), ("wave_flops",), known=found)
+    _with_waves(found, rows, TILE * dim)
+    physics = _physics((LAUNCH,), ("flops",), ("bytes",), ("row_outputs",), ("wave_flops",), known=found)
     yield from _attention(rows, "decode attention", found, physics, length, batch)
 
 
@@ -259,16 +262,32 @@ def _mixed_attention(rows: Rows) -> Iterator[Part]:
     yield Part("attention", "time_us", np.ones(len(rows), np.bool_), times)
 
 
-def _by_tokens(rows: Rows, operator: str, tokens: str, time: str, more: tuple[str, ...] = ()) -> Iterator[Part]:
+WITHOUT_WEIGHTS = ("norm", "act", "rope", "rotary", "embedding", "sampler")
+"""Words in the names of operators that read no weights to speak of, and are never bound by computing."""
+ELEMENTWISE = Ceilings(((LAUNCH,), ("tokens",)), UNITS)
+WITH_WEIGHTS = Ceilings(((LAUNCH, "tile_tokens"), ("tokens",), ("tile_tokens",)), UNITS)
+WHOLE = "all operators together"
+"""Their times at equal settings, added up: what a step of the model pays."""
+
+
+def _by_tokens(rows: Rows, operator: str, tokens: str, time: str) -> Iterator[Part]:
     """Layers whose weights are read once however many tokens there are: as slow as the slower of the two."""
-    count = rows.number(tokens)
-    settings = {"tokens": count} | {name: rows.number(name) for name in more}
-    found: Features = settings | {"tile_tokens": _tiles(count) * TILE, "half_tiles": np.ceil(count / (TILE / 2))}
-    physics = Ceilings(((LAUNCH, "tile_tokens"), ("tokens",), ("tile_tokens",)), UNITS)
-    names = rows.text(operator)
-    for name in sorted(set(names.tolist())):
+    count, names, seconds = rows.number(tokens), rows.text(operator), rows.number(time)
+    settings = {"tokens": count}
+    tiles = _tiles(count)
+    found: Features = settings | {"tile_tokens": tiles * TILE, "half_tiles": np.ceil(count / (TILE / 2))}
+    words = sorted(set(names.tolist()))
+    for name in words:
+        physics = ELEMENTWISE if any(word in name for word in WITHOUT_WEIGHTS) else WITH_WEIGHTS
         times = Times(settings, found, count, np.ones(len(rows)), "tokens", physics)
         yield Part(name, time, names == name, times)
+    if len(words) > 1:
+        each = names == words[0]
+        total = np.full(len(rows), np.nan)
+        total[each] = [seconds[count == one].sum() for one in count[each]]
+        complete = each & np.array([(count == one).sum() == len(words) for one in count])
+        times = Times(settings, found, count, np.ones(len(rows)), "tokens", WITH_WEIGHTS)
+        yield Part(WHOLE, time, complete, times, seconds=np.where(complete, total, 1.0))
 
 
 # ---- Vidur ----
@@ -306,6 +325,22 @@ def _vidur(rows: Rows) -> Iterator[Part]:
         physics = _vidur_physics(found)
         times = Times(settings, settings | found, tokens, 1 / workers, "tokens", physics)
         yield Part(time.removesuffix("_ms"), time, np.ones(len(rows), np.bool_), times)
+    yield _vidur_layer(rows, settings, {size: outputs[size] / workers for size in ("qkv", "out", "mlp")})
+
+
+def _vidur_layer(rows: Rows, settings: Features, outputs: Features) -> Part:
+    """The operators of one layer added up; the embedding is none of them."""
+    tokens, width = settings["tokens"], settings["width"]
+    weights = width * (outputs["qkv"] + outputs["out"] + 2 * outputs["mlp"])
+    found: Features = {
+        "weights": weights, "flops": 2 * tokens * weights, "tile_flops": 2 * _tiles(tokens) * TILE * weights,
+        "bytes": 2 * weights, "moved": 2 * tokens * width,
+    }  # fmt: skip
+    physics = _physics((LAUNCH,), ("tile_flops", "bytes"), ("flops",), ("moved",), known=found)
+    times = [name for name in VIDUR_OPERATORS if name in rows.names and name != "emb_ms"]
+    total = np.nansum([rows.number(name) for name in times], axis=0)
+    mine = Times(settings, settings | found, tokens, 1 / settings["workers"], "tokens", physics)
+    return Part(WHOLE, "attn_pre_proj_ms", np.ones(len(rows), np.bool_), mine, seconds=total)
 
 
 def _linear_features(tokens: Floats, inputs: Floats, outputs: Floats) -> Features:
@@ -400,7 +435,7 @@ LAYOUTS: tuple[Layout, ...] = (
     _layout("llmservingsim per-sequence", "sequences", "layer time_us", 1e-6,
             lambda rows: _by_tokens(rows, "layer", "sequences", "time_us")),
     _layout("llmservingsim layers", "input kv_cache", "layer_name latency(ns)", 1e-9,
-            lambda rows: _by_tokens(rows, "layer_name", "input", "latency(ns)", ("kv_cache",))),
+            lambda rows: _by_tokens(rows, "layer_name", "input", "latency(ns)")),
     _layout("vidur linear operators", "num_tokens num_tensor_parallel_workers n_head n_kv_head n_embd n_expanded_embd",
             "model attn_pre_proj_ms", 1e-3, _vidur, True),
     _layout("splitwise", "prompt_size batch_size token_size tensor_parallel",

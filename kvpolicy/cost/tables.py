@@ -126,6 +126,8 @@ def _tables(file: Path, layout: Layout, rows: Rows) -> Iterator[Table]:
         _refuse(file, name, rows.number(name), "0 or above", below=0.0)
     for part in layout.parts(rows):
         measured = rows.number(part.time)
+        if part.seconds is not None:
+            measured = np.where(np.isfinite(measured) & (measured > 0), part.seconds, measured)
         absent = rows.absent(part.time)
         if absent.any() and not layout.times_may_be_absent:
             raise TableError(f"{file}, row {int(np.argmax(absent))}: {part.time} is missing, should be a time above 0")
