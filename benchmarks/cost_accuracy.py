@@ -211,7 +211,8 @@ def _covered(coverage: Any) -> float | None:
 def _show_trace(console: Console, trace: Mapping[str, Any]) -> None:
     for part in ("in_range", "extrapolated"):
         scores = trace[part]["families"]
-        grid = Grid(title=f"{Path(trace['trace']).name}, {part.replace('_', ' ')}, {scores['boosted']['states']} states")
+        states = scores["boosted"]["states"]
+        grid = Grid(title=f"{Path(trace['trace']).name}, {part.replace('_', ' ')}, {states} states")
         for name in ("model", *(f"{kind} {what}" for kind in KINDS for what in ("mean", "p90", "bias", "90% holds"))):
             grid.add_column(name, justify="left" if name == "model" else "right")
         grid.add_column("sign right", justify="right")

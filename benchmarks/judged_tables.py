@@ -103,9 +103,8 @@ OTHERS: Mapping[str, Callable[[Part, Effort], Floats]] = {
 
 def judge(table: Table, effort: Effort, tell: Callable[[str], None]) -> dict[str, Any]:
     """Every figure of one table, for JSON."""
-    folds = [
-        Part(table, seen, unseen) for seen, unseen in grouped_folds(table.groups, _fold_count(table, effort), effort.seed)
-    ]
+    dealt = grouped_folds(table.groups, _fold_count(table, effort), effort.seed)
+    folds = [Part(table, seen, unseen) for seen, unseen in dealt]
     tell("in range")
     found: dict[str, Any] = {
         "file": table.file, "operator": table.operator, "layout": table.layout, "rows": len(table),

@@ -22,7 +22,6 @@ from kvpolicy.cost.fitting import fit
 from kvpolicy.cost.model import FAMILIES
 from kvpolicy.evaluation.replay import price
 from kvpolicy.events import KINDS, Cost, Kind
-from kvpolicy.features import FEATURES
 from kvpolicy.policy import load
 from kvpolicy.training import provenance_of
 
@@ -85,9 +84,7 @@ def _scored(
     return {"families": {name: _score(predictions, floor_s) for name, predictions in made.items()}}
 
 
-def _by_model(
-    family: str, dataset: Dataset, seen: list[State], unseen: list[State], seed: int
-) -> list[Prediction]:
+def _by_model(family: str, dataset: Dataset, seen: list[State], unseen: list[State], seed: int) -> list[Prediction]:
     model = fit(family, seen, dataset, provenance_of(family, dataset, seen, None), seed).model
     found = []
     for state in unseen:
@@ -114,9 +111,7 @@ def _by_regressor(
         predicted = learn(np.array([one.x for one in old]), times, effort)(np.array([one.x for one in new]))
         for one, value in zip(seconds, predicted.tolist(), strict=True):
             one[kind] = value
-    return [
-        Prediction(state, one, min(KINDS, key=one.__getitem__)) for state, one in zip(unseen, seconds, strict=True)
-    ]
+    return [Prediction(state, one, min(KINDS, key=one.__getitem__)) for state, one in zip(unseen, seconds, strict=True)]
 
 
 def _raw_boosting(x: Floats, seconds: Floats, effort: Effort) -> Callable[[Floats], Floats]:
@@ -260,5 +255,3 @@ def _held_out(
             predicted[unseen] = made.fit(x[seen], seconds[seen], groups=groups[seen]).predict(x[unseen])
         found[name] = errors(seconds, predicted)
     return found
-
-

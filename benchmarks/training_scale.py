@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gigabytes", type=float, default=4.0, help="the bar, of peak resident memory")
     parser.add_argument("--threads", type=int, default=1, help="two gain little, and lose much beside other work")
     asked = parser.parse_args(arguments)
-    x, seconds, truth, groups = made_up(asked.rows, np.random.default_rng(0))
+    x, seconds, _, groups = made_up(asked.rows, np.random.default_rng(0))
     new, _, new_truth, _ = made_up(20_000, np.random.default_rng(1))
     began = time.perf_counter()
     made = BoostedRegressor(PHYSICS, COLUMNS, n_jobs=asked.threads).fit(x, seconds, groups=groups)
     took_s = time.perf_counter() - began
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     missed = np.abs(made.predict(new) / new_truth - 1)
-    print(f"{asked.rows} rows x {len(COLUMNS)} columns, {asked.threads} threads: {took_s:.1f} s (bar {asked.seconds:g}), "
+    print(f"{asked.rows} rows x {len(COLUMNS)} columns, threads {asked.threads}: {took_s:.1f} s (bar {asked.seconds:g}), "
           f"peak {peak_gb:.2f} GB (bar {asked.gigabytes:g}, rows included), {made.trees_} trees")  # fmt: skip
     print(f"error on new rows against the law: mean {missed.mean():.1%}, p90 {np.quantile(missed, 0.9):.1%}")
     return int(took_s > asked.seconds or peak_gb > asked.gigabytes)

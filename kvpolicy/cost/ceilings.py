@@ -110,8 +110,8 @@ def _design(x: Floats, position: Sequence[int]) -> Floats:
 
 
 def _bounded(design: Floats, constants: Floats, groups: Sequence[Sequence[int]]) -> Floats:
-    total = sum((design[:, list(group)] * constants[list(group)]).max(axis=1) for group in groups)
-    return np.maximum(total, LEAST_S)
+    slowest = [(design[:, list(group)] * constants[list(group)]).max(axis=1) for group in groups]
+    return np.maximum(np.sum(slowest, axis=0), LEAST_S)
 
 
 def _switched(design: Floats, seconds: Floats, weight: Floats, groups: Sequence[Sequence[int]]) -> Floats:
@@ -141,9 +141,9 @@ def _starts(design: Floats, added: Floats, groups: Sequence[Sequence[int]]) -> l
             for other in others:
                 both = (design[:, first] > 0) & (design[:, other] > 0)
                 if both.any():
-                    level = max(added[first], added[other] * float(np.median(design[both, other] / design[both, first])))
-                    start[first] = level or 1.0
-                    start[other] = start[first] / np.quantile(design[both, other] / design[both, first], share)
+                    ratio = design[both, other] / design[both, first]
+                    start[first] = max(added[first], added[other] * float(np.median(ratio))) or 1.0
+                    start[other] = start[first] / float(np.quantile(ratio, share))
         starts.append(start)
     return starts
 

@@ -151,7 +151,8 @@ class BoostedRegressor(AnalyticRegressor):
         unknown = sorted(set(self.monotone) - set(self.columns_))
         if unknown:
             raise ValueError(f"monotone: there is no column {unknown[0]!r}; there are {', '.join(self.columns_)}")
-        self.trees_, self.unseen_misses_, self.booster_ = 0, None, None
+        self.trees_, self.booster_ = 0, None
+        self.unseen_misses_: Floats | None = None
         self.physics_ = self._calibrated(x, seconds, weight)
         if self.max_trees and len(np.unique(group)) >= FEWEST_GROUPS:
             self._decide(x, seconds, weight, group)
@@ -171,9 +172,10 @@ class BoostedRegressor(AnalyticRegressor):
             folds.append(Unseen(booster, x[unseen], wanted[unseen], weight[unseen]))
         counts = [count for count in TREE_COUNTS if count < self.max_trees] + [self.max_trees]
         self.trees_ = choose_tree_count(folds, counts)
-        self.unseen_misses_ = np.full(len(seconds), np.nan)
+        misses = np.full(len(seconds), np.nan)
         for row, fold in zip(rows, folds, strict=True):
-            self.unseen_misses_[row] = fold.misses(self.trees_)
+            misses[row] = fold.misses(self.trees_)
+        self.unseen_misses_ = misses
 
     def _growth(self) -> Growth:
         return Growth(
@@ -189,7 +191,7 @@ class BoostedRegressor(AnalyticRegressor):
         seconds = self.physics_.seconds(x)
         if self.booster_ is None:
             return seconds
-        return seconds * np.exp(np.asarray(self.booster_.predict(x), np.float64))
+        return np.asarray(seconds * np.exp(self.booster_.predict(x)), np.float64)
 
 
 def grouped_folds(groups: Sequence[Any] | Whole, folds: int, seed: int) -> Iterator[tuple[Whole, Whole]]:

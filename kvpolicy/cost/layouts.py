@@ -12,7 +12,6 @@ and of 109 tiles on 108 multiprocessors as long as of 216. So features hold work
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -249,7 +248,8 @@ def _mixed_attention(rows: Rows) -> Iterator[Part]:
         "chunk": chunk, "before": before, "decoding": decoding, "context": context,
         "prefill_pairs": pairs, "tile_pairs": _tiles(chunk) * TILE * (before + chunk),
         "kv_read": np.where(chunk > 0, before + chunk, 0.0), "decode_read": decoding * context,
-        "tiles": _tiles(chunk) + decoding, "tokens": chunk + decoding, "context_read": np.where(decoding > 0, context, 0.0),
+        "tiles": _tiles(chunk) + decoding, "tokens": chunk + decoding,
+        "context_read": np.where(decoding > 0, context, 0.0),
         "mixed": ((chunk > 0) & (decoding > 0)).astype(np.float64),
     }  # fmt: skip
     physics = _physics(
