@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvpolicy.trace import Header
 from kvpolicy_vllm.plugin.copier import IndexingCopier, segments_of, unique_segments
 from kvpolicy_vllm.plugin.copies import CopyBook
 from kvpolicy_vllm.plugin.jobs import Job, Transfer
+from kvpolicy_vllm.plugin.journal import Journal
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, compose, pairs
 from kvpolicy_vllm.plugin.metrics import KVPolicyStats, Tally
 from kvpolicy_vllm.plugin.recording import Recorder
@@ -181,13 +183,27 @@ def test_a_copy_that_was_dropped_cannot_be_loaded() -> None:
 
 
 def header() -> Header:
-    return Header("run", "production", "2026-01-01T00:00:00Z", "vllm 0", {"device": "cpu"}, {}, 32, 100, 10, 4, "always-swap")
+    return Header(
+        "run", "production", "2026-01-01T00:00:00Z", "vllm 0", {"device": "cpu"}, {}, 32, 100, 10, 4, "always-swap"
+    )
 
 
 ROW = {
     "request": "r", "arrival_s": 0.0, "first_token_s": None, "last_token_s": None, "prompt_tokens": 1,
     "output_tokens": 0, "preemptions": 0, "recomputed_tokens": 0, "loaded_tokens": 0, "finish": "abort",
 }  # fmt: skip
+
+
+class TestJournal:
+    def test_a_step_lasts_from_update_to_update_less_what_a_tool_took(self) -> None:
+        rows: list[dict[str, Any]] = []
+        journal = Journal(SimpleNamespace(add=lambda table, row: rows.append(row)), str)  # type: ignore[arg-type]
+        output = SimpleNamespace(num_scheduled_tokens={})
+        busy = SimpleNamespace(requests={}, get_num_unfinished_requests=lambda: 1)
+        for number, (began_s, left_out_s, now) in enumerate([(1.0, 0.0, 2.0), (2.75, 0.0, 3.0), (3.75, 0.5, 4.0)]):
+            journal.leave_out(left_out_s)
+            journal.step(Step(number, began_s), output, busy, now)
+        assert [(row["start_s"], row["duration_s"]) for row in rows] == [(1.0, 1.0), (2.0, 1.0), (3.5, 0.5)]
 
 
 class TestRecorder:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import DeepseekV2Config, PretrainedConfig, WhisperConfig
 
+from kvpolicy_vllm.bench.models import make_tokenizer
 from tests.vllm import harness
 from tests.vllm.test_same_schedule import BASE, run_alone
 
@@ -60,7 +62,29 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "context parallelism": (GOOD | {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, ("context",)),
     "pipeline parallelism": (GOOD | {"pipeline_parallel_size": 2}, ("pipeline",)),
+    "pooling": (GOOD | {"runner": "pooling"}, ("pooling",)),
 }
+FOREIGN: dict[str, tuple[PretrainedConfig, str]] = {
+    "MLA": (
+        DeepseekV2Config(
+            hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2, vocab_size=2048,
+            num_attention_heads=2, num_key_value_heads=2, n_routed_experts=2, num_experts_per_tok=1,
+            kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+            architectures=["DeepseekV2ForCausalLM"],
+        ),
+        "MLA",
+    ),
+    "encoder-decoder": (
+        WhisperConfig(
+            vocab_size=2048, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_target_positions=2048,
+            pad_token_id=1, bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, suppress_tokens=None,
+            begin_suppress_tokens=None, architectures=["WhisperForConditionalGeneration"],
+        ),
+        "encoder-decoder",
+    ),
+}  # fmt: skip
+"""Models that are told by their configuration alone."""
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +92,10 @@ def messages(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """All configurations tried in one process, by the scheduler's own start-up."""
     folder: Path = tmp_path_factory.mktemp("refusals")
     tried = {name: arguments for name, (arguments, _) in REFUSALS.items()}
+    for name, (config, _) in FOREIGN.items():
+        config.save_pretrained(folder / name)
+        make_tokenizer(256).save_pretrained(folder / name)
+        tried[name] = GOOD | {"model": str(folder / name)}
     found = run_alone(BASE | {"model": model, "refusals": tried}, folder, "")
     return dict(found["messages"])
 
@@ -76,6 +104,11 @@ def messages(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_refused_by_name(name: str, messages: dict[str, str]) -> None:
     for words in REFUSALS[name][1]:
         assert words in messages[name]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_models_it_does_not_serve(name: str, messages: dict[str, str]) -> None:
+    assert f"UnsupportedEngine: kvpolicy does not serve {FOREIGN[name][1]} models" in messages[name]
 
 
 def test_two_kv_cache_groups(messages: dict[str, str]) -> None:

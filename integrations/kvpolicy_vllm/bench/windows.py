@@ -75,6 +75,7 @@ class WindowDriver:
         self._held: list[Any] = []
         self._names: list[str] = []
         self._count = 0
+        self._stepped_s = clock()
 
     # ---- windows ----
 
@@ -107,14 +108,17 @@ class WindowDriver:
     @property
     def next_step(self) -> int:
         """The number the next step will have in table ``steps``."""
-        return int(self.controller._steps)
+        return int(self.controller.next_step)
 
     @property
     def now_s(self) -> float:
         return self._clock()
 
     def step(self) -> None:
+        """One engine step; what was done here since the last one is not charged to it."""
+        self.controller.leave_out(max(0.0, self._clock() - self._stepped_s))
         self.engine.step()
+        self._stepped_s = self._clock()
 
     def leave_free(self, blocks: int) -> None:
         """Take blocks out of play, or give some back, until ``blocks`` are free."""
@@ -216,8 +220,8 @@ class Scene:
     def _await_the_moment(self) -> None:
         """Set free memory and who waits, then go on until the next step is the one.
 
-        A step's duration includes what was done since the last one: at least one passes after everything is set up,
-        so that no preemption is charged with it. In a natural state the moment is when someone needs a block.
+        At least one step passes after everything is set up, so that no preemption is charged with what a new request
+        brings with it. In a natural state the moment is when someone needs a block.
         """
         driver, state = self.driver, self.state
         driver.leave_free(state.growth_blocks + state.spare_blocks)

@@ -71,6 +71,7 @@ class Controller:
         # Decisions to swap whose save is not yet done: (situation, decision, identity).
         self._undecided: dict[int, tuple[Preemption, Decision, dict[str, Any]]] = {}
         self._complained: set[str] = set()
+        self._shown: tuple[int, ...] = ()
         self._engine_shape = partial(engine_shape, vllm_config, kv_cache, block_bytes)
         self._prepare(self.policy)
         self.journal: Journal | None = None
@@ -94,6 +95,16 @@ class Controller:
         self.tally.set("cost_model", 0, policy=self.policy.name, digest=self._model_digest())
         self.policy, self._state = policy, policy.initial_state()
         self.tally.set("cost_model", 1, policy=self.policy.name, digest=self._model_digest())
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next step will have in table ``steps``."""
+        return self._steps
+
+    def leave_out(self, seconds: float) -> None:
+        """Time since the last step that a tool took for itself: it is no part of the next one."""
+        if self.journal is not None:
+            self.journal.leave_out(seconds)
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges since the start, by ``name|label=value``."""
@@ -378,9 +389,12 @@ class Controller:
             self.tally.add("records_dropped", self.journal.recorder.dropped - known)
 
     def _set_gauges(self) -> None:
-        self.tally.set("host_slots_used", self.copies.pool.used)
-        self.tally.set("host_slots_total", self.copies.pool.total)
-        self.tally.set("open_preemptions", len(self.ledger))
+        shown = (self.copies.pool.used, self.copies.pool.total, len(self.ledger))
+        if shown == self._shown:  # as in nearly every step
+            return
+        self._shown = shown
+        for name, value in zip(("host_slots_used", "host_slots_total", "open_preemptions"), shown, strict=True):
+            self.tally.set(name, value)
 
     # ---- forgetting ----
 

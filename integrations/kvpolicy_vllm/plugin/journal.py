@@ -45,6 +45,7 @@ class Journal:
         self._lives: dict[str, Life] = {}
         self._last_update_s: float | None = None
         self._was_busy = False
+        self._left_out_s = 0.0
 
     # ---- requests ----
 
@@ -95,11 +96,16 @@ class Journal:
         pool = scheduler.kv_cache_manager.block_pool
         step.used_blocks = pool.num_gpu_blocks - pool.get_num_free_blocks()
 
+    def leave_out(self, seconds: float) -> None:
+        """Of the time since the last update, that much is no part of the next step."""
+        self._left_out_s += seconds
+
     def step(self, step: Step, output: Any, scheduler: Any, now: float) -> None:
         """The step's output is back: its duration is from update to update, where the engine was not idle between."""
         start = step.began_s
         if self._last_update_s is not None and (self._was_busy or self._last_update_s > start):
-            start = self._last_update_s
+            start = min(self._last_update_s + self._left_out_s, now)
+        self._left_out_s = 0.0
         self._last_update_s, self._was_busy = now, scheduler.get_num_unfinished_requests() > 0
         self.recorder.add(
             "steps",
