@@ -40,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     took_s = time.perf_counter() - began
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     missed = np.abs(made.predict(new) / new_truth - 1)
-    print(f"{asked.rows} rows x {len(COLUMNS)} columns, threads {asked.threads}: {took_s:.1f} s (bar {asked.seconds:g}), "
-          f"peak {peak_gb:.2f} GB (bar {asked.gigabytes:g}, rows included), {made.trees_} trees")  # fmt: skip
+    print(
+        f"{asked.rows} rows x {len(COLUMNS)} columns, threads {asked.threads}: {took_s:.1f} s (bar {asked.seconds:g}), "
+        f"peak {peak_gb:.2f} GB (bar {asked.gigabytes:g}, rows included), {made.trees_} trees"
+    )
     print(f"error on new rows against the law: mean {missed.mean():.1%}, p90 {np.quantile(missed, 0.9):.1%}")
     return int(took_s > asked.seconds or peak_gb > asked.gigabytes)
 

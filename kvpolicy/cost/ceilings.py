@@ -111,7 +111,7 @@ def _design(x: Floats, position: Sequence[int]) -> Floats:
 
 def _bounded(design: Floats, constants: Floats, groups: Sequence[Sequence[int]]) -> Floats:
     slowest = [(design[:, list(group)] * constants[list(group)]).max(axis=1) for group in groups]
-    return np.maximum(np.sum(slowest, axis=0), LEAST_S)
+    return np.asarray(np.maximum(np.sum(slowest, axis=0), LEAST_S), np.float64)
 
 
 def _switched(design: Floats, seconds: Floats, weight: Floats, groups: Sequence[Sequence[int]]) -> Floats:
