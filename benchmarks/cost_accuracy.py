@@ -34,7 +34,7 @@ BARS = {
     "extrapolated": {"at_least": 0.12, "aimed": 0.07},
     "coverage": {"at_least": [0.88, 0.92], "every_bin_over": 0.85},
 }
-ROWS_OF_MANY = 3000
+ROWS_OF_MANY = 2000
 """A file of many operators is drawn down further: each operator is a table of its own."""
 MANY = 5
 

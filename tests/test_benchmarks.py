@@ -52,7 +52,7 @@ def test_cost_accuracy_judges_tables_and_traces_beside_others(profiles: Path, tm
     found = json.loads(out.read_text())
     (table,) = found["tables"]
     assert set(table["in_range"]["families"]) == set(table["extrapolated"]["families"]) == FAMILIES
-    assert table["in_range"]["families"]["physics x trees"]["mean"] < 0.02
+    assert table["in_range"]["families"]["physics x trees"]["mean"] < 0.05
     assert table["extrapolated"]["trained_up_to"] * 4 <= table["extrapolated"]["longest"]
     assert all(one["n"] > 0 for one in table["in_range"]["coverage"])
     (trace,) = found["traces"]
