@@ -1,8 +1,8 @@
 """What preemptions cost, measured while the engine runs: :mod:`kvpolicy.cost.steps` with the past alone.
 
 The definition is the same: of every step a preemption is involved in, the time beyond d0 of what the step would have
-been made of without the victims' repeated tokens, split by what each of them did in it. Two things differ. d0 is that of
-the cost model's traces, scaled by the pace of the last 16 undisturbed steps (offline: 8 before and 8 after). And a
+been made of without the victims' repeated tokens, split by what each of them did in it. Two things differ. d0 is that
+of the cost model's traces, scaled by the pace of the last 16 undisturbed steps (offline: 8 before and 8 after). And a
 step is settled as soon as no copy is in flight that may have overlapped it, since when a copy ran is known at its end.
 
 An undisturbed step costs a few additions; nothing here allocates more than the steps that still wait for a copy.

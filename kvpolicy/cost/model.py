@@ -47,6 +47,14 @@ class CostModel(Protocol):
         """``CORE/STATE`` of every state it was fitted or calibrated on."""
         ...
 
+    @property
+    def floor_s(self) -> Mapping[Kind, float]:
+        """The least cost its traces could tell from none."""
+        ...
+
+    @property
+    def predicts_victim_delay(self) -> bool: ...
+
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         """One cost per option."""
         ...
@@ -130,6 +138,10 @@ class FittedModel:
     @property
     def state_ids(self) -> frozenset[str]:
         return frozenset(self.provenance.state_ids)
+
+    @property
+    def predicts_victim_delay(self) -> bool:
+        return bool(self.victim_delays)
 
     # ---- predicting ----
 
