@@ -1,11 +1,11 @@
 """Measured outcomes correct a cost model while it serves: by option and size, robust, forgetting, bounded.
 
 Kept is how far the last predictions of each option missed, log(measured / predicted). An option's correction is their
-median, so that an outlier moves it no more than any other value; each counts half after every 100 outcomes, of
-whichever option. What is left of it after its own standard error (the garrote: m (1 - (2 se / m)^2), 0 where that is
-below 0) is multiplied by n / (n + 1), n the count that is not forgotten. So a correction needs evidence, and that of an
-option nobody takes any more fades to 1: it is tried again one day, and comes back if it has become cheap. Sizes that
-differ from the rest of their option get a second correction the same way, slower.
+median, so that an outlier moves it no more than any other value, with two more that missed by nothing; each outcome
+counts half after every 200, of whichever option. From it goes what its own standard error may have made of nothing
+(the garrote: m (1 - (2 se / m)^2), 0 where that is below 0). So a correction needs evidence, and that of an option
+nobody takes any more is forgotten: it is tried again one day, and comes back if it has become cheap. Sizes that differ
+from the rest of their option get a second correction the same way, of four that missed by nothing.
 
 Room around predictions follows by adaptive conformal inference (Gibbs, Candes 2021): after every outcome the
 miscoverage it aims at moves by 0.02 (0.1 - missed), and the room with it.
@@ -34,10 +34,10 @@ SIZE_EDGES = (64, 256, 1024, 4096, 16384, 65536)
 SIZES = len(SIZE_EDGES) + 1
 
 WINDOW = 17
-"""Outcomes an option's correction is taken from: 9 alike turn the median."""
-HALF_LIFE = 100.0
+"""Outcomes an option's correction is taken from: 10 alike turn the median."""
+HALF_LIFE = 200.0
 """Outcomes of whichever option after which one counts half."""
-OPTION_DOUBT, SIZE_DOUBT = 1.0, 4.0
+OPTION_DOUBT, SIZE_DOUBT = 2.0, 4.0
 """So many outcomes that missed by nothing are taken to have been there before."""
 SURE_ERRORS = 2.0
 LEAST_SCALE = 0.05
@@ -164,13 +164,13 @@ def estimate(values: Sequence[float], weights: Sequence[float], doubt: float) ->
     count = sum(weights)
     if count <= 0:
         return 0.0
-    middle = weighted_median(values, weights)
+    middle = weighted_median([*values, 0.0], [*weights, doubt])
     spread = weighted_median([abs(value - middle) for value in values], weights)
     error = 1.2533 * max(LEAST_SCALE, 1.4826 * spread) / sqrt(count)
     unsure = (SURE_ERRORS * error) ** 2
     if middle * middle <= unsure:
         return 0.0
-    return middle * (1.0 - unsure / (middle * middle)) * count / (count + doubt)
+    return middle * (1.0 - unsure / (middle * middle))
 
 
 def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
