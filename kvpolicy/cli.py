@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -12,6 +14,7 @@ import typer
 
 import kvpolicy
 from kvpolicy import engines
+from kvpolicy.cost import ModelWarning
 
 app = typer.Typer(
     help="Recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.",
@@ -22,8 +25,10 @@ app = typer.Typer(
 
 POLICIES = (
     "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL or explore:COST_MODEL; "
-    "a cost model is a folder or the name of one that ships"
+    "a cost model is a folder or the name of one that ships, after it may follow ,online=on (measured outcomes correct "
+    "it) and ,objective=OBJECTIVE"
 )
+OBJECTIVES = "engine, victim or others, in seconds, or a weighted sum of them, as in engine+0.5*victim"
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 PolicyName = Annotated[str, typer.Option("--policy", help=POLICIES)]
@@ -77,10 +82,11 @@ def evaluate(
     trace: Annotated[list[Path], typer.Option(help="Folder of a trace; may be given several times.")],
     policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
+    objective: Annotated[str, typer.Option(help=f"What policies are judged by: {OBJECTIVES}.")] = "engine",
     seed: Seed = 0,
 ) -> None:
     """Price policies on a trace: accuracy and regret against the oracle that knows both options."""
-    report = kvpolicy.evaluate(traces=trace, policies=policy, seed=seed)
+    report = kvpolicy.evaluate(traces=trace, policies=policy, seed=seed, objective=objective)
     _show(report)
     if json_file:
         json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -165,14 +171,29 @@ def _show(report: Any) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Wrong values, unreadable files and a missing engine end in one line on stderr and status 2.
 
-    So does an engine that ended badly, whose last words may take more lines.
+    So does an engine that ended badly, whose last words may take more lines. Warnings of a cost model are one line.
     """
     try:
-        app(args=arguments, prog_name="kvpolicy")
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", ModelWarning)
+            warnings.showwarning = _plainly(warnings.showwarning)
+            app(args=arguments, prog_name="kvpolicy")
     except (ValueError, OSError) as error:
         _end(" ".join(str(error).split()))
     except RuntimeError as error:
         _end(str(error).strip())
+
+
+def _plainly(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """How warnings are shown: a cost model's for whoever reads the command line, all others with their source."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, ModelWarning):
+            print(f"kvpolicy: warning: {' '.join(str(message).split())}", file=sys.stderr)
+        else:
+            otherwise(message, category, *where, **more)
+
+    return show
 
 
 def _end(message: str) -> NoReturn:

@@ -18,12 +18,13 @@ FORMS = (
     "always-swap",
     "threshold:TOKENS",
     "random:P_SWAP",
-    "cheapest:COST_MODEL[,online=on][,objective=OBJECTIVE]",
-    "explore:COST_MODEL[,online=on][,objective=OBJECTIVE]",
+    "cheapest:COST_MODEL",
+    "explore:COST_MODEL",
 )
 
 PRICED: dict[str, type[Cheapest] | type[Explore]] = {"cheapest": Cheapest, "explore": Explore}
 OPTIONS = ("online", "objective")
+AFTERWARDS = "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE"
 
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
@@ -98,4 +99,4 @@ def _share(spec: str, value: str) -> float:
 
 
 def _wrong(spec: str, what: str) -> ValueError:
-    return ValueError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}")
+    return ValueError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")
