@@ -156,7 +156,12 @@ def _corrections(misses: Sequence[Miss], now: int) -> list[float]:
     found = []
     for size in range(SIZES):
         mine = [i for i, miss in enumerate(misses) if miss.size == size]
-        own = estimate([values[i] - common for i in mine], [weights[i] for i in mine], SIZE_DOUBT)
+        # Fewer cannot outvote those that missed by nothing.
+        own = (
+            0.0
+            if len(mine) <= SIZE_DOUBT
+            else estimate([values[i] - common for i in mine], [weights[i] for i in mine], SIZE_DOUBT)
+        )
         found.append(min(MOST_LOG, max(-MOST_LOG, common + own)))
     return found
 
