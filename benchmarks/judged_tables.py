@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
 from kvpolicy.cost.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
-from kvpolicy.cost.intervals import WIDENING, conformal_quantile
+from kvpolicy.cost.intervals import WIDENING, conformal_room
 from kvpolicy.cost.tables import Table, bins_of
 
 Floats = NDArray[np.float64]
@@ -178,11 +178,12 @@ def _coverage(
         at += len(part.unseen)
         if made.unseen_misses_ is None:
             continue
-        size = np.abs(made.unseen_misses_)
-        missed = np.abs(np.log(table.seconds[part.unseen] / own))
+        missed = np.log(table.seconds[part.unseen] / own)
         for one in np.unique(cell[part.unseen]).tolist():
-            width = widening * conformal_quantile(_calibration(size, cell[part.seen], by_length[part.seen], one))
-            hits.setdefault(one, []).extend((missed[cell[part.unseen] == one] <= width).tolist())
+            seen = _calibration(made.unseen_misses_, cell[part.seen], by_length[part.seen], one)
+            below, above = conformal_room(seen)
+            mine = missed[cell[part.unseen] == one]
+            hits.setdefault(one, []).extend(((-widening * below <= mine) & (mine <= widening * above)).tolist())
     tested = np.concatenate([part.unseen for part in parts])
     return [
         {
@@ -195,12 +196,12 @@ def _coverage(
     ]
 
 
-def _calibration(size: Floats, cell: Whole, by_length: Whole, one: int) -> list[float]:
+def _calibration(misses: Floats, cell: Whole, by_length: Whole, one: int) -> list[float]:
     """Misses of the bin; of its lengths, or of all, where it has under 30."""
     for rows in (cell == one, by_length == one // LOAD_BINS):
         if rows.sum() >= FEWEST_PER_BIN:
-            return list(size[rows])
-    return list(size)
+            return list(misses[rows])
+    return list(misses)
 
 
 def _span(values: Floats) -> list[float]:

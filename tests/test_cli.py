@@ -77,8 +77,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             "evaluate",
-            ["--trace", "a", "--policy", "p", "--policy", "q"],
-            {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0},
+            ["--trace", "a", "--policy", "p", "--policy", "q", "--objective", "victim"],
+            {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0, "objective": "victim"},
         ),
         ("demo", ["--out", "d", "--quick", "--seed", "5"], {"out": Path("d"), "quick": True, "seed": 5}),
     ],

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +17,7 @@ from kvpolicy.cost.model import FAMILIES
 from kvpolicy.trace import TraceError
 from kvpolicy.training import TrainReport, split, train
 from tests.synthetic import CostLaw, Plan, changed, make_trace, without
-from tests.synthetic_steps import with_steps
+from tests.synthetic_steps import DECODE_S, FIXED_S, TOKEN_S, with_steps
 
 
 def trained(tmp_path: Path, made: trace.Trace, **more: Any) -> TrainReport:
@@ -35,6 +36,42 @@ def test_held_out_errors_are_those_the_law_allows(tmp_path: Path, family: str) -
     json.dumps(report.to_dict(), allow_nan=False)
     assert f"({family})" in report.text()
     assert report.digest == cost.load(tmp_path / "model").digest
+
+
+def test_coverage_is_reported_by_bin_with_what_so_few_states_can_tell(tmp_path: Path) -> None:
+    report = trained(tmp_path, make_trace(states=400))
+    for of in ("recompute", "swap", "ratio"):
+        found = report.held_out["coverage"][of]
+        assert found["low"] <= found["holds"] <= found["high"]
+        assert len(found["bins"]) > 2
+        assert sum(one["states"] for one in found["bins"]) == found["states"] == report.held_out_states
+        assert found["high"] > 0.88
+    assert cost.load(tmp_path / "model").provenance.held_out["coverage"] == report.held_out["coverage"]
+    text = report.text()
+    assert "90% interval holds" in text
+    assert text.count("  ratio ") == 1 + len(report.held_out["coverage"]["ratio"]["bins"])
+
+
+def test_the_delays_are_learned_and_scored(tmp_path: Path) -> None:
+    """In these traces a victim waits as long as the engine, and each other request too."""
+    report = trained(tmp_path, make_trace(states=160))
+    for kind in ("recompute", "swap"):
+        assert report.held_out["victim_delay"][kind]["mean_error"] < 0.1
+        assert report.held_out["victim_delay"][kind]["states"] == 40
+        assert cost.load(tmp_path / "model").others_share[kind] == pytest.approx(1.0, abs=0.05)
+    assert "victim delay, swap" in report.text()
+
+
+def test_the_time_of_an_undisturbed_step_goes_with_the_model(tmp_path: Path) -> None:
+    assert trained(tmp_path, make_trace(states=40)).out
+    assert cost.load(tmp_path / "model").step_time is None
+    with_steps(make_trace(states=40)).write(tmp_path / "steps")
+    train([tmp_path / "steps"], tmp_path / "model")
+    found = cost.load(tmp_path / "model").step_time
+    assert found is not None
+    assert found.fitted_on == "2 cores"
+    decodes = np.array([[4.0, 4.0, 1200.0, 0.0]])
+    assert found.predict(decodes)[0] == pytest.approx(FIXED_S + 4 * (TOKEN_S + DECODE_S), rel=0.01)
 
 
 def test_the_residual_pays_where_physics_misses(tmp_path: Path) -> None:

@@ -52,6 +52,14 @@ class CostModel(Protocol):
         """d0 of the traces it was fitted to, which costs are measured by while serving; None where there is none."""
         ...
 
+    @property
+    def floor_s(self) -> Mapping[Kind, float]:
+        """The least cost its traces could tell from none."""
+        ...
+
+    @property
+    def predicts_victim_delay(self) -> bool: ...
+
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         """One cost per option."""
         ...
@@ -135,6 +143,10 @@ class FittedModel:
     @property
     def state_ids(self) -> frozenset[str]:
         return frozenset(self.provenance.state_ids)
+
+    @property
+    def predicts_victim_delay(self) -> bool:
+        return bool(self.victim_delays)
 
     # ---- predicting ----
 

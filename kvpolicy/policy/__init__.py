@@ -2,6 +2,10 @@
 
 from kvpolicy.policy.choosing import decide, feasible_options
 from kvpolicy.policy.names import FORMS, load
-from kvpolicy.policy.protocol import Assessment, NoState, Policy, PolicyState
+from kvpolicy.policy.objective import Objective
+from kvpolicy.policy.protocol import Assessment, Feedback, NoState, Policy, PolicyState
 
-__all__ = ["FORMS", "Assessment", "NoState", "Policy", "PolicyState", "decide", "feasible_options", "load"]
+__all__ = [
+    "FORMS", "Assessment", "Feedback", "NoState", "Objective", "Policy", "PolicyState", "decide", "feasible_options",
+    "load",
+]  # fmt: skip
