@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import policy as policies
-from kvpolicy.cost import LiveCost, StepTimeModel, online
+from kvpolicy.cost import LiveCost, StepTimeModel, remembered
+from kvpolicy.cost.online import Online
 from kvpolicy.events import Decision, Kind, Option, Outcome, Preemption
 from kvpolicy.policy import Feedback, Policy, PolicyState
 from kvpolicy_vllm.plugin.journal import header_link
@@ -40,13 +41,13 @@ class Memory:
     def __init__(self, path: Path, digest: str) -> None:
         self._path = path
         self._digest = digest
-        self._latest: online.Online | None = None
+        self._latest: Online | None = None
         self._complained = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpolicy-memory", daemon=True)
         self._thread.start()
 
-    def keep(self, learned: online.Online) -> None:
+    def keep(self, learned: Online) -> None:
         self._latest = learned
 
     def close(self) -> None:
@@ -63,7 +64,7 @@ class Memory:
         if latest is None:
             return
         try:
-            online.save(latest, self._digest, self._path)
+            remembered.save(latest, self._digest, self._path)
         except OSError as error:
             if not self._complained:
                 self._complained = True
@@ -165,7 +166,7 @@ class Judge:
                 "nothing while it serves; give it online=on, as in cheapest:COST_MODEL,online=on"
             )
         if path.exists():
-            self._state = self.policy.resume(online.load(path, self.digest))
+            self._state = self.policy.resume(remembered.load(path, self.digest))
         self._memory = Memory(path, self.digest)
 
     def close(self) -> None:
