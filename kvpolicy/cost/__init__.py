@@ -2,7 +2,7 @@
 
 from kvpolicy.cost.live import LiveCost, LiveCosts
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, ModelWarning
-from kvpolicy.cost.store import load, shipped
+from kvpolicy.cost.store import holds_model, load, shipped
 from kvpolicy.cost.undisturbed import StepTimeModel
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "ModelError",
     "ModelWarning",
     "StepTimeModel",
+    "holds_model",
     "load",
     "shipped",
 ]
