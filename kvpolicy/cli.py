@@ -71,10 +71,13 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the cost model.")],
     family: Annotated[str, typer.Option(help="boosted, linear or analytic")] = "boosted",
     force: Annotated[bool, typer.Option("--force", help="Train even on a trace with over 30% noise.")] = False,
+    mixed_hardware: Annotated[
+        bool, typer.Option("--mixed-hardware", help="Train on traces of different machines together.")
+    ] = False,
     seed: Seed = 0,
 ) -> None:
     """Train a cost model from traces."""
-    _show(kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed))
+    _show(kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed, mixed_hardware=mixed_hardware))
 
 
 @app.command()

@@ -66,7 +66,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (
             "train",
             ["a", "b", "--out", "m", "--family", "linear", "--force", "--seed", "3"],
-            {"traces": [Path("a"), Path("b")], "out": Path("m"), "family": "linear", "force": True, "seed": 3},
+            {
+                "traces": [Path("a"), Path("b")],
+                "out": Path("m"),
+                "family": "linear",
+                "force": True,
+                "seed": 3,
+                "mixed_hardware": False,
+            },
         ),
         (
             "evaluate",

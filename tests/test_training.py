@@ -246,6 +246,31 @@ def test_mixed_machines_models_and_links_are_refused_by_name(tmp_path: Path) -> 
         train([tmp_path / "one", tmp_path / "one"], tmp_path / "model")
 
 
+def test_mixed_hardware_is_taken_together_when_asked_and_told(tmp_path: Path) -> None:
+    make_trace(states=40).write(tmp_path / "one")
+    make_trace(states=40, name="b", hardware=Plan().hardware | {"processor": "another"}).write(tmp_path / "other")
+    both = [tmp_path / "one", tmp_path / "other"]
+    with pytest.raises(TraceError, match=r"different machines: .*\(header\.json\).*--mixed-hardware"):
+        train(both, tmp_path / "model")
+    report = train(both, tmp_path / "model", mixed_hardware=True)
+    assert report.training_states + report.held_out_states == 80
+    assert any("mixed hardware" in note and "another" in note for note in report.notes)
+    make_trace(states=40, name="c", link={"kind": "simulated", "bytes_per_s": 1e8, "latency_s": 0.0}).write(
+        tmp_path / "linked"
+    )
+    with pytest.raises(TraceError, match="different links"):
+        train([tmp_path / "one", tmp_path / "linked"], tmp_path / "model", mixed_hardware=True)
+
+
+def test_features_that_never_vary_are_told_and_one_length_alone_is_refused(tmp_path: Path) -> None:
+    make_trace(states=40, block_sizes=(32,)).write(tmp_path / "one")
+    notes = train([tmp_path / "one"], tmp_path / "model").notes
+    assert any(note.startswith("swap: the same in every state: segment_bytes (32768)") for note in notes), notes
+    make_trace(states=40, name="b", tokens=(500, 500)).write(tmp_path / "flat")
+    with pytest.raises(TraceError, match="table decisions: computed_tokens is 500 in all 40 states"):
+        train([tmp_path / "flat"], tmp_path / "model")
+
+
 def test_two_traces_of_one_machine_make_one_model(tmp_path: Path) -> None:
     make_trace(states=40).write(tmp_path / "one")
     make_trace(seed=5, states=40, name="b").write(tmp_path / "two")

@@ -55,6 +55,11 @@ class CostModel(Protocol):
     @property
     def predicts_victim_delay(self) -> bool: ...
 
+    @property
+    def step_time(self) -> StepTimeModel | None:
+        """d0 of the traces it was fitted to, which costs are measured by while serving; None where there is none."""
+        ...
+
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         """One cost per option."""
         ...

@@ -197,3 +197,15 @@ def test_the_traces_that_ship_cost_live_what_they_cost_offline(name: str) -> Non
     assert median(abs(here - there) for here, there in pairs) < 0.1 * mean_s
     delays = [(live[key].others_delay_s, row["others_delay_s"]) for key, row in offline.items()]
     assert fmean(here for here, _ in delays) == pytest.approx(fmean(there for _, there in delays), rel=0.1)
+
+
+def test_a_copy_nobody_will_tell_of_leaves_its_cost_unknown_and_the_others_known() -> None:
+    engine = Engine()
+    engine.calm()
+    engine.live.copy_begins("p", "save")
+    engine.step((3, 3, 600, 0), preempted=("p", "q"), requests=3)
+    engine.live.copy_lost("p", "save")
+    engine.live.closed("p", "swap", "aborted")
+    engine.live.closed("q", "recompute", "aborted")
+    assert [cost.preemption_id for cost in engine.until_told()] == ["q"]
+    assert engine.live.given_up == 1

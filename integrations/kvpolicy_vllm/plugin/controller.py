@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvpolicy import policy as policies
 from kvpolicy.events import Cause, Decision, Kind, Option, Preemption
 from kvpolicy.trace import decision_row
+from kvpolicy_vllm.plugin.accounts import Accounts
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
 from kvpolicy_vllm.plugin.journal import Journal, header_link, header_of
@@ -61,7 +62,7 @@ class Controller:
         self._step = Step(-1, clock())
         self._steps = 0
         self._scheduling = False
-        self._between_steps = 0
+        self._between_steps: list[str] = []
         """Preemptions since the last step was scheduled: a reset's, which belong to the next one."""
         self._in_flight: dict[int, Step] = {}
         self._preemptions = 0
@@ -73,12 +74,13 @@ class Controller:
         self._complained: set[str] = set()
         self._shown: tuple[int, ...] = ()
         self._engine_shape = partial(engine_shape, vllm_config, kv_cache, block_bytes)
-        self._prepare(self.policy)
         self.journal: Journal | None = None
         if settings.trace is not None:
             header = header_of(settings, vllm_config, kv_cache, self.core, self.policy.name, slots, block_bytes)
             recorder = Recorder(settings.trace / self.core, header)
             self.journal = Journal(recorder, self.anonymous)
+        self.accounts = Accounts(self.tally, self.journal)
+        self._prepare(self.policy)
         self._set_gauges()
         self.tally.set("cost_model", 1, policy=self.policy.name, digest=self._model_digest())
 
@@ -103,8 +105,7 @@ class Controller:
 
     def leave_out(self, seconds: float) -> None:
         """Time since the last step that a tool took for itself: it is no part of the next one."""
-        if self.journal is not None:
-            self.journal.leave_out(seconds)
+        self.accounts.leave_out(seconds)
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges since the start, by ``name|label=value``."""
@@ -125,9 +126,9 @@ class Controller:
 
     def step_begins(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._step = Step(self._steps, self.clock(), preemptions=self._between_steps)
+        self._step = Step(self._steps, self.clock(), lost=self._between_steps)
         self._steps += 1
-        self._scheduling, self._between_steps = True, 0
+        self._scheduling, self._between_steps = True, []
 
     def preempting(self, request: Any, cause: Cause) -> None:
         """A request is about to lose its blocks: decide, and queue the save where it is to be swapped."""
@@ -142,16 +143,14 @@ class Controller:
         except Exception:  # noqa: BLE001
             self._complain("error", "deciding failed; recomputing")
             self.tally.add("preemptions", intended="recompute", executed="recompute", cause=cause)
-        if self._scheduling:
-            self._step.preemptions += 1
-        else:
-            self._between_steps += 1
+        (self._step.lost if self._scheduling else self._between_steps).append(preemption_id)
         opened = OpenPreemption(
             preemption_id, request.request_id, kind, request.num_computed_tokens, self.clock(), self._step_number
         )
+        superseded = self.ledger.of(request.request_id)
         earlier = self.ledger.preempted(opened)
-        if earlier is not None and self.journal is not None:
-            self.journal.outcome(earlier)
+        if superseded is not None and earlier is not None:
+            self.accounts.closed(superseded, earlier)
 
     def step_scheduled(self, output: Any) -> None:
         """After ``schedule()``: computed tokens are advanced, jobs are taken."""
@@ -161,10 +160,7 @@ class Controller:
         self.ledger.count(step, scheduled, scheduler.requests)
         if step.repeated:
             self.tally.add("recomputed_tokens", step.recomputed_tokens)
-            if self.journal is not None:
-                self.journal.repeated(step.repeated)
-        if self.journal is not None:
-            self.journal.compose(step, scheduled, scheduler)
+        self.accounts.scheduled(step, scheduled, scheduler)
         self._in_flight[id(output)] = step
 
     def step_done(self, output: Any) -> None:
@@ -178,11 +174,9 @@ class Controller:
             self.tally.add("resumed", executed=opened.executed)
             self.tally.add("victim_delay_microseconds", outcome.victim_delay_s * 1e6, executed=opened.executed)
             self.tally.add("wait_blocks_microseconds", outcome.wait_blocks_s * 1e6, executed=opened.executed)
-            if self.journal is not None:
-                self.journal.outcome(outcome)
+            self.accounts.closed(opened, outcome)
+        self.accounts.done(step, output, self._scheduler, now)
         if self.journal is not None:
-            if step.scheduled_tokens or step.preemptions or step.saves or self._scheduler.requests:
-                self.journal.step(step, output, self._scheduler, now)
             self._count_dropped()
         self._set_gauges()
 
@@ -224,6 +218,7 @@ class Controller:
     def take_jobs(self, idle: bool) -> StepJobs:
         jobs = self.copies.take_jobs(self._step.number, idle)
         self._step.saves, self._step.loads = len(jobs.saves), len(jobs.loads)
+        self.accounts.copies_begin(jobs, self.copies)
         return jobs
 
     def transferred(self, done: Iterable[Transfer]) -> None:
@@ -246,10 +241,11 @@ class Controller:
     def finished(self, request: Any) -> None:
         """The request ended, well or not."""
         self._forget(request.request_id)
+        opened = self.ledger.of(request.request_id)
         outcome = self.ledger.gone(request.request_id, self.clock())
+        if opened is not None and outcome is not None:
+            self.accounts.closed(opened, outcome)
         if self.journal is not None:
-            if outcome is not None:
-                self.journal.outcome(outcome)
             self.journal.finished(request, self.clock())
         self._set_gauges()
 
@@ -367,8 +363,7 @@ class Controller:
         moved = sum(transfer.bytes for transfer in settled.transfers if transfer.ok)
         self.tally.add("copy_bytes", moved, direction=settled.direction)
         self.tally.add("copy_microseconds", (slowest.end_s - slowest.start_s) * 1e6, direction=settled.direction)
-        if self.journal is not None:
-            self.journal.transfer(settled, slowest, moved, self._step.number)
+        self.accounts.copied(settled, slowest, moved, self._step.number)
         if not settled.ok:
             first = next(transfer for transfer in settled.transfers if not transfer.ok)
             logger.warning("kvpolicy: %s of copy %d failed: %s", first.direction, first.copy_id, first.error)
@@ -408,6 +403,7 @@ class Controller:
         situation, decision, identity = self._undecided.pop(copy_id)
         self._count(decision, situation.cause)
         self._write(situation, decision, identity)
+        self.accounts.copies_lost([identity["preemption_id"]])
 
     # ---- at start-up ----
 
@@ -421,9 +417,11 @@ class Controller:
         return int(self._scheduler.block_size)
 
     def _prepare(self, policy: policies.Policy) -> None:
-        if policy.cost_model is not None:
-            policy.cost_model.check_fit(**self._engine_shape(), link=header_link(self.settings.link))
-            policy.cost_model.warm()
+        model = policy.cost_model
+        if model is not None:
+            model.check_fit(**self._engine_shape(), link=header_link(self.settings.link))
+            model.warm()
+        self.accounts.measure_by(None if model is None else model.step_time)
 
     def _model_digest(self) -> str:
         return "" if self.policy.cost_model is None else str(self.policy.cost_model.digest)
