@@ -105,12 +105,12 @@ class Dataset:
     digests: tuple[str, ...]
     left_out: Mapping[str, int]
     """Preemptions and states that could not be used, by reason."""
+    common_step_time: StepTimeModel | None = None
+    """d0 of all cores together, which are of one machine and model; None where they hold too few undisturbed steps."""
     step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
     """d0 by core; none of a core without steps enough to tell it."""
     floor: Floor = field(default_factory=lambda: Floor((), (), {}))
     """What the costs rest on."""
-    step_time: StepTimeModel | None = None
-    """d0 of all cores together, which are of one machine and model; None where they hold too few undisturbed steps."""
 
     def moves_of(self, states: Iterable[State]) -> tuple[Move, ...]:
         """The transfers that belong to windows of these states."""
@@ -175,9 +175,9 @@ def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool = False) -> Data
         headers=headers,
         digests=tuple(trace.digest() for trace in read.values()),
         left_out=dict(left_out),
+        common_step_time=common_step_time(list(read.values())),
         step_times=models,
         floor=floor_of(headers, models),
-        step_time=common_step_time(list(read.values())),
     )
 
 

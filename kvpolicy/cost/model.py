@@ -48,17 +48,17 @@ class CostModel(Protocol):
         ...
 
     @property
+    def step_time(self) -> StepTimeModel | None:
+        """d0 of the traces it was fitted to, which costs are measured by while serving; None where there is none."""
+        ...
+
+    @property
     def floor_s(self) -> Mapping[Kind, float]:
         """The least cost its traces could tell from none."""
         ...
 
     @property
     def predicts_victim_delay(self) -> bool: ...
-
-    @property
-    def step_time(self) -> StepTimeModel | None:
-        """d0 of the traces it was fitted to, which costs are measured by while serving; None where there is none."""
-        ...
 
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         """One cost per option."""
