@@ -74,7 +74,7 @@ class TrainReport:
                 f"  {kind:<10} {score['mean_error']:>7.1%} {score['p90_error']:>7.1%} {score['bias']:>+7.1%} "
                 f"{score['law_mean_error']:>14.1%} {self.trees[kind]:>6}"
             )
-        lines += ["", *self._coverage_lines(), *self._delay_lines()]
+        lines += ["", *self._coverage_lines(), *self._beyond_lines(), *self._delay_lines()]
         lines += ["", *self._noise_lines(), *self._natural_lines()]
         if self.always_wins:
             lines.append(f"{self.always_wins} costs less in every state: here the cheapest policy is a constant")
@@ -88,6 +88,14 @@ class TrainReport:
                 holds = "-" if one["holds"] is None else f"{one['holds']:.0%}"
                 told = f"{holds:>4} of {one['states']:<4} [{one['low']:.0%}, {one['high']:.0%}]"
                 lines.append(f"  {of:<10} {_span(one):<34} {told}")
+        return lines
+
+    def _beyond_lines(self) -> list[str]:
+        lines = ["90% interval holds beyond the range, told by short training states judged on longer ones:"]
+        for of, found in self.held_out["beyond"].items():
+            for name, one in {"all": found, "up to 2x the edge": found["up_to_2x"], "from 2x": found["from_2x"]}.items():
+                holds = "not told" if one["holds"] is None else f"{one['holds']:.0%} of {one['states']}"
+                lines.append(f"  {of:<10} {name:<34} {holds} [{one['low']:.0%}, {one['high']:.0%}]")
         return lines
 
     def _delay_lines(self) -> list[str]:
@@ -161,7 +169,7 @@ def train(
     training, held = split(dataset.states, seed)
     fitted = fit(family, training, dataset, provenance_of(family, dataset, training, variation), seed)
     fitted = replace(fitted, notes=(*fitted.notes, *_data_notes(dataset, training, fitted.model)))
-    scores = held_out_scores(fitted.model, held)
+    scores = held_out_scores(fitted.model, held) | {"beyond": dict(fitted.inner_coverage)}
     made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
     store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))
     report = _report(store.load(Path(out)), fitted, dataset, (training, held), variation)

@@ -29,10 +29,11 @@ def coverage(intervals: Intervals, numbers: Sequence[int], held: Sequence[bool])
     by_bin = []
     for number in range(len(intervals.states)):
         mine = [one for at, one in zip(numbers, held, strict=True) if at == number]
-        by_bin.append(intervals.span(number) | _share(mine))
-    return _share(held) | {"bins": by_bin}
+        by_bin.append(intervals.span(number) | share_held(mine))
+    return share_held(held) | {"bins": by_bin}
 
 
-def _share(held: Sequence[bool]) -> dict[str, Any]:
+def share_held(held: Sequence[bool]) -> dict[str, Any]:
+    """Share of states held, their number, and its 95% interval."""
     low, high = proportion_interval(sum(held), len(held))
     return {"states": len(held), "holds": sum(held) / len(held) if held else None, "low": low, "high": high}

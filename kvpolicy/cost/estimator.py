@@ -8,6 +8,7 @@ never on both sides of a split.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, validate_data
 
+from kvpolicy.cost.beyond import SHARES, Room, carries, excess, growth_of
 from kvpolicy.cost.ceilings import Calibrated, Ceilings, Constant, Physics
+from kvpolicy.cost.intervals import CONFIDENCE
 from kvpolicy.cost.linear import relative_sum
 from kvpolicy.cost.residual import TREE_COUNTS, Growth, Unseen, choose_tree_count, grow
 
@@ -24,6 +27,8 @@ Whole = NDArray[np.int64]
 
 FEWEST_GROUPS = 20
 """With fewer nothing can be decided on unseen groups, and the residual is left out."""
+FEWEST_SHORT = 6
+"""Groups up to an inner edge: with fewer the physics is not told."""
 ROWS_TO_DECIDE_BY = 100_000
 """How many trees there are is decided on about so many rows, whole groups drawn; they are grown on all."""
 
@@ -34,20 +39,24 @@ class _Times(RegressorMixin, BaseEstimator):
     columns: Sequence[str] | None
     n_features_in_: int
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Self:
-        """Learn. Raises ValueError naming the row for a time that is not above 0, and for a count below 0."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, lengths: Any = None) -> Self:
+        """Learn. ``lengths``: one per row, above 0, where a fit is to tell how it extrapolates along them.
+
+        Raises ValueError naming the row for a time or length that is not above 0, and for a count below 0.
+        """
         x, seconds = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
         seconds = np.asarray(seconds, np.float64)
         _refuse(seconds <= 0, seconds, "Times", "above 0 s")
         _refuse((x < 0).any(axis=1), x.min(axis=1), "Negative values in data", "0 or above")
         weight = _weights(sample_weight, seconds)
         group = np.arange(len(x)) if groups is None else _numbered(groups, x)
+        length = None if lengths is None else _lengths(lengths, x)
         self.columns_ = self._names(x.shape[1])
         # A row without weight is no row: neither constants, nor leaves, nor folds may know of it.
         some = weight > 0
         if some.sum() < 2:
             raise ValueError(f"sample_weight is zero but for {some.sum()} sample(s); a minimum of 2 is required")
-        self._learn(x[some], seconds[some], weight[some], group[some])
+        self._learn(x[some], seconds[some], weight[some], group[some], None if length is None else length[some])
         return self
 
     def predict(self, X: Any) -> Floats:
@@ -68,7 +77,7 @@ class _Times(RegressorMixin, BaseEstimator):
             raise ValueError(f"columns: {len(set(names))} different names for {count} columns of X")
         return names
 
-    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole) -> None:
+    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats | None) -> None:
         raise NotImplementedError
 
     def _seconds(self, x: Floats) -> Floats:
@@ -81,7 +90,7 @@ class LinearRegressor(_Times):
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         self.columns = columns
 
-    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole) -> None:
+    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats | None) -> None:
         design = np.column_stack([np.ones(len(x)), x])
         found = relative_sum(design, seconds, weight / seconds**2)
         self.intercept_, self.coef_ = float(found[0]), found[1:]
@@ -103,7 +112,7 @@ class AnalyticRegressor(_Times):
         check_is_fitted(self)
         return self.physics_.constants
 
-    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole) -> None:
+    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats | None) -> None:
         self.physics_ = self._calibrated(x, seconds, weight)
 
     def _calibrated(self, x: Floats, seconds: Floats, weight: Floats) -> Calibrated:
@@ -117,11 +126,13 @@ class BoostedRegressor(AnalyticRegressor):
     """Physics x exp(LightGBM), the forest grown on log(measured / physics).
 
     How many trees, at most ``max_trees``, is decided by grouped cross-validation; none, where they do not help on
-    groups that they have not seen. Beyond the trained range the forest says what it says at the range's edge while
-    physics goes on growing: there a prediction is never below the one at the edge.
+    groups that they have not seen. Beyond the trained range either the forest goes on saying what it says at the
+    range's edge (``carried_``), or physics is alone, never below the prediction at the edge: whichever missed less in
+    inner extrapolation (:mod:`kvpolicy.cost.beyond`) where ``fit`` was given ``lengths``; carried where it was not.
 
     After ``fit``: ``trees_``, ``physics_``, ``constants_``, ``unseen_misses_`` (log(measured / predicted) of each row
-    with weight by a fit without its group; NaN for rows not drawn, None where there were too few groups).
+    with weight by a fit without its group; NaN for rows not drawn, None where there were too few groups), ``inner_``
+    (what inner extrapolation missed; None without ``lengths`` or groups enough).
     """
 
     def __init__(
@@ -147,7 +158,7 @@ class BoostedRegressor(AnalyticRegressor):
         self.n_jobs = n_jobs
         self.random_state = random_state
 
-    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole) -> None:
+    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats | None) -> None:
         unknown = sorted(set(self.monotone) - set(self.columns_))
         if unknown:
             raise ValueError(f"monotone: there is no column {unknown[0]!r}; there are {', '.join(self.columns_)}")
@@ -159,6 +170,48 @@ class BoostedRegressor(AnalyticRegressor):
         if self.trees_:
             wanted = np.log(seconds / self.physics_.seconds(x))
             self.booster_ = grow(x, wanted, self.columns_, self.trees_, self._growth(), weight)
+        self.range_ = x.min(axis=0), x.max(axis=0)
+        self.carried_, self.inner_ = True, None
+        if length is not None and self.unseen_misses_ is not None:
+            self._look_beyond(x, seconds, weight, group, length)
+
+    def _look_beyond(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats) -> None:
+        drawn = _drawn(group, ROWS_TO_DECIDE_BY, self.random_state)
+        x, seconds, weight, group, length = (some[drawn] for some in (x, seconds, weight, group, length))
+        found = []
+        for share in SHARES:
+            short = length <= share * length.max()
+            if len(np.unique(group[short])) < FEWEST_SHORT:
+                continue
+            physics = self._calibrated(x[short], seconds[short], weight[short])
+            booster = None
+            if self.trees_ and len(np.unique(group[short])) >= FEWEST_GROUPS:
+                wanted = np.log(seconds[short] / physics.seconds(x[short]))
+                booster = grow(x[short], wanted, self.columns_, self.trees_, self._growth(), weight[short])
+            span = x[short].min(axis=0), x[short].max(axis=0)
+            carried, dropped = (_priced(x[~short], physics, booster, span, keep) for keep in (True, False))
+            measured, distance = seconds[~short], np.log(length[~short] / length[short].max())
+            found.append(
+                Inner(share, group[~short], distance, np.log(measured / carried), np.log(measured / dropped))
+            )
+        if found:
+            self.inner_ = tuple(found)
+            states = len(np.unique(np.concatenate([one.group for one in found])))
+            carried, dropped = (np.concatenate([getattr(one, name) for one in found]) for name in ("carried", "dropped"))
+            self.carried_ = carries(carried.tolist(), dropped.tolist(), states, otherwise=True)
+
+    def growth(self, room: Room, confidence: float = CONFIDENCE) -> float:
+        """Room to add to either side of ``room``, that inside the range, per log of how far beyond it a length is.
+
+        ``inf`` where too few points told.
+        """
+        check_is_fitted(self)
+        scores: list[float] = []
+        for one in self.inner_ or ():
+            missed = one.carried if self.carried_ else one.dropped
+            scores += [excess(*both) for both in zip(missed.tolist(), [room] * len(missed), one.distance.tolist(), strict=True)]
+        points = {int(number) for one in self.inner_ or () for number in one.group}
+        return growth_of(scores, len(points), confidence)
 
     def _decide(self, x: Floats, seconds: Floats, weight: Floats, group: Whole) -> None:
         drawn = _drawn(group, ROWS_TO_DECIDE_BY, self.random_state)
@@ -188,10 +241,37 @@ class BoostedRegressor(AnalyticRegressor):
         )
 
     def _seconds(self, x: Floats) -> Floats:
-        seconds = self.physics_.seconds(x)
-        if self.booster_ is None:
-            return seconds
-        return np.asarray(seconds * np.exp(self.booster_.predict(x)), np.float64)
+        return _priced(x, self.physics_, self.booster_, self.range_, self.carried_)
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """One fit on what is short, and how far it missed all that is longer: one number per row."""
+
+    share: float
+    """Of the longest length: up to there it learned."""
+    group: Whole
+    distance: Floats
+    """log(length / longest learned)."""
+    carried: Floats
+    """log(measured / predicted) with the forest kept at the range's edge."""
+    dropped: Floats
+
+
+def _priced(x: Floats, physics: Calibrated, booster: Any, span: tuple[Floats, Floats], carried: bool) -> Floats:
+    """Physics times exp(forest). Outside ``span``, where the forest is not carried, physics alone, held above (below)
+    the prediction at the edge for rows that are only above (below) it."""
+    seconds = physics.seconds(x)
+    if booster is None:
+        return seconds
+    # Thresholds lie between values of training: beyond the edge a forest says what it says there.
+    factor = np.exp(np.asarray(booster.predict(x), np.float64))
+    above, below = (x > span[1]).any(axis=1), (x < span[0]).any(axis=1)
+    if carried or not (above | below).any():
+        return np.asarray(seconds * factor, np.float64)
+    at_edge = physics.seconds(np.clip(x, *span)) * factor
+    alone = np.where(above, np.maximum(seconds, at_edge), np.minimum(seconds, at_edge))
+    return np.where(above & below, seconds, np.where(above | below, alone, seconds * factor))
 
 
 def grouped_folds(groups: Sequence[Any] | Whole, folds: int, seed: int) -> Iterator[tuple[Whole, Whole]]:
@@ -233,6 +313,13 @@ def _weights(given: Any, seconds: Floats) -> Floats:
 def _numbered(groups: Any, x: Floats) -> Whole:
     check_consistent_length(x, groups)
     return np.asarray(np.unique(np.asarray(groups), return_inverse=True)[1], np.int64)
+
+
+def _lengths(given: Any, x: Floats) -> Floats:
+    check_consistent_length(x, given)
+    length = np.asarray(check_array(given, ensure_2d=False, dtype=np.float64, input_name="lengths"))
+    _refuse(length <= 0, length, "lengths", "above 0")
+    return length
 
 
 def _refuse(bad: NDArray[np.bool_], values: Floats, what: str, should: str) -> None:

@@ -15,6 +15,7 @@ from kvpolicy.cost.coverage import coverage
 from kvpolicy.cost.dataset import Dataset, State
 from kvpolicy.cost.delays import fit_others_shares, fit_victim_delays, victim_delay_misses
 from kvpolicy.cost.examples import Example, dealt, examples_of, log_miss, noise_floors, ranges_of
+from kvpolicy.cost.inner import beyond, carried, growing, inner_coverage
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.linear import fit_linear
@@ -24,6 +25,8 @@ from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, Features
 
 FOLDS = 5
+FEWEST_TO_GROW = 20
+"""States that trees are grown on in inner extrapolation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Fit:
     forests: Mapping[Kind, ForestText]
     trees: Mapping[Kind, int]
     notes: tuple[str, ...]
+    inner_coverage: Mapping[str, Any]
+    """See :func:`kvpolicy.cost.inner.inner_coverage`."""
 
 
 def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Provenance, seed: int) -> Fit:
@@ -54,7 +59,14 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
     for seen, unseen in folds:
         one, _ = _fit_once(family, seen, dataset, provenance, trees, unbounded(), seed)
         misses += misses_of(one, unseen)
-    intervals = calibrate(misses)
+    def refit(some: list[State]) -> FittedModel:
+        grown = trees if len(some) >= FEWEST_TO_GROW else dict.fromkeys(KINDS, 0)
+        return _fit_once(family, some, dataset, provenance, grown, unbounded(), seed)[0]
+
+    far = beyond(states, refit, misses_of)
+    keep = carried(far, trees)
+    intervals = growing(calibrate(misses, _kept(keep)), far, keep)
+    notes += _notes_beyond(intervals, trees, keep)
     if inf in [side for rooms in intervals.inside.values() for room in rooms for side in room]:
         notes.append(f"{len(states)} training states are too few for 90% intervals: they are infinite")
     model, forests = _fit_once(family, states, dataset, provenance, trees, intervals, seed)
@@ -63,8 +75,30 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
         victim_delays=fit_victim_delays(states),
         others_share=fit_others_shares(states),
         step_time=dataset.common_step_time,
+        carried=keep,
     )
-    return Fit(model, forests, trees, tuple(notes))
+    return Fit(model, forests, trees, tuple(notes), inner_coverage(intervals, far, keep))
+
+
+def _kept(keep: Mapping[Kind, bool]) -> list[str]:
+    """Of what predictions are the model's, and not the law's, outside the range too."""
+    kept: list[str] = [kind for kind in KINDS if keep[kind]]
+    return [*kept, "ratio"] if len(kept) == len(KINDS) else kept
+
+
+def _notes_beyond(intervals: Intervals, trees: Mapping[Kind, int], keep: Mapping[Kind, bool]) -> list[str]:
+    notes = []
+    for kind in KINDS:
+        if trees[kind]:
+            told = "kept at the edge" if keep[kind] else "left out"
+            notes.append(f"{kind}: outside the trained range the learned residual is {told}")
+    untold = [of for of in PREDICTED if intervals.growth[of] == inf]
+    if untold:
+        notes.append(
+            f"{', '.join(untold)}: intervals outside the trained range are infinite: too few states up to a quarter "
+            "or half of the longest length, or beyond it, to tell"
+        )
+    return notes
 
 
 def misses_of(model: FittedModel, states: Sequence[State]) -> list[Misses]:
@@ -165,7 +199,8 @@ def _coverage(
     for i, miss in enumerate(misses):
         number = model.intervals.bin_of(miss.computed_tokens, miss.running_requests)
         outside = any(model.outside(kind, examples[kind][i].x) for kind in kinds)
-        below, above = model.intervals.room(of, number, outside)
+        distance = max(model.distance(kind, examples[kind][i].x) for kind in kinds)
+        below, above = model.intervals.room(of, number, outside, distance)
         numbers.append(number)
         held.append(-below <= miss.model[of] <= above)
     return coverage(model.intervals, numbers, held)

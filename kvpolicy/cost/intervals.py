@@ -6,25 +6,26 @@ not. The interval reaches from the a-th to the b-th smallest of a bin's n scores
 are often underestimated get more room above than below. With too few scores for two tails the interval is symmetric,
 the ceil(0.9 (n + 1))-th smallest miss to either side; with too few for that it is infinite, because nothing finite
 could be promised. It covers the typical cost of a situation, not every single preemption.
+
+Outside the trained range room is added per unit of distance, as much as inner extrapolation tells
+(:mod:`kvpolicy.cost.beyond`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any
 
+from kvpolicy.cost.beyond import Room, grown
+
 CONFIDENCE = 0.9
 FEWEST_PER_BIN = 30
-WIDENING = 2.0
-"""Outside the trained range nothing is promised: the wider of formula and model, times this convention."""
 
 PREDICTED = ("recompute", "swap", "ratio")
 
-Room = tuple[float, float]
-"""How far below and how far above a prediction, on the log scale; both 0 or above."""
 Edges = tuple[float, ...]
 
 
@@ -54,15 +55,24 @@ class Intervals:
     inside: Mapping[str, tuple[Room, ...]]
     """Within the trained range, one entry per bin."""
     outside: Mapping[str, tuple[Room, ...]]
+    """At its edge, seen from outside: never narrower."""
+    growth: Mapping[str, float]
+    """Room added to either side per unit of distance from the range; ``inf`` where too few states tell."""
     states: tuple[int, ...]
     """Calibration states per bin."""
 
     def bin_of(self, computed_tokens: float, running_requests: float) -> int:
         return bin_number(self.length_edges, self.load_edges, computed_tokens, running_requests)
 
-    def room(self, of: str, number: int, extrapolated: bool) -> Room:
-        """Of ``recompute``, ``swap`` or ``ratio`` in bin ``number``; ``inf`` where too few states could bound it."""
-        return (self.outside if extrapolated else self.inside)[of][number]
+    def room(self, of: str, number: int, extrapolated: bool, distance: float = 0.0) -> Room:
+        """Of ``recompute``, ``swap`` or ``ratio`` in bin ``number``; ``inf`` where too few states could bound it.
+
+        ``distance``: how far outside the trained range, see :func:`kvpolicy.cost.beyond.distance_beyond`.
+        """
+        if not extrapolated:
+            return self.inside[of][number]
+        below, above = self.outside[of][number]
+        return grown(below, self.growth[of], distance), grown(above, self.growth[of], distance)
 
     def span(self, number: int) -> dict[str, float | None]:
         """What bin ``number`` holds; None where there is no limit."""
@@ -83,6 +93,7 @@ class Intervals:
             "states": list(self.states),
             "inside": {of: [list(map(_finite_or_none, room)) for room in rooms] for of, rooms in self.inside.items()},
             "outside": {of: [list(map(_finite_or_none, room)) for room in rooms] for of, rooms in self.outside.items()},
+            "growth": {of: _finite_or_none(self.growth[of]) for of in PREDICTED},
         }
 
     @classmethod
@@ -98,7 +109,11 @@ class Intervals:
         bins = sum(len(edges) + 1 for edges in loads)
         if len(states) != bins:
             raise ValueError(f"states holds {len(states)} numbers, should hold {bins}")
-        return cls(lengths, loads, _rooms(values, "inside", bins), _rooms(values, "outside", bins), states)
+        inside, outside = (_rooms(values, name, bins) for name in ("inside", "outside"))
+        for of in PREDICTED:
+            if any(max(map(float.__sub__, *both)) > 0 for both in zip(inside[of], outside[of], strict=True)):
+                raise ValueError(f"outside.{of} is narrower than inside.{of}")
+        return cls(lengths, loads, inside, outside, {of: _growth(values["growth"][of], of) for of in PREDICTED}, states)
 
 
 def bin_number(
@@ -113,7 +128,7 @@ def bin_number(
 def unbounded() -> Intervals:
     """Of a model that was never compared with measurements: nothing is promised."""
     nothing = dict.fromkeys(PREDICTED, ((inf, inf),))
-    return Intervals((), ((),), nothing, nothing, (0,))
+    return Intervals((), ((),), nothing, nothing, dict.fromkeys(PREDICTED, inf), (0,))
 
 
 def _sides(edges: Edges, number: int) -> tuple[float | None, float | None]:
@@ -138,6 +153,12 @@ def _rooms(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[R
     return found
 
 
+def _growth(value: Any, of: str) -> float:
+    if value is not None and (type(value) not in (int, float) or not 0 <= value < inf):
+        raise ValueError(f"growth.{of} is {value!r}, should be a number, 0 or above, or null")
+    return inf if value is None else float(value)
+
+
 def _finite_or_none(width: float) -> float | None:
     return None if width == inf else width
 
@@ -159,8 +180,12 @@ def conformal_room(scores: Sequence[float], confidence: float = CONFIDENCE) -> R
     return width, width
 
 
-def calibrate(misses: Sequence[Misses]) -> Intervals:
-    """Intervals from states that the predictions had not seen."""
+def calibrate(misses: Sequence[Misses], carried: Collection[str] = ()) -> Intervals:
+    """Intervals from states that the predictions had not seen; what they grow by outside is still to be told.
+
+    ``carried``: of what the residual is kept outside the range. Elsewhere the formula is alone there, and its own
+    misses count too.
+    """
     lengths = _bins(misses, _tokens, _octave_of_length)
     by_load = [_bins(some, _running, _octave_of_load) for some in lengths]
     bins = [some for loads in by_load for some in loads]
@@ -169,18 +194,19 @@ def calibrate(misses: Sequence[Misses]) -> Intervals:
     for of in PREDICTED:
         inside[of] = tuple(conformal_room([state.model[of] for state in some]) for some in bins)
         law = [conformal_room([state.law[of] for state in some]) for some in bins]
-        outside[of] = tuple(map(_wider, inside[of], law))
+        outside[of] = inside[of] if of in carried else tuple(map(_wider, inside[of], law))
     return Intervals(
         tuple(_tokens(some[0]) for some in lengths[1:]),
         tuple(tuple(_running(some[0]) for some in loads[1:]) for loads in by_load),
         inside,
         outside,
+        dict.fromkeys(PREDICTED, inf),
         tuple(map(len, bins)),
     )
 
 
 def _wider(one: Room, other: Room) -> Room:
-    return WIDENING * max(one[0], other[0]), WIDENING * max(one[1], other[1])
+    return max(one[0], other[0]), max(one[1], other[1])
 
 
 def _bins(

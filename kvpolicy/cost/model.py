@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import exp, inf, log
 from typing import Any, Protocol
 
+from kvpolicy.cost.beyond import distance_beyond
 from kvpolicy.cost.compiled import Forest
 from kvpolicy.cost.intervals import Intervals, Room
 from kvpolicy.cost.laws import Law, Parts
@@ -21,6 +22,8 @@ from kvpolicy.hardware import Geometry
 
 FAMILIES = ("boosted", "linear", "analytic")
 MOST_EXPONENT = 600.0
+POWERS = {"recomputed_pairs": 2.0}
+"""Of length, that a feature grows with; 1 for all others."""
 
 
 class ModelError(ValueError):
@@ -105,9 +108,10 @@ class Provenance:
 class FittedModel:
     """Implements :class:`CostModel`.
 
-    Inside the trained range a prediction is the law's times exp(residual). Outside, the law's alone; where a growing
-    feature is beyond what was seen it is held above (below) the prediction at the range's edge, so that a cost never
-    falls with length.
+    Inside the trained range a prediction is the law's times exp(residual). Outside, a residual that is carried goes on
+    saying what it says at the range's edge. One that is not is left out: the law's prediction alone; where a growing
+    feature is beyond what was seen it is held above (below) the prediction at the range's edge. Either way a cost
+    never falls with length.
     """
 
     name: str
@@ -127,18 +131,21 @@ class FittedModel:
     """Delay of each other running request over the engine time; 1: all sit through all of it."""
     step_time: StepTimeModel | None = None
     """d0 of the traces it was fitted to; None where they hold too few undisturbed steps."""
-    _checks: Mapping[Kind, tuple[tuple[int, float, float], ...]] = field(init=False, repr=False, compare=False)
+    carried: Mapping[Kind, bool] = field(default_factory=lambda: dict.fromkeys(KINDS, False))
+    """Whether the residual is kept outside the trained range."""
+    _checks: Mapping[Kind, tuple[tuple[int, float, float, float], ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checks = {kind: self._checked(kind) for kind in self.laws}
         object.__setattr__(self, "_checks", checks)
 
-    def _checked(self, kind: Kind) -> tuple[tuple[int, float, float], ...]:
-        """Position and range of the features that a prediction depends on."""
+    def _checked(self, kind: Kind) -> tuple[tuple[int, float, float, float], ...]:
+        """Position, range and power of length of the features that a prediction depends on."""
         used = set(self.laws[kind].used)
         if kind in self.residuals:
             used |= {FEATURES[position] for position in self.residuals[kind].used}
-        return tuple((FEATURES.index(name), *self.ranges[kind][name]) for name in FEATURES if name in used)
+        spans = self.ranges[kind]
+        return tuple((FEATURES.index(name), *spans[name], POWERS.get(name, 1.0)) for name in FEATURES if name in used)
 
     @property
     def state_ids(self) -> frozenset[str]:
@@ -155,16 +162,16 @@ class FittedModel:
         running = situation.running_requests
         number = self.intervals.bin_of(situation.computed_tokens, running)
         costs: list[Cost] = []
-        first: tuple[Kind, float, bool] | None = None
+        first: tuple[Kind, float, bool, float] | None = None
         for option in options:
             kind, x = option.kind, features_of(situation, option)
-            seconds, parts, outside = self._price(kind, x)
-            below, above = self.intervals.room(kind, number, outside)
+            seconds, parts, outside, distance = self._price(kind, x)
+            below, above = self.intervals.room(kind, number, outside, distance)
             low = high = 0.0
             if first is None:
-                first = kind, log(seconds), outside
+                first = kind, log(seconds), outside, distance
             else:
-                room = self.intervals.room("ratio", number, outside or first[2])
+                room = self.intervals.room("ratio", number, outside or first[2], max(distance, first[3]))
                 low, high = log_ratio_interval(log(seconds) - first[1], turned(room, first[0], kind))
             delay = self.victim_delays.get(kind)
             costs.append(
@@ -185,29 +192,33 @@ class FittedModel:
 
     def outside(self, kind: Kind, x: Features) -> tuple[str, ...]:
         """The features, of those predictions depend on, in which ``x`` is beyond what was trained on."""
-        return tuple(FEATURES[at] for at, low, high in self._checks[kind] if not low <= x[at] <= high)
+        return tuple(FEATURES[at] for at, low, high, _ in self._checks[kind] if not low <= x[at] <= high)
 
-    def _price(self, kind: Kind, x: Features) -> tuple[float, Parts, bool]:
+    def distance(self, kind: Kind, x: Features) -> float:
+        """How far ``x`` is outside, in the feature that is farthest; 0 inside."""
+        return max([distance_beyond(x[at], low, high, power) for at, low, high, power in self._checks[kind]], default=0)
+
+    def _price(self, kind: Kind, x: Features) -> tuple[float, Parts, bool, float]:
         parts = self.laws[kind].parts(x)
         physics = max(sum(parts), self.floor_s[kind])
-        outside = False
-        for at, low, high in self._checks[kind]:
+        outside, distance = False, 0.0
+        for at, low, high, power in self._checks[kind]:
             if not low <= x[at] <= high:
-                outside = True
-                break
+                outside, distance = True, max(distance, distance_beyond(x[at], low, high, power))
         residual = self.residuals.get(kind)
         if residual is None:
             seconds = physics
-        elif outside:
+        elif outside and not self.carried[kind]:
             seconds = self._extrapolate(kind, x, physics, residual)
         else:
+            # Thresholds lie inside the range: beyond it a forest says what it says at the edge.
             seconds = physics * exp(residual.predict(x))
-        return seconds, _scaled(parts, seconds, kind), outside
+        return seconds, _scaled(parts, seconds, kind), outside, distance
 
     def _extrapolate(self, kind: Kind, x: Features, physics: float, residual: Forest) -> float:
         edge = list(x)
         above = below = False
-        for at, low, high in self._checks[kind]:
+        for at, low, high, _ in self._checks[kind]:
             if low <= x[at] <= high:
                 continue
             if FEATURES[at] not in GROWING:

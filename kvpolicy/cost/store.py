@@ -23,7 +23,7 @@ from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 CARD = "model.json"
 
 
@@ -196,6 +196,7 @@ def _model(folder: Traversable, values: Mapping[str, Any], residuals: Mapping[Ki
         victim_delays=_victim_delays(folder, values),
         others_share={kind: _share(folder, values, kind) for kind in KINDS},
         step_time=_step_time(folder, values),
+        carried={kind: _carried(folder, values, kind) for kind in KINDS},
     )
 
 
@@ -212,6 +213,13 @@ def _share(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ModelError(f"{folder / CARD}: field others_share.{kind} is {value!r}, should be a number, 0 or above")
     return float(value)
+
+
+def _carried(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> bool:
+    value = _guarded(folder, "carried.", lambda: values["carried"][kind])
+    if not isinstance(value, bool):
+        raise ModelError(f"{folder / CARD}: field carried.{kind} is {value!r}, should be true or false")
+    return value
 
 
 def _step_time(folder: Traversable, values: Mapping[str, Any]) -> StepTimeModel | None:
@@ -356,6 +364,7 @@ def _card(model: FittedModel, trees: Mapping[Kind, Any]) -> dict[str, Any]:
         "ranges": {kind: {name: list(span) for name, span in model.ranges[kind].items()} for kind in KINDS},
         "laws": {kind: model.laws[kind].to_dict() for kind in KINDS},
         "trees": dict(trees),
+        "carried": dict(model.carried),
         "intervals": model.intervals.to_dict(),
         "victim_delays": {kind: law.to_dict() for kind, law in model.victim_delays.items()},
         "others_share": dict(model.others_share),
