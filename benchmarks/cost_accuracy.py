@@ -5,7 +5,7 @@
 Traces: folders of `kvpolicy profile`. Profiles: a folder of measured operator times, layouts as in
 ``kvpolicy.cost.layouts``. Errors are |predicted / measured - 1|. In range: grouped cross-validation, repeats of a
 point or state never on both sides. Extrapolated: trained up to a quarter of the longest length, tested on the rest;
-``from 2x`` is the part of it at twice the longest trained length and beyond.
+``from 2x`` is the part of it at twice the longest trained length and beyond. Coverage is of finite intervals alone.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _pooled(judged: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
             "bias": sum(score["n"] * score["bias"] for score in scores) / rows,
             "worst_operator_mean": max(score["mean"] for score in scores),
         }
-    bins = [one for table in judged for one in table[part]["coverage"]]
+    bins = [one for table in judged for one in table[part]["coverage"] if one["bounded"]]
     tested = sum(one["n"] for one in bins)
     mean = families[OURS]["mean"]
     return {
@@ -204,8 +204,9 @@ def _covered(coverage: Any) -> float | None:
     """Of a file, one number; of a table, by bin."""
     if not isinstance(coverage, list):
         return None if coverage is None else float(coverage)
-    tested = sum(one["n"] for one in coverage)
-    return sum(one["n"] * one["covered"] for one in coverage) / tested if tested else None
+    bounded = [one for one in coverage if one.get("bounded", True)]
+    tested = sum(one["n"] for one in bounded)
+    return sum(one["n"] * one["covered"] for one in bounded) / tested if tested else None
 
 
 def _show_trace(console: Console, trace: Mapping[str, Any]) -> None:

@@ -11,8 +11,9 @@ from lightgbm import LGBMRegressor
 from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
+from kvpolicy.cost.beyond import grown
 from kvpolicy.cost.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
-from kvpolicy.cost.intervals import WIDENING, conformal_room
+from kvpolicy.cost.intervals import conformal_room
 from kvpolicy.cost.tables import Table, bins_of
 
 Floats = NDArray[np.float64]
@@ -45,10 +46,11 @@ class Part:
     unseen: Whole
 
 
-def ours(part: Part, seed: int) -> BoostedRegressor:
+def ours(part: Part, seed: int, extrapolating: bool) -> BoostedRegressor:
     table = part.table
     made = BoostedRegressor(table.times.physics, table.columns, random_state=seed)
-    return made.fit(table.x[part.seen], table.seconds[part.seen], groups=table.groups[part.seen])
+    lengths = table.times.length[part.seen] if extrapolating else None
+    return made.fit(table.x[part.seen], table.seconds[part.seen], groups=table.groups[part.seen], lengths=lengths)
 
 
 def _physics(part: Part, effort: Effort) -> Floats:
@@ -109,14 +111,14 @@ def judge(table: Table, effort: Effort, tell: Callable[[str], None]) -> dict[str
     found: dict[str, Any] = {
         "file": table.file, "operator": table.operator, "layout": table.layout, "rows": len(table),
         "points": int(table.groups.max()) + 1, "rows_in_file": table.rows_in_file, "left_out": list(table.left_out),
-        "noise": table.noise(), "in_range": _scored(folds, effort, 1.0), "extrapolated": None,
+        "noise": table.noise(), "in_range": _scored(folds, effort, False), "extrapolated": None,
     }  # fmt: skip
     longest = float(table.times.length.max())
     short = table.times.length <= longest / TRAINED_SHARE
     if short.sum() >= FEWEST_ROWS and (~short).any():
         tell("extrapolated")
         part = Part(table, np.flatnonzero(short), np.flatnonzero(~short))
-        found["extrapolated"] = _scored([part], effort, WIDENING) | {
+        found["extrapolated"] = _scored([part], effort, True) | {
             "axis": table.times.length_name,
             "trained_up_to": float(table.times.length[short].max()),
             "longest": longest,
@@ -130,11 +132,11 @@ def _fold_count(table: Table, effort: Effort) -> int:
     return points if points < 4 * effort.folds else effort.folds
 
 
-def _scored(parts: list[Part], effort: Effort, widening: float) -> dict[str, Any]:
+def _scored(parts: list[Part], effort: Effort, extrapolating: bool) -> dict[str, Any]:
     rows = np.concatenate([part.unseen for part in parts])
     table = parts[0].table
     predicted: dict[str, Floats] = {}
-    fitted = [ours(part, effort.seed) for part in parts]
+    fitted = [ours(part, effort.seed, extrapolating) for part in parts]
     predicted[OURS] = np.concatenate(
         [made.predict(table.x[part.unseen]) for made, part in zip(fitted, parts, strict=True)]
     )
@@ -150,7 +152,8 @@ def _scored(parts: list[Part], effort: Effort, widening: float) -> dict[str, Any
         "families": found,
         "trees": [made.trees_ for made in fitted],
         "constants": [[one.term, one.value, one.unit] for one in fitted[-1].constants_],
-        "coverage": _coverage(parts, fitted, predicted[OURS], widening),
+        "residual_carried": [made.carried_ for made in fitted],
+        "coverage": _coverage(parts, fitted, predicted[OURS], extrapolating),
     }
 
 
@@ -165,13 +168,18 @@ def errors(measured: Floats, predicted: Floats) -> dict[str, Any]:
 
 
 def _coverage(
-    parts: list[Part], fitted: list[BoostedRegressor], predicted: Floats, widening: float
+    parts: list[Part], fitted: list[BoostedRegressor], predicted: Floats, extrapolating: bool
 ) -> list[dict[str, Any]]:
-    """The 90% interval's share of hits per bin of length x load, by split-conformal widths of the same bin."""
+    """The 90% interval's share of hits per bin of length x load, by split-conformal widths of the same bin.
+
+    Extrapolated they grow with the distance, as inner extrapolation tells; where it tells nothing they are infinite,
+    and the bin is not ``bounded``.
+    """
     table = parts[0].table
     by_length, by_load = bins_of(table.times.length, LENGTH_BINS), bins_of(table.times.load, LOAD_BINS)
     cell = by_length * LOAD_BINS + by_load
     hits: dict[int, list[bool]] = {}
+    unbounded = set()
     at = 0
     for part, made in zip(parts, fitted, strict=True):
         own = predicted[at : at + len(part.unseen)]
@@ -182,8 +190,17 @@ def _coverage(
         for one in np.unique(cell[part.unseen]).tolist():
             seen = _calibration(made.unseen_misses_, cell[part.seen], by_length[part.seen], one)
             below, above = conformal_room(seen)
-            mine = missed[cell[part.unseen] == one]
-            hits.setdefault(one, []).extend(((-widening * below <= mine) & (mine <= widening * above)).tolist())
+            mine = cell[part.unseen] == one
+            if extrapolating:
+                growth = made.growth((below, above))
+                if growth == np.inf:
+                    unbounded.add(one)
+                ratio = table.times.length[part.unseen][mine] / table.times.length[part.seen].max()
+                distance = np.log(ratio).tolist()
+                low, high = (np.array([grown(side, growth, far) for far in distance]) for side in (below, above))
+            else:
+                low, high = np.array(below), np.array(above)
+            hits.setdefault(one, []).extend(((-low <= missed[mine]) & (missed[mine] <= high)).tolist())
     tested = np.concatenate([part.unseen for part in parts])
     return [
         {
@@ -191,6 +208,7 @@ def _coverage(
             "load": _span(table.times.load[tested][cell[tested] == one]),
             "n": len(mine),
             "covered": sum(mine) / len(mine),
+            "bounded": one not in unbounded,
         }
         for one, mine in sorted(hits.items())
     ]

@@ -93,7 +93,11 @@ class TrainReport:
     def _beyond_lines(self) -> list[str]:
         lines = ["90% interval holds beyond the range, told by short training states judged on longer ones:"]
         for of, found in self.held_out["beyond"].items():
-            for name, one in {"all": found, "up to 2x the edge": found["up_to_2x"], "from 2x": found["from_2x"]}.items():
+            for name, one in {
+                "all": found,
+                "up to 2x the edge": found["up_to_2x"],
+                "from 2x": found["from_2x"],
+            }.items():
                 holds = "not told" if one["holds"] is None else f"{one['holds']:.0%} of {one['states']}"
                 lines.append(f"  {of:<10} {name:<34} {holds} [{one['low']:.0%}, {one['high']:.0%}]")
         return lines

@@ -9,9 +9,8 @@ leans to is not told: the room that is added is the same below and above, the ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf, log
-from typing import Any
 
 SHARES = (0.25, 0.5)
 """Of the longest length in training: up to there the fits of inner extrapolation learn."""

@@ -171,14 +171,15 @@ class BoostedRegressor(AnalyticRegressor):
             wanted = np.log(seconds / self.physics_.seconds(x))
             self.booster_ = grow(x, wanted, self.columns_, self.trees_, self._growth(), weight)
         self.range_ = x.min(axis=0), x.max(axis=0)
-        self.carried_, self.inner_ = True, None
+        self.carried_ = True
+        self.inner_: tuple[Inner, ...] | None = None
         if length is not None and self.unseen_misses_ is not None:
             self._look_beyond(x, seconds, weight, group, length)
 
     def _look_beyond(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats) -> None:
         drawn = _drawn(group, ROWS_TO_DECIDE_BY, self.random_state)
-        x, seconds, weight, group, length = (some[drawn] for some in (x, seconds, weight, group, length))
-        found = []
+        x, seconds, weight, group, length = x[drawn], seconds[drawn], weight[drawn], group[drawn], length[drawn]
+        found: list[Inner] = []
         for share in SHARES:
             short = length <= share * length.max()
             if len(np.unique(group[short])) < FEWEST_SHORT:
@@ -191,13 +192,13 @@ class BoostedRegressor(AnalyticRegressor):
             span = x[short].min(axis=0), x[short].max(axis=0)
             carried, dropped = (_priced(x[~short], physics, booster, span, keep) for keep in (True, False))
             measured, distance = seconds[~short], np.log(length[~short] / length[short].max())
-            found.append(
-                Inner(share, group[~short], distance, np.log(measured / carried), np.log(measured / dropped))
-            )
+            found.append(Inner(share, group[~short], distance, np.log(measured / carried), np.log(measured / dropped)))
         if found:
             self.inner_ = tuple(found)
             states = len(np.unique(np.concatenate([one.group for one in found])))
-            carried, dropped = (np.concatenate([getattr(one, name) for one in found]) for name in ("carried", "dropped"))
+            carried, dropped = (
+                np.concatenate([getattr(one, name) for one in found]) for name in ("carried", "dropped")
+            )
             self.carried_ = carries(carried.tolist(), dropped.tolist(), states, otherwise=True)
 
     def growth(self, room: Room, confidence: float = CONFIDENCE) -> float:
@@ -209,7 +210,9 @@ class BoostedRegressor(AnalyticRegressor):
         scores: list[float] = []
         for one in self.inner_ or ():
             missed = one.carried if self.carried_ else one.dropped
-            scores += [excess(*both) for both in zip(missed.tolist(), [room] * len(missed), one.distance.tolist(), strict=True)]
+            scores += [
+                excess(*both) for both in zip(missed.tolist(), [room] * len(missed), one.distance.tolist(), strict=True)
+            ]
         points = {int(number) for one in self.inner_ or () for number in one.group}
         return growth_of(scores, len(points), confidence)
 

@@ -59,6 +59,7 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
     for seen, unseen in folds:
         one, _ = _fit_once(family, seen, dataset, provenance, trees, unbounded(), seed)
         misses += misses_of(one, unseen)
+
     def refit(some: list[State]) -> FittedModel:
         grown = trees if len(some) >= FEWEST_TO_GROW else dict.fromkeys(KINDS, 0)
         return _fit_once(family, some, dataset, provenance, grown, unbounded(), seed)[0]

@@ -55,14 +55,13 @@ def beyond(
             continue
         rest = [state for state in states if state.computed_tokens > share * longest]
         model = fit(short)
-        kept, left = (
-            misses_of(replace(model, carried=dict.fromkeys(KINDS, keep)), rest) for keep in (True, False)
-        )
+        kept, left = (misses_of(replace(model, carried=dict.fromkeys(KINDS, keep)), rest) for keep in (True, False))
         examples = examples_of(rest)
         for i, state in enumerate(rest):
             distance = {kind: model.distance(kind, examples[kind][i].x) for kind in KINDS}
-            both = {**distance, "ratio": max(distance.values())}
-            found.append(Beyond(share, state.name, kept[i], left[i], both))
+            by_name: dict[str, float] = {kind: distance[kind] for kind in KINDS}
+            by_name["ratio"] = max(distance.values())
+            found.append(Beyond(share, state.name, kept[i], left[i], by_name))
     return found
 
 

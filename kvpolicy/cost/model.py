@@ -22,6 +22,8 @@ from kvpolicy.hardware import Geometry
 
 FAMILIES = ("boosted", "linear", "analytic")
 MOST_EXPONENT = 600.0
+LENGTH: Mapping[Kind, str] = {"recompute": "recomputed_tokens", "swap": "save_bytes"}
+"""The feature that is a victim's length."""
 POWERS = {"recomputed_pairs": 2.0}
 """Of length, that a feature grows with; 1 for all others."""
 
@@ -141,7 +143,8 @@ class FittedModel:
 
     def _checked(self, kind: Kind) -> tuple[tuple[int, float, float, float], ...]:
         """Position, range and power of length of the features that a prediction depends on."""
-        used = set(self.laws[kind].used)
+        # A fit that saw costs not grow with length, in what it saw, knows nothing of longer ones.
+        used = {LENGTH[kind], *self.laws[kind].used}
         if kind in self.residuals:
             used |= {FEATURES[position] for position in self.residuals[kind].used}
         spans = self.ranges[kind]
