@@ -72,6 +72,12 @@ class Intervals:
 PREDICTED = ("recompute", "swap", "ratio")
 
 
+def unbounded() -> Intervals:
+    """Of a model that was never compared with measurements: nothing is promised."""
+    nothing = dict.fromkeys(PREDICTED, (inf,))
+    return Intervals((), nothing, nothing, (0,))
+
+
 def _widths(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[float, ...]]:
     found = {}
     for of in PREDICTED:
