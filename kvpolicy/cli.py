@@ -76,6 +76,18 @@ def train(
 
 
 @app.command()
+def calibrate(
+    cost_model: Annotated[str, typer.Option(help="The cost model to carry: a folder, or the name of one that ships.")],
+    trace: Annotated[list[Path], typer.Option(help="Folder of a trace measured here; may be given several times.")],
+    out: Annotated[Path, typer.Option(help="Folder of the carried cost model.")],
+    states: Annotated[int | None, typer.Option(help="Use that many of the trace's states; all without it.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Carry a cost model to another machine, link or LLM by a few states measured there."""
+    _show(kvpolicy.calibrate(cost_model=cost_model, traces=trace, out=out, states=states, seed=seed))
+
+
+@app.command()
 def evaluate(
     trace: Annotated[list[Path], typer.Option(help="Folder of a trace; may be given several times.")],
     policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],

@@ -6,10 +6,12 @@ calibrated from a trace, or assumed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvpolicy.cost.laws import Law, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.sheets import DeviceSheet
+from kvpolicy.events import Kind
 from kvpolicy.hardware import Geometry
 
 
@@ -100,7 +102,7 @@ def _of_swap(law: SwapRoofline) -> dict[str, Constant]:
     return found
 
 
-def implausible(laws: dict[str, Law], geometry: Geometry, sheet: DeviceSheet | None = None) -> tuple[str, ...]:
+def implausible(laws: Mapping[Kind, Law], geometry: Geometry, sheet: DeviceSheet | None = None) -> tuple[str, ...]:
     """One note for each constant at or beyond the edge of what is plausible."""
     notes = []
     for kind, law in laws.items():
