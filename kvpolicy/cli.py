@@ -25,7 +25,7 @@ app = typer.Typer(
 
 POLICIES = (
     "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL or explore:COST_MODEL; "
-    "a cost model is a folder or the name of one that ships"
+    "a cost model is a folder, the name of one that ships, analytic in a server, or analytic:DEVICE[@LINK]:CONFIG"
 )
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 

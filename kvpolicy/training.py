@@ -131,6 +131,7 @@ def train(
         )
     training, held = split(dataset.states, seed)
     fitted = fit(family, training, dataset, provenance_of(family, dataset, training, variation), seed)
+    fitted = replace(fitted, notes=(*fitted.notes, *implausible(fitted.model.laws, dataset.geometry)))
     scores = held_out_scores(fitted.model, held)
     made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
     store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))

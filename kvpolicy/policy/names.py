@@ -20,11 +20,16 @@ FORMS = (
     "cheapest:COST_MODEL",
     "explore:COST_MODEL",
 )
+COST_MODELS = (
+    "a folder, the name of one that ships, analytic (untrained, of the running engine) "
+    "or analytic:DEVICE[@LINK]:CONFIG (untrained, of a data sheet and a config.json)"
+)
 
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
-    """The policy of that name. COST_MODEL is a folder, or the name of a model that ships.
+    """The policy of that name. COST_MODEL is :data:`COST_MODELS`.
 
+    ``cost_model_loader``: in a server that of :func:`kvpolicy.cost.engine_loader`, which knows the engine.
     Raises ValueError, listing the forms, for a wrong name; ModelError for a model that cannot be loaded.
     """
     kind, _, value = spec.partition(":")
@@ -41,6 +46,12 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
     if kind == "explore" and value:
         return Explore(spec, cost_model_loader(value))
     raise _wrong(spec, "is no policy")
+
+
+def needs_engine(spec: str) -> bool:
+    """Whether the policy can only be loaded inside a server: its cost model is the running engine's own."""
+    kind, _, value = spec.partition(":")
+    return kind in ("cheapest", "explore") and value.partition(",")[0] == cost.ANALYTIC
 
 
 def _tokens(spec: str, value: str) -> int:
