@@ -39,6 +39,7 @@ class Spreads:
 
 
 ELSEWHERE = Spreads()
+MOST_EXPONENT = 50.0
 MOVE_SPREAD = 0.1
 """The same of a copy's duration."""
 OUTLIER_SPREADS = 2.5
@@ -129,16 +130,20 @@ def _scales(groups: Sequence[str], misses: Callable[[Scales], list[float]], spre
     """exp(common + own) of each group at the maximum a posteriori; from two starts, as heavy tails make two valleys."""
 
     def named(logs: Floats) -> dict[str, float]:
-        return {group: exp(logs[0] + own) for group, own in zip(groups, logs[1:], strict=True)}
+        return {
+            group: exp(min(max(logs[0] + own, -MOST_EXPONENT), MOST_EXPONENT))
+            for group, own in zip(groups, logs[1:], strict=True)
+        }
 
     def residuals(logs: Floats) -> Floats:
         own = np.asarray(logs[1:]) / spreads.own
         missed = (_held_down(miss / spreads.miss) for miss in misses(named(logs)))
         return np.array([*missed, _cauchy(logs[0] / spreads.common), *own])
 
-    starts = np.zeros((2, len(groups) + 1))
-    starts[1, 0] = float(np.median(misses(named(starts[0]))))
-    found = [least_squares(residuals, start, bounds=(-20.0, 20.0)) for start in starts]
+    nothing = np.zeros(len(groups) + 1)
+    apart = float(np.median(misses(named(nothing))))
+    starts = [nothing] if abs(apart) < spreads.common else [nothing, np.concatenate([[apart], nothing[1:]])]
+    found = [least_squares(residuals, start, xtol=1e-6, ftol=1e-6) for start in starts]
     return named(min(found, key=lambda one: float(one.cost)).x)
 
 

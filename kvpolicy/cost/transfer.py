@@ -31,7 +31,7 @@ UNCHANGED_SPREAD = 0.05
 """Of both scales of a law where neither machine, model nor (for copies) link has changed."""
 LEAVE_OUTS = 10
 DAMPINGS = (1.0, 0.5, 0.0)
-FEWEST_TO_CHOOSE = 6
+FEWEST_TO_CHOOSE = 8
 """With fewer states a learned residual is kept by half: they cannot say whether it holds."""
 
 
@@ -104,9 +104,7 @@ def carry_once(
     laws: dict[Kind, Law] = {}
     kept: dict[Kind, ForestText] = {}
     for kind in KINDS:
-        base = rebased(model.laws[kind], model.provenance, made)
-        share = _damping(model, kind, base, examples[kind], floor_s[kind], moves, made)
-        laws[kind] = carry_law(base, examples[kind], floor_s[kind], moves, _offsets(model, kind, examples[kind], share))
+        share, laws[kind] = _scaled(model, kind, examples[kind], floor_s[kind], moves, made)
         if kind in forests and share:
             kept[kind] = damped(forests[kind], share)
     carried = FittedModel(
@@ -143,38 +141,36 @@ def _offsets(model: FittedModel, kind: Kind, examples: Sequence[Example], share:
     return [0.0 if model.outside(kind, one.x) else share * forest.predict(one.x) for one in examples]
 
 
-def _damping(
+def _scaled(
     model: FittedModel,
     kind: Kind,
-    base: Law,
     examples: Sequence[Example],
     floor_s: float,
     moves: Sequence[Move],
     made: Provenance,
-) -> float:
-    """How much of the learned residual to keep: what misses left-out states least; half where they are too few."""
-    if kind not in model.residuals:
-        return 0.0
-    if len(examples) < FEWEST_TO_CHOOSE:
-        return 1.0 if _unchanged(kind, model.provenance, made) else 0.5
-    missed = dict.fromkeys(DAMPINGS, 0.0)
-    hands = min(len(examples), LEAVE_OUTS)
-    for share in DAMPINGS:
+) -> tuple[float, Law]:
+    """How much of the learned residual to keep, and the law scaled beside it: what together miss the states least."""
+    base, spreads = rebased(model.laws[kind], model.provenance, made), _spreads(model, kind, made)
+    found = []
+    for share in _dampings(model, kind, len(examples), made):
         offsets = _offsets(model, kind, examples, share)
-        for hand in range(hands):
-            seen = [i for i in range(len(examples)) if i % hands != hand]
-            law = carry_law(
-                base,
-                [examples[i] for i in seen],
-                floor_s,
-                moves,
-                [offsets[i] for i in seen],
-                _spreads(model, kind, made),
-            )
-            for i in range(hand, len(examples), hands):
-                predicted = sum(law.parts(examples[i].x)) * exp(offsets[i])
-                missed[share] += abs(log_miss(examples[i].engine_s, predicted, floor_s))
-    return min(DAMPINGS, key=missed.__getitem__)
+        law = carry_law(base, examples, floor_s, moves, offsets, spreads)
+        predicted = [sum(law.parts(one.x)) * exp(offset) for one, offset in zip(examples, offsets, strict=True)]
+        missed = sum(
+            abs(log_miss(one.engine_s, seconds, floor_s)) for one, seconds in zip(examples, predicted, strict=True)
+        )
+        found.append((missed, share, law))
+    _, share, law = min(found, key=lambda one: one[0])
+    return share, law
+
+
+def _dampings(model: FittedModel, kind: Kind, states: int, made: Provenance) -> tuple[float, ...]:
+    """The shares of the residual to try: few states cannot say whether it holds."""
+    if kind not in model.residuals:
+        return (0.0,)
+    if states < FEWEST_TO_CHOOSE:
+        return (1.0,) if _unchanged(kind, model.provenance, made) else (0.5,)
+    return DAMPINGS
 
 
 def damped(forest: ForestText, share: float) -> ForestText:
@@ -220,7 +216,7 @@ def error_by_count(
     held: Sequence[State],
     predict: Callable[[Sequence[State]], FittedModel],
     seed: int,
-    draws: int = 10,
+    draws: int = 5,
 ) -> tuple[ErrorByCount, ...]:
     """``predict`` makes a model of a few of ``states``; it is judged on ``held``."""
     rng = random.Random(f"error by count {seed}")
