@@ -25,8 +25,10 @@ app = typer.Typer(
 
 POLICIES = (
     "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL or explore:COST_MODEL; "
-    "a cost model is a folder, the name of one that ships, analytic in a server, or analytic:DEVICE[@LINK]:CONFIG"
+    "a cost model is a folder, the name of one that ships, analytic in a server, or analytic:DEVICE[@LINK]:CONFIG; "
+    "after it may follow ,online=on (measured outcomes correct it) and ,objective=OBJECTIVE"
 )
+OBJECTIVES = "engine, victim or others, in seconds, or a weighted sum of them, as in engine+0.5*victim"
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 PolicyName = Annotated[str, typer.Option("--policy", help=POLICIES)]
@@ -69,10 +71,13 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the cost model.")],
     family: Annotated[str, typer.Option(help="boosted, linear or analytic")] = "boosted",
     force: Annotated[bool, typer.Option("--force", help="Train even on a trace with over 30% noise.")] = False,
+    mixed_hardware: Annotated[
+        bool, typer.Option("--mixed-hardware", help="Train on traces of different machines together.")
+    ] = False,
     seed: Seed = 0,
 ) -> None:
     """Train a cost model from traces."""
-    _show(kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed))
+    _show(kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed, mixed_hardware=mixed_hardware))
 
 
 @app.command()
@@ -92,10 +97,11 @@ def evaluate(
     trace: Annotated[list[Path], typer.Option(help="Folder of a trace; may be given several times.")],
     policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
+    objective: Annotated[str, typer.Option(help=f"What policies are judged by: {OBJECTIVES}.")] = "engine",
     seed: Seed = 0,
 ) -> None:
     """Price policies on a trace: accuracy and regret against the oracle that knows both options."""
-    report = kvpolicy.evaluate(traces=trace, policies=policy, seed=seed)
+    report = kvpolicy.evaluate(traces=trace, policies=policy, seed=seed, objective=objective)
     _show(report)
     if json_file:
         json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")

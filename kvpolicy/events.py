@@ -106,6 +106,8 @@ class Cost:
     log_ratio_high: float = 0.0
     extrapolated: bool = False
     """Whether the situation lies outside what the model was trained on."""
+    victim_delay_s: float | None = None
+    """Until the victim is back at its token, its wait for free blocks left out; None where the model cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpolicy.cost import store
 from kvpolicy.cost.dataset import Dataset, State, measured, one_option_always_wins
-from kvpolicy.cost.examples import dealt, option_of
+from kvpolicy.cost.examples import dealt, examples_of, option_of
 from kvpolicy.cost.fitting import Fit, fit, held_out_scores
 from kvpolicy.cost.floor import Floor
 from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
@@ -18,6 +18,7 @@ from kvpolicy.cost.physics import implausible
 from kvpolicy.cost.transfer import ErrorByCount, carry, carry_once, doubling, error_by_count, spread
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES, features_of
+from kvpolicy.hardware import fingerprint
 from kvpolicy.trace import TraceError
 
 FEWEST_STATES = 12
@@ -69,20 +70,35 @@ class TrainReport:
             f"states: {self.training_states} trained on, {self.held_out_states} held out",
             "",
             "held-out error, |log(measured / predicted)| of a state's median:",
-            f"  {'option':<10} {'mean':>7} {'p90':>7} {'bias':>7} {'formula alone':>14} {'trees':>6} "
-            f"{'90% interval holds':>19}",
+            f"  {'option':<10} {'mean':>7} {'p90':>7} {'bias':>7} {'formula alone':>14} {'trees':>6}",
         ]
         for kind in KINDS:
-            score, holds = self.held_out[kind], self.held_out["coverage"][kind]
+            score = self.held_out[kind]
             lines.append(
                 f"  {kind:<10} {score['mean_error']:>7.1%} {score['p90_error']:>7.1%} {score['bias']:>+7.1%} "
-                f"{score['law_mean_error']:>14.1%} {self.trees[kind]:>6} {holds:>19.0%}"
+                f"{score['law_mean_error']:>14.1%} {self.trees[kind]:>6}"
             )
+        lines += ["", *self._coverage_lines(), *self._delay_lines()]
         lines += ["", *self._noise_lines(), *self._natural_lines()]
         if self.always_wins:
             lines.append(f"{self.always_wins} costs less in every state: here the cheapest policy is a constant")
         lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _coverage_lines(self) -> list[str]:
+        lines = ["90% interval holds, of held-out states; in brackets what so few can tell (95%):"]
+        for of, found in self.held_out["coverage"].items():
+            for one in [found, *(found["bins"] if len(found["bins"]) > 1 else [])]:
+                holds = "-" if one["holds"] is None else f"{one['holds']:.0%}"
+                told = f"{holds:>4} of {one['states']:<4} [{one['low']:.0%}, {one['high']:.0%}]"
+                lines.append(f"  {of:<10} {_span(one):<34} {told}")
+        return lines
+
+    def _delay_lines(self) -> list[str]:
+        return [
+            f"victim delay, {kind}: {score['mean_error']:.1%} mean error, bias {score['bias']:+.1%}"
+            for kind, score in self.held_out["victim_delay"].items()
+        ]
 
     def _noise_lines(self) -> list[str]:
         told = "not told" if self.variation is None else f"{self.variation:.1%} between identical undisturbed windows"
@@ -106,15 +122,31 @@ class TrainReport:
         return lines + [f"  {name}: {share:.1%} outside" for name, share in self.natural_outside.items() if share]
 
 
+def _span(one: Mapping[str, Any]) -> str:
+    if "tokens_from" not in one:
+        return "all"
+    sides = [
+        f"{name} {one[f'{name}_from'] or 0:g}" + ("+" if one[f"{name}_below"] is None else f"-{one[f'{name}_below']:g}")
+        for name in ("tokens", "running")
+    ]
+    return ", ".join(sides)
+
+
 def train(
-    traces: Sequence[Path | str], out: Path | str, family: str = "boosted", force: bool = False, seed: int = 0
+    traces: Sequence[Path | str],
+    out: Path | str,
+    family: str = "boosted",
+    force: bool = False,
+    seed: int = 0,
+    mixed_hardware: bool = False,
 ) -> TrainReport:
     """Fit a cost model to the states that ``traces`` measured under both options and write it to folder ``out``.
 
     A model that is there already is replaced once the new one is whole, and the report says so. A part of the states
     is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Raises TraceError,
     naming table and row or file and field, for traces that cannot be trained on: one option missing, fewer than 12
-    states, impossible values, different machines, over 30% noise unless ``force``; FileExistsError where ``out`` holds
+    states, impossible values, all states of one length, different machines unless ``mixed_hardware``, over 30% noise
+    unless ``force``; FileExistsError where ``out`` holds
     something that is no cost model.
     """
     if family not in FAMILIES:
@@ -122,21 +154,48 @@ def train(
     if seed < 0:
         raise ValueError(f"seed is {seed}, should be 0 or above")
     replaced = store.holds_model(Path(out))
-    dataset = measured(traces)
+    dataset = measured(traces, mixed_hardware)
     variation = _variation(dataset, force)
     if len(dataset.states) < FEWEST_STATES:
         raise TraceError(
             f"{', '.join(map(str, traces))}: {len(dataset.states)} states were measured under both options, training "
             f"needs at least {FEWEST_STATES}; let `kvpolicy profile` measure more"
         )
+    _refuse_one_length(dataset)
     training, held = split(dataset.states, seed)
     fitted = fit(family, training, dataset, provenance_of(family, dataset, training, variation), seed)
-    fitted = replace(fitted, notes=(*fitted.notes, *implausible(fitted.model.laws, dataset.geometry)))
+    told = (*_data_notes(dataset, training, fitted.model), *implausible(fitted.model.laws, dataset.geometry))
+    fitted = replace(fitted, notes=(*fitted.notes, *told))
     scores = held_out_scores(fitted.model, held)
     made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
     store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))
     report = _report(store.load(Path(out)), fitted, dataset, (training, held), variation)
     return replace(report, replaced=replaced)
+
+
+def _refuse_one_length(dataset: Dataset) -> None:
+    samples = [sample for state in dataset.states for some in state.samples.values() for sample in some]
+    lengths = {sample.situation.computed_tokens for sample in samples}
+    if len(lengths) == 1:
+        raise TraceError(
+            f"table decisions: computed_tokens is {lengths.pop()} in all {len(dataset.states)} states; a cost model "
+            "learns how costs grow with it: let `kvpolicy profile` measure several lengths"
+        )
+
+
+def _data_notes(dataset: Dataset, training: Sequence[State], model: FittedModel) -> list[str]:
+    """What the data cannot teach: features that never vary; and which machines were taken together."""
+    notes = []
+    for kind, examples in examples_of(training).items():
+        columns = dict(zip(FEATURES, zip(*(example.x for example in examples), strict=True), strict=True))
+        used = model.laws[kind].used | {FEATURES[at] for at in getattr(model.residuals.get(kind), "used", ())}
+        same = [f"{name} ({columns[name][0]:g})" for name in FEATURES if name in used and len(set(columns[name])) == 1]
+        if same:
+            notes.append(f"{kind}: the same in every state: {', '.join(same)}; what changes with it was not measured")
+    machines = sorted({fingerprint(header.hardware) for header in dataset.headers.values()})
+    if len(machines) > 1:
+        notes.append(f"measured on mixed hardware: {'; '.join(machines)}")
+    return notes
 
 
 def split(states: Sequence[State], seed: int) -> tuple[list[State], list[State]]:

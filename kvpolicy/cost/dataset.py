@@ -24,13 +24,16 @@ from kvpolicy.cost.impossible import (
     refuse_sizes,
     spans_s,
 )
-from kvpolicy.cost.steps import attribute, step_time_models
-from kvpolicy.cost.steptime import StepTimeModel
+from kvpolicy.cost.steps import attribute, common_step_time, step_time_models
+from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Kind, Preemption, situation_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
 from kvpolicy.trace import Header, Trace, TraceError
 
 Row = Mapping[str, Any]
+
+
+MIXING = ", or take them together with --mixed-hardware"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Sample:
     core: str
     repeat: int
     preemption_id: str
+    victim_delay_s: float | None = None
+    others_delay_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class Dataset:
     digests: tuple[str, ...]
     left_out: Mapping[str, int]
     """Preemptions and states that could not be used, by reason."""
+    common_step_time: StepTimeModel | None = None
+    """d0 of all cores together, which are of one machine and model; None where they hold too few undisturbed steps."""
     step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
     """d0 by core; none of a core without steps enough to tell it."""
     floor: Floor = field(default_factory=lambda: Floor((), (), {}))
@@ -127,7 +134,7 @@ class Dataset:
         return self.any_header.block_bytes / self.any_header.block_size
 
 
-def measured(folders: Sequence[Path | str]) -> Dataset:
+def measured(folders: Sequence[Path | str], mixed_hardware: bool = False) -> Dataset:
     """Read traces; costs that are missing are attributed from their steps.
 
     Raises TraceError, naming table and row, for values that cannot be and rows that are there twice; naming both for
@@ -140,10 +147,10 @@ def measured(folders: Sequence[Path | str]) -> Dataset:
         if folder in read:
             raise TraceError(f"{folder}: given twice")
         read[folder] = traces.read(folder)
-    return dataset_of(read)
+    return dataset_of(read, mixed_hardware)
 
 
-def dataset_of(given: Mapping[str, Trace]) -> Dataset:
+def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool = False) -> Dataset:
     """As :func:`measured`, of traces in memory; their names stand in error messages."""
     for folder, trace in given.items():
         refuse_doubled(folder, trace)
@@ -156,7 +163,7 @@ def dataset_of(given: Mapping[str, Trace]) -> Dataset:
             if core in headers:
                 raise TraceError(f"{folder}: core {core} is in another of the traces too; is one given twice?")
             headers[core] = header
-    _refuse_mixture(headers)
+    _refuse_mixture(headers, mixed_hardware)
     left_out: Counter[str] = Counter()
     states = [state for folder, trace in read.items() for state in _states(folder, trace, left_out)]
     return Dataset(
@@ -168,6 +175,7 @@ def dataset_of(given: Mapping[str, Trace]) -> Dataset:
         headers=headers,
         digests=tuple(trace.digest() for trace in read.values()),
         left_out=dict(left_out),
+        common_step_time=common_step_time(list(read.values())),
         step_times=models,
         floor=floor_of(headers, models),
     )
@@ -197,7 +205,7 @@ def _step_times(trace: Trace) -> dict[str, StepTimeModel]:
         return {}
 
 
-def _refuse_mixture(headers: Mapping[str, Header]) -> None:
+def _refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool) -> None:
     first_core, first = next(iter(headers.items()))
     for core, header in headers.items():
         pairs = {
@@ -207,12 +215,12 @@ def _refuse_mixture(headers: Mapping[str, Header]) -> None:
             "KV bytes per token": (first.block_bytes / first.block_size, header.block_bytes / header.block_size),
         }
         different = {what: pair for what, pair in pairs.items() if pair[0] != pair[1]}
-        if same_machine(first.hardware, header.hardware):
+        if mixed_hardware or same_machine(first.hardware, header.hardware):
             different.pop("machines", None)
         for what, (one, other) in different.items():
             raise TraceError(
-                f"cores {first_core} and {core} were measured on different {what}: {one} and {other}; "
-                "use the traces of one at a time"
+                f"cores {first_core} and {core} were measured on different {what}: {one} and {other} (header.json); "
+                "use the traces of one at a time" + (MIXING if what == "machines" else "")
             )
 
 
@@ -265,7 +273,10 @@ def _outcomes(folder: str, trace: Trace) -> list[dict[str, Any]]:
 
 def _sample(folder: str, number: int, row: Row, outcome: Row) -> Sample:
     refuse_sizes(folder, number, row)
-    return Sample(situation_of(row), row["arm"], outcome["engine_s"], row["core"], row["repeat"], row["preemption_id"])
+    return Sample(
+        situation_of(row), row["arm"], outcome["engine_s"], row["core"], row["repeat"], row["preemption_id"],
+        outcome["victim_delay_s"], outcome["others_delay_s"],
+    )  # fmt: skip
 
 
 def _state(name: str, arms: Mapping[Kind, list[Sample]]) -> State:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from kvpolicy.cost.analytic import fit_analytic
 from kvpolicy.cost.boosted import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 from kvpolicy.cost.compiled import Forest
+from kvpolicy.cost.coverage import coverage
 from kvpolicy.cost.dataset import Dataset, State
+from kvpolicy.cost.delays import fit_others_shares, fit_victim_delays, victim_delay_misses
 from kvpolicy.cost.examples import Example, dealt, examples_of, log_miss, noise_floors, ranges_of
-from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate
+from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.linear import fit_linear
 from kvpolicy.cost.model import FittedModel, Provenance
@@ -21,7 +24,6 @@ from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, Features
 
 FOLDS = 5
-NO_INTERVALS = Intervals((), dict.fromkeys(PREDICTED, (inf,)), dict.fromkeys(PREDICTED, (inf,)), (0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +52,30 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
                 notes.append(f"{kind}: a learned residual did not help on unseen states; physics alone")
     misses = []
     for seen, unseen in folds:
-        one, _ = _fit_once(family, seen, dataset, provenance, trees, NO_INTERVALS, seed)
+        one, _ = _fit_once(family, seen, dataset, provenance, trees, unbounded(), seed)
         misses += misses_of(one, unseen)
     intervals = calibrate(misses)
-    if inf in [width for widths in intervals.inside.values() for width in widths]:
+    if inf in [side for rooms in intervals.inside.values() for room in rooms for side in room]:
         notes.append(f"{len(states)} training states are too few for 90% intervals: they are infinite")
     model, forests = _fit_once(family, states, dataset, provenance, trees, intervals, seed)
+    model = replace(
+        model,
+        victim_delays=fit_victim_delays(states),
+        others_share=fit_others_shares(states),
+        step_time=dataset.common_step_time,
+    )
     return Fit(model, forests, trees, tuple(notes))
 
 
 def misses_of(model: FittedModel, states: Sequence[State]) -> list[Misses]:
-    """How far the model, and its laws alone, miss each state's medians: absolute values on the log scale."""
+    """How far the model, and its laws alone, miss each state's medians: log(measured / predicted)."""
     examples = examples_of(states)
     found = []
     for i, state in enumerate(states):
         by_model = {kind: _signed(model, kind, examples[kind][i], model.seconds) for kind in KINDS}
         by_law = {kind: _signed(model, kind, examples[kind][i], model.law_seconds) for kind in KINDS}
-        found.append(Misses(state.computed_tokens, _with_ratio(by_model), _with_ratio(by_law)))
+        running = examples["recompute"][i].x.running_requests
+        found.append(Misses(state.computed_tokens, running, _with_ratio(by_model), _with_ratio(by_law)))
     return found
 
 
@@ -75,7 +84,7 @@ def _signed(model: FittedModel, kind: Kind, example: Example, predict: Callable[
 
 
 def _with_ratio(signed: Mapping[Kind, float]) -> dict[str, float]:
-    return {kind: abs(signed[kind]) for kind in KINDS} | {"ratio": abs(signed["swap"] - signed["recompute"])}
+    return dict(signed) | {"ratio": signed["swap"] - signed["recompute"]}
 
 
 def _folds(states: Sequence[State], seed: int) -> list[tuple[list[State], list[State]]]:
@@ -128,28 +137,38 @@ def held_out_scores(model: FittedModel, states: Sequence[State]) -> dict[str, ob
     scores: dict[str, object] = {"states": len(states)}
     misses = misses_of(model, states)
     for kind in KINDS:
-        signed = [_signed(model, kind, example, model.seconds) for example in examples[kind]]
-        law = [miss.law[kind] for miss in misses]
-        scores[kind] = {
-            "mean_error": sum(map(abs, signed)) / len(signed),
-            "p90_error": quantile(list(map(abs, signed)), 0.9),
-            "bias": sum(signed) / len(signed),
-            "law_mean_error": sum(law) / len(law),
-            "extrapolated": sum(bool(model.outside(kind, example.x)) for example in examples[kind]),
+        outside = sum(bool(model.outside(kind, example.x)) for example in examples[kind])
+        scores[kind] = _errors([miss.model[kind] for miss in misses]) | {
+            "law_mean_error": _errors([miss.law[kind] for miss in misses])["mean_error"],
+            "extrapolated": outside,
         }
     scores["coverage"] = {of: _coverage(model, examples, misses, of) for of in PREDICTED}
+    delays = {kind: victim_delay_misses(model.victim_delays, states, kind) for kind in model.victim_delays}
+    scores["victim_delay"] = {kind: _errors(some) | {"states": len(some)} for kind, some in delays.items() if some}
     return scores
+
+
+def _errors(signed: Sequence[float]) -> dict[str, float]:
+    sizes = [abs(one) for one in signed]
+    return {
+        "mean_error": sum(sizes) / len(sizes),
+        "p90_error": quantile(sizes, 0.9),
+        "bias": sum(signed) / len(signed),
+    }
 
 
 def _coverage(
     model: FittedModel, examples: Mapping[Kind, Sequence[Example]], misses: Sequence[Misses], of: str
-) -> float:
-    inside = 0
+) -> dict[str, Any]:
+    kinds: tuple[Kind, ...] = KINDS if of == "ratio" else tuple(kind for kind in KINDS if kind == of)
+    numbers, held = [], []
     for i, miss in enumerate(misses):
-        kinds: tuple[Kind, ...] = KINDS if of == "ratio" else tuple(kind for kind in KINDS if kind == of)
+        number = model.intervals.bin_of(miss.computed_tokens, miss.running_requests)
         outside = any(model.outside(kind, examples[kind][i].x) for kind in kinds)
-        inside += miss.model[of] <= model.intervals.half_width(of, miss.computed_tokens, outside)
-    return inside / len(misses)
+        below, above = model.intervals.room(of, number, outside)
+        numbers.append(number)
+        held.append(-below <= miss.model[of] <= above)
+    return coverage(model.intervals, numbers, held)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -1,15 +1,17 @@
-"""Split-conformal intervals: how far predictions missed states they had not seen, by bin of length.
+"""Split-conformal intervals: how far predictions missed states they had not seen, by bin of length and load.
 
-A score is |log(measured / predicted)| of one state's median over its repeats; states are exchangeable, their rows are
-not. With n scores in a bin, the interval of confidence 90% is the ceil(0.9 (n + 1))-th smallest to either side
-(Vovk, Gammerman, Shafer 2005); where there is no such score it is infinite, because nothing finite could be promised.
-It covers the typical cost of a situation, not every single preemption.
+A score is log(measured / predicted) of one state's median over its repeats; states are exchangeable, their rows are
+not. The interval reaches from the a-th to the b-th smallest of a bin's n scores, with b - a the least number for which
+(b - a) / (n + 1) is the confidence (Vovk, Gammerman, Shafer 2005), and the rest shared between both tails: costs that
+are often underestimated get more room above than below. With too few scores for two tails the interval is symmetric,
+the ceil(0.9 (n + 1))-th smallest miss to either side; with too few for that it is infinite, because nothing finite
+could be promised. It covers the typical cost of a situation, not every single preemption.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any
@@ -19,12 +21,19 @@ FEWEST_PER_BIN = 30
 WIDENING = 2.0
 """Outside the trained range nothing is promised: the wider of formula and model, times this convention."""
 
+PREDICTED = ("recompute", "swap", "ratio")
+
+Room = tuple[float, float]
+"""How far below and how far above a prediction, on the log scale; both 0 or above."""
+Edges = tuple[float, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """One held-out state: its length, and |log(measured / predicted)| by what was predicted."""
+    """One state not seen in fitting: its length and load, and log(measured / predicted) by what was predicted."""
 
     computed_tokens: float
+    running_requests: float
     model: Mapping[str, float]
     """Keys ``recompute``, ``swap`` and ``ratio`` (of swap over recompute)."""
     law: Mapping[str, float]
@@ -33,58 +42,99 @@ class Misses:
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Half-widths on the log scale. Bin i holds lengths from ``edges[i - 1]`` to below ``edges[i]``."""
+    """Room around predictions, by bin. Bins are numbered length by length, within a length load by load.
 
-    edges: tuple[float, ...]
-    inside: Mapping[str, tuple[float, ...]]
-    outside: Mapping[str, tuple[float, ...]]
+    Length i goes from ``length_edges[i - 1]`` tokens to below ``length_edges[i]``, its load j from
+    ``load_edges[i][j - 1]`` running requests to below ``load_edges[i][j]``.
+    """
+
+    length_edges: Edges
+    load_edges: tuple[Edges, ...]
+    """One entry per length."""
+    inside: Mapping[str, tuple[Room, ...]]
+    """Within the trained range, one entry per bin."""
+    outside: Mapping[str, tuple[Room, ...]]
     states: tuple[int, ...]
     """Calibration states per bin."""
 
-    def half_width(self, of: str, computed_tokens: float, extrapolated: bool) -> float:
-        """Of ``recompute``, ``swap`` or ``ratio``; ``inf`` where too few states were measured to bound it."""
-        widths = self.outside if extrapolated else self.inside
-        return widths[of][bisect_right(self.edges, computed_tokens)]
+    def bin_of(self, computed_tokens: float, running_requests: float) -> int:
+        return bin_number(self.length_edges, self.load_edges, computed_tokens, running_requests)
+
+    def room(self, of: str, number: int, extrapolated: bool) -> Room:
+        """Of ``recompute``, ``swap`` or ``ratio`` in bin ``number``; ``inf`` where too few states could bound it."""
+        return (self.outside if extrapolated else self.inside)[of][number]
+
+    def span(self, number: int) -> dict[str, float | None]:
+        """What bin ``number`` holds; None where there is no limit."""
+        spans = [
+            (*_sides(self.length_edges, i), *_sides(loads, j))
+            for i, loads in enumerate(self.load_edges)
+            for j in range(len(loads) + 1)
+        ]
+        names = ("tokens_from", "tokens_below", "running_from", "running_below")
+        return dict(zip(names, spans[number], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: an infinite half-width is null."""
+        """For JSON: infinite room is null."""
         return {
             "confidence": CONFIDENCE,
-            "edges": list(self.edges),
+            "length_edges": list(self.length_edges),
+            "load_edges": [list(edges) for edges in self.load_edges],
             "states": list(self.states),
-            "inside": {of: list(map(_finite_or_none, widths)) for of, widths in self.inside.items()},
-            "outside": {of: list(map(_finite_or_none, widths)) for of, widths in self.outside.items()},
+            "inside": {of: [list(map(_finite_or_none, room)) for room in rooms] for of, rooms in self.inside.items()},
+            "outside": {of: [list(map(_finite_or_none, room)) for room in rooms] for of, rooms in self.outside.items()},
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Intervals:
-        """Raises KeyError for a field that is missing, ValueError for one that is wrong."""
-        edges = tuple(map(float, values["edges"]))
+        """Raises KeyError for a field that is missing, ValueError or TypeError for one that is wrong."""
+        if values["confidence"] != CONFIDENCE:
+            raise ValueError(f"confidence is {values['confidence']!r}, should be {CONFIDENCE}")
+        lengths = _ascending(values["length_edges"], "length_edges")
+        loads = tuple(_ascending(edges, "load_edges") for edges in values["load_edges"])
         states = tuple(map(int, values["states"]))
-        bins = len(edges) + 1
-        if list(edges) != sorted(set(edges)):
-            raise ValueError("edges are not in ascending order")
+        if len(loads) != len(lengths) + 1:
+            raise ValueError(f"load_edges holds {len(loads)} lists, should hold {len(lengths) + 1}")
+        bins = sum(len(edges) + 1 for edges in loads)
         if len(states) != bins:
             raise ValueError(f"states holds {len(states)} numbers, should hold {bins}")
-        return cls(edges, _widths(values, "inside", bins), _widths(values, "outside", bins), states)
+        return cls(lengths, loads, _rooms(values, "inside", bins), _rooms(values, "outside", bins), states)
 
 
-PREDICTED = ("recompute", "swap", "ratio")
+def bin_number(
+    length_edges: Edges, load_edges: tuple[Edges, ...], computed_tokens: float, running_requests: float
+) -> int:
+    """Position of a situation's bin, numbered as in :class:`Intervals`."""
+    length = bisect_right(length_edges, computed_tokens)
+    before = sum([len(load_edges[i]) + 1 for i in range(length)])
+    return before + bisect_right(load_edges[length], running_requests)
 
 
 def unbounded() -> Intervals:
     """Of a model that was never compared with measurements: nothing is promised."""
-    nothing = dict.fromkeys(PREDICTED, (inf,))
-    return Intervals((), nothing, nothing, (0,))
+    nothing = dict.fromkeys(PREDICTED, ((inf, inf),))
+    return Intervals((), ((),), nothing, nothing, (0,))
 
 
-def _widths(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[float, ...]]:
+def _sides(edges: Edges, number: int) -> tuple[float | None, float | None]:
+    padded = (None, *edges, None)
+    return padded[number], padded[number + 1]
+
+
+def _ascending(values: Any, name: str) -> Edges:
+    edges = tuple(map(float, values))
+    if list(edges) != sorted(set(edges)):
+        raise ValueError(f"{name} are not in ascending order")
+    return edges
+
+
+def _rooms(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[Room, ...]]:
     found = {}
     for of in PREDICTED:
-        widths = tuple(inf if width is None else float(width) for width in values[name][of])
-        if len(widths) != bins or not all(width >= 0 for width in widths):
-            raise ValueError(f"{name}.{of} should hold {bins} numbers, 0 or above")
-        found[of] = widths
+        rooms = [tuple(inf if side is None else float(side) for side in room) for room in values[name][of]]
+        if len(rooms) != bins or not all(len(room) == 2 and min(room) >= 0 for room in rooms):
+            raise ValueError(f"{name}.{of} should hold {bins} pairs of numbers, 0 or above")
+        found[of] = tuple((room[0], room[1]) for room in rooms)
     return found
 
 
@@ -92,31 +142,54 @@ def _finite_or_none(width: float) -> float | None:
     return None if width == inf else width
 
 
-def conformal_quantile(scores: Sequence[float], confidence: float = CONFIDENCE) -> float:
-    """The ceil(confidence (n + 1))-th smallest score; ``inf`` where n is too small for it."""
-    rank = ceil(confidence * (len(scores) + 1) - 1e-9)
-    return sorted(scores)[rank - 1] if rank <= len(scores) else inf
+# ---- calibration ----
+
+
+def conformal_room(scores: Sequence[float], confidence: float = CONFIDENCE) -> Room:
+    """Room below and above a prediction that holds the next score with that probability, or more."""
+    ordered, count = sorted(scores), len(scores)
+    inner = ceil(confidence * (count + 1) - 1e-9)
+    tails = count + 1 - inner
+    if tails >= 2:
+        low = tails // 2
+        return max(0.0, -ordered[low - 1]), max(0.0, ordered[low + inner - 1])
+    if inner > count:
+        return inf, inf
+    width = sorted(map(abs, scores))[inner - 1]
+    return width, width
 
 
 def calibrate(misses: Sequence[Misses]) -> Intervals:
     """Intervals from states that the predictions had not seen."""
-    bins = _bins(sorted(misses, key=lambda state: state.computed_tokens))
-    inside: dict[str, tuple[float, ...]] = {}
-    outside: dict[str, tuple[float, ...]] = {}
+    lengths = _bins(misses, _tokens, _octave_of_length)
+    by_load = [_bins(some, _running, _octave_of_load) for some in lengths]
+    bins = [some for loads in by_load for some in loads]
+    inside: dict[str, tuple[Room, ...]] = {}
+    outside: dict[str, tuple[Room, ...]] = {}
     for of in PREDICTED:
-        inside[of] = tuple(conformal_quantile([state.model[of] for state in some]) for some in bins)
-        law = (conformal_quantile([state.law[of] for state in some]) for some in bins)
-        outside[of] = tuple(WIDENING * max(pair) for pair in zip(inside[of], law, strict=True))
-    edges = tuple(some[0].computed_tokens for some in bins[1:])
-    return Intervals(edges, inside, outside, tuple(map(len, bins)))
+        inside[of] = tuple(conformal_room([state.model[of] for state in some]) for some in bins)
+        law = [conformal_room([state.law[of] for state in some]) for some in bins]
+        outside[of] = tuple(map(_wider, inside[of], law))
+    return Intervals(
+        tuple(_tokens(some[0]) for some in lengths[1:]),
+        tuple(tuple(_running(some[0]) for some in loads[1:]) for loads in by_load),
+        inside,
+        outside,
+        tuple(map(len, bins)),
+    )
 
 
-def _bins(misses: Sequence[Misses]) -> list[list[Misses]]:
-    """By powers of two of the length; a bin of fewer than 30 states takes in its neighbour. Never empty."""
+def _wider(one: Room, other: Room) -> Room:
+    return WIDENING * max(one[0], other[0]), WIDENING * max(one[1], other[1])
+
+
+def _bins(
+    misses: Sequence[Misses], size: Callable[[Misses], float], octave: Callable[[Misses], int]
+) -> list[list[Misses]]:
+    """By powers of two; a bin of fewer than 30 states takes in its neighbour. Ascending; at least one."""
     bins: list[list[Misses]] = [[]]
-    for state in misses:
-        full = len(bins[-1]) >= FEWEST_PER_BIN
-        if full and _octave(state.computed_tokens) > _octave(bins[-1][-1].computed_tokens):
+    for state in sorted(misses, key=size):
+        if len(bins[-1]) >= FEWEST_PER_BIN and octave(state) > octave(bins[-1][-1]):
             bins.append([])
         bins[-1].append(state)
     if len(bins) > 1 and len(bins[-1]) < FEWEST_PER_BIN:
@@ -125,5 +198,17 @@ def _bins(misses: Sequence[Misses]) -> list[list[Misses]]:
     return bins
 
 
-def _octave(tokens: float) -> int:
-    return int(tokens).bit_length()
+def _tokens(state: Misses) -> float:
+    return state.computed_tokens
+
+
+def _running(state: Misses) -> float:
+    return state.running_requests
+
+
+def _octave_of_length(state: Misses) -> int:
+    return int(state.computed_tokens).bit_length()
+
+
+def _octave_of_load(state: Misses) -> int:
+    return int(state.running_requests).bit_length()

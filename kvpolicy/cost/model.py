@@ -12,9 +12,10 @@ from math import exp, inf, log
 from typing import Any, Protocol
 
 from kvpolicy.cost.compiled import Forest
-from kvpolicy.cost.intervals import Intervals
+from kvpolicy.cost.intervals import Intervals, Room
 from kvpolicy.cost.laws import Law, Parts
-from kvpolicy.events import Cost, Kind, Option, Preemption
+from kvpolicy.cost.undisturbed import StepTimeModel
+from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, GROWING, Features, features_of
 from kvpolicy.hardware import Geometry
 
@@ -45,6 +46,19 @@ class CostModel(Protocol):
     def state_ids(self) -> frozenset[str]:
         """``CORE/STATE`` of every state it was fitted or calibrated on."""
         ...
+
+    @property
+    def step_time(self) -> StepTimeModel | None:
+        """d0 of the traces it was fitted to, which costs are measured by while serving; None where there is none."""
+        ...
+
+    @property
+    def floor_s(self) -> Mapping[Kind, float]:
+        """The least cost its traces could tell from none."""
+        ...
+
+    @property
+    def predicts_victim_delay(self) -> bool: ...
 
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         """One cost per option."""
@@ -107,6 +121,12 @@ class FittedModel:
     """The least cost its traces could tell from none: no prediction is below."""
     intervals: Intervals
     digest: str = ""
+    victim_delays: Mapping[Kind, Law] = field(default_factory=dict)
+    """Seconds until the victim is back; empty where its traces did not tell."""
+    others_share: Mapping[Kind, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 1.0))
+    """Delay of each other running request over the engine time; 1: all sit through all of it."""
+    step_time: StepTimeModel | None = None
+    """d0 of the traces it was fitted to; None where they hold too few undisturbed steps."""
     _checks: Mapping[Kind, tuple[tuple[int, float, float], ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -124,27 +144,33 @@ class FittedModel:
     def state_ids(self) -> frozenset[str]:
         return frozenset(self.provenance.state_ids)
 
+    @property
+    def predicts_victim_delay(self) -> bool:
+        return bool(self.victim_delays)
+
     # ---- predicting ----
 
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         """One cost per option, log ratios against the first. Raises ValueError for a feature that is no number."""
+        running = situation.running_requests
+        number = self.intervals.bin_of(situation.computed_tokens, running)
         costs: list[Cost] = []
-        first_log, first_outside = 0.0, False
+        first: tuple[Kind, float, bool] | None = None
         for option in options:
-            x = features_of(situation, option)
-            seconds, parts, outside = self._price(option.kind, x)
-            width = self.intervals.half_width(option.kind, x.computed_tokens, outside)
-            low, high = 0.0, 0.0
-            if costs:
-                ratio = log(seconds) - first_log
-                doubt = self.intervals.half_width("ratio", x.computed_tokens, outside or first_outside)
-                low, high = ratio - doubt, ratio + doubt
+            kind, x = option.kind, features_of(situation, option)
+            seconds, parts, outside = self._price(kind, x)
+            below, above = self.intervals.room(kind, number, outside)
+            low = high = 0.0
+            if first is None:
+                first = kind, log(seconds), outside
             else:
-                first_log, first_outside = log(seconds), outside
+                room = self.intervals.room("ratio", number, outside or first[2])
+                low, high = log_ratio_interval(log(seconds) - first[1], turned(room, first[0], kind))
+            delay = self.victim_delays.get(kind)
             costs.append(
                 Cost(
-                    seconds, *parts, seconds * situation.running_requests, _times_exp(seconds, -width),
-                    _times_exp(seconds, width), low, high, outside,
+                    seconds, *parts, seconds * running * self.others_share[kind], times_exp(seconds, -below),
+                    times_exp(seconds, above), low, high, outside, None if delay is None else sum(delay.parts(x)),
                 )
             )  # fmt: skip
         return tuple(costs)
@@ -253,7 +279,18 @@ def _scaled(parts: Parts, seconds: float, kind: Kind) -> Parts:
     return (0.0, 0.0, seconds) if kind == "recompute" else (0.0, seconds, 0.0)
 
 
-def _times_exp(seconds: float, exponent: float) -> float:
+def log_ratio_interval(ratio: float, room: Room) -> tuple[float, float]:
+    return ratio - room[0], ratio + room[1]
+
+
+def turned(room: Room, first: Kind, other: Kind) -> Room:
+    """Room around log(other / first), of room around log(swap / recompute)."""
+    if first == other:
+        return max(room), max(room)
+    return room if first == "recompute" else (room[1], room[0])
+
+
+def times_exp(seconds: float, exponent: float) -> float:
     if exponent > MOST_EXPONENT:
         return inf
     return 0.0 if exponent < -MOST_EXPONENT else seconds * exp(exponent)

@@ -44,6 +44,17 @@ def step_time_models(trace: Trace) -> dict[str, StepTimeModel]:
     return _models(trace, _cores(trace))
 
 
+def common_step_time(traces: Sequence[Trace]) -> StepTimeModel | None:
+    """One d0 for a server of the kind these traces come from: fitted to all their cores, which are alike.
+
+    None where they hold too few undisturbed steps to tell.
+    """
+    cores = [core for trace in traces for core in _cores(trace).values()]
+    if sum(len(core.calm) for core in cores) < OWN_FIT_STEPS:
+        return None
+    return _fit(cores, f"core {cores[0].name}" if len(cores) == 1 else f"{len(cores)} cores")
+
+
 def attribute(trace: Trace, models: Mapping[str, StepTimeModel] | None = None) -> Trace:
     """The trace with ``engine_s`` and ``others_delay_s`` of its outcomes, where empty, from its steps and transfers.
 

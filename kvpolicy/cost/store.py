@@ -16,13 +16,14 @@ from typing import Any
 
 from kvpolicy.cost.compiled import Forest, ForestError
 from kvpolicy.cost.intervals import Intervals
-from kvpolicy.cost.laws import law_from_dict
+from kvpolicy.cost.laws import Law, law_from_dict
 from kvpolicy.cost.model import FAMILIES, FittedModel, ModelError, ModelWarning, Provenance
+from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 CARD = "model.json"
 
 
@@ -174,7 +175,10 @@ def _parsed(folder: Traversable, text: str) -> dict[str, Any]:
         raise ModelError(f"{file}: field schema_version is missing: not a kvpolicy cost model")
     if type(values["schema_version"]) is not int or values["schema_version"] != SCHEMA_VERSION:
         found = values["schema_version"]
-        raise ModelError(f"{file}: schema_version is {found!r}, this kvpolicy reads {SCHEMA_VERSION}")
+        raise ModelError(
+            f"{file}: schema_version is {found!r}, this kvpolicy reads {SCHEMA_VERSION}; "
+            "make the model again with `kvpolicy train`"
+        )
     return values
 
 
@@ -206,7 +210,30 @@ def _model(folder: Traversable, values: Mapping[str, Any], residuals: Mapping[Ki
         ranges=ranges,
         floor_s={kind: _floor(folder, values, kind) for kind in KINDS},
         intervals=_guarded(folder, "intervals.", lambda: Intervals.from_dict(values["intervals"])),
+        victim_delays=_victim_delays(folder, values),
+        others_share={kind: _share(folder, values, kind) for kind in KINDS},
+        step_time=_step_time(folder, values),
     )
+
+
+def _victim_delays(folder: Traversable, values: Mapping[str, Any]) -> dict[Kind, Law]:
+    """Of both options or of none."""
+    given = values["victim_delays"]
+    if given == {}:
+        return {}
+    return {kind: _guarded(folder, f"victim_delays.{kind}.", lambda k=kind: law_from_dict(given[k])) for kind in KINDS}
+
+
+def _share(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> float:
+    value = _guarded(folder, "others_share.", lambda: values["others_share"][kind])
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ModelError(f"{folder / CARD}: field others_share.{kind} is {value!r}, should be a number, 0 or above")
+    return float(value)
+
+
+def _step_time(folder: Traversable, values: Mapping[str, Any]) -> StepTimeModel | None:
+    given = values["step_time"]
+    return None if given is None else _guarded(folder, "step_time.", lambda: StepTimeModel.from_dict(given))
 
 
 def _features(value: Any) -> tuple[str, ...]:
@@ -347,6 +374,9 @@ def _card(model: FittedModel, trees: Mapping[Kind, Any]) -> dict[str, Any]:
         "laws": {kind: model.laws[kind].to_dict() for kind in KINDS},
         "trees": dict(trees),
         "intervals": model.intervals.to_dict(),
+        "victim_delays": {kind: law.to_dict() for kind, law in model.victim_delays.items()},
+        "others_share": dict(model.others_share),
+        "step_time": None if model.step_time is None else model.step_time.to_dict(),
         "noise": dict(made.noise) | {"floor_s": dict(model.floor_s)},
         "hardware": dict(made.hardware),
         "geometry": made.geometry.to_dict(),

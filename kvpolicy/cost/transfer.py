@@ -15,6 +15,7 @@ from math import exp
 from typing import Any
 
 from kvpolicy.cost.dataset import Dataset, Move, State
+from kvpolicy.cost.delays import FEWEST_STATES, fit_others_shares, fit_victim_delays, victim_delay_examples
 from kvpolicy.cost.examples import Example, examples_of, log_miss, noise_floors, ranges_of
 from kvpolicy.cost.fitting import misses_of
 from kvpolicy.cost.intervals import calibrate, unbounded
@@ -29,6 +30,7 @@ from kvpolicy.hardware import same_machine
 
 UNCHANGED_SPREAD = 0.05
 """Of both scales of a law where neither machine, model nor (for copies) link has changed."""
+FLOOR_S = 1e-6
 LEAVE_OUTS = 10
 DAMPINGS = (1.0, 0.5, 0.0)
 FEWEST_TO_CHOOSE = 8
@@ -115,8 +117,21 @@ def carry_once(
         ranges={kind: _ranges(model, kind, examples[kind], made) for kind in KINDS},
         floor_s=floor_s,
         intervals=unbounded(),
+        victim_delays=_victim_delays(model, states),
+        others_share=fit_others_shares(states) if len(states) >= FEWEST_STATES else dict(model.others_share),
+        step_time=dataset.common_step_time,
     )
     return Carried(carried, kept)
+
+
+def _victim_delays(model: FittedModel, states: Sequence[State]) -> Mapping[Kind, Law]:
+    """Fitted anew where there are enough states; scaled as a whole where there are not."""
+    found = fit_victim_delays(states)
+    if found:
+        return found
+    return {
+        kind: carry_law(law, victim_delay_examples(states, kind), FLOOR_S) for kind, law in model.victim_delays.items()
+    }
 
 
 def _spreads(model: FittedModel, kind: Kind, made: Provenance) -> Spreads:

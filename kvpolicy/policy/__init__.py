@@ -2,17 +2,10 @@
 
 from kvpolicy.policy.choosing import decide, feasible_options
 from kvpolicy.policy.names import COST_MODELS, FORMS, load, needs_engine
-from kvpolicy.policy.protocol import Assessment, NoState, Policy, PolicyState
+from kvpolicy.policy.objective import Objective
+from kvpolicy.policy.protocol import Assessment, Feedback, NoState, Policy, PolicyState
 
 __all__ = [
-    "COST_MODELS",
-    "FORMS",
-    "Assessment",
-    "NoState",
-    "Policy",
-    "PolicyState",
-    "decide",
-    "feasible_options",
-    "load",
-    "needs_engine",
-]
+    "COST_MODELS", "FORMS", "Assessment", "Feedback", "NoState", "Objective", "Policy", "PolicyState", "decide",
+    "feasible_options", "load", "needs_engine",
+]  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
 from kvpolicy.policy.cheapest import Cheapest
 from kvpolicy.policy.explore import Explore
 from kvpolicy.policy.fixed import Always, Coin
+from kvpolicy.policy.objective import ENGINE, Objective, parse
 from kvpolicy.policy.protocol import Policy
 from kvpolicy.policy.threshold import Threshold
 
@@ -25,9 +26,14 @@ COST_MODELS = (
     "or analytic:DEVICE[@LINK]:CONFIG (untrained, of a data sheet and a config.json)"
 )
 
+PRICED: dict[str, type[Cheapest] | type[Explore]] = {"cheapest": Cheapest, "explore": Explore}
+OPTIONS = ("online", "objective")
+AFTERWARDS = "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE"
+
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
-    """The policy of that name. COST_MODEL is :data:`COST_MODELS`.
+    """The policy of that name. COST_MODEL is :data:`COST_MODELS`; OBJECTIVE as in
+    :func:`kvpolicy.policy.objective.parse`, engine without it.
 
     ``cost_model_loader``: in a server that of :func:`kvpolicy.cost.engine_loader`, which knows the engine.
     Raises ValueError, listing the forms, for a wrong name; ModelError for a model that cannot be loaded.
@@ -41,10 +47,13 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
         return Threshold(spec, _tokens(spec, value))
     if kind == "random":
         return Coin(spec, _share(spec, value))
-    if kind == "cheapest" and value:
-        return Cheapest(spec, cost_model_loader(value))
-    if kind == "explore" and value:
-        return Explore(spec, cost_model_loader(value))
+    if kind in PRICED and value:
+        model, options = _options(spec, value)
+        objective, online = _objective(spec, options), _switch(spec, options, "online")
+        cost_model = cost_model_loader(model)
+        if objective.victim and not cost_model.predicts_victim_delay:
+            raise _wrong(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
+        return PRICED[kind](spec, cost_model, objective, online)
     raise _wrong(spec, "is no policy")
 
 
@@ -52,6 +61,36 @@ def needs_engine(spec: str) -> bool:
     """Whether the policy can only be loaded inside a server: its cost model is the running engine's own."""
     kind, _, value = spec.partition(":")
     return kind in ("cheapest", "explore") and value.partition(",")[0] == cost.ANALYTIC
+
+
+def _options(spec: str, value: str) -> tuple[str, dict[str, str]]:
+    """Cost model and options; what has no ``=`` belongs to the model's name."""
+    parts = value.split(",")
+    options: dict[str, str] = {}
+    while len(parts) > 1 and "=" in parts[-1]:
+        key, _, given = parts.pop().partition("=")
+        if key not in OPTIONS or key in options:
+            raise _wrong(spec, f"has the option {key!r}; the options are {', '.join(OPTIONS)}, each at most once")
+        options[key] = given
+    if not parts[0] or not parts[-1]:
+        raise _wrong(spec, "names no cost model")
+    return ",".join(parts), options
+
+
+def _objective(spec: str, options: Mapping[str, str]) -> Objective:
+    if "objective" not in options:
+        return ENGINE
+    try:
+        return parse(options["objective"])
+    except ValueError as error:
+        raise _wrong(spec, f"cannot be: {error}") from None
+
+
+def _switch(spec: str, options: Mapping[str, str], key: str) -> bool:
+    given = options.get(key, "off")
+    if given not in ("on", "off"):
+        raise _wrong(spec, f"has {key}={given}, should be on or off")
+    return given == "on"
 
 
 def _tokens(spec: str, value: str) -> int:
@@ -71,4 +110,4 @@ def _share(spec: str, value: str) -> float:
 
 
 def _wrong(spec: str, what: str) -> ValueError:
-    return ValueError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}")
+    return ValueError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvpolicy.cost import CostModel
+from kvpolicy.cost.online import Measured, Online
 from kvpolicy.events import Cost, Decision, Option, Preemption
 
 Assessment = tuple[tuple[float, ...], tuple[Cost, ...]]
@@ -26,6 +27,26 @@ class NoState:
 
     def to_json(self) -> str:
         return "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What became of a decision, as far as a policy can learn from it."""
+
+    situation: Preemption
+    """As it was decided on."""
+    option: Option
+    """As executed: what was chosen, or the recompute in its place."""
+    engine_s: float | None
+    """Measured; None where it could not be attributed in full."""
+    victim_delay_s: float | None
+
+    def against(self, model: CostModel) -> Measured:
+        """Beside what the model predicts for it."""
+        (predicted,) = model.predict(self.situation, (self.option,))
+        kind = self.option.kind
+        seconds = self.engine_s, self.victim_delay_s
+        return Measured(kind, self.situation.computed_tokens, predicted, *seconds, model.floor_s[kind])
 
 
 class Policy(Protocol):
@@ -51,6 +72,18 @@ class Policy(Protocol):
         """The state after ``decision``."""
         ...
 
+    def observe(self, state: PolicyState, feedback: Feedback) -> PolicyState:
+        """The state after what became of a preemption is known."""
+        ...
+
+    def learned(self, state: PolicyState) -> Online | None:
+        """What of the state is worth keeping over a restart."""
+        ...
+
+    def resume(self, learned: Online) -> PolicyState:
+        """The state to begin with where that was kept."""
+        ...
+
 
 class PolicyBase(ABC):
     """What policies share; by itself one without memory and without a cost model."""
@@ -69,6 +102,15 @@ class PolicyBase(ABC):
 
     def next_state(self, state: PolicyState, decision: Decision) -> PolicyState:
         return state
+
+    def observe(self, state: PolicyState, feedback: Feedback) -> PolicyState:
+        return state
+
+    def learned(self, state: PolicyState) -> Online | None:
+        return None
+
+    def resume(self, learned: Online) -> PolicyState:
+        return self.initial_state()
 
 
 def all_on(chosen: int, count: int) -> tuple[float, ...]:

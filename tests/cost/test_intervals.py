@@ -1,4 +1,4 @@
-"""Split-conformal intervals: the quantile worked by hand, bins, honesty with few states, coverage."""
+"""Split-conformal intervals: the quantiles worked by hand, bins, honesty with few states, coverage."""
 
 from __future__ import annotations
 
@@ -6,27 +6,49 @@ from math import inf
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom
 
-from kvpolicy.cost.intervals import Intervals, Misses, calibrate, conformal_quantile
+from kvpolicy.cost.coverage import coverage, proportion_interval
+from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, bin_number, calibrate, conformal_room, unbounded
+from kvpolicy.cost.model import turned
 
 
-def misses(tokens: float, score: float) -> Misses:
-    scores = {"recompute": score, "swap": score, "ratio": score}
-    return Misses(tokens, scores, scores)
+def misses(tokens: float, score: float, running: float = 0, law: float | None = None) -> Misses:
+    scores, of_law = dict.fromkeys(PREDICTED, score), dict.fromkeys(PREDICTED, score if law is None else law)
+    return Misses(tokens, running, scores, of_law)
 
 
-def test_quantile_worked_by_hand() -> None:
-    """Of 19 scores the ceil(0.9 x 20) = 18th; of 9 the 9th; of 8 there is none."""
-    assert conformal_quantile([float(i) for i in range(19, 0, -1)]) == 18.0
-    assert conformal_quantile([float(i) for i in range(1, 10)]) == 9.0
-    assert conformal_quantile([1.0] * 8) == inf
+def spread(tokens: float, size: float, count: int = 30, running: float = 0) -> list[Misses]:
+    """States missed by ``size`` either way, in turns."""
+    return [misses(tokens, size * (1 if i % 2 else -1), running) for i in range(count)]
+
+
+def test_both_quantiles_worked_by_hand() -> None:
+    """Of 39 scores 36 of 40 gaps are to be inside: 4 are left for both tails, so the 2nd and the 38th."""
+    scores = [float(i) for i in range(-9, 30)]
+    assert conformal_room(scores) == (8.0, 28.0)
+    assert conformal_room([-score for score in scores]) == (28.0, 8.0)
+
+
+def test_a_prediction_is_in_its_own_interval_even_where_all_measured_more() -> None:
+    assert conformal_room([1.0 + i for i in range(39)]) == (0.0, 38.0)
+    assert conformal_room([-1.0 - i for i in range(39)]) == (38.0, 0.0)
+
+
+def test_too_few_scores_for_two_tails_are_taken_alike() -> None:
+    """Of 18 the ceil(0.9 x 19) = 18th largest miss; of 9 the 9th; of 8 there is none."""
+    assert conformal_room([float(-i) for i in range(18)]) == (17.0, 17.0)
+    assert conformal_room([float(i) for i in range(1, 10)]) == (9.0, 9.0)
+    assert conformal_room([1.0] * 8) == (inf, inf)
 
 
 def test_too_few_states_make_an_infinite_interval_and_it_survives_the_file() -> None:
     found = calibrate([misses(100, 0.1)] * 8)
-    assert found.half_width("ratio", 100, False) == inf
+    assert found.room("ratio", 0, False) == (inf, inf)
     assert Intervals.from_dict(found.to_dict()) == found
-    assert calibrate([]).half_width("swap", 5, True) == inf
+    assert calibrate([]) == unbounded()
 
 
 def test_bins_under_thirty_states_are_merged_with_a_neighbour() -> None:
@@ -36,37 +58,100 @@ def test_bins_under_thirty_states_are_merged_with_a_neighbour() -> None:
     assert calibrate([*short, *middle, *long]).states == (98,)
     apart = calibrate([*short, misses(63, 0.1), *middle, *long, misses(5100, 0.3)])
     assert apart.states == (30, 40, 30)
-    assert apart.edges == (300, 5000)
-    assert [apart.half_width("swap", tokens, False) for tokens in (1, 299, 300, 4999, 5000, 10**6)] == [
-        0.1, 0.1, 0.2, 0.2, 0.3, 0.3,
-    ]  # fmt: skip
+    assert apart.length_edges == (300, 5000)
+    assert [apart.bin_of(tokens, 7) for tokens in (1, 299, 300, 4999, 5000, 10**6)] == [0, 0, 1, 1, 2, 2]
 
 
-def test_outside_the_trained_range_the_interval_is_wider() -> None:
-    one = calibrate([misses(100, 0.1)] * 30)
-    assert one.half_width("swap", 100, True) == pytest.approx(0.2)
+def test_bins_are_of_length_and_load() -> None:
+    """Short states under two loads and long ones under one: three bins, each with its own room."""
+    states = [*spread(40, 0.1, 30, 1), *spread(50, 0.2, 30, 9), *spread(900, 0.3, 45, 4)]
+    found = calibrate(states)
+    assert found.states == (30, 30, 45)
+    assert (found.length_edges, found.load_edges) == ((900,), ((9,), ()))
+    rooms = {(40, 0): 0.1, (899, 8): 0.1, (60, 9): 0.2, (60, 500): 0.2, (900, 0): 0.3, (10**6, 99): 0.3}
+    for (tokens, running), size in rooms.items():
+        assert found.room("swap", found.bin_of(tokens, running), False) == (size, size)
+    assert found.span(1) == {"tokens_from": None, "tokens_below": 900, "running_from": 9, "running_below": None}
+    assert Intervals.from_dict(found.to_dict()) == found
 
 
-def test_ninety_percent_means_ninety_percent() -> None:
-    """Over many calibrations, a new state of the same law is covered in 90% of cases, and not in much more."""
+@given(tokens=st.floats(0, 1e6), running=st.floats(0, 1e3))
+def test_every_situation_has_one_bin_and_lies_in_its_span(tokens: float, running: float) -> None:
+    lengths, loads = (64.0, 512.0), ((2.0, 8.0), (), (4.0,))
+    number = bin_number(lengths, loads, tokens, running)
+    rooms = dict.fromkeys(PREDICTED, ((0.1, 0.1),) * 6)
+    span = Intervals(lengths, loads, rooms, rooms, (30,) * 6).span(number)
+    for name, value in (("tokens", tokens), ("running", running)):
+        assert span[f"{name}_from"] is None or span[f"{name}_from"] <= value
+        assert span[f"{name}_below"] is None or value < span[f"{name}_below"]
+
+
+def test_outside_the_trained_range_the_interval_is_twice_the_wider_of_model_and_formula() -> None:
+    one = calibrate([misses(100, score / 100, law=score / 50) for score in range(-50, 50)])
+    below, above = one.room("swap", 0, True)
+    inside = one.room("swap", 0, False)
+    assert (below, above) == pytest.approx((4 * inside[0], 4 * inside[1]))
+
+
+@pytest.mark.parametrize("states", [30, 43, 99])
+def test_ninety_percent_means_ninety_percent_of_skewed_misses_too(states: int) -> None:
+    """Over many calibrations a new state of the same law is covered in 90% of cases, 2 / (states + 1) more at most."""
     rng = np.random.default_rng(3)
-    held, tries, states = 0.0, 400, 99
+    held, tries = 0.0, 400
     for _ in range(tries):
-        found = calibrate([misses(100, abs(score)) for score in rng.standard_normal(states)])
-        held += float(np.mean(np.abs(rng.standard_normal(50)) <= found.half_width("ratio", 100, False)))
-    # Standard deviation of one calibration's coverage is 0.03; of the mean of 400, 0.0015.
-    assert held / tries == pytest.approx(0.9, abs=0.006)
+        found = calibrate([misses(100, score) for score in rng.exponential(size=states) - 0.5])
+        below, above = found.room("ratio", 0, False)
+        fresh = rng.exponential(size=50) - 0.5
+        held += float(np.mean((fresh >= -below) & (fresh <= above)))
+    # Standard deviation of one calibration's coverage is at most 0.06; of the mean of 400, 0.003.
+    assert 0.89 <= held / tries <= 0.91 + 2 / (states + 1)
+
+
+def test_room_around_a_ratio_turns_with_it() -> None:
+    assert turned((0.1, 0.3), "recompute", "swap") == (0.1, 0.3)
+    assert turned((0.1, 0.3), "swap", "recompute") == (0.3, 0.1)
+    assert turned((0.1, 0.3), "swap", "swap") == (0.3, 0.3)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"edges": [5.0, 1.0]}, "ascending"),
+        ({"length_edges": [5.0, 1.0]}, "length_edges are not in ascending"),
+        ({"load_edges": [[3.0, 2.0]]}, "load_edges are not in ascending"),
+        ({"load_edges": []}, "load_edges holds 0 lists, should hold 1"),
         ({"states": [1, 2]}, "states holds 2"),
-        ({"inside": {"recompute": [-1.0], "swap": [1.0], "ratio": [1.0]}}, "inside.recompute"),
+        ({"confidence": 0.5}, "confidence is 0.5"),
+        ({"inside": {of: [[-1.0, 1.0]] for of in PREDICTED}}, "inside.recompute"),
+        ({"outside": {of: [[1.0]] for of in PREDICTED}}, "outside.recompute"),
     ],
 )
 def test_wrong_intervals_are_refused(change: dict[str, object], message: str) -> None:
     good = calibrate([misses(100, 0.1)] * 30).to_dict()
     with pytest.raises(ValueError, match=message):
         Intervals.from_dict(good | change)
+
+
+# ---- coverage and what it can tell ----
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(17, 21), (1, 1), (0, 5), (450, 500), (3, 8)])
+def test_clopper_pearson_against_the_binomial_it_inverts(successes: int, trials: int) -> None:
+    low, high = proportion_interval(successes, trials)
+    assert 0 <= low <= successes / trials <= high <= 1
+    if successes:
+        assert binom.sf(successes - 1, trials, low) == pytest.approx(0.025, rel=1e-6)
+    if successes < trials:
+        assert binom.cdf(successes, trials, high) == pytest.approx(0.025, rel=1e-6)
+    assert proportion_interval(0, 0) == (0.0, 1.0)
+
+
+def test_coverage_is_told_by_bin_with_the_number_of_states() -> None:
+    found = calibrate([*spread(40, 0.1), *spread(900, 0.3)])
+    told = coverage(found, [0, 0, 0, 1], [True, True, False, True])
+    assert (told["states"], told["holds"]) == (4, 0.75)
+    first, second = told["bins"]
+    assert (first["states"], first["holds"], first["tokens_below"]) == (3, pytest.approx(2 / 3), 900)
+    assert (second["states"], second["holds"], second["tokens_from"]) == (1, 1.0, 900)
+    assert second["low"] == pytest.approx(0.025)
+    empty = coverage(found, [0], [True])["bins"][1]
+    assert (empty["states"], empty["holds"], empty["low"], empty["high"]) == (0, None, 0.0, 1.0)

@@ -105,7 +105,7 @@ def test_missing_and_binary_files_are_refused_by_name(copied: Path, file: str) -
 
 def test_foreign_schema_and_foreign_json_are_refused(copied: Path) -> None:
     edit(copied, lambda card: card.update(schema_version=99))
-    with pytest.raises(ModelError, match=r"model.json: schema_version is 99, this kvpolicy reads 1"):
+    with pytest.raises(ModelError, match=r"model.json: schema_version is 99, this kvpolicy reads 2; make"):
         cost.load(copied)
     (copied / "model.json").write_text('{"weights": []}')
     with pytest.raises(ModelError, match="schema_version is missing: not a kvpolicy cost model"):
@@ -115,6 +115,7 @@ def test_foreign_schema_and_foreign_json_are_refused(copied: Path) -> None:
 FIELDS = (
     "family", "features", "ranges", "laws", "trees", "intervals", "noise", "hardware", "geometry", "link",
     "block_sizes", "kv_bytes_per_token", "trace_digests", "state_ids", "held_out", "notes",
+    "victim_delays", "others_share", "step_time",
 )  # fmt: skip
 
 
@@ -157,7 +158,11 @@ def _set(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("laws", "swap", "law", value="cubic"), r"laws.swap.*law is 'cubic'"),
         (_set("ranges", "swap", "save_bytes", value=[5, 1]), r"ranges.swap.save_bytes is \[5, 1\]"),
         (_set("noise", "floor_s", "swap", value=0), r"noise.floor_s.swap is 0"),
-        (_set("intervals", "edges", value=[3, 2, 1]), r"intervals.*ascending"),
+        (_set("intervals", "length_edges", value=[3, 2, 1]), r"intervals.*ascending"),
+        (_set("others_share", "swap", value=-1), r"others_share.swap is -1"),
+        (_set("victim_delays", "swap", "constant_s", value=-1.0), r"victim_delays.swap.*constant_s is -1.0"),
+        (_set("step_time", value={"per_part_s": [1.0]}), r"step_time.*per_part_s holds 1 numbers, should hold 6"),
+        (_set("step_time", value={"per_part_s": [0.0] * 6, "fixed_s": -1}), r"step_time.*fixed_s holds -1"),
         (_set("geometry", value={"layers": 3}), r"model geometry: field hidden is missing"),
         (_set("family", value="oracle"), r"family is 'oracle'"),
         (_set("trees", "swap", "file", value="../../etc/passwd"), r"trees.swap.file"),

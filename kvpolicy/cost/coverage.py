@@ -1,0 +1,38 @@
+"""How often intervals hold on states that were not seen, by bin, and how far so few states can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scipy.special import betaincinv
+
+from kvpolicy.cost.intervals import Intervals
+
+SURE = 0.95
+"""Confidence of the interval around a share of states."""
+
+
+def proportion_interval(successes: int, trials: int) -> tuple[float, float]:
+    """The exact 95% interval of a probability that came true that often (Clopper, Pearson 1934); (0, 1) of no trial."""
+    tail = (1.0 - SURE) / 2.0
+    low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
+    high = float(betaincinv(successes + 1, trials - successes, 1.0 - tail)) if successes < trials else 1.0
+    return low, high
+
+
+def coverage(intervals: Intervals, numbers: Sequence[int], held: Sequence[bool]) -> dict[str, Any]:
+    """Share of states held in all and by bin, each with its number of states and 95% interval.
+
+    ``numbers``: the bin of each state; ``held``: whether its interval holds what was measured.
+    """
+    by_bin = []
+    for number in range(len(intervals.states)):
+        mine = [one for at, one in zip(numbers, held, strict=True) if at == number]
+        by_bin.append(intervals.span(number) | _share(mine))
+    return _share(held) | {"bins": by_bin}
+
+
+def _share(held: Sequence[bool]) -> dict[str, Any]:
+    low, high = proportion_interval(sum(held), len(held))
+    return {"states": len(held), "holds": sum(held) / len(held) if held else None, "low": low, "high": high}

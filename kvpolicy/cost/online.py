@@ -1,0 +1,241 @@
+"""Measured outcomes correct a cost model while it serves: by option and size, robust, forgetting, bounded.
+
+Kept is how far the last predictions of each option missed, log(measured / predicted). An option's correction is their
+median, so that an outlier moves it no more than any other value, with two more that missed by nothing; each outcome
+counts half after every 200, of whichever option. From it goes what its own standard error may have made of nothing
+(the garrote: m (1 - (2 se / m)^2), 0 where that is below 0). So a correction needs evidence, and that of an option
+nobody takes any more is forgotten: it is tried again one day, and comes back if it has become cheap. Sizes that differ
+from the rest of their option get a second correction the same way, of four that missed by nothing.
+
+Room around predictions follows by adaptive conformal inference (Gibbs, Candes 2021), in the form that tracks the
+quantile itself (Angelopoulos, Candes, Tibshirani 2023): every outcome multiplies it by exp(0.1 (missed - 0.1)).
+Whatever drifts, the share missed comes to 0.1 as long as the multiple stays within its bounds. It is single preemptions
+that are covered then. A ratio is never measured; its room takes the wider multiple of its two options.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import exp, inf, isfinite, log, sqrt
+from typing import Any, Literal
+
+from kvpolicy.cost.intervals import CONFIDENCE
+from kvpolicy.cost.model import times_exp
+from kvpolicy.events import KINDS, Cost, Kind, Option
+
+Quantity = Literal["engine", "victim"]
+QUANTITIES: tuple[Quantity, ...] = ("engine", "victim")
+"""``engine_s``, with what others wait in proportion to it, and ``victim_delay_s``."""
+
+SIZE_EDGES = (64, 256, 1024, 4096, 16384, 65536)
+"""Computed tokens at which a new size begins."""
+SIZES = len(SIZE_EDGES) + 1
+
+WINDOW = 17
+"""Outcomes an option's correction is taken from: 10 alike turn the median."""
+HALF_LIFE = 200.0
+"""Outcomes of whichever option after which one counts half."""
+OPTION_DOUBT, SIZE_DOUBT = 2.0, 4.0
+"""So many outcomes that missed by nothing are taken to have been there before."""
+SURE_ERRORS = 2.0
+LEAST_SCALE = 0.05
+MOST_LOG = log(16.0)
+"""No correction is beyond 16 or below 1 / 16."""
+MOST_MISS = log(64.0)
+
+MISCOVERAGE = 1.0 - CONFIDENCE
+ADAPTATION = 0.1
+LEAST_ROOM, MOST_ROOM = 0.05, 20.0
+LEAST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one preemption was predicted to cost, by the model as it is, and did cost."""
+
+    kind: Kind
+    """What was executed."""
+    computed_tokens: float
+    predicted: Cost
+    """Without correction."""
+    engine_s: float | None
+    """None where it could not be attributed."""
+    victim_delay_s: float | None
+    floor_s: float = LEAST_S
+    """What the model's traces could not tell from no cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """One outcome, as far as it is remembered."""
+
+    at: int
+    """Outcomes there had been before it."""
+    size: int
+    log_miss: float
+    """log(measured / predicted)."""
+
+
+@dataclass(frozen=True)
+class Online:
+    """What was learned while serving. Frozen: :meth:`updated` gives the next one."""
+
+    events: int = 0
+    misses: tuple[tuple[Miss, ...], ...] = ((),) * (len(QUANTITIES) * len(KINDS))
+    """By quantity, then option: the last of them, oldest first."""
+    room: tuple[float, ...] = (1.0,) * len(KINDS)
+    """By option, what the log room around its predictions is multiplied by."""
+
+    @cached_property
+    def factors(self) -> tuple[float, ...]:
+        """By quantity, then option, then size; rounded as they are recorded, so that a record tells all."""
+        return tuple(round(exp(one), 4) for misses in self.misses for one in _corrections(misses, self.events))
+
+    @cached_property
+    def _short(self) -> str:
+        told: dict[str, Any] = {"outcomes": self.events}
+        for i, quantity in enumerate(QUANTITIES):
+            for j, kind in enumerate(KINDS):
+                told[f"{quantity}_{kind}"] = self.factors[_at(i, j, 0) : _at(i, j, SIZES)]
+        return json.dumps(told | {"room": self.room}, separators=(",", ":"))
+
+    def to_json(self) -> str:
+        """What decisions follow from; :func:`kvpolicy.cost.remembered.save` keeps the memory behind it."""
+        return self._short
+
+    def updated(self, measured: Measured) -> Online:
+        """The state after one more outcome."""
+        which = KINDS.index(measured.kind)
+        size = size_of(measured.computed_tokens)
+        pairs = (
+            (measured.engine_s, measured.predicted.engine_s, measured.floor_s),
+            (measured.victim_delay_s, measured.predicted.victim_delay_s, LEAST_S),
+        )
+        misses = list(self.misses)
+        for i, (seconds, predicted_s, floor_s) in enumerate(pairs):
+            if seconds is not None and predicted_s is not None and isfinite(seconds):
+                at = i * len(KINDS) + which
+                found = log(max(seconds, floor_s) / max(predicted_s, floor_s))
+                kept = Miss(self.events, size, round(min(MOST_MISS, max(-MOST_MISS, found)), 6))
+                misses[at] = (*misses[at], kept)[-WINDOW:]
+        rooms = list(self.room)
+        if measured.engine_s is not None and isfinite(measured.engine_s):
+            cost = corrected_cost(measured.predicted, self, which, size)
+            seconds = max(measured.engine_s, measured.floor_s)
+            missed = not cost.low_s <= seconds <= max(cost.high_s, measured.floor_s)
+            room = rooms[which] * exp(ADAPTATION * (missed - MISCOVERAGE))
+            rooms[which] = round(min(MOST_ROOM, max(LEAST_ROOM, room)), 6)
+        after = Online(self.events + 1, tuple(misses), tuple(rooms))
+        after.to_json()  # now, and not at the next decision
+        return after
+
+
+def size_of(computed_tokens: float) -> int:
+    return bisect_right(SIZE_EDGES, computed_tokens)
+
+
+def _at(quantity: int, kind: int, size: int) -> int:
+    """Position in :attr:`Online.factors`."""
+    return (quantity * len(KINDS) + kind) * SIZES + size
+
+
+# ---- estimating ----
+
+
+def _corrections(misses: Sequence[Miss], now: int) -> list[float]:
+    """Log correction of every size, of an option's last misses."""
+    if not misses:
+        return [0.0] * SIZES
+    weights = [0.5 ** ((now - miss.at) / HALF_LIFE) for miss in misses]
+    values = [miss.log_miss for miss in misses]
+    common = estimate(values, weights, OPTION_DOUBT)
+    found = []
+    for size in range(SIZES):
+        mine = [i for i, miss in enumerate(misses) if miss.size == size]
+        # Fewer cannot outvote those that missed by nothing.
+        own = (
+            0.0
+            if len(mine) <= SIZE_DOUBT
+            else estimate([values[i] - common for i in mine], [weights[i] for i in mine], SIZE_DOUBT)
+        )
+        found.append(min(MOST_LOG, max(-MOST_LOG, common + own)))
+    return found
+
+
+def estimate(values: Sequence[float], weights: Sequence[float], doubt: float) -> float:
+    """Weighted median, less what its standard error may have made of nothing."""
+    count = sum(weights)
+    if count <= 0:
+        return 0.0
+    middle = weighted_median([*values, 0.0], [*weights, doubt])
+    spread = weighted_median([abs(value - middle) for value in values], weights)
+    error = 1.2533 * max(LEAST_SCALE, 1.4826 * spread) / sqrt(count)
+    unsure = (SURE_ERRORS * error) ** 2
+    if middle * middle <= unsure:
+        return 0.0
+    return middle * (1.0 - unsure / (middle * middle))
+
+
+def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The value below and above which lies no more than half of the weight; the mean of two where both do."""
+    ordered = sorted(zip(values, weights, strict=True))
+    half, passed = sum(weights) / 2.0, 0.0
+    for i, (value, weight) in enumerate(ordered):
+        passed += weight
+        if passed > half * (1 + 1e-12):
+            return value
+        if passed >= half * (1 - 1e-12) and i + 1 < len(ordered):
+            return (value + ordered[i + 1][0]) / 2.0
+    return ordered[-1][0]
+
+
+# ---- correcting ----
+
+
+def corrected(
+    costs: Sequence[Cost], options: Sequence[Option], computed_tokens: float, online: Online
+) -> tuple[Cost, ...]:
+    """A model's predictions with what was learned. ``costs``: one per option, log ratios against the first."""
+    if not online.events:
+        return tuple(costs)
+    size, kinds = size_of(computed_tokens), [KINDS.index(option.kind) for option in options]
+    found = [corrected_cost(cost, online, kind, size) for cost, kind in zip(costs, kinds, strict=True)]
+    for i in range(1, len(found)):
+        by = max(online.room[kinds[0]], online.room[kinds[i]])
+        was, now = costs[i].engine_s / costs[0].engine_s, found[i].engine_s / found[0].engine_s
+        low = log(now) + by * (costs[i].log_ratio_low - log(was))
+        high = log(now) + by * (costs[i].log_ratio_high - log(was))
+        found[i] = _with_ratio(found[i], low, high)
+    return tuple(found)
+
+
+def corrected_cost(cost: Cost, online: Online, kind: int, size: int) -> Cost:
+    """One option's, its log ratio left as it was."""
+    by = online.factors[_at(0, kind, size)]
+    room = online.room[kind]
+    seconds = cost.engine_s * by
+    delay_s = cost.victim_delay_s
+    if delay_s is not None:
+        delay_s *= online.factors[_at(1, kind, size)]
+    return Cost(
+        seconds, cost.save_s * by, cost.load_s * by, cost.recompute_s * by, cost.stall_s * by,
+        _stretched(seconds, cost.low_s, cost.engine_s, room), _stretched(seconds, cost.high_s, cost.engine_s, room),
+        cost.log_ratio_low, cost.log_ratio_high, cost.extrapolated, delay_s,
+    )  # fmt: skip
+
+
+def _stretched(seconds: float, edge_s: float, middle_s: float, room: float) -> float:
+    if edge_s <= 0.0 or edge_s == inf:
+        return edge_s
+    return times_exp(seconds, room * log(edge_s / middle_s))
+
+
+def _with_ratio(cost: Cost, low: float, high: float) -> Cost:
+    return Cost(
+        cost.engine_s, cost.save_s, cost.load_s, cost.recompute_s, cost.stall_s, cost.low_s, cost.high_s, low, high,
+        cost.extrapolated, cost.victim_delay_s,
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""What was learned online, over a restart: JSON with the digest of the cost model it corrects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.cost.model import ModelError
+from kvpolicy.cost.online import (
+    LEAST_ROOM,
+    MOST_MISS,
+    MOST_ROOM,
+    QUANTITIES,
+    SIZES,
+    WINDOW,
+    Miss,
+    Online,
+)
+from kvpolicy.events import KINDS, Kind
+
+SCHEMA_VERSION = 1
+
+
+def save(online: Online, model_digest: str, path: Path) -> None:
+    """Write the state, by rename. ``model_digest``: of the cost model that it corrects."""
+    misses = {
+        name: [[miss.at, miss.size, miss.log_miss] for miss in some]
+        for name, some in zip(_names(), online.misses, strict=True)
+    }
+    card = {
+        "schema_version": SCHEMA_VERSION, "model_digest": model_digest, "outcomes": online.events, "misses": misses,
+        "room": dict(zip(KINDS, online.room, strict=True)),
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(json.dumps(card, allow_nan=False) + "\n")
+    scratch.replace(path)
+
+
+def load(path: Path, model_digest: str) -> Online:
+    """What :func:`save` wrote. Raises :class:`ModelError`, naming file and field, for anything else."""
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as a state learned online: {error}") from error
+    if not isinstance(card, dict) or card.get("schema_version") != SCHEMA_VERSION:
+        found = card.get("schema_version") if isinstance(card, dict) else None
+        raise ModelError(f"{path}: schema_version is {found!r}, should be {SCHEMA_VERSION}: no state learned online")
+    if card.get("model_digest") != model_digest:
+        raise ModelError(
+            f"{path}: model_digest is {card.get('model_digest')!r}, should be {model_digest!r}: it was learned with "
+            "another cost model; remove the file to start anew"
+        )
+    events = _whole(path, "outcomes", card.get("outcomes"), inf)
+    misses, rooms = _mapping(path, card, "misses"), _mapping(path, card, "room")
+    return Online(
+        events,
+        tuple(_window(path, misses, name, events) for name in _names()),
+        tuple(_room(path, kind, rooms.get(kind)) for kind in KINDS),
+    )
+
+
+def _names() -> list[str]:
+    return [f"{quantity}_{kind}" for quantity in QUANTITIES for kind in KINDS]
+
+
+def _mapping(path: Path, card: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = card.get(name)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: field {name} is {value!r}, should be an object")
+    return value
+
+
+def _window(path: Path, misses: Mapping[str, Any], name: str, events: int) -> tuple[Miss, ...]:
+    rows = misses.get(name)
+    if not isinstance(rows, list) or len(rows) > WINDOW:
+        raise ModelError(f"{path}: field misses.{name} should be a list of at most {WINDOW}")
+    return tuple(_miss(path, f"misses.{name}", row, events) for row in rows)
+
+
+def _miss(path: Path, field: str, row: Any, events: int) -> Miss:
+    if not isinstance(row, list) or len(row) != 3:
+        raise ModelError(f"{path}: field {field} holds {row!r}, should hold [outcome, size, log miss]")
+    at, size, value = row
+    if type(value) not in (int, float) or not abs(value) <= MOST_MISS + 1e-6:
+        raise ModelError(f"{path}: field {field} holds a log miss of {value!r}, should be within {MOST_MISS:.3f}")
+    return Miss(_whole(path, field, at, events - 1), _whole(path, field, size, SIZES - 1), float(value))
+
+
+def _room(path: Path, kind: Kind, value: Any) -> float:
+    if type(value) not in (int, float) or not LEAST_ROOM <= value <= MOST_ROOM:
+        raise ModelError(f"{path}: field room.{kind} is {value!r}, should be {LEAST_ROOM} to {MOST_ROOM}")
+    return float(value)
+
+
+def _whole(path: Path, field: str, value: Any, most: float) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ModelError(f"{path}: field {field} holds {value!r}, should be a whole number from 0 to {most:g}")
+    return value

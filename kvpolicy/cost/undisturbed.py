@@ -1,0 +1,129 @@
+"""d0: how long an engine step of a given composition takes when nothing is preempted. The law; its fit is elsewhere.
+
+Apart from the fit, so that a server can price its steps without what reads traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+
+PARTS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")
+"""What a step is made of, as far as its duration depends on it: columns of ``steps``."""
+AFTERMATH_STEPS = 2
+"""A prefill leaves the caches to the steps after it cold: on a CPU the first took 50% longer, the second 20%."""
+FULL_AFTERMATH_TOKENS = 256
+"""A chunk of that many tokens leaves them as cold as any longer one."""
+NEIGHBOURS = 16
+"""Undisturbed steps that tell how fast the machine is at a moment, half of them before it and half after."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutError:
+    """Of predictions for steps that the model was not fitted on."""
+
+    mean_relative: float
+    """Mean of |predicted - measured| / measured."""
+    mean_s: float
+    """Mean of |predicted - measured|, seconds: the floor under every attributed step."""
+    bias_s: float
+    """Mean of measured - predicted, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeModel:
+    """d0: seconds of an undisturbed step, linear in its parts, no part below zero."""
+
+    fixed_s: float
+    per_part_s: tuple[float, ...]
+    """Seconds per unit of each of :data:`PARTS`, then per full aftermath of the first and second step before."""
+    fitted_on: str
+    """``core NAME``, or ``N cores`` where this core had too few undisturbed steps of its own."""
+    steps: int
+    error: HeldOutError
+
+    def predict(self, parts: Floats) -> Floats:
+        """Seconds for each row of ``parts``, shape (steps, 4) in the order of :data:`PARTS`; 0 for an empty step.
+
+        Rows are successive steps: what a step takes depends on what came right before it.
+        """
+        full = with_aftermath(parts)
+        return np.where(parts[:, 0] > 0, self.fixed_s + full @ np.asarray(self.per_part_s), 0.0)
+
+    def price(self, parts: Floats) -> Floats:
+        """Seconds that the parts alone add, aftermath left out."""
+        return np.asarray(parts @ np.asarray(self.per_part_s[: len(PARTS)]), dtype=np.float64)
+
+    def pace(self, calm: Whole, parts: Floats, duration_s: Floats, row: Whole) -> Floats:
+        """How much slower than d0 the machine was around each step ``row``: 1 where it was as fast.
+
+        Machines have faster and slower moments, and a law that is linear in a step's parts is off by a little for
+        some compositions. Both show in the undisturbed steps right before and after, which are composed alike: the
+        median of measured / predicted over the nearest of them. ``calm``: their rows, ascending.
+        """
+        return medians(duration_s[calm] / self.predict(parts)[calm], np.searchsorted(calm, row), skip=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepTimeModel:
+        """Raises KeyError for a field that is missing, ValueError or TypeError for one that is wrong."""
+        seconds = tuple(values["per_part_s"])
+        if len(seconds) != len(PARTS) + AFTERMATH_STEPS:
+            raise ValueError(f"per_part_s holds {len(seconds)} numbers, should hold {len(PARTS) + AFTERMATH_STEPS}")
+        for name, value in [("fixed_s", values["fixed_s"]), *(("per_part_s", value) for value in seconds)]:
+            if type(value) not in (int, float) or not (isfinite(value) and value >= 0):
+                raise ValueError(f"{name} holds {value!r}, should be a finite number, 0 or above")
+        error = HeldOutError(*(float(values["error"][name]) for name in HeldOutError.__slots__))
+        fitted_on, steps = str(values["fitted_on"]), int(values["steps"])
+        return cls(float(values["fixed_s"]), tuple(map(float, seconds)), fitted_on, steps, error)
+
+
+def step_seconds(
+    fixed_s: float,
+    per_part_s: tuple[float, ...],
+    parts: tuple[float, float, float, float],
+    before: float,
+    second_before: float,
+) -> float:
+    """d0 of one step: what :meth:`StepTimeModel.predict` is for a table. ``before``: aftermath of the step right before
+    it and of the one before that, from :func:`aftermath`."""
+    tokens, decodes, reads, pairs = parts
+    if tokens <= 0:
+        return 0.0
+    a, b, c, d, e, f = per_part_s
+    return fixed_s + a * tokens + b * decodes + c * reads + d * pairs + e * before + f * second_before
+
+
+def aftermath(tokens: float, decodes: float) -> float:
+    """How cold a step leaves the caches: 1 for a chunk of 256 tokens or more, 0 where nothing was prefilled."""
+    return min(1.0, max(0.0, (tokens - decodes) / FULL_AFTERMATH_TOKENS))
+
+
+def with_aftermath(parts: Floats) -> Floats:
+    """``parts`` with a column for each of the :data:`AFTERMATH_STEPS` before: 1 for a chunk of any length, less for
+    a short one, 0 where nothing was prefilled."""
+    chunk = np.clip((parts[:, 0] - parts[:, 1]) / FULL_AFTERMATH_TOKENS, 0.0, 1.0)
+    before = [np.concatenate([np.zeros(min(lag, len(chunk))), chunk[:-lag]]) for lag in range(1, AFTERMATH_STEPS + 1)]
+    return np.column_stack([parts, *before])
+
+
+def medians(values: Floats, at: Whole, skip: int) -> Floats:
+    """Median of the neighbours on both sides of each position, ``skip`` values from the position on left out.
+
+    At an end of ``values`` the side that is short is made up for by the other one.
+    """
+    half = min(NEIGHBOURS, len(values) - skip) // 2
+    first = np.clip(at - half, 0, len(values) - skip - 2 * half)
+    index = first[:, None] + np.arange(2 * half)[None, :]
+    index += np.where(index >= at[:, None], skip, 0)
+    return np.asarray(np.median(values[index], axis=1), dtype=np.float64)
