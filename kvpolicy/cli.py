@@ -40,6 +40,10 @@ ForceHostGib = Annotated[
     bool, typer.Option("--force-host-gib", help="Accept more than half of the available memory for it.")
 ]
 NoPin = Annotated[bool, typer.Option("--no-pin-memory", help="Do not page-lock that memory.")]
+OnlineState = Annotated[
+    Path | None,
+    typer.Option("--online-state", help="File that keeps what an online=on policy learned, over a restart."),
+]
 RecordTo = Annotated[Path | None, typer.Option("--trace", help="Folder to record a trace into.")]
 PolicySeed = Annotated[int | None, typer.Option(help="Seed of a policy that draws.")]
 Link = Annotated[str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LATENCY_S]; native without it.")]
@@ -119,6 +123,7 @@ def serve(
     trace: RecordTo = None,
     policy_seed: PolicySeed = None,
     link: Link = None,
+    online_state: OnlineState = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's go to vLLM as they are."""
@@ -132,6 +137,7 @@ def serve(
         trace=trace,
         seed=policy_seed,
         link=link,
+        online_state=online_state,
     )
     command = launch.serve_command(llm, options, context.args)
     if dry_run:
@@ -152,6 +158,7 @@ def config(
     trace: RecordTo = None,
     policy_seed: PolicySeed = None,
     link: Link = None,
+    online_state: OnlineState = None,
 ) -> None:
     """Print the YAML that switches the policy on: vllm serve LLM --config FILE.yaml."""
     launch = engines.launcher()
@@ -164,6 +171,7 @@ def config(
         trace=trace,
         seed=policy_seed,
         link=link,
+        online_state=online_state,
     )
     typer.echo(launch.config_yaml(options), nl=False)
 

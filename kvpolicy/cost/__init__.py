@@ -2,7 +2,7 @@
 
 from kvpolicy.cost.live import LiveCost, LiveCosts
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, ModelWarning
-from kvpolicy.cost.store import shipped
+from kvpolicy.cost.store import holds_model, shipped
 from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.cost.untrained import ANALYTIC, Engine, engine_loader, load, untrained
 
@@ -17,6 +17,7 @@ __all__ = [
     "ModelWarning",
     "StepTimeModel",
     "engine_loader",
+    "holds_model",
     "load",
     "shipped",
     "untrained",

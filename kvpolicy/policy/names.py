@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
@@ -61,6 +62,17 @@ def needs_engine(spec: str) -> bool:
     """Whether the policy can only be loaded inside a server: its cost model is the running engine's own."""
     kind, _, value = spec.partition(":")
     return kind in ("cheapest", "explore") and value.partition(",")[0] == cost.ANALYTIC
+
+
+def anchored(spec: str) -> str:
+    """The name with the folder of its cost model, where it names one, made absolute: a server may start elsewhere."""
+    kind, colon, value = spec.partition(":")
+    if kind not in PRICED or not value:
+        return spec
+    model, _ = _options(spec, value)
+    if not cost.holds_model(Path(model)):
+        return spec
+    return f"{kind}{colon}{Path(model).absolute()}{value[len(model) :]}"
 
 
 def _options(spec: str, value: str) -> tuple[str, dict[str, str]]:

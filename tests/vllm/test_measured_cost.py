@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvpolicy import cost, trace
+from kvpolicy.cost import remembered
 from kvpolicy.cost.intervals import unbounded
+from kvpolicy.cost.online import Online
 from kvpolicy.cost.steps import attribute, common_step_time
 from kvpolicy.cost.store import save
 from kvpolicy.hardware import Geometry
@@ -64,6 +67,31 @@ def test_costs_are_measured_while_serving(model: str, recorded: Path, tmp_path: 
         live_s = stats[f"measured_cost_microseconds|executed={kind}"] / 1e6
         assert live_s == pytest.approx(sum(mine), rel=0.5), "the same steps, a d0 of another run"
         assert harness.total(stats, "predicted_cost_microseconds", executed=kind) > 0
+
+
+def test_what_is_learned_is_kept_over_a_restart(model: str, recorded: Path, tmp_path: Path) -> None:
+    """A second engine begins with what the first one learned; every decision tells its state."""
+    learned, state = fitting_model(recorded, tmp_path / "model"), tmp_path / "state.json"
+    policy = f"explore:{learned},online=on"
+    told = []
+    for number in ("first", "second"):
+        plugin = harness.plugin(policy, trace=str(tmp_path / number), online_state=str(state))
+        harness.run(job(model, REQUESTS, SCARCE, plugin=plugin), tmp_path)
+        rows = trace.read(tmp_path / number).rows("decisions")
+        told.append([json.loads(row["state"]) for row in sorted(rows, key=lambda row: row["time_s"])])
+    kept = remembered.load(state, cost.load(learned).digest)
+    assert json.dumps(told[0][0]) != json.dumps(told[0][-1]), "something was learned"
+    outcomes = [[one["online"]["outcomes"] for one in states] for states in told]
+    assert outcomes[0][0] == 0 and 0 < outcomes[0][-1] <= outcomes[1][0]
+    assert kept.events >= outcomes[1][-1] > outcomes[1][0]
+
+
+def test_a_state_of_another_model_is_refused(model: str, recorded: Path, tmp_path: Path) -> None:
+    learned, state = fitting_model(recorded, tmp_path / "model"), tmp_path / "state.json"
+    remembered.save(Online(), "0" * 64, state)
+    plugin = harness.plugin(f"cheapest:{learned},online=on", online_state=str(state))
+    with pytest.raises(harness.EngineFailed, match="model_digest"):
+        harness.run(job(model, REQUESTS[:1], SCARCE, plugin=plugin), tmp_path)
 
 
 def test_without_a_model_nothing_is_claimed(model: str, tmp_path: Path) -> None:

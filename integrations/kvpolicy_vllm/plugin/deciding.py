@@ -20,6 +20,7 @@ from kvpolicy_vllm.plugin.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+TEACH = "give it online=on, as in cheapest:COST_MODEL,online=on"
 MOST_AWAITED = 4096
 """Decisions whose cost may be outstanding; the oldest beyond are no longer learned from."""
 KEEP_EVERY_S = 5.0
@@ -163,7 +164,7 @@ class Judge:
         if self.policy.learned(self._state) is None:
             raise ValueError(
                 f"kv_connector_extra_config: online_state is {str(path)!r}, but policy {self.policy.name} learns "
-                "nothing while it serves; give it online=on, as in cheapest:COST_MODEL,online=on"
+                f"nothing while it serves; {TEACH}"
             )
         if path.exists():
             self._state = self.policy.resume(remembered.load(path, self.digest))
