@@ -16,7 +16,7 @@ from kvpolicy.cost.dataset import Dataset, State
 from kvpolicy.cost.delays import fit_others_shares, fit_victim_delays, victim_delay_misses
 from kvpolicy.cost.examples import Example, dealt, examples_of, log_miss, noise_floors, ranges_of
 from kvpolicy.cost.inner import beyond, carried, growing, inner_coverage
-from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, unbounded
+from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.linear import fit_linear
 from kvpolicy.cost.model import FittedModel, Provenance
@@ -66,7 +66,7 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
 
     far = beyond(states, refit, misses_of)
     keep = carried(far, trees)
-    intervals = growing(calibrate(misses, _kept(keep)), far, keep)
+    intervals = growing(calibrate(misses, kept_of(keep)), far, keep)
     notes += _notes_beyond(intervals, trees, keep)
     if inf in [side for rooms in intervals.inside.values() for room in rooms for side in room]:
         notes.append(f"{len(states)} training states are too few for 90% intervals: they are infinite")
@@ -79,12 +79,6 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
         carried=keep,
     )
     return Fit(model, forests, trees, tuple(notes), inner_coverage(intervals, far, keep))
-
-
-def _kept(keep: Mapping[Kind, bool]) -> list[str]:
-    """Of what predictions are the model's, and not the law's, outside the range too."""
-    kept: list[str] = [kind for kind in KINDS if keep[kind]]
-    return [*kept, "ratio"] if len(kept) == len(KINDS) else kept
 
 
 def _notes_beyond(intervals: Intervals, trees: Mapping[Kind, int], keep: Mapping[Kind, bool]) -> list[str]:
@@ -133,7 +127,7 @@ def _laws(family: str, states: Sequence[State], dataset: Dataset, floor_s: dict[
     examples = examples_of(states)
     if family == "linear":
         return fit_linear(examples, floor_s)
-    return fit_analytic(examples, dataset.moves_of(states), floor_s)
+    return fit_analytic(examples, dataset.moves_of(states), floor_s, dataset.budget_tokens)
 
 
 def _fold(kind: Kind, laws: Mapping[Kind, Law], seen: list[State], unseen: list[State], floor_s: float) -> Fold:

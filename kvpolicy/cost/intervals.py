@@ -20,6 +20,7 @@ from math import ceil, inf
 from typing import Any
 
 from kvpolicy.cost.beyond import Room, grown
+from kvpolicy.events import KINDS, Kind
 
 CONFIDENCE = 0.9
 FEWEST_PER_BIN = 30
@@ -178,6 +179,12 @@ def conformal_room(scores: Sequence[float], confidence: float = CONFIDENCE) -> R
         return inf, inf
     width = sorted(map(abs, scores))[inner - 1]
     return width, width
+
+
+def kept_of(carried: Mapping[Kind, bool]) -> tuple[str, ...]:
+    """Of what predictions are the model's outside the range too; of the ratio where both options' are."""
+    kept = tuple(kind for kind in KINDS if carried[kind])
+    return (*kept, "ratio") if len(kept) == len(KINDS) else kept
 
 
 def calibrate(misses: Sequence[Misses], carried: Collection[str] = ()) -> Intervals:

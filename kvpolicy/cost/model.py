@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from math import exp, inf, log
 from typing import Any, Protocol
 
-from kvpolicy.cost.beyond import distance_beyond
+from kvpolicy.cost.beyond import Room, distance_beyond
 from kvpolicy.cost.compiled import Forest
-from kvpolicy.cost.intervals import Intervals, Room
+from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import Law, Parts
 from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption

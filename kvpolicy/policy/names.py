@@ -22,6 +22,10 @@ FORMS = (
     "cheapest:COST_MODEL",
     "explore:COST_MODEL",
 )
+COST_MODELS = (
+    "a folder, the name of one that ships, analytic (untrained, of the running engine) "
+    "or analytic:DEVICE[@LINK]:CONFIG (untrained, of a data sheet and a config.json)"
+)
 
 PRICED: dict[str, type[Cheapest] | type[Explore]] = {"cheapest": Cheapest, "explore": Explore}
 OPTIONS = ("online", "objective")
@@ -29,9 +33,10 @@ AFTERWARDS = "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE"
 
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
-    """The policy of that name. COST_MODEL is a folder, or the name of a model that ships; OBJECTIVE as in
+    """The policy of that name. COST_MODEL is :data:`COST_MODELS`; OBJECTIVE as in
     :func:`kvpolicy.policy.objective.parse`, engine without it.
 
+    ``cost_model_loader``: in a server that of :func:`kvpolicy.cost.engine_loader`, which knows the engine.
     Raises ValueError, listing the forms, for a wrong name; ModelError for a model that cannot be loaded.
     """
     kind, _, value = spec.partition(":")
@@ -49,6 +54,8 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
         cost_model = cost_model_loader(model)
         if objective.victim and not cost_model.predicts_victim_delay:
             raise _wrong(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
+        if online and cost_model.step_time is None:
+            raise _wrong(spec, f"learns by step times, of which cost model {model} knows none; profile and train one")
         return PRICED[kind](spec, cost_model, objective, online)
     raise _wrong(spec, "is no policy")
 
@@ -59,9 +66,21 @@ def anchored(spec: str) -> str:
     if kind not in PRICED or not value:
         return spec
     model, _ = _options(spec, value)
-    if not cost.holds_model(Path(model)):
+    place = model
+    if model.startswith(f"{cost.ANALYTIC}:"):  # analytic:DEVICE:CONFIG
+        place = model.split(":", 2)[-1]
+    elif not cost.holds_model(Path(model)):
         return spec
-    return f"{kind}{colon}{Path(model).absolute()}{value[len(model) :]}"
+    if not place or not Path(place).exists():
+        return spec
+    head = model[: len(model) - len(place)]
+    return f"{kind}{colon}{head}{Path(place).absolute()}{value[len(model) :]}"
+
+
+def needs_engine(spec: str) -> bool:
+    """Whether the policy can only be loaded inside a server: its cost model is the running engine's own."""
+    kind, _, value = spec.partition(":")
+    return kind in ("cheapest", "explore") and value.partition(",")[0] == cost.ANALYTIC
 
 
 def _options(spec: str, value: str) -> tuple[str, dict[str, str]]:
