@@ -50,7 +50,11 @@ def test_coverage_is_reported_by_bin_with_what_so_few_states_can_tell(tmp_path: 
     assert cost.load(tmp_path / "model").provenance.held_out["coverage"] == report.held_out["coverage"]
     text = report.text()
     assert "90% interval holds" in text
-    assert text.count("  ratio ") == 1 + len(report.held_out["coverage"]["ratio"]["bins"])
+    inside, beyond = text.split("90% interval holds beyond the range")
+    assert inside.count("  ratio ") == 1 + len(report.held_out["coverage"]["ratio"]["bins"])
+    told = report.held_out["beyond"]["ratio"]
+    assert told["states"] == told["up_to_2x"]["states"] + told["from_2x"]["states"] > 100
+    assert f"{told['holds']:.0%} of {told['states']}" in beyond
 
 
 def test_the_delays_are_learned_and_scored(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from math import inf, isfinite, log
+from math import exp, inf, isfinite, log
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.cost.compiled import Forest
+from kvpolicy.cost.laws import LinearLaw
 from kvpolicy.cost.model import FAMILIES, FittedModel
 from kvpolicy.events import KINDS, Cost, Option, Preemption
 from kvpolicy.features import features_of
@@ -38,9 +39,17 @@ inside = st.builds(
 )
 
 
-@pytest.fixture(params=FAMILIES, scope="module")
+@pytest.fixture(params=[*FAMILIES, "boosted, carried"], scope="module")
 def model(request: pytest.FixtureRequest) -> FittedModel:
-    return fitted_model(request.param)
+    return _of(request.param)
+
+
+def _of(name: str) -> FittedModel:
+    if name == "boosted, carried":
+        return replace(fitted_model("boosted"), carried=dict.fromkeys(KINDS, True))
+    if name == "boosted":
+        return replace(fitted_model("boosted"), carried=dict.fromkeys(KINDS, False))
+    return fitted_model(name)
 
 
 def predicted(model: FittedModel, one: Preemption) -> tuple[Cost, ...]:
@@ -105,15 +114,39 @@ def test_the_first_option_is_what_log_ratios_are_against(model: FittedModel, one
     assert alone == replace(swap, log_ratio_low=0.0, log_ratio_high=0.0)
 
 
-def test_outside_the_range_the_law_decides_with_a_wider_interval() -> None:
-    model = fitted_model("boosted")
+@pytest.mark.parametrize("kept", [True, False])
+def test_outside_the_range_a_residual_is_kept_or_left_out_and_the_interval_is_wider(kept: bool) -> None:
+    model = replace(fitted_model("boosted"), carried=dict.fromkeys(KINDS, kept))
     near, far = situation(1000, 32, 3), situation(1000, 32, 40)
     for kind, close, distant in zip(KINDS, predicted(model, near), predicted(model, far), strict=True):
         option = options_for(far)[KINDS.index(kind)]
         assert not close.extrapolated
         assert distant.extrapolated
-        assert distant.engine_s == pytest.approx(model.law_seconds(kind, features_of(far, option)))
-        assert log(distant.high_s / distant.engine_s) >= 2 * log(close.high_s / close.engine_s) * (1 - 1e-9)
+        x = features_of(far, option)
+        factor = exp(model.residuals[kind].predict(x)) if kept else 1.0
+        assert distant.engine_s == pytest.approx(model.law_seconds(kind, x) * factor)
+        assert log(distant.high_s / distant.engine_s) >= log(close.high_s / close.engine_s) * (1 - 1e-9)
+        assert model.distance(kind, x) == pytest.approx(log(41 / (1 + model.ranges[kind]["running_requests"][1])))
+
+
+def test_the_interval_widens_with_the_distance_and_the_ratios_does() -> None:
+    model = fitted_model("boosted")
+    growth = {"recompute": 0.2, "swap": 0.1, "ratio": 0.3}
+    model = replace(model, intervals=replace(model.intervals, growth=growth))
+    lines = [predicted(model, situation(tokens, 32, 3)) for tokens in (1500, 4000, 16_000, 64_000)]
+    assert not lines[0][0].extrapolated and lines[1][0].extrapolated
+    rooms = [[log(cost.high_s / cost.engine_s) for cost in pair] for pair in lines]
+    assert all(before < after for one, other in pairwise(rooms) for before, after in zip(one, other, strict=True))
+    ratios = [pair[1].log_ratio_high - pair[1].log_ratio_low for pair in lines]
+    assert all(before < after for before, after in pairwise(ratios))
+
+
+def test_a_cost_that_did_not_grow_in_training_is_not_known_beyond_it() -> None:
+    """A law without any length in it, as fits find them in noise: a victim ten times longer is extrapolated still."""
+    model = fitted_model("linear")
+    flat = replace(model, laws=dict.fromkeys(KINDS, LinearLaw(0.01, {})))
+    assert not predicted(flat, situation(1000, 32, 3))[0].extrapolated
+    assert all(cost.extrapolated for cost in predicted(flat, situation(20_000, 32, 3)))
 
 
 def test_a_feature_that_nothing_depends_on_extrapolates_nothing() -> None:

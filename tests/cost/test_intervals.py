@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -11,7 +12,16 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from kvpolicy.cost.coverage import coverage, proportion_interval
-from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, bin_number, calibrate, conformal_room, unbounded
+from kvpolicy.cost.intervals import (
+    PREDICTED,
+    Intervals,
+    Misses,
+    bin_number,
+    calibrate,
+    conformal_room,
+    kept_of,
+    unbounded,
+)
 from kvpolicy.cost.model import turned
 
 
@@ -80,17 +90,26 @@ def test_every_situation_has_one_bin_and_lies_in_its_span(tokens: float, running
     lengths, loads = (64.0, 512.0), ((2.0, 8.0), (), (4.0,))
     number = bin_number(lengths, loads, tokens, running)
     rooms = dict.fromkeys(PREDICTED, ((0.1, 0.1),) * 6)
-    span = Intervals(lengths, loads, rooms, rooms, (30,) * 6).span(number)
+    span = Intervals(lengths, loads, rooms, rooms, dict.fromkeys(PREDICTED, inf), (30,) * 6).span(number)
     for name, value in (("tokens", tokens), ("running", running)):
         assert span[f"{name}_from"] is None or span[f"{name}_from"] <= value
         assert span[f"{name}_below"] is None or value < span[f"{name}_below"]
 
 
-def test_outside_the_trained_range_the_interval_is_twice_the_wider_of_model_and_formula() -> None:
-    one = calibrate([misses(100, score / 100, law=score / 50) for score in range(-50, 50)])
-    below, above = one.room("swap", 0, True)
-    inside = one.room("swap", 0, False)
-    assert (below, above) == pytest.approx((4 * inside[0], 4 * inside[1]))
+def test_outside_the_trained_range_room_begins_with_the_wider_of_model_and_formula_and_grows() -> None:
+    states = [misses(100, score / 100, law=score / 50) for score in range(-50, 50)]
+    one = replace(calibrate(states, carried=["swap"]), growth={"recompute": 0.1, "swap": 0.3, "ratio": inf})
+    inside = one.room("swap", 0, False, 5.0)
+    assert one.room("recompute", 0, True) == pytest.approx((2 * inside[0], 2 * inside[1]))
+    assert one.room("swap", 0, True) == inside
+    assert one.room("swap", 0, True, 2.0) == pytest.approx((inside[0] + 0.6, inside[1] + 0.6))
+    assert one.room("ratio", 0, True, 1e-9) == (inf, inf)
+    assert Intervals.from_dict(one.to_dict()) == one
+
+
+def test_a_ratio_is_the_models_outside_where_both_options_are() -> None:
+    assert kept_of({"recompute": True, "swap": False}) == ("recompute",)
+    assert kept_of({"recompute": True, "swap": True}) == ("recompute", "swap", "ratio")
 
 
 @pytest.mark.parametrize("states", [30, 43, 99])
@@ -123,6 +142,8 @@ def test_room_around_a_ratio_turns_with_it() -> None:
         ({"confidence": 0.5}, "confidence is 0.5"),
         ({"inside": {of: [[-1.0, 1.0]] for of in PREDICTED}}, "inside.recompute"),
         ({"outside": {of: [[1.0]] for of in PREDICTED}}, "outside.recompute"),
+        ({"outside": {of: [[0.1, 0.0]] for of in PREDICTED}}, "outside.recompute is narrower than inside"),
+        ({"growth": dict.fromkeys(PREDICTED, -0.1)}, "growth.recompute is -0.1"),
     ],
 )
 def test_wrong_intervals_are_refused(change: dict[str, object], message: str) -> None:

@@ -104,9 +104,10 @@ def test_missing_and_binary_files_are_refused_by_name(copied: Path, file: str) -
 
 
 def test_foreign_schema_and_foreign_json_are_refused(copied: Path) -> None:
-    edit(copied, lambda card: card.update(schema_version=99))
-    with pytest.raises(ModelError, match=r"model.json: schema_version is 99, this kvpolicy reads 2; make"):
-        cost.load(copied)
+    for version in (2, 99):
+        edit(copied, lambda card, version=version: card.update(schema_version=version))
+        with pytest.raises(ModelError, match=rf"model.json: schema_version is {version}, this kvpolicy reads 3; make"):
+            cost.load(copied)
     (copied / "model.json").write_text('{"weights": []}')
     with pytest.raises(ModelError, match="schema_version is missing: not a kvpolicy cost model"):
         cost.load(copied)
@@ -115,7 +116,7 @@ def test_foreign_schema_and_foreign_json_are_refused(copied: Path) -> None:
 FIELDS = (
     "family", "features", "ranges", "laws", "trees", "intervals", "noise", "hardware", "geometry", "link",
     "block_sizes", "kv_bytes_per_token", "trace_digests", "state_ids", "held_out", "notes",
-    "victim_delays", "others_share", "step_time",
+    "victim_delays", "others_share", "step_time", "carried",
 )  # fmt: skip
 
 
@@ -158,6 +159,8 @@ def _set(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("laws", "swap", "law", value="cubic"), r"laws.swap.*law is 'cubic'"),
         (_set("ranges", "swap", "save_bytes", value=[5, 1]), r"ranges.swap.save_bytes is \[5, 1\]"),
         (_set("noise", "floor_s", "swap", value=0), r"noise.floor_s.swap is 0"),
+        (_set("carried", "swap", value="no"), "carried.swap is 'no', should be true or false"),
+        (_set("intervals", "growth", "ratio", value=-1), "growth.ratio is -1"),
         (_set("intervals", "length_edges", value=[3, 2, 1]), r"intervals.*ascending"),
         (_set("others_share", "swap", value=-1), r"others_share.swap is -1"),
         (_set("victim_delays", "swap", "constant_s", value=-1.0), r"victim_delays.swap.*constant_s is -1.0"),

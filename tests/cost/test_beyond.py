@@ -1,0 +1,142 @@
+"""Beyond the trained range: distances and growth worked by hand, and what inner extrapolation decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp, inf, log
+
+import numpy as np
+import pytest
+
+from kvpolicy.cost.beyond import carries, distance_beyond, excess, grown, growth_of
+from kvpolicy.cost.estimator import BoostedRegressor
+from kvpolicy.cost.inner import Beyond, carried, growing, inner_coverage
+from kvpolicy.cost.intervals import CONFIDENCE, PREDICTED, Misses, calibrate
+from kvpolicy.events import KINDS
+from tests.synthetic import fitted_model, options_for, situation
+
+
+def test_distance_is_the_log_above_and_the_missing_share_below() -> None:
+    assert distance_beyond(50.0, 10.0, 100.0, 1.0) == 0.0
+    assert distance_beyond(10.0, 10.0, 100.0, 1.0) == distance_beyond(100.0, 10.0, 100.0, 1.0) == 0.0
+    assert distance_beyond(403.0, 10.0, 100.0, 1.0) == pytest.approx(log(4.0))
+    assert distance_beyond(1615.0, 10.0, 100.0, 2.0) == pytest.approx(log(4.0))
+    assert distance_beyond(1.0, 0.0, 0.0, 1.0) == pytest.approx(log(2.0))
+    assert distance_beyond(0.0, 10.0, 100.0, 1.0) == 1.0
+    assert distance_beyond(7.5, 10.0, 100.0, 1.0) == pytest.approx(0.25)
+
+
+def test_room_grows_with_the_distance_alone() -> None:
+    assert grown(0.1, 0.5, 2.0) == pytest.approx(1.1)
+    assert grown(0.1, inf, 0.0) == 0.1
+    assert grown(0.1, inf, 1e-9) == inf
+
+
+def test_a_score_is_what_sticks_out_to_either_side_over_the_distance() -> None:
+    room = (0.1, 0.3)
+    assert excess(0.2, room, 2.0) == excess(-0.1, room, 2.0) == 0.0
+    assert excess(0.9, room, 2.0) == pytest.approx(0.3)
+    assert excess(-0.9, room, 2.0) == pytest.approx(0.4)
+
+
+def test_growth_worked_by_hand() -> None:
+    """Of 19 states the ceil(0.9 x 20) = 18th smallest score; twice each, from two fits, the 36th of 38."""
+    scores = [float(i) for i in range(1, 20)]
+    assert growth_of(scores, 19, 0.9) == 18.0
+    assert growth_of([*scores, *scores], 19, 0.9) == 18.0
+    assert growth_of(scores[:9], 9, 0.9) == 9.0
+    assert growth_of(scores[:8], 8, 0.9) == inf
+
+
+def test_a_residual_is_kept_where_it_misses_less() -> None:
+    small, large = [0.1, -0.1] * 10, [0.3, -0.3] * 10
+    assert carries(small, large, 20, otherwise=False)
+    assert not carries(large, small, 20, otherwise=True)
+    assert carries(large, small, 8, otherwise=True)
+    assert not carries(small, small, 20, otherwise=False)
+
+
+def far(share: float, miss: float, distance: float, number: int) -> Beyond:
+    """Missed by ``miss`` with the residual left out, by half as much with it kept."""
+    kept, left = (Misses(500.0, 1.0, dict.fromkeys(PREDICTED, one), {}) for one in (miss / 2, miss))
+    return Beyond(share, f"state {number}", kept, left, dict.fromkeys(PREDICTED, distance))
+
+
+def test_growth_is_what_the_misses_of_inner_fits_need_and_no_state_inside_counts() -> None:
+    near = [Misses(100.0, 1.0, dict.fromkeys(PREDICTED, s), dict.fromkeys(PREDICTED, s)) for s in [0.1, -0.1] * 20]
+    missed = [far(0.5, 0.1 + 0.4 * distance, distance, i) for i, distance in enumerate(np.linspace(0.1, 1.3, 30))]
+    inside = [far(0.5, 9.0, 0.0, 100 + i) for i in range(30)]
+    dropped = dict.fromkeys(KINDS, False)
+    found = growing(calibrate(near), [*missed, *inside], dropped)
+    assert found.growth["swap"] == pytest.approx(0.4)
+    assert found.room("swap", 0, True, 2.0) == pytest.approx((0.9, 0.9))
+    assert carried(missed, {"recompute": 5, "swap": 0}) == {"recompute": True, "swap": False}
+    assert growing(calibrate(near), missed[:8], dropped).growth["swap"] == inf
+
+
+def test_coverage_beyond_is_of_one_fit_judged_by_the_other() -> None:
+    """The fit on half misses by little; with its growth the fit on a quarter, four times as far off, is not held."""
+    near = [Misses(100.0, 1.0, dict.fromkeys(PREDICTED, s), dict.fromkeys(PREDICTED, s)) for s in [0.1, -0.1] * 20]
+    missed = [far(0.5, 0.1 + 0.2 * d, d, i) for i, d in enumerate(np.linspace(0.1, 0.6, 20))]
+    missed += [far(0.25, 0.1 + 0.8 * d, d, i) for i, d in enumerate(np.linspace(0.1, 1.3, 20))]
+    dropped = dict.fromkeys(KINDS, False)
+    told = inner_coverage(growing(calibrate(near), missed, dropped), missed, dropped)["swap"]
+    assert (told["states"], told["holds"]) == (40, 0.5)
+    assert told["from_2x"]["holds"] == 0.0
+
+
+def test_fitted_models_hold_their_decisions_and_predictions_inside_do_not_depend_on_them() -> None:
+    model = fitted_model("boosted")
+    assert set(model.carried) == set(KINDS)
+    assert all(0 <= model.intervals.growth[of] < inf for of in PREDICTED)
+    other = replace(model, carried={kind: not kept for kind, kept in model.carried.items()})
+    one = situation(900, 32, 3)
+    assert [c.engine_s for c in other.predict(one, options_for(one))] == [
+        c.engine_s for c in model.predict(one, options_for(one))
+    ]
+
+
+# ---- regressors ----
+
+COLUMNS = ("tokens",)
+
+
+def bent(factor_grows: bool, rows: int = 600) -> tuple[np.ndarray, np.ndarray]:
+    """Times that a straight line misses by a factor, which stays beyond 100 tokens or comes and goes."""
+    rng = np.random.default_rng(1)
+    tokens = np.exp(rng.uniform(0, log(4000), rows))
+    wave = np.where(tokens > 100, 1.6, 1.0) if factor_grows else 1.0 + 0.5 * np.sin(3 * np.log(tokens))
+    return tokens[:, None], 1e-5 * (20 + tokens) * wave * np.exp(rng.normal(0, 0.01, rows))
+
+
+def test_a_regressor_decides_by_inner_extrapolation_and_only_outside_changes() -> None:
+    x, seconds = bent(factor_grows=False)
+    plain = BoostedRegressor(columns=COLUMNS).fit(x, seconds)
+    made = BoostedRegressor(columns=COLUMNS).fit(x, seconds, lengths=x[:, 0])
+    assert plain.carried_ and plain.inner_ is None and plain.trees_
+    assert [one.share for one in made.inner_ or ()] == [0.25, 0.5]
+    kept, left = (sum(np.abs(getattr(one, name)).sum() for one in made.inner_ or ()) for name in ("carried", "dropped"))
+    assert made.carried_ == (kept <= left)
+    assert np.array_equal(made.predict(x), plain.predict(x))
+    made.carried_ = False
+    assert np.array_equal(made.predict(x), plain.predict(x))
+    longer = np.linspace(x.max(), 8 * x.max(), 50)[:, None]
+    assert (np.diff(made.predict(longer)) >= 0).all()
+    assert made.predict(longer)[-1] == pytest.approx(
+        max(made.physics_.seconds(longer)[-1], made.predict(x[[x[:, 0].argmax()]])[0])
+    )
+
+
+def test_a_regressors_growth_is_infinite_without_lengths_and_finite_with_them() -> None:
+    x, seconds = bent(factor_grows=True)
+    assert BoostedRegressor(columns=COLUMNS).fit(x, seconds).growth((0.1, 0.1), CONFIDENCE) == inf
+    made = BoostedRegressor(columns=COLUMNS).fit(x, seconds, lengths=x[:, 0])
+    assert 0 <= made.growth((0.5, 0.5)) <= made.growth((0.01, 0.01)) < exp(1)
+
+
+def test_lengths_that_cannot_be_are_refused_by_row() -> None:
+    x, seconds = bent(factor_grows=True, rows=50)
+    lengths = x[:, 0].copy()
+    lengths[7] = 0.0
+    with pytest.raises(ValueError, match=r"lengths: row 7 holds 0\.0, should be above 0"):
+        BoostedRegressor(columns=COLUMNS).fit(x, seconds, lengths=lengths)
