@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.shape import ModelShape
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -27,6 +29,34 @@ class Geometry:
     kv_bytes: int
     """Bytes per KV element."""
     dtype: str
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], kv_cache_dtype: str = "auto") -> Geometry:
+        """From a Hugging Face config.json; see :meth:`of_shape`. Raises ConfigError naming a field that is missing."""
+        return cls.of_shape(ModelShape.from_config(config, kv_cache_dtype))
+
+    @classmethod
+    def of_shape(cls, shape: ModelShape) -> Geometry:
+        """The nearest there is to ``shape`` with all layers alike: KV bytes and linear FLOPs per token are the same.
+
+        Latent attention (MLA) appears as one KV head half as wide as what it stores; a mixture's MLP as wide as what
+        one token goes through. Bytes of weights and KV values are whole numbers of their types, quantised or not.
+        """
+        first = shape.kinds[0].attention
+        latent = first.kv_heads == 0
+        active = sum(kind.layers * kind.mlp.active for kind in shape.kinds) / shape.layers
+        return cls(
+            layers=shape.layers,
+            hidden=shape.hidden,
+            heads=first.heads,
+            kv_heads=first.kv_heads or 1,
+            head_dim=first.kv_values // 2 if latent else first.kv_values // (2 * first.kv_heads),
+            intermediate=round(active / (3 * shape.hidden)),
+            vocab=shape.vocab,
+            weight_bytes=int(shape.precision.other // 8),
+            kv_bytes=int(shape.precision.kv // 8),
+            dtype=shape.precision.dtype,
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -15,7 +15,7 @@ import kvpolicy
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("events",),
+    ("events", "shape"),
     ("features", "hardware", "trace", "workload"),
     ("cost",),
     ("policy",),
@@ -25,7 +25,7 @@ LAYERS = (
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
-_DECIDE = {"events", "features", "hardware", "trace", "cost", "policy"}
+_DECIDE = {"events", "features", "shape", "hardware", "trace", "cost", "policy"}
 INTEGRATION = {
     "": set(),
     "connector": set(),

@@ -2,18 +2,30 @@
 
 A law turns features into seconds of extra engine time, split in (save, load, recompute). All its coefficients are 0
 or above and multiply something that cannot fall with the victim's length, so no law can either.
+
+The arithmetic of each law is one function of two rows of numbers, features ``x`` and coefficients ``c``, without
+objects: what a compiler of such functions takes as it is. The dataclasses give the coefficients their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import floor, inf
 from typing import Any, Protocol
 
 from kvpolicy.features import FEATURES, Features
 
 Parts = tuple[float, float, float]
 """Seconds of (save, load, recompute)."""
+
+COMPUTED, RECOMPUTED, PAIRS, SAVE_BYTES, LOAD_BYTES, SAVE_SEGMENTS, LOAD_SEGMENTS, QUEUED_SAVE, QUEUED_LOAD, RUNNING = (
+    FEATURES.index(name)
+    for name in (
+        "computed_tokens", "recomputed_tokens", "recomputed_pairs", "save_bytes", "load_bytes", "save_segments",
+        "load_segments", "queued_save_bytes", "queued_load_bytes", "running_requests",
+    )
+)  # fmt: skip
 
 
 class Law(Protocol):
@@ -22,33 +34,127 @@ class Law(Protocol):
         """Names of the features that it depends on."""
         ...
 
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """What its scalar function takes beside the features."""
+        ...
+
     def parts(self, x: Features) -> Parts: ...
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
+def recompute_seconds(x: Sequence[float], c: Sequence[float]) -> float:
+    """Prefilling the lost tokens again, chunk by chunk, beside the decodes of the others.
+
+    ``c``: see :attr:`RecomputeRoofline.coefficients`. A step of T tokens takes max(s_per_token T, weight traffic) for
+    its linear layers; each chunk costs its step less what that step takes with the others' decodes alone, and the
+    whole step where nobody else runs. Attention takes max(compute, KV traffic) over all chunks together.
+    """
+    tokens = x[RECOMPUTED]
+    others = x[RUNNING]
+    chunk = max(c[10] - others, 1.0)
+    full = float(floor(tokens / chunk))
+    rest = tokens - full * chunk if full > 0.0 else tokens
+    kept = max(x[COMPUTED] - tokens, 0.0)
+    seconds = c[0]
+    calm = 0.0
+    if others > 0.0:
+        calm = max(c[2] * others, c[4] + c[5] * (1.0 - c[6] ** others))
+    else:
+        seconds += c[1] * max(full + (1.0 if rest > 0.0 else 0.0), 1.0)
+    traffic = 0.0
+    if full > 0.0:
+        batch = others + chunk
+        seconds += full * (max(c[2] * batch, c[4] + c[5] * (1.0 - c[6] ** batch)) - calm)
+        traffic += full * kept + chunk * full * (full + 1.0) / 2.0
+    if rest > 0.0:
+        batch = others + rest
+        seconds += max(c[2] * batch, c[4] + c[5] * (1.0 - c[6] ** batch)) - calm
+        traffic += kept + tokens
+    attention = c[3] * x[PAIRS]
+    if c[8] > 0.0:
+        end, start, window = kept + tokens, kept, c[9]
+        pairs = end * (end + 1.0) / 2.0 if end <= window else window * (end + (1.0 - window) / 2.0)
+        pairs -= start * (start + 1.0) / 2.0 if start <= window else window * (start + (1.0 - window) / 2.0)
+        attention += c[8] * pairs
+    return seconds + max(attention, c[7] * traffic)
+
+
+def swap_seconds(x: Sequence[float], c: Sequence[float]) -> tuple[float, float]:
+    """What the engine feels of copying out, and of copying back. ``c``: see :attr:`SwapRoofline.coefficients`."""
+    save = c[8] * (c[0] + c[1] * x[SAVE_BYTES] + c[2] * x[SAVE_SEGMENTS]) + c[11] * c[1] * x[QUEUED_SAVE]
+    load = c[3] + c[4] * x[LOAD_BYTES] + c[5] * x[LOAD_SEGMENTS]
+    if x[RUNNING] > 0.0:
+        return save, c[6] + c[10] * load
+    return save, c[6] + c[7] + c[9] * load + c[12] * c[4] * x[QUEUED_LOAD]
+
+
+def linear_seconds(x: Sequence[float], c: Sequence[float]) -> float:
+    """A constant and one coefficient per feature."""
+    total = c[0]
+    for i in range(len(x)):
+        total += c[i + 1] * x[i]
+    return total
+
+
 @dataclass(frozen=True, slots=True)
 class RecomputeRoofline:
-    """Prefilling the lost tokens again: a fixed cost, the projections per token, attention per pair of tokens.
+    """Prefilling the lost tokens again: see :func:`recompute_seconds`.
 
-    The extra tokens ride on steps that are executed anyway; where nobody else runs (``alone_s``) they need their own.
+    The extra tokens ride on steps that are executed anyway; where nobody else runs they need their own (``alone_s``).
     """
 
     fixed_s: float
     alone_s: float
+    """Of each step that is executed for them only, whatever is in it."""
     s_per_token: float
     s_per_pair: float
+    """Per (token, earlier token) pair, in layers that see the whole context."""
+    weight_s: float = 0.0
+    """A step's traffic of the weights that every step reads: no step's linear layers take less."""
+    expert_s: float = 0.0
+    """The same of the experts of a mixture, were all of them touched."""
+    expert_miss: float = 0.0
+    """Share of a mixture's experts that one token leaves alone."""
+    s_per_kv_token: float = 0.0
+    """Reading one context token's KV in one chunk."""
+    s_per_window_pair: float = 0.0
+    """Per pair in layers that see a window of ``window_tokens``."""
+    window_tokens: float = 0.0
+    budget_tokens: float = inf
+    """Most tokens of a step; infinite where it was not known: one chunk."""
+    coefficients: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.budget_tokens >= 1 or self.expert_miss > 1:
+            raise ValueError(
+                f"budget_tokens {self.budget_tokens} and expert_miss {self.expert_miss}: "
+                "should be 1 or above, and from 0 to 1"
+            )
+        object.__setattr__(self, "coefficients", tuple(float(getattr(self, name)) for name in RECOMPUTE_FIELDS))
 
     @property
     def used(self) -> frozenset[str]:
-        return frozenset({"recomputed_tokens", "recomputed_pairs", "running_requests"})
+        names = {"recomputed_tokens", "recomputed_pairs", "running_requests"}
+        return frozenset(names | {"computed_tokens"} if self.s_per_kv_token or self.s_per_window_pair else names)
 
     def parts(self, x: Features) -> Parts:
-        again = self.fixed_s + self.s_per_token * x.recomputed_tokens + self.s_per_pair * x.recomputed_pairs
-        return 0.0, 0.0, again + (0.0 if x.running_requests else self.alone_s)
+        return 0.0, 0.0, recompute_seconds(x, self.coefficients)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"law": "recompute_roofline"} | asdict(self)
+        """An unknown budget is null."""
+        values = {name: getattr(self, name) for name in RECOMPUTE_FIELDS}
+        budget = None if self.budget_tokens == inf else self.budget_tokens
+        return {"law": "recompute_roofline"} | values | {"budget_tokens": budget}
+
+
+RECOMPUTE_FIELDS = (
+    "fixed_s", "alone_s", "s_per_token", "s_per_pair", "weight_s", "expert_s", "expert_miss", "s_per_kv_token",
+    "s_per_window_pair", "window_tokens", "budget_tokens",
+)  # fmt: skip
+FIRST_RECOMPUTE_FIELDS = RECOMPUTE_FIELDS[:4]
+"""Those that every model folder has; the others came later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +169,16 @@ class Channel:
         return self.latency_s + self.s_per_byte * size_bytes + self.s_per_segment * segments
 
 
+CHANNEL_FIELDS = ("latency_s", "s_per_byte", "s_per_segment")
+
+
 @dataclass(frozen=True, slots=True)
 class SwapRoofline:
     """Copying out and back. A copy's duration is not its cost: the shares say how much of it the engine feels.
 
-    A save is felt at once. A load runs beside the steps of the others and is felt in part (``load_beside_share``);
-    where nobody else runs the engine waits for it (``load_alone_share``).
+    A save is felt at once, and the saves queued before it. A load runs beside the steps of the others and is felt in
+    part (``load_beside_share``); where nobody else runs the engine waits for it (``load_alone_share``) and for those
+    queued before it.
     """
 
     save: Channel
@@ -78,21 +188,40 @@ class SwapRoofline:
     save_share: float
     load_alone_share: float
     load_beside_share: float
+    save_queue_share: float = 0.0
+    load_queue_share: float = 0.0
+    coefficients: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        channels = [getattr(channel, name) for channel in (self.save, self.load) for name in CHANNEL_FIELDS]
+        shares = [getattr(self, name) for name in SWAP_FIELDS]
+        object.__setattr__(self, "coefficients", tuple(map(float, channels + shares)))
 
     @property
     def used(self) -> frozenset[str]:
         names = {"save_bytes", "load_bytes", "save_segments", "load_segments", "segment_bytes", "running_requests"}
+        if self.save_queue_share:
+            names.add("queued_save_bytes")
+        if self.load_queue_share:
+            names.add("queued_load_bytes")
         return frozenset(names)
 
     def parts(self, x: Features) -> Parts:
-        save = self.save_share * self.save.seconds(x.save_bytes, x.save_segments)
-        load = self.load.seconds(x.load_bytes, x.load_segments)
-        if x.running_requests:
-            return save, self.fixed_s + self.load_beside_share * load, 0.0
-        return save, self.fixed_s + self.alone_s + self.load_alone_share * load, 0.0
+        save, load = swap_seconds(x, self.coefficients)
+        return save, load, 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {"law": "swap_roofline"} | asdict(self)
+        channels = {
+            way: {name: getattr(getattr(self, way), name) for name in CHANNEL_FIELDS} for way in ("save", "load")
+        }
+        return {"law": "swap_roofline"} | channels | {name: getattr(self, name) for name in SWAP_FIELDS}
+
+
+SWAP_FIELDS = (
+    "fixed_s", "alone_s", "save_share", "load_alone_share", "load_beside_share", "save_queue_share",
+    "load_queue_share",
+)  # fmt: skip
+FIRST_SWAP_FIELDS = SWAP_FIELDS[:5]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +230,18 @@ class LinearLaw:
 
     constant_s: float
     per_feature_s: Mapping[str, float]
+    coefficients: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        weights = (float(self.per_feature_s.get(name, 0.0)) for name in FEATURES)
+        object.__setattr__(self, "coefficients", (float(self.constant_s), *weights))
 
     @property
     def used(self) -> frozenset[str]:
         return frozenset(self.per_feature_s)
 
     def parts(self, x: Features) -> Parts:
-        seconds = self.constant_s + sum(c * getattr(x, name) for name, c in self.per_feature_s.items())
+        seconds = linear_seconds(x, self.coefficients)
         moved = x.save_bytes + x.load_bytes
         if not moved:
             return 0.0, 0.0, seconds
@@ -121,11 +255,14 @@ def law_from_dict(values: Mapping[str, Any]) -> Law:
     """Raises KeyError for a field that is missing, ValueError or TypeError, naming it, for one that is wrong."""
     kind = values["law"]
     if kind == "recompute_roofline":
-        return RecomputeRoofline(*(_coefficient(values, name) for name in RecomputeRoofline.__slots__))
+        given = _given(values, RECOMPUTE_FIELDS, FIRST_RECOMPUTE_FIELDS)
+        unlimited = given.get("budget_tokens", inf) is None
+        names = [name for name in given if name != "budget_tokens" or not unlimited]
+        return RecomputeRoofline(**{name: _coefficient(given, name) for name in names})
     if kind == "swap_roofline":
-        shares = ("fixed_s", "alone_s", "save_share", "load_alone_share", "load_beside_share")
         channels = (_channel(values, "save"), _channel(values, "load"))
-        return SwapRoofline(*channels, *(_coefficient(values, name) for name in shares))
+        given = _given(values, SWAP_FIELDS, FIRST_SWAP_FIELDS)
+        return SwapRoofline(*channels, **{name: _coefficient(given, name) for name in given})
     if kind == "linear":
         weights = values["per_feature_s"]
         unknown = sorted(set(weights) - set(FEATURES))
@@ -135,12 +272,16 @@ def law_from_dict(values: Mapping[str, Any]) -> Law:
     raise ValueError(f"law is {kind!r}, should be recompute_roofline, swap_roofline or linear")
 
 
+def _given(values: Mapping[str, Any], names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in needed or name in values}
+
+
 def _channel(values: Mapping[str, Any], name: str) -> Channel:
-    return Channel(*(_coefficient(values[name], field) for field in Channel.__slots__))
+    return Channel(*(_coefficient(values[name], field) for field in CHANNEL_FIELDS))
 
 
 def _coefficient(values: Mapping[str, Any], name: str) -> float:
     value = values[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
         raise ValueError(f"{name} is {value!r}, should be a finite number, 0 or above")
     return float(value)

@@ -1,0 +1,204 @@
+"""A cost model without any measurement: the roofline of a model's shape on a device's data sheet.
+
+Every prediction is flagged as extrapolated and its interval is infinite: nothing here was measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.cost import store
+from kvpolicy.cost.intervals import unbounded
+from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline
+from kvpolicy.cost.model import FittedModel, ModelError, Provenance
+from kvpolicy.cost.physics import ASSUMED, Assumptions
+from kvpolicy.cost.sheets import DeviceSheet, LinkSheet, device_sheet, link_sheet
+from kvpolicy.events import KINDS, Kind
+from kvpolicy.features import FEATURES
+from kvpolicy.hardware import Geometry
+from kvpolicy.shape import ConfigError, ModelShape
+
+ANALYTIC = "analytic"
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_BUDGET_TOKENS = 2048
+"""vLLM's own token budget of a step where a server is not told another; on large devices it takes more."""
+FLOOR_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What an engine says of itself, as far as the formulas need it."""
+
+    block_size: int = DEFAULT_BLOCK_SIZE
+    token_budget: int = DEFAULT_BUDGET_TOKENS
+    """Most tokens of a step (``max_num_batched_tokens``)."""
+    ranks: int = 1
+    """Tensor parallel; no time is counted for the ranks' communication."""
+    pinned: bool = True
+    block_bytes: int | None = None
+    """On one rank; from the shape where the engine does not say."""
+    geometry: Geometry | None = None
+    """As the engine records it; from the shape where it does not say."""
+    hardware: Mapping[str, Any] | None = None
+    link: Mapping[str, Any] | None = None
+    """As in a trace's header."""
+
+
+def untrained(
+    shape: ModelShape,
+    sheet: DeviceSheet,
+    link: LinkSheet | None = None,
+    engine: Engine = Engine(),
+    assumed: Assumptions = ASSUMED,
+) -> FittedModel:
+    """The roofline of ``shape`` on ``sheet``; ``link``: the device's usual one where none is given."""
+    link = link or link_sheet(sheet.link)
+    laws: dict[Kind, Law] = {
+        "recompute": _recompute(shape, sheet, engine, assumed),
+        "swap": _swap(sheet, link, engine, assumed),
+    }
+    notes = (
+        "untrained: nothing was measured; `kvpolicy profile` and `kvpolicy train` measure this machine",
+        f"device {sheet.name}: {sheet.source}",
+        f"link {link.name}: {link.source}",
+        f"shares of these rates are assumed: {assumed.linear_share.value:g} of compute in linear layers, "
+        f"{assumed.attention_share.value:g} in attention, {assumed.weight_share.value:g} of memory bandwidth, "
+        f"{_link_share(engine, assumed):g} of the link",
+        f"token budget {engine.token_budget}, {engine.ranks} rank{'s' if engine.ranks > 1 else ''}",
+    )
+    made = Provenance(
+        family="analytic",
+        hardware=dict(engine.hardware or {"device": sheet.device_names[0]}),
+        geometry=engine.geometry or Geometry.of_shape(shape),
+        link=dict(engine.link or {"kind": "native"}),
+        block_sizes=(engine.block_size,),
+        kv_bytes_per_token=_kv_bytes_per_token(shape, engine),
+        trace_digests=(),
+        state_ids=(),
+        noise={"variation": None},
+        held_out={},
+        notes=notes,
+    )
+    # A range that no victim lies in: whatever is predicted is extrapolated.
+    nowhere = {kind: dict.fromkeys(FEATURES, (0.0, 0.0)) for kind in KINDS}
+    model = FittedModel(ANALYTIC, made, laws, {}, nowhere, dict.fromkeys(KINDS, FLOOR_S), unbounded())
+    told = json.dumps([{kind: law.to_dict() for kind, law in laws.items()}, notes], sort_keys=True)
+    return replace(model, digest=hashlib.sha256(told.encode()).hexdigest())
+
+
+def _kv_bytes_per_token(shape: ModelShape, engine: Engine) -> float:
+    if engine.block_bytes is not None:
+        return engine.block_bytes / engine.block_size
+    return shape.kv_bytes_per_token / _kv_parts(shape, engine.ranks)
+
+
+def _kv_parts(shape: ModelShape, ranks: int) -> int:
+    """Over how many ranks the KV is parted: never more than there are KV heads."""
+    return min(ranks, max(1, shape.kinds[0].attention.kv_heads))
+
+
+def _recompute(shape: ModelShape, sheet: DeviceSheet, engine: Engine, assumed: Assumptions) -> RecomputeRoofline:
+    linear_rate = assumed.linear_share.value * sheet.flops(shape.precision.arithmetic) * engine.ranks
+    attention_rate = assumed.attention_share.value * sheet.bf16_flops * engine.ranks
+    weight_rate = assumed.weight_share.value * sheet.memory_bytes_per_s * engine.ranks
+    kv_rate = assumed.kv_share.value * sheet.memory_bytes_per_s * _kv_parts(shape, engine.ranks)
+    window = shape.window_tokens
+    return RecomputeRoofline(
+        fixed_s=assumed.recompute_s.value,
+        alone_s=assumed.step_s.value,
+        s_per_token=shape.linear_flops_per_token / linear_rate,
+        s_per_pair=shape.attention_flops_per_pair / attention_rate,
+        weight_s=shape.steady_weight_bytes / weight_rate,
+        expert_s=shape.expert_weight_bytes / weight_rate,
+        expert_miss=shape.expert_miss,
+        s_per_kv_token=shape.full_kv_bytes_per_token / kv_rate,
+        s_per_window_pair=0.0 if window is None else shape.window_flops_per_pair / attention_rate,
+        window_tokens=float(window or 0),
+        budget_tokens=float(engine.token_budget),
+    )
+
+
+def _link_share(engine: Engine, assumed: Assumptions) -> float:
+    return (assumed.pinned_share if engine.pinned else assumed.pageable_share).value
+
+
+def _swap(sheet: DeviceSheet, link: LinkSheet, engine: Engine, assumed: Assumptions) -> SwapRoofline:
+    """A save is felt in full: the step that needs the blocks waits for it. A load beside others takes from them the
+    memory bandwidth that it uses."""
+    rate = _link_share(engine, assumed) * link.bytes_per_s
+    if engine.link and engine.link.get("kind") == "simulated":
+        rate = min(rate, float(engine.link["bytes_per_s"]))
+    latency = assumed.copy_s.value + float((engine.link or {}).get("latency_s") or 0.0)
+    channel = Channel(latency, 1.0 / rate, assumed.segment_s.value)
+    return SwapRoofline(
+        save=channel,
+        load=channel,
+        fixed_s=assumed.swap_s.value,
+        alone_s=0.0,
+        save_share=1.0,
+        load_alone_share=1.0,
+        load_beside_share=min(1.0, rate / sheet.memory_bytes_per_s),
+        save_queue_share=1.0,
+        load_queue_share=1.0,
+    )
+
+
+# ---- by name ----
+
+
+def load(name: str | Path) -> FittedModel:
+    """A cost model by name or folder, as :func:`kvpolicy.cost.store.load`; or an untrained one:
+    ``analytic:DEVICE[@LINK]:CONFIG``, CONFIG being a config.json or the folder of one.
+
+    Raises ModelError for what cannot be loaded, and for ``analytic`` alone: only a running engine knows the rest.
+    """
+    kind, _, rest = str(name).partition(":")
+    if kind != ANALYTIC or Path(name).is_dir():
+        return store.load(name)
+    device, _, config = rest.partition(":")
+    if not device or not config:
+        raise ModelError(
+            f"cost model {name}: without a running engine it should be analytic:DEVICE[@LINK]:CONFIG, "
+            "as analytic:H100-SXM@pcie5:path/to/config.json"
+        )
+    place, _, link = device.partition("@")
+    return replace(
+        untrained(_shape(config), device_sheet(place), link_sheet(link) if link else None), name=str(name)
+    )  # fmt: skip
+
+
+def _shape(config: str) -> ModelShape:
+    try:
+        return ModelShape.read(config)
+    except ConfigError as error:
+        raise ModelError(f"analytic: {error}") from error
+
+
+def engine_loader(
+    config: Mapping[str, Any], engine: Engine, kv_cache_dtype: str = "auto"
+) -> Callable[[str], FittedModel]:
+    """For :func:`kvpolicy.policy.load` inside a server: ``analytic`` becomes the untrained model of this engine.
+
+    ``config``: the model's Hugging Face configuration as a dictionary. ``engine.hardware["device"]`` finds the sheet.
+    Every other name is loaded as always. Raises ModelError, when ``analytic`` is asked for, where the device has no
+    sheet (a CPU), no hardware was given, or the configuration cannot be understood.
+    """
+
+    def find(name: str) -> FittedModel:
+        if name != ANALYTIC:
+            return load(name)
+        device = (engine.hardware or {}).get("device")
+        if not device:
+            raise ModelError("analytic: the engine named no device")
+        try:
+            shape = ModelShape.from_config(config, kv_cache_dtype)
+        except ConfigError as error:
+            raise ModelError(f"analytic: the model's configuration: {error}") from error
+        return untrained(shape, device_sheet(str(device)), engine=engine)
+
+    return find

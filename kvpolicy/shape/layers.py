@@ -1,0 +1,209 @@
+"""The layers a Hugging Face config.json describes: attention and MLP of each, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Config = Mapping[str, Any]
+
+
+class ConfigError(ValueError):
+    """A model configuration from which costs cannot be told; the message names the field."""
+
+
+UNGATED = frozenset(
+    {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron", "opt", "phi", "starcoder2"}
+)
+"""Families whose MLP has two matrices; it has three (gate, up, down) elsewhere."""
+FOURFOLD = frozenset({"bloom", "falcon", "gpt2", "gpt_bigcode", "gptj"})
+"""Families whose MLP is four times as wide as the model where no field says otherwise."""
+BIASED_QKV = frozenset({"qwen2", "qwen2_moe"})
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One layer's."""
+
+    heads: int
+    kv_heads: int
+    """0 for latent attention, which stores no heads."""
+    parameters: int
+    kv_values: int
+    """Stored per token."""
+    pair_flops: int
+    """Per (query, key) pair: scores and weighted values."""
+    window: int | None
+    """Tokens it sees; None for the whole context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """One layer's."""
+
+    parameters: int
+    active: int
+    """Those one token goes through."""
+    routed: int = 0
+    """Of ``parameters``, those of routed experts."""
+    experts: int = 0
+    chosen: int = 0
+
+
+def text_of(config: Config) -> Config:
+    """The part about the language model: multimodal configurations nest it."""
+    for name in ("text_config", "llm_config", "language_config"):
+        nested = config.get(name)
+        if isinstance(nested, Mapping):
+            return nested
+    return config
+
+
+def number(config: Config, *names: str) -> int:
+    """The first of these fields that is there. Raises ConfigError naming them where none is a number above 0."""
+    value = next((config[name] for name in names if config.get(name) is not None), None)
+    if value is None:
+        raise ConfigError(f"field {' or '.join(names)} is missing")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"field {names[0]} is {value!r}, should be a whole number above 0")
+    return value
+
+
+def _layer_count(config: Config) -> int:
+    return number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+# ---- attention ----
+
+
+def attentions_of(config: Config, family: str) -> list[Attention]:
+    """Attention of every layer, in order."""
+    make = _latent if "kv_lora_rank" in config else _grouped
+    return [make(config, family, window) for window in _windows(config, family)]
+
+
+def _grouped(config: Config, family: str, window: int | None) -> Attention:
+    hidden = number(config, "hidden_size", "n_embd", "d_model")
+    heads = number(config, "num_attention_heads", "n_head", "n_heads")
+    kv_heads = _kv_heads(config, family, heads)
+    head = config.get("head_dim") or hidden // heads
+    projections = hidden * head * (2 * heads + 2 * kv_heads)
+    biases = head * (heads + 2 * kv_heads) if family in BIASED_QKV else 0
+    return Attention(heads, kv_heads, projections + biases, 2 * kv_heads * head, 4 * heads * head, window)
+
+
+def _kv_heads(config: Config, family: str, heads: int) -> int:
+    if family == "falcon" and not config.get("new_decoder_architecture"):
+        return 1 if config.get("multi_query", True) else heads
+    if config.get("num_key_value_heads") is None and config.get("num_kv_heads") is None:
+        return 1 if family == "gpt_bigcode" and config.get("multi_query", True) else heads
+    return number(config, "num_key_value_heads", "num_kv_heads")
+
+
+def _latent(config: Config, family: str, window: int | None) -> Attention:
+    """Multi-head latent attention: one compressed vector and one rotary key per token and layer.
+
+    Work as in a prefill, which expands the vector to keys and values of all heads.
+    """
+    hidden, heads = number(config, "hidden_size"), number(config, "num_attention_heads")
+    latent, rope = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim")
+    nope, value = number(config, "qk_nope_head_dim"), number(config, "v_head_dim")
+    query = heads * (nope + rope)
+    rank = config.get("q_lora_rank")
+    queries = hidden * query if rank is None else (hidden + query) * number(config, "q_lora_rank")
+    parameters = queries + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+    return Attention(heads, 0, parameters, latent + rope, 2 * heads * (nope + rope + value), window)
+
+
+def _windows(config: Config, family: str) -> list[int | None]:
+    """Each layer's window."""
+    layers = _layer_count(config)
+    types = config.get("layer_types")
+    if types is not None:
+        if len(types) != layers:
+            raise ConfigError(f"field layer_types names {len(types)} layers, num_hidden_layers is {layers}")
+        return [_window_of(config, number_, kind) for number_, kind in enumerate(types)]
+    if family in ("jamba", "mamba", "mamba2", "qwen3_next", "bamba", "zamba2", "nemotron_h"):
+        raise ConfigError(f"field model_type is {family!r}: layers that keep a state instead of KV are not understood")
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return [None] * layers
+    window = number(config, "sliding_window")
+    return [window if _slides(config, family, layer) else None for layer in range(layers)]
+
+
+def _window_of(config: Config, layer: int, kind: str) -> int | None:
+    if kind == "full_attention":
+        return None
+    if kind == "sliding_attention":
+        return number(config, "sliding_window")
+    if kind == "chunked_attention":
+        return number(config, "attention_chunk_size")
+    raise ConfigError(f"field layer_types[{layer}] is {kind!r}: not understood; known are full, sliding and chunked")
+
+
+def _slides(config: Config, family: str, layer: int) -> bool:
+    """Whether a layer of a model with a window has it, where no ``layer_types`` says so."""
+    if family == "gemma2":
+        return layer % 2 == 0
+    pattern = config.get("sliding_window_pattern", 6 if family in ("gemma3", "gemma3_text") else None)
+    if pattern is not None:
+        return (layer + 1) % int(pattern) != 0
+    if family in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
+        return layer >= number(config, "max_window_layers")
+    return True
+
+
+# ---- MLP ----
+
+
+def mlps_of(config: Config, family: str) -> list[Mlp]:
+    """MLP of every layer, in order."""
+    hidden = number(config, "hidden_size", "n_embd", "d_model")
+    layers = _layer_count(config)
+    dense = [not _is_sparse(config, layer) for layer in range(layers)]
+    plain = _dense(config, family, hidden) if any(dense) else None
+    mixture = None if all(dense) else _mixture(config, family, hidden)
+    found = [plain if is_dense else mixture for is_dense in dense]
+    return [mlp for mlp in found if mlp is not None]
+
+
+def _dense(config: Config, family: str, hidden: int) -> Mlp:
+    matrices = 2 if family in UNGATED else 3
+    names = ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    if family in FOURFOLD and all(config.get(name) is None for name in names):
+        wide = 4 * hidden
+    else:
+        wide = number(config, *names)
+    return Mlp(matrices * hidden * wide, matrices * hidden * wide)
+
+
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+
+
+def _is_sparse(config: Config, layer: int) -> bool:
+    if not any(config.get(name) for name in _EXPERTS):
+        return False
+    if "first_k_dense_replace" in config:
+        return layer >= config["first_k_dense_replace"] and layer % int(config.get("moe_layer_freq", 1)) == 0
+    if layer in (config.get("mlp_only_layers") or ()):
+        return False
+    every = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
+    return (layer + 1) % int(every) == 0
+
+
+def _mixture(config: Config, family: str, hidden: int) -> Mlp:
+    experts = number(config, *_EXPERTS)
+    chosen = number(config, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
+    one = 3 * hidden * number(config, "moe_intermediate_size", "intermediate_size")
+    shared = _shared(config, family, hidden, one) + hidden * experts
+    return Mlp(experts * one + shared, chosen * one + shared, experts * one, experts, chosen)
+
+
+def _shared(config: Config, family: str, hidden: int, one: int) -> int:
+    """Experts that every token goes through."""
+    if config.get("shared_expert_intermediate_size"):
+        return 3 * hidden * number(config, "shared_expert_intermediate_size") + hidden
+    if config.get("n_shared_experts"):
+        return one * number(config, "n_shared_experts")
+    return one if family in ("llama4", "llama4_text") else 0

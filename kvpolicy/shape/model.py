@@ -1,0 +1,217 @@
+"""What a Hugging Face config.json says about cost: parameters, weight and KV bytes, FLOPs, by kind of layer.
+
+Counts are of the text model alone. FLOPs are multiply-adds times two. Embedding look-ups multiply nothing, and the
+head is applied to the last token of a prefill only: neither is in ``linear_flops_per_token``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.shape.layers import Attention, ConfigError, Mlp, attentions_of, mlps_of, number, text_of
+from kvpolicy.shape.precision import Precision, precision_of
+
+TIED_UNLESS_SAID = frozenset(
+    {"bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt"}
+)
+"""Families whose configurations leave ``tie_word_embeddings`` out where the head shares the embedding's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers of one make."""
+
+    layers: int
+    attention: Attention
+    mlp: Mlp
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder-only model as far as its costs depend on it, over all ranks.
+
+    ``weight_bits`` includes what a quantisation stores beside the weights (scales, zero points).
+    """
+
+    name: str
+    hidden: int
+    vocab: int
+    tied: bool
+    kinds: tuple[LayerKind, ...]
+    precision: Precision
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], kv_cache_dtype: str = "auto") -> ModelShape:
+        """From a config.json. ``kv_cache_dtype`` as vLLM's flag: ``auto``, a float type or ``fp8``.
+
+        Raises :class:`ConfigError` naming the field that is missing or not understood.
+        """
+        text = text_of(config)
+        family = str(text.get("model_type", ""))
+        pairs = list(zip(attentions_of(text, family), mlps_of(text, family), strict=True))
+        kinds = tuple(LayerKind(pairs.count(pair), *pair) for pair in dict.fromkeys(pairs))
+        return cls(
+            name=str(config.get("_name_or_path") or family),
+            hidden=number(text, "hidden_size", "n_embd", "d_model"),
+            vocab=number(text, "vocab_size"),
+            tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", family in TIED_UNLESS_SAID))),
+            kinds=kinds,
+            precision=precision_of(config, text, kv_cache_dtype),
+        )
+
+    @classmethod
+    def read(cls, path: Path | str, kv_cache_dtype: str = "auto") -> ModelShape:
+        """From a config.json, or the model folder that holds one. Raises ConfigError naming file and field."""
+        file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: not a readable config.json: {error}") from error
+        if not isinstance(config, dict):
+            raise ConfigError(f"{file}: not a readable config.json: holds no object")
+        try:
+            return cls.from_config(config, kv_cache_dtype)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
+
+    @property
+    def layers(self) -> int:
+        return sum(kind.layers for kind in self.kinds)
+
+    # ---- parameters and weights ----
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding and, where it has weights of its own, the head."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        """In all, norms left out of the count where they are but vectors."""
+        return self.embedding_parameters + sum(
+            kind.layers * (kind.attention.parameters + kind.mlp.parameters) for kind in self.kinds
+        )
+
+    @property
+    def active_parameters(self) -> int:
+        """Those one token goes through, embedding and head included."""
+        return self.embedding_parameters + self._layer_parameters(active=True)
+
+    def _layer_parameters(self, active: bool) -> int:
+        return sum(
+            kind.layers * (kind.attention.parameters + (kind.mlp.active if active else kind.mlp.parameters))
+            for kind in self.kinds
+        )
+
+    @property
+    def steady_weight_bytes(self) -> float:
+        """Weights that every step reads: all layers' but the routed experts', and the head."""
+        bits = self.precision
+        steady = sum(
+            kind.layers
+            * (kind.attention.parameters * bits.attention + (kind.mlp.parameters - kind.mlp.routed) * bits.mlp)
+            for kind in self.kinds
+        )
+        return (steady + self.vocab * self.hidden * bits.other) / 8
+
+    @property
+    def expert_weight_bytes(self) -> float:
+        """Weights of all routed experts."""
+        return sum(kind.layers * kind.mlp.routed for kind in self.kinds) * self.precision.experts / 8
+
+    @property
+    def expert_miss(self) -> float:
+        """Share of the routed experts one token leaves alone; 0 without experts."""
+        routed = [kind.mlp for kind in self.kinds if kind.mlp.experts]
+        return 1.0 - routed[0].chosen / routed[0].experts if routed else 0.0
+
+    def weight_bytes_per_step(self, tokens: float) -> float:
+        """Weights a step of that many tokens reads, experts chosen evenly and independently."""
+        return self.steady_weight_bytes + self.expert_weight_bytes * (1.0 - self.expert_miss**tokens)
+
+    @property
+    def weight_bytes(self) -> float:
+        """All weights, as they lie in memory."""
+        embedding = 0 if self.tied else self.vocab * self.hidden * self.precision.other / 8
+        return self.steady_weight_bytes + self.expert_weight_bytes + embedding
+
+    # ---- KV ----
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Of a token that all layers still see."""
+        return self.kv_bytes(1)
+
+    def kv_bytes(self, tokens: float) -> float:
+        """KV of a sequence; layers with a window keep no more than that many tokens."""
+        values = sum(
+            kind.layers * kind.attention.kv_values * _capped(tokens, kind.attention.window) for kind in self.kinds
+        )
+        return values * self.precision.kv / 8
+
+    @property
+    def full_kv_bytes_per_token(self) -> float:
+        """Of the layers that see the whole context."""
+        chosen = [kind for kind in self.kinds if kind.attention.window is None]
+        return sum(kind.layers * kind.attention.kv_values for kind in chosen) * self.precision.kv / 8
+
+    # ---- work ----
+
+    @property
+    def linear_flops_per_token(self) -> float:
+        """Projections and MLPs for one token of a prefill."""
+        return 2.0 * self._layer_parameters(active=True)
+
+    @property
+    def head_flops(self) -> float:
+        """The head, per token that is sampled."""
+        return 2.0 * self.vocab * self.hidden
+
+    @property
+    def attention_flops_per_pair(self) -> float:
+        """Per (query, key) pair in layers that see the whole context."""
+        return self._pair_flops(windowed=False)
+
+    @property
+    def window_flops_per_pair(self) -> float:
+        """Per pair in layers with a window."""
+        return self._pair_flops(windowed=True)
+
+    def _pair_flops(self, windowed: bool) -> float:
+        chosen = (kind for kind in self.kinds if (kind.attention.window is not None) == windowed)
+        return float(sum(kind.layers * kind.attention.pair_flops for kind in chosen))
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The window of those layers that have one; None where none has. Raises ConfigError for several sizes."""
+        found = {kind.attention.window for kind in self.kinds} - {None}
+        if len(found) > 1:
+            raise ConfigError(f"layers have windows of several sizes: {sorted(map(int, filter(None, found)))}")
+        return found.pop() if found else None
+
+    def attention_flops(self, tokens: float, context: float = 0.0) -> float:
+        """Of a causal prefill of ``tokens`` behind ``context`` tokens."""
+        return sum(
+            kind.layers
+            * kind.attention.pair_flops
+            * (_pairs(context + tokens, kind.attention.window) - _pairs(context, kind.attention.window))
+            for kind in self.kinds
+        )
+
+    def with_kv_bits(self, bits: float) -> ModelShape:
+        return replace(self, precision=replace(self.precision, kv=bits))
+
+
+def _capped(tokens: float, window: int | None) -> float:
+    return tokens if window is None else min(tokens, window)
+
+
+def _pairs(tokens: float, window: int | None) -> float:
+    """(token, token it sees, itself included) of a causal prefill from nothing."""
+    if window is None or tokens <= window:
+        return tokens * (tokens + 1) / 2
+    return window * (window + 1) / 2 + (tokens - window) * window
