@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -12,6 +14,7 @@ import typer
 
 import kvpolicy
 from kvpolicy import engines
+from kvpolicy.cost import ModelWarning
 
 app = typer.Typer(
     help="Recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.",
@@ -165,14 +168,29 @@ def _show(report: Any) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Wrong values, unreadable files and a missing engine end in one line on stderr and status 2.
 
-    So does an engine that ended badly, whose last words may take more lines.
+    So does an engine that ended badly, whose last words may take more lines. Warnings of a cost model are one line.
     """
     try:
-        app(args=arguments, prog_name="kvpolicy")
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", ModelWarning)
+            warnings.showwarning = _plainly(warnings.showwarning)
+            app(args=arguments, prog_name="kvpolicy")
     except (ValueError, OSError) as error:
         _end(" ".join(str(error).split()))
     except RuntimeError as error:
         _end(str(error).strip())
+
+
+def _plainly(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """How warnings are shown: a cost model's for whoever reads the command line, all others with their source."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, ModelWarning):
+            print(f"kvpolicy: warning: {' '.join(str(message).split())}", file=sys.stderr)
+        else:
+            otherwise(message, category, *where, **more)
+
+    return show
 
 
 def _end(message: str) -> NoReturn:

@@ -12,6 +12,7 @@ from kvpolicy.cost import store
 from kvpolicy.cost.dataset import Dataset, State, measured, one_option_always_wins
 from kvpolicy.cost.examples import dealt, option_of
 from kvpolicy.cost.fitting import Fit, fit, held_out_scores
+from kvpolicy.cost.floor import Floor
 from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES, features_of
@@ -49,6 +50,10 @@ class TrainReport:
     always_wins: Kind | None
     left_out: Mapping[str, int]
     notes: tuple[str, ...]
+    floor: Floor
+    """What the traces say of the costs that all this rests on."""
+    replaced: bool
+    """Whether a model was in the folder before."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,6 +61,7 @@ class TrainReport:
     def text(self) -> str:
         lines = [
             f"cost model {self.out} ({self.family}), digest {self.digest[:12]}",
+            *(["replaces the cost model that was there"] if self.replaced else []),
             f"states: {self.training_states} trained on, {self.held_out_states} held out",
             "",
             "held-out error, |log(measured / predicted)| of a state's median:",
@@ -99,7 +105,7 @@ class TrainReport:
             if self.below_floor[kind] > self.training_states / 2:
                 line += f": most costs of {kind} drown in the noise, and its scores say little"
             lines.append(line)
-        return lines
+        return lines + self.floor.lines()
 
     def _natural_lines(self) -> list[str]:
         if self.natural_extrapolated is None:
@@ -126,12 +132,17 @@ def train(
 ) -> TrainReport:
     """Fit a cost model to the states that ``traces`` measured under both options and write it to folder ``out``.
 
-    A part of the states is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Raises TraceError,
+    A model that is there already is replaced once the new one is whole, and the report says so. A part of the states
+    is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Raises TraceError,
     naming table and row or file and field, for traces that cannot be trained on: one option missing, fewer than 12
-    states, impossible times, different machines, over 30% noise unless ``force``.
+    states, impossible values, different machines, over 30% noise unless ``force``; FileExistsError where ``out`` holds
+    something that is no cost model.
     """
     if family not in FAMILIES:
         raise ValueError(f"family is {family!r}, should be one of {', '.join(FAMILIES)}")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}, should be 0 or above")
+    replaced = store.holds_model(Path(out))
     dataset = measured(traces)
     variation = _variation(dataset, force)
     if len(dataset.states) < FEWEST_STATES:
@@ -144,7 +155,8 @@ def train(
     scores = held_out_scores(fitted.model, held)
     made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
     store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))
-    return _report(store.load(out), fitted, dataset, (training, held), variation)
+    report = _report(store.load(Path(out)), fitted, dataset, (training, held), variation)
+    return replace(report, replaced=replaced)
 
 
 def split(states: Sequence[State], seed: int) -> tuple[list[State], list[State]]:
@@ -213,6 +225,8 @@ def _report(
         always_wins=one_option_always_wins(dataset.states),
         left_out=dataset.left_out,
         notes=fitted.notes,
+        floor=dataset.floor,
+        replaced=False,
     )
 
 

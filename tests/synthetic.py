@@ -175,7 +175,7 @@ def _add_window(
     swapped = arm == "swap"
     lost = one.computed_tokens
     outcome = Outcome(
-        preemption_id, "resumed", 1001.0, engine_s if engine_s > 0 else 0.0, 0.0, 0, lost * swapped,
+        preemption_id, "resumed", 1002.0, engine_s if engine_s > 0 else 0.0, 0.0, 0, lost * swapped,
         lost * (not swapped), 0, 1, engine_s, max(0.0, engine_s) * one.running_requests,
     )  # fmt: skip
     made["outcomes"].append(traces.outcome_row(outcome))

@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cli import POLICIES, main
+from kvpolicy.cost import ModelWarning
 from kvpolicy.policy import FORMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,3 +160,30 @@ def test_without_vllm_train_and_evaluate_work(tmp_path: Path) -> None:
 
 def test_the_help_names_every_policy() -> None:
     assert all(form in POLICIES for form in FORMS)
+
+
+def test_a_models_warning_is_one_plain_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(**_: Any) -> Report:
+        warnings.warn("cost model m was measured elsewhere", ModelWarning, stacklevel=2)
+        return Report()
+
+    monkeypatch.setattr(kvpolicy, "evaluate", evaluate, raising=False)
+    assert run("evaluate", "--trace", "a", "--policy", "p") == 0
+    assert capsys.readouterr().err == "kvpolicy: warning: cost model m was measured elsewhere\n"
+
+
+def test_other_warnings_are_shown_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluate(**_: Any) -> Report:
+        warnings.warn("something else", UserWarning, stacklevel=2)
+        return Report()
+
+    monkeypatch.setattr(kvpolicy, "evaluate", evaluate, raising=False)
+    with pytest.raises(UserWarning, match="something else"):
+        main(["evaluate", "--trace", "a", "--policy", "p"])
+
+
+def test_a_negative_seed_is_a_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refusal(capsys, "evaluate", "--trace", "a", "--policy", "always-swap", "--seed", "-1")
+    assert told == "kvpolicy: error: seed is -1, should be 0 or above\n"

@@ -238,3 +238,29 @@ def test_costs_that_are_missing_are_attributed_from_the_steps(tmp_path: Path) ->
             for sample in some:
                 assert sample.engine_s == pytest.approx(known[sample.preemption_id], rel=0.01)
     assert trained(tmp_path, bare).held_out["recompute"]["mean_error"] < 0.05
+
+
+def test_the_floor_is_in_the_report(tmp_path: Path) -> None:
+    report = trained(tmp_path, with_steps(make_trace(states=40)))
+    assert "step times: d0 misses an undisturbed step by" in report.text()
+    assert "self-check: none in core-made-32, core-made-64" in report.text()
+    assert set(report.to_dict()["floor"]["step_error"]) == {"core-made-32", "core-made-64"}
+
+
+def test_a_model_that_is_replaced_is_named(tmp_path: Path) -> None:
+    assert "replaces" not in trained(tmp_path, make_trace(states=40)).text()
+    again = train([tmp_path / "trace"], tmp_path / "model", family="analytic")
+    assert again.replaced
+    assert "replaces the cost model that was there" in again.text()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_traces_are_read(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="is no cost model"):
+        train([tmp_path / "nowhere"], tmp_path / "precious")
+
+
+def test_a_negative_seed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="seed is -1, should be 0 or above"):
+        train([tmp_path / "nowhere"], tmp_path / "model", seed=-1)

@@ -8,23 +8,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from kvpolicy import trace as traces
-from kvpolicy.cost.steps import attribute, common_step_time
+from kvpolicy.cost.floor import Floor, floor_of
+from kvpolicy.cost.impossible import (
+    refuse_cost,
+    refuse_doubled,
+    refuse_negative,
+    refuse_situation,
+    refuse_sizes,
+    spans_s,
+)
+from kvpolicy.cost.steps import attribute, common_step_time, step_time_models
 from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Kind, Preemption, situation_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
 from kvpolicy.trace import Header, Trace, TraceError
 
 Row = Mapping[str, Any]
-
-CLOCK_ROUNDING_S = 1e-9
-"""A difference of clock readings may come out that far below 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,10 @@ class Dataset:
     """Preemptions and states that could not be used, by reason."""
     step_time: StepTimeModel | None = None
     """d0 of all cores together, which are of one machine and model; None where they hold too few undisturbed steps."""
+    step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
+    """d0 by core; none of a core without steps enough to tell it."""
+    floor: Floor = field(default_factory=lambda: Floor((), (), {}))
+    """What the costs rest on."""
 
     def moves_of(self, states: Iterable[State]) -> tuple[Move, ...]:
         """The transfers that belong to windows of these states."""
@@ -124,8 +134,8 @@ class Dataset:
 def measured(folders: Sequence[Path | str]) -> Dataset:
     """Read traces; costs that are missing are attributed from their steps.
 
-    Raises TraceError, naming table and row, for times that cannot be; naming both for traces of different machines,
-    models or links; naming the option for traces in which one was never measured.
+    Raises TraceError, naming table and row, for values that cannot be and rows that are there twice; naming both for
+    traces of different machines, models or links; naming the option for traces in which one was never measured.
     """
     if not folders:
         raise TraceError("no trace was given")
@@ -139,7 +149,11 @@ def measured(folders: Sequence[Path | str]) -> Dataset:
 
 def dataset_of(given: Mapping[str, Trace]) -> Dataset:
     """As :func:`measured`, of traces in memory; their names stand in error messages."""
-    read = {folder: _attributed(trace) for folder, trace in given.items()}
+    for folder, trace in given.items():
+        refuse_doubled(folder, trace)
+    step_times = {folder: _step_times(trace) for folder, trace in given.items()}
+    read = {folder: _attributed(trace, step_times[folder]) for folder, trace in given.items()}
+    models = {core: model for some in step_times.values() for core, model in some.items()}
     headers: dict[str, Header] = {}
     for folder, trace in read.items():
         for core, header in trace.headers.items():
@@ -159,6 +173,8 @@ def dataset_of(given: Mapping[str, Trace]) -> Dataset:
         digests=tuple(trace.digest() for trace in read.values()),
         left_out=dict(left_out),
         step_time=common_step_time(list(read.values())),
+        step_times=models,
+        floor=floor_of(headers, models),
     )
 
 
@@ -168,11 +184,22 @@ def one_option_always_wins(states: Iterable[State]) -> Kind | None:
     return winners.pop() if len(winners) == 1 else None
 
 
-def _attributed(trace: Trace) -> Trace:
-    outcomes = trace.table("outcomes")
-    if outcomes["engine_s"].null_count and trace.table("steps").num_rows:
-        return attribute(trace)
-    return trace
+def _attributed(trace: Trace, step_times: Mapping[str, StepTimeModel]) -> Trace:
+    return attribute(trace, step_times) if _unattributed(trace) else trace
+
+
+def _unattributed(trace: Trace) -> bool:
+    return bool(trace.table("outcomes")["engine_s"].null_count and trace.table("steps").num_rows)
+
+
+def _step_times(trace: Trace) -> dict[str, StepTimeModel]:
+    try:
+        return step_time_models(trace)
+    except TraceError:
+        # Costs that are stored do not need the steps; those still to be attributed do.
+        if _unattributed(trace):
+            raise
+        return {}
 
 
 def _refuse_mixture(headers: Mapping[str, Header]) -> None:
@@ -195,14 +222,15 @@ def _refuse_mixture(headers: Mapping[str, Header]) -> None:
 
 
 def _states(folder: str, trace: Trace, left_out: Counter[str]) -> list[State]:
-    outcomes = {(row["core"], row["preemption_id"]): row for row in trace.rows("outcomes")}
+    outcomes = {(row["core"], row["preemption_id"]): row for row in _outcomes(folder, trace)}
     windows = {}
     for number, row in enumerate(trace.rows("windows")):
-        _refuse_negative(folder, "windows", number, row, "duration_s")
+        refuse_negative(folder, "windows", number, row, "duration_s")
         if row["preemption_id"] is not None:
             windows[row["core"], row["preemption_id"]] = row
     found: dict[str, dict[Kind, list[Sample]]] = {}
     for number, row in enumerate(trace.rows("decisions")):
+        refuse_situation(folder, number, row)
         if row["state_id"] is None:
             continue
         key = row["core"], row["preemption_id"]
@@ -229,15 +257,19 @@ def _why_not(decision: Row, window: Row | None, outcome: Row | None) -> str:
     return ""
 
 
+def _outcomes(folder: str, trace: Trace) -> list[dict[str, Any]]:
+    """The outcomes, each time and cost of which can be."""
+    rows, span_s = trace.rows("outcomes"), spans_s(trace)
+    for number, row in enumerate(rows):
+        for name in ("victim_delay_s", "wait_blocks_s"):
+            refuse_negative(folder, "outcomes", number, row, name)
+        if row["engine_s"] is not None:
+            refuse_cost(folder, number, row, span_s[row["core"]])
+    return rows
+
+
 def _sample(folder: str, number: int, row: Row, outcome: Row) -> Sample:
-    if row["arm"] not in KINDS or row["repeat"] is None:
-        raise TraceError(
-            f"{folder}: table decisions, row {number}: arm is {row['arm']!r}, repeat {row['repeat']!r}; "
-            "a row with a state_id should have an arm (recompute or swap) and a repeat"
-        )
-    for name in ("computed_tokens", "held_blocks", "block_size", "block_bytes", "segment_bytes"):
-        if row[name] <= 0:
-            raise TraceError(f"{folder}: table decisions, row {number}: {name} is {row[name]}, should be above 0")
+    refuse_sizes(folder, number, row)
     return Sample(
         situation_of(row), row["arm"], outcome["engine_s"], row["core"], row["repeat"], row["preemption_id"],
         outcome["victim_delay_s"], outcome["others_delay_s"],
@@ -264,21 +296,10 @@ def _refuse_missing_arm(folder: str, found: Mapping[str, Mapping[Kind, Any]]) ->
 def _moves(folder: str, trace: Trace) -> list[Move]:
     moves = []
     for number, row in enumerate(trace.rows("transfers")):
-        _refuse_negative(folder, "transfers", number, row | {"duration_s": row["end_s"] - row["start_s"]}, "duration_s")
+        refuse_negative(folder, "transfers", number, row | {"duration_s": row["end_s"] - row["start_s"]}, "duration_s")
         if row["ok"]:
             # `bytes` is summed over ranks, segments are one rank's.
             size = row["segments"] * row["segment_bytes"]
             took_s = row["end_s"] - row["start_s"]
             moves.append(Move(row["core"], row["preemption_id"], row["direction"], size, row["segments"], took_s))
-    for number, row in enumerate(trace.rows("outcomes")):
-        _refuse_negative(folder, "outcomes", number, row, "victim_delay_s")
-        _refuse_negative(folder, "outcomes", number, row, "wait_blocks_s")
     return moves
-
-
-def _refuse_negative(folder: str, table: str, number: int, row: Row, column: str) -> None:
-    if row[column] < -CLOCK_ROUNDING_S:
-        raise TraceError(
-            f"{folder}: table {table}, row {number} of core {row['core']}: {column} is {row[column]:g} s, "
-            "should be 0 or above"
-        )

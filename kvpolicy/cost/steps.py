@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from kvpolicy.cost.completeness import Span, Timeline, unbroken
 from kvpolicy.cost.steptime import AFTERMATH_STEPS, PARTS, Floats, StepTimeModel, Whole, fit_step_time, with_aftermath
 from kvpolicy.hardware import fingerprint
 from kvpolicy.trace import Trace, TraceError
@@ -54,11 +55,13 @@ def common_step_time(traces: Sequence[Trace]) -> StepTimeModel | None:
     return _fit(cores, f"core {cores[0].name}" if len(cores) == 1 else f"{len(cores)} cores")
 
 
-def attribute(trace: Trace) -> Trace:
-    """The trace with ``engine_s`` and ``others_delay_s`` of its outcomes filled from its steps and transfers.
+def attribute(trace: Trace, models: Mapping[str, StepTimeModel] | None = None) -> Trace:
+    """The trace with ``engine_s`` and ``others_delay_s`` of its outcomes, where empty, from its steps and transfers.
 
     An outcome whose steps or transfers are not all in the trace (dropped, or lost with a killed server) keeps them
-    empty: a part of a cost is no cost. Raises TraceError, naming table and row, for steps that contradict themselves.
+    empty: a part of a cost is no cost; see :mod:`kvpolicy.cost.completeness`. ``models``: what
+    :func:`step_time_models` returns for this trace, fitted here without it. Raises TraceError, naming table and row,
+    for steps that contradict themselves.
     """
     outcomes = trace.table("outcomes")
     if not outcomes.num_rows:
@@ -67,7 +70,7 @@ def attribute(trace: Trace) -> Trace:
     engine_s, delay_s, tokens, loads = (np.zeros(len(ids)) for _ in range(4))
     whole = np.zeros(len(ids), dtype=np.bool_)
     cores = _cores(trace)
-    for name, model in _models(trace, cores).items():
+    for name, model in (_models(trace, cores) if models is None else models).items():
         core = cores[name]
         shares = _shares(core, model)
         at = _index_in(shares.preemption_id, ids)
@@ -75,7 +78,7 @@ def attribute(trace: Trace) -> Trace:
         np.add.at(engine_s, at[known], shares.extra_s[known])
         np.add.at(delay_s, at[known], (shares.extra_s * shares.others)[known])
         np.add.at(tokens, at[known], shares.tokens[known])
-        whole[_index_in(core.begun, ids)] = True
+        whole[_index_in(core.whole, ids)] = True
         loaded = _index_in(core.loaded, ids)
         loads[loaded[loaded >= 0]] = 1
     whole &= tokens >= _ints(outcomes, "recomputed_tokens")
@@ -85,8 +88,10 @@ def attribute(trace: Trace) -> Trace:
 
 
 def _filled(table: pa.Table, column: str, values: Floats, empty: NDArray[np.bool_]) -> pa.Table:
+    """What is stored stays: it may have been attributed with more of the trace at hand."""
     at = table.schema.get_field_index(column)
-    return table.set_column(at, table.schema.field(at), pa.array(values, pa.float64(), mask=empty))
+    found = pa.chunked_array([pa.array(values, pa.float64(), mask=empty)])
+    return table.set_column(at, table.schema.field(at), pc.coalesce(table[column], found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +117,8 @@ class _Core:
     involved: _Involved
     calm: Whole
     """Rows of the undisturbed steps."""
-    begun: pa.Array
-    """Preemptions that have an outcome, and whose first step is here."""
+    whole: pa.Array
+    """Preemptions whose steps are all here, and their save if they were swapped."""
     loaded: pa.Array
     """Preemptions that a load is recorded of."""
 
@@ -123,24 +128,62 @@ def _cores(trace: Trace) -> dict[str, _Core]:
 
 
 def _core(trace: Trace, name: str) -> _Core:
-    steps, transfers, outcomes = (
-        table.filter(pc.equal(table["core"], name)) for table in map(trace.table, ("steps", "transfers", "outcomes"))
+    steps, transfers, outcomes, decisions, requests = (
+        table.filter(pc.equal(table["core"], name))
+        for table in map(trace.table, ("steps", "transfers", "outcomes", "decisions", "requests"))
     )
     steps = steps.sort_by("start_s")
     duration_s = _reals(steps, "duration_s")
     for row in np.flatnonzero(duration_s <= 0)[:1]:
         raise TraceError(f"steps of core {name}, row {row}: duration_s is {duration_s[row]:g}, should be above 0")
-    first, at = _first_steps(steps, outcomes)
-    begun = outcomes["preemption_id"].combine_chunks().take(pa.array(at))
+    first = _row_of(steps, outcomes["first_step"])
+    outcomes, first = outcomes.filter(pa.array(first >= 0)), first[first >= 0]
+    begun = outcomes["preemption_id"].combine_chunks()
     involved = _joined(_begun(first, begun), _repeating(steps), _copying(steps, transfers))
-    loads = transfers.filter(pc.equal(transfers["direction"], "load"))["preemption_id"].combine_chunks()
-    return _Core(name, steps, _parts(steps), duration_s, involved, _calm(steps, involved.row), begun, loads)
+    whole = unbroken(_timeline(steps, requests), _span(steps, outcomes, first, involved, _seen(decisions, requests)))
+    whole &= ~_lacks_save(outcomes, decisions, transfers)
+    loads = _moved(transfers, "load")
+    calm = _calm(steps, involved.row)
+    return _Core(name, steps, _parts(steps), duration_s, involved, calm, begun.filter(pa.array(whole)), loads)
 
 
-def _first_steps(steps: pa.Table, outcomes: pa.Table) -> tuple[Whole, Whole]:
-    """Rows of the steps in which requests lost their blocks, and the rows of their outcomes."""
-    row = _index_in(outcomes["first_step"].combine_chunks(), steps["step"].combine_chunks())
-    return row[row >= 0], np.flatnonzero(row >= 0)
+def _row_of(steps: pa.Table, numbers: pa.ChunkedArray) -> Whole:
+    return _index_in(numbers.combine_chunks(), steps["step"].combine_chunks())
+
+
+def _timeline(steps: pa.Table, requests: pa.Table) -> Timeline:
+    start_s = _reals(steps, "start_s")
+    served = [_reals(requests, name) for name in ("arrival_s", "first_token_s", "last_token_s")]
+    return Timeline(_ints(steps, "step"), start_s, start_s + _reals(steps, "duration_s"), *served)
+
+
+def _span(steps: pa.Table, outcomes: pa.Table, first: Whole, involved: _Involved, seen: pa.Array) -> Span:
+    """Where the outcomes' steps are; ``first``: rows of their first ones. ``seen``: preemptions of known requests."""
+    ids = outcomes["preemption_id"].combine_chunks()
+    latest = first.copy()
+    who = _index_in(involved.preemption_id, ids)
+    np.maximum.at(latest, who[who >= 0], involved.row[who >= 0])
+    numbers = _ints(outcomes, "first_step"), _ints(outcomes, "last_step")
+    return Span(first, _row_of(steps, outcomes["last_step"]), *numbers, latest, _index_in(ids, seen) >= 0)
+
+
+def _seen(decisions: pa.Table, requests: pa.Table) -> pa.Array:
+    """The preemptions whose request has a record."""
+    known = pc.is_in(decisions["request"], value_set=requests["request"].combine_chunks())
+    return decisions.filter(known)["preemption_id"].combine_chunks()
+
+
+def _lacks_save(outcomes: pa.Table, decisions: pa.Table, transfers: pa.Table) -> NDArray[np.bool_]:
+    """Of each outcome, whether it was swapped and no save is recorded."""
+    ids = outcomes["preemption_id"].combine_chunks()
+    swaps = decisions.filter(pc.equal(decisions["executed"], "swap"))["preemption_id"].combine_chunks()
+    swapped = (_index_in(ids, swaps) >= 0) | (_ints(outcomes, "loaded_tokens") > 0)
+    return np.asarray(swapped & (_index_in(ids, _moved(transfers, "save")) < 0), dtype=np.bool_)
+
+
+def _moved(transfers: pa.Table, direction: str) -> pa.Array:
+    """The preemptions that a transfer of this direction is recorded of."""
+    return transfers.filter(pc.equal(transfers["direction"], direction))["preemption_id"].combine_chunks()
 
 
 def _begun(row: Whole, ids: pa.Array) -> _Involved:

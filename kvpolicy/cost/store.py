@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any
 from kvpolicy.cost.compiled import Forest, ForestError
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import Law, law_from_dict
-from kvpolicy.cost.model import FAMILIES, FittedModel, ModelError, Provenance
+from kvpolicy.cost.model import FAMILIES, FittedModel, ModelError, ModelWarning, Provenance
 from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
@@ -25,9 +28,10 @@ CARD = "model.json"
 
 
 def load(name_or_folder: str | Path) -> FittedModel:
-    """A model from its folder, or one that ships by its name.
+    """A model from its folder, or one that ships by its name; a text with a slash in it is a folder.
 
-    Raises :class:`ModelError` naming file and field for anything that is not whole and right.
+    A folder that holds a model goes before one that ships under the same name, with a :class:`ModelWarning`. Raises
+    :class:`ModelError` naming file and field for anything that is not whole and right.
     """
     folder = _find(name_or_folder)
     text = _read(folder / CARD)
@@ -48,25 +52,59 @@ class ForestText:
     """Names of the features behind its feature numbers."""
 
 
-def save(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path) -> None:
-    """Write a model folder, the card last and by rename.
-
-    ``forests``: the text of ``model.residuals``. Raises FileExistsError where the folder holds anything but a model.
-    """
-    if folder.exists() and any(folder.iterdir()) and not (folder / CARD).is_file():
+def holds_model(folder: Path) -> bool:
+    """Whether :func:`save` would replace a model. Raises FileExistsError where it would refuse to."""
+    if (folder / CARD).is_file():
+        return True
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder}: is there, and is no cost model; give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    return False
+
+
+def save(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path) -> None:
+    """Write a model folder: beside its place, and into it by rename once it is whole.
+
+    ``forests``: the text of ``model.residuals``. A model that is there is replaced, what else is in its folder stays.
+    Raises FileExistsError where the folder holds anything but a model; whatever fails, what was there is there still.
+    """
+    holds_model(folder)
+    place = folder.resolve()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    scratch = place.parent / f".{place.name}.new-{os.getpid()}"
+    try:
+        if place.exists():
+            own = (CARD, *(f"{kind}.txt" for kind in KINDS))
+            shutil.copytree(place, scratch, symlinks=True, ignore=lambda at, _: own if at == str(place) else ())
+        else:
+            scratch.mkdir()
+        _write(model, forests, scratch)
+        _put_in_place(scratch, place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path) -> None:
     trees = {}
     for kind, forest in forests.items():
         file = f"{kind}.txt"
         (folder / file).write_text(forest.text)
         trees[kind] = {"file": file, "sha256": _sha256(forest.text), "inputs": list(forest.inputs)}
-    scratch = folder / f".{CARD}"
-    scratch.write_text(json.dumps(_card(model, trees), indent=2, sort_keys=True, allow_nan=False) + "\n")
-    scratch.replace(folder / CARD)
-    for kind in KINDS:
-        if kind not in forests:
-            (folder / f"{kind}.txt").unlink(missing_ok=True)
+    (folder / CARD).write_text(json.dumps(_card(model, trees), indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def _put_in_place(scratch: Path, place: Path) -> None:
+    """Rename; what was in the place goes only when the new folder is there, and comes back where that fails."""
+    if not place.exists():
+        scratch.rename(place)
+        return
+    aside = place.parent / f".{place.name}.old-{os.getpid()}"
+    place.rename(aside)
+    try:
+        scratch.rename(place)
+    except OSError:
+        aside.rename(place)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def shipped() -> tuple[str, ...]:
@@ -83,14 +121,24 @@ def _shelves() -> tuple[Traversable, ...]:
 
 def _find(name_or_folder: str | Path) -> Traversable:
     folder = Path(name_or_folder)
+    ships = None
+    if os.sep not in str(name_or_folder):
+        ships = next((shelf / folder.name for shelf in _shelves() if (shelf / folder.name / CARD).is_file()), None)
+    if (folder / CARD).is_file():
+        # Who gives a Path means a folder; a bare name may mean either.
+        if ships is not None and isinstance(name_or_folder, str) and str(ships) != str(folder.resolve()):
+            warnings.warn(
+                f"cost model {folder}: the folder {folder.resolve()} is used, not the model that ships under this name",
+                ModelWarning,
+                stacklevel=3,
+            )
+        return folder
+    if ships is not None:
+        return ships
     if folder.is_dir():
         return folder
-    if len(folder.parts) == 1:
-        for shelf in _shelves():
-            if (shelf / folder.name / CARD).is_file():
-                return shelf / folder.name
-    ships = ", ".join(shipped()) or "none"
-    raise ModelError(f"{name_or_folder}: no such folder, and no cost model of that name ships (those that do: {ships})")
+    names = ", ".join(shipped()) or "none"
+    raise ModelError(f"{name_or_folder}: no such folder, and no cost model of that name ships (those that do: {names})")
 
 
 def _read(file: Traversable) -> str:
@@ -108,7 +156,7 @@ def _parsed(folder: Traversable, text: str) -> dict[str, Any]:
         raise ModelError(f"{file}: truncated or not JSON: {error}") from error
     if not isinstance(values, dict) or "schema_version" not in values:
         raise ModelError(f"{file}: field schema_version is missing: not a kvpolicy cost model")
-    if values["schema_version"] != SCHEMA_VERSION:
+    if type(values["schema_version"]) is not int or values["schema_version"] != SCHEMA_VERSION:
         found = values["schema_version"]
         raise ModelError(
             f"{file}: schema_version is {found!r}, this kvpolicy reads {SCHEMA_VERSION}; "
@@ -193,17 +241,58 @@ def _floor(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> float:
     return float(value)
 
 
+def _fields(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"is {value!r}, should be an object")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f"is {value!r}, should be a list of texts")
+    return tuple(value)
+
+
+def _some_texts(value: Any) -> tuple[str, ...]:
+    if not value:
+        raise ValueError(f"is {value!r}, should be a list of at least one text")
+    return _texts(value)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value or not all(type(one) is int and one > 0 for one in value):
+        raise ValueError(f"is {value!r}, should be a list of whole numbers above 0")
+    return tuple(value)
+
+
+def _above_zero(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise ValueError(f"is {value!r}, should be a number above 0")
+    return float(value)
+
+
+def _geometry(value: Any) -> Geometry:
+    read = Geometry.from_dict(_fields(value))
+    for one in fields(Geometry):
+        found = getattr(read, one.name)
+        if one.type == "str" and not isinstance(found, str):
+            raise ValueError(f"{one.name} is {found!r}, should be a text")
+        if one.type == "int" and (type(found) is not int or found < 1):
+            raise ValueError(f"{one.name} is {found!r}, should be a whole number above 0")
+    return read
+
+
 _PROVENANCE: Mapping[str, Callable[[Any], Any]] = {
-    "hardware": lambda value: dict(value),
-    "geometry": Geometry.from_dict,
-    "link": lambda value: dict(value),
-    "block_sizes": lambda value: tuple(map(int, value)),
-    "kv_bytes_per_token": float,
-    "trace_digests": lambda value: tuple(map(str, value)),
-    "state_ids": lambda value: tuple(map(str, value)),
-    "noise": lambda value: dict(value),
-    "held_out": lambda value: dict(value),
-    "notes": lambda value: tuple(map(str, value)),
+    "hardware": _fields,
+    "geometry": _geometry,
+    "link": _fields,
+    "block_sizes": _sizes,
+    "kv_bytes_per_token": _above_zero,
+    "trace_digests": _texts,
+    "state_ids": _some_texts,
+    "noise": _fields,
+    "held_out": _fields,
+    "notes": _texts,
 }
 """How each field of the card is read."""
 
@@ -223,13 +312,16 @@ def _residuals(folder: Traversable, values: Mapping[str, Any]) -> tuple[dict[Kin
     digests = []
     if "trees" not in values:
         raise ModelError(f"{folder / CARD}: field trees is missing")
-    trees = _guarded(folder, "trees.", lambda: dict(values["trees"]))
+    trees = _guarded(folder, "trees.", lambda: _fields(values["trees"]))
+    for kind in trees:
+        if kind not in KINDS:
+            raise ModelError(f"{folder / CARD}: field trees.{kind}: trees are of {' and '.join(KINDS)}")
     for kind in KINDS:
         if kind not in trees:
             continue
         where = f"trees.{kind}."
         name, wanted, inputs = _guarded(
-            folder, where, lambda tree=trees[kind]: (tree["file"], tree["sha256"], list(tree["inputs"]))
+            folder, where, lambda tree=trees[kind]: (tree["file"], tree["sha256"], _texts(tree["inputs"]))
         )
         if name != f"{kind}.txt":
             raise ModelError(f"{folder / CARD}: field {where}file is {name!r}, should be '{kind}.txt'")

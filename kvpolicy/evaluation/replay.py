@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpolicy.cost.dataset import Dataset, Sample, State, measured, one_option_always_wins
+from kvpolicy.cost.floor import Floor
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.policy import Policy, feasible_options, load
 from kvpolicy.trace import TraceError
@@ -72,6 +73,8 @@ class EvaluationReport:
     always_wins: Kind | None
     policies: tuple[PolicyScore, ...]
     left_out: Mapping[str, int]
+    floor: Floor
+    """What the traces say of the costs that policies are priced with."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,6 +94,7 @@ class EvaluationReport:
         lines.append("brackets: 95%, states resampled")
         if self.always_wins:
             lines.append(f"{self.always_wins} costs less in every state: here the cheapest policy is a constant")
+        lines += self.floor.lines()
         return "\n".join(lines + [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count])
 
 
@@ -122,6 +126,11 @@ def evaluate(traces: Sequence[Path | str], policies: Sequence[str], seed: int = 
     """
     if not policies:
         raise ValueError("no policy was given")
+    for spec in policies:
+        if policies.count(spec) > 1:
+            raise ValueError(f"policy {spec}: given twice")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}, should be 0 or above")
     loaded = [load(spec) for spec in policies]
     dataset = measured(traces)
     _check_fit(loaded, dataset)
@@ -139,6 +148,7 @@ def evaluate(traces: Sequence[Path | str], policies: Sequence[str], seed: int = 
         always_wins=one_option_always_wins(states),
         policies=tuple(_score(name, i, prices, states, resampled) for i, name in enumerate(policies)),
         left_out=left_out,
+        floor=dataset.floor,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvpolicy import cost
-from kvpolicy.cost import ModelError, ModelWarning
+from kvpolicy.cost import ModelError, ModelWarning, store
 from kvpolicy.cost.dataset import measured
 from kvpolicy.cost.fitting import fit
 from kvpolicy.cost.model import FittedModel
@@ -242,3 +242,98 @@ def test_training_again_replaces_the_model_trees_included(tmp_path: Path) -> Non
     again: FittedModel = cost.load(tmp_path / "mine")
     assert not again.residuals
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["model.json"]
+
+
+@pytest.fixture
+def shelf(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory, and a model that ships under the name ``known``."""
+    shelf, here = tmp_path / "shelf", tmp_path / "here"
+    (shelf / "known").mkdir(parents=True)
+    here.mkdir()
+    for file in copied.glob("*.*"):
+        (shelf / "known" / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(store, "_shelves", lambda: (shelf,))
+    monkeypatch.chdir(here)
+    return here
+
+
+def test_a_folder_that_is_no_model_hides_none_that_ships(shelf: Path) -> None:
+    (shelf / "known").mkdir()
+    assert cost.load("known").name == "known"
+    with pytest.raises(ModelError, match=r"known/model.json: cannot be read"):
+        cost.load("./known")
+    (shelf / "other").mkdir()
+    with pytest.raises(ModelError, match=r"other/model.json: cannot be read"):
+        cost.load("other")
+
+
+def test_where_a_folder_and_a_shipped_model_share_a_name_it_says_which_is_used(shelf: Path) -> None:
+    ships = cost.load("known").digest
+    (shelf / "known").mkdir()
+    for file in (shelf.parent / "shelf" / "known").iterdir():
+        (shelf / "known" / file.name).write_bytes(file.read_bytes())
+    edit(shelf / "known", lambda card: card["notes"].append("another"))
+    with pytest.warns(ModelWarning, match=r"the folder .*here/known is used, not the model that ships"):
+        assert cost.load("known").digest != ships
+    assert cost.load("./known").digest != ships
+    assert cost.load(Path("known")).digest != ships
+
+
+def test_the_folder_of_a_shipped_model_is_that_model(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shelf.parent / "shelf")
+    assert cost.load("known").name == "known"
+
+
+def test_a_failure_never_loses_the_model_that_was_there(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copied / "mine"
+    model, forests = cost.load(copied), {}
+    for kind in ("recompute", "swap"):
+        tree = json.loads((copied / "model.json").read_text())["trees"][kind]
+        forests[kind] = store.ForestText((copied / f"{kind}.txt").read_text(), tuple(tree["inputs"]))
+    store.save(model, forests, folder)
+    (folder / "remarks.md").write_text("mine")
+    digest = cost.load(folder).digest
+    changed = replace(model, provenance=replace(model.provenance, notes=("another",)))
+    rename = Path.rename
+
+    def fails(*_: Any) -> None:
+        raise OSError("disk full")
+
+    def fails_at_the_last(self: Path, target: Path) -> Path:
+        if ".new-" in self.name:
+            raise OSError("disk full")
+        return rename(self, target)
+
+    for where, what, how in ((store, "_card", fails), (store, "_put_in_place", fails), (Path, "rename", None)):
+        monkeypatch.setattr(where, what, how or fails_at_the_last)
+        with pytest.raises(OSError, match="disk full"):
+            store.save(changed, forests, folder)
+        monkeypatch.undo()
+        assert cost.load(folder).digest == digest
+    store.save(changed, forests, folder)
+    assert cost.load(folder).digest != digest
+    assert sorted(one.name for one in folder.iterdir()) == ["model.json", "recompute.txt", "remarks.md", "swap.txt"]
+    assert not [one for one in copied.iterdir() if one.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("state_ids", "abc"), ("state_ids", []), ("state_ids", [1]), ("block_sizes", "16"), ("block_sizes", [True]),
+        ("block_sizes", []), ("block_sizes", [16.0]), ("schema_version", True), ("schema_version", 1.0),
+        ("trace_digests", "abc"), ("notes", "abc"), ("kv_bytes_per_token", "4096"), ("kv_bytes_per_token", True),
+        ("kv_bytes_per_token", 0), ("hardware", [["device", "cpu"]]), ("link", []), ("held_out", []),
+        ("trees", []), ("trees", {"Swap": {}}),
+    ],
+)  # fmt: skip
+def test_a_field_of_the_wrong_type_is_refused_by_name(copied: Path, field: str, value: Any) -> None:
+    edit(copied, lambda card: card.update({field: value}))
+    with pytest.raises(ModelError, match=rf"model.json: (field )?{field}"):
+        cost.load(copied)
+
+
+@pytest.mark.parametrize(("name", "value"), [("layers", "4"), ("layers", 0), ("heads", True), ("dtype", 32)])
+def test_a_geometry_of_the_wrong_type_is_refused_by_name(copied: Path, name: str, value: Any) -> None:
+    edit(copied, lambda card: card["geometry"].update({name: value}))
+    with pytest.raises(ModelError, match=rf"model.json: field geometry: {name} is {value!r}"):
+        cost.load(copied)

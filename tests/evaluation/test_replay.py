@@ -169,3 +169,16 @@ def test_no_policy_and_a_wrong_one_are_errors(made: Path) -> None:
         evaluate([made / "trace"], [])
     with pytest.raises(ValueError, match="the policies are"):
         evaluate([made / "trace"], ["always-win"])
+
+
+def test_a_policy_given_twice_and_a_negative_seed_are_errors(made: Path) -> None:
+    with pytest.raises(ValueError, match="policy always-swap: given twice"):
+        evaluate([made / "trace"], ["always-swap", "always-recompute", "always-swap"])
+    with pytest.raises(ValueError, match="seed is -1, should be 0 or above"):
+        evaluate([made / "trace"], ["always-swap"], seed=-1)
+
+
+def test_the_floor_under_the_figures_is_told(made: Path) -> None:
+    report = evaluate([made / "trace"], ["always-swap"])
+    assert "self-check: none in core-made-32, core-made-64" in report.text()
+    assert report.to_dict()["floor"]["unchecked"] == ("core-made-32", "core-made-64")

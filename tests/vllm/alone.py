@@ -167,6 +167,24 @@ def harry(scheduler: Any, worker: Any, rng: random.Random, resets: bool) -> None
             scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
+def watch_counts(scheduler: Any) -> list[tuple[int, int, int, int]]:
+    """Shared and hashed blocks of every victim from now on: as the plugin tells them, then counted one by one."""
+    from kvpolicy_vllm.plugin.situation import situation_of
+
+    controller, seen = scheduler.kvpolicy, []
+    preempting = controller.preempting
+
+    def watched(request: Any, cause: Any) -> None:
+        told = situation_of(request, scheduler, cause, controller.copies, 1, 0.0)
+        blocks = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: told.held_blocks]
+        shared, hashed = sum(b.ref_cnt > 1 for b in blocks), sum(b.block_hash is not None for b in blocks)
+        seen.append((told.shared_blocks, told.hashed_blocks, shared, hashed))
+        preempting(request, cause)
+
+    controller.preempting = watched
+    return seen
+
+
 def loaded_and_waiting(scheduler: Any) -> int:
     """How many have been loaded but found no further block. Rare, and a reset then easily goes wrong."""
     return sum(
@@ -197,6 +215,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     # What was scheduled is executed at once and in order, as in an engine; only the answer may be read later.
     flying = deque[tuple[Any, ModelRunnerOutput]]()
     schedule: list[Any] = []
+    counts = watch_counts(scheduler) if job.get("counts") else []
     depth = 2 if job["asynchronous"] else 1
     rng = random.Random(job["seed"])
     for _ in range(200_000):
@@ -226,6 +245,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "device_blocks": pool.num_gpu_blocks,
         "stats": scheduler.connector.stats() if scheduler.connector is not None else {},
         "unfinished": len(scheduler.requests),
+        "counts": counts,
     } | worker.found()
 
 

@@ -21,7 +21,7 @@ from kvpolicy_vllm.bench import demo as public_demo
 from kvpolicy_vllm.bench.demo import QUICK, Loop, Measured
 from kvpolicy_vllm.bench.demo import demo as demo_function
 from kvpolicy_vllm.bench.demoreport import DemoReport
-from kvpolicy_vllm.bench.engine import EngineFailed, EngineProcess
+from kvpolicy_vllm.bench.engine import EngineFailed, EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.models import VOCABULARY, make_llama, make_tokenizer
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
 
@@ -158,7 +158,7 @@ def test_arrivals_are_kept_and_idle_engines_rest(model: str, tmp_path: Path) -> 
     requests = (Request(0.0, 40, 20), Request(1.0, 40, 20), Request(1.0, 300, 1))
     workload = Workload("by hand", requests, seed=0)
     with Arms(settings, tmp_path) as arms:
-        arms.start(Arm("one", None), Arm("other", "random:0.5"), Arm("third", "always-swap"))
+        arms.start(Arm("one", None, device_blocks=81), Arm("other", "random:0.5"), Arm("third", "always-swap"))
         idle = arms.pid("other")
         before = cpu_ticks(idle)
         runs = [arms.serve("one", workload, block) for block in range(2)]
@@ -171,6 +171,26 @@ def test_arrivals_are_kept_and_idle_engines_rest(model: str, tmp_path: Path) -> 
         assert [len(tokens) for tokens in run.tokens] == [20, 20, 1]
         assert all(ttft_s > 0 for ttft_s in run.ttft_s)
     assert len({run.tokens for run in runs}) == 1
+
+
+def test_the_plugin_can_be_taken_out_and_put_back(model: str, tmp_path: Path) -> None:
+    """Without it the scheduler is vLLM's own, does what a stock engine does, and reports nothing of ours."""
+    engine = Settings(model, on_cpu=True, device_blocks=12, context_tokens=256).arguments()
+    job = {"do": "serve", "requests": [[0.0, 60, 60]] * 6, "seed": 1, "gaps": False}
+    with EngineProcess(SERVING, tmp_path / "stock.log") as process:
+        process.ask({"do": "start", "engine": engine})
+        stock = process.ask(job | {"policy": None})
+    with EngineProcess(SERVING, tmp_path / "ours.log") as process:
+        process.ask({"do": "start", "engine": engine | plugin_arguments("always-swap")})
+        runs = [process.ask(job | {"policy": policy}) for policy in (None, "always-swap", None)]
+    assert stock["preemptions"] > 2
+    for run in (runs[0], runs[2]):
+        assert run["scheduler"] == ["SilentScheduler", "Silent", *stock["scheduler"]]
+        assert not run["stats"]
+        for same in ("tokens", "steps", "preemptions", "scheduled_tokens", "recomputed_tokens"):
+            assert run[same] == stock[same]
+    assert runs[1]["scheduler"] == ["AdaptiveSyncScheduler", "Asking", *stock["scheduler"]]
+    assert runs[1]["stats"]["loaded_tokens"] > 0 and runs[1]["tokens"] == stock["tokens"]
 
 
 def test_functions_keep_their_names() -> None:

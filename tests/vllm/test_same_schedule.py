@@ -83,3 +83,11 @@ def test_aborts_and_resets_at_any_moment(
     assert harness.total(ours["stats"], "preemptions", cause="reset") > 0
     assert harness.total(ours["stats"], "preemptions", executed="swap") > 20
     assert harness.total(ours["stats"], "fallbacks", reason="error") == 0
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
+def test_shared_and_hashed_blocks_are_counted_right(source: str, model: str, tmp_path: Path) -> None:
+    job = BASE | {"model": model, "plugin": harness.plugin("random:0.5"), "prefix_caching": True, "counts": True}
+    counts = run_alone(job | {"harry": True}, tmp_path, source)["counts"]
+    assert len(counts) > 50 and any(shared for shared, *_ in counts) and len({hashed for _, hashed, *_ in counts}) > 5
+    assert [told[:2] for told in counts] == [told[2:] for told in counts]

@@ -162,7 +162,7 @@ class Measured:
 
     def arms(self) -> tuple[Arm, ...]:
         policies = {name: name for name in FIXED} | {LEARNED: self.learned}
-        return (Arm(STOCK, None), *(Arm(name, policy, self.link) for name, policy in policies.items()))
+        return (Arm(STOCK, None, self.link), *(Arm(name, policy, self.link) for name, policy in policies.items()))
 
 
 class Loop:
@@ -247,12 +247,10 @@ class Loop:
         return runs
 
     def _start(self, arms: Arms, link: Measured, tell: Told) -> None:
-        # The arm without the plugin knows no link: its engine goes on from one to the next.
-        arms.stop(*(name for name in arms.names if name != STOCK))
-        wanted = [arm for arm in link.arms() if arm.name not in arms.names]
+        arms.stop(*arms.names)
         tell(f"{link.name} link", 0, 0)
-        arms.start(*wanted)
-        for arm in wanted:
+        arms.start(*link.arms())
+        for arm in link.arms():
             self._warm_up(arms, arm.name, tell)
 
     def _warm_up(self, arms: Arms, name: str, tell: Told) -> None:

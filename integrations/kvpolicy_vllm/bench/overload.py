@@ -33,7 +33,7 @@ class Arm:
 
     name: str
     policy: str | None
-    """None: vLLM without the plugin."""
+    """None: vLLM without the plugin, or with the plugin taken out where other arms of the engine have one."""
     link: str | None = None
     host_gib: float = 1.0
     seed: int = 0
@@ -42,8 +42,8 @@ class Arm:
 
     @property
     def engine(self) -> Arm:
-        """What arms of one engine have in common."""
-        return replace(self, name="", policy=None if self.policy is None else "")
+        """What arms of one engine have in common: all but name and policy."""
+        return replace(self, name="", policy="")
 
     def arguments(self) -> dict[str, Any]:
         memory = {} if self.device_blocks is None else {"num_gpu_blocks_override": self.device_blocks}
@@ -154,9 +154,9 @@ def _total(stats: Mapping[str, float], name: str, label: str = "") -> int:
 class Arms:
     """Engines side by side. A context manager; an arm's engine starts when the arm is added.
 
-    Arms that differ only in policy share one engine, which changes policy between workloads: two processes of one and
-    the same program can differ by several percent in speed for as long as they live (where their memory came to lie),
-    and that must not pass for a difference between policies.
+    Arms that differ only in policy share one engine, which changes policy between workloads, or has the plugin taken
+    out (:mod:`kvpolicy_vllm.bench.switching`): two processes of one and the same program can differ by several percent
+    in speed for as long as they live, and that must not pass for a difference between policies.
     """
 
     def __init__(self, settings: Settings, logs: Path | None = None) -> None:
@@ -174,6 +174,8 @@ class Arms:
             if arm.name in self._arms:
                 raise ValueError(f"arm {arm.name} is there already")
             self._arms[arm.name] = arm
+            if arm.engine in new and arm.policy is not None:
+                new[arm.engine] = arm
             if arm.engine not in self._engines:
                 log = None if self._logs is None else self._logs / f"{self._started}-{_file_name(arm.name)}.log"
                 self._started += 1

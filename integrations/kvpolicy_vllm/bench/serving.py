@@ -2,8 +2,8 @@
 
 Jobs (see :mod:`kvpolicy_vllm.bench.engine`): ``{"do": "start", "engine": {...}}`` with the arguments of
 :class:`vllm.LLM`, then ``{"do": "serve", "requests": [[arrival_s, prompt_tokens, output_tokens], ...], "seed": ...}``
-as often as wanted, with ``"policy"`` by another policy than before. The engine core runs in this process and is stepped
-here.
+as often as wanted. ``"policy"``: by which policy an engine with the plugin does it; None takes the plugin out of it.
+The engine core runs in this process and is stepped here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from kvpolicy_vllm.bench.engine import jobs
+from kvpolicy_vllm.bench.switching import PluginSwitch
 
 FIRST_TOKEN_ID = 10
 """Prompts take no lower token: those are special."""
@@ -71,14 +72,15 @@ class Serving:
         self._vocabulary = self.llm.model_config.get_vocab_size()
         self._counted = Counted()
         self._names = itertools.count()
+        self._plugin = PluginSwitch(self._core)
         self._count_schedules()
 
     def _count_schedules(self) -> None:
         scheduler = self._core.scheduler
-        schedule = scheduler.schedule
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            output = schedule(*args, **kwargs)
+            # By its class of the moment: with the plugin taken out it is another one.
+            output = type(scheduler).schedule(scheduler, *args, **kwargs)
             self._counted.count(output, scheduler.requests)
             return output
 
@@ -90,7 +92,8 @@ class Serving:
 
     def serve(self, job: dict[str, Any], news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Serve every request to its end, each not before its arrival."""
-        if job.get("policy") is not None:
+        self._plugin.set(job["policy"] is not None)
+        if job["policy"] is not None:
             self._core.scheduler.kvpolicy.adopt(job["policy"])
         prompts = self._prompts(job)
         number = next(self._names)
@@ -160,6 +163,7 @@ class Serving:
     def _result(self, progress: dict[str, Progress], makespan_s: float, before: dict[str, float]) -> dict[str, Any]:
         after = self._stats()
         return {
+            "scheduler": [base.__name__ for base in type(self._core.scheduler).__mro__],
             "makespan_s": makespan_s,
             "arrival_s": [one.arrival_s for one in progress.values()],
             "times_s": [[round(at, 6) for at in one.times_s] for one in progress.values()],

@@ -81,8 +81,8 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(jobs, StepJobs)
         for job in jobs.loads:
             self._working_copier.load(job)
-        # Only now: a copy forgotten in this step is no longer asked for by a load told in it.
-        self._working_copier.drop(jobs.dropped)
+        if jobs.dropped:  # only now: a copy forgotten in this step is no longer asked for by a load told in it
+            self._working_copier.drop(jobs.dropped)
 
     def _save(self, jobs: KVConnectorMetadata) -> None:
         assert isinstance(jobs, StepJobs)
@@ -124,6 +124,8 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """vLLM 0.32 and later ask here, and take failures by request."""
         results = super().get_transfer_results(finished_req_ids)
+        if not self._failed_requests:
+            return results
         failed, self._failed_requests = self._failed_requests, set()
         return dataclasses.replace(results, failed_recving=failed)
 

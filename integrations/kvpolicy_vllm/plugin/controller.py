@@ -71,6 +71,7 @@ class Controller:
         # Decisions to swap whose save is not yet done: (situation, decision, identity).
         self._undecided: dict[int, tuple[Preemption, Decision, dict[str, Any]]] = {}
         self._complained: set[str] = set()
+        self._shown: tuple[int, ...] = ()
         self._engine_shape = partial(engine_shape, vllm_config, kv_cache, block_bytes)
         self._prepare(self.policy)
         self.journal: Journal | None = None
@@ -388,9 +389,12 @@ class Controller:
             self.tally.add("records_dropped", self.journal.recorder.dropped - known)
 
     def _set_gauges(self) -> None:
-        self.tally.set("host_slots_used", self.copies.pool.used)
-        self.tally.set("host_slots_total", self.copies.pool.total)
-        self.tally.set("open_preemptions", len(self.ledger))
+        shown = (self.copies.pool.used, self.copies.pool.total, len(self.ledger))
+        if shown == self._shown:  # as in nearly every step
+            return
+        self._shown = shown
+        for name, value in zip(("host_slots_used", "host_slots_total", "open_preemptions"), shown, strict=True):
+            self.tally.set(name, value)
 
     # ---- forgetting ----
 

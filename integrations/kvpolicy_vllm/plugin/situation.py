@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def situation_of(
     request: Any, scheduler: Any, cause: Cause, copies: CopyBook, segment_bytes: int, now: float
 ) -> Preemption:
-    """What is known about ``request``, already taken out of ``scheduler.running``. O(its blocks + running requests)."""
+    """What is known about ``request``, already taken out of ``scheduler.running``. O(log blocks + running requests)."""
     pool = scheduler.kv_cache_manager.block_pool
     size = scheduler.block_size
     computed = request.num_computed_tokens
@@ -34,8 +35,8 @@ def situation_of(
         block_bytes=copies.block_bytes,
         segment_bytes=segment_bytes,
         held_blocks=len(held),
-        shared_blocks=sum(block.ref_cnt > 1 for block in held),
-        hashed_blocks=sum(block.block_hash is not None for block in held),
+        shared_blocks=bisect_left(held, True, key=_is_own),
+        hashed_blocks=bisect_left(held, True, key=_is_unhashed),
         device_blocks=pool.num_gpu_blocks,
         free_blocks=pool.get_num_free_blocks(),
         short_blocks=_short_blocks(request, others, scheduler) if cause == "memory" else 0,
@@ -50,6 +51,18 @@ def situation_of(
         priority=request.priority,
         cause=cause,
     )
+
+
+# Blocks are shared, and hashed, from the first one on without a gap: who holds a block by a prefix hit holds all before
+# it, and full blocks are hashed in their order. So either count is a boundary, and found by bisection.
+
+
+def _is_own(block: Any) -> bool:
+    return bool(block.ref_cnt <= 1)
+
+
+def _is_unhashed(block: Any) -> bool:
+    return block.block_hash is None
 
 
 def _short_blocks(victim: Any, others: list[Any], scheduler: Any) -> int:

@@ -1,0 +1,120 @@
+"""Rows and values that cannot be: refused by folder, table and row. What is merely strange is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+from kvpolicy.events import KINDS
+from kvpolicy.trace import Trace, TraceError
+
+Row = Mapping[str, Any]
+
+CLOCK_ROUNDING_S = 1e-9
+"""A difference of clock readings may come out that far below 0."""
+
+IDENTITY: Mapping[str, tuple[str, ...]] = {
+    "decisions": ("core", "decision_id"),
+    "outcomes": ("core", "preemption_id"),
+    "steps": ("core", "step"),
+    "transfers": ("core", "preemption_id", "generation", "direction"),
+    "windows": ("core", "state_id", "arm", "repeat", "first_step", "preemption_id"),
+}
+"""What tells the rows of a table apart. Requests are named by clients, who may use a name again."""
+
+COUNTS = (
+    "computed_tokens", "prompt_tokens", "output_tokens", "block_size", "block_bytes", "segment_bytes", "held_blocks",
+    "shared_blocks", "hashed_blocks", "device_blocks", "free_blocks", "short_blocks", "host_blocks",
+    "free_host_blocks", "running_requests", "waiting_requests", "batch_tokens", "queued_save_bytes",
+    "queued_load_bytes", "earlier_preemptions",
+)  # fmt: skip
+"""Of a situation: never below 0."""
+
+SIZES = ("computed_tokens", "held_blocks", "block_size", "block_bytes", "segment_bytes")
+"""Of a measured situation: above 0."""
+
+_TIMES: Mapping[str, tuple[str, ...]] = {
+    "decisions": ("time_s",),
+    "outcomes": ("closed_s",),
+    "steps": ("start_s",),
+    "transfers": ("submit_s", "end_s"),
+    "requests": ("arrival_s", "last_token_s"),
+}
+"""Readings of a core's clock."""
+
+
+def refuse_doubled(folder: str, trace: Trace) -> None:
+    """Raises TraceError for the first row that is in a table twice."""
+    for table, names in IDENTITY.items():
+        columns = trace.table(table).select(names).to_pydict()
+        seen: dict[tuple[Any, ...], int] = {}
+        for number, key in enumerate(zip(*columns.values(), strict=True)):
+            if seen.setdefault(key, number) != number:
+                what = ", ".join(f"{name} {value}" for name, value in zip(names, key, strict=True))
+                raise TraceError(
+                    f"{folder}: table {table}, row {number} is row {seen[key]} again ({what}); each should be there "
+                    "once: was a part file copied?"
+                )
+
+
+def refuse_negative(folder: str, table: str, number: int, row: Row, column: str) -> None:
+    """Raises TraceError for a duration below 0."""
+    if row[column] < -CLOCK_ROUNDING_S:
+        raise TraceError(
+            f"{folder}: table {table}, row {number} of core {row['core']}: {column} is {row[column]:g} s, "
+            "should be 0 or above"
+        )
+
+
+def refuse_situation(folder: str, number: int, row: Row) -> None:
+    """Raises TraceError for a row of ``decisions`` that describes no situation."""
+    for name in COUNTS:
+        if row[name] < 0:
+            raise TraceError(f"{folder}: table decisions, row {number}: {name} is {row[name]}, should be 0 or above")
+    if row["state_id"] is not None and (row["arm"] not in KINDS or row["repeat"] is None):
+        raise TraceError(
+            f"{folder}: table decisions, row {number}: arm is {row['arm']!r}, repeat {row['repeat']!r}; "
+            "a row with a state_id should have an arm (recompute or swap) and a repeat"
+        )
+
+
+def refuse_sizes(folder: str, number: int, row: Row) -> None:
+    """Raises TraceError for a measured situation in which nothing was held."""
+    for name in SIZES:
+        if row[name] <= 0:
+            raise TraceError(f"{folder}: table decisions, row {number}: {name} is {row[name]}, should be above 0")
+
+
+def refuse_cost(folder: str, number: int, row: Row, span_s: float) -> None:
+    """Raises TraceError for an outcome whose cost is no number, or more than all of its core's time.
+
+    ``span_s``: as of :func:`spans_s`. Noise can bring a small cost below 0, hence no other lower limit.
+    """
+    value = row["engine_s"]
+    if not isfinite(value) or abs(value) > span_s:
+        raise TraceError(
+            f"{folder}: table outcomes, row {number} of core {row['core']}: engine_s is {value:g} s, should be a "
+            f"number within the {span_s:g} s that this core's whole trace takes"
+        )
+
+
+def spans_s(trace: Trace) -> dict[str, float]:
+    """Of each core, seconds from the first to the last moment that its trace knows of."""
+    ends: dict[str, tuple[float, float]] = {}
+    for core, time_s in _moments(trace):
+        low, high = ends.get(core, (time_s, time_s))
+        ends[core] = min(low, time_s), max(high, time_s)
+    return {core: high - low for core, (low, high) in ends.items()}
+
+
+def _moments(trace: Trace) -> Iterator[tuple[str, float]]:
+    for table, names in _TIMES.items():
+        columns = trace.table(table).select(["core", *names]).to_pydict()
+        for name in names:
+            for core, time_s in zip(columns["core"], columns[name], strict=True):
+                if time_s is not None and isfinite(time_s):
+                    yield core, time_s
+    steps = trace.table("steps").select(["core", "start_s", "duration_s"]).to_pydict()
+    for core, start_s, duration_s in zip(*steps.values(), strict=True):
+        yield core, start_s + duration_s
