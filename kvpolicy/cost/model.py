@@ -8,19 +8,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, inf, log
+from importlib import import_module
+from math import log
 from typing import Any, Protocol
 
+from kvpolicy.cost import pricing
 from kvpolicy.cost.compiled import Forest
 from kvpolicy.cost.intervals import Intervals, Room
-from kvpolicy.cost.laws import Law, Parts
+from kvpolicy.cost.laws import Law
+from kvpolicy.cost.packed import Packed, pack
+from kvpolicy.cost.pricing import Predictor
 from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
-from kvpolicy.features import FEATURES, GROWING, Features, features_of
+from kvpolicy.features import FEATURES, Features, features_of
 from kvpolicy.hardware import Geometry
 
 FAMILIES = ("boosted", "linear", "analytic")
-MOST_EXPONENT = 600.0
 
 
 class ModelError(ValueError):
@@ -123,10 +126,17 @@ class FittedModel:
     step_time: StepTimeModel | None = None
     """d0 of the traces it was fitted to; None where they hold too few undisturbed steps."""
     _checks: Mapping[Kind, tuple[tuple[int, float, float], ...]] = field(init=False, repr=False, compare=False)
+    _packed: Packed = field(init=False, repr=False, compare=False)
+    _fast: Predictor | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checks = {kind: self._checked(kind) for kind in self.laws}
+        packed = pack(
+            self.laws, self.victim_delays, self.residuals, checks, self.floor_s, self.others_share, self.intervals
+        )
         object.__setattr__(self, "_checks", checks)
+        object.__setattr__(self, "_packed", packed)
+        object.__setattr__(self, "_fast", None)
 
     def _checked(self, kind: Kind) -> tuple[tuple[int, float, float], ...]:
         """Position and range of the features that a prediction depends on."""
@@ -147,27 +157,26 @@ class FittedModel:
 
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         """One cost per option, log ratios against the first. Raises ValueError for a feature that is no number."""
-        running = situation.running_requests
-        number = self.intervals.bin_of(situation.computed_tokens, running)
+        costs = None if self._fast is None else self._fast(situation, options)
+        return self._predict(situation, options) if costs is None else costs
+
+    def _predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
+        n, c, running = self._packed.n, self._packed.c, situation.running_requests
+        number = pricing.bin_at(n, c, situation.computed_tokens, running)
         costs: list[Cost] = []
         first: tuple[Kind, float, bool] | None = None
         for option in options:
             kind, x = option.kind, features_of(situation, option)
-            seconds, parts, outside = self._price(kind, x)
-            below, above = self.intervals.room(kind, number, outside)
+            found = pricing.option_cost(n, c, KINDS.index(kind), number, running, x, [0.0] * len(x))
+            seconds, outside = found[0], found[7]
             low = high = 0.0
             if first is None:
                 first = kind, log(seconds), outside
             else:
                 room = self.intervals.room("ratio", number, outside or first[2])
                 low, high = log_ratio_interval(log(seconds) - first[1], turned(room, first[0], kind))
-            delay = self.victim_delays.get(kind)
-            costs.append(
-                Cost(
-                    seconds, *parts, seconds * running * self.others_share[kind], times_exp(seconds, -below),
-                    times_exp(seconds, above), low, high, outside, None if delay is None else sum(delay.parts(x)),
-                )
-            )  # fmt: skip
+            delay_s = found[8] if kind in self.victim_delays else None
+            costs.append(Cost(*found[:7], low, high, outside, delay_s))
         return tuple(costs)
 
     def law_seconds(self, kind: Kind, x: Features) -> float:
@@ -176,47 +185,21 @@ class FittedModel:
 
     def seconds(self, kind: Kind, x: Features) -> float:
         """Predicted extra engine time."""
-        return self._price(kind, x)[0]
+        return pricing.price(self._packed.n, self._packed.c, KINDS.index(kind), x, [0.0] * len(x))[0]
 
     def outside(self, kind: Kind, x: Features) -> tuple[str, ...]:
         """The features, of those predictions depend on, in which ``x`` is beyond what was trained on."""
         return tuple(FEATURES[at] for at, low, high in self._checks[kind] if not low <= x[at] <= high)
 
-    def _price(self, kind: Kind, x: Features) -> tuple[float, Parts, bool]:
-        parts = self.laws[kind].parts(x)
-        physics = max(sum(parts), self.floor_s[kind])
-        outside = False
-        for at, low, high in self._checks[kind]:
-            if not low <= x[at] <= high:
-                outside = True
-                break
-        residual = self.residuals.get(kind)
-        if residual is None:
-            seconds = physics
-        elif outside:
-            seconds = self._extrapolate(kind, x, physics, residual)
-        else:
-            seconds = physics * exp(residual.predict(x))
-        return seconds, _scaled(parts, seconds, kind), outside
-
-    def _extrapolate(self, kind: Kind, x: Features, physics: float, residual: Forest) -> float:
-        edge = list(x)
-        above = below = False
-        for at, low, high in self._checks[kind]:
-            if low <= x[at] <= high:
-                continue
-            if FEATURES[at] not in GROWING:
-                return physics
-            above, below = above or x[at] > high, below or x[at] < low
-            edge[at] = min(max(x[at], low), high)
-        if above and below:
-            return physics
-        at_edge = self.law_seconds(kind, Features(*edge)) * exp(residual.predict(edge))
-        return max(physics, at_edge) if above else min(physics, at_edge)
-
     def warm(self) -> bool:
-        compiled = [forest.warm() for forest in self.residuals.values()]
-        return all(compiled)
+        """Compile, some seconds; False where numba is missing, and then nothing changes but speed."""
+        try:
+            fast: Any = import_module("kvpolicy.cost.fast")
+        except ImportError:
+            return False
+        nodes = [self.residuals[kind].nodes if kind in self.residuals else None for kind in KINDS]
+        object.__setattr__(self, "_fast", fast.predictor(self._packed, nodes, self.predicts_victim_delay))
+        return True
 
     # ---- fitting an engine ----
 
@@ -266,14 +249,6 @@ class FittedModel:
         warnings.warn(f"cost model {self.name} {what}", ModelWarning, stacklevel=4)
 
 
-def _scaled(parts: Parts, seconds: float, kind: Kind) -> Parts:
-    whole = sum(parts)
-    if whole > 0:
-        by = seconds / whole
-        return parts[0] * by, parts[1] * by, parts[2] * by
-    return (0.0, 0.0, seconds) if kind == "recompute" else (0.0, seconds, 0.0)
-
-
 def log_ratio_interval(ratio: float, room: Room) -> tuple[float, float]:
     return ratio - room[0], ratio + room[1]
 
@@ -283,9 +258,3 @@ def turned(room: Room, first: Kind, other: Kind) -> Room:
     if first == other:
         return max(room), max(room)
     return room if first == "recompute" else (room[1], room[0])
-
-
-def times_exp(seconds: float, exponent: float) -> float:
-    if exponent > MOST_EXPONENT:
-        return inf
-    return 0.0 if exponent < -MOST_EXPONENT else seconds * exp(exponent)
