@@ -27,7 +27,9 @@ _OPTION = (*["float64"] * 7, "boolean", "float64")
 _PAIR = ("boolean", "float64", "float64", *_OPTION, *_OPTION)
 SIGNATURE = f"Tuple(({', '.join(_PAIR)}))(int64[::1], float64[::1], {', '.join(['float64'] * 12)})"
 
-UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError)
+UNREADABLE = (
+    OSError, RuntimeError, EOFError, ValueError, AttributeError, ImportError, IndexError, pickle.UnpicklingError,
+)  # fmt: skip
 """What numba raises where there is no place for its cache, or what is there is damaged."""
 
 

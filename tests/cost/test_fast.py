@@ -267,10 +267,17 @@ def test_a_decision_loads_nothing_that_trains() -> None:
     assert not {"sklearn", "lightgbm", "pandas", "pyarrow", "torch", "vllm"} & set(loaded)
 
 
-def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(tmp_path: Path) -> None:
-    """No cache folder can be made: a file stands where it would be."""
-    (tmp_path / "file").write_text("")
-    assert _child(DECIDE, NUMBA_CACHE_DIR=str(tmp_path / "file" / "cache")).startswith("2 ")
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same() -> None:
+    """numba then refuses to keep it: no locator available."""
+    nowhere = "from numba.core.caching import CacheImpl\nCacheImpl._locator_classes = []\n"
+    assert _child(nowhere + DECIDE).startswith("2 ")
+
+
+def test_a_damaged_cache_is_no_trouble(tmp_path: Path) -> None:
+    assert _child(DECIDE, NUMBA_CACHE_DIR=str(tmp_path)).startswith("2 ")
+    (index,) = tmp_path.rglob("*.nbi")
+    index.write_bytes(index.read_bytes()[:-20])
+    assert _child(DECIDE, NUMBA_CACHE_DIR=str(tmp_path)).startswith("2 ")
 
 
 @given(tokens=st.integers(0, 3000) | st.sampled_from([100, 1000]), running=st.integers(0, 50), seed=st.integers(0, 5))
