@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvpolicy.cost.compiled import Nodes
 from kvpolicy.cost.jitted import compiled_pair
+from kvpolicy.cost.masks import arrays
 from kvpolicy.cost.packed import Packed
 from kvpolicy.cost.pricing import Predictor
-from kvpolicy.cost.tables import arrays
 from kvpolicy.drafts import draft_of
 from kvpolicy.events import Cost, Option, Preemption
 

@@ -22,8 +22,8 @@ from kvpolicy.cost import jitted, model, pricing
 from kvpolicy.cost.compiled import Forest, Nodes
 from kvpolicy.cost.intervals import PREDICTED, Intervals
 from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
+from kvpolicy.cost.masks import MOST_WORDS, arrays
 from kvpolicy.cost.model import FAMILIES, FittedModel
-from kvpolicy.cost.tables import MOST_WORDS, arrays
 from kvpolicy.events import KINDS, Cost, Preemption
 from kvpolicy.features import FEATURES
 from tests.synthetic import fitted_model, options_for, situation
