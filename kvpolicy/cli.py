@@ -25,8 +25,10 @@ app = typer.Typer(
 
 POLICIES = (
     "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL or explore:COST_MODEL; "
-    "a cost model is a folder or the name of one that ships"
+    "a cost model is a folder or the name of one that ships, after it may follow ,online=on (measured outcomes correct "
+    "it) and ,objective=OBJECTIVE"
 )
+OBJECTIVES = "engine, victim or others, in seconds, or a weighted sum of them, as in engine+0.5*victim"
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 PolicyName = Annotated[str, typer.Option("--policy", help=POLICIES)]
@@ -38,6 +40,10 @@ ForceHostGib = Annotated[
     bool, typer.Option("--force-host-gib", help="Accept more than half of the available memory for it.")
 ]
 NoPin = Annotated[bool, typer.Option("--no-pin-memory", help="Do not page-lock that memory.")]
+OnlineState = Annotated[
+    Path | None,
+    typer.Option("--online-state", help="File that keeps what an online=on policy learned, over a restart."),
+]
 RecordTo = Annotated[Path | None, typer.Option("--trace", help="Folder to record a trace into.")]
 PolicySeed = Annotated[int | None, typer.Option(help="Seed of a policy that draws.")]
 Link = Annotated[str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LATENCY_S]; native without it.")]
@@ -69,10 +75,13 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the cost model.")],
     family: Annotated[str, typer.Option(help="boosted, linear or analytic")] = "boosted",
     force: Annotated[bool, typer.Option("--force", help="Train even on a trace with over 30% noise.")] = False,
+    mixed_hardware: Annotated[
+        bool, typer.Option("--mixed-hardware", help="Train on traces of different machines together.")
+    ] = False,
     seed: Seed = 0,
 ) -> None:
     """Train a cost model from traces."""
-    _show(kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed))
+    _show(kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed, mixed_hardware=mixed_hardware))
 
 
 @app.command()
@@ -80,10 +89,11 @@ def evaluate(
     trace: Annotated[list[Path], typer.Option(help="Folder of a trace; may be given several times.")],
     policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
+    objective: Annotated[str, typer.Option(help=f"What policies are judged by: {OBJECTIVES}.")] = "engine",
     seed: Seed = 0,
 ) -> None:
     """Price policies on a trace: accuracy and regret against the oracle that knows both options."""
-    report = kvpolicy.evaluate(traces=trace, policies=policy, seed=seed)
+    report = kvpolicy.evaluate(traces=trace, policies=policy, seed=seed, objective=objective)
     _show(report)
     if json_file:
         json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -101,6 +111,7 @@ def serve(
     trace: RecordTo = None,
     policy_seed: PolicySeed = None,
     link: Link = None,
+    online_state: OnlineState = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's go to vLLM as they are."""
@@ -114,6 +125,7 @@ def serve(
         trace=trace,
         seed=policy_seed,
         link=link,
+        online_state=online_state,
     )
     command = launch.serve_command(llm, options, context.args)
     if dry_run:
@@ -134,6 +146,7 @@ def config(
     trace: RecordTo = None,
     policy_seed: PolicySeed = None,
     link: Link = None,
+    online_state: OnlineState = None,
 ) -> None:
     """Print the YAML that switches the policy on: vllm serve LLM --config FILE.yaml."""
     launch = engines.launcher()
@@ -146,6 +159,7 @@ def config(
         trace=trace,
         seed=policy_seed,
         link=link,
+        online_state=online_state,
     )
     typer.echo(launch.config_yaml(options), nl=False)
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -46,8 +47,10 @@ _SITUATION: dict[str, pa.DataType] = {
 _OPTION = pa.struct([("kind", _TEXT), ("load_tokens", _INT), ("tier", _TEXT), ("synchronous", _FLAG)])
 _COST = pa.struct(
     [(n, _REAL) for n in ("engine_s", "save_s", "load_s", "recompute_s", "stall_s", "low_s", "high_s")]
-    + [("log_ratio_low", _REAL), ("log_ratio_high", _REAL), ("extrapolated", _FLAG)]
+    + [("log_ratio_low", _REAL), ("log_ratio_high", _REAL), ("extrapolated", _FLAG), ("victim_delay_s", _REAL)]
 )
+_LATER = {("decisions", "costs"): ("victim_delay_s",)}
+"""Fields of a record that traces of the same schema version may lack: empty there."""
 _REPEATED = pa.struct(
     [("preemption_id", _TEXT), ("tokens", _INT), ("kv_read_tokens", _INT), ("chunk_context", _INT), ("decodes", _INT)]
 )
@@ -333,6 +336,7 @@ def read_part(path: Path, name: str) -> pa.Table:
     for column in SCHEMAS[name]:
         if column.name not in table.column_names:
             raise TraceError(f"{path}: column {column.name} is missing; {name} needs it as {column.type}")
+        table = _completed(table, column, _LATER.get((name, column.name), ()))
         found = table.schema.field(column.name).type
         if found != column.type and not _same_shape(found, column.type):
             raise TraceError(f"{path}: column {column.name} is {found}, should be {column.type}")
@@ -340,6 +344,25 @@ def read_part(path: Path, name: str) -> pa.Table:
     known = SCHEMAS[name].names
     more = [column for column in table.column_names if column not in known]
     return table.select([*known, *more])
+
+
+def _completed(table: pa.Table, column: pa.Field, later: Sequence[str]) -> pa.Table:
+    """A list of records with the fields that were added since, empty."""
+    found = table.schema.field(column.name).type
+    if not later or not pa.types.is_list(found) or table[column.name].null_count:
+        return table
+    fields = [field for field in column.type.value_type if field.name not in later]
+    if found.value_type != pa.struct(fields):
+        return table
+    lists = table[column.name].combine_chunks()
+    records = lists.flatten()
+    values = [records.field(field.name) for field in fields]
+    for name in later:
+        fields.append(column.type.value_type.field(name))
+        values.append(pa.nulls(len(records), fields[-1].type))
+    ends = np.concatenate([[0], np.cumsum(lists.value_lengths())]).astype(np.int32)
+    made = pa.ListArray.from_arrays(pa.array(ends), pa.StructArray.from_arrays(values, fields=fields))
+    return table.set_column(table.column_names.index(column.name), column.name, made)
 
 
 def _same_shape(found: pa.DataType, wanted: pa.DataType) -> bool:

@@ -10,12 +10,13 @@ from typing import Any
 
 from kvpolicy.cost import store
 from kvpolicy.cost.dataset import Dataset, State, measured, one_option_always_wins
-from kvpolicy.cost.examples import dealt, option_of
+from kvpolicy.cost.examples import dealt, examples_of, option_of
 from kvpolicy.cost.fitting import Fit, fit, held_out_scores
 from kvpolicy.cost.floor import Floor
 from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES, features_of
+from kvpolicy.hardware import fingerprint
 from kvpolicy.trace import TraceError
 
 FEWEST_STATES = 12
@@ -128,14 +129,20 @@ def _span(one: Mapping[str, Any]) -> str:
 
 
 def train(
-    traces: Sequence[Path | str], out: Path | str, family: str = "boosted", force: bool = False, seed: int = 0
+    traces: Sequence[Path | str],
+    out: Path | str,
+    family: str = "boosted",
+    force: bool = False,
+    seed: int = 0,
+    mixed_hardware: bool = False,
 ) -> TrainReport:
     """Fit a cost model to the states that ``traces`` measured under both options and write it to folder ``out``.
 
     A model that is there already is replaced once the new one is whole, and the report says so. A part of the states
     is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Raises TraceError,
     naming table and row or file and field, for traces that cannot be trained on: one option missing, fewer than 12
-    states, impossible values, different machines, over 30% noise unless ``force``; FileExistsError where ``out`` holds
+    states, impossible values, all states of one length, different machines unless ``mixed_hardware``, over 30% noise
+    unless ``force``; FileExistsError where ``out`` holds
     something that is no cost model.
     """
     if family not in FAMILIES:
@@ -143,20 +150,47 @@ def train(
     if seed < 0:
         raise ValueError(f"seed is {seed}, should be 0 or above")
     replaced = store.holds_model(Path(out))
-    dataset = measured(traces)
+    dataset = measured(traces, mixed_hardware)
     variation = _variation(dataset, force)
     if len(dataset.states) < FEWEST_STATES:
         raise TraceError(
             f"{', '.join(map(str, traces))}: {len(dataset.states)} states were measured under both options, training "
             f"needs at least {FEWEST_STATES}; let `kvpolicy profile` measure more"
         )
+    _refuse_one_length(dataset)
     training, held = split(dataset.states, seed)
     fitted = fit(family, training, dataset, provenance_of(family, dataset, training, variation), seed)
+    fitted = replace(fitted, notes=(*fitted.notes, *_data_notes(dataset, training, fitted.model)))
     scores = held_out_scores(fitted.model, held)
     made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
     store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))
     report = _report(store.load(Path(out)), fitted, dataset, (training, held), variation)
     return replace(report, replaced=replaced)
+
+
+def _refuse_one_length(dataset: Dataset) -> None:
+    samples = [sample for state in dataset.states for some in state.samples.values() for sample in some]
+    lengths = {sample.situation.computed_tokens for sample in samples}
+    if len(lengths) == 1:
+        raise TraceError(
+            f"table decisions: computed_tokens is {lengths.pop()} in all {len(dataset.states)} states; a cost model "
+            "learns how costs grow with it: let `kvpolicy profile` measure several lengths"
+        )
+
+
+def _data_notes(dataset: Dataset, training: Sequence[State], model: FittedModel) -> list[str]:
+    """What the data cannot teach: features that never vary; and which machines were taken together."""
+    notes = []
+    for kind, examples in examples_of(training).items():
+        columns = dict(zip(FEATURES, zip(*(example.x for example in examples), strict=True), strict=True))
+        used = model.laws[kind].used | {FEATURES[at] for at in getattr(model.residuals.get(kind), "used", ())}
+        same = [f"{name} ({columns[name][0]:g})" for name in FEATURES if name in used and len(set(columns[name])) == 1]
+        if same:
+            notes.append(f"{kind}: the same in every state: {', '.join(same)}; what changes with it was not measured")
+    machines = sorted({fingerprint(header.hardware) for header in dataset.headers.values()})
+    if len(machines) > 1:
+        notes.append(f"measured on mixed hardware: {'; '.join(machines)}")
+    return notes
 
 
 def split(states: Sequence[State], seed: int) -> tuple[list[State], list[State]]:

@@ -66,12 +66,19 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (
             "train",
             ["a", "b", "--out", "m", "--family", "linear", "--force", "--seed", "3"],
-            {"traces": [Path("a"), Path("b")], "out": Path("m"), "family": "linear", "force": True, "seed": 3},
+            {
+                "traces": [Path("a"), Path("b")],
+                "out": Path("m"),
+                "family": "linear",
+                "force": True,
+                "seed": 3,
+                "mixed_hardware": False,
+            },
         ),
         (
             "evaluate",
-            ["--trace", "a", "--policy", "p", "--policy", "q"],
-            {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0},
+            ["--trace", "a", "--policy", "p", "--policy", "q", "--objective", "victim"],
+            {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0, "objective": "victim"},
         ),
         ("demo", ["--out", "d", "--quick", "--seed", "5"], {"out": Path("d"), "quick": True, "seed": 5}),
     ],

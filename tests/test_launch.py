@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -69,6 +70,25 @@ def test_what_is_not_given_is_left_to_the_plugin(capsys: pytest.CaptureFixture[s
     assert run("config", "--policy", "always-swap") == 0
     config = yaml.safe_load(capsys.readouterr().out)
     assert config["kv-transfer-config"]["kv_connector_extra_config"] == {"policy": "always-swap"}
+
+
+def test_a_models_folder_and_what_is_learned_are_found_from_anywhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(Path("models/cpu-llama-native"), tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    policy = "cheapest:mine,online=on,objective=victim"
+    assert run("config", "--policy", policy, "--online-state", "learned.json") == 0
+    extra = yaml.safe_load(capsys.readouterr().out)["kv-transfer-config"]["kv_connector_extra_config"]
+    assert extra == {
+        "policy": f"cheapest:{tmp_path / 'mine'},online=on,objective=victim",
+        "online_state": str(tmp_path / "learned.json"),
+    }
+
+
+def test_state_of_a_policy_that_learns_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "--policy", "cheapest:cpu-llama-native", "--online-state", "learned.json") != 0
+    assert "online=on" in capsys.readouterr().err
 
 
 def test_vllm_flags_pass_through_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,5 +183,6 @@ def test_a_cost_model_given_by_folder_is_named_absolutely(monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch.policies, "load", lambda name: None)
     Path("models/mine").mkdir(parents=True)
+    Path("models/mine/model.json").touch()
     assert launch.options("cheapest:models/mine")["policy"] == f"cheapest:{tmp_path}/models/mine"
     assert launch.options("cheapest:shipped-name")["policy"] == "cheapest:shipped-name"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpolicy import trace as traces
-from kvpolicy.events import CAUSES, ENDINGS, KINDS, Decision, Option, Outcome, Preemption, situation_of
+from kvpolicy.events import CAUSES, ENDINGS, KINDS, Cost, Decision, Option, Outcome, Preemption, situation_of
 from kvpolicy.trace import SCHEMAS, Header, Trace, TraceError, from_rows, read, with_core
 
 HEADER = Header(
@@ -208,3 +208,24 @@ def test_a_bad_row_is_named_when_it_is_written() -> None:
         from_rows("outcomes", [good, good | {"first_step": "four"}])
     with pytest.raises(TraceError, match="row 0: ended should be one of"):
         from_rows("outcomes", [good | {"ended": "vanished"}])
+
+
+def test_costs_recorded_before_the_victims_delay_was_predicted_are_read(tmp_path: Path) -> None:
+    costs = (Cost(1.0, 0.0, 0.0, 1.0, 0.0, 0.5, 2.0), Cost(2.0, 1.0, 1.0, 0.0, 0.0, 1.0, 4.0, -0.1, 0.1, True, 0.25))
+    options = (Option("recompute"), Option("swap", 70, "host"))
+    decisions = [Decision(options[:i], (1.0,), 0, costs[:i], "p", "{}", "recompute") for i in (1, 0, 2)]
+    identity = {"request": "r", "generation": 0, "step": 0, "overflow_id": "o"}
+    rows = [
+        traces.decision_row(SITUATION, one, preemption_id=str(i), decision_id=str(i), **identity)
+        for i, one in enumerate(decisions)
+    ]
+    HEADER.write(tmp_path / "core-0")
+    path = traces.write_part(tmp_path / "core-0", "decisions", 0, from_rows("decisions", rows))
+    assert [row["costs"] for row in read(tmp_path).rows("decisions")] == [row["costs"] for row in rows]
+    table = pq.read_table(path)
+    was = pa.list_(pa.struct(list(SCHEMAS["decisions"].field("costs").type.value_type)[:-1]))
+    older = [[{k: v for k, v in cost.items() if k != "victim_delay_s"} for cost in row["costs"]] for row in rows]
+    at = table.column_names.index("costs")
+    pq.write_table(table.set_column(at, pa.field("costs", was, nullable=False), pa.array(older, was)), path)
+    wanted = [[cost | {"victim_delay_s": None} for cost in some] for some in older]
+    assert [row["costs"] for row in read(tmp_path).rows("decisions")] == wanted

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +17,7 @@ from kvpolicy.cost.model import FAMILIES
 from kvpolicy.trace import TraceError
 from kvpolicy.training import TrainReport, split, train
 from tests.synthetic import CostLaw, Plan, changed, make_trace, without
-from tests.synthetic_steps import with_steps
+from tests.synthetic_steps import DECODE_S, FIXED_S, TOKEN_S, with_steps
 
 
 def trained(tmp_path: Path, made: trace.Trace, **more: Any) -> TrainReport:
@@ -35,6 +36,42 @@ def test_held_out_errors_are_those_the_law_allows(tmp_path: Path, family: str) -
     json.dumps(report.to_dict(), allow_nan=False)
     assert f"({family})" in report.text()
     assert report.digest == cost.load(tmp_path / "model").digest
+
+
+def test_coverage_is_reported_by_bin_with_what_so_few_states_can_tell(tmp_path: Path) -> None:
+    report = trained(tmp_path, make_trace(states=400))
+    for of in ("recompute", "swap", "ratio"):
+        found = report.held_out["coverage"][of]
+        assert found["low"] <= found["holds"] <= found["high"]
+        assert len(found["bins"]) > 2
+        assert sum(one["states"] for one in found["bins"]) == found["states"] == report.held_out_states
+        assert found["high"] > 0.88
+    assert cost.load(tmp_path / "model").provenance.held_out["coverage"] == report.held_out["coverage"]
+    text = report.text()
+    assert "90% interval holds" in text
+    assert text.count("  ratio ") == 1 + len(report.held_out["coverage"]["ratio"]["bins"])
+
+
+def test_the_delays_are_learned_and_scored(tmp_path: Path) -> None:
+    """In these traces a victim waits as long as the engine, and each other request too."""
+    report = trained(tmp_path, make_trace(states=160))
+    for kind in ("recompute", "swap"):
+        assert report.held_out["victim_delay"][kind]["mean_error"] < 0.1
+        assert report.held_out["victim_delay"][kind]["states"] == 40
+        assert cost.load(tmp_path / "model").others_share[kind] == pytest.approx(1.0, abs=0.05)
+    assert "victim delay, swap" in report.text()
+
+
+def test_the_time_of_an_undisturbed_step_goes_with_the_model(tmp_path: Path) -> None:
+    assert trained(tmp_path, make_trace(states=40)).out
+    assert cost.load(tmp_path / "model").step_time is None
+    with_steps(make_trace(states=40)).write(tmp_path / "steps")
+    train([tmp_path / "steps"], tmp_path / "model")
+    found = cost.load(tmp_path / "model").step_time
+    assert found is not None
+    assert found.fitted_on == "2 cores"
+    decodes = np.array([[4.0, 4.0, 1200.0, 0.0]])
+    assert found.predict(decodes)[0] == pytest.approx(FIXED_S + 4 * (TOKEN_S + DECODE_S), rel=0.01)
 
 
 def test_the_residual_pays_where_physics_misses(tmp_path: Path) -> None:
@@ -207,6 +244,31 @@ def test_mixed_machines_models_and_links_are_refused_by_name(tmp_path: Path) -> 
             train([tmp_path / "one", tmp_path / what], tmp_path / "model")
     with pytest.raises(TraceError, match="given twice"):
         train([tmp_path / "one", tmp_path / "one"], tmp_path / "model")
+
+
+def test_mixed_hardware_is_taken_together_when_asked_and_told(tmp_path: Path) -> None:
+    make_trace(states=40).write(tmp_path / "one")
+    make_trace(states=40, name="b", hardware=Plan().hardware | {"processor": "another"}).write(tmp_path / "other")
+    both = [tmp_path / "one", tmp_path / "other"]
+    with pytest.raises(TraceError, match=r"different machines: .*\(header\.json\).*--mixed-hardware"):
+        train(both, tmp_path / "model")
+    report = train(both, tmp_path / "model", mixed_hardware=True)
+    assert report.training_states + report.held_out_states == 80
+    assert any("mixed hardware" in note and "another" in note for note in report.notes)
+    make_trace(states=40, name="c", link={"kind": "simulated", "bytes_per_s": 1e8, "latency_s": 0.0}).write(
+        tmp_path / "linked"
+    )
+    with pytest.raises(TraceError, match="different links"):
+        train([tmp_path / "one", tmp_path / "linked"], tmp_path / "model", mixed_hardware=True)
+
+
+def test_features_that_never_vary_are_told_and_one_length_alone_is_refused(tmp_path: Path) -> None:
+    make_trace(states=40, block_sizes=(32,)).write(tmp_path / "one")
+    notes = train([tmp_path / "one"], tmp_path / "model").notes
+    assert any(note.startswith("swap: the same in every state: segment_bytes (32768)") for note in notes), notes
+    make_trace(states=40, name="b", tokens=(500, 500)).write(tmp_path / "flat")
+    with pytest.raises(TraceError, match="table decisions: computed_tokens is 500 in all 40 states"):
+        train([tmp_path / "flat"], tmp_path / "model")
 
 
 def test_two_traces_of_one_machine_make_one_model(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ REFUSED = {
     "--kv-transfer-config": "kvpolicy sets it itself; its options are kvpolicy's own, as --host-gib and --trace",
     "--kv-offloading-size": "kvpolicy keeps evicted KV itself, in as much memory as --host-gib says",
 }
+TEACH = "give it online=on, as in cheapest:COST_MODEL,online=on"
 SHORTEST_PREFIX = len("--kv-t")
 """vLLM takes any unambiguous prefix of a flag; shorter ones than this are ambiguous there."""
 
@@ -38,6 +39,7 @@ def options(
     trace: Path | None = None,
     seed: int | None = None,
     link: str | None = None,
+    online_state: Path | None = None,
 ) -> dict[str, Any]:
     """The plugin's ``kv_connector_extra_config``: what is given, and nothing else, so that its defaults have one home.
 
@@ -45,7 +47,7 @@ def options(
     and for any value the plugin would refuse.
     """
     given: dict[str, Any] = {
-        "policy": _anchored(policy),
+        "policy": policies.anchored(policy),
         "host_gib": host_gib,
         "force_host_gib": force_host_gib or None,
         "pin_memory": False if no_pin_memory else None,
@@ -53,10 +55,13 @@ def options(
         "shadow": shadow or None,
         "seed": seed,
         "link": link,
+        "online_state": None if online_state is None else str(online_state.absolute()),
     }
     extra = {key: value for key, value in given.items() if value is not None}
     Settings.read(extra)
-    policies.load(extra["policy"])
+    loaded = policies.load(extra["policy"])
+    if online_state is not None and loaded.learned(loaded.initial_state()) is None:
+        raise ValueError(f"--online-state {online_state}: policy {policy} learns nothing while it serves; {TEACH}")
     return extra
 
 
@@ -147,11 +152,3 @@ def _distribution(name: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
-
-
-def _anchored(policy: str) -> str:
-    """The policy's name with the folder of its cost model, where it names one, made absolute."""
-    kind, colon, argument = policy.partition(":")
-    if colon and Path(argument).is_dir():
-        return f"{kind}:{Path(argument).absolute()}"
-    return policy

@@ -1,7 +1,9 @@
 """Cost models: what an option will cost the engine. Loading one imports nothing that trains one."""
 
+from kvpolicy.cost.live import LiveCost, LiveCosts
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, ModelWarning
-from kvpolicy.cost.store import shipped
+from kvpolicy.cost.store import holds_model, shipped
+from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.cost.untrained import ANALYTIC, Engine, engine_loader, load, untrained
 
 __all__ = [
@@ -9,9 +11,13 @@ __all__ = [
     "CostModel",
     "Engine",
     "FittedModel",
+    "LiveCost",
+    "LiveCosts",
     "ModelError",
     "ModelWarning",
+    "StepTimeModel",
     "engine_loader",
+    "holds_model",
     "load",
     "shipped",
     "untrained",

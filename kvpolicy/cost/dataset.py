@@ -33,6 +33,9 @@ from kvpolicy.trace import Header, Trace, TraceError
 Row = Mapping[str, Any]
 
 
+MIXING = ", or take them together with --mixed-hardware"
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One kept window: a situation, what was done, what it cost."""
@@ -102,7 +105,7 @@ class Dataset:
     digests: tuple[str, ...]
     left_out: Mapping[str, int]
     """Preemptions and states that could not be used, by reason."""
-    step_time: StepTimeModel | None = None
+    common_step_time: StepTimeModel | None = None
     """d0 of all cores together, which are of one machine and model; None where they hold too few undisturbed steps."""
     step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
     """d0 by core; none of a core without steps enough to tell it."""
@@ -131,7 +134,7 @@ class Dataset:
         return self.any_header.block_bytes / self.any_header.block_size
 
 
-def measured(folders: Sequence[Path | str]) -> Dataset:
+def measured(folders: Sequence[Path | str], mixed_hardware: bool = False) -> Dataset:
     """Read traces; costs that are missing are attributed from their steps.
 
     Raises TraceError, naming table and row, for values that cannot be and rows that are there twice; naming both for
@@ -144,10 +147,10 @@ def measured(folders: Sequence[Path | str]) -> Dataset:
         if folder in read:
             raise TraceError(f"{folder}: given twice")
         read[folder] = traces.read(folder)
-    return dataset_of(read)
+    return dataset_of(read, mixed_hardware)
 
 
-def dataset_of(given: Mapping[str, Trace]) -> Dataset:
+def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool = False) -> Dataset:
     """As :func:`measured`, of traces in memory; their names stand in error messages."""
     for folder, trace in given.items():
         refuse_doubled(folder, trace)
@@ -160,7 +163,7 @@ def dataset_of(given: Mapping[str, Trace]) -> Dataset:
             if core in headers:
                 raise TraceError(f"{folder}: core {core} is in another of the traces too; is one given twice?")
             headers[core] = header
-    _refuse_mixture(headers)
+    _refuse_mixture(headers, mixed_hardware)
     left_out: Counter[str] = Counter()
     states = [state for folder, trace in read.items() for state in _states(folder, trace, left_out)]
     return Dataset(
@@ -172,7 +175,7 @@ def dataset_of(given: Mapping[str, Trace]) -> Dataset:
         headers=headers,
         digests=tuple(trace.digest() for trace in read.values()),
         left_out=dict(left_out),
-        step_time=common_step_time(list(read.values())),
+        common_step_time=common_step_time(list(read.values())),
         step_times=models,
         floor=floor_of(headers, models),
     )
@@ -202,7 +205,7 @@ def _step_times(trace: Trace) -> dict[str, StepTimeModel]:
         return {}
 
 
-def _refuse_mixture(headers: Mapping[str, Header]) -> None:
+def _refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool) -> None:
     first_core, first = next(iter(headers.items()))
     for core, header in headers.items():
         pairs = {
@@ -212,12 +215,12 @@ def _refuse_mixture(headers: Mapping[str, Header]) -> None:
             "KV bytes per token": (first.block_bytes / first.block_size, header.block_bytes / header.block_size),
         }
         different = {what: pair for what, pair in pairs.items() if pair[0] != pair[1]}
-        if same_machine(first.hardware, header.hardware):
+        if mixed_hardware or same_machine(first.hardware, header.hardware):
             different.pop("machines", None)
         for what, (one, other) in different.items():
             raise TraceError(
-                f"cores {first_core} and {core} were measured on different {what}: {one} and {other}; "
-                "use the traces of one at a time"
+                f"cores {first_core} and {core} were measured on different {what}: {one} and {other} (header.json); "
+                "use the traces of one at a time" + (MIXING if what == "machines" else "")
             )
 
 

@@ -62,7 +62,7 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
         model,
         victim_delays=fit_victim_delays(states),
         others_share=fit_others_shares(states),
-        step_time=dataset.step_time,
+        step_time=dataset.common_step_time,
     )
     return Fit(model, forests, trees, tuple(notes))
 

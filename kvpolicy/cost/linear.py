@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from sklearn.linear_model import LinearRegression
 
 from kvpolicy.cost.examples import Example, Examples
 from kvpolicy.cost.laws import Law, LinearLaw
 from kvpolicy.events import KINDS, Kind
+
+Floats = NDArray[np.float64]
 
 INPUTS: dict[Kind, tuple[str, ...]] = {
     "recompute": ("recomputed_tokens", "running_requests", "batch_tokens"),
@@ -22,18 +25,23 @@ def fit_linear(examples: Examples, floor_s: dict[Kind, float]) -> dict[Kind, Law
     return {kind: _fit(examples[kind], INPUTS[kind], floor_s[kind]) for kind in KINDS}
 
 
+def relative_sum(design: Floats, seconds: Floats, weight: Floats) -> Floats:
+    """Coefficients c >= 0 with ``design @ c`` near ``seconds`` under ``weight``; ``design``: (rows, columns)."""
+    scale = np.abs(design).max(axis=0)
+    scale[scale == 0] = 1.0
+    # Weights of order one: the solver's tolerance is absolute.
+    fitted = LinearRegression(positive=True, fit_intercept=False).fit(
+        design / scale, seconds, sample_weight=weight / weight.mean()
+    )
+    return np.asarray(np.maximum(fitted.coef_ / scale, 0.0), np.float64)
+
+
 def _fit(examples: Sequence[Example], inputs: tuple[str, ...], floor_s: float) -> LinearLaw:
     """Errors count relative to the measured cost, or to the floor where that is more."""
     cost = np.array([example.engine_s for example in examples])
     design = np.array([[1.0, *(getattr(example.x, name) for name in inputs)] for example in examples])
-    scale = np.abs(design).max(axis=0)
-    scale[scale == 0] = 1.0
     weight = 1.0 / np.maximum(cost, max(floor_s, 0.05 * float(np.median(np.abs(cost))))) ** 2
-    # Weights of order one: the solver's tolerance is absolute.
-    fitted = LinearRegression(positive=True, fit_intercept=False).fit(
-        design / scale, cost, sample_weight=weight / weight.mean()
-    )
-    coefficients = np.maximum(fitted.coef_ / scale, 0.0)
+    coefficients = relative_sum(design, cost, weight)
     return LinearLaw(
         float(coefficients[0]), {name: float(c) for name, c in zip(inputs, coefficients[1:], strict=True) if c > 0}
     )

@@ -110,6 +110,11 @@ class LiveCosts:
         self._landed.append(_Copy(preemption_id, start_s, end_s))
         self._calm = False
 
+    def copy_lost(self, preemption_id: str, direction: str) -> None:
+        """Nobody will tell when a copy ran: what its preemption cost stays unknown."""
+        if self._flying.pop((preemption_id, direction), None) is not None:
+            self._forget(preemption_id)
+
     def closed(self, preemption_id: str, executed: Kind, ended: Ending) -> None:
         """Its outcome closed with the step that is told next."""
         if preemption_id in self._accounts:
@@ -163,8 +168,11 @@ class LiveCosts:
         """Copies since step ``number`` are taken for lost, and their preemptions' costs for unknown."""
         for name, direction in [key for key, first in self._flying.items() if first <= number]:
             del self._flying[name, direction]
-            self.given_up += self._accounts.pop(name, None) is not None
-            self._closed.pop(name, None)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self.given_up += self._accounts.pop(name, None) is not None
+        self._closed.pop(name, None)
 
     def _keep_pace(self, parts: Parts, duration_s: float) -> None:
         """Of a step that nothing of a preemption touched."""

@@ -51,6 +51,11 @@ class CostModel(Protocol):
         ...
 
     @property
+    def step_time(self) -> StepTimeModel | None:
+        """d0 of the traces it was fitted to, which costs are measured by while serving; None where there is none."""
+        ...
+
+    @property
     def floor_s(self) -> Mapping[Kind, float]:
         """The least cost its traces could tell from none."""
         ...

@@ -1,14 +1,16 @@
 """Measured outcomes correct a cost model while it serves: by option and size, robust, forgetting, bounded.
 
 Kept is how far the last predictions of each option missed, log(measured / predicted). An option's correction is their
-median, so that an outlier moves it no more than any other value; each counts half after every 100 outcomes, of
-whichever option. What is left of it after its own standard error (the garrote: m (1 - (2 se / m)^2), 0 where that is
-below 0) is multiplied by n / (n + 1), n the count that is not forgotten. So a correction needs evidence, and that of an
-option nobody takes any more fades to 1: it is tried again one day, and comes back if it has become cheap. Sizes that
-differ from the rest of their option get a second correction the same way, slower.
+median, so that an outlier moves it no more than any other value, with two more that missed by nothing; each outcome
+counts half after every 200, of whichever option. From it goes what its own standard error may have made of nothing
+(the garrote: m (1 - (2 se / m)^2), 0 where that is below 0). So a correction needs evidence, and that of an option
+nobody takes any more is forgotten: it is tried again one day, and comes back if it has become cheap. Sizes that differ
+from the rest of their option get a second correction the same way, of four that missed by nothing.
 
-Room around predictions follows by adaptive conformal inference (Gibbs, Candes 2021): after every outcome the
-miscoverage it aims at moves by 0.02 (0.1 - missed), and the room with it.
+Room around predictions follows by adaptive conformal inference (Gibbs, Candes 2021), in the form that tracks the
+quantile itself (Angelopoulos, Candes, Tibshirani 2023): every outcome multiplies it by exp(0.1 (missed - 0.1)).
+Whatever drifts, the share missed comes to 0.1 as long as the multiple stays within its bounds. It is single preemptions
+that are covered then. A ratio is never measured; its room takes the wider multiple of its two options.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ SIZE_EDGES = (64, 256, 1024, 4096, 16384, 65536)
 SIZES = len(SIZE_EDGES) + 1
 
 WINDOW = 17
-"""Outcomes an option's correction is taken from: 9 alike turn the median."""
-HALF_LIFE = 100.0
+"""Outcomes an option's correction is taken from: 10 alike turn the median."""
+HALF_LIFE = 200.0
 """Outcomes of whichever option after which one counts half."""
-OPTION_DOUBT, SIZE_DOUBT = 1.0, 4.0
+OPTION_DOUBT, SIZE_DOUBT = 2.0, 4.0
 """So many outcomes that missed by nothing are taken to have been there before."""
 SURE_ERRORS = 2.0
 LEAST_SCALE = 0.05
@@ -46,8 +48,8 @@ MOST_LOG = log(16.0)
 MOST_MISS = log(64.0)
 
 MISCOVERAGE = 1.0 - CONFIDENCE
-ADAPTATION = 0.02
-LEAST_MISCOVERAGE, MOST_MISCOVERAGE = 1e-6, 0.5
+ADAPTATION = 0.1
+LEAST_ROOM, MOST_ROOM = 0.05, 20.0
 LEAST_S = 1e-6
 
 
@@ -85,8 +87,8 @@ class Online:
     events: int = 0
     misses: tuple[tuple[Miss, ...], ...] = ((),) * (len(QUANTITIES) * len(KINDS))
     """By quantity, then option: the last of them, oldest first."""
-    miscoverage: tuple[float, ...] = (MISCOVERAGE,) * len(KINDS)
-    """What each option's interval is aimed at."""
+    room: tuple[float, ...] = (1.0,) * len(KINDS)
+    """By option, what the log room around its predictions is multiplied by."""
 
     @cached_property
     def factors(self) -> tuple[float, ...]:
@@ -99,7 +101,7 @@ class Online:
         for i, quantity in enumerate(QUANTITIES):
             for j, kind in enumerate(KINDS):
                 told[f"{quantity}_{kind}"] = self.factors[_at(i, j, 0) : _at(i, j, SIZES)]
-        return json.dumps(told | {"miscoverage": self.miscoverage}, separators=(",", ":"))
+        return json.dumps(told | {"room": self.room}, separators=(",", ":"))
 
     def to_json(self) -> str:
         """What decisions follow from; :func:`kvpolicy.cost.remembered.save` keeps the memory behind it."""
@@ -120,14 +122,14 @@ class Online:
                 found = log(max(seconds, floor_s) / max(predicted_s, floor_s))
                 kept = Miss(self.events, size, round(min(MOST_MISS, max(-MOST_MISS, found)), 6))
                 misses[at] = (*misses[at], kept)[-WINDOW:]
-        aims = list(self.miscoverage)
+        rooms = list(self.room)
         if measured.engine_s is not None and isfinite(measured.engine_s):
             cost = corrected_cost(measured.predicted, self, which, size)
             seconds = max(measured.engine_s, measured.floor_s)
             missed = not cost.low_s <= seconds <= max(cost.high_s, measured.floor_s)
-            aim = aims[which] + ADAPTATION * (MISCOVERAGE - missed)
-            aims[which] = round(min(MOST_MISCOVERAGE, max(LEAST_MISCOVERAGE, aim)), 6)
-        after = Online(self.events + 1, tuple(misses), tuple(aims))
+            room = rooms[which] * exp(ADAPTATION * (missed - MISCOVERAGE))
+            rooms[which] = round(min(MOST_ROOM, max(LEAST_ROOM, room)), 6)
+        after = Online(self.events + 1, tuple(misses), tuple(rooms))
         after.to_json()  # now, and not at the next decision
         return after
 
@@ -154,7 +156,12 @@ def _corrections(misses: Sequence[Miss], now: int) -> list[float]:
     found = []
     for size in range(SIZES):
         mine = [i for i, miss in enumerate(misses) if miss.size == size]
-        own = estimate([values[i] - common for i in mine], [weights[i] for i in mine], SIZE_DOUBT)
+        # Fewer cannot outvote those that missed by nothing.
+        own = (
+            0.0
+            if len(mine) <= SIZE_DOUBT
+            else estimate([values[i] - common for i in mine], [weights[i] for i in mine], SIZE_DOUBT)
+        )
         found.append(min(MOST_LOG, max(-MOST_LOG, common + own)))
     return found
 
@@ -164,13 +171,13 @@ def estimate(values: Sequence[float], weights: Sequence[float], doubt: float) ->
     count = sum(weights)
     if count <= 0:
         return 0.0
-    middle = weighted_median(values, weights)
+    middle = weighted_median([*values, 0.0], [*weights, doubt])
     spread = weighted_median([abs(value - middle) for value in values], weights)
     error = 1.2533 * max(LEAST_SCALE, 1.4826 * spread) / sqrt(count)
     unsure = (SURE_ERRORS * error) ** 2
     if middle * middle <= unsure:
         return 0.0
-    return middle * (1.0 - unsure / (middle * middle)) * count / (count + doubt)
+    return middle * (1.0 - unsure / (middle * middle))
 
 
 def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -189,11 +196,6 @@ def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
 # ---- correcting ----
 
 
-def stretch(miscoverage: float) -> float:
-    """Room for that miscoverage over room for the usual one, as of an exponential tail; only its order matters."""
-    return log(1.0 / miscoverage) / log(1.0 / MISCOVERAGE)
-
-
 def corrected(
     costs: Sequence[Cost], options: Sequence[Option], computed_tokens: float, online: Online
 ) -> tuple[Cost, ...]:
@@ -203,7 +205,7 @@ def corrected(
     size, kinds = size_of(computed_tokens), [KINDS.index(option.kind) for option in options]
     found = [corrected_cost(cost, online, kind, size) for cost, kind in zip(costs, kinds, strict=True)]
     for i in range(1, len(found)):
-        by = max(stretch(online.miscoverage[kinds[0]]), stretch(online.miscoverage[kinds[i]]))
+        by = max(online.room[kinds[0]], online.room[kinds[i]])
         was, now = costs[i].engine_s / costs[0].engine_s, found[i].engine_s / found[0].engine_s
         low = log(now) + by * (costs[i].log_ratio_low - log(was))
         high = log(now) + by * (costs[i].log_ratio_high - log(was))
@@ -214,7 +216,7 @@ def corrected(
 def corrected_cost(cost: Cost, online: Online, kind: int, size: int) -> Cost:
     """One option's, its log ratio left as it was."""
     by = online.factors[_at(0, kind, size)]
-    room = stretch(online.miscoverage[kind])
+    room = online.room[kind]
     seconds = cost.engine_s * by
     delay_s = cost.victim_delay_s
     if delay_s is not None:

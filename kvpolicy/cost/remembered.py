@@ -10,9 +10,9 @@ from typing import Any
 
 from kvpolicy.cost.model import ModelError
 from kvpolicy.cost.online import (
-    LEAST_MISCOVERAGE,
-    MOST_MISCOVERAGE,
+    LEAST_ROOM,
     MOST_MISS,
+    MOST_ROOM,
     QUANTITIES,
     SIZES,
     WINDOW,
@@ -32,7 +32,7 @@ def save(online: Online, model_digest: str, path: Path) -> None:
     }
     card = {
         "schema_version": SCHEMA_VERSION, "model_digest": model_digest, "outcomes": online.events, "misses": misses,
-        "miscoverage": dict(zip(KINDS, online.miscoverage, strict=True)),
+        "room": dict(zip(KINDS, online.room, strict=True)),
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}")
@@ -55,11 +55,11 @@ def load(path: Path, model_digest: str) -> Online:
             "another cost model; remove the file to start anew"
         )
     events = _whole(path, "outcomes", card.get("outcomes"), inf)
-    misses, aims = _mapping(path, card, "misses"), _mapping(path, card, "miscoverage")
+    misses, rooms = _mapping(path, card, "misses"), _mapping(path, card, "room")
     return Online(
         events,
         tuple(_window(path, misses, name, events) for name in _names()),
-        tuple(_aim(path, kind, aims.get(kind)) for kind in KINDS),
+        tuple(_room(path, kind, rooms.get(kind)) for kind in KINDS),
     )
 
 
@@ -90,11 +90,9 @@ def _miss(path: Path, field: str, row: Any, events: int) -> Miss:
     return Miss(_whole(path, field, at, events - 1), _whole(path, field, size, SIZES - 1), float(value))
 
 
-def _aim(path: Path, kind: Kind, value: Any) -> float:
-    if type(value) not in (int, float) or not LEAST_MISCOVERAGE <= value <= MOST_MISCOVERAGE:
-        raise ModelError(
-            f"{path}: field miscoverage.{kind} is {value!r}, should be {LEAST_MISCOVERAGE} to {MOST_MISCOVERAGE}"
-        )
+def _room(path: Path, kind: Kind, value: Any) -> float:
+    if type(value) not in (int, float) or not LEAST_ROOM <= value <= MOST_ROOM:
+        raise ModelError(f"{path}: field room.{kind} is {value!r}, should be {LEAST_ROOM} to {MOST_ROOM}")
     return float(value)
 
 

@@ -17,7 +17,9 @@ from kvpolicy.cost.undisturbed import (
 )
 from kvpolicy.trace import TraceError
 
-__all__ = ["AFTERMATH_STEPS", "PARTS", "Floats", "StepTimeModel", "Whole", "fit_step_time", "with_aftermath"]
+__all__ = [
+    "AFTERMATH_STEPS", "PARTS", "Floats", "HeldOutError", "StepTimeModel", "Whole", "fit_step_time", "with_aftermath",
+]  # fmt: skip
 
 FEWEST_STEPS = 20
 FOLDS = 5

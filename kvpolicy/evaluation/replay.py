@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from kvpolicy.cost.dataset import Dataset, Sample, State, measured, one_option_always_wins
 from kvpolicy.cost.floor import Floor
+from kvpolicy.evaluation.judged import judged_by
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.policy import Policy, feasible_options, load
+from kvpolicy.policy.objective import ENGINE, parse
 from kvpolicy.trace import TraceError
 
 Floats = NDArray[np.float64]
@@ -75,6 +77,8 @@ class EvaluationReport:
     left_out: Mapping[str, int]
     floor: Floor
     """What the traces say of the costs that policies are priced with."""
+    objective: str = ENGINE.text
+    """What costs, regret and totals are of; seconds."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,6 +87,7 @@ class EvaluationReport:
         lines = [
             f"{self.states} states, {self.ties} of them ties; swap is faster in {self.swap_faster}",
             f"oracle: {self.oracle_total_s:.4g} s in all",
+            *([] if self.objective == ENGINE.text else [f"judged by {self.objective}"]),
             "",
             f"{'policy':<34} {'accuracy':>22} {'mean regret, ms':>26} {'p95 regret, ms':>26} {'over the oracle':>24}",
         ]
@@ -118,8 +123,11 @@ class StatePrices:
     tie: bool
 
 
-def evaluate(traces: Sequence[Path | str], policies: Sequence[str], seed: int = 0) -> EvaluationReport:
-    """Price ``policies``, by name, on the states of ``traces``.
+def evaluate(
+    traces: Sequence[Path | str], policies: Sequence[str], seed: int = 0, objective: str = ENGINE.text
+) -> EvaluationReport:
+    """Price ``policies``, by name, on the states of ``traces``; ``objective`` is what they are judged by, whatever each
+    of them minimises (see :func:`kvpolicy.policy.objective.parse`).
 
     Only states that no policy's cost model was trained on, with both options measured at least twice. Raises
     TraceError where fewer than 20 are left, ModelError for a model that is not for these traces' engines.
@@ -131,10 +139,12 @@ def evaluate(traces: Sequence[Path | str], policies: Sequence[str], seed: int = 
             raise ValueError(f"policy {spec}: given twice")
     if seed < 0:
         raise ValueError(f"seed is {seed}, should be 0 or above")
+    judging = parse(objective)
     loaded = [load(spec) for spec in policies]
     dataset = measured(traces)
     _check_fit(loaded, dataset)
-    states, left_out = _usable(dataset, loaded)
+    usable, left_out = _usable(dataset, loaded)
+    states = [judged_by(state, judging) for state in usable]
     prices = [price(state, loaded) for state in states]
     rng = np.random.default_rng(seed)
     resampled = rng.integers(0, len(states), (RESAMPLES, len(states)))
@@ -148,6 +158,7 @@ def evaluate(traces: Sequence[Path | str], policies: Sequence[str], seed: int = 
         always_wins=one_option_always_wins(states),
         policies=tuple(_score(name, i, prices, states, resampled) for i, name in enumerate(policies)),
         left_out=left_out,
+        objective=judging.text,
         floor=dataset.floor,
     )
 

@@ -1,11 +1,20 @@
 """Policies: from a situation and its options to probabilities, and the one place where chance comes in."""
 
 from kvpolicy.policy.choosing import decide, feasible_options
-from kvpolicy.policy.names import FORMS, load
+from kvpolicy.policy.names import FORMS, anchored, load
 from kvpolicy.policy.objective import Objective
 from kvpolicy.policy.protocol import Assessment, Feedback, NoState, Policy, PolicyState
 
 __all__ = [
-    "FORMS", "Assessment", "Feedback", "NoState", "Objective", "Policy", "PolicyState", "decide", "feasible_options",
+    "FORMS",
+    "Assessment",
+    "Feedback",
+    "NoState",
+    "Objective",
+    "Policy",
+    "PolicyState",
+    "anchored",
+    "decide",
+    "feasible_options",
     "load",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
@@ -18,12 +19,13 @@ FORMS = (
     "always-swap",
     "threshold:TOKENS",
     "random:P_SWAP",
-    "cheapest:COST_MODEL[,online=on][,objective=OBJECTIVE]",
-    "explore:COST_MODEL[,online=on][,objective=OBJECTIVE]",
+    "cheapest:COST_MODEL",
+    "explore:COST_MODEL",
 )
 
 PRICED: dict[str, type[Cheapest] | type[Explore]] = {"cheapest": Cheapest, "explore": Explore}
 OPTIONS = ("online", "objective")
+AFTERWARDS = "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE"
 
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
@@ -49,6 +51,17 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
             raise _wrong(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
         return PRICED[kind](spec, cost_model, objective, online)
     raise _wrong(spec, "is no policy")
+
+
+def anchored(spec: str) -> str:
+    """The name with the folder of its cost model, where it names one, made absolute: a server may start elsewhere."""
+    kind, colon, value = spec.partition(":")
+    if kind not in PRICED or not value:
+        return spec
+    model, _ = _options(spec, value)
+    if not cost.holds_model(Path(model)):
+        return spec
+    return f"{kind}{colon}{Path(model).absolute()}{value[len(model) :]}"
 
 
 def _options(spec: str, value: str) -> tuple[str, dict[str, str]]:
@@ -98,4 +111,4 @@ def _share(spec: str, value: str) -> float:
 
 
 def _wrong(spec: str, what: str) -> ValueError:
-    return ValueError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}")
+    return ValueError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import fmean, median
 
+import numpy as np
 import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.cost.live import MOST_WAITING, LiveCost, LiveCosts, Parts
 from kvpolicy.cost.steps import REPEATED_PARTS, attribute, common_step_time
-from kvpolicy.cost.undisturbed import PARTS, HeldOutError, StepTimeModel
+from kvpolicy.cost.undisturbed import PARTS, HeldOutError, StepTimeModel, aftermath, step_seconds
 from kvpolicy.trace import Trace
 
 ROOT = __file__.rsplit("/tests/", 1)[0]
@@ -126,6 +127,15 @@ def test_a_copy_whose_end_is_never_told_is_given_up_and_nothing_is_made_up() -> 
     assert [cost.engine_s for cost in engine.until_told()] == [pytest.approx(1e-3, rel=1e-6)]
 
 
+def test_one_step_is_priced_as_a_table_of_steps() -> None:
+    rows = np.array([[300.0, 2, 500, 44000], [5, 5, 900, 0], [0, 0, 0, 0], [64, 4, 700, 1800], [3, 3, 40, 0]])
+    wanted, before = MODEL.predict(rows), [0.0, 0.0]
+    for row, seconds in zip(rows.tolist(), wanted, strict=True):
+        assert step_seconds(MODEL.fixed_s, MODEL.per_part_s, tuple(row), *before) == pytest.approx(seconds, rel=1e-12)
+        before = [aftermath(row[0], row[1]), before[0]]
+    assert StepTimeModel.from_dict(MODEL.to_dict()) == MODEL
+
+
 def test_calm_steps_leave_nothing_behind() -> None:
     engine = Engine()
     engine.calm(1000)
@@ -187,3 +197,15 @@ def test_the_traces_that_ship_cost_live_what_they_cost_offline(name: str) -> Non
     assert median(abs(here - there) for here, there in pairs) < 0.1 * mean_s
     delays = [(live[key].others_delay_s, row["others_delay_s"]) for key, row in offline.items()]
     assert fmean(here for here, _ in delays) == pytest.approx(fmean(there for _, there in delays), rel=0.1)
+
+
+def test_a_copy_nobody_will_tell_of_leaves_its_cost_unknown_and_the_others_known() -> None:
+    engine = Engine()
+    engine.calm()
+    engine.live.copy_begins("p", "save")
+    engine.step((3, 3, 600, 0), preempted=("p", "q"), requests=3)
+    engine.live.copy_lost("p", "save")
+    engine.live.closed("p", "swap", "aborted")
+    engine.live.closed("q", "recompute", "aborted")
+    assert [cost.preemption_id for cost in engine.until_told()] == ["q"]
+    assert engine.live.given_up == 1

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.cost import CostModel
+from kvpolicy.cost.online import Online
 from kvpolicy.events import Cost, Option, Preemption
-from kvpolicy.policy import Policy, decide, feasible_options, load
+from kvpolicy.policy import Feedback, Policy, decide, feasible_options, load
 from kvpolicy.policy.explore import Explored
 from tests.synthetic import fitted_model, options_for, situation
 
@@ -28,8 +29,11 @@ SPECS = (
     "random:1",
     "cheapest:linear",
     "cheapest:boosted",
+    "cheapest:boosted,objective=engine+0.5*victim+0.1*others",
+    "cheapest:boosted,online=on",
     "explore:analytic",
     "explore:boosted",
+    "explore:boosted,online=on,objective=victim",
 )
 
 situations = st.builds(
@@ -87,7 +91,7 @@ def test_a_decision_records_what_it_was_based_on(policy: Policy, one: Preemption
 
 def test_states_are_frozen(policy: Policy) -> None:
     with pytest.raises((FrozenInstanceError, AttributeError, TypeError)):
-        policy.initial_state().decisions = 7  # type: ignore[attr-defined]  # that it cannot is the promise
+        policy.initial_state().events = 7  # type: ignore[attr-defined]  # that it cannot is the promise
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -97,6 +101,45 @@ def test_one_number_is_drawn_each_time(policy: Policy, seed: int) -> None:
     decide(policy, one, feasible_options(one), policy.initial_state(), rng)
     other.random()
     assert rng.random() == other.random()
+
+
+@given(one=situations, by=st.floats(0.01, 100.0))
+def test_what_is_observed_changes_only_the_state_of_policies_that_learn(
+    policy: Policy, one: Preemption, by: float
+) -> None:
+    state = policy.initial_state()
+    told = state.to_json()
+    option = feasible_options(one)[-1]
+    later = policy.observe(state, Feedback(one, option, 1e-3 * by, 2e-3 * by))
+    learned = policy.learned(later)
+    assert state.to_json() == told
+    assert (learned is not None) == policy.name.endswith(("online=on", "objective=victim"))
+    if learned is None:
+        assert later == state
+    else:
+        assert learned.events == 1
+        assert policy.learned(policy.resume(learned)) == learned
+    policy.assess(one, feasible_options(one), later)
+
+
+def test_a_policy_that_learns_leaves_an_option_that_has_become_dear_and_returns() -> None:
+    policy, one = load("cheapest:boosted,online=on", fitted_model), situation(2000)
+    state = policy.initial_state()
+    recompute, swap = options_for(one)
+    costs = policy.assess(one, (recompute, swap), state)[1]
+    best, other = sorted((0, 1), key=lambda i: costs[i].engine_s)
+    options, seconds = (recompute, swap), [cost.engine_s for cost in costs]
+    assert policy.probabilities(one, options, state)[best] == 1.0
+    dear = 3.0 * seconds[other]
+    for _ in range(50):
+        share = policy.probabilities(one, options, state)
+        took = best if share[best] == 1.0 else other
+        state = policy.observe(state, Feedback(one, options[took], dear if took == best else seconds[other], None))
+    assert policy.probabilities(one, options, state)[other] == 1.0
+    for _ in range(1500):
+        took = best if policy.probabilities(one, options, state)[best] == 1.0 else other
+        state = policy.observe(state, Feedback(one, options[took], seconds[took], None))
+    assert policy.probabilities(one, options, state)[best] == 1.0
 
 
 def test_draws_follow_the_probabilities() -> None:
@@ -143,6 +186,8 @@ def test_explore_counts_what_it_left_to_chance() -> None:
     assert policy.next_state(state, sure) == Explored(4)
     assert policy.next_state(state, open_one) == Explored(5)
     assert Explored(5).to_json() == '{"explored": 5}'
+    told = json.loads(Explored(5, Online()).to_json())
+    assert (told["explored"], told["online"]["outcomes"]) == (5, 0)
 
 
 def test_threshold_worked_by_hand() -> None:

@@ -19,7 +19,9 @@ from tests.synthetic import fitted_model, situation
     [
         "", "swap", "always", "always-swap:1", "Always-Swap", "threshold", "threshold:", "threshold:-1",
         "threshold:1.5", "threshold:²", "random", "random:", "random:1.5", "random:-0.1", "random:nan", "random:half",
-        "cheapest", "cheapest:", "explore:", "oracle:x",
+        "cheapest", "cheapest:", "explore:", "oracle:x", "cheapest:,online=on", "cheapest:linear,",
+        "cheapest:linear,online=yes",
+        "cheapest:linear,speed=1", "cheapest:linear,online=on,online=on", "explore:linear,objective=speed",
     ],
 )  # fmt: skip
 def test_a_wrong_name_is_an_error_that_lists_the_right_ones(spec: str) -> None:
@@ -34,6 +36,15 @@ def test_a_policy_bears_its_name(spec: str) -> None:
     policy = load(spec, fitted_model)
     assert policy.name == spec
     assert (policy.cost_model is not None) == spec.startswith("cheapest")
+
+
+def test_options_follow_the_cost_model_and_leave_its_name_alone() -> None:
+    asked = []
+    for spec in ("cheapest:a,b.json,online=on,objective=victim", "explore:x=y", "cheapest:a,online=off"):
+        load(spec, lambda name: asked.append(name) or fitted_model("linear"))  # type: ignore[func-returns-value]
+    assert asked == ["a,b.json", "x=y", "a"]
+    with pytest.raises(ValueError, match="the option 'speed'; the options are online, objective"):
+        load("cheapest:linear,speed=1", fitted_model)
 
 
 def test_a_cost_model_that_is_not_there_is_a_model_error() -> None:

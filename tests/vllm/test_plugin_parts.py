@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from kvpolicy.trace import Header
 from kvpolicy_vllm.plugin.copier import IndexingCopier, segments_of, unique_segments
 from kvpolicy_vllm.plugin.copies import CopyBook
 from kvpolicy_vllm.plugin.jobs import Job, Transfer
-from kvpolicy_vllm.plugin.journal import Journal
-from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, compose, pairs
+from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, StepClock, compose, pairs
 from kvpolicy_vllm.plugin.metrics import KVPolicyStats, Tally
 from kvpolicy_vllm.plugin.recording import Recorder
 from kvpolicy_vllm.plugin.settings import Link, Settings
@@ -194,16 +192,18 @@ ROW = {
 }  # fmt: skip
 
 
-class TestJournal:
+class TestStepClock:
     def test_a_step_lasts_from_update_to_update_less_what_a_tool_took(self) -> None:
-        rows: list[dict[str, Any]] = []
-        journal = Journal(SimpleNamespace(add=lambda table, row: rows.append(row)), str)  # type: ignore[arg-type]
-        output = SimpleNamespace(num_scheduled_tokens={})
-        busy = SimpleNamespace(requests={}, get_num_unfinished_requests=lambda: 1)
-        for number, (began_s, left_out_s, now) in enumerate([(1.0, 0.0, 2.0), (2.75, 0.0, 3.0), (3.75, 0.5, 4.0)]):
-            journal.leave_out(left_out_s)
-            journal.step(Step(number, began_s), output, busy, now)
-        assert [(row["start_s"], row["duration_s"]) for row in rows] == [(1.0, 1.0), (2.0, 1.0), (3.5, 0.5)]
+        clock, found = StepClock(), []
+        for began_s, left_out_s, now in [(1.0, 0.0, 2.0), (2.75, 0.0, 3.0), (3.75, 0.5, 4.0)]:
+            clock.leave_out(left_out_s)
+            found.append(clock.began_s(Step(0, began_s), now, busy=True))
+        assert found == [1.0, 2.0, 3.5]
+
+    def test_after_idling_a_step_begins_when_it_is_scheduled(self) -> None:
+        clock = StepClock()
+        clock.began_s(Step(0, 1.0), 2.0, busy=False)
+        assert clock.began_s(Step(1, 7.0), 8.0, busy=True) == 7.0
 
 
 class TestRecorder:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -17,11 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy import policy as policies
-from kvpolicy.events import Cause, Decision, Kind, Option, Preemption
+from kvpolicy.cost import LiveCost
+from kvpolicy.events import Cause, Decision, Kind, Outcome, Preemption
 from kvpolicy.trace import decision_row
+from kvpolicy_vllm.plugin.accounts import Accounts
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.deciding import Judge
 from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
-from kvpolicy_vllm.plugin.journal import Journal, header_link, header_of
+from kvpolicy_vllm.plugin.journal import Journal, header_of
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step
 from kvpolicy_vllm.plugin.metrics import Tally
 from kvpolicy_vllm.plugin.recording import Recorder
@@ -51,50 +53,48 @@ class Controller:
         self.tally = Tally()
         self.clock = clock
         self.core = f"core-{uuid.uuid4().hex[:12]}"
-        self.policy = policies.load(settings.policy)
         self.copies = CopyBook(slots, vllm_config.parallel_config.world_size, block_bytes)
         self.ledger = Ledger()
         self._segment_bytes = page_bytes(kv_cache)
-        self._state = self.policy.initial_state()
-        self._rng = random.Random(settings.seed)
         self._scheduler: Any = None
         self._step = Step(-1, clock())
         self._steps = 0
         self._scheduling = False
-        self._between_steps = 0
+        self._between_steps: list[str] = []
         """Preemptions since the last step was scheduled: a reset's, which belong to the next one."""
         self._in_flight: dict[int, Step] = {}
         self._preemptions = 0
         self._salt = uuid.uuid4().bytes
-        self._pinned: Kind | None = None
-        self._labels: Mapping[str, Any] = {}
         # Decisions to swap whose save is not yet done: (situation, decision, identity).
         self._undecided: dict[int, tuple[Preemption, Decision, dict[str, Any]]] = {}
         self._complained: set[str] = set()
         self._shown: tuple[int, ...] = ()
-        self._engine_shape = partial(engine_shape, vllm_config, kv_cache, block_bytes)
-        self._prepare(self.policy)
+        rank = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
+        self.judge = Judge(settings, partial(engine_shape, vllm_config, kv_cache, block_bytes), rank)
         self.journal: Journal | None = None
         if settings.trace is not None:
-            header = header_of(settings, vllm_config, kv_cache, self.core, self.policy.name, slots, block_bytes)
+            header = header_of(settings, vllm_config, kv_cache, self.core, settings.policy, slots, block_bytes)
             recorder = Recorder(settings.trace / self.core, header)
             self.journal = Journal(recorder, self.anonymous)
+        self.accounts = Accounts(self.tally, self.journal)
+        self.accounts.measure_by(self.judge.step_time)
         self._set_gauges()
-        self.tally.set("cost_model", 1, policy=self.policy.name, digest=self._model_digest())
+        self._show_policy(1)
 
     # ---- for tools that drive an engine ----
 
     def pin(self, kind: Kind | None, labels: Mapping[str, Any] | None = None) -> None:
         """Execute ``kind`` at every following preemption and record it with ``labels``; None: ask the policy."""
-        self._pinned, self._labels = kind, dict(labels or {})
+        self.judge.pin(kind, dict(labels or {}))
 
     def adopt(self, name: str) -> None:
         """Decide by another policy from now on. Raises as at start-up where it cannot be loaded or does not fit."""
-        policy = policies.load(name)
-        self._prepare(policy)
-        self.tally.set("cost_model", 0, policy=self.policy.name, digest=self._model_digest())
-        self.policy, self._state = policy, policy.initial_state()
-        self.tally.set("cost_model", 1, policy=self.policy.name, digest=self._model_digest())
+        self._show_policy(0)
+        try:
+            self.judge.adopt(name)
+        finally:
+            self._show_policy(1)
+        self.accounts.measure_by(self.judge.step_time)
 
     @property
     def next_step(self) -> int:
@@ -103,8 +103,7 @@ class Controller:
 
     def leave_out(self, seconds: float) -> None:
         """Time since the last step that a tool took for itself: it is no part of the next one."""
-        if self.journal is not None:
-            self.journal.leave_out(seconds)
+        self.accounts.leave_out(seconds)
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges since the start, by ``name|label=value``."""
@@ -125,9 +124,9 @@ class Controller:
 
     def step_begins(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._step = Step(self._steps, self.clock(), preemptions=self._between_steps)
+        self._step = Step(self._steps, self.clock(), lost=self._between_steps)
         self._steps += 1
-        self._scheduling, self._between_steps = True, 0
+        self._scheduling, self._between_steps = True, []
 
     def preempting(self, request: Any, cause: Cause) -> None:
         """A request is about to lose its blocks: decide, and queue the save where it is to be swapped."""
@@ -142,16 +141,14 @@ class Controller:
         except Exception:  # noqa: BLE001
             self._complain("error", "deciding failed; recomputing")
             self.tally.add("preemptions", intended="recompute", executed="recompute", cause=cause)
-        if self._scheduling:
-            self._step.preemptions += 1
-        else:
-            self._between_steps += 1
+        (self._step.lost if self._scheduling else self._between_steps).append(preemption_id)
         opened = OpenPreemption(
             preemption_id, request.request_id, kind, request.num_computed_tokens, self.clock(), self._step_number
         )
+        superseded = self.ledger.of(request.request_id)
         earlier = self.ledger.preempted(opened)
-        if earlier is not None and self.journal is not None:
-            self.journal.outcome(earlier)
+        if superseded is not None and earlier is not None:
+            self._closed(superseded, earlier)
 
     def step_scheduled(self, output: Any) -> None:
         """After ``schedule()``: computed tokens are advanced, jobs are taken."""
@@ -161,10 +158,7 @@ class Controller:
         self.ledger.count(step, scheduled, scheduler.requests)
         if step.repeated:
             self.tally.add("recomputed_tokens", step.recomputed_tokens)
-            if self.journal is not None:
-                self.journal.repeated(step.repeated)
-        if self.journal is not None:
-            self.journal.compose(step, scheduled, scheduler)
+        self.accounts.scheduled(step, scheduled, scheduler)
         self._in_flight[id(output)] = step
 
     def step_done(self, output: Any) -> None:
@@ -178,13 +172,23 @@ class Controller:
             self.tally.add("resumed", executed=opened.executed)
             self.tally.add("victim_delay_microseconds", outcome.victim_delay_s * 1e6, executed=opened.executed)
             self.tally.add("wait_blocks_microseconds", outcome.wait_blocks_s * 1e6, executed=opened.executed)
-            if self.journal is not None:
-                self.journal.outcome(outcome)
+            self._closed(opened, outcome)
+        for cost in self.accounts.done(step, output, self._scheduler, now):
+            self._learn(cost)
         if self.journal is not None:
-            if step.scheduled_tokens or step.preemptions or step.saves or self._scheduler.requests:
-                self.journal.step(step, output, self._scheduler, now)
             self._count_dropped()
         self._set_gauges()
+
+    def _closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
+        self.judge.closed(outcome)
+        self.accounts.closed(opened, outcome)
+
+    def _learn(self, cost: LiveCost) -> None:
+        try:
+            self.judge.learn(cost)
+        # As with deciding: whatever is wrong with learning, serving goes on.
+        except Exception:  # noqa: BLE001
+            self._complain("error", "learning from a preemption failed")
 
     def forget_saved(self) -> None:
         """Everything saved or queued is stale, as after a change of weights."""
@@ -224,6 +228,7 @@ class Controller:
     def take_jobs(self, idle: bool) -> StepJobs:
         jobs = self.copies.take_jobs(self._step.number, idle)
         self._step.saves, self._step.loads = len(jobs.saves), len(jobs.loads)
+        self.accounts.copies_begin(jobs, self.copies)
         return jobs
 
     def transferred(self, done: Iterable[Transfer]) -> None:
@@ -246,10 +251,11 @@ class Controller:
     def finished(self, request: Any) -> None:
         """The request ended, well or not."""
         self._forget(request.request_id)
+        opened = self.ledger.of(request.request_id)
         outcome = self.ledger.gone(request.request_id, self.clock())
+        if opened is not None and outcome is not None:
+            self._closed(opened, outcome)
         if self.journal is not None:
-            if outcome is not None:
-                self.journal.outcome(outcome)
             self.journal.finished(request, self.clock())
         self._set_gauges()
 
@@ -258,6 +264,7 @@ class Controller:
             self._write_undecided()
             self.journal.recorder.close()
             self._count_dropped()
+        self.judge.close()
 
     # ---- deciding ----
 
@@ -265,13 +272,10 @@ class Controller:
         situation = situation_of(request, self._scheduler, cause, self.copies, self._segment_bytes, self.clock())
         why_not = self._why_no_swap(request, situation)
         options = policies.feasible_options(situation, swap_possible=not why_not)
-        if self._pinned is not None:
-            decision = self._pinned_decision(options)
-        else:
-            decision = policies.decide(self.policy, situation, options, self._state, self._rng)
-            self._state = self.policy.next_state(self._state, decision)
+        decision = self.judge.decide(situation, options)
         executed, reason = self._executable(decision, situation, why_not)
         decision = replace(decision, executed=executed, reason=reason)
+        self.judge.executing(preemption_id, situation, decision)
         identity = self._identity(request, preemption_id)
         if executed == "swap":
             self._save(request, situation, decision, identity)
@@ -290,11 +294,6 @@ class Controller:
         if situation.free_host_blocks < situation.held_blocks:
             return "host_full"
         return ""
-
-    def _pinned_decision(self, options: tuple[Option, ...]) -> Decision:
-        chosen = next((i for i, option in enumerate(options) if option.kind == self._pinned), 0)
-        shares = tuple(float(i == chosen) for i in range(len(options)))
-        return Decision(options, shares, chosen, (), "pinned", "{}")
 
     def _executable(self, decision: Decision, situation: Preemption, why_not: str) -> tuple[Kind, str]:
         if why_not:
@@ -340,7 +339,7 @@ class Controller:
             "generation": request.num_preemptions,
             "step": self._step_number,
             "overflow_id": f"{self.core}-{self._step_number}",
-        } | dict(self._labels)
+        } | dict(self.judge.labels)
 
     def anonymous(self, request_id: str) -> str:
         """A request's name in traces: a keyed hash, so that nobody can be found out by it."""
@@ -367,8 +366,7 @@ class Controller:
         moved = sum(transfer.bytes for transfer in settled.transfers if transfer.ok)
         self.tally.add("copy_bytes", moved, direction=settled.direction)
         self.tally.add("copy_microseconds", (slowest.end_s - slowest.start_s) * 1e6, direction=settled.direction)
-        if self.journal is not None:
-            self.journal.transfer(settled, slowest, moved, self._step.number)
+        self.accounts.copied(settled, slowest, moved, self._step.number)
         if not settled.ok:
             first = next(transfer for transfer in settled.transfers if not transfer.ok)
             logger.warning("kvpolicy: %s of copy %d failed: %s", first.direction, first.copy_id, first.error)
@@ -408,6 +406,7 @@ class Controller:
         situation, decision, identity = self._undecided.pop(copy_id)
         self._count(decision, situation.cause)
         self._write(situation, decision, identity)
+        self.accounts.copies_lost([identity["preemption_id"]])
 
     # ---- at start-up ----
 
@@ -420,10 +419,5 @@ class Controller:
     def _block_size(self) -> int:
         return int(self._scheduler.block_size)
 
-    def _prepare(self, policy: policies.Policy) -> None:
-        if policy.cost_model is not None:
-            policy.cost_model.check_fit(**self._engine_shape(), link=header_link(self.settings.link))
-            policy.cost_model.warm()
-
-    def _model_digest(self) -> str:
-        return "" if self.policy.cost_model is None else str(self.policy.cost_model.digest)
+    def _show_policy(self, value: int) -> None:
+        self.tally.set("cost_model", value, policy=self.judge.policy.name, digest=self.judge.digest)

@@ -71,6 +71,10 @@ class CopyBook:
     def of(self, request_id: str) -> Copy | None:
         return self._of_request.get(request_id)
 
+    def preemption_of(self, job: Job) -> str:
+        """Of a job just taken: the preemption that it belongs to."""
+        return self._by_id[job.copy_id].preemption_id
+
     def queued_bytes(self, direction: Direction) -> int:
         """Bytes of one rank that are on their way or wait for the link."""
         if direction == "save":

@@ -13,7 +13,7 @@ from kvpolicy.events import Outcome, as_row
 from kvpolicy.trace import Header, outcome_row
 from kvpolicy_vllm.plugin.copies import Settled
 from kvpolicy_vllm.plugin.jobs import Transfer
-from kvpolicy_vllm.plugin.ledger import Repeated, Step, compose
+from kvpolicy_vllm.plugin.ledger import Repeated, Step
 from kvpolicy_vllm.plugin.recording import Recorder
 from kvpolicy_vllm.plugin.situation import engine_shape
 
@@ -43,9 +43,6 @@ class Journal:
         self.recorder = recorder
         self._anonymous = anonymous
         self._lives: dict[str, Life] = {}
-        self._last_update_s: float | None = None
-        self._was_busy = False
-        self._left_out_s = 0.0
 
     # ---- requests ----
 
@@ -89,30 +86,21 @@ class Journal:
 
     # ---- steps ----
 
-    def compose(self, step: Step, scheduled: Mapping[str, int], scheduler: Any) -> None:
-        compose(step, scheduled, scheduler.requests)
+    def occupancy(self, step: Step, scheduler: Any) -> None:
+        """Enter who runs and waits, and how much memory is taken."""
         step.running_requests = len(scheduler.running)
         step.waiting_requests = max(0, scheduler.get_num_unfinished_requests() - len(scheduler.running))
         pool = scheduler.kv_cache_manager.block_pool
         step.used_blocks = pool.num_gpu_blocks - pool.get_num_free_blocks()
 
-    def leave_out(self, seconds: float) -> None:
-        """Of the time since the last update, that much is no part of the next step."""
-        self._left_out_s += seconds
-
-    def step(self, step: Step, output: Any, scheduler: Any, now: float) -> None:
-        """The step's output is back: its duration is from update to update, where the engine was not idle between."""
-        start = step.began_s
-        if self._last_update_s is not None and (self._was_busy or self._last_update_s > start):
-            start = min(self._last_update_s + self._left_out_s, now)
-        self._left_out_s = 0.0
-        self._last_update_s, self._was_busy = now, scheduler.get_num_unfinished_requests() > 0
+    def step(self, step: Step, output: Any, scheduler: Any, began_s: float, now: float) -> None:
+        """The step's output is back."""
         self.recorder.add(
             "steps",
             {
                 "step": step.number,
-                "start_s": start,
-                "duration_s": now - start,
+                "start_s": began_s,
+                "duration_s": now - began_s,
                 "device_s": None,
                 "scheduled_tokens": step.scheduled_tokens,
                 "scheduled_requests": step.scheduled_requests,
@@ -123,7 +111,7 @@ class Journal:
                 "waiting_requests": step.waiting_requests,
                 "used_blocks": step.used_blocks,
                 "recomputed_tokens": step.recomputed_tokens,
-                "preemptions": step.preemptions,
+                "preemptions": len(step.lost),
                 "saves": step.saves,
                 "loads": step.loads,
                 "repeated": [_repeated_row(part) for part in step.repeated],

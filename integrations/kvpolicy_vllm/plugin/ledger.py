@@ -64,6 +64,11 @@ class Repeated:
     chunk_context: int
     decodes: int
 
+    @property
+    def parts(self) -> tuple[float, float, float, float]:
+        """In the order of :data:`kvpolicy.cost.undisturbed.PARTS`."""
+        return self.tokens, self.decodes, self.kv_read_tokens, self.chunk_context
+
 
 @dataclass(slots=True)
 class Step:
@@ -79,15 +84,42 @@ class Step:
     running_requests: int = 0
     waiting_requests: int = 0
     used_blocks: int = 0
-    preemptions: int = 0
+    lost: list[str] = field(default_factory=list)
+    """Preemptions in it: whose blocks went."""
     saves: int = 0
     loads: int = 0
     repeated: list[Repeated] = field(default_factory=list)
     back: list[OpenPreemption] = field(default_factory=list)
 
     @property
+    def parts(self) -> tuple[float, float, float, float]:
+        """What its duration depends on, in the order of :data:`kvpolicy.cost.undisturbed.PARTS`."""
+        return self.scheduled_tokens, self.decode_requests, self.kv_read_tokens, self.chunk_context
+
+    @property
     def recomputed_tokens(self) -> int:
         return sum(part.tokens for part in self.repeated)
+
+
+class StepClock:
+    """When steps began and ended: from update to update, where the engine was not idle between."""
+
+    def __init__(self) -> None:
+        self._updated_s: float | None = None
+        self._was_busy = False
+        self._left_out_s = 0.0
+
+    def leave_out(self, seconds: float) -> None:
+        """Of the time since the last update, that much is no part of the next step."""
+        self._left_out_s += seconds
+
+    def began_s(self, step: Step, now: float, busy: bool) -> float:
+        """When ``step``, whose output is back, began. ``busy``: whether anybody is left to be served."""
+        began = step.began_s
+        if self._updated_s is not None and (self._was_busy or self._updated_s > began):
+            began = min(self._updated_s + self._left_out_s, now)
+        self._updated_s, self._was_busy, self._left_out_s = now, busy, 0.0
+        return began
 
 
 def pairs(start: int, end: int) -> int:

@@ -20,6 +20,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "copy_bytes": ("Bytes copied, all ranks.", ("direction",)),
     "copy_microseconds": ("Time copies took, slowest rank.", ("direction",)),
     "predicted_cost_microseconds": ("Engine time that what was executed was expected to cost.", ("executed",)),
+    "measured_preemptions": ("Preemptions whose cost was measured to the end.", ("executed",)),
     "victim_delay_microseconds": ("Measured delay of preempted requests, less their wait for blocks.", ("executed",)),
     "wait_blocks_microseconds": ("Measured wait of preempted requests for free blocks.", ("executed",)),
     "fallbacks": ("Recomputed for another reason than that the policy chose to.", ("reason",)),
@@ -27,6 +28,10 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "extrapolated": ("Decisions outside what the cost model was trained on.", ()),
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "measured_cost_microseconds": (
+        "Engine time that the measured preemptions took, in all; noise may make it fall.",
+        ("executed",),
+    ),
     "host_slots_used": ("Host slots (one KV block each) in use.", ()),
     "host_slots_total": ("Host slots in all.", ()),
     "open_preemptions": ("Preempted requests not yet back.", ()),
@@ -57,6 +62,10 @@ class Tally:
         if self.gauges.get(at) != value:
             self.gauges[at] = value
             self._gauges_moved = True
+
+    def raise_by(self, name: str, amount: float, **labels: str) -> None:
+        """A gauge that sums up what may be below 0."""
+        self.set(name, self.gauges.get(key(name, **labels), 0.0) + amount, **labels)
 
     @property
     def unreported(self) -> bool:

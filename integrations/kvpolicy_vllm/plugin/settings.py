@@ -56,6 +56,8 @@ class Settings:
     shadow: bool = False
     """Decide and record, but execute vLLM's own recompute."""
     seed: int = 0
+    online_state: Path | None = None
+    """File that keeps what a policy with ``online=on`` learned, over a restart."""
     link: Link | None = None
     source: str = "production"
     """What the trace's header says it is."""
@@ -73,6 +75,7 @@ class Settings:
             "trace": lambda key, value: Path(_text(key, value)),
             "shadow": _flag,
             "seed": _whole,
+            "online_state": lambda key, value: Path(_text(key, value)),
             "link": lambda key, value: Link.parse(_text(key, value)),
             "source": _text,
             "copier": _text,

@@ -1,0 +1,208 @@
+"""Families of regressors judged on tables of measured operator times: in range, and extrapolated in length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from lightgbm import LGBMRegressor
+from numpy.typing import NDArray
+from sklearn.ensemble import RandomForestRegressor
+
+from kvpolicy.cost.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
+from kvpolicy.cost.intervals import WIDENING, conformal_room
+from kvpolicy.cost.tables import Table, bins_of
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+
+OURS = "physics x trees"
+FEWEST_PER_BIN = 30
+LENGTH_BINS, LOAD_BINS = 3, 2
+FEWEST_ROWS = 6
+TRAINED_SHARE = 4
+"""Extrapolation trains up to that fraction of the longest length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long the judging may take."""
+
+    folds: int = 5
+    most_rows: int = 6000
+    forest_trees: int = 100
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a table to learn from, and rows to judge by."""
+
+    table: Table
+    seen: Whole
+    unseen: Whole
+
+
+def ours(part: Part, seed: int) -> BoostedRegressor:
+    table = part.table
+    made = BoostedRegressor(table.times.physics, table.columns, random_state=seed)
+    return made.fit(table.x[part.seen], table.seconds[part.seen], groups=table.groups[part.seen])
+
+
+def _physics(part: Part, effort: Effort) -> Floats:
+    table = part.table
+    made = AnalyticRegressor(table.times.physics, table.columns)
+    return made.fit(table.x[part.seen], table.seconds[part.seen]).predict(table.x[part.unseen])
+
+
+def _linear(part: Part, effort: Effort) -> Floats:
+    table = part.table
+    return LinearRegressor(table.columns).fit(table.x[part.seen], table.seconds[part.seen]).predict(
+        table.x[part.unseen]
+    )  # fmt: skip
+
+
+def _trees(x: Floats, part: Part, effort: Effort) -> Floats:
+    """As many trees of as many leaves as ours may have, on log time."""
+    like = BoostedRegressor()
+    made = LGBMRegressor(
+        objective="huber", alpha=0.3, n_estimators=like.max_trees, num_leaves=like.leaves,
+        learning_rate=like.learning_rate, min_child_samples=like.least_rows_in_leaf, reg_lambda=1.0,
+        random_state=effort.seed, deterministic=True, force_col_wise=True, n_jobs=1, verbosity=-1,
+    )  # fmt: skip
+    made.fit(x[part.seen], np.log(part.table.seconds[part.seen]))
+    return np.exp(np.asarray(made.booster_.predict(x[part.unseen]), np.float64))
+
+
+def _trees_only(part: Part, effort: Effort) -> Floats:
+    return _trees(part.table.x, part, effort)
+
+
+def _raw_boosting(part: Part, effort: Effort) -> Floats:
+    return _trees(part.table.plain, part, effort)
+
+
+def _random_forest(part: Part, effort: Effort) -> Floats:
+    """Vidur's way: a forest over the measured settings, on the time itself."""
+    made = RandomForestRegressor(n_estimators=effort.forest_trees, random_state=effort.seed, n_jobs=1)
+    made.fit(part.table.plain[part.seen], part.table.seconds[part.seen])
+    return np.asarray(made.predict(part.table.plain[part.unseen]), np.float64)
+
+
+OTHERS: Mapping[str, Callable[[Part, Effort], Floats]] = {
+    "physics alone": _physics,
+    "trees alone": _trees_only,
+    "raw boosting": _raw_boosting,
+    "random forest": _random_forest,
+    "linear": _linear,
+}
+"""``trees alone`` sees the same columns as ours; ``raw boosting`` and ``random forest`` the settings in the file."""
+
+
+def judge(table: Table, effort: Effort, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Every figure of one table, for JSON."""
+    dealt = grouped_folds(table.groups, _fold_count(table, effort), effort.seed)
+    folds = [Part(table, seen, unseen) for seen, unseen in dealt]
+    tell("in range")
+    found: dict[str, Any] = {
+        "file": table.file, "operator": table.operator, "layout": table.layout, "rows": len(table),
+        "points": int(table.groups.max()) + 1, "rows_in_file": table.rows_in_file, "left_out": list(table.left_out),
+        "noise": table.noise(), "in_range": _scored(folds, effort, 1.0), "extrapolated": None,
+    }  # fmt: skip
+    longest = float(table.times.length.max())
+    short = table.times.length <= longest / TRAINED_SHARE
+    if short.sum() >= FEWEST_ROWS and (~short).any():
+        tell("extrapolated")
+        part = Part(table, np.flatnonzero(short), np.flatnonzero(~short))
+        found["extrapolated"] = _scored([part], effort, WIDENING) | {
+            "axis": table.times.length_name,
+            "trained_up_to": float(table.times.length[short].max()),
+            "longest": longest,
+        }
+    return found
+
+
+def _fold_count(table: Table, effort: Effort) -> int:
+    """Few points are left out one by one."""
+    points = int(table.groups.max()) + 1
+    return points if points < 4 * effort.folds else effort.folds
+
+
+def _scored(parts: list[Part], effort: Effort, widening: float) -> dict[str, Any]:
+    rows = np.concatenate([part.unseen for part in parts])
+    table = parts[0].table
+    predicted: dict[str, Floats] = {}
+    fitted = [ours(part, effort.seed) for part in parts]
+    predicted[OURS] = np.concatenate(
+        [made.predict(table.x[part.unseen]) for made, part in zip(fitted, parts, strict=True)]
+    )
+    for name, fit in OTHERS.items():
+        predicted[name] = np.concatenate([fit(part, effort) for part in parts])
+    trained = max(float(table.times.length[part.seen].max()) for part in parts)
+    far = table.times.length[rows] >= 2 * trained
+    found = {name: errors(table.seconds[rows], seconds) for name, seconds in predicted.items()}
+    if len(parts) == 1 and far.any():
+        for name, seconds in predicted.items():
+            found[name]["from_2x"] = errors(table.seconds[rows][far], seconds[far])
+    return {
+        "families": found,
+        "trees": [made.trees_ for made in fitted],
+        "constants": [[one.term, one.value, one.unit] for one in fitted[-1].constants_],
+        "coverage": _coverage(parts, fitted, predicted[OURS], widening),
+    }
+
+
+def errors(measured: Floats, predicted: Floats) -> dict[str, Any]:
+    """Relative errors, |predicted / measured - 1|; ``bias`` is their signed mean."""
+    signed = predicted / measured - 1
+    size = np.abs(signed)
+    return {
+        "n": len(size), "mean": float(size.mean()), "median": float(np.median(size)),
+        "p90": float(np.quantile(size, 0.9)), "bias": float(signed.mean()),
+    }  # fmt: skip
+
+
+def _coverage(
+    parts: list[Part], fitted: list[BoostedRegressor], predicted: Floats, widening: float
+) -> list[dict[str, Any]]:
+    """The 90% interval's share of hits per bin of length x load, by split-conformal widths of the same bin."""
+    table = parts[0].table
+    by_length, by_load = bins_of(table.times.length, LENGTH_BINS), bins_of(table.times.load, LOAD_BINS)
+    cell = by_length * LOAD_BINS + by_load
+    hits: dict[int, list[bool]] = {}
+    at = 0
+    for part, made in zip(parts, fitted, strict=True):
+        own = predicted[at : at + len(part.unseen)]
+        at += len(part.unseen)
+        if made.unseen_misses_ is None:
+            continue
+        missed = np.log(table.seconds[part.unseen] / own)
+        for one in np.unique(cell[part.unseen]).tolist():
+            seen = _calibration(made.unseen_misses_, cell[part.seen], by_length[part.seen], one)
+            below, above = conformal_room(seen)
+            mine = missed[cell[part.unseen] == one]
+            hits.setdefault(one, []).extend(((-widening * below <= mine) & (mine <= widening * above)).tolist())
+    tested = np.concatenate([part.unseen for part in parts])
+    return [
+        {
+            "length": _span(table.times.length[tested][cell[tested] == one]),
+            "load": _span(table.times.load[tested][cell[tested] == one]),
+            "n": len(mine),
+            "covered": sum(mine) / len(mine),
+        }
+        for one, mine in sorted(hits.items())
+    ]
+
+
+def _calibration(misses: Floats, cell: Whole, by_length: Whole, one: int) -> list[float]:
+    """Misses of the bin; of its lengths, or of all, where it has under 30."""
+    for rows in (cell == one, by_length == one // LOAD_BINS):
+        if rows.sum() >= FEWEST_PER_BIN:
+            return list(misses[rows])
+    return list(misses)
+
+
+def _span(values: Floats) -> list[float]:
+    return [float(values.min()), float(values.max())]

@@ -1,0 +1,72 @@
+"""Training on a million rows: seconds and peak memory, on two cores. Exits 1 where a bar is missed.
+
+    python benchmarks/training_scale.py [--rows N] [--seconds S] [--gigabytes G]
+
+Rows are made up under a known law, seeded: prefill of chunks beside decodes, with tiles, kinks and 3% noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpolicy.cost.ceilings import LAUNCH, Ceilings
+from kvpolicy.cost.estimator import BoostedRegressor
+
+Floats = NDArray[np.float64]
+
+COLUMNS = ("tokens", "pairs", "kv_read", "running", "batch_tokens", "copied_bytes", "segments", "free_blocks")
+PHYSICS = Ceilings(((LAUNCH,), ("tokens",), ("pairs",), ("kv_read",), ("copied_bytes",), ("segments",)))
+REPEATS = 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=60.0, help="the bar")
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="the bar, of peak resident memory")
+    parser.add_argument("--threads", type=int, default=1, help="two gain little, and lose much beside other work")
+    asked = parser.parse_args(arguments)
+    x, seconds, _, groups = made_up(asked.rows, np.random.default_rng(0))
+    new, _, new_truth, _ = made_up(20_000, np.random.default_rng(1))
+    began = time.perf_counter()
+    made = BoostedRegressor(PHYSICS, COLUMNS, n_jobs=asked.threads).fit(x, seconds, groups=groups)
+    took_s = time.perf_counter() - began
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    missed = np.abs(made.predict(new) / new_truth - 1)
+    print(
+        f"{asked.rows} rows x {len(COLUMNS)} columns, threads {asked.threads}: {took_s:.1f} s (bar {asked.seconds:g}), "
+        f"peak {peak_gb:.2f} GB (bar {asked.gigabytes:g}, rows included), {made.trees_} trees"
+    )
+    print(f"error on new rows against the law: mean {missed.mean():.1%}, p90 {np.quantile(missed, 0.9):.1%}")
+    return int(took_s > asked.seconds or peak_gb > asked.gigabytes)
+
+
+def made_up(rows: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats, NDArray[np.int64]]:
+    """(X, measured seconds, seconds by the law, groups): every point four times."""
+    groups = np.arange(rows) // REPEATS
+    points = int(groups[-1]) + 1
+    tokens = np.exp(rng.uniform(np.log(16), np.log(65536), points)).round()
+    running = rng.integers(0, 256, points).astype(np.float64)
+    batch = running * rng.integers(50, 4000, points)
+    pieces = 2.0 ** rng.integers(4, 8, points)
+    copied = tokens * 131072.0
+    columns = (tokens, tokens * (tokens + 1) / 2, batch, running, batch, copied, tokens / pieces * 32,
+               rng.integers(0, 5000, points).astype(np.float64))  # fmt: skip
+    x = np.column_stack(columns)
+    kernel = np.where(tokens > 4096, 0.8, 1.0) * np.exp(0.3 * np.tanh(batch / 2e5))
+    law = kernel * (
+        2e-3 + 3e-5 * np.ceil(tokens / 128) * 128 + 2e-9 * x[:, 1] + 1e-8 * batch + copied / 2e10 + 2e-6 * x[:, 6]
+    )
+    measured = law[groups] * np.exp(rng.normal(0, 0.03, rows))
+    return x[groups], measured, law[groups], groups
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Which option is taken: the policy in charge, its state, and what it learns from what became of its decisions."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpolicy import policy as policies
+from kvpolicy.cost import LiveCost, StepTimeModel, remembered
+from kvpolicy.cost.online import Online
+from kvpolicy.events import Decision, Kind, Option, Outcome, Preemption
+from kvpolicy.policy import Feedback, Policy, PolicyState
+from kvpolicy_vllm.plugin.journal import header_link
+from kvpolicy_vllm.plugin.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+TEACH = "give it online=on, as in cheapest:COST_MODEL,online=on"
+MOST_AWAITED = 4096
+"""Decisions whose cost may be outstanding; the oldest beyond are no longer learned from."""
+KEEP_EVERY_S = 5.0
+
+
+@dataclass(slots=True)
+class Awaited:
+    """A decision whose cost is not yet known."""
+
+    situation: Preemption
+    option: Option
+    """As it was to be executed."""
+    victim_delay_s: float | None = None
+
+
+class Memory:
+    """Keeps what was learned online in a file, written by a thread: the scheduler never waits for the disk."""
+
+    def __init__(self, path: Path, digest: str) -> None:
+        self._path = path
+        self._digest = digest
+        self._latest: Online | None = None
+        self._complained = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvpolicy-memory", daemon=True)
+        self._thread.start()
+
+    def keep(self, learned: Online) -> None:
+        self._latest = learned
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10.0)
+        self._write()
+
+    def _run(self) -> None:
+        while not self._stop.wait(KEEP_EVERY_S):
+            self._write()
+
+    def _write(self) -> None:
+        latest, self._latest = self._latest, None
+        if latest is None:
+            return
+        try:
+            remembered.save(latest, self._digest, self._path)
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                logger.warning("kvpolicy: cannot keep what was learned in %s: %s", self._path, error)
+
+
+class Judge:
+    """One per engine core. Raises as :func:`kvpolicy.policy.load` and the model's ``check_fit`` do."""
+
+    def __init__(self, settings: Settings, engine_shape: Callable[[], dict[str, Any]], rank: int) -> None:
+        self._settings = settings
+        self._engine_shape = engine_shape
+        self._rng = random.Random(settings.seed)
+        self._pinned: Kind | None = None
+        self.labels: Mapping[str, Any] = {}
+        """Recorded with every decision that is pinned."""
+        self._awaited: dict[str, Awaited] = {}
+        self._memory: Memory | None = None
+        self.policy: Policy = policies.load(settings.policy)
+        self._check(self.policy)
+        self._state: PolicyState = self.policy.initial_state()
+        if settings.online_state is not None:
+            self._remember(_of_rank(settings.online_state, rank))
+
+    # ---- who decides ----
+
+    def adopt(self, name: str) -> None:
+        """Decide by another policy from now on. Raises as at start-up where it cannot be loaded or does not fit."""
+        policy = policies.load(name)
+        self._check(policy)
+        self.policy, self._state = policy, policy.initial_state()
+        self._awaited.clear()
+
+    def pin(self, kind: Kind | None, labels: Mapping[str, Any]) -> None:
+        """Take ``kind`` at every following preemption, with these labels; None: ask the policy."""
+        self._pinned, self.labels = kind, labels
+
+    @property
+    def step_time(self) -> StepTimeModel | None:
+        """d0 to measure costs by."""
+        return None if self.policy.cost_model is None else self.policy.cost_model.step_time
+
+    @property
+    def digest(self) -> str:
+        """Of the cost model; empty without one."""
+        return "" if self.policy.cost_model is None else str(self.policy.cost_model.digest)
+
+    def _check(self, policy: Policy) -> None:
+        if policy.cost_model is not None:
+            policy.cost_model.check_fit(**self._engine_shape(), link=header_link(self._settings.link))
+            policy.cost_model.warm()
+
+    # ---- deciding ----
+
+    def decide(self, situation: Preemption, options: tuple[Option, ...]) -> Decision:
+        if self._pinned is not None:
+            chosen = next((i for i, option in enumerate(options) if option.kind == self._pinned), 0)
+            shares = tuple(float(i == chosen) for i in range(len(options)))
+            return Decision(options, shares, chosen, (), "pinned", "{}")
+        decision = policies.decide(self.policy, situation, options, self._state, self._rng)
+        self._state = self.policy.next_state(self._state, decision)
+        return decision
+
+    # ---- learning ----
+
+    def executing(self, preemption_id: str, situation: Preemption, decision: Decision) -> None:
+        """The decision is being executed: what it costs is worth knowing."""
+        option = next((one for one in decision.options if one.kind == decision.executed), None)
+        if self._pinned is not None or option is None or self.policy.learned(self._state) is None:
+            return
+        self._awaited[preemption_id] = Awaited(situation, option)
+        if len(self._awaited) > MOST_AWAITED:
+            del self._awaited[next(iter(self._awaited))]
+
+    def closed(self, outcome: Outcome) -> None:
+        awaited = self._awaited.get(outcome.preemption_id)
+        if awaited is None:
+            return
+        if outcome.ended == "resumed":
+            awaited.victim_delay_s = outcome.victim_delay_s
+        else:  # what was spent until then is not what the option costs
+            del self._awaited[outcome.preemption_id]
+
+    def learn(self, cost: LiveCost) -> None:
+        """A preemption's cost is known in full."""
+        awaited = self._awaited.pop(cost.preemption_id, None)
+        if awaited is None or cost.executed != awaited.option.kind:  # a failed save is neither option's cost
+            return
+        feedback = Feedback(awaited.situation, awaited.option, cost.engine_s, awaited.victim_delay_s)
+        self._state = self.policy.observe(self._state, feedback)
+        learned = self.policy.learned(self._state)
+        if self._memory is not None and learned is not None:
+            self._memory.keep(learned)
+
+    def _remember(self, path: Path) -> None:
+        if self.policy.learned(self._state) is None:
+            raise ValueError(
+                f"kv_connector_extra_config: online_state is {str(path)!r}, but policy {self.policy.name} learns "
+                f"nothing while it serves; {TEACH}"
+            )
+        if path.exists():
+            self._state = self.policy.resume(remembered.load(path, self.digest))
+        self._memory = Memory(path, self.digest)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+
+
+def _of_rank(path: Path, rank: int) -> Path:
+    """Data-parallel engine cores learn apart: each but the first has the rank in its file's name."""
+    return path if rank == 0 else path.with_name(f"{path.stem}-{rank}{path.suffix}")

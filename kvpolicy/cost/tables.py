@@ -1,0 +1,184 @@
+"""Tables of measured operator times, read into columns that a regressor can be fitted to.
+
+A file's layout is recognised by its columns, never by its name, so that other devices' files in the same layouts work.
+One file yields one table per operator in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from kvpolicy.cost.layouts import LAYOUTS, Layout, Rows, Times
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+
+ENDINGS = (".parquet", ".csv", ".csv.gz")
+
+
+class TableError(ValueError):
+    """A table of times that cannot be read; the message names the file, and the row where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One operator's measured times."""
+
+    file: str
+    operator: str
+    layout: str
+    times: Times
+    seconds: Floats
+    groups: Whole
+    """Equal for repeats of one measured point."""
+    rows_in_file: int
+    left_out: tuple[str, ...]
+    """What was filtered, for a person."""
+
+    @property
+    def x(self) -> Floats:
+        """Features, shape (rows, columns)."""
+        return np.column_stack(list(self.times.features.values()))
+
+    @property
+    def plain(self) -> Floats:
+        """The measured settings as they stand in the file: what models without physics see."""
+        return np.column_stack(list(self.times.settings.values()))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.times.features)
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def noise(self) -> float | None:
+        """Mean distance of a repeat from its point's mean, relative; None where no point was measured twice.
+
+        No model of these settings can be expected to miss by less.
+        """
+        counts = np.bincount(self.groups)
+        mean = np.bincount(self.groups, self.seconds) / np.maximum(counts, 1)
+        repeated = counts[self.groups] > 1
+        if not repeated.any():
+            return None
+        # The mean of n holds 1/n of the row itself.
+        unbiased = np.sqrt(counts / np.maximum(counts - 1, 1))[self.groups]
+        return float((np.abs(self.seconds / mean[self.groups] - 1) * unbiased)[repeated].mean())
+
+
+def tables_in(folder: Path) -> tuple[list[Table], list[str]]:
+    """All tables in a folder, by file name, and why other files were passed over.
+
+    Raises :class:`TableError` for a file in a known layout with a time that cannot be, or no table at all.
+    """
+    if not folder.is_dir():
+        raise TableError(f"{folder}: is not a folder")
+    found: list[Table] = []
+    passed_over = []
+    for file in sorted(folder.iterdir()):
+        if not file.name.endswith(ENDINGS):
+            continue
+        layout, rows = _recognised(file)
+        if layout is None:
+            passed_over.append(f"{file.name}: not in a known layout; its columns are {', '.join(rows.names)}")
+        else:
+            found += _tables(file, layout, rows)
+    if not found:
+        raise TableError(f"{folder}: holds no table in a known layout ({', '.join(one.name for one in LAYOUTS)})")
+    return found, passed_over
+
+
+def read_table(file: Path) -> list[Table]:
+    """The tables in one file. Raises :class:`TableError` for an unknown layout too."""
+    layout, rows = _recognised(file)
+    if layout is None:
+        raise TableError(f"{file}: not in a known layout; its columns are {', '.join(rows.names)}")
+    return list(_tables(file, layout, rows))
+
+
+def _recognised(file: Path) -> tuple[Layout | None, Rows]:
+    try:
+        table = _read(file)
+    except (pa.ArrowException, OSError) as error:
+        raise TableError(f"{file}: cannot be read: {error}") from error
+    rows = Rows(str(file), table)
+    return next((layout for layout in LAYOUTS if layout.needs <= set(rows.names)), None), rows
+
+
+def _read(file: Path) -> pa.Table:
+    if file.name.endswith(".parquet"):
+        return pyarrow.parquet.read_table(file)
+    # An empty cell is a time that was not measured; "nan" is one that went wrong.
+    return pyarrow.csv.read_csv(file, convert_options=pyarrow.csv.ConvertOptions(null_values=[""]))
+
+
+def _tables(file: Path, layout: Layout, rows: Rows) -> Iterator[Table]:
+    for name in sorted(layout.needs & layout.counts):
+        _refuse(file, name, rows.number(name), "0 or above", below=0.0)
+    for part in layout.parts(rows):
+        measured = rows.number(part.time)
+        if part.seconds is not None:
+            measured = np.where(np.isfinite(measured) & (measured > 0), part.seconds, measured)
+        absent = rows.absent(part.time)
+        if absent.any() and not layout.times_may_be_absent:
+            raise TableError(f"{file}, row {int(np.argmax(absent))}: {part.time} is missing, should be a time above 0")
+        _refuse(file, part.time, np.where(absent, 1.0, measured), "a time above 0")
+        chosen = part.rows & ~absent
+        left_out = list(part.left_out)
+        if absent[part.rows].any():
+            left_out.append(f"{int(absent[part.rows].sum())} rows without {part.time}")
+        if not chosen.any():
+            continue
+        times = part.times.of(chosen)
+        settings = np.column_stack(list(times.settings.values()))
+        groups = np.unique(settings, axis=0, return_inverse=True)[1].ravel()
+        yield Table(
+            file.name, part.operator, layout.name, times, measured[chosen] * layout.seconds_per_unit,
+            groups, len(measured), tuple(left_out),
+        )  # fmt: skip
+
+
+def _refuse(file: Path, name: str, values: Floats, should: str, below: float = np.nextafter(0.0, 1.0)) -> None:
+    bad = ~np.isfinite(values) | (values < below)
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise TableError(f"{file}, row {row}: {name} is {float(values[row])!r}, should be {should}")
+
+
+def subsampled(table: Table, most_rows: int, seed: int) -> Table:
+    """At most about ``most_rows`` rows, whole points drawn at random under ``seed``; the longest tenth kept."""
+    if len(table) <= most_rows:
+        return table
+    points = int(table.groups.max()) + 1
+    length = np.zeros(points)
+    np.maximum.at(length, table.groups, table.times.length)
+    wanted = int(points * most_rows / len(table))
+    drawn = np.random.default_rng(seed).permutation(points)[:wanted]
+    chosen = np.isin(table.groups, drawn)
+    times = table.times.of(chosen)
+    return Table(
+        table.file, table.operator, table.layout, times, table.seconds[chosen],
+        np.unique(table.groups[chosen], return_inverse=True)[1], table.rows_in_file,
+        (*table.left_out, f"{wanted} of {points} measured points drawn"),
+    )  # fmt: skip
+
+
+def bins_of(values: Floats, most: int) -> Whole:
+    """Number of the quantile bin of each value; ties share a bin."""
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, most + 1)[1:-1]))
+    return np.searchsorted(edges, values, side="right")
+
+
+def select(table: Table, rows: Sequence[int] | Whole) -> tuple[Floats, Floats, Floats, Whole]:
+    """(features, plain settings, seconds, groups) of some rows."""
+    chosen = np.asarray(rows)
+    return table.x[chosen], table.plain[chosen], table.seconds[chosen], table.groups[chosen]

@@ -1,0 +1,80 @@
+"""The benchmark scripts run as a user runs them; what they measure is not judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pytest
+
+from tests.synthetic import make_trace
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = {"physics x trees", "physics alone", "trees alone", "raw boosting", "random forest", "linear"}
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profiles")
+    rows = [{"layer": "qkv_proj", "tokens": n, "time_us": max(30.0, 0.5 * n) + 0.1 * n} for n in range(1, 400, 3)]
+    pyarrow.csv.write_csv(pa.Table.from_pylist(rows), folder / "some_gpu.csv")
+    pyarrow.csv.write_csv(pa.table({"size_bytes": [1, 2]}), folder / "other.csv")
+    return folder
+
+
+def test_cost_accuracy_judges_tables_and_traces_beside_others(profiles: Path, tmp_path: Path) -> None:
+    make_trace(states=60).write(tmp_path / "trace")
+    out = tmp_path / "out" / "figures.json"
+    done = run(
+        "cost_accuracy.py",
+        "--quick",
+        "--profiles",
+        str(profiles),
+        "--trace",
+        str(tmp_path / "trace"),
+        "--json",
+        str(out),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "qkv_proj" in out.read_text() and "some_gpu.csv" in done.stdout
+    assert "passed over: other.csv" in done.stdout
+    found = json.loads(out.read_text())
+    (table,) = found["tables"]
+    assert set(table["in_range"]["families"]) == set(table["extrapolated"]["families"]) == FAMILIES
+    assert table["in_range"]["families"]["physics x trees"]["mean"] < 0.05
+    assert table["extrapolated"]["trained_up_to"] * 4 <= table["extrapolated"]["longest"]
+    assert all(one["n"] > 0 for one in table["in_range"]["coverage"])
+    (trace,) = found["traces"]
+    scores = trace["in_range"]["families"]
+    assert {"boosted", "linear", "analytic", "raw boosting", "random forest", "best threshold"} <= set(scores)
+    assert scores["boosted"]["swap"]["mean"] < 0.1 and scores["boosted"]["sign_accuracy"] > 0.9
+    assert found["made_up_copies"]["with"]["physics x trees"]["mean"] < 0.03
+    assert found["bars"]["in_range"] == {"at_least": 0.05, "aimed": 0.02}
+
+
+def test_cost_accuracy_says_what_is_wrong(tmp_path: Path) -> None:
+    assert "give at least one" in run("cost_accuracy.py").stderr
+    table = pa.table({"layer": ["a", "a"], "tokens": [1, 2], "time_us": [1.0, -1.0]})
+    pyarrow.csv.write_csv(table, tmp_path / "bad.csv")
+    done = run("cost_accuracy.py", "--profiles", str(tmp_path))
+    assert done.returncode == 2
+    assert "bad.csv, row 1: time_us is -1.0, should be a time above 0" in done.stderr
+
+
+def test_training_scale_exits_by_its_bars() -> None:
+    small = ("--rows", "4000")
+    done = run("training_scale.py", *small)
+    assert done.returncode == 0, done.stderr
+    assert "4000 rows x 8 columns" in done.stdout
+    assert run("training_scale.py", *small, "--gigabytes", "0.001").returncode == 1

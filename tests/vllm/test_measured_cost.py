@@ -1,0 +1,101 @@
+"""What preemptions cost, measured while the engine serves, beside the same measured afterwards from its trace."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvpolicy import cost, trace
+from kvpolicy.cost import remembered
+from kvpolicy.cost.intervals import unbounded
+from kvpolicy.cost.online import Online
+from kvpolicy.cost.steps import attribute, common_step_time
+from kvpolicy.cost.store import save
+from kvpolicy.hardware import Geometry
+from tests.vllm import harness
+from tests.vllm.conftest import job
+
+SCARCE = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+REQUESTS = harness.prompts(32, (20, 60), (100, 200), seed=4)
+
+
+@pytest.fixture(scope="module")
+def recorded(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    harness.run(job(model, REQUESTS, SCARCE, plugin=harness.plugin("random:0.5", trace=str(folder / "trace"))), folder)
+    return folder / "trace"
+
+
+def fitting_model(recorded: Path, folder: Path) -> Path:
+    """A shipped model made to fit the tests' engine: d0 is of this engine's own trace, the prices are another's.
+
+    It promises nothing about them, so that ``explore`` leaves every decision to chance.
+    """
+    found = trace.read(recorded)
+    (header,) = found.headers.values()
+    shipped = cost.load("cpu-llama-native")
+    provenance = replace(
+        shipped.provenance,
+        hardware=header.hardware,
+        geometry=Geometry(**header.geometry),
+        block_sizes=(header.block_size,),
+        kv_bytes_per_token=header.block_bytes / header.block_size,
+    )
+    made = replace(
+        shipped, provenance=provenance, residuals={}, intervals=unbounded(), step_time=common_step_time([found])
+    )
+    save(made, {}, folder)
+    return folder
+
+
+def test_costs_are_measured_while_serving(model: str, recorded: Path, tmp_path: Path) -> None:
+    learned = fitting_model(recorded, tmp_path / "model")
+    plugin = harness.plugin(f"explore:{learned}", trace=str(tmp_path / "trace"))
+    stats = harness.run(job(model, REQUESTS, SCARCE, plugin=plugin), tmp_path)["stats"]
+    afterwards = attribute(trace.read(tmp_path / "trace"))
+    executed = {row["preemption_id"]: row["executed"] for row in afterwards.rows("decisions")}
+    costs = {row["preemption_id"]: row["engine_s"] for row in afterwards.rows("outcomes")}
+    assert len(executed) > 20
+    for kind in ("recompute", "swap"):
+        mine = [costs[name] for name, done in executed.items() if done == kind and costs[name] is not None]
+        # The last ones may still wait for their aftermath when the engine falls idle.
+        told = harness.total(stats, "measured_preemptions", executed=kind)
+        assert len(mine) - 3 <= told <= len(mine)
+        live_s = stats[f"measured_cost_microseconds|executed={kind}"] / 1e6
+        assert live_s == pytest.approx(sum(mine), rel=0.5), "the same steps, a d0 of another run"
+        assert harness.total(stats, "predicted_cost_microseconds", executed=kind) > 0
+
+
+def test_what_is_learned_is_kept_over_a_restart(model: str, recorded: Path, tmp_path: Path) -> None:
+    """A second engine begins with what the first one learned; every decision tells its state."""
+    learned, state = fitting_model(recorded, tmp_path / "model"), tmp_path / "state.json"
+    policy = f"explore:{learned},online=on"
+    told = []
+    for number in ("first", "second"):
+        plugin = harness.plugin(policy, trace=str(tmp_path / number), online_state=str(state))
+        harness.run(job(model, REQUESTS, SCARCE, plugin=plugin), tmp_path)
+        rows = trace.read(tmp_path / number).rows("decisions")
+        told.append([json.loads(row["state"]) for row in sorted(rows, key=lambda row: row["time_s"])])
+    kept = remembered.load(state, cost.load(learned).digest)
+    assert json.dumps(told[0][0]) != json.dumps(told[0][-1]), "something was learned"
+    outcomes = [[one["online"]["outcomes"] for one in states] for states in told]
+    assert outcomes[0][0] == 0 and 0 < outcomes[0][-1] <= outcomes[1][0]
+    assert kept.events >= outcomes[1][-1] > outcomes[1][0]
+
+
+def test_a_state_of_another_model_is_refused(model: str, recorded: Path, tmp_path: Path) -> None:
+    learned, state = fitting_model(recorded, tmp_path / "model"), tmp_path / "state.json"
+    remembered.save(Online(), "0" * 64, state)
+    plugin = harness.plugin(f"cheapest:{learned},online=on", online_state=str(state))
+    with pytest.raises(harness.EngineFailed, match="model_digest"):
+        harness.run(job(model, REQUESTS[:1], SCARCE, plugin=plugin), tmp_path)
+
+
+def test_without_a_model_nothing_is_claimed(model: str, tmp_path: Path) -> None:
+    """No d0, no measured cost: the metric is absent rather than 0."""
+    stats = harness.run(job(model, REQUESTS, SCARCE, plugin=harness.plugin("always-swap")), tmp_path)["stats"]
+    assert harness.total(stats, "preemptions") > 10
+    assert not [name for name in stats if name.startswith("measured")]
