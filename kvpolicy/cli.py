@@ -25,8 +25,8 @@ app = typer.Typer(
 
 POLICIES = (
     "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL or explore:COST_MODEL; "
-    "a cost model is a folder or the name of one that ships, after it may follow ,online=on (measured outcomes correct "
-    "it) and ,objective=OBJECTIVE"
+    "a cost model is a folder, the name of one that ships, analytic in a server, or analytic:DEVICE[@LINK]:CONFIG; "
+    "after it may follow ,online=on (measured outcomes correct it) and ,objective=OBJECTIVE"
 )
 OBJECTIVES = "engine, victim or others, in seconds, or a weighted sum of them, as in engine+0.5*victim"
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -82,6 +82,18 @@ def train(
 ) -> None:
     """Train a cost model from traces."""
     _show(kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed, mixed_hardware=mixed_hardware))
+
+
+@app.command()
+def calibrate(
+    cost_model: Annotated[str, typer.Option(help="The cost model to carry: a folder, or the name of one that ships.")],
+    trace: Annotated[list[Path], typer.Option(help="Folder of a trace measured here; may be given several times.")],
+    out: Annotated[Path, typer.Option(help="Folder of the carried cost model.")],
+    states: Annotated[int | None, typer.Option(help="Use that many of the trace's states; all without it.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Carry a cost model to another machine, link or LLM by a few states measured there."""
+    _show(kvpolicy.calibrate(cost_model=cost_model, traces=trace, out=out, states=states, seed=seed))
 
 
 @app.command()

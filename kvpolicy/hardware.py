@@ -37,10 +37,11 @@ class Geometry:
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> Geometry:
-        """The nearest there is to ``shape`` with all layers alike: KV bytes and linear FLOPs per token are the same.
+        """The nearest there is to ``shape`` with all layers alike. KV bytes per token are the same.
 
-        Latent attention (MLA) appears as one KV head half as wide as what it stores; a mixture's MLP as wide as what
-        one token goes through. Bytes of weights and KV values are whole numbers of their types, quantised or not.
+        Latent attention (MLA) appears as one KV head half as wide as what it stores, a mixture's MLP as wide as what
+        one token goes through; linear FLOPs are the same but for latent attention, whose projections have no place
+        here. Bytes of weights and KV values are whole numbers of their types, quantised or not.
         """
         first = shape.kinds[0].attention
         latent = first.kv_heads == 0

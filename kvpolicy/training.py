@@ -14,6 +14,8 @@ from kvpolicy.cost.examples import dealt, examples_of, option_of
 from kvpolicy.cost.fitting import Fit, fit, held_out_scores
 from kvpolicy.cost.floor import Floor
 from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
+from kvpolicy.cost.physics import implausible
+from kvpolicy.cost.transfer import ErrorByCount, carry, carry_once, doubling, error_by_count, spread
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES, features_of
 from kvpolicy.hardware import fingerprint
@@ -22,6 +24,8 @@ from kvpolicy.trace import TraceError
 FEWEST_STATES = 12
 """Fewer leave nothing to judge a fit by once it is made."""
 MOST_VARIATION = 0.30
+FEWEST_TO_TELL = 8
+"""With fewer states a carried model is made of all of them, and nothing is held out to judge it by."""
 EVALUABLE_STATES = 20
 """What is held out, where there are twice as many states: as many as `kvpolicy evaluate` asks for."""
 
@@ -160,7 +164,8 @@ def train(
     _refuse_one_length(dataset)
     training, held = split(dataset.states, seed)
     fitted = fit(family, training, dataset, provenance_of(family, dataset, training, variation), seed)
-    fitted = replace(fitted, notes=(*fitted.notes, *_data_notes(dataset, training, fitted.model)))
+    told = (*_data_notes(dataset, training, fitted.model), *implausible(fitted.model.laws, dataset.geometry))
+    fitted = replace(fitted, notes=(*fitted.notes, *told))
     scores = held_out_scores(fitted.model, held)
     made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
     store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))
@@ -282,3 +287,72 @@ def natural_outside(model: FittedModel, natural: Sequence[Preemption]) -> tuple[
     if not natural:
         return {}, None
     return {name: count / len(natural) for name, count in counts.items()}, extrapolated / len(natural)
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateReport:
+    """A model carried to another machine, link or LLM, and what a few measurements were worth there."""
+
+    out: str
+    source: str
+    digest: str
+    states: int
+    held_out_states: int
+    errors: tuple[ErrorByCount, ...]
+    """Held-out error by number of measured states; empty where too few states were left to tell."""
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        lines = [
+            f"cost model {self.out}, digest {self.digest[:12]}: {self.source} carried here by {self.states} states"
+        ]
+        if self.errors:
+            lines += [
+                f"held-out error on {self.held_out_states} states, |log(measured / predicted)| of a state's median, by "
+                f"number of measured states; mean (and worst) of {max(one.draws for one in self.errors)} draws:",
+                f"  {'states':>6} " + " ".join(f"{kind:>18}" for kind in KINDS),
+            ]
+        for one in self.errors:
+            shown = (f"{one.mean_error[kind]:.1%} ({one.worst_draw[kind]:.1%})" for kind in KINDS)
+            lines.append(f"  {one.states:>6} " + " ".join(f"{text:>18}" for text in shown))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def calibrate(
+    cost_model: Path | str, traces: Sequence[Path | str], out: Path | str, states: int | None = None, seed: int = 0
+) -> CalibrateReport:
+    """Carry a cost model to where ``traces`` were measured and write it to folder ``out``.
+
+    ``states``: how many of the traces' states to use, spread over their lengths; all that are not held out without it.
+    Raises ModelError for the model, TraceError as :func:`train` for the traces, ValueError for a number of states that
+    is not there.
+    """
+    model, forests = store.load(cost_model), store.forest_texts(cost_model)
+    dataset = measured(traces)
+    tellable = len(dataset.states) >= FEWEST_TO_TELL
+    training, held = split(dataset.states, seed) if tellable else (list(dataset.states), [])
+    if states is not None and not 1 <= states <= len(training):
+        raise ValueError(f"states is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")
+
+    def place(some: Sequence[State]) -> Provenance:
+        here = provenance_of(model.provenance.family, dataset, some, None)
+        carried = f"carried from {cost_model} (digest {model.digest[:12]}) by {len(some)} states"
+        seen = tuple(sorted({*model.provenance.state_ids, *here.state_ids}))
+        return replace(here, state_ids=seen, notes=(carried,))
+
+    def predictor(some: Sequence[State]) -> FittedModel:
+        return carry_once(model, forests, some, dataset, place(some)).model if some else model
+
+    used = training if states is None else spread(training, states, random.Random(f"states {seed}"))
+    carried = carry(model, forests, used, dataset, place(used))
+    scores = held_out_scores(carried.model, held) if held else {}
+    notes = (*carried.model.provenance.notes, *implausible(carried.model.laws, dataset.geometry))
+    made = replace(carried.model.provenance, held_out=scores, notes=notes)
+    store.save(replace(carried.model, provenance=made), carried.forests, Path(out))
+    errors = error_by_count((0, *doubling(len(training))), training, held, predictor, seed) if held else ()
+    return CalibrateReport(
+        str(out), str(cost_model), store.load(out).digest, len(used), len(held), errors, notes
+    )  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpolicy.cost.dataset import Move
-from kvpolicy.cost.examples import Example, Examples
+from kvpolicy.cost.examples import Example, Examples, log_miss
 from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.nonnegative import nonnegative_fit
 from kvpolicy.events import Kind
@@ -21,12 +22,21 @@ OUTLIER_SCALES = 2.5
 FEWEST_MOVES = 10
 FEWEST_PER_REGIME = 3
 """With fewer states in which nobody else runs (or somebody does) the two are not told apart."""
+ROOFS_TOKENS = (16, 32, 64, 128, 256, 512)
+"""Tokens of a step at which compute takes as long as reading the weights, tried one by one; none at all besides."""
+LEAST_GAIN = 0.05
+"""The share by which a roof must lessen the mean miss to be told from none."""
 
 
-def fit_analytic(examples: Examples, moves: Sequence[Move], floor_s: dict[Kind, float]) -> dict[Kind, Law]:
-    """Both rooflines. ``moves`` calibrate the copies' own durations where there are enough of them."""
+def fit_analytic(
+    examples: Examples, moves: Sequence[Move], floor_s: dict[Kind, float], budget_tokens: float = inf
+) -> dict[Kind, Law]:
+    """Both rooflines. ``moves`` calibrate the copies' own durations where there are enough of them.
+
+    ``budget_tokens``: most tokens of a step; infinite where it is not known, which makes every recompute one chunk.
+    """
     return {
-        "recompute": _fit_recompute(examples["recompute"], floor_s["recompute"]),
+        "recompute": fit_recompute(examples["recompute"], floor_s["recompute"], budget_tokens),
         "swap": _fit_swap(examples["swap"], moves, floor_s["swap"]),
     }
 
@@ -68,28 +78,61 @@ def _cost(examples: Sequence[Example]) -> Floats:
     return np.array([example.engine_s for example in examples], np.float64)
 
 
-def _fit_recompute(examples: Sequence[Example], floor_s: float) -> RecomputeRoofline:
+def fit_recompute(examples: Sequence[Example], floor_s: float, budget_tokens: float = inf) -> RecomputeRoofline:
+    """The roofline, its roof where there is one to be seen."""
+    split = _both_regimes(examples)
+    plain, missed = _with_roof(examples, floor_s, 0.0, budget_tokens, split)
+    roofed, least = min(
+        (_with_roof(examples, floor_s, roof, budget_tokens, split) for roof in ROOFS_TOKENS), key=lambda pair: pair[1]
+    )
+    return roofed if least < (1 - LEAST_GAIN) * missed else plain
+
+
+def _with_roof(
+    examples: Sequence[Example], floor_s: float, roof_tokens: float, budget_tokens: float, split: bool
+) -> tuple[RecomputeRoofline, float]:
+    """The best law with that roof, and its mean miss on the log scale.
+
+    The law itself makes the columns: with the roof in tokens its seconds are linear in all other coefficients.
+    """
+    # ``alone_s`` is a column of its own only where both regimes were seen.
+    unit = RecomputeRoofline(0.0, 0.0, 1.0, 0.0, weight_s=roof_tokens, budget_tokens=budget_tokens)
+    steps = RecomputeRoofline(0.0, float(split), 0.0, 0.0, budget_tokens=budget_tokens)
     columns = [
         np.ones(len(examples)),
-        _alone(examples) * _both_regimes(examples),
-        _column(examples, "recomputed_tokens"),
+        np.array([steps.parts(example.x)[2] for example in examples]),
+        np.array([unit.parts(example.x)[2] for example in examples]),
         _column(examples, "recomputed_pairs"),
     ]
-    return RecomputeRoofline(*map(float, relative_fit(np.column_stack(columns), _cost(examples), floor_s)))
+    fixed_s, alone_s, s_per_token, s_per_pair = map(
+        float, relative_fit(np.column_stack(columns), _cost(examples), floor_s)
+    )
+    law = RecomputeRoofline(
+        fixed_s, alone_s, s_per_token, s_per_pair, weight_s=roof_tokens * s_per_token, budget_tokens=budget_tokens
+    )
+    misses = [abs(log_miss(example.engine_s, law.parts(example.x)[2], floor_s)) for example in examples]
+    return law, sum(misses) / len(misses)
 
 
 def _fit_swap(examples: Sequence[Example], moves: Sequence[Move], floor_s: float) -> SwapRoofline:
     save, load = _channels(examples, moves, floor_s)
     alone = _alone(examples)
     save_s, load_s = _durations(save, examples, "save"), _durations(load, examples, "load")
-    columns = [np.ones(len(examples)), save_s]
+    columns = {"fixed_s": np.ones(len(examples)), "save_share": save_s}
     if _both_regimes(examples):
-        columns += [alone, load_s * alone, load_s * (1 - alone)]
+        columns |= {"alone_s": alone, "load_alone_share": load_s * alone, "load_beside_share": load_s * (1 - alone)}
     else:
-        columns.append(load_s)
-    fixed_s, save_share, *more = map(float, relative_fit(np.column_stack(columns), _cost(examples), floor_s))
-    alone_s, load_alone, load_beside = more if len(more) > 1 else (0.0, *more, *more)
-    return SwapRoofline(save, load, fixed_s, alone_s, save_share, load_alone, load_beside)
+        columns["load_share"] = load_s
+    for way, channel, felt in (("save", save, np.ones(len(alone))), ("load", load, alone)):
+        waited_s = channel.s_per_byte * _column(examples, f"queued_{way}_bytes") * felt
+        if np.count_nonzero(waited_s) >= FEWEST_PER_REGIME:
+            columns[f"{way}_queue_share"] = waited_s
+    fitted = relative_fit(np.column_stack(list(columns.values())), _cost(examples), floor_s)
+    found = dict(zip(columns, map(float, fitted), strict=True))
+    if "load_share" in found:
+        share = found.pop("load_share")
+        found |= {"alone_s": 0.0, "load_alone_share": share, "load_beside_share": share}
+    return SwapRoofline(save=save, load=load, **found)
 
 
 def _durations(channel: Channel, examples: Sequence[Example], direction: str) -> Floats:

@@ -8,7 +8,7 @@ from statistics import fmean, median
 import numpy as np
 
 from kvpolicy.cost.dataset import State
-from kvpolicy.cost.examples import option_of
+from kvpolicy.cost.examples import Example, option_of
 from kvpolicy.cost.laws import Law, LinearLaw
 from kvpolicy.cost.nonnegative import robust_nonnegative_fit
 from kvpolicy.events import KINDS, Kind
@@ -27,18 +27,23 @@ def fit_victim_delays(states: Sequence[State]) -> dict[Kind, LinearLaw]:
     """Seconds until the victim is back, its wait for blocks left out; none where fewer than 12 states tell them."""
     laws = {}
     for kind in KINDS:
-        found = [(_features(state, kind), _victim_delay_s(state, kind)) for state in states]
-        told = [(x, seconds) for x, seconds in found if seconds is not None and seconds > 0]
+        told = victim_delay_examples(states, kind)
         if len(told) < FEWEST_STATES:
             return {}
         names = INPUTS[kind]
-        design = np.array([[1.0, *(getattr(x, name) for name in names)] for x, _ in told])
+        design = np.array([[1.0, *(getattr(one.x, name) for name in names)] for one in told])
         scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
-        seconds = np.array([one for _, one in told])
+        seconds = np.array([one.engine_s for one in told])
         constant, *more = map(float, robust_nonnegative_fit(design / scale, seconds) / scale)
         # By name, as a card lists them: a sum read back is then the same to the last bit.
         laws[kind] = LinearLaw(constant, {name: c for name, c in sorted(zip(names, more, strict=True)) if c > 0})
     return laws
+
+
+def victim_delay_examples(states: Sequence[State], kind: Kind) -> tuple[Example, ...]:
+    """Each state's median delay, where it was measured, in place of the cost."""
+    found = ((_features(state, kind), _victim_delay_s(state, kind)) for state in states)
+    return tuple(Example(x, seconds) for x, seconds in found if seconds is not None and seconds > 0)
 
 
 def fit_others_shares(states: Sequence[State]) -> dict[Kind, float]:

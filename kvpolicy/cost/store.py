@@ -107,6 +107,23 @@ def _put_in_place(scratch: Path, place: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def forest_texts(name_or_folder: str | Path) -> dict[Kind, ForestText]:
+    """The forests of a model folder as they are stored. Raises ModelError as :func:`load`."""
+    folder = _find(name_or_folder)
+    values = _parsed(folder, _read(folder / CARD))
+    _residuals(folder, values)
+    return {
+        kind: ForestText(_read(folder / f"{kind}.txt"), tuple(values["trees"][kind]["inputs"]))
+        for kind in KINDS
+        if kind in values["trees"]
+    }
+
+
+def forest_of(stored: ForestText) -> Forest:
+    """What predicts, of what is stored."""
+    return Forest.from_text(stored.text, [FEATURES.index(name) for name in stored.inputs])
+
+
 def shipped() -> tuple[str, ...]:
     """Names of the models that ship."""
     places = [place for place in _shelves() if place.is_dir()]

@@ -1,11 +1,12 @@
 """Policies: from a situation and its options to probabilities, and the one place where chance comes in."""
 
 from kvpolicy.policy.choosing import decide, feasible_options
-from kvpolicy.policy.names import FORMS, anchored, load
+from kvpolicy.policy.names import COST_MODELS, FORMS, anchored, load, needs_engine
 from kvpolicy.policy.objective import Objective
 from kvpolicy.policy.protocol import Assessment, Feedback, NoState, Policy, PolicyState
 
 __all__ = [
+    "COST_MODELS",
     "FORMS",
     "Assessment",
     "Feedback",
@@ -17,4 +18,5 @@ __all__ = [
     "decide",
     "feasible_options",
     "load",
-]  # fmt: skip
+    "needs_engine",
+]

@@ -22,6 +22,10 @@ FORMS = (
     "cheapest:COST_MODEL",
     "explore:COST_MODEL",
 )
+COST_MODELS = (
+    "a folder, the name of one that ships, analytic (untrained, of the running engine) "
+    "or analytic:DEVICE[@LINK]:CONFIG (untrained, of a data sheet and a config.json)"
+)
 
 PRICED: dict[str, type[Cheapest] | type[Explore]] = {"cheapest": Cheapest, "explore": Explore}
 OPTIONS = ("online", "objective")
@@ -29,9 +33,10 @@ AFTERWARDS = "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE"
 
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
-    """The policy of that name. COST_MODEL is a folder, or the name of a model that ships; OBJECTIVE as in
+    """The policy of that name. COST_MODEL is :data:`COST_MODELS`; OBJECTIVE as in
     :func:`kvpolicy.policy.objective.parse`, engine without it.
 
+    ``cost_model_loader``: in a server that of :func:`kvpolicy.cost.engine_loader`, which knows the engine.
     Raises ValueError, listing the forms, for a wrong name; ModelError for a model that cannot be loaded.
     """
     kind, _, value = spec.partition(":")
@@ -62,6 +67,12 @@ def anchored(spec: str) -> str:
     if not cost.holds_model(Path(model)):
         return spec
     return f"{kind}{colon}{Path(model).absolute()}{value[len(model) :]}"
+
+
+def needs_engine(spec: str) -> bool:
+    """Whether the policy can only be loaded inside a server: its cost model is the running engine's own."""
+    kind, _, value = spec.partition(":")
+    return kind in ("cheapest", "explore") and value.partition(",")[0] == cost.ANALYTIC
 
 
 def _options(spec: str, value: str) -> tuple[str, dict[str, str]]:

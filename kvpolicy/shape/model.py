@@ -131,7 +131,8 @@ class ModelShape:
 
     def weight_bytes_per_step(self, tokens: float) -> float:
         """Weights a step of that many tokens reads, experts chosen evenly and independently."""
-        return self.steady_weight_bytes + self.expert_weight_bytes * (1.0 - self.expert_miss**tokens)
+        touched = 1.0 - float(self.expert_miss**tokens)
+        return self.steady_weight_bytes + self.expert_weight_bytes * touched
 
     @property
     def weight_bytes(self) -> float:

@@ -15,6 +15,9 @@ FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "half": 16, "float":
 FP8_KV = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"})
 
 
+_AS_IT_IS: tuple[Arithmetic, bool] = ("bf16", False)
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """Bits per weight by what it belongs to, scales and zero points included; per KV value; and the arithmetic."""
@@ -36,7 +39,7 @@ def precision_of(config: Config, text: Config, kv_cache_dtype: str) -> Precision
     dtype = _dtype(config, text)
     other = FLOAT_BITS[dtype]
     quantised = config.get("quantization_config") or text.get("quantization_config")
-    bits, arithmetic, experts_only = (other, "bf16", False) if quantised is None else _quantised(quantised)
+    bits, arithmetic, experts_only = _quantised(quantised) if quantised else (other, *_AS_IT_IS)
     plain = other if experts_only else bits
     return Precision(plain, plain, bits, other, _kv_bits(quantised or {}, kv_cache_dtype, other), arithmetic, dtype)
 

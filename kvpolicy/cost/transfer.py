@@ -1,0 +1,273 @@
+"""A model carried to another LLM, GPU or link by a handful of states measured there.
+
+Its laws are scaled (:mod:`kvpolicy.cost.scaling`), after what the shapes of both models and the sheets of both
+devices tell beforehand; what was learned beyond the laws is kept, by half, or not at all.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import exp
+from typing import Any
+
+from kvpolicy.cost.dataset import Dataset, Move, State
+from kvpolicy.cost.delays import FEWEST_STATES, fit_others_shares, fit_victim_delays, victim_delay_examples
+from kvpolicy.cost.examples import Example, examples_of, log_miss, noise_floors, ranges_of
+from kvpolicy.cost.fitting import misses_of
+from kvpolicy.cost.intervals import calibrate, unbounded
+from kvpolicy.cost.laws import Law, RecomputeRoofline
+from kvpolicy.cost.model import FittedModel, ModelError, Provenance
+from kvpolicy.cost.scaling import ELSEWHERE, Spreads, carry_law
+from kvpolicy.cost.sheets import device_sheet
+from kvpolicy.cost.store import ForestText, forest_of
+from kvpolicy.events import KINDS, Kind
+from kvpolicy.features import FEATURES
+from kvpolicy.hardware import same_machine
+
+UNCHANGED_SPREAD = 0.05
+"""Of both scales of a law where neither machine, model nor (for copies) link has changed."""
+FLOOR_S = 1e-6
+LEAVE_OUTS = 10
+DAMPINGS = (1.0, 0.5, 0.0)
+FEWEST_TO_CHOOSE = 8
+"""With fewer states a learned residual is kept by half: they cannot say whether it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A carried model and what has to be stored beside it."""
+
+    model: FittedModel
+    forests: Mapping[Kind, ForestText]
+
+
+def rebased(law: Law, old: Provenance, new: Provenance) -> Law:
+    """The law with what is known beforehand applied: other FLOPs per token and pair, other peak rates of the devices.
+
+    Devices without a sheet are taken to be alike until measurements say otherwise.
+    """
+    if not isinstance(law, RecomputeRoofline):
+        return law
+    flops, memory = _device_ratios(old.hardware.get("device"), new.hardware.get("device"))
+    was, now = old.geometry, new.geometry
+    linear = now.linear_flops_per_token / was.linear_flops_per_token
+    weights = linear * now.weight_bytes / was.weight_bytes
+    kv = now.kv_bytes_per_token / was.kv_bytes_per_token
+    return replace(
+        law,
+        s_per_token=law.s_per_token * linear / flops,
+        s_per_pair=law.s_per_pair * now.attention_flops_per_pair / was.attention_flops_per_pair / flops,
+        weight_s=law.weight_s * weights / memory,
+        s_per_kv_token=law.s_per_kv_token * kv / memory,
+    )
+
+
+def _device_ratios(old: Any, new: Any) -> tuple[float, float]:
+    """How many times the compute and the memory bandwidth of the old device the new one has."""
+    try:
+        was, now = device_sheet(str(old)), device_sheet(str(new))
+    except ModelError:
+        return 1.0, 1.0
+    return now.bf16_flops / was.bf16_flops, now.memory_bytes_per_s / was.memory_bytes_per_s
+
+
+# ---- a model ----
+
+
+def carry(
+    model: FittedModel, forests: Mapping[Kind, ForestText], states: Sequence[State], dataset: Dataset, made: Provenance
+) -> Carried:
+    """``model`` carried to where ``states`` of ``dataset`` were measured; ``made``: that place.
+
+    Intervals come from leaving states out, infinite where there are too few.
+    """
+    one = carry_once(model, forests, states, dataset, made)
+    hands = min(len(states), LEAVE_OUTS)
+    misses = []
+    for hand in range(hands if len(states) > 1 else 0):
+        seen = [state for i, state in enumerate(states) if i % hands != hand]
+        left = [state for i, state in enumerate(states) if i % hands == hand]
+        misses += misses_of(carry_once(model, forests, seen, dataset, made).model, left)
+    return replace(one, model=replace(one.model, intervals=calibrate(misses))) if misses else one
+
+
+def carry_once(
+    model: FittedModel, forests: Mapping[Kind, ForestText], states: Sequence[State], dataset: Dataset, made: Provenance
+) -> Carried:
+    """As :func:`carry`, nothing promised: its intervals are infinite."""
+    examples = examples_of(states)
+    repeated = any(len(some) > 1 for state in states for some in state.samples.values())
+    floor_s = noise_floors(states) if repeated else dict(model.floor_s)
+    moves = dataset.moves_of(states)
+    laws: dict[Kind, Law] = {}
+    kept: dict[Kind, ForestText] = {}
+    for kind in KINDS:
+        share, laws[kind] = _scaled(model, kind, examples[kind], floor_s[kind], moves, made)
+        if kind in forests and share:
+            kept[kind] = damped(forests[kind], share)
+    carried = FittedModel(
+        name=model.name,
+        provenance=made,
+        laws=laws,
+        residuals={kind: forest_of(text) for kind, text in kept.items()},
+        ranges={kind: _ranges(model, kind, examples[kind], made) for kind in KINDS},
+        floor_s=floor_s,
+        intervals=unbounded(),
+        victim_delays=_victim_delays(model, states),
+        others_share=fit_others_shares(states) if len(states) >= FEWEST_STATES else dict(model.others_share),
+        step_time=dataset.common_step_time,
+    )
+    return Carried(carried, kept)
+
+
+def _victim_delays(model: FittedModel, states: Sequence[State]) -> Mapping[Kind, Law]:
+    """Fitted anew where there are enough states; scaled as a whole where there are not."""
+    found = fit_victim_delays(states)
+    if found:
+        return found
+    return {
+        kind: carry_law(law, victim_delay_examples(states, kind), FLOOR_S) for kind, law in model.victim_delays.items()
+    }
+
+
+def _spreads(model: FittedModel, kind: Kind, made: Provenance) -> Spreads:
+    """Misses as far as the model's held-out ones (their mean to a normal distribution's standard deviation)."""
+    scores = model.provenance.held_out.get(kind)
+    missed = scores.get("mean_error") if isinstance(scores, Mapping) else None
+    spreads = ELSEWHERE if not missed else replace(ELSEWHERE, miss=min(max(1.25 * float(missed), 0.05), 1.0))
+    if _unchanged(kind, model.provenance, made):
+        return replace(spreads, common=UNCHANGED_SPREAD, own=UNCHANGED_SPREAD)
+    return spreads
+
+
+def _unchanged(kind: Kind, old: Provenance, new: Provenance) -> bool:
+    here = same_machine(old.hardware, new.hardware) and old.geometry == new.geometry
+    return here and (kind == "recompute" or old.link == new.link)
+
+
+def _offsets(model: FittedModel, kind: Kind, examples: Sequence[Example], share: float) -> list[float]:
+    forest = model.residuals.get(kind)
+    if forest is None or not share:
+        return [0.0] * len(examples)
+    return [0.0 if model.outside(kind, one.x) else share * forest.predict(one.x) for one in examples]
+
+
+def _scaled(
+    model: FittedModel,
+    kind: Kind,
+    examples: Sequence[Example],
+    floor_s: float,
+    moves: Sequence[Move],
+    made: Provenance,
+) -> tuple[float, Law]:
+    """How much of the learned residual to keep, and the law scaled beside it: what together miss the states least."""
+    base, spreads = rebased(model.laws[kind], model.provenance, made), _spreads(model, kind, made)
+    found = []
+    for share in _dampings(model, kind, len(examples), made):
+        offsets = _offsets(model, kind, examples, share)
+        law = carry_law(base, examples, floor_s, moves, offsets, spreads)
+        predicted = [sum(law.parts(one.x)) * exp(offset) for one, offset in zip(examples, offsets, strict=True)]
+        missed = sum(
+            abs(log_miss(one.engine_s, seconds, floor_s)) for one, seconds in zip(examples, predicted, strict=True)
+        )
+        found.append((missed, share, law))
+    _, share, law = min(found, key=lambda one: one[0])
+    return share, law
+
+
+def _dampings(model: FittedModel, kind: Kind, states: int, made: Provenance) -> tuple[float, ...]:
+    """The shares of the residual to try: few states cannot say whether it holds."""
+    if kind not in model.residuals:
+        return (0.0,)
+    if states < FEWEST_TO_CHOOSE:
+        return (1.0,) if _unchanged(kind, model.provenance, made) else (0.5,)
+    return DAMPINGS
+
+
+def damped(forest: ForestText, share: float) -> ForestText:
+    """The forest with every leaf times ``share``."""
+
+    def scaled(line: re.Match[str]) -> str:
+        return "leaf_value=" + " ".join(repr(float(value) * share) for value in line.group(1).split())
+
+    return replace(forest, text=re.sub(r"^leaf_value=(.*)$", scaled, forest.text, flags=re.MULTILINE))
+
+
+def _ranges(
+    model: FittedModel, kind: Kind, examples: Sequence[Example], made: Provenance
+) -> dict[str, tuple[float, float]]:
+    """What was seen here; and what was seen there, where a feature means the same in both places."""
+    old, new = model.ranges[kind], ranges_of(examples)
+    same_bytes = model.provenance.kv_bytes_per_token == made.kv_bytes_per_token
+    found = {}
+    for name in FEATURES:
+        carries = same_bytes or not ("bytes" in name or "segments" in name)
+        found[name] = (min(old[name][0], new[name][0]), max(old[name][1], new[name][1])) if carries else new[name]
+    return found
+
+
+# ---- how many measurements it takes ----
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorByCount:
+    """Held-out error after that many measured states, over several draws of them."""
+
+    states: int
+    draws: int
+    mean_error: Mapping[Kind, float]
+    """Mean |log(measured / predicted)| of held-out states, averaged over the draws."""
+    worst_draw: Mapping[Kind, float]
+    """The highest of the draws' means."""
+
+
+def error_by_count(
+    counts: Sequence[int],
+    states: Sequence[State],
+    held: Sequence[State],
+    predict: Callable[[Sequence[State]], FittedModel],
+    seed: int,
+    draws: int = 5,
+) -> tuple[ErrorByCount, ...]:
+    """``predict`` makes a model of a few of ``states``; it is judged on ``held``."""
+    rng = random.Random(f"error by count {seed}")
+    examples, floors = examples_of(held), noise_floors([*states, *held])
+    found = []
+    for count in counts:
+        tries = [_errors(predict(spread(states, count, rng)), examples, floors) for _ in range(draws if count else 1)]
+        found.append(
+            ErrorByCount(
+                count,
+                len(tries),
+                {kind: sum(one[kind] for one in tries) / len(tries) for kind in KINDS},
+                {kind: max(one[kind] for one in tries) for kind in KINDS},
+            )
+        )
+    return tuple(found)
+
+
+def _errors(
+    model: FittedModel, examples: Mapping[Kind, Sequence[Example]], floors: Mapping[Kind, float]
+) -> dict[Kind, float]:
+    return {
+        kind: sum(abs(log_miss(one.engine_s, model.seconds(kind, one.x), floors[kind])) for one in examples[kind])
+        / len(examples[kind])
+        for kind in KINDS
+    }
+
+
+def spread(states: Sequence[State], count: int, rng: random.Random) -> list[State]:
+    """``count`` states, one at random out of each of as many spans of length."""
+    ordered = sorted(states, key=lambda state: (state.computed_tokens, state.name))
+    edges = [round(i * len(ordered) / count) for i in range(count + 1)] if count else []
+    return [rng.choice(ordered[low:high]) for low, high in pairwise(edges)]
+
+
+def doubling(most: int) -> tuple[int, ...]:
+    """1, 2, 4, 8 ... up to ``most``, which comes last."""
+    counts = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+    return (*counts, most)
