@@ -19,7 +19,7 @@ LAYERS = (
     ("features", "hardware", "trace", "workload", "drafts"),
     ("cost",),
     ("policy",),
-    ("evaluation", "simulator", "measure", "training"),
+    ("evaluation", "simulator", "measure", "training", "explaining"),
     ("study", "report", "engines"),
     ("cli",),
 )
