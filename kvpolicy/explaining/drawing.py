@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from kvpolicy.explaining.report import Explanation
 
@@ -32,6 +33,7 @@ def draw(found: Explanation, file: Path) -> None:
         xscale="log", xlabel="computed tokens of the victim", ylabel="running requests",
         title=f"{found.cost_model}: blocks of {one.block_size}; dots: extrapolated",
     )  # fmt: skip
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     bar = figure.colorbar(shown, ax=axes, extend="both")
     bar.set_label(f"log(swap / recompute), {found.objective.text}: red swap, blue recompute")
     ending = file.suffix.lower()[1:]
