@@ -193,6 +193,8 @@ class Header:
     noise: Mapping[str, Any] = field(default_factory=dict)
     """Of a profile: variation of identical undisturbed windows and what was done about it."""
     notes: str = ""
+    token_budget: int | None = None
+    """Most tokens of a step (``max_num_batched_tokens``); None in headers written before it was recorded."""
     schema_version: int = SCHEMA_VERSION
 
     def write(self, core: Path) -> None:
@@ -213,7 +215,7 @@ class Header:
             found = values["schema_version"]
             raise TraceError(f"{path}: schema_version is {found}, this kvpolicy reads {SCHEMA_VERSION}")
         names = {f.name for f in fields(cls)}
-        missing = sorted(names - values.keys())
+        missing = sorted(names - values.keys() - {"token_budget"})
         if missing:
             raise TraceError(f"{path}: field {missing[0]} is missing")
         for name in ("block_size", "block_bytes"):
@@ -222,6 +224,9 @@ class Header:
         for name, inside in (("link", "kind"), ("hardware", "device")):
             if not isinstance(values[name], dict) or inside not in values[name]:
                 raise TraceError(f"{path}: field {name}.{inside} is missing")
+        budget = values.setdefault("token_budget", None)
+        if budget is not None and (type(budget) is not int or budget < 1):
+            raise TraceError(f"{path}: field token_budget is {budget!r}, should be a whole number above 0, or null")
         return cls(**{name: values[name] for name in names})
 
 

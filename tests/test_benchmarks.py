@@ -109,3 +109,26 @@ def test_decision_latency_refuses_wrong_values_by_flag(arguments: list[str], sai
     done = run("decision_latency.py", *arguments)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_transfer_carries_between_traces_and_between_tables(tmp_path: Path) -> None:
+    for number, slower in enumerate((1.0, 3.0)):
+        make_trace(seed=number, states=60, name=f"place{number}").write(tmp_path / f"trace{number}")
+        layers = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        rows = [
+            {"layer": layer, "tokens": tokens, "time_us": slower * (30.0 + 0.5 * tokens)}
+            for layer in layers
+            for tokens in range(1, 400, 10)
+        ]
+        pyarrow.csv.write_csv(pa.Table.from_pylist(rows), tmp_path / f"gpu{number}.csv")
+    out, traces = tmp_path / "figures.json", [str(tmp_path / f"trace{number}") for number in (0, 1)]
+    done = run(
+        "transfer.py", "--trace", traces[0], "--trace", traces[1], "--profiles", str(tmp_path), "--draws", "2",
+        "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = {(line["carry"], line["measured"]): line["carried"] for line in json.loads(out.read_text())}
+    there = "LLMServingSim: gpu0 -> gpu1"
+    assert lines[there, 0]["prefill"] > 1.0
+    assert lines[there, 1]["prefill"] < 0.1
+    assert set(lines["trace trace0 -> trace1", 4]) == {"recompute", "swap"}

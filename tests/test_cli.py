@@ -76,6 +76,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             },
         ),
         (
+            "calibrate",
+            ["--cost-model", "m", "--trace", "a", "--states", "4", "--out", "n"],
+            {"cost_model": "m", "traces": [Path("a")], "out": Path("n"), "states": 4, "seed": 0},
+        ),
+        (
             "evaluate",
             ["--trace", "a", "--policy", "p", "--policy", "q", "--objective", "victim"],
             {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0, "objective": "victim"},

@@ -186,3 +186,7 @@ def test_a_cost_model_given_by_folder_is_named_absolutely(monkeypatch: pytest.Mo
     Path("models/mine/model.json").touch()
     assert launch.options("cheapest:models/mine")["policy"] == f"cheapest:{tmp_path}/models/mine"
     assert launch.options("cheapest:shipped-name")["policy"] == "cheapest:shipped-name"
+    Path("config.json").touch()
+    named = launch.options("cheapest:analytic:H100-SXM@pcie4:config.json,objective=engine")["policy"]
+    assert named == f"cheapest:analytic:H100-SXM@pcie4:{tmp_path}/config.json,objective=engine"
+    assert launch.options("cheapest:analytic")["policy"] == "cheapest:analytic"

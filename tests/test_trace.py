@@ -229,3 +229,14 @@ def test_costs_recorded_before_the_victims_delay_was_predicted_are_read(tmp_path
     pq.write_table(table.set_column(at, pa.field("costs", was, nullable=False), pa.array(older, was)), path)
     wanted = [[cost | {"victim_delay_s": None} for cost in some] for some in older]
     assert [row["costs"] for row in read(tmp_path).rows("decisions")] == wanted
+
+
+def test_a_header_from_before_the_token_budget_reads(tmp_path: Path) -> None:
+    HEADER.write(tmp_path)
+    values = json.loads((tmp_path / "header.json").read_text())
+    del values["token_budget"]
+    (tmp_path / "header.json").write_text(json.dumps(values))
+    assert Header.read(tmp_path / "header.json").token_budget is None
+    (tmp_path / "header.json").write_text(json.dumps(values | {"token_budget": 0}))
+    with pytest.raises(TraceError, match="token_budget is 0"):
+        Header.read(tmp_path / "header.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -326,3 +327,12 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_traces_are_read(tm
 def test_a_negative_seed_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="seed is -1, should be 0 or above"):
         train([tmp_path / "nowhere"], tmp_path / "model", seed=-1)
+
+
+@pytest.mark.parametrize("budget", [256, None])
+def test_the_engines_token_budget_makes_chunks(tmp_path: Path, budget: int | None) -> None:
+    made = make_trace(states=60)
+    headers = {core: replace(header, token_budget=budget) for core, header in made.headers.items()}
+    trained(tmp_path, replace(made, headers=headers), family="analytic")
+    law = json.loads((tmp_path / "model" / "model.json").read_text())["laws"]["recompute"]
+    assert law["budget_tokens"] == budget

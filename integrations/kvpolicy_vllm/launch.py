@@ -59,6 +59,8 @@ def options(
     }
     extra = {key: value for key, value in given.items() if value is not None}
     Settings.read(extra)
+    if policies.needs_engine(policy):  # only the engine knows its model and its device
+        return extra
     loaded = policies.load(extra["policy"])
     if online_state is not None and loaded.learned(loaded.initial_state()) is None:
         raise ValueError(f"--online-state {online_state}: policy {policy} learns nothing while it serves; {TEACH}")

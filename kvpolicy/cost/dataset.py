@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -111,6 +112,13 @@ class Dataset:
     """d0 by core; none of a core without steps enough to tell it."""
     floor: Floor = field(default_factory=lambda: Floor((), (), {}))
     """What the costs rest on."""
+
+    @property
+    def budget_tokens(self) -> float:
+        """Most tokens of a step; infinite where headers do not tell, or tell of several."""
+        budgets = {header.token_budget for header in self.headers.values()}
+        (budget,) = budgets if len(budgets) == 1 else (None,)
+        return inf if budget is None else float(budget)
 
     def moves_of(self, states: Iterable[State]) -> tuple[Move, ...]:
         """The transfers that belong to windows of these states."""

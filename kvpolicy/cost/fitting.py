@@ -98,7 +98,7 @@ def _laws(family: str, states: Sequence[State], dataset: Dataset, floor_s: dict[
     examples = examples_of(states)
     if family == "linear":
         return fit_linear(examples, floor_s)
-    return fit_analytic(examples, dataset.moves_of(states), floor_s)
+    return fit_analytic(examples, dataset.moves_of(states), floor_s, dataset.budget_tokens)
 
 
 def _fold(kind: Kind, laws: Mapping[Kind, Law], seen: list[State], unseen: list[State], floor_s: float) -> Fold:

@@ -2,8 +2,7 @@
 
 Few measurements cannot fit a law anew, but they can say how much slower everything is, and a little about what is
 slower than the rest. Each group of a law's coefficients is scaled by exp(common + its own); the scales are the
-robust maximum a posteriori under priors around 0: a heavy-tailed one for the common scale, a narrow one for each
-group's own.
+robust maximum a posteriori under heavy-tailed priors around 0.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Spreads:
     """Of the common scale before anything is measured. Its prior has Cauchy's heavy tails: most often little changes,
     and when something does it may be by any factor."""
     own: float = 0.15
-    """Standard deviation of each group's own."""
+    """Of each group's own, with the same tails: a link may gain in latency alone."""
     miss: float = 0.1
     """What a state's measured cost misses a right law by."""
 
@@ -136,7 +135,7 @@ def _scales(groups: Sequence[str], misses: Callable[[Scales], list[float]], spre
         }
 
     def residuals(logs: Floats) -> Floats:
-        own = np.asarray(logs[1:]) / spreads.own
+        own = [_cauchy(float(one) / spreads.own) for one in logs[1:]]
         missed = (_held_down(miss / spreads.miss) for miss in misses(named(logs)))
         return np.array([*missed, _cauchy(logs[0] / spreads.common), *own])
 

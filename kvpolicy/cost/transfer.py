@@ -31,6 +31,8 @@ from kvpolicy.hardware import same_machine
 UNCHANGED_SPREAD = 0.05
 """Of both scales of a law where neither machine, model nor (for copies) link has changed."""
 FLOOR_S = 1e-6
+MOST_MISS_SPREAD = 0.2
+"""A model that missed its own states by more was held back by noise, which counts by itself."""
 LEAVE_OUTS = 10
 DAMPINGS = (1.0, 0.5, 0.0)
 FEWEST_TO_CHOOSE = 8
@@ -138,7 +140,9 @@ def _spreads(model: FittedModel, kind: Kind, made: Provenance) -> Spreads:
     """Misses as far as the model's held-out ones (their mean to a normal distribution's standard deviation)."""
     scores = model.provenance.held_out.get(kind)
     missed = scores.get("mean_error") if isinstance(scores, Mapping) else None
-    spreads = ELSEWHERE if not missed else replace(ELSEWHERE, miss=min(max(1.25 * float(missed), 0.05), 1.0))
+    spreads = (
+        ELSEWHERE if not missed else replace(ELSEWHERE, miss=min(max(1.25 * float(missed), 0.05), MOST_MISS_SPREAD))
+    )
     if _unchanged(kind, model.provenance, made):
         return replace(spreads, common=UNCHANGED_SPREAD, own=UNCHANGED_SPREAD)
     return spreads

@@ -64,9 +64,15 @@ def anchored(spec: str) -> str:
     if kind not in PRICED or not value:
         return spec
     model, _ = _options(spec, value)
-    if not cost.holds_model(Path(model)):
+    place = model
+    if model.startswith(f"{cost.ANALYTIC}:"):  # analytic:DEVICE:CONFIG
+        place = model.split(":", 2)[-1]
+    elif not cost.holds_model(Path(model)):
         return spec
-    return f"{kind}{colon}{Path(model).absolute()}{value[len(model) :]}"
+    if not place or not Path(place).exists():
+        return spec
+    head = model[: len(model) - len(place)]
+    return f"{kind}{colon}{head}{Path(place).absolute()}{value[len(model) :]}"
 
 
 def needs_engine(spec: str) -> bool:

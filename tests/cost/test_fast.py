@@ -248,7 +248,8 @@ from kvpolicy.policy import decide, feasible_options, load
 from kvpolicy.events import Preemption
 policy = load("cheapest:cpu-llama-native")
 assert policy.cost_model.warm()
-compiled = [name for name in sys.modules if name.startswith("numba")]
+from kvpolicy.cost.jitted import compiled_pair
+assert len(compiled_pair().signatures) == 1
 one = Preemption(
     1.0, 500, 492, 8, 32, 65536, 16384, 16, 0, 15, 4096, 0, 1, 4096, 4096, 3, 0, 900, 0, 0, 0, 0, "memory"
 )
@@ -256,6 +257,7 @@ before = set(sys.modules)
 decision = decide(policy, one, feasible_options(one), policy.initial_state(), random.Random(0))
 print(len(decision.costs), " ".join(sorted({name.split(".")[0] for name in sys.modules})))
 assert set(sys.modules) == before, set(sys.modules) - before
+assert len(compiled_pair().signatures) == 1  # nothing was compiled on the way
 """
 
 

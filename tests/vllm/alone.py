@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if os.environ.get("KVPOLICY_VLLM_SOURCE"):
     sys.path.insert(0, os.environ["KVPOLICY_VLLM_SOURCE"])
@@ -144,12 +145,19 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
 
     found = {name: told(plugin) for name, plugin in job["refusals"].items()}
     good = job["refusals"]["nothing fits"] | {}
-    good["kv_transfer_config"] = good["kv_transfer_config"] | {"kv_connector_extra_config": {"policy": "always-swap"}}
+    good = with_policy(good, "always-swap")
     found["groups"] = told(good, groups=2)
+    with mock.patch("kvpolicy_vllm.plugin.situation.device_name", return_value="NVIDIA H100 80GB HBM3"):
+        found["untrained"] = told(with_policy(good, "cheapest:analytic"))
     real, vllm.__version__ = vllm.__version__, "0.99.0"
     found["version"] = told(good)
     vllm.__version__ = real
     return found
+
+
+def with_policy(plugin: dict[str, Any], policy: str) -> dict[str, Any]:
+    extra = {"kv_connector_extra_config": {"policy": policy}}
+    return plugin | {"kv_transfer_config": plugin["kv_transfer_config"] | extra}
 
 
 def harry(scheduler: Any, worker: Any, rng: random.Random, resets: bool) -> None:

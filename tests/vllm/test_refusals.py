@@ -35,6 +35,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown key": (extra(polcy="always-swap"), ("'polcy'", "policy")),
     "unknown policy": (extra(policy="sometimes-swap"), ("sometimes-swap", "threshold:TOKENS")),
     "no such cost model": (extra(policy="cheapest:no-such-model"), ("no-such-model",)),
+    "no data sheet of a CPU": (extra(policy="cheapest:analytic"), ("cpu", "kvpolicy profile")),
     "wrong type": (extra(host_gib="much"), ("host_gib", "number")),
     "nothing fits": (extra(host_gib=1e-9), ("host_gib", "holds no KV block")),
     "too much memory": (extra(host_gib=1e6), ("host_gib", "force_host_gib")),
@@ -113,6 +114,10 @@ def test_models_it_does_not_serve(name: str, messages: dict[str, str]) -> None:
 
 def test_two_kv_cache_groups(messages: dict[str, str]) -> None:
     assert "2 KV cache groups" in messages["groups"]
+
+
+def test_a_device_with_a_data_sheet_needs_no_training(messages: dict[str, str]) -> None:
+    assert messages["untrained"] == ""
 
 
 def test_version_out_of_range(messages: dict[str, str]) -> None:

@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy import policy as policies
@@ -23,12 +22,12 @@ from kvpolicy_vllm.plugin.accounts import Accounts
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.deciding import Judge
 from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
-from kvpolicy_vllm.plugin.journal import Journal, header_of
+from kvpolicy_vllm.plugin.journal import Journal, header_link, header_of
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step
 from kvpolicy_vllm.plugin.metrics import Tally
 from kvpolicy_vllm.plugin.recording import Recorder
 from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.situation import engine_shape, page_bytes, situation_of
+from kvpolicy_vllm.plugin.situation import engine_shape, model_loader, page_bytes, situation_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,7 +69,9 @@ class Controller:
         self._complained: set[str] = set()
         self._shown: tuple[int, ...] = ()
         rank = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
-        self.judge = Judge(settings, partial(engine_shape, vllm_config, kv_cache, block_bytes), rank)
+        found = vllm_config, kv_cache, block_bytes
+        loader = model_loader(*found, settings.pin_memory, header_link(settings.link))
+        self.judge = Judge(settings, engine_shape(*found), loader, rank)
         self.journal: Journal | None = None
         if settings.trace is not None:
             header = header_of(settings, vllm_config, kv_cache, self.core, settings.policy, slots, block_bytes)

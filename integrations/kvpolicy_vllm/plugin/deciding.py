@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import policy as policies
-from kvpolicy.cost import LiveCost, StepTimeModel, remembered
+from kvpolicy.cost import CostModel, LiveCost, StepTimeModel, remembered
 from kvpolicy.cost.online import Online
 from kvpolicy.events import Decision, Kind, Option, Outcome, Preemption
 from kvpolicy.policy import Feedback, Policy, PolicyState
@@ -21,6 +21,7 @@ from kvpolicy_vllm.plugin.settings import Settings
 logger = logging.getLogger(__name__)
 
 TEACH = "give it online=on, as in cheapest:COST_MODEL,online=on"
+Loader = Callable[[str], CostModel]
 MOST_AWAITED = 4096
 """Decisions whose cost may be outstanding; the oldest beyond are no longer learned from."""
 KEEP_EVERY_S = 5.0
@@ -73,18 +74,22 @@ class Memory:
 
 
 class Judge:
-    """One per engine core. Raises as :func:`kvpolicy.policy.load` and the model's ``check_fit`` do."""
+    """One per engine core. ``engine_shape``: what a cost model is checked against.
 
-    def __init__(self, settings: Settings, engine_shape: Callable[[], dict[str, Any]], rank: int) -> None:
+    Raises as :func:`kvpolicy.policy.load` and the model's ``check_fit`` do.
+    """
+
+    def __init__(self, settings: Settings, engine_shape: Mapping[str, Any], loader: Loader, rank: int) -> None:
         self._settings = settings
         self._engine_shape = engine_shape
+        self._loader = loader
         self._rng = random.Random(settings.seed)
         self._pinned: Kind | None = None
         self.labels: Mapping[str, Any] = {}
         """Recorded with every decision that is pinned."""
         self._awaited: dict[str, Awaited] = {}
         self._memory: Memory | None = None
-        self.policy: Policy = policies.load(settings.policy)
+        self.policy: Policy = policies.load(settings.policy, loader)
         self._check(self.policy)
         self._state: PolicyState = self.policy.initial_state()
         if settings.online_state is not None:
@@ -94,7 +99,7 @@ class Judge:
 
     def adopt(self, name: str) -> None:
         """Decide by another policy from now on. Raises as at start-up where it cannot be loaded or does not fit."""
-        policy = policies.load(name)
+        policy = policies.load(name, self._loader)
         self._check(policy)
         self.policy, self._state = policy, policy.initial_state()
         self._awaited.clear()
@@ -115,7 +120,7 @@ class Judge:
 
     def _check(self, policy: Policy) -> None:
         if policy.cost_model is not None:
-            policy.cost_model.check_fit(**self._engine_shape(), link=header_link(self._settings.link))
+            policy.cost_model.check_fit(**self._engine_shape, link=header_link(self._settings.link))
             policy.cost_model.warm()
 
     # ---- deciding ----

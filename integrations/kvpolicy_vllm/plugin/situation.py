@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from kvpolicy.cost import Engine, FittedModel, engine_loader
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.hardware import Geometry, describe
 from kvpolicy_vllm.plugin.copies import CopyBook
@@ -100,6 +102,24 @@ def engine_shape(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int) 
         "geometry": geometry_of(config),
         "hardware": describe(device_name()),
     }
+
+
+def model_loader(
+    config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, pinned: bool, link: Mapping[str, Any]
+) -> Callable[[str], FittedModel]:
+    """What loads cost models in this engine: by name or folder, or its own untrained one."""
+    shape = engine_shape(config, kv_cache, block_bytes)
+    engine = Engine(
+        block_size=shape["block_size"],
+        token_budget=config.scheduler_config.max_num_batched_tokens,
+        ranks=config.parallel_config.tensor_parallel_size,
+        pinned=pinned,
+        block_bytes=block_bytes,
+        geometry=shape["geometry"],
+        hardware=shape["hardware"],
+        link=dict(link),
+    )
+    return engine_loader(config.model_config.hf_config.to_dict(), engine, config.cache_config.cache_dtype)
 
 
 def geometry_of(config: VllmConfig) -> Geometry:
