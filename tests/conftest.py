@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ENGINE_TESTS = Path(__file__).parent / "vllm"
@@ -23,3 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
     for item in of_engines:
         item.add_marker(pytest.mark.skip(reason="vllm is not installed here; `make test` installs it"))
+
+
+# Machines that share their cores are slow at times; that is no fault of an example.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")

@@ -15,6 +15,7 @@ from kvpolicy import trace as traces
 from kvpolicy.cost.dataset import dataset_of
 from kvpolicy.cost.fitting import fit
 from kvpolicy.cost.model import FittedModel
+from kvpolicy.cost.undisturbed import HeldOutError, StepTimeModel
 from kvpolicy.events import KINDS, Decision, Kind, Option, Outcome, Preemption
 from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry
@@ -214,9 +215,14 @@ def changed(trace: Trace, table: str, rows: Sequence[dict[str, Any]]) -> Trace:
     return Trace(trace.headers, dict(trace.tables) | {table: pa.concat_tables(parts)})
 
 
+STEP_TIME = StepTimeModel(2e-3, (3e-5, 1e-4, 1e-7, 2e-9, 1e-3, 4e-4), "core a", 100, HeldOutError(0.0, 0.0, 0.0))
+"""Made up: these traces hold no steps."""
+
+
 @cache
 def fitted_model(family: str, states: int = 160, bend: float = 0.4) -> FittedModel:
     """A model fitted to a made-up trace, in memory."""
     dataset = dataset_of({"made": make_trace(seed=1, states=states, law=CostLaw(bend=bend))})
     training, _ = split(dataset.states, 0)
-    return fit(family, training, dataset, provenance_of(family, dataset, training, 0.03), 0).model
+    model = fit(family, training, dataset, provenance_of(family, dataset, training, 0.03), 0).model
+    return replace(model, step_time=STEP_TIME)

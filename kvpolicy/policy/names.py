@@ -54,6 +54,8 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
         cost_model = cost_model_loader(model)
         if objective.victim and not cost_model.predicts_victim_delay:
             raise _wrong(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
+        if online and cost_model.step_time is None:
+            raise _wrong(spec, f"learns by step times, of which cost model {model} knows none; profile and train one")
         return PRICED[kind](spec, cost_model, objective, online)
     raise _wrong(spec, "is no policy")
 

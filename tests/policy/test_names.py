@@ -47,6 +47,12 @@ def test_options_follow_the_cost_model_and_leave_its_name_alone() -> None:
         load("cheapest:linear,speed=1", fitted_model)
 
 
+def test_learning_needs_step_times() -> None:
+    with pytest.raises(ValueError, match="learns by step times, of which cost model linear knows none"):
+        load("explore:linear,online=on", lambda name: replace(fitted_model(name), step_time=None))
+    assert load("explore:linear", lambda name: replace(fitted_model(name), step_time=None)).cost_model is not None
+
+
 def test_a_cost_model_that_is_not_there_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="nowhere/at/all"):
         load("cheapest:nowhere/at/all")
