@@ -1,8 +1,8 @@
 """kvpolicy: recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.
 
 The steps of the loop are functions here, with the arguments of the commands: :func:`profile`, :func:`train`,
-:func:`calibrate`, :func:`evaluate`, :func:`demo`. They are loaded on first use: a server that only decides must not
-load the trainers.
+:func:`calibrate`, :func:`evaluate`, :func:`explain`, :func:`demo`. They are loaded on first use: a server that only
+decides must not load the trainers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvpolicy.engines import demo, profile
     from kvpolicy.evaluation import evaluate
+    from kvpolicy.explaining import explain
     from kvpolicy.training import calibrate, train
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "calibrate", "demo", "evaluate", "profile", "train"]
+__all__ = ["__version__", "calibrate", "demo", "evaluate", "explain", "profile", "train"]
 
 _HOMES = {
     "calibrate": "kvpolicy.training",
     "demo": "kvpolicy.engines",
     "evaluate": "kvpolicy.evaluation",
+    "explain": "kvpolicy.explaining",
     "profile": "kvpolicy.engines",
     "train": "kvpolicy.training",
 }

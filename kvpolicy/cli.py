@@ -111,6 +111,46 @@ def evaluate(
         json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
 
 
+@app.command()
+def explain(
+    cost_model: Annotated[str, typer.Option(help="A folder, the name of one that ships, or analytic:DEVICE:CONFIG.")],
+    tokens: Annotated[int, typer.Option(help="Tokens the victim has computed.")],
+    running: Annotated[int, typer.Option(help="Requests running beside it.")] = 0,
+    free: Annotated[int, typer.Option(help="Free KV blocks of the device.")] = 0,
+    waiting: Annotated[int, typer.Option(help="Requests waiting.")] = 0,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block; by default as the model's first.")] = None,
+    shared: Annotated[int, typer.Option(help="Blocks of the victim that other requests hold too.")] = 0,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens the others hold together; by default each as many as the victim.")
+    ] = None,
+    segment_bytes: Annotated[int | None, typer.Option(help="Contiguous bytes that a copy moves at once.")] = None,
+    objective: Annotated[str, typer.Option(help=f"What is minimised: {OBJECTIVES}.")] = "engine",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the decision boundary there, as .svg or .png.")
+    ] = None,
+) -> None:
+    """Show both predicted costs of one situation, what drove the choice, and where it turns."""
+    report = kvpolicy.explain(
+        cost_model=cost_model,
+        tokens=tokens,
+        running=running,
+        free=free,
+        waiting=waiting,
+        block_size=block_size,
+        shared=shared,
+        batch_tokens=batch_tokens,
+        segment_bytes=segment_bytes,
+        objective=objective,
+        plot=plot,
+    )
+    _show(report)
+    if json_file:
+        json_file.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
+    if report.not_drawn:
+        raise ValueError(report.not_drawn)
+
+
 @app.command(context_settings=SERVER_FLAGS)
 def serve(
     context: typer.Context,

@@ -5,7 +5,8 @@ Plain numbers, no arrays: this runs inside a scheduling step.
 
 from __future__ import annotations
 
-from math import isfinite
+from collections.abc import Sequence
+from math import inf, isfinite
 from typing import NamedTuple
 
 from kvpolicy.events import Option, Preemption
@@ -51,34 +52,97 @@ GROWING = frozenset(
 """Features that can only grow when the victim is longer and nothing else changes; costs may not fall with them."""
 
 
+Row = tuple[
+    float, float, float, float, float, float, float, float, float, float, float, float, float, float,
+]  # fmt: skip
+"""What :class:`Features` holds, unnamed: one number each of :data:`FEATURES`."""
+
+
 def features_of(situation: Preemption, option: Option) -> Features:
     """The features of ``option`` in ``situation``.
 
     A swap moves every block held out, and back those nobody else holds. Raises ValueError, naming the feature, for
     one that is not a finite number, or below 0.
     """
-    kept = min(situation.shared_blocks * situation.block_size, situation.computed_tokens)
-    computed = situation.computed_tokens
+    one = situation
     if option.kind == "recompute":
-        lost, pairs = computed - kept, (computed * (computed + 1) - kept * (kept + 1)) / 2
-        save = load = save_segments = load_segments = segment = queued_save = queued_load = 0
+        row = recompute_row(
+            one.computed_tokens, one.shared_blocks, one.block_size, one.running_requests, one.batch_tokens,
+            one.free_blocks, one.waiting_requests,
+        )  # fmt: skip
     else:
-        lost, pairs = 0, 0.0
-        pieces = max(1, situation.block_bytes // max(1, situation.segment_bytes))
-        back = max(0, situation.held_blocks - situation.shared_blocks)
-        save, load = situation.copy_bytes, back * situation.block_bytes
-        save_segments, load_segments = situation.held_blocks * pieces, back * pieces
-        segment = situation.segment_bytes
-        queued_save, queued_load = situation.queued_save_bytes, situation.queued_load_bytes
-    found = Features(
-        computed, lost, pairs, save, load, save_segments, load_segments, segment, queued_save, queued_load,
-        situation.running_requests, situation.batch_tokens, situation.free_blocks, situation.waiting_requests,
+        row = swap_row(
+            one.computed_tokens, one.shared_blocks, one.held_blocks, one.block_bytes, one.segment_bytes,
+            one.queued_save_bytes, one.queued_load_bytes, one.running_requests, one.batch_tokens, one.free_blocks,
+            one.waiting_requests,
+        )  # fmt: skip
+    if not usable(row):
+        raise ValueError(_what_is_wrong(row))
+    return Features(*row)
+
+
+# ---- arithmetic that can be compiled: numbers in, numbers out; comparisons written out, for they decide on NaN ----
+
+
+def recompute_row(
+    computed_tokens: float,
+    shared_blocks: float,
+    block_size: float,
+    running_requests: float,
+    batch_tokens: float,
+    free_blocks: float,
+    waiting_requests: float,
+) -> Row:
+    """The features of a recompute."""
+    kept = shared_blocks * block_size
+    if kept > computed_tokens:
+        kept = computed_tokens
+    pairs = (computed_tokens * (computed_tokens + 1) - kept * (kept + 1)) / 2
+    return (
+        float(computed_tokens), float(computed_tokens - kept), float(pairs), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+        float(running_requests), float(batch_tokens), float(free_blocks), float(waiting_requests),
     )  # fmt: skip
-    if not isfinite(sum(found)) or min(found) < 0:
-        raise ValueError(_what_is_wrong(found))
-    return found
 
 
-def _what_is_wrong(found: Features) -> str:
-    bad = {name: value for name, value in zip(FEATURES, found, strict=True) if not (isfinite(value) and value >= 0)}
-    return f"features: {bad or found}: every feature should be a finite number, 0 or above"
+def swap_row(
+    computed_tokens: float,
+    shared_blocks: float,
+    held_blocks: float,
+    block_bytes: float,
+    segment_bytes: float,
+    queued_save_bytes: float,
+    queued_load_bytes: float,
+    running_requests: float,
+    batch_tokens: float,
+    free_blocks: float,
+    waiting_requests: float,
+) -> Row:
+    """The features of a swap."""
+    piece = segment_bytes
+    if piece < 1:
+        piece = 1
+    pieces = block_bytes // piece
+    if pieces < 1:
+        pieces = 1
+    back = held_blocks - shared_blocks
+    if back < 0:
+        back = 0
+    return (
+        float(computed_tokens), 0.0, 0.0, float(held_blocks * block_bytes), float(back * block_bytes),
+        float(held_blocks * pieces), float(back * pieces), float(segment_bytes), float(queued_save_bytes),
+        float(queued_load_bytes), float(running_requests), float(batch_tokens), float(free_blocks),
+        float(waiting_requests),
+    )  # fmt: skip
+
+
+def usable(row: Sequence[float]) -> bool:
+    """Whether every feature is a finite number, 0 or above."""
+    right = True
+    for value in row:
+        right = right and 0.0 <= value < inf
+    return right
+
+
+def _what_is_wrong(row: Row) -> str:
+    bad = {name: value for name, value in zip(FEATURES, row, strict=True) if not (isfinite(value) and value >= 0)}
+    return f"features: {bad}: every feature should be a finite number, 0 or above"

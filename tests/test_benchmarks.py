@@ -80,6 +80,37 @@ def test_training_scale_exits_by_its_bars() -> None:
     assert run("training_scale.py", *small, "--gigabytes", "0.001").returncode == 1
 
 
+def test_decision_latency_measures_all_contenders_in_the_same_rounds(tmp_path: Path) -> None:
+    out = tmp_path / "latency.json"
+    done = run(
+        "decision_latency.py", "--rounds", "2", "--calls", "20", "--situations", "5", "--no-state", "--json", str(out)
+    )  # fmt: skip
+    # 1 where the bar is missed, as it may be on a machine that tests run on.
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(out.read_text())
+    ours = found["contenders"]["decision"]
+    assert found["trees"] == {"recompute": 100, "swap": 100}
+    assert {"decision, plain", "LightGBM Booster.predict", "roofline alone, plain"} <= set(found["contenders"])
+    assert ours["p50_us"]["low"] <= ours["p50_us"]["value"] <= ours["p99_us"]["high"]
+    assert ours["p50_ratio"]["value"] == 1.0
+    assert bool(found["missed"]) == bool(done.returncode)
+    assert "ONNX Runtime" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rounds", "1"], "--rounds is 1"),
+        (["--calls", "3"], "--calls is 3"),
+        (["--cpu", "100000"], "--cpu is 100000"),
+    ],
+)
+def test_decision_latency_refuses_wrong_values_by_flag(arguments: list[str], said: str) -> None:
+    done = run("decision_latency.py", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
 def test_transfer_carries_between_traces_and_between_tables(tmp_path: Path) -> None:
     for number, slower in enumerate((1.0, 3.0)):
         make_trace(seed=number, states=60, name=f"place{number}").write(tmp_path / f"trace{number}")

@@ -16,16 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("events", "shape"),
-    ("features", "hardware", "trace", "workload"),
+    ("features", "hardware", "trace", "workload", "drafts"),
     ("cost",),
     ("policy",),
-    ("evaluation", "simulator", "measure", "training"),
+    ("evaluation", "simulator", "measure", "training", "explaining"),
     ("study", "report", "engines"),
     ("cli",),
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
-_DECIDE = {"events", "features", "shape", "hardware", "trace", "cost", "policy"}
+_DECIDE = {"events", "features", "drafts", "shape", "hardware", "trace", "cost", "policy"}
 INTEGRATION = {
     "": set(),
     "connector": set(),

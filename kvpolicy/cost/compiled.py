@@ -1,15 +1,13 @@
 """A boosted forest as arrays, walked one row at a time: no LightGBM where decisions are made.
 
-Read from LightGBM's own text format. Walked in plain Python until :meth:`Forest.warm` has compiled the same walk.
+Read from LightGBM's own text format. Decisions read it packed with the rest of a model (:mod:`kvpolicy.cost.pricing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from math import isfinite
-from typing import Any
 
 NUMERICAL_DECISIONS = frozenset({0, 2})
 """LightGBM's ``decision_type``: no category, no special treatment of missing values; bit 1 is the default direction."""
@@ -38,7 +36,6 @@ class Forest:
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
         self.used = frozenset(nodes.feature)
-        self._fast: Callable[[Sequence[float]], float] | None = None
 
     @classmethod
     def from_text(cls, text: str, positions: Sequence[int]) -> Forest:
@@ -65,20 +62,6 @@ class Forest:
 
     def predict(self, row: Sequence[float]) -> float:
         """The forest's raw value for one row of finite numbers."""
-        return self._walk(row) if self._fast is None else self._fast(row)
-
-    def warm(self) -> bool:
-        """Compile the walk, about a second; False where numba is missing, and then nothing changes but speed."""
-        try:
-            jitted: Any = import_module("kvpolicy.cost.jitted")
-        except ImportError:
-            return False
-        fast: Callable[[Sequence[float]], float] = jitted.walker(self.nodes)
-        fast([0.0] * (max(self.used, default=0) + 1))
-        self._fast = fast
-        return True
-
-    def _walk(self, row: Sequence[float]) -> float:
         nodes = self.nodes
         feature, threshold, left, right, leaf = nodes.feature, nodes.threshold, nodes.left, nodes.right, nodes.leaf
         total = 0.0

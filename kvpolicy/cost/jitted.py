@@ -1,36 +1,70 @@
-"""The forest's walk, compiled by numba. Apart, so that nothing else needs numba."""
+"""The arithmetic of predictions compiled by numba. Apart, so that nothing else needs numba."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import pickle
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numba
-import numpy as np
+from numba.extending import register_jitable
 
-from kvpolicy.cost.compiled import Nodes
+from kvpolicy import features
+from kvpolicy.cost import beyond, laws, pricing
+from kvpolicy.cost.pricing import Pair
+
+PARTS: tuple[Callable[..., Any], ...] = (
+    features.recompute_row, features.swap_row, features.usable, laws.recompute_seconds, laws.swap_seconds,
+    laws.linear_seconds, laws.linear_parts, beyond.distance_beyond, beyond.grown,
+    pricing.law_parts, pricing.to_edge, pricing.how_far, pricing.table_value,
+    pricing.forest_value, pricing.price, pricing.bin_at, pricing.room_at, pricing.times_exp, pricing.option_cost,
+    pricing.fill,
+)  # fmt: skip
+"""All that :func:`~kvpolicy.cost.pricing.pair` calls, callees first."""
+
+_OPTION = (*["float64"] * 7, "boolean", "float64")
+_PAIR = ("boolean", "float64", "float64", *_OPTION, *_OPTION)
+SIGNATURE = f"Tuple(({', '.join(_PAIR)}))(int64[::1], float64[::1], {', '.join(['float64'] * 12)})"
+
+UNREADABLE = (
+    OSError, RuntimeError, EOFError, ValueError, AttributeError, ImportError, IndexError, pickle.UnpicklingError,
+)  # fmt: skip
+"""What numba raises where there is no place for its cache, or what is there is damaged."""
 
 
-def _walk(row: Any, feature: Any, threshold: Any, left: Any, right: Any, leaf: Any, roots: Any) -> float:
-    total = 0.0
-    for tree in range(len(roots)):
-        at = roots[tree]
-        while at >= 0:
-            at = left[at] if row[feature[at]] <= threshold[at] else right[at]
-        total += leaf[~at]
-    return total
+@cache
+def compiled_pair() -> Callable[..., Pair]:
+    """:func:`~kvpolicy.cost.pricing.pair`, compiled: some seconds, much less from numba's cache on disk."""
+    for part in PARTS:
+        register_jitable(part)
+    try:
+        return _compile(True)
+    except UNREADABLE:
+        return _compile(False)
 
 
-_compiled = numba.njit(_walk)
+def _compile(kept: bool) -> Callable[..., Pair]:
+    # numba's cache knows this file's age and the numbers below, but not the functions that are called: their digest
+    # among those numbers keeps it from serving arithmetic that has changed since.
+    stamp = _stamp()
+    whole = register_jitable(pricing.pair)
+
+    def both(n, c, computed, shared, held, size, block, segment, saves, loads, running, batch, free, waiting):  # type: ignore[no-untyped-def]
+        assert stamp
+        return whole(n, c, computed, shared, held, size, block, segment, saves, loads, running, batch, free, waiting)
+
+    compiled: Callable[..., Pair] = numba.njit(SIGNATURE, cache=kept)(both)
+    return compiled
 
 
-def walker(nodes: Nodes) -> Callable[[Sequence[float]], float]:
-    """A function of one row, compiled at its first call."""
-    whole = [np.array(part, np.int64) for part in (nodes.feature, nodes.left, nodes.right, nodes.roots)]
-    feature, left, right, roots = whole
-    threshold, leaf = np.array(nodes.threshold, np.float64), np.array(nodes.leaf, np.float64)
-
-    def walk(row: Sequence[float]) -> float:
-        return float(_compiled(np.array(row, np.float64), feature, threshold, left, right, leaf, roots))
-
-    return walk
+def _stamp() -> int:
+    """A number that another version of any function here has another of; never 0."""
+    told = hashlib.sha256()
+    for part in (*PARTS, pricing.pair):
+        code = part.__code__
+        named = {name: part.__globals__.get(name) for name in code.co_names}
+        numbers = {name: value for name, value in named.items() if isinstance(value, int | float | tuple)}
+        told.update(repr((code.co_code, code.co_names, code.co_varnames, code.co_consts, numbers)).encode())
+    return int.from_bytes(told.digest()[:7], "big") + 1

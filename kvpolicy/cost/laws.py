@@ -101,6 +101,15 @@ def linear_seconds(x: Sequence[float], c: Sequence[float]) -> float:
     return total
 
 
+def linear_parts(x: Sequence[float], c: Sequence[float]) -> Parts:
+    """Save and load in proportion to the bytes moved; a recompute where none are."""
+    seconds = linear_seconds(x, c)
+    moved = x[SAVE_BYTES] + x[LOAD_BYTES]
+    if moved == 0.0:
+        return 0.0, 0.0, seconds
+    return seconds * x[SAVE_BYTES] / moved, seconds * x[LOAD_BYTES] / moved, 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class RecomputeRoofline:
     """Prefilling the lost tokens again: see :func:`recompute_seconds`.
@@ -244,11 +253,7 @@ class LinearLaw:
         return frozenset(self.per_feature_s)
 
     def parts(self, x: Features) -> Parts:
-        seconds = linear_seconds(x, self.coefficients)
-        moved = x.save_bytes + x.load_bytes
-        if not moved:
-            return 0.0, 0.0, seconds
-        return seconds * x.save_bytes / moved, seconds * x.load_bytes / moved, 0.0
+        return linear_parts(x, self.coefficients)
 
     def to_dict(self) -> dict[str, Any]:
         return {"law": "linear", "constant_s": self.constant_s, "per_feature_s": dict(self.per_feature_s)}

@@ -8,20 +8,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, inf, log
+from importlib import import_module
+from math import log
 from typing import Any, Protocol
 
-from kvpolicy.cost.beyond import Room, distance_beyond
+from kvpolicy.cost import pricing
+from kvpolicy.cost.beyond import Room
 from kvpolicy.cost.compiled import Forest
 from kvpolicy.cost.intervals import Intervals
-from kvpolicy.cost.laws import Law, Parts
+from kvpolicy.cost.laws import Law
+from kvpolicy.cost.packed import Check, Packed, pack
+from kvpolicy.cost.pricing import Predictor
 from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
-from kvpolicy.features import FEATURES, GROWING, Features, features_of
+from kvpolicy.features import FEATURES, Features, features_of
 from kvpolicy.hardware import Geometry
 
 FAMILIES = ("boosted", "linear", "analytic")
-MOST_EXPONENT = 600.0
 LENGTH: Mapping[Kind, str] = {"recompute": "recomputed_tokens", "swap": "save_bytes"}
 """The feature that is a victim's length."""
 POWERS = {"recomputed_pairs": 2.0}
@@ -135,13 +138,21 @@ class FittedModel:
     """d0 of the traces it was fitted to; None where they hold too few undisturbed steps."""
     carried: Mapping[Kind, bool] = field(default_factory=lambda: dict.fromkeys(KINDS, False))
     """Whether the residual is kept outside the trained range."""
-    _checks: Mapping[Kind, tuple[tuple[int, float, float, float], ...]] = field(init=False, repr=False, compare=False)
+    _checks: Mapping[Kind, tuple[Check, ...]] = field(init=False, repr=False, compare=False)
+    _packed: Packed = field(init=False, repr=False, compare=False)
+    _fast: Predictor | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checks = {kind: self._checked(kind) for kind in self.laws}
+        packed = pack(
+            self.laws, self.victim_delays, self.residuals, checks, self.floor_s, self.others_share, self.intervals,
+            self.carried,
+        )  # fmt: skip
         object.__setattr__(self, "_checks", checks)
+        object.__setattr__(self, "_packed", packed)
+        object.__setattr__(self, "_fast", None)
 
-    def _checked(self, kind: Kind) -> tuple[tuple[int, float, float, float], ...]:
+    def _checked(self, kind: Kind) -> tuple[Check, ...]:
         """Position, range and power of length of the features that a prediction depends on."""
         # A fit that saw costs not grow with length, in what it saw, knows nothing of longer ones.
         used = {LENGTH[kind], *self.laws[kind].used}
@@ -162,27 +173,26 @@ class FittedModel:
 
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         """One cost per option, log ratios against the first. Raises ValueError for a feature that is no number."""
-        running = situation.running_requests
-        number = self.intervals.bin_of(situation.computed_tokens, running)
+        costs = None if self._fast is None else self._fast(situation, options)
+        return self._predict(situation, options) if costs is None else costs
+
+    def _predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
+        n, c, running = self._packed.n, self._packed.c, situation.running_requests
+        number = pricing.bin_at(n, c, situation.computed_tokens, running)
         costs: list[Cost] = []
         first: tuple[Kind, float, bool, float] | None = None
         for option in options:
             kind, x = option.kind, features_of(situation, option)
-            seconds, parts, outside, distance = self._price(kind, x)
-            below, above = self.intervals.room(kind, number, outside, distance)
+            found = pricing.option_cost(n, c, KINDS.index(kind), number, running, x, [0.0] * len(x))
+            seconds, outside, distance = found[0], found[7], found[9]
             low = high = 0.0
             if first is None:
                 first = kind, log(seconds), outside, distance
             else:
                 room = self.intervals.room("ratio", number, outside or first[2], max(distance, first[3]))
                 low, high = log_ratio_interval(log(seconds) - first[1], turned(room, first[0], kind))
-            delay = self.victim_delays.get(kind)
-            costs.append(
-                Cost(
-                    seconds, *parts, seconds * running * self.others_share[kind], times_exp(seconds, -below),
-                    times_exp(seconds, above), low, high, outside, None if delay is None else sum(delay.parts(x)),
-                )
-            )  # fmt: skip
+            delay_s = found[8] if kind in self.victim_delays else None
+            costs.append(Cost(*found[:7], low, high, outside, delay_s))
         return tuple(costs)
 
     def law_seconds(self, kind: Kind, x: Features) -> float:
@@ -191,7 +201,7 @@ class FittedModel:
 
     def seconds(self, kind: Kind, x: Features) -> float:
         """Predicted extra engine time."""
-        return self._price(kind, x)[0]
+        return pricing.price(self._packed.n, self._packed.c, KINDS.index(kind), x, [0.0] * len(x))[0]
 
     def outside(self, kind: Kind, x: Features) -> tuple[str, ...]:
         """The features, of those predictions depend on, in which ``x`` is beyond what was trained on."""
@@ -199,43 +209,17 @@ class FittedModel:
 
     def distance(self, kind: Kind, x: Features) -> float:
         """How far ``x`` is outside, in the feature that is farthest; 0 inside."""
-        return max([distance_beyond(x[at], low, high, power) for at, low, high, power in self._checks[kind]], default=0)
-
-    def _price(self, kind: Kind, x: Features) -> tuple[float, Parts, bool, float]:
-        parts = self.laws[kind].parts(x)
-        physics = max(sum(parts), self.floor_s[kind])
-        outside, distance = False, 0.0
-        for at, low, high, power in self._checks[kind]:
-            if not low <= x[at] <= high:
-                outside, distance = True, max(distance, distance_beyond(x[at], low, high, power))
-        residual = self.residuals.get(kind)
-        if residual is None:
-            seconds = physics
-        elif outside and not self.carried[kind]:
-            seconds = self._extrapolate(kind, x, physics, residual)
-        else:
-            # Thresholds lie inside the range: beyond it a forest says what it says at the edge.
-            seconds = physics * exp(residual.predict(x))
-        return seconds, _scaled(parts, seconds, kind), outside, distance
-
-    def _extrapolate(self, kind: Kind, x: Features, physics: float, residual: Forest) -> float:
-        edge = list(x)
-        above = below = False
-        for at, low, high, _ in self._checks[kind]:
-            if low <= x[at] <= high:
-                continue
-            if FEATURES[at] not in GROWING:
-                return physics
-            above, below = above or x[at] > high, below or x[at] < low
-            edge[at] = min(max(x[at], low), high)
-        if above and below:
-            return physics
-        at_edge = self.law_seconds(kind, Features(*edge)) * exp(residual.predict(edge))
-        return max(physics, at_edge) if above else min(physics, at_edge)
+        return pricing.how_far(self._packed.n, self._packed.c, KINDS.index(kind), x)
 
     def warm(self) -> bool:
-        compiled = [forest.warm() for forest in self.residuals.values()]
-        return all(compiled)
+        """Compile, some seconds; False where numba is missing, and then nothing changes but speed."""
+        try:
+            fast: Any = import_module("kvpolicy.cost.fast")
+        except ImportError:
+            return False
+        nodes = [self.residuals[kind].nodes if kind in self.residuals else None for kind in KINDS]
+        object.__setattr__(self, "_fast", fast.predictor(self._packed, nodes, self.predicts_victim_delay))
+        return True
 
     # ---- fitting an engine ----
 
@@ -285,14 +269,6 @@ class FittedModel:
         warnings.warn(f"cost model {self.name} {what}", ModelWarning, stacklevel=4)
 
 
-def _scaled(parts: Parts, seconds: float, kind: Kind) -> Parts:
-    whole = sum(parts)
-    if whole > 0:
-        by = seconds / whole
-        return parts[0] * by, parts[1] * by, parts[2] * by
-    return (0.0, 0.0, seconds) if kind == "recompute" else (0.0, seconds, 0.0)
-
-
 def log_ratio_interval(ratio: float, room: Room) -> tuple[float, float]:
     return ratio - room[0], ratio + room[1]
 
@@ -302,9 +278,3 @@ def turned(room: Room, first: Kind, other: Kind) -> Room:
     if first == other:
         return max(room), max(room)
     return room if first == "recompute" else (room[1], room[0])
-
-
-def times_exp(seconds: float, exponent: float) -> float:
-    if exponent > MOST_EXPONENT:
-        return inf
-    return 0.0 if exponent < -MOST_EXPONENT else seconds * exp(exponent)

@@ -24,7 +24,7 @@ from math import exp, inf, isfinite, log, sqrt
 from typing import Any, Literal
 
 from kvpolicy.cost.intervals import CONFIDENCE
-from kvpolicy.cost.model import times_exp
+from kvpolicy.cost.pricing import times_exp
 from kvpolicy.events import KINDS, Cost, Kind, Option
 
 Quantity = Literal["engine", "victim"]

@@ -43,6 +43,6 @@ class Cheapest(PolicyBase):
 
 def lowest(costs: Sequence[Cost], objective: Objective = ENGINE) -> int:
     """Index of the lowest predicted cost, the first of equals."""
-    if objective is ENGINE:
-        return min(range(len(costs)), key=lambda i: costs[i].engine_s)
+    if objective is ENGINE and len(costs) == 2:
+        return 1 if costs[1].engine_s < costs[0].engine_s else 0
     return min(range(len(costs)), key=lambda i: objective.of(costs[i]))

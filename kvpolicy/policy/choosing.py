@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from math import isclose
 
+from kvpolicy.drafts import draft_of
 from kvpolicy.events import Decision, Option, Preemption
 from kvpolicy.policy.protocol import Policy, PolicyState
 
 RECOMPUTE = Option("recompute")
 HOST_TIER = "host"
+_decision = draft_of(Decision)
 
 
 def feasible_options(situation: Preemption, swap_possible: bool = True) -> tuple[Option, ...]:
@@ -33,7 +34,7 @@ def decide(
     probabilities, costs = policy.assess(situation, options, state)
     _refuse_impossible(policy.name, probabilities, options)
     chosen = _draw(probabilities, rng.random())
-    return Decision(tuple(options), probabilities, chosen, costs, policy.name, state.to_json())
+    return _decision(tuple(options), probabilities, chosen, costs, policy.name, state.to_json())
 
 
 def _draw(probabilities: Sequence[float], at: float) -> int:
@@ -49,8 +50,8 @@ def _draw(probabilities: Sequence[float], at: float) -> int:
 
 
 def _refuse_impossible(name: str, probabilities: Sequence[float], options: Sequence[Option]) -> None:
-    right = len(probabilities) == len(options) > 0 and all(0.0 <= share <= 1.0 for share in probabilities)
-    if not right or not isclose(sum(probabilities), 1.0, abs_tol=1e-9):
+    right = len(probabilities) == len(options) > 0 and min(probabilities) >= 0.0 and max(probabilities) <= 1.0
+    if not right or not -1e-9 <= sum(probabilities) - 1.0 <= 1e-9:
         raise ValueError(
             f"policy {name}: probabilities {tuple(probabilities)} for {len(options)} options; "
             "there should be one each, from 0 to 1, summing to 1"

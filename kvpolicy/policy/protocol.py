@@ -113,9 +113,13 @@ class PolicyBase(ABC):
         return self.initial_state()
 
 
+CERTAIN = {(i, count): tuple(float(i == j) for j in range(count)) for count in (1, 2) for i in range(count)}
+
+
 def all_on(chosen: int, count: int) -> tuple[float, ...]:
     """Certainty for option ``chosen`` of ``count``."""
-    return tuple(float(i == chosen) for i in range(count))
+    known = CERTAIN.get((chosen, count))
+    return tuple(float(i == chosen) for i in range(count)) if known is None else known
 
 
 def first_of(kind: str, options: Sequence[Option]) -> int | None:

@@ -1,4 +1,4 @@
-"""The flattened forest: the same numbers as LightGBM, with and without numba; nothing but whole forests is read."""
+"""The flattened forest: the same numbers as LightGBM; nothing but whole forests is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import lightgbm
 import numpy as np
 import pytest
 
-from kvpolicy.cost import compiled
 from kvpolicy.cost.compiled import Forest, ForestError
 
 COLUMNS = 6
@@ -35,12 +34,9 @@ def rows(count: int, one: lightgbm.Booster) -> np.ndarray[Any, Any]:
     return np.concatenate([spread, edges])
 
 
-@pytest.mark.parametrize("warm", [False, True])
-def test_equals_lightgbm(warm: bool) -> None:
+def test_equals_lightgbm() -> None:
     one = booster()
     forest = Forest.from_text(one.model_to_string(), POSITIONS)
-    if warm:
-        assert forest.warm()
     given = rows(2000, one)
     row = np.zeros((len(given), 10))
     row[:, POSITIONS] = given
@@ -62,18 +58,6 @@ def test_trees_of_one_leaf() -> None:
     )
     forest = Forest.from_text(flat.model_to_string(), POSITIONS)
     assert forest.predict([0.0] * 10) == pytest.approx(float(flat.predict(np.zeros((1, COLUMNS)))[0]), abs=1e-12)
-
-
-def test_without_numba_it_stays_right_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(name)
-
-    one = booster()
-    forest = Forest.from_text(one.model_to_string(), POSITIONS)
-    before = forest.predict([1.0] * 10)
-    monkeypatch.setattr(compiled, "import_module", missing)
-    assert forest.warm() is False
-    assert forest.predict([1.0] * 10) == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,146 @@
+"""An explanation as text and as a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp, inf, isfinite
+from typing import Any
+
+from kvpolicy.events import SITUATION_FIELDS, Kind, as_row
+from kvpolicy.explaining.account import Account
+from kvpolicy.explaining.asked import Asked
+from kvpolicy.explaining.boundary import BreakEven, Grid
+from kvpolicy.policy import Objective
+from kvpolicy.policy.cheapest import lowest
+
+SIGNS: Mapping[tuple[bool, bool], str] = {
+    (False, True): "R", (False, False): "r", (True, True): "S", (True, False): "s",
+}  # fmt: skip
+"""By whether swap is the cheaper one, and whether that is sure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Both costs of one situation, and why one is the lower."""
+
+    cost_model: str
+    family: str
+    objective: Objective
+    asked: Asked
+    accounts: tuple[Account, Account]
+    """Recompute's and swap's."""
+    break_even: BreakEven
+    grid: Grid
+    notes: tuple[str, ...]
+    not_drawn: str = ""
+    """Why there is no plot though one was asked for."""
+
+    @property
+    def chosen(self) -> Kind:
+        return self.accounts[lowest([one.cost for one in self.accounts], self.objective)].kind
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: infinite bounds are null."""
+        whole = {
+            "cost_model": self.cost_model,
+            "family": self.family,
+            "objective": self.objective.text,
+            "situation": {name: as_row(self.asked.situation)[name] for name in SITUATION_FIELDS if name != "time_s"},
+            "assumed": list(self.asked.assumed),
+            "chosen": self.chosen,
+            "options": [one.to_dict() for one in self.accounts],
+            "break_even": self.break_even.to_dict(),
+            "grid": self.grid.to_dict(),
+            "notes": list(self.notes),
+        }
+        plain: dict[str, Any] = _finite(whole)
+        return plain
+
+    def text(self) -> str:
+        blocks = ["\n".join(self._head()), *("\n".join(_account_lines(one)) for one in self.accounts)]
+        blocks += ["\n".join(self._why()), "\n".join(self._map())]
+        if self.notes:
+            blocks.append("\n".join(f"note: {note}" for note in self.notes))
+        return "\n\n".join(blocks)
+
+    def _head(self) -> list[str]:
+        one = self.asked.situation
+        others = f"beside {one.running_requests} running ({one.batch_tokens} tokens)" if one.running_requests else (
+            "with nobody else running"
+        )  # fmt: skip
+        return [
+            f"{one.computed_tokens} tokens in {one.held_blocks} blocks of {one.block_size} "
+            f"({one.copy_bytes / 2**20:.3g} MiB, {one.shared_blocks} shared), {others}, "
+            f"{one.free_blocks} blocks free",
+            f"cost model {self.cost_model} ({self.family}); minimised: {self.objective.text}",
+            f"choice: {self.chosen}",
+        ]
+
+    def _why(self) -> list[str]:
+        again, swap = self.accounts
+        low, high = swap.cost.log_ratio_low, swap.cost.log_ratio_high
+        ratio = swap.cost.engine_s / again.cost.engine_s
+        doubt = "the choice is in doubt" if low <= 0 <= high else "it leaves 1 out: the choice is clear"
+        lines = [
+            f"swap / recompute: {ratio:.3g} (90% interval {_exp(low)} to {_exp(high)}); {doubt}",
+        ]
+        even = self.break_even
+        if not even.turns:
+            lines.append(f"break-even at this load: none up to {even.up_to_tokens} tokens, always {even.first}")
+        for turn in even.turns:
+            where = " (extrapolated)" if turn.extrapolated else ""
+            lines.append(f"break-even at this load: {turn.to} from {turn.tokens} tokens on{where}")
+        return lines
+
+    def _map(self) -> list[str]:
+        """The choice over lengths and loads, highest load first."""
+        grid, width = self.grid, len(str(self.grid.running[-1]))
+        lines = ["choice over tokens and running requests: R recompute, S swap; small letters where in doubt"]
+        for load in reversed(range(len(grid.running))):
+            signs = [SIGNS[ratio < 0, sure] for ratio, sure in zip(grid.log_ratio[load], grid.sure[load], strict=True)]
+            lines.append(f"{grid.running[load]:>{width}} |{''.join(signs)}")
+        first, last = str(grid.tokens[0]), f"{grid.tokens[-1]} tokens"
+        lines.append(f"{'':>{width}}  {first}{last:>{max(len(last) + 1, len(grid.tokens) - len(first))}}")
+        return lines
+
+
+def _account_lines(one: Account) -> list[str]:
+    cost = one.cost
+    lines = [
+        f"{one.kind}: {_ms(cost.engine_s)} (90% interval {_ms(cost.low_s)} to {_ms(cost.high_s)})",
+        f"  save {_ms(cost.save_s)}, load {_ms(cost.load_s)}, recompute {_ms(cost.recompute_s)}",
+        f"  others wait {cost.stall_s * 1e3:.3g} request-ms"
+        + ("" if cost.victim_delay_s is None else f"; the victim is back after {_ms(cost.victim_delay_s)}"),
+        f"  physics {_ms(one.law_s)}"
+        + (f", below what the traces can tell: {_ms(one.floor_s)} taken" if one.floored else "")
+        + _learned(one),
+    ]
+    for beyond in one.beyond:
+        lines.append(
+            f"  extrapolated: {beyond.feature} is {beyond.value:g}, trained on {beyond.low:g} to {beyond.high:g}"
+        )
+    return lines
+
+
+def _learned(one: Account) -> str:
+    if one.residual_factor == 1:
+        return "; nothing learned on top here"
+    what = "held at the edge of the trained range" if one.beyond else "learned"
+    return f", times {one.residual_factor:.3g} {what}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if isfinite(seconds) else "unbounded"
+
+
+def _exp(value: float) -> str:
+    return "unbounded" if value == inf else f"{exp(value):.3g}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -1,0 +1,195 @@
+"""`kvpolicy explain`: figures that are the model's own, a break-even point that is one, refusals by flag."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy import cli, cost, explaining
+from kvpolicy.cost import FittedModel
+from kvpolicy.events import Option
+from kvpolicy.explaining import Explanation, account_of
+from kvpolicy.explaining.asked import as_long_as, asked, beside
+from kvpolicy.explaining.boundary import break_even, grid, longest
+from kvpolicy.policy import Objective
+from tests.synthetic import CostLaw, fitted_model
+
+WITH_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+@pytest.fixture(autouse=True)
+def _made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``boosted``, ``linear`` and ``analytic`` are models by name."""
+    monkeypatch.setattr(explaining, "load", lambda name: replace(fitted_model(str(name)), name=str(name)))
+
+
+def explain(**more: Any) -> Explanation:
+    return kvpolicy.explain(**({"cost_model": "boosted", "tokens": 500, "running": 3} | more))
+
+
+@pytest.mark.parametrize("family", ["boosted", "linear", "analytic"])
+def test_costs_are_the_models_and_come_from_their_parts(family: str) -> None:
+    found = explain(cost_model=family)
+    one = found.asked.situation
+    wanted = fitted_model(family).predict(one, (Option("recompute"), Option("swap", 500, "host")))
+    assert tuple(account.cost for account in found.accounts) == wanted
+    for account in found.accounts:
+        base_s = max(account.law_s, account.floor_s)
+        assert account.cost.engine_s == pytest.approx(base_s * account.residual_factor, rel=1e-12)
+    assert found.chosen == min(found.accounts, key=lambda account: account.cost.engine_s).kind
+    assert (one.running_requests, one.batch_tokens, one.held_blocks) == (3, 1500, 16)
+
+
+def test_what_is_beyond_the_range_is_told_with_the_range() -> None:
+    inside, outside = explain(), explain(tokens=50_000)
+    assert not any(account.beyond for account in inside.accounts)
+    names = {beyond.feature for account in outside.accounts for beyond in account.beyond}
+    assert {"recomputed_tokens", "save_bytes"} <= names
+    assert "extrapolated: recomputed_tokens is 50000, trained on" in outside.text()
+    assert outside.accounts[0].cost.extrapolated
+
+
+def test_the_floor_is_told() -> None:
+    model = replace(fitted_model("analytic"), floor_s={"recompute": 5.0, "swap": 1e-6})
+    again, swap = account_of(model, asked(model, 500).situation)
+    assert again.floored
+    assert again.cost.engine_s == 5.0
+    assert not swap.floored
+
+
+def turning_model() -> FittedModel:
+    return fitted_model("analytic")
+
+
+def test_the_choice_turns_exactly_at_the_break_even_length() -> None:
+    model = turning_model()
+    one = asked(model, 500, running=3).situation
+    even = break_even(model, one, Objective())
+    assert even.first == "recompute"
+    (turn,) = even.turns
+    assert turn.to == "swap"
+    costs = [account_of(model, as_long_as(one, tokens)) for tokens in (turn.tokens - 1, turn.tokens)]
+    assert [again.cost.engine_s <= swap.cost.engine_s for again, swap in costs] == [True, False]
+    law = CostLaw()
+    assert law.copy_latency_s > 0  # what makes a swap of a short victim the dearer one
+    assert f"swap from {turn.tokens} tokens on" in explain(cost_model="analytic").text()
+
+
+def test_where_nothing_turns_that_is_said() -> None:
+    model = turning_model()
+    free = replace(model, laws={"recompute": model.laws["recompute"], "swap": model.laws["recompute"]})
+    cheap = replace(free, floor_s={"recompute": 1.0, "swap": 1e-9})
+    even = break_even(cheap, asked(cheap, 500).situation, Objective())
+    assert (even.first, even.turns) == ("swap", ())
+
+
+def test_the_grid_is_what_the_model_chooses() -> None:
+    model = turning_model()
+    one = asked(model, 500, running=3).situation
+    found = grid(model, one, Objective())
+    assert all(low < high for line in (found.tokens, found.running) for low, high in pairwise(line))
+    assert found.tokens[-1] == longest(model, one)
+    for row, load in enumerate(found.running):
+        for column in (0, len(found.tokens) // 2, len(found.tokens) - 1):
+            again, swap = account_of(model, as_long_as(beside(one, load), found.tokens[column]))
+            assert (found.log_ratio[row][column] < 0) == (swap.cost.engine_s < again.cost.engine_s)
+
+
+def test_another_objective_may_choose_another_option() -> None:
+    """Weighing the others' delay alone leaves nothing to choose where nobody else runs: ties go to recompute."""
+    assert explain(objective="others", running=0).chosen == "recompute"
+    assert explain(objective="victim").objective.text == "victim"
+    with pytest.raises(ValueError, match="objective"):
+        explain(objective="speed")
+
+
+@pytest.mark.parametrize(
+    ("more", "flag"),
+    [
+        ({"tokens": 0}, "--tokens is 0"),
+        ({"running": -1}, "--running is -1"),
+        ({"free": -1}, "--free is -1"),
+        ({"waiting": -2}, "--waiting is -2"),
+        ({"block_size": 0}, "--block-size is 0"),
+        ({"shared": 17}, "--shared is 17, should be at most the 16 blocks"),
+        ({"shared": -1}, "--shared is -1"),
+        ({"batch_tokens": -1}, "--batch-tokens is -1"),
+        ({"batch_tokens": 10, "running": 0}, "--batch-tokens is 10"),
+        ({"segment_bytes": 0}, "--segment-bytes is 0"),
+        ({"plot": "boundary.gif"}, "--plot is boundary.gif"),
+        ({"plot": "no/such/folder/boundary.svg"}, "there is no folder"),
+    ],
+)
+def test_wrong_values_are_refused_by_flag(more: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ValueError, match=flag):
+        explain(**more)
+
+
+def test_text_and_dictionary_tell_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = explain()
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert told["chosen"] == found.chosen
+    assert [one["kind"] for one in told["options"]] == ["recompute", "swap"]
+    assert told["situation"]["computed_tokens"] == 500
+    assert f"choice: {found.chosen}" in found.text()
+    assert "copies in pieces of" in found.text()
+    file = tmp_path / "why.json"
+    cli.app(
+        ["explain", "--cost-model", "boosted", "--tokens", "500", "--running", "3", "--json", str(file)],
+        standalone_mode=False,
+    )
+    assert json.loads(file.read_text()) == told
+    assert capsys.readouterr().out.strip() == found.text().strip()
+
+
+def test_an_untrained_model_is_told_as_such() -> None:
+    """Its ranges are empty and its intervals infinite: null in JSON, words in text."""
+    from kvpolicy.cost.intervals import unbounded
+
+    model = replace(fitted_model("analytic"), intervals=unbounded())
+    one = asked(model, 500)
+    swap = account_of(model, one.situation)[1]
+    found = replace(explain(cost_model="analytic"), accounts=account_of(model, one.situation))
+    assert swap.cost.high_s == float("inf")
+    assert "unbounded" in found.text()
+    assert found.to_dict()["options"][1]["cost"]["high_s"] is None
+
+
+def test_without_matplotlib_the_text_is_there_and_the_plot_is_missed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError("No module named 'matplotlib'")
+
+    monkeypatch.setattr(explaining, "import_module", missing)
+    file = tmp_path / "boundary.svg"
+    with pytest.raises(SystemExit) as end:
+        cli.main(["explain", "--cost-model", "boosted", "--tokens", "500", "--plot", str(file)])
+    said = capsys.readouterr()
+    assert end.value.code == 2
+    assert "pip install 'kvpolicy[plots]'" in said.err
+    assert "choice over tokens and running requests" in said.out
+    assert not file.exists()
+
+
+@pytest.mark.skipif(not WITH_MATPLOTLIB, reason="matplotlib is not installed")
+@pytest.mark.parametrize(("ending", "begins"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_the_boundary_is_drawn_the_same_every_time(tmp_path: Path, ending: str, begins: bytes) -> None:
+    files = [tmp_path / f"{number}{ending}" for number in range(2)]
+    for file in files:
+        assert explain(plot=file).not_drawn == ""
+    assert files[0].read_bytes().startswith(begins)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("name", cost.shipped())
+def test_models_that_ship_are_explained(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(explaining, "load", cost.load)
+    assert "choice: " in kvpolicy.explain(name, 300, running=2).text()
