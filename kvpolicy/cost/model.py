@@ -248,7 +248,7 @@ class FittedModel:
         self._compare_host(hardware, device == "cpu")
         if block_size not in self.provenance.block_sizes:
             sizes = ", ".join(map(str, self.provenance.block_sizes))
-            self._warn(f"was measured on block sizes {sizes}; blocks of {block_size} are priced by physics alone")
+            self._warn(f"was measured on block sizes {sizes}; blocks of {block_size} are extrapolated to")
 
     def _compare_host(self, hardware: Mapping[str, Any], host_computes: bool) -> None:
         for name in ("processor", "cores"):

@@ -90,5 +90,5 @@ def _notes(model: FittedModel, question: Asked) -> tuple[str, ...]:
     notes = list(question.assumed)
     if question.situation.block_size not in model.provenance.block_sizes:
         sizes = ", ".join(map(str, model.provenance.block_sizes))
-        notes.append(f"the model was measured on blocks of {sizes} tokens; these are priced by physics alone")
+        notes.append(f"the model was measured on blocks of {sizes} tokens; these are extrapolated to")
     return (*notes, *model.provenance.notes)

@@ -222,7 +222,7 @@ def test_another_engine_is_refused_by_what_differs(trained: Path, change: dict[s
 
 def test_another_block_size_is_carried_by_physics_with_a_warning(trained: Path) -> None:
     model = cost.load(trained)
-    with pytest.warns(ModelWarning, match="blocks of 128 are priced by physics alone"):
+    with pytest.warns(ModelWarning, match="blocks of 128 are extrapolated to"):
         model.check_fit(**ENGINE | {"block_size": 128, "block_bytes": 128 * GEOMETRY.kv_bytes_per_token})
     one = situation(1000, block_size=128)
     assert model.predict(one, options_for(one))[1].extrapolated
