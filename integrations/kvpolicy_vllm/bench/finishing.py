@@ -44,9 +44,10 @@ class ProfileReport:
         lines += [f"  discarded: {count} x {reason}" for reason, count in self.discarded.items()]
         for core, noise in self.noise.items():
             model = self.step_times[core]
-            loud = (
-                f", above {100 * noise['limit']:.0f}%: {noise['repeats']} repeats instead of {noise['asked_repeats']}"
-            )
+            more = f"{noise['repeats']} repeats instead of {noise['asked_repeats']}"
+            if noise["repeats"] == noise["asked_repeats"]:
+                more = f"repeats are limited to {noise['repeats']} here"
+            loud = f", above {100 * noise['limit']:.0f}%: {more}"
             lines.append(
                 f"  {noise['part']}: identical windows vary by {100 * noise['variation']:.1f}%"
                 f"{loud if noise['above_limit'] else ''}; step times (fitted on {model.fitted_on}) are missed by "
