@@ -183,7 +183,7 @@ def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool = False) -> Data
         headers=headers,
         digests=tuple(trace.digest() for trace in read.values()),
         left_out=dict(left_out),
-        common_step_time=common_step_time(list(read.values())),
+        common_step_time=None if _mixed(headers) else common_step_time(list(read.values())),
         step_times=models,
         floor=floor_of(headers, models),
     )
@@ -211,6 +211,11 @@ def _step_times(trace: Trace) -> dict[str, StepTimeModel]:
         if _unattributed(trace):
             raise
         return {}
+
+
+def _mixed(headers: Mapping[str, Header]) -> bool:
+    first = next(iter(headers.values()))
+    return any(not same_machine(first.hardware, header.hardware) for header in headers.values())
 
 
 def _refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool) -> None:

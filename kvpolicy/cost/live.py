@@ -94,6 +94,8 @@ class LiveCosts:
     _accounts: dict[str, _Account] = field(default_factory=dict, repr=False)
     _closed: dict[str, tuple[Kind, Ending, int]] = field(default_factory=dict, repr=False)
     """What was executed, how it ended, and the step it ended in, of those not yet told."""
+    _early: dict[str, tuple[Kind, Ending]] = field(default_factory=dict, repr=False)
+    """Those that closed before the step in which they lost their blocks was told."""
     _recent: deque[frozenset[str]] = field(default_factory=lambda: deque(maxlen=AFTERMATH_STEPS), repr=False)
     """Who had to do with the last settled steps."""
 
@@ -108,6 +110,7 @@ class LiveCosts:
         """A copy ran from ``start_s`` to ``end_s``, of the same clock as steps."""
         self._flying.pop((preemption_id, direction), None)
         self._landed.append(_Copy(preemption_id, start_s, end_s))
+        del self._landed[:-MOST_WAITING]  # no clock of a worker's can make this grow
         self._calm = False
 
     def copy_lost(self, preemption_id: str, direction: str) -> None:
@@ -116,10 +119,14 @@ class LiveCosts:
             self._forget(preemption_id)
 
     def closed(self, preemption_id: str, executed: Kind, ended: Ending) -> None:
-        """Its outcome closed with the step that is told next."""
+        """Its outcome closed with the step that is told next, which may be the one it lost its blocks in."""
         if preemption_id in self._accounts:
             self._closed[preemption_id] = executed, ended, self._seen
             self._calm = False
+            return
+        self._early[preemption_id] = executed, ended
+        if len(self._early) > MOST_WAITING:  # of steps that were never told
+            del self._early[next(iter(self._early))]
 
     def step(
         self,
@@ -157,6 +164,8 @@ class LiveCosts:
         for name in preempted:
             self._accounts[name] = _Account(last=number)
             own[name] = NOTHING
+            if name in self._early:
+                self._closed[name] = *self._early.pop(name), number
         for name, parts in repeated:
             own[name] = plus(own.get(name, NOTHING), parts)
         return own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
@@ -35,8 +36,11 @@ def save(online: Online, model_digest: str, path: Path) -> None:
         "room": dict(zip(KINDS, online.room, strict=True)),
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}")
-    scratch.write_text(json.dumps(card, allow_nan=False) + "\n")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with scratch.open("w") as sink:
+        sink.write(json.dumps(card, allow_nan=False) + "\n")
+        sink.flush()
+        os.fsync(sink.fileno())
     scratch.replace(path)
 
 

@@ -209,3 +209,22 @@ def test_a_copy_nobody_will_tell_of_leaves_its_cost_unknown_and_the_others_known
     engine.live.closed("q", "recompute", "aborted")
     assert [cost.preemption_id for cost in engine.until_told()] == ["q"]
     assert engine.live.given_up == 1
+
+
+def test_an_outcome_may_close_before_the_step_in_which_the_blocks_went_is_told() -> None:
+    """As after a reset, when the victim is back with the very next step, or an abort while a step is in flight."""
+    engine = Engine()
+    engine.calm()
+    engine.live.closed("p", "recompute", "aborted")
+    engine.step((3, 3, 600, 0), preempted=("p",), requests=3)
+    assert [cost.preemption_id for cost in engine.until_told()] == ["p"]
+    assert not engine.live._accounts and not engine.live._closed and not engine.live._early
+
+
+def test_nothing_is_kept_of_what_is_never_told() -> None:
+    engine = Engine()
+    for number in range(3 * MOST_WAITING):
+        engine.live.closed(f"never-{number}", "recompute", "aborted")
+        engine.live.copy_ends(f"ahead-{number}", "save", 1e9, 1e9 + 1)
+    engine.calm(0)
+    assert len(engine.live._early) <= MOST_WAITING and len(engine.live._landed) <= MOST_WAITING

@@ -36,7 +36,11 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvpolicy.cost.undisturbed import HeldOutError, StepTimeModel
+
 BLOCK = 16
+STEP_TIME = StepTimeModel(1e-4, (1e-6,) * 6, "nothing", 100, HeldOutError(0.0, 0.0, 0.0))
+"""Any d0 does where it only matters who is accounted for."""
 
 
 def scheduler_for(job: dict[str, Any], groups: int = 1) -> Any:
@@ -175,6 +179,12 @@ def harry(scheduler: Any, worker: Any, rng: random.Random, resets: bool) -> None
             scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
+def accounts_left(scheduler: Any) -> int:
+    """Preemptions the plugin still keeps an account of."""
+    live = scheduler.kvpolicy.accounts._live if hasattr(scheduler, "kvpolicy") else None
+    return 0 if live is None else len(live._accounts) + len(live._early)
+
+
 def watch_counts(scheduler: Any) -> list[tuple[int, int, int, int]]:
     """Shared and hashed blocks of every victim from now on: as the plugin tells them, then counted one by one."""
     from kvpolicy_vllm.plugin.situation import situation_of
@@ -224,6 +234,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     flying = deque[tuple[Any, ModelRunnerOutput]]()
     schedule: list[Any] = []
     counts = watch_counts(scheduler) if job.get("counts") else []
+    if job.get("measured"):
+        scheduler.kvpolicy.accounts.measure_by(STEP_TIME)
     depth = 2 if job["asynchronous"] else 1
     rng = random.Random(job["seed"])
     for _ in range(200_000):
@@ -254,6 +266,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "stats": scheduler.connector.stats() if scheduler.connector is not None else {},
         "unfinished": len(scheduler.requests),
         "counts": counts,
+        "accounts": accounts_left(scheduler),
     } | worker.found()
 
 

@@ -195,10 +195,16 @@ ROW = {
 class TestStepClock:
     def test_a_step_lasts_from_update_to_update_less_what_a_tool_took(self) -> None:
         clock, found = StepClock(), []
-        for began_s, left_out_s, now in [(1.0, 0.0, 2.0), (2.75, 0.0, 3.0), (3.75, 0.5, 4.0)]:
+        for began_s, left_out_s, now in [(1.0, 0.0, 2.0), (2.25, 0.0, 3.0), (3.75, 0.5, 4.0)]:
             clock.leave_out(left_out_s)
             found.append(clock.began_s(Step(0, began_s), now, busy=True))
         assert found == [1.0, 2.0, 3.5]
+
+    def test_a_pause_with_requests_alive_is_no_part_of_a_step(self) -> None:
+        clock = StepClock()
+        clock.began_s(Step(0, 1.0), 2.0, busy=True)
+        assert clock.began_s(Step(1, 9.0), 9.5, busy=True) == 9.0
+        assert clock.began_s(Step(2, 9.75), 10.25, busy=True) == 9.5
 
     def test_after_idling_a_step_begins_when_it_is_scheduled(self) -> None:
         clock = StepClock()

@@ -63,6 +63,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "context parallelism": (GOOD | {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, ("context",)),
     "pipeline parallelism": (GOOD | {"pipeline_parallel_size": 2}, ("pipeline",)),
+    "several nodes": (
+        GOOD | {"tensor_parallel_size": 2, "nnodes": 2, "distributed_executor_backend": "mp"},
+        ("nodes", "clocks"),
+    ),
     "pooling": (GOOD | {"runner": "pooling"}, ("pooling",)),
 }
 FOREIGN: dict[str, tuple[PretrainedConfig, str]] = {

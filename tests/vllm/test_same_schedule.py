@@ -77,12 +77,15 @@ def test_aborts_and_resets_at_any_moment(
 ) -> None:
     """Whatever is queued, saved or being loaded when they come, bookkeeping ends empty."""
     job = BASE | {"model": model, "asynchronous": asynchronous, "plugin": harness.plugin("random:0.7")}
-    ours = run_alone(job | {"harry": True, "prefix_caching": True, "seed": seed}, tmp_path, source)
+    harried = {"harry": True, "prefix_caching": True, "seed": seed, "measured": True}
+    ours = run_alone(job | harried, tmp_path, source)
     assert ours["unfinished"] == 0
     harness.assert_nothing_left(ours)
     assert harness.total(ours["stats"], "preemptions", cause="reset") > 0
     assert harness.total(ours["stats"], "preemptions", executed="swap") > 20
     assert harness.total(ours["stats"], "fallbacks", reason="error") == 0
+    assert harness.total(ours["stats"], "measured_preemptions") > 100
+    assert ours["accounts"] <= 5, "those of the last two steps"
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")

@@ -42,7 +42,7 @@ class Accounts:
             self.journal.occupancy(step, scheduler)
 
     def done(self, step: Step, output: Any, scheduler: Any, now: float) -> tuple[LiveCost, ...]:
-        """After ``update_from_output()``; returns the preemptions whose cost is now known in full."""
+        """After ``update_from_output()``; returns the resumed preemptions whose cost is now known in full."""
         if self.journal is None and self._live is None:
             return ()
         began_s = self._clock.began_s(step, now, scheduler.get_num_unfinished_requests() > 0)
@@ -52,10 +52,11 @@ class Accounts:
             return ()
         repeated = [(part.preemption_id, part.parts) for part in step.repeated]
         costs = self._live.step(step.parts, step.scheduled_requests, began_s, now, step.lost, repeated)
-        for cost in costs:
+        whole = tuple(cost for cost in costs if cost.ended == "resumed")  # until an abort it is a part of a cost
+        for cost in whole:
             self._tally.add("measured_preemptions", executed=cost.executed)
             self._tally.raise_by("measured_cost_microseconds", cost.engine_s * 1e6, executed=cost.executed)
-        return costs
+        return whole
 
     # ---- preemptions ----
 

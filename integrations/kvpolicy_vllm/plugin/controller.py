@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy import policy as policies
-from kvpolicy.cost import LiveCost
 from kvpolicy.events import Cause, Decision, Kind, Outcome, Preemption
 from kvpolicy.trace import decision_row
 from kvpolicy_vllm.plugin.accounts import Accounts
@@ -174,22 +173,23 @@ class Controller:
             self.tally.add("victim_delay_microseconds", outcome.victim_delay_s * 1e6, executed=opened.executed)
             self.tally.add("wait_blocks_microseconds", outcome.wait_blocks_s * 1e6, executed=opened.executed)
             self._closed(opened, outcome)
-        for cost in self.accounts.done(step, output, self._scheduler, now):
-            self._learn(cost)
+        self._account(step, output, now)
         if self.journal is not None:
             self._count_dropped()
         self._set_gauges()
 
+    def _account(self, step: Step, output: Any, now: float) -> None:
+        try:
+            for cost in self.accounts.done(step, output, self._scheduler, now):
+                self.judge.learn(cost)
+        # As with deciding: whatever is wrong with measuring and learning, serving goes on, without them.
+        except Exception:  # noqa: BLE001
+            self._complain("error", "measuring a preemption failed; no more are measured")
+            self.accounts.measure_by(None)
+
     def _closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         self.judge.closed(outcome)
         self.accounts.closed(opened, outcome)
-
-    def _learn(self, cost: LiveCost) -> None:
-        try:
-            self.judge.learn(cost)
-        # As with deciding: whatever is wrong with learning, serving goes on.
-        except Exception:  # noqa: BLE001
-            self._complain("error", "learning from a preemption failed")
 
     def forget_saved(self) -> None:
         """Everything saved or queued is stale, as after a change of weights."""

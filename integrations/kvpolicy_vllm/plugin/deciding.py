@@ -103,6 +103,9 @@ class Judge:
         self._check(policy)
         self.policy, self._state = policy, policy.initial_state()
         self._awaited.clear()
+        if self._memory is not None:  # the file is of the model that was
+            self._memory.close()
+            self._memory = None
 
     def pin(self, kind: Kind | None, labels: Mapping[str, Any]) -> None:
         """Take ``kind`` at every following preemption, with these labels; None: ask the policy."""
@@ -139,6 +142,8 @@ class Judge:
     def executing(self, preemption_id: str, situation: Preemption, decision: Decision) -> None:
         """The decision is being executed: what it costs is worth knowing."""
         option = next((one for one in decision.options if one.kind == decision.executed), None)
+        if situation.cause == "reset":  # whatever is done around a reset is in the steps after it
+            return
         if self._pinned is not None or option is None or self.policy.learned(self._state) is None:
             return
         self._awaited[preemption_id] = Awaited(situation, option)

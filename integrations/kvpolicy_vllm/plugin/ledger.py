@@ -102,7 +102,10 @@ class Step:
 
 
 class StepClock:
-    """When steps began and ended: from update to update, where the engine was not idle between."""
+    """When steps began and ended: from update to update, where the engine was not idle between.
+
+    A gap longer than the step itself is no part of it: the engine was paused, or its weights were changed.
+    """
 
     def __init__(self) -> None:
         self._updated_s: float | None = None
@@ -117,7 +120,8 @@ class StepClock:
         """When ``step``, whose output is back, began. ``busy``: whether anybody is left to be served."""
         began = step.began_s
         if self._updated_s is not None and (self._was_busy or self._updated_s > began):
-            began = min(self._updated_s + self._left_out_s, now)
+            since = min(self._updated_s + self._left_out_s, now)
+            began = since if began - since <= now - began else began
         self._updated_s, self._was_busy, self._left_out_s = now, busy, 0.0
         return began
 

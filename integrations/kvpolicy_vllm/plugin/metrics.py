@@ -20,7 +20,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "copy_bytes": ("Bytes copied, all ranks.", ("direction",)),
     "copy_microseconds": ("Time copies took, slowest rank.", ("direction",)),
     "predicted_cost_microseconds": ("Engine time that what was executed was expected to cost.", ("executed",)),
-    "measured_preemptions": ("Preemptions whose cost was measured to the end.", ("executed",)),
+    "measured_preemptions": ("Resumed preemptions whose cost was measured in full.", ("executed",)),
     "victim_delay_microseconds": ("Measured delay of preempted requests, less their wait for blocks.", ("executed",)),
     "wait_blocks_microseconds": ("Measured wait of preempted requests for free blocks.", ("executed",)),
     "fallbacks": ("Recomputed for another reason than that the policy chose to.", ("reason",)),
@@ -121,9 +121,11 @@ class KVPolicyPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine)
         self._metrics: dict[str, Any] = {}
         for known, kind in ((COUNTERS, metric_types[Counter]), (GAUGES, metric_types[Gauge])):
+            # With several API processes a gauge is what the last one of them was told, as vLLM's own gauges are.
+            more = {"multiprocess_mode": "mostrecent"} if known is GAUGES else {}
             for name, (text, labels) in known.items():
                 self._metrics[name] = kind(
-                    name=f"vllm:kvpolicy_{name}", documentation=text, labelnames=[*labelnames, *labels]
+                    name=f"vllm:kvpolicy_{name}", documentation=text, labelnames=[*labelnames, *labels], **more
                 )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

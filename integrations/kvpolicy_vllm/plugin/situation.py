@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def situation_of(
     request: Any, scheduler: Any, cause: Cause, copies: CopyBook, segment_bytes: int, now: float
 ) -> Preemption:
-    """What is known about ``request``, already taken out of ``scheduler.running``. O(log blocks + running requests)."""
+    """What is known about ``request``, already taken out of ``scheduler.running``. O(its blocks + running requests)."""
     pool = scheduler.kv_cache_manager.block_pool
     size = scheduler.block_size
     computed = request.num_computed_tokens
@@ -37,7 +37,7 @@ def situation_of(
         block_bytes=copies.block_bytes,
         segment_bytes=segment_bytes,
         held_blocks=len(held),
-        shared_blocks=bisect_left(held, True, key=_is_own),
+        shared_blocks=len(held) - [block.ref_cnt for block in held].count(1),
         hashed_blocks=bisect_left(held, True, key=_is_unhashed),
         device_blocks=pool.num_gpu_blocks,
         free_blocks=pool.get_num_free_blocks(),
@@ -55,15 +55,8 @@ def situation_of(
     )
 
 
-# Blocks are shared, and hashed, from the first one on without a gap: who holds a block by a prefix hit holds all before
-# it, and full blocks are hashed in their order. So either count is a boundary, and found by bisection.
-
-
-def _is_own(block: Any) -> bool:
-    return bool(block.ref_cnt <= 1)
-
-
 def _is_unhashed(block: Any) -> bool:
+    """Full blocks are hashed in their order, so the count of those that are is a boundary, found by bisection."""
     return block.block_hash is None
 
 

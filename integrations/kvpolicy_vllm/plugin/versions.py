@@ -90,6 +90,10 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
             or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
             "context parallelism: the decode and prefill context-parallel sizes should be 1",
         ),
+        (
+            getattr(parallel, "nnodes_within_dp", 1) > 1,
+            "an engine over several nodes, whose clocks cannot be compared: --nnodes should be 1 for each engine core",
+        ),
         (model.is_encoder_decoder, "encoder-decoder models"),
         (model.runner_type == "pooling", "pooling models"),
         (model.use_mla, "MLA models (not tested yet)"),
