@@ -10,7 +10,9 @@ from the rest of their option get a second correction the same way, of four that
 Room around predictions follows by adaptive conformal inference (Gibbs, Candes 2021), in the form that tracks the
 quantile itself (Angelopoulos, Candes, Tibshirani 2023): every outcome multiplies it by exp(0.1 (missed - 0.1)).
 Whatever drifts, the share missed comes to 0.1 as long as the multiple stays within its bounds. It is single preemptions
-that are covered then. A ratio is never measured; its room takes the wider multiple of its two options.
+that are covered then. Predictions outside the trained range have a multiple of their own, and an outcome whose
+prediction is unbounded on a side moves none: it cannot miss there, and would narrow the room of those that can. A ratio
+is never measured; its room takes the wider multiple of its two options.
 """
 
 from __future__ import annotations
@@ -88,7 +90,9 @@ class Online:
     misses: tuple[tuple[Miss, ...], ...] = ((),) * (len(QUANTITIES) * len(KINDS))
     """By quantity, then option: the last of them, oldest first."""
     room: tuple[float, ...] = (1.0,) * len(KINDS)
-    """By option, what the log room around its predictions is multiplied by."""
+    """By option, what the log room around its predictions inside the trained range is multiplied by."""
+    room_outside: tuple[float, ...] = (1.0,) * len(KINDS)
+    """The same for extrapolated predictions."""
 
     @cached_property
     def factors(self) -> tuple[float, ...]:
@@ -101,7 +105,7 @@ class Online:
         for i, quantity in enumerate(QUANTITIES):
             for j, kind in enumerate(KINDS):
                 told[f"{quantity}_{kind}"] = self.factors[_at(i, j, 0) : _at(i, j, SIZES)]
-        return json.dumps(told | {"room": self.room}, separators=(",", ":"))
+        return json.dumps(told | {"room": self.room, "room_outside": self.room_outside}, separators=(",", ":"))
 
     def to_json(self) -> str:
         """What decisions follow from; :func:`kvpolicy.cost.remembered.save` keeps the memory behind it."""
@@ -122,16 +126,30 @@ class Online:
                 found = log(max(seconds, floor_s) / max(predicted_s, floor_s))
                 kept = Miss(self.events, size, round(min(MOST_MISS, max(-MOST_MISS, found)), 6))
                 misses[at] = (*misses[at], kept)[-WINDOW:]
-        rooms = list(self.room)
-        if measured.engine_s is not None and isfinite(measured.engine_s):
-            cost = corrected_cost(measured.predicted, self, which, size)
-            seconds = max(measured.engine_s, measured.floor_s)
-            missed = not cost.low_s <= seconds <= max(cost.high_s, measured.floor_s)
-            room = rooms[which] * exp(ADAPTATION * (missed - MISCOVERAGE))
-            rooms[which] = round(min(MOST_ROOM, max(LEAST_ROOM, room)), 6)
-        after = Online(self.events + 1, tuple(misses), tuple(rooms))
+        after = Online(self.events + 1, tuple(misses), *self._rooms_after(measured, which, size))
         after.to_json()  # now, and not at the next decision
         return after
+
+    def room_of(self, kind: int, extrapolated: bool) -> float:
+        return (self.room_outside if extrapolated else self.room)[kind]
+
+    def _rooms_after(self, measured: Measured, which: int, size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(:attr:`room`, :attr:`room_outside`) after one more outcome."""
+        predicted = measured.predicted
+        if measured.engine_s is None or not isfinite(measured.engine_s) or not _bounded(predicted):
+            return self.room, self.room_outside
+        cost = corrected_cost(predicted, self, which, size)
+        seconds = max(measured.engine_s, measured.floor_s)
+        missed = not cost.low_s <= seconds <= max(cost.high_s, measured.floor_s)
+        rooms = list(self.room_outside if predicted.extrapolated else self.room)
+        room = rooms[which] * exp(ADAPTATION * (missed - MISCOVERAGE))
+        rooms[which] = round(min(MOST_ROOM, max(LEAST_ROOM, room)), 6)
+        return (self.room, tuple(rooms)) if predicted.extrapolated else (tuple(rooms), self.room_outside)
+
+
+def _bounded(cost: Cost) -> bool:
+    """Whether a measured cost can lie outside the prediction's interval on either side."""
+    return cost.low_s > 0.0 and cost.high_s != inf
 
 
 def size_of(computed_tokens: float) -> int:
@@ -205,7 +223,7 @@ def corrected(
     size, kinds = size_of(computed_tokens), [KINDS.index(option.kind) for option in options]
     found = [corrected_cost(cost, online, kind, size) for cost, kind in zip(costs, kinds, strict=True)]
     for i in range(1, len(found)):
-        by = max(online.room[kinds[0]], online.room[kinds[i]])
+        by = max(online.room_of(kinds[j], costs[j].extrapolated) for j in (0, i))
         was, now = costs[i].engine_s / costs[0].engine_s, found[i].engine_s / found[0].engine_s
         low = log(now) + by * (costs[i].log_ratio_low - log(was))
         high = log(now) + by * (costs[i].log_ratio_high - log(was))
@@ -216,7 +234,7 @@ def corrected(
 def corrected_cost(cost: Cost, online: Online, kind: int, size: int) -> Cost:
     """One option's, its log ratio left as it was."""
     by = online.factors[_at(0, kind, size)]
-    room = online.room[kind]
+    room = online.room_of(kind, cost.extrapolated)
     seconds = cost.engine_s * by
     delay_s = cost.victim_delay_s
     if delay_s is not None:

@@ -20,9 +20,21 @@ from kvpolicy.cost.online import (
     Miss,
     Online,
 )
-from kvpolicy.events import KINDS, Kind
+from kvpolicy.events import KINDS
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+DIGEST_SHOWN = 12
+"""Characters of a digest in a file's name."""
+
+
+class OtherModelError(ModelError):
+    """A state that is whole, but was learned with another cost model, of this ``digest``."""
+
+    def __init__(self, path: Path, digest: str, wanted: str) -> None:
+        super().__init__(
+            f"{path}: model_digest is {digest!r}, should be {wanted!r}: it was learned with another cost model"
+        )
+        self.digest = digest
 
 
 def save(online: Online, model_digest: str, path: Path) -> None:
@@ -34,6 +46,7 @@ def save(online: Online, model_digest: str, path: Path) -> None:
     card = {
         "schema_version": SCHEMA_VERSION, "model_digest": model_digest, "outcomes": online.events, "misses": misses,
         "room": dict(zip(KINDS, online.room, strict=True)),
+        "room_outside": dict(zip(KINDS, online.room_outside, strict=True)),
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -45,7 +58,27 @@ def save(online: Online, model_digest: str, path: Path) -> None:
 
 
 def load(path: Path, model_digest: str) -> Online:
-    """What :func:`save` wrote. Raises :class:`ModelError`, naming file and field, for anything else."""
+    """What :func:`save` wrote.
+
+    Raises :class:`OtherModelError` for what is whole but of another cost model, :class:`ModelError`, naming file and
+    field, for anything else.
+    """
+    digest, online = _read(path)
+    if digest != model_digest:
+        raise OtherModelError(path, digest, model_digest)
+    return online
+
+
+def set_aside(path: Path, digest: str) -> Path:
+    """Rename the state of another model, of this digest, so that it is there when that one serves again.
+
+    An older one set aside under the same name is replaced. Raises OSError where it cannot be renamed.
+    """
+    return path.replace(path.with_name(f"{path.name}.other-{digest[:DIGEST_SHOWN]}"))
+
+
+def _read(path: Path) -> tuple[str, Online]:
+    """(digest of the cost model it was learned with, what was learned)"""
     try:
         card = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -53,18 +86,13 @@ def load(path: Path, model_digest: str) -> Online:
     if not isinstance(card, dict) or card.get("schema_version") != SCHEMA_VERSION:
         found = card.get("schema_version") if isinstance(card, dict) else None
         raise ModelError(f"{path}: schema_version is {found!r}, should be {SCHEMA_VERSION}: no state learned online")
-    if card.get("model_digest") != model_digest:
-        raise ModelError(
-            f"{path}: model_digest is {card.get('model_digest')!r}, should be {model_digest!r}: it was learned with "
-            "another cost model; remove the file to start anew"
-        )
+    digest = card.get("model_digest")
+    if not isinstance(digest, str) or not digest.isalnum():  # part of a file's name, where it is set aside
+        raise ModelError(f"{path}: field model_digest is {digest!r}, should be a cost model's digest")
     events = _whole(path, "outcomes", card.get("outcomes"), inf)
-    misses, rooms = _mapping(path, card, "misses"), _mapping(path, card, "room")
-    return Online(
-        events,
-        tuple(_window(path, misses, name, events) for name in _names()),
-        tuple(_room(path, kind, rooms.get(kind)) for kind in KINDS),
-    )
+    misses = _mapping(path, card, "misses")
+    windows = tuple(_window(path, misses, name, events) for name in _names())
+    return digest, Online(events, windows, _rooms(path, card, "room"), _rooms(path, card, "room_outside"))
 
 
 def _names() -> list[str]:
@@ -94,9 +122,14 @@ def _miss(path: Path, field: str, row: Any, events: int) -> Miss:
     return Miss(_whole(path, field, at, events - 1), _whole(path, field, size, SIZES - 1), float(value))
 
 
-def _room(path: Path, kind: Kind, value: Any) -> float:
+def _rooms(path: Path, card: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    rooms = _mapping(path, card, name)
+    return tuple(_room(path, f"{name}.{kind}", rooms.get(kind)) for kind in KINDS)
+
+
+def _room(path: Path, field: str, value: Any) -> float:
     if type(value) not in (int, float) or not LEAST_ROOM <= value <= MOST_ROOM:
-        raise ModelError(f"{path}: field room.{kind} is {value!r}, should be {LEAST_ROOM} to {MOST_ROOM}")
+        raise ModelError(f"{path}: field {field} is {value!r}, should be {LEAST_ROOM} to {MOST_ROOM}")
     return float(value)
 
 

@@ -79,6 +79,8 @@ class EvaluationReport:
     """What the traces say of the costs that policies are priced with."""
     objective: str = ENGINE.text
     """What costs, regret and totals are of; seconds."""
+    learning: tuple[str, ...] = ()
+    """Policies that learn while they serve. A replay asks them in their first state throughout: nothing is learned."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,6 +101,9 @@ class EvaluationReport:
         lines.append("brackets: 95%, states resampled")
         if self.always_wins:
             lines.append(f"{self.always_wins} costs less in every state: here the cheapest policy is a constant")
+        lines += [
+            f"{name}: corrected by no outcome in this replay, judged as without online=on" for name in self.learning
+        ]
         lines += self.floor.lines()
         return "\n".join(lines + [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count])
 
@@ -160,6 +165,7 @@ def evaluate(
         left_out=left_out,
         objective=judging.text,
         floor=dataset.floor,
+        learning=tuple(one.name for one in loaded if one.learned(one.initial_state()) is not None),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import FrozenInstanceError, replace
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvpolicy.cost.online import (
     Measured,
     Online,
     corrected,
+    corrected_cost,
     estimate,
     size_of,
     weighted_median,
@@ -190,6 +191,45 @@ def test_room_worked_by_hand() -> None:
     assert online.room == (1.0, pytest.approx(exp(-0.01 + 0.09), rel=1e-5))
 
 
+UNBOUNDED = Cost(2e-3, 1e-3, 1e-3, 0.0, 0.0, 0.0, inf)
+RIGHT = Cost(1e-3, 5e-4, 5e-4, 0.0, 0.0, 1e-3 * exp(-0.33), 1e-3 * exp(0.33))
+"""Nine in ten of a spread of 0.2."""
+
+
+@pytest.mark.parametrize("edge", [{"low_s": 0.0}, {"high_s": inf}, {"low_s": 0.0, "high_s": inf}])
+def test_what_cannot_miss_moves_no_room(edge: dict[str, float]) -> None:
+    open_ended = replace(COSTS[1], **edge)
+    for extrapolated in (False, True):
+        cost = replace(open_ended, extrapolated=extrapolated)
+        online = after(*[Measured("swap", 500, cost, cost.engine_s, None)] * 50)
+        assert (online.room, online.room_outside) == ((1.0, 1.0), (1.0, 1.0))
+
+
+@pytest.mark.parametrize(("share", "extrapolated"), [(0.5, False), (0.95, False), (0.95, True)])
+def test_intervals_hold_beside_outcomes_whose_predictions_are_unbounded(share: float, extrapolated: bool) -> None:
+    rng, online, held = random.Random(3), Online(), []
+    endless = replace(UNBOUNDED, extrapolated=extrapolated)
+    for _ in range(6000):
+        by = exp(rng.gauss(0, 0.2))
+        if rng.random() < share:
+            online = online.updated(Measured("swap", 9000, endless, endless.engine_s * by, None))
+            continue
+        cost = corrected_cost(RIGHT, online, KINDS.index("swap"), size_of(500))
+        held.append(cost.low_s <= RIGHT.engine_s * by <= cost.high_s)
+        online = online.updated(Measured("swap", 500, RIGHT, RIGHT.engine_s * by, None))
+    assert sum(held) / len(held) == pytest.approx(0.9, abs=0.03)
+
+
+def test_extrapolated_predictions_have_room_of_their_own() -> None:
+    far = replace(COSTS[1], extrapolated=True)
+    online = after(*[Measured("swap", 500, far, far.engine_s * 50 * (-1) ** i, None) for i in range(9)])
+    assert online.room == (1.0, 1.0) and online.room_outside[1] > 2.0
+    assert corrected(COSTS, OPTIONS, 500, replace(online, misses=Online().misses)) == COSTS
+    outside = corrected((COSTS[0], far), OPTIONS, 500, replace(online, misses=Online().misses))
+    assert outside[1].high_s == pytest.approx(1e-3 * 2 ** online.room_outside[1])
+    assert outside[1].log_ratio_high == pytest.approx(log(0.5) + online.room_outside[1] * (1.0 - log(0.5)))
+
+
 # ---- over a restart ----
 
 
@@ -207,22 +247,28 @@ def test_what_is_kept_is_what_was_learned(learned: Online, tmp_path: Path) -> No
     assert [one.name for one in file.parent.iterdir()] == ["learned.json"]
 
 
-def test_another_models_memory_is_refused(learned: Online, tmp_path: Path) -> None:
-    remembered.save(learned, "abc", tmp_path / "learned.json")
-    with pytest.raises(ModelError, match=r"learned.json: model_digest is 'abc', should be 'def'"):
-        remembered.load(tmp_path / "learned.json", "def")
+def test_another_models_memory_is_refused_and_can_be_set_aside(learned: Online, tmp_path: Path) -> None:
+    file, digest = tmp_path / "learned.json", "abc" * 8
+    remembered.save(learned, digest, file)
+    with pytest.raises(remembered.OtherModelError, match=rf"learned.json: model_digest is '{digest}', should be 'def'"):
+        remembered.load(file, "def")
+    aside = remembered.set_aside(file, digest)
+    assert [one.name for one in tmp_path.iterdir()] == [aside.name] == ["learned.json.other-abcabcabcabc"]
+    assert remembered.load(aside, digest) == learned
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("schema_version", 2, "schema_version is 2, should be 1"),
+        ("schema_version", 1, "schema_version is 1, should be 2"),
+        ("model_digest", "../abc", r"model_digest is '\.\./abc'"),
         ("outcomes", -1, "outcomes holds -1"),
         ("outcomes", True, "outcomes holds True"),
         ("misses", [], r"misses is \[\]"),
         ("misses", {}, r"misses.engine_recompute should be a list"),
         ("room", None, "room is None"),
         ("room", {"recompute": 1.0, "swap": 0}, "room.swap is 0"),
+        ("room_outside", {"recompute": 1.0}, "room_outside.swap is None"),
     ],
 )
 def test_a_damaged_memory_is_refused_by_field(

@@ -18,6 +18,8 @@ from kvpolicy.trace import TraceError
 from kvpolicy.training import train
 from tests.synthetic import CostLaw, Plan, make_trace, situation
 
+SHIPPED = Path(__file__).resolve().parents[2] / "traces" / "cpu-llama-native"
+
 
 def state(recompute_s: list[float], swap_s: list[float], tokens: int = 500) -> State:
     costs: dict[Kind, list[float]] = {"recompute": recompute_s, "swap": swap_s}
@@ -182,3 +184,13 @@ def test_the_floor_under_the_figures_is_told(made: Path) -> None:
     report = evaluate([made / "trace"], ["always-swap"])
     assert "self-check: none in core-made-32, core-made-64" in report.text()
     assert report.to_dict()["floor"]["unchecked"] == ("core-made-32", "core-made-64")
+
+
+def test_that_nothing_is_learned_in_a_replay_is_told_by_policy() -> None:
+    plain, taught = "cheapest:cpu-llama-native", "cheapest:cpu-llama-native,online=on"
+    report = evaluate([SHIPPED], [plain, taught, "always-swap"])
+    assert report.learning == (taught,)
+    assert report.text().count("corrected by no outcome in this replay") == 1
+    assert f"{taught}: corrected by no outcome" in report.text()
+    assert report.policies[0].total_s == report.policies[1].total_s
+    assert json.loads(json.dumps(report.to_dict()))["learning"] == [taught]

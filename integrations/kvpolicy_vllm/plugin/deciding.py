@@ -177,7 +177,11 @@ class Judge:
                 f"nothing while it serves; {TEACH}"
             )
         if path.exists():
-            self._state = self.policy.resume(remembered.load(path, self.digest))
+            try:
+                self._state = self.policy.resume(remembered.load(path, self.digest))
+            except remembered.OtherModelError as error:  # a new model is no reason not to serve
+                aside = remembered.set_aside(path, error.digest)
+                logger.warning("kvpolicy: %s; nothing of it is used, and it is kept as %s", error, aside.name)
         self._memory = Memory(path, self.digest)
 
     def close(self) -> None:

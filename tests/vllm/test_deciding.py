@@ -1,0 +1,59 @@
+"""What the judge does with a state learned online that is not of its cost model; no engine is started."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvpolicy import cost
+from kvpolicy.cost import ModelError, remembered
+from kvpolicy.cost.online import Online
+from kvpolicy_vllm.plugin.deciding import Judge
+from kvpolicy_vllm.plugin.settings import Settings
+
+POLICY = "cheapest:cpu-llama-native,online=on"
+
+
+def judge(state: Path, policy: str = POLICY) -> Judge:
+    fits = dict.fromkeys(("block_size", "block_bytes", "geometry", "hardware"))
+    return Judge(Settings(policy=policy, online_state=state), fits, cost.load, rank=0)
+
+
+@pytest.fixture(autouse=True)
+def any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the model fits is not what is asked here."""
+    monkeypatch.setattr(Judge, "_check", lambda self, policy: None)
+
+
+def test_a_state_of_another_model_is_set_aside_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = tmp_path / "state.json"
+    remembered.save(Online(events=7), "abc123" * 4, state)
+    with caplog.at_level(logging.WARNING):
+        begun = judge(state)
+    begun.close()
+    assert begun.policy.learned(begun._state) == Online()
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json.other-abc123abc123"]
+    assert "another cost model" in caplog.text and "state.json.other-abc123abc123" in caplog.text
+    assert remembered.load(tmp_path / "state.json.other-abc123abc123", "abc123" * 4).events == 7
+
+
+def test_a_state_of_the_same_model_is_resumed(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    remembered.save(Online(events=7), cost.load("cpu-llama-native").digest, state)
+    begun = judge(state)
+    begun.close()
+    assert begun.policy.learned(begun._state) == Online(events=7)
+
+
+def test_a_damaged_state_is_refused_and_stays(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    remembered.save(Online(), "abc123", state)
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"room": {}}))
+    with pytest.raises(ModelError, match=r"state.json: field room.recompute is None"):
+        judge(state)
+    assert state.exists()
