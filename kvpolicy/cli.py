@@ -124,6 +124,8 @@ def explain(
         int | None, typer.Option(help="Tokens the others hold together; by default each as many as the victim.")
     ] = None,
     segment_bytes: Annotated[int | None, typer.Option(help="Contiguous bytes that a copy moves at once.")] = None,
+    queued_save: Annotated[int, typer.Option(metavar="BYTES", help="Bytes that wait to be copied out already.")] = 0,
+    queued_load: Annotated[int, typer.Option(metavar="BYTES", help="Bytes that wait to be copied back already.")] = 0,
     objective: Annotated[str, typer.Option(help=f"What is minimised: {OBJECTIVES}.")] = "engine",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
     plot: Annotated[
@@ -141,6 +143,8 @@ def explain(
         shared=shared,
         batch_tokens=batch_tokens,
         segment_bytes=segment_bytes,
+        queued_save=queued_save,
+        queued_load=queued_load,
         objective=objective,
         plot=plot,
     )

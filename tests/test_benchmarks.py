@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.csv
 import pytest
 
-from tests.synthetic import make_trace
+from kvpolicy.cost.intervals import unbounded
+from kvpolicy.events import Option
+from tests.synthetic import fitted_model, make_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = {"physics x trees", "physics alone", "trees alone", "raw boosting", "random forest", "linear"}
@@ -91,10 +96,30 @@ def test_decision_latency_measures_all_contenders_in_the_same_rounds(tmp_path: P
     ours = found["contenders"]["decision"]
     assert found["trees"] == {"recompute": 100, "swap": 100}
     assert {"decision, plain", "LightGBM Booster.predict", "roofline alone, plain"} <= set(found["contenders"])
+    assert {"decision, cheapest, online", "decision, explore, online"} <= set(found["contenders"])
+    assert found["bar_not_measured"] == ["collecting the state per block"]
+    assert "not measured: collecting the state per block" in " ".join(done.stdout.split())
     assert ours["p50_us"]["low"] <= ours["p50_us"]["value"] <= ours["p99_us"]["high"]
     assert ours["p50_ratio"]["value"] == 1.0
     assert bool(found["missed"]) == bool(done.returncode)
     assert "ONNX Runtime" in done.stdout
+
+
+def test_decision_latency_compares_whole_costs_and_varies_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    latency = import_module("decision_latency")
+    model, rng = fitted_model("analytic"), random.Random(0)
+    situations = [latency.made_up(model, rng) for _ in range(40)]
+    assert 0 < sum(one.queued_save_bytes > 0 for one in situations) < 40
+    assert 0 < sum(one.queued_load_bytes > 0 for one in situations) < 40
+    options = (Option("recompute"), Option("swap", situations[0].computed_tokens, "host"))
+    latency._refuse_difference(model, replace(model), situations[0], options)
+    for other, name in (
+        (replace(model, intervals=unbounded()), "low_s"),
+        (replace(model, others_share={"recompute": 9.0, "swap": 9.0}), "stall_s"),
+    ):
+        with pytest.raises(ValueError, match=f"compiled {name} "):
+            latency._refuse_difference(model, other, replace(situations[0], running_requests=2), options)
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,54 @@ def test_the_choice_turns_exactly_at_the_break_even_length() -> None:
     one = asked(model, 500, running=3).situation
     even = break_even(model, one, Objective())
     assert even.first == "recompute"
-    (turn,) = even.turns
-    assert turn.to == "swap"
-    costs = [account_of(model, as_long_as(one, tokens)) for tokens in (turn.tokens - 1, turn.tokens)]
-    assert [again.cost.engine_s <= swap.cost.engine_s for again, swap in costs] == [True, False]
+    assert [turn.to for turn in even.turns] == ["swap", "recompute"] * (len(even.turns) // 2) + ["swap"]
+    for turn in even.turns:
+        costs = [account_of(model, as_long_as(one, tokens)) for tokens in (turn.tokens - 1, turn.tokens)]
+        swaps = [swap.cost.engine_s < again.cost.engine_s for again, swap in costs]
+        assert swaps == [turn.to != "swap", turn.to == "swap"]
     law = CostLaw()
     assert law.copy_latency_s > 0  # what makes a swap of a short victim the dearer one
     assert f"swap from {turn.tokens} tokens on" in explain(cost_model="analytic").text()
+
+
+@pytest.mark.parametrize(("name", "block_size"), [("cpu-llama-simulated-link", 64), ("cpu-llama-native", 32)])
+def test_every_turn_of_the_staircase_is_listed(name: str, block_size: int) -> None:
+    model = cost.load(name)
+    one = asked(model, 500, running=1, block_size=block_size).situation
+    even = break_even(model, one, Objective())
+    assert even.every_up_to == even.up_to_tokens
+    accounts = [account_of(model, as_long_as(one, tokens)) for tokens in range(1, even.up_to_tokens + 1)]
+    swaps = [swap.cost.engine_s < again.cost.engine_s for again, swap in accounts]
+    real = [tokens for tokens, (before, after) in enumerate(pairwise(swaps), 2) if before != after]
+    assert [turn.tokens for turn in even.turns] == real
+
+
+def test_far_lengths_are_looked_at_by_edges_of_blocks_and_that_is_said() -> None:
+    found = explain(cost_model="analytic", tokens=100_000, block_size=64)
+    assert found.break_even.every_up_to < found.break_even.up_to_tokens == 400_000
+    assert 64 < found.break_even.widest_gap < 4096
+    assert f"up to {found.break_even.widest_gap} tokens apart, between which it may turn" in found.text()
+
+
+def test_what_drove_the_choice_is_told() -> None:
+    found = explain()
+    told = found.to_dict()["drivers"]
+    assert told == list(found.drivers)
+    assert all(line in found.text() for line in told)
+    assert told[0].startswith(f"{found.chosen} by ")
+    assert any("learned: recompute times" in line for line in told)
+    assert "nothing learned" in "; ".join(explain(cost_model="analytic").drivers)
+    assert any(line.startswith("extrapolated, in ") for line in explain(tokens=50_000).drivers)
+    model = replace(fitted_model("analytic"), floor_s={"recompute": 5.0, "swap": 1e-6})
+    floored = replace(explain(cost_model="analytic", tokens=20), accounts=account_of(model, asked(model, 20).situation))
+    assert any("floor taken for recompute; without it" in line and "turns it" not in line for line in floored.drivers)
+    assert any("says recompute, which it turns to swap" in line for line in floored.drivers)
+
+
+def test_bytes_that_wait_can_be_asked_for() -> None:
+    found = explain(queued_save=3 * 2**20, queued_load=2**20)
+    assert (found.asked.situation.queued_save_bytes, found.asked.situation.queued_load_bytes) == (3 * 2**20, 2**20)
+    assert "3 MiB queued to be saved, 1 MiB queued to be loaded" in found.text()
 
 
 def test_where_nothing_turns_that_is_said() -> None:
@@ -120,6 +161,8 @@ def test_another_objective_may_choose_another_option() -> None:
         ({"block_size": 0}, "--block-size is 0"),
         ({"shared": 17}, "--shared is 17, should be at most the 16 blocks"),
         ({"shared": -1}, "--shared is -1"),
+        ({"queued_save": -1}, "--queued-save is -1"),
+        ({"queued_load": -1}, "--queued-load is -1"),
         ({"batch_tokens": -1}, "--batch-tokens is -1"),
         ({"batch_tokens": 10, "running": 0}, "--batch-tokens is 10"),
         ({"segment_bytes": 0}, "--segment-bytes is 0"),

@@ -139,6 +139,8 @@ def _sides(edges: Edges, number: int) -> tuple[float | None, float | None]:
 
 def _ascending(values: Any, name: str) -> Edges:
     edges = tuple(map(float, values))
+    if not all(0 <= edge < inf for edge in edges):
+        raise ValueError(f"{name} are {list(edges)}, should be finite numbers, 0 or above")
     if list(edges) != sorted(set(edges)):
         raise ValueError(f"{name} are not in ascending order")
     return edges
@@ -148,7 +150,7 @@ def _rooms(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[R
     found = {}
     for of in PREDICTED:
         rooms = [tuple(inf if side is None else float(side) for side in room) for room in values[name][of]]
-        if len(rooms) != bins or not all(len(room) == 2 and min(room) >= 0 for room in rooms):
+        if len(rooms) != bins or not all(len(room) == 2 and all(side >= 0 for side in room) for room in rooms):
             raise ValueError(f"{name}.{of} should hold {bins} pairs of numbers, 0 or above")
         found[of] = tuple((room[0], room[1]) for room in rooms)
     return found

@@ -28,6 +28,10 @@ COMPUTED, RECOMPUTED, PAIRS, SAVE_BYTES, LOAD_BYTES, SAVE_SEGMENTS, LOAD_SEGMENT
 )  # fmt: skip
 
 
+MOST_COEFFICIENT = 1e12
+"""Beyond it sums of squares and of products with features may overflow, and infinity less infinity is no number."""
+
+
 class Law(Protocol):
     @property
     def used(self) -> frozenset[str]:
@@ -291,6 +295,6 @@ def _channel(values: Mapping[str, Any], name: str) -> Channel:
 
 def _coefficient(values: Mapping[str, Any], name: str) -> float:
     value = values[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
-        raise ValueError(f"{name} is {value!r}, should be a finite number, 0 or above")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_COEFFICIENT:
+        raise ValueError(f"{name} is {value!r}, should be a finite number, from 0 to {MOST_COEFFICIENT:g}")
     return float(value)

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpolicy.cost.compiled import Forest, ForestError
 from kvpolicy.cost.intervals import Intervals
-from kvpolicy.cost.laws import Law, law_from_dict
+from kvpolicy.cost.laws import Law, LinearLaw, RecomputeRoofline, SwapRoofline, law_from_dict
 from kvpolicy.cost.model import FAMILIES, FittedModel, ModelError, ModelWarning, Provenance
 from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Kind
@@ -197,7 +197,7 @@ def _guarded(folder: Traversable, where: str, build: Any) -> Any:
 def _model(folder: Traversable, values: Mapping[str, Any], residuals: Mapping[Kind, Forest]) -> FittedModel:
     given = values["features"]
     _guarded(folder, "features.", lambda: _features(given))
-    laws = {kind: _guarded(folder, f"laws.{kind}.", lambda k=kind: law_from_dict(values["laws"][k])) for kind in KINDS}
+    laws = _laws(folder, "laws", values["laws"])
     ranges = {
         kind: {name: _range(folder, values, kind, name) for name in FEATURES}
         for kind in KINDS
@@ -222,7 +222,26 @@ def _victim_delays(folder: Traversable, values: Mapping[str, Any]) -> dict[Kind,
     given = values["victim_delays"]
     if given == {}:
         return {}
-    return {kind: _guarded(folder, f"victim_delays.{kind}.", lambda k=kind: law_from_dict(given[k])) for kind in KINDS}
+    return _laws(folder, "victim_delays", given)
+
+
+_LAWS: Mapping[Kind, tuple[type[Law], ...]] = {
+    "recompute": (RecomputeRoofline, LinearLaw), "swap": (SwapRoofline, LinearLaw),
+}  # fmt: skip
+"""A roofline of the other option would read features that are 0, and promise next to no cost."""
+
+
+def _laws(folder: Traversable, where: str, given: Any) -> dict[Kind, Law]:
+    found = {}
+    for kind in KINDS:
+        one = _guarded(folder, f"{where}.", lambda k=kind: given[k])
+        law = _guarded(folder, f"{where}.{kind}.", lambda one=one: law_from_dict(one))
+        if not isinstance(law, _LAWS[kind]):
+            raise ModelError(
+                f"{folder / CARD}: field {where}.{kind}.law is {one['law']!r}, should be {kind}_roofline or linear"
+            )
+        found[kind] = law
+    return found
 
 
 def _share(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> float:

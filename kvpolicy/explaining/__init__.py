@@ -29,13 +29,16 @@ def explain(
     shared: int = 0,
     batch_tokens: int | None = None,
     segment_bytes: int | None = None,
+    queued_save: int = 0,
+    queued_load: int = 0,
     objective: str = "engine",
     plot: str | Path | None = None,
 ) -> Explanation:
     """What the model predicts for a victim of ``tokens`` computed tokens beside ``running`` others, and why.
 
     ``cost_model``: folder or name, as in ``cheapest:COST_MODEL``. ``free``: free KV blocks of the device. ``shared``:
-    blocks of the victim that other requests hold too. Without ``block_size`` the first one the model was measured on;
+    blocks of the victim that other requests hold too. ``queued_save``, ``queued_load``: bytes that wait to be copied
+    out and back before the victim's. Without ``block_size`` the first one the model was measured on;
     without ``batch_tokens`` the others are as long as the victim, as far as the model was trained; without
     ``segment_bytes`` as in the model's traces, or one layer's part of a block. ``plot``: an SVG or PNG file to draw
     the decision boundary into, by its ending.
@@ -47,7 +50,9 @@ def explain(
     weighing = parse(objective)
     model = load(cost_model)
     _refuse_unknown_delay(model, weighing)
-    question = asked(model, tokens, running, free, waiting, block_size, shared, batch_tokens, segment_bytes)
+    question = asked(
+        model, tokens, running, free, waiting, block_size, shared, batch_tokens, segment_bytes, queued_save, queued_load
+    )
     found = Explanation(
         cost_model=str(cost_model),
         family=model.provenance.family,

@@ -26,6 +26,8 @@ def asked(
     shared: int = 0,
     batch_tokens: int | None = None,
     segment_bytes: int | None = None,
+    queued_save: int = 0,
+    queued_load: int = 0,
 ) -> Asked:
     """See :func:`kvpolicy.explaining.explain`. Raises ValueError, naming the flag, for a wrong value."""
     sizes, assumed = model.provenance.block_sizes, []
@@ -34,7 +36,10 @@ def asked(
         assumed.append(f"blocks of {size} tokens, the first size the model was measured on")
     _refuse("--tokens", tokens, 1)
     _refuse("--block-size", size, 1)
-    for flag, value in (("--running", running), ("--free", free), ("--waiting", waiting), ("--shared", shared)):
+    for flag, value in (
+        ("--running", running), ("--free", free), ("--waiting", waiting), ("--shared", shared),
+        ("--queued-save", queued_save), ("--queued-load", queued_load),
+    ):  # fmt: skip
         _refuse(flag, value, 0)
     held = -(-tokens // size)
     if shared > held:
@@ -56,7 +61,7 @@ def asked(
         block_bytes=block_bytes, segment_bytes=segment_bytes, held_blocks=held, shared_blocks=shared, hashed_blocks=0,
         device_blocks=held + free, free_blocks=free, short_blocks=0 if free else 1, host_blocks=held,
         free_host_blocks=held, running_requests=running, waiting_requests=waiting, batch_tokens=batch_tokens,
-        queued_save_bytes=0, queued_load_bytes=0, earlier_preemptions=0, priority=0, cause="memory",
+        queued_save_bytes=queued_save, queued_load_bytes=queued_load, earlier_preemptions=0, priority=0, cause="memory",
     )  # fmt: skip
     return Asked(situation, tuple(assumed))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,10 @@ from kvpolicy.policy import Objective
 
 BEYOND = 4
 """Lengths are looked at up to so many times the longest trained, or asked for."""
-STEPS_PER_OCTAVE = 8
+EVERY_UP_TO = 4096
+"""Tokens up to which every length is looked at: swap's cost is a staircase by blocks, and so may the choice be."""
+MOST_EDGES = 1024
+"""Edges of blocks looked at above, at least as far apart as one block."""
 LOADS = 13
 COLUMNS = 49
 
@@ -41,10 +44,14 @@ class BreakEven:
     """For a victim of one token."""
     turns: tuple[Turn, ...]
     up_to_tokens: int
+    every_up_to: int
+    """Turns up to that length are all there are; above it, between lengths ``widest_gap`` apart, two may be missed."""
+    widest_gap: int
 
     def to_dict(self) -> dict[str, Any]:
         turns = [{"tokens": one.tokens, "to": one.to, "extrapolated": one.extrapolated} for one in self.turns]
-        return {"first": self.first, "turns": turns, "up_to_tokens": self.up_to_tokens}
+        looked = {name: getattr(self, name) for name in ("up_to_tokens", "every_up_to", "widest_gap")}
+        return {"first": self.first, "turns": turns} | looked
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +79,16 @@ def longest(model: FittedModel, situation: Preemption) -> int:
 
 
 def break_even(model: FittedModel, situation: Preemption, objective: Objective) -> BreakEven:
-    """Every length at which the choice turns, to the token; found between lengths an eighth of an octave apart."""
+    """Lengths at which the choice turns, to the token: all of them up to :data:`EVERY_UP_TO`.
+
+    Above, those that show between the edges of blocks, first and last tokens of a block both looked at.
+    """
 
     def swaps(tokens: int) -> bool:
         return _log_ratio(_costs(model, as_long_as(situation, tokens)), objective) < 0
 
     up_to = longest(model, situation)
-    lengths = _lengths(1, up_to, STEPS_PER_OCTAVE)
+    lengths = _looked_at(up_to, situation.block_size)
     before = swaps(1)
     first: Kind = KINDS[before]
     turns = []
@@ -91,7 +101,22 @@ def break_even(model: FittedModel, situation: Preemption, objective: Objective) 
             outside = any(cost.extrapolated for cost in _costs(model, as_long_as(situation, at)))
             turns.append(Turn(at, KINDS[after], outside))
         before = after
-    return BreakEven(first, tuple(turns), up_to)
+    gap = max((high - low for low, high in pairwise(lengths)), default=1)
+    return BreakEven(first, tuple(turns), up_to, min(up_to, EVERY_UP_TO), gap)
+
+
+def _looked_at(up_to: int, block_size: int) -> list[int]:
+    """Ascending, from 1 to ``up_to``."""
+    found = set(range(1, min(up_to, EVERY_UP_TO) + 1))
+    if up_to > EVERY_UP_TO:
+        first, last = EVERY_UP_TO // block_size, up_to // block_size
+        blocks: Iterable[int] = range(first, last + 1)
+        if last - first > MOST_EDGES:
+            ratio = up_to / EVERY_UP_TO
+            blocks = (round(EVERY_UP_TO * ratio ** (i / MOST_EDGES)) // block_size for i in range(MOST_EDGES + 1))
+        edges = [block * block_size for block in blocks]
+        found |= {at for edge in edges for at in (edge, edge + 1) if EVERY_UP_TO < at <= up_to} | {up_to}
+    return sorted(found)
 
 
 def grid(model: FittedModel, situation: Preemption, objective: Objective) -> Grid:

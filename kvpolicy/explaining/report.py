@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from math import exp, inf, isfinite
 from typing import Any
 
-from kvpolicy.events import SITUATION_FIELDS, Kind, as_row
+from kvpolicy.events import SITUATION_FIELDS, Kind, Preemption, as_row
 from kvpolicy.explaining.account import Account
 from kvpolicy.explaining.asked import Asked
 from kvpolicy.explaining.boundary import BreakEven, Grid
+from kvpolicy.explaining.drivers import drivers_of
 from kvpolicy.policy import Objective
 from kvpolicy.policy.cheapest import lowest
 
+MOST_TOLD = 6
+"""Turns told one by one in the text; the dictionary has them all."""
 SIGNS: Mapping[tuple[bool, bool], str] = {
     (False, True): "R", (False, False): "r", (True, True): "S", (True, False): "s",
 }  # fmt: skip
@@ -37,6 +40,11 @@ class Explanation:
     """Why there is no plot though one was asked for."""
 
     @property
+    def drivers(self) -> tuple[str, ...]:
+        """What drove the choice."""
+        return drivers_of(self.accounts, self.objective)
+
+    @property
     def chosen(self) -> Kind:
         return self.accounts[lowest([one.cost for one in self.accounts], self.objective)].kind
 
@@ -49,6 +57,7 @@ class Explanation:
             "situation": {name: as_row(self.asked.situation)[name] for name in SITUATION_FIELDS if name != "time_s"},
             "assumed": list(self.asked.assumed),
             "chosen": self.chosen,
+            "drivers": list(self.drivers),
             "options": [one.to_dict() for one in self.accounts],
             "break_even": self.break_even.to_dict(),
             "grid": self.grid.to_dict(),
@@ -72,9 +81,11 @@ class Explanation:
         return [
             f"{one.computed_tokens} tokens in {one.held_blocks} blocks of {one.block_size} "
             f"({one.copy_bytes / 2**20:.3g} MiB, {one.shared_blocks} shared), {others}, "
-            f"{one.free_blocks} blocks free",
+            f"{one.free_blocks} blocks free{_queued(one)}",
             f"cost model {self.cost_model} ({self.family}); minimised: {self.objective.text}",
             f"choice: {self.chosen}",
+            "what drove it:",
+            *(f"  {line}" for line in self.drivers),
         ]
 
     def _why(self) -> list[str]:
@@ -88,10 +99,7 @@ class Explanation:
         even = self.break_even
         if not even.turns:
             lines.append(f"break-even at this load: none up to {even.up_to_tokens} tokens, always {even.first}")
-        for turn in even.turns:
-            where = " (extrapolated)" if turn.extrapolated else ""
-            lines.append(f"break-even at this load: {turn.to} from {turn.tokens} tokens on{where}")
-        return lines
+        return lines + _turns(even)
 
     def _map(self) -> list[str]:
         """The choice over lengths and loads, highest load first."""
@@ -103,6 +111,33 @@ class Explanation:
         first, last = str(grid.tokens[0]), f"{grid.tokens[-1]} tokens"
         lines.append(f"{'':>{width}}  {first}{last:>{max(len(last) + 1, len(grid.tokens) - len(first))}}")
         return lines
+
+
+def _turns(even: BreakEven) -> list[str]:
+    """Each turn; where there are many, between which lengths they are."""
+    lines = []
+    if len(even.turns) > MOST_TOLD:
+        first, last = even.turns[0], even.turns[-1]
+        where = " (partly extrapolated)" if any(turn.extrapolated for turn in even.turns) else ""
+        lines.append(
+            f"break-even at this load: {even.first} below {first.tokens} tokens, {last.to} from {last.tokens} on; "
+            f"between them it turns {len(even.turns) - 2} more times{where}: whole blocks are copied"
+        )
+    else:
+        for turn in even.turns:
+            where = " (extrapolated)" if turn.extrapolated else ""
+            lines.append(f"break-even at this load: {turn.to} from {turn.tokens} tokens on{where}")
+    if even.every_up_to < even.up_to_tokens:
+        lines.append(
+            f"every length up to {even.every_up_to} was looked at; above, edges of blocks up to {even.widest_gap} "
+            "tokens apart, between which it may turn and turn back"
+        )
+    return lines
+
+
+def _queued(one: Preemption) -> str:
+    both = (("saved", one.queued_save_bytes), ("loaded", one.queued_load_bytes))
+    return "".join(f", {size / 2**20:.3g} MiB queued to be {way}" for way, size in both if size)
 
 
 def _account_lines(one: Account) -> list[str]:

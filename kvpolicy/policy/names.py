@@ -29,6 +29,8 @@ COST_MODELS = (
 
 PRICED: dict[str, type[Cheapest] | type[Explore]] = {"cheapest": Cheapest, "explore": Explore}
 OPTIONS = ("online", "objective")
+MOST_DIGITS = 18
+"""Of a threshold: more are no length, and Python itself refuses thousands."""
 AFTERWARDS = "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE"
 
 
@@ -116,7 +118,9 @@ def _switch(spec: str, options: Mapping[str, str], key: str) -> bool:
 def _tokens(spec: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()):
         raise _wrong(spec, "should name a whole number of tokens, 0 or above")
-    return int(value)
+    if len(value.lstrip("0")) > MOST_DIGITS:
+        raise _wrong(f"{spec[:40]}...", f"should name at most {'9' * MOST_DIGITS} tokens")
+    return int(value.lstrip("0") or "0")
 
 
 def _share(spec: str, value: str) -> float:

@@ -19,6 +19,12 @@ UNGATED = frozenset(
 """Families whose MLP has two matrices; it has three (gate, up, down) elsewhere."""
 FOURFOLD = frozenset({"bloom", "falcon", "gpt2", "gpt_bigcode", "gptj"})
 """Families whose MLP is four times as wide as the model where no field says otherwise."""
+STATEFUL = frozenset({
+    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2",
+    "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next",
+    "recurrent_gemma", "zamba2",
+})  # fmt: skip
+"""Families some layers of which keep a state even where a configuration leaves its fields out, as defaults."""
 BIASED_QKV = frozenset({"qwen2", "qwen2_moe"})
 
 
@@ -124,7 +130,7 @@ def _windows(config: Config, family: str) -> list[int | None]:
         if len(types) != layers:
             raise ConfigError(f"field layer_types names {len(types)} layers, num_hidden_layers is {layers}")
         return [_window_of(config, number_, kind) for number_, kind in enumerate(types)]
-    if family in ("jamba", "mamba", "mamba2", "qwen3_next", "bamba", "zamba2", "nemotron_h"):
+    if family in STATEFUL:
         raise ConfigError(f"field model_type is {family!r}: layers that keep a state instead of KV are not understood")
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return [None] * layers
@@ -137,9 +143,9 @@ def _window_of(config: Config, layer: int, kind: str) -> int | None:
         return None
     if kind == "sliding_attention":
         return number(config, "sliding_window")
-    if kind == "chunked_attention":
-        return number(config, "attention_chunk_size")
-    raise ConfigError(f"field layer_types[{layer}] is {kind!r}: not understood; known are full, sliding and chunked")
+    raise ConfigError(
+        f"field layer_types[{layer}] is {kind!r}: not understood; known are full_attention and sliding_attention"
+    )
 
 
 def _slides(config: Config, family: str, layer: int) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpolicy.shape.layers import Attention, ConfigError, Mlp, attentions_of, mlps_of, number, text_of
 from kvpolicy.shape.precision import Precision, precision_of
+from kvpolicy.shape.refusals import refuse_uncounted
 
 TIED_UNLESS_SAID = frozenset(
     {"bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt"}
@@ -52,6 +53,7 @@ class ModelShape:
         """
         text = text_of(config)
         family = str(text.get("model_type", ""))
+        refuse_uncounted(text)
         pairs = list(zip(attentions_of(text, family), mlps_of(text, family), strict=True))
         kinds = tuple(LayerKind(pairs.count(pair), *pair) for pair in dict.fromkeys(pairs))
         return cls(

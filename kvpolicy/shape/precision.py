@@ -83,15 +83,27 @@ def _compressed(given: Config) -> tuple[float, Arithmetic, bool]:
     if not isinstance(groups, Mapping) or not groups:
         raise ConfigError("field quantization_config.config_groups is missing")
     group = next(iter(groups.values()))
+    _refuse_several(groups)
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping):
         raise ConfigError("field quantization_config.config_groups.*.weights is missing")
     bits = _field(weights, "num_bits")
     size = weights.get("group_size")
-    overhead = 16 / size if isinstance(size, int) and size > 0 else 0.0
+    # Floats of four bits (NVFP4, MXFP4) have scales of eight, in their groups of 16 and 32; whole numbers of sixteen.
+    scale = 8 if bits == 4 and weights.get("type") == "float" else 16
+    overhead = scale / size if isinstance(size, int) and size > 0 else 0.0
     if inputs and inputs.get("num_bits") == 8:
         return bits + overhead, "int8" if inputs.get("type") == "int" else "fp8", False
     return bits + overhead, "bf16", False
+
+
+def _refuse_several(groups: Config) -> None:
+    weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups.values()]
+    widths = {one.get("num_bits") for one in weights if isinstance(one, Mapping)}
+    if len(widths) > 1:
+        raise ConfigError(
+            "field quantization_config.config_groups has weights of several widths: how many of each is not told"
+        )
 
 
 def _modelopt(given: Config) -> tuple[float, Arithmetic, bool]:

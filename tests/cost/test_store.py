@@ -163,6 +163,12 @@ def _set(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("intervals", "growth", "ratio", value=-1), "growth.ratio is -1"),
         (_set("intervals", "length_edges", value=[3, 2, 1]), r"intervals.*ascending"),
         (_set("others_share", "swap", value=-1), r"others_share.swap is -1"),
+        (_set("intervals", "length_edges", value=[float("nan")]), r"intervals.*length_edges are \[nan\]"),
+        (_set("laws", "recompute", "s_per_token", value=1e306), r"laws.recompute.*s_per_token is 1e\+306"),
+        (
+            _set("victim_delays", value={"recompute": {"law": "linear", "constant_s": 1.0, "per_feature_s": {}}}),
+            "field victim_delays.swap is missing",
+        ),
         (_set("victim_delays", "swap", "constant_s", value=-1.0), r"victim_delays.swap.*constant_s is -1.0"),
         (_set("step_time", value={"per_part_s": [1.0]}), r"step_time.*per_part_s holds 1 numbers, should hold 6"),
         (_set("step_time", value={"per_part_s": [0.0] * 6, "fixed_s": -1}), r"step_time.*fixed_s holds -1"),
@@ -177,6 +183,16 @@ def test_wrong_values_are_named(copied: Path, change: Callable[[dict[str, Any]],
     with pytest.raises(ModelError, match=message) as caught:
         cost.load(copied)
     assert str(copied / "model.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "other"), [("recompute", "swap"), ("swap", "recompute")])
+def test_a_law_of_the_other_option_is_refused(copied: Path, kind: str, other: str) -> None:
+    def change(card: dict[str, Any]) -> None:
+        card["laws"][kind] = card["laws"][other]
+
+    edit(copied, change)
+    with pytest.raises(ModelError, match=rf"laws\.{kind}\.law is '{other}_roofline', should be {kind}_roofline"):
+        cost.load(copied)
 
 
 def test_a_changed_forest_is_refused(copied: Path) -> None:

@@ -18,6 +18,7 @@ from tests.synthetic import fitted_model, situation
     "spec",
     [
         "", "swap", "always", "always-swap:1", "Always-Swap", "threshold", "threshold:", "threshold:-1",
+        "threshold:" + "9" * 5000,
         "threshold:1.5", "threshold:²", "random", "random:", "random:1.5", "random:-0.1", "random:nan", "random:half",
         "cheapest", "cheapest:", "explore:", "oracle:x", "cheapest:,online=on", "cheapest:linear,",
         "cheapest:linear,online=yes",

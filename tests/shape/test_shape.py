@@ -126,6 +126,22 @@ def test_a_step_reads_the_experts_that_its_tokens_touch() -> None:
         (
             {
                 "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+            },
+            4.5,
+            "bf16",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 128}}},
+            },
+            4 + 16 / 128,
+            "bf16",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
                 "config_groups": {
                     "group_0": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8, "type": "int"}}
                 },
@@ -176,11 +192,49 @@ def test_a_missing_field_is_named(field: str) -> None:
         ({"layer_types": ["linear_attention"] * 32}, r"layer_types\[0\] is 'linear_attention'"),
         ({"num_local_experts": 8}, "num_experts_per_tok.* is missing"),
         ({"model_type": "mamba"}, "keep a state instead of KV"),
+        ({"model_type": "lfm2"}, "model_type is 'lfm2'.* keep a state"),
+        ({"layer_types": ["chunked_attention"] * 32}, r"layer_types\[0\] is 'chunked_attention'"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192: attention within chunks"),
+        ({"moe_num_experts": 64, "moe_k": 6}, "moe_num_experts is 64: experts"),
+        ({"shared_intermediate_size": 1024}, "shared_intermediate_size is 1024"),
+        ({"attn_type_list": [0] * 28 + [1] * 4}, "attn_type_list is .* keep a state"),
+        ({"linear_attn_config": {"kda_layers": [1]}}, "linear_attn_config is .* keep a state"),
+        ({"linear_conv_kernel_dim": 4}, "linear_conv_kernel_dim is 4: .* keep a state"),
+        ({"full_attention_interval": 4}, "full_attention_interval is 4: .* keep a state"),
+        ({"mamba_d_state": 64}, "mamba_d_state is 64: .* keep a state"),
+        ({"conv_L_cache": 3}, "conv_L_cache is 3: .* keep a state"),
+        ({"ssm_cfg": {"d_state": 16}}, "ssm_cfg is .* keep a state"),
+        ({"state_size": 16}, "state_size is 16: .* keep a state"),
+        ({"num_kv_shared_layers": 10}, "num_kv_shared_layers is 10: layers that share KV"),
+        ({"index_topk": 2048}, "index_topk is 2048: attention to chosen tokens"),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}},
+                }
+            },
+            "config_groups has weights of several widths",
+        ),
     ],
 )
 def test_what_is_not_understood_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelShape.from_config(LLAMA_31_8B | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mamba_d_state": None, "num_experts": 0, "conv_bias": False, "attention_chunk_size": None},
+        {"output_hidden_states": True, "chunk_size_feed_forward": 0},
+        {"attn_type_list": [1] * 32},
+        {"moe_aux_loss_coef": 0.001, "use_expert_bias": True, "moe_router_activation_func": "sigmoid"},
+    ],
+)
+def test_fields_that_are_unset_or_cost_nothing_are_no_reason_to_refuse(change: dict[str, Any]) -> None:
+    plain = ModelShape.from_config(LLAMA_31_8B)
+    assert ModelShape.from_config(LLAMA_31_8B | change) == plain
 
 
 def test_files_are_read_and_named_in_errors(tmp_path: Path) -> None:
