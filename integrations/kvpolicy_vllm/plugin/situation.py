@@ -95,12 +95,13 @@ def device_name() -> str:
 
 
 def engine_shape(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int) -> dict[str, Any]:
-    """What a cost model must have been made for: block size and bytes, geometry of one rank, hardware."""
+    """What a cost model must have been made for: block size and bytes, geometry of one rank, hardware, token budget."""
     return {
         "block_size": int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
         "block_bytes": block_bytes,
         "geometry": geometry_of(config),
         "hardware": describe(device_name()),
+        "token_budget": int(config.scheduler_config.max_num_batched_tokens),
     }
 
 
@@ -111,7 +112,7 @@ def model_loader(
     shape = engine_shape(config, kv_cache, block_bytes)
     engine = Engine(
         block_size=shape["block_size"],
-        token_budget=config.scheduler_config.max_num_batched_tokens,
+        token_budget=shape["token_budget"],
         ranks=config.parallel_config.tensor_parallel_size,
         pinned=pinned,
         block_bytes=block_bytes,
