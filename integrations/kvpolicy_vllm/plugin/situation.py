@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from kvpolicy.cost import Engine, FittedModel, engine_loader
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.hardware import Geometry, describe
+from kvpolicy.shape import ConfigError
 from kvpolicy_vllm.plugin.copies import CopyBook
 
 if TYPE_CHECKING:
@@ -124,9 +125,12 @@ def model_loader(
 
 
 def geometry_of(config: VllmConfig) -> Geometry:
-    """The model's shape on one rank, from its Hugging Face configuration."""
+    """The model's shape on one rank, from its Hugging Face configuration.
+
+    The MLP is as wide as :class:`Geometry` has it, so that mixtures and families with fields of their own count alike
+    with and without an engine.
+    """
     model, parallel = config.model_config, config.parallel_config
-    text = model.hf_text_config
     dtype = str(model.dtype).removeprefix("torch.")
     ranks = parallel.tensor_parallel_size
     return Geometry(
@@ -135,12 +139,20 @@ def geometry_of(config: VllmConfig) -> Geometry:
         heads=model.get_num_attention_heads(parallel),
         kv_heads=model.get_num_kv_heads(parallel),
         head_dim=model.get_head_size(),
-        intermediate=getattr(text, "intermediate_size", 0) // ranks,
+        intermediate=_mlp_width(config) // ranks,
         vocab=model.get_vocab_size(),
         weight_bytes=model.dtype.itemsize,
         kv_bytes=_kv_itemsize(config),
         dtype=dtype,
     )
+
+
+def _mlp_width(config: VllmConfig) -> int:
+    """As the shape has it; the field of that name, or 0, where the shape is not understood."""
+    try:
+        return Geometry.from_config(config.model_config.hf_config.to_dict()).intermediate
+    except ConfigError:
+        return int(getattr(config.model_config.hf_text_config, "intermediate_size", 0))
 
 
 def _kv_itemsize(config: VllmConfig) -> int:
