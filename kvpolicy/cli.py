@@ -86,14 +86,18 @@ def train(
 
 @app.command()
 def calibrate(
-    cost_model: Annotated[str, typer.Option(help="The cost model to carry: a folder, or the name of one that ships.")],
+    cost_model: Annotated[
+        str,
+        typer.Option(help="The cost model to carry: a folder, the name of one that ships, or analytic:DEVICE:CONFIG."),
+    ],
     trace: Annotated[list[Path], typer.Option(help="Folder of a trace measured here; may be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder of the carried cost model.")],
     states: Annotated[int | None, typer.Option(help="Use that many of the trace's states; all without it.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Calibrate even by a trace with over 30% noise.")] = False,
     seed: Seed = 0,
 ) -> None:
     """Carry a cost model to another machine, link or LLM by a few states measured there."""
-    _show(kvpolicy.calibrate(cost_model=cost_model, traces=trace, out=out, states=states, seed=seed))
+    _show(kvpolicy.calibrate(cost_model=cost_model, traces=trace, out=out, states=states, seed=seed, force=force))
 
 
 @app.command()

@@ -36,12 +36,13 @@ class Geometry:
         return cls.of_shape(ModelShape.from_config(config, kv_cache_dtype))
 
     @classmethod
-    def of_shape(cls, shape: ModelShape) -> Geometry:
+    def of_shape(cls, shape: ModelShape, ranks: int = 1) -> Geometry:
         """The nearest there is to ``shape`` with all layers alike. KV bytes per token are the same.
 
         Latent attention (MLA) appears as one KV head half as wide as what it stores, a mixture's MLP as wide as what
         one token goes through; linear FLOPs are the same but for latent attention, whose projections have no place
-        here. Bytes of weights and KV values are whole numbers of their types, quantised or not.
+        here. Bytes of weights and KV values are whole numbers of their types, quantised or not. ``ranks``, tensor
+        parallel, part heads and MLP; KV heads are doubled where there are fewer of them.
         """
         first = shape.kinds[0].attention
         latent = first.kv_heads == 0
@@ -49,10 +50,10 @@ class Geometry:
         return cls(
             layers=shape.layers,
             hidden=shape.hidden,
-            heads=first.heads,
-            kv_heads=first.kv_heads or 1,
+            heads=first.heads // ranks,
+            kv_heads=max(1, first.kv_heads // ranks),
             head_dim=first.kv_values // 2 if latent else first.kv_values // (2 * first.kv_heads),
-            intermediate=round(active / (3 * shape.hidden)),
+            intermediate=round(active / (3 * shape.hidden)) // ranks,
             vocab=shape.vocab,
             weight_bytes=int(shape.precision.other // 8),
             kv_bytes=int(shape.precision.kv // 8),

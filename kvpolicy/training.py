@@ -8,14 +8,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.cost import store
+from kvpolicy.cost import load, store
+from kvpolicy.cost.analytic import untold_loads
 from kvpolicy.cost.dataset import Dataset, State, measured, one_option_always_wins
 from kvpolicy.cost.examples import dealt, examples_of, option_of
 from kvpolicy.cost.fitting import Fit, fit, held_out_scores
 from kvpolicy.cost.floor import Floor
 from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
 from kvpolicy.cost.physics import implausible
-from kvpolicy.cost.transfer import ErrorByCount, carry, carry_once, doubling, error_by_count, spread
+from kvpolicy.cost.sheets import known_sheet
+from kvpolicy.cost.transfer import (
+    ErrorByCount,
+    carry,
+    carry_once,
+    doubling,
+    error_by_count,
+    spread,
+    unknown_beforehand,
+)
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES, features_of
 from kvpolicy.hardware import fingerprint
@@ -176,7 +186,7 @@ def train(
     _refuse_one_length(dataset)
     training, held = split(dataset.states, seed)
     fitted = fit(family, training, dataset, provenance_of(family, dataset, training, variation), seed)
-    told = (*_data_notes(dataset, training, fitted.model), *implausible(fitted.model.laws, dataset.geometry))
+    told = (*_data_notes(dataset, training, fitted.model), *_law_notes(dataset, training, fitted.model))
     fitted = replace(fitted, notes=(*fitted.notes, *told))
     scores = held_out_scores(fitted.model, held) | {"beyond": dict(fitted.inner_coverage)}
     made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
@@ -208,6 +218,17 @@ def _data_notes(dataset: Dataset, training: Sequence[State], model: FittedModel)
     if len(machines) > 1:
         notes.append(f"measured on mixed hardware: {'; '.join(machines)}")
     return notes
+
+
+def _law_notes(dataset: Dataset, used: Sequence[State], model: FittedModel) -> list[str]:
+    """What of the laws the data did not tell, or cannot be."""
+    sheet = known_sheet(dataset.any_header.hardware.get("device"))
+    notes = [*untold_loads(model.laws["swap"], examples_of(used)["swap"])]
+    budgets = {header.token_budget for header in dataset.headers.values()}
+    if len(budgets) > 1:
+        some = ", ".join(sorted("unknown" if one is None else str(one) for one in budgets))
+        notes.append(f"recompute: measured under several token budgets ({some}), so that its chunks are not counted")
+    return [*notes, *implausible(model.laws, dataset.geometry, sheet)]
 
 
 def split(states: Sequence[State], seed: int) -> tuple[list[State], list[State]]:
@@ -334,23 +355,32 @@ class CalibrateReport:
 
 
 def calibrate(
-    cost_model: Path | str, traces: Sequence[Path | str], out: Path | str, states: int | None = None, seed: int = 0
+    cost_model: Path | str,
+    traces: Sequence[Path | str],
+    out: Path | str,
+    states: int | None = None,
+    seed: int = 0,
+    force: bool = False,
 ) -> CalibrateReport:
     """Carry a cost model to where ``traces`` were measured and write it to folder ``out``.
 
+    ``cost_model``: a folder, the name of one that ships, or ``analytic:DEVICE[@LINK]:CONFIG``, the untrained one.
     ``states``: how many of the traces' states to use, spread over their lengths; all that are not held out without it.
-    Raises ModelError for the model, TraceError as :func:`train` for the traces, ValueError for a number of states that
+    Raises ModelError for the model, TraceError as :func:`train` for the traces (over 30% noise too, unless
+    ``force``), ValueError for a number of states that
     is not there.
     """
-    model, forests = store.load(cost_model), store.forest_texts(cost_model)
+    model = load(cost_model)
+    forests = store.forest_texts(cost_model) if model.residuals else {}
     dataset = measured(traces)
+    variation = _variation(dataset, force)
     tellable = len(dataset.states) >= FEWEST_TO_TELL
     training, held = split(dataset.states, seed) if tellable else (list(dataset.states), [])
     if states is not None and not 1 <= states <= len(training):
         raise ValueError(f"states is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")
 
     def place(some: Sequence[State]) -> Provenance:
-        here = provenance_of(model.provenance.family, dataset, some, None)
+        here = provenance_of(model.provenance.family, dataset, some, variation)
         carried = f"carried from {cost_model} (digest {model.digest[:12]}) by {len(some)} states"
         seen = tuple(sorted({*model.provenance.state_ids, *here.state_ids}))
         return replace(here, state_ids=seen, notes=(carried,))
@@ -361,7 +391,8 @@ def calibrate(
     used = training if states is None else spread(training, states, random.Random(f"states {seed}"))
     carried = carry(model, forests, used, dataset, place(used))
     scores = held_out_scores(carried.model, held) if held else {}
-    notes = (*carried.model.provenance.notes, *implausible(carried.model.laws, dataset.geometry))
+    taken = unknown_beforehand(model.laws["recompute"], model.provenance, carried.model.provenance)
+    notes = (*carried.model.provenance.notes, *taken, *_law_notes(dataset, used, carried.model))
     made = replace(carried.model.provenance, held_out=scores, notes=notes)
     store.save(replace(carried.model, provenance=made), carried.forests, Path(out))
     errors = error_by_count((0, *doubling(len(training))), training, held, predictor, seed) if held else ()

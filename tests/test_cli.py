@@ -77,8 +77,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             "calibrate",
-            ["--cost-model", "m", "--trace", "a", "--states", "4", "--out", "n"],
-            {"cost_model": "m", "traces": [Path("a")], "out": Path("n"), "states": 4, "seed": 0},
+            ["--cost-model", "m", "--trace", "a", "--states", "4", "--out", "n", "--force"],
+            {"cost_model": "m", "traces": [Path("a")], "out": Path("n"), "states": 4, "seed": 0, "force": True},
         ),
         (
             "evaluate",

@@ -333,6 +333,23 @@ def test_a_negative_seed_is_named(tmp_path: Path) -> None:
         train([tmp_path / "nowhere"], tmp_path / "model", seed=-1)
 
 
+def test_two_token_budgets_are_told(tmp_path: Path) -> None:
+    for name, budget in (("one", 256), ("two", 2048)):
+        made = make_trace(states=20, name=name)
+        headers = {core: replace(header, token_budget=budget) for core, header in made.headers.items()}
+        replace(made, headers=headers).write(tmp_path / name)
+    report = train([tmp_path / "one", tmp_path / "two"], tmp_path / "model", family="analytic")
+    assert any("several token budgets (2048, 256)" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(("device", "told"), [("NVIDIA L40S", True), ("cpu", False)])
+def test_rates_no_device_of_that_sheet_has_are_told(tmp_path: Path, device: str, told: bool) -> None:
+    """2e11 operations per second: plausible of something, far under what an L40S does."""
+    make_trace(states=40, hardware=Plan().hardware | {"device": device}).write(tmp_path / "trace")
+    report = train([tmp_path / "trace"], tmp_path / "model", family="analytic")
+    assert any("linear layers comes out as" in note for note in report.notes) == told
+
+
 @pytest.mark.parametrize("budget", [256, None])
 def test_the_engines_token_budget_makes_chunks(tmp_path: Path, budget: int | None) -> None:
     made = make_trace(states=60)

@@ -24,6 +24,8 @@ FEWEST_PER_REGIME = 3
 """With fewer states in which nobody else runs (or somebody does) the two are not told apart."""
 ROOFS_TOKENS = (16, 32, 64, 128, 256, 512)
 """Tokens of a step at which compute takes as long as reading the weights, tried one by one; none at all besides."""
+COLLINEAR = 0.99
+"""Two columns with that share of their variance in common are told apart by noise alone."""
 LEAST_GAIN = 0.05
 """The share by which a roof must lessen the mean miss to be told from none."""
 
@@ -133,6 +135,25 @@ def _fit_swap(examples: Sequence[Example], moves: Sequence[Move], floor_s: float
         share = found.pop("load_share")
         found |= {"alone_s": 0.0, "load_alone_share": share, "load_beside_share": share}
     return SwapRoofline(save=save, load=load, **found)
+
+
+def untold_loads(law: Law, examples: Sequence[Example]) -> tuple[str, ...]:
+    """A note where all of a swap's cost was put down to saves because loads were as large in every state."""
+    if not isinstance(law, SwapRoofline) or law.load_alone_share or law.load_beside_share or not law.save_share:
+        return ()
+    if not _collinear(_column(examples, "save_bytes"), _column(examples, "load_bytes")):
+        return ()
+    return (
+        "swap: what is saved and what is loaded grow together in every state, and the fit puts all of the cost down to "
+        "saves: a load counts as free, which this trace cannot tell; blocks shared with others would tell them apart",
+    )
+
+
+def _collinear(one: Floats, other: Floats) -> bool:
+    """Whether nearly all of either's spread is the other's."""
+    if len(one) < 2 or not (np.std(one) and np.std(other)):
+        return True
+    return bool(np.corrcoef(one, other)[0, 1] ** 2 > COLLINEAR)
 
 
 def _durations(channel: Channel, examples: Sequence[Example], direction: str) -> Floats:

@@ -142,8 +142,10 @@ class Dataset:
         return self.any_header.block_bytes / self.any_header.block_size
 
 
-def measured(folders: Sequence[Path | str], mixed_hardware: bool = False) -> Dataset:
+def measured(folders: Sequence[Path | str], mixed_hardware: bool | None = None) -> Dataset:
     """Read traces; costs that are missing are attributed from their steps.
+
+    ``mixed_hardware``: whether machines may differ; None where that is not to be had for the asking.
 
     Raises TraceError, naming table and row, for values that cannot be and rows that are there twice; naming both for
     traces of different machines, models or links; naming the option for traces in which one was never measured.
@@ -158,7 +160,7 @@ def measured(folders: Sequence[Path | str], mixed_hardware: bool = False) -> Dat
     return dataset_of(read, mixed_hardware)
 
 
-def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool = False) -> Dataset:
+def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool | None = None) -> Dataset:
     """As :func:`measured`, of traces in memory; their names stand in error messages."""
     for folder, trace in given.items():
         refuse_doubled(folder, trace)
@@ -218,7 +220,7 @@ def _mixed(headers: Mapping[str, Header]) -> bool:
     return any(not same_machine(first.hardware, header.hardware) for header in headers.values())
 
 
-def _refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool) -> None:
+def _refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool | None) -> None:
     first_core, first = next(iter(headers.items()))
     for core, header in headers.items():
         pairs = {
@@ -233,7 +235,8 @@ def _refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool) -> None
         for what, (one, other) in different.items():
             raise TraceError(
                 f"cores {first_core} and {core} were measured on different {what}: {one} and {other} (header.json); "
-                "use the traces of one at a time" + (MIXING if what == "machines" else "")
+                "use the traces of one at a time"
+                + (MIXING if what == "machines" and mixed_hardware is not None else "")
             )
 
 

@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from math import log
+from math import inf, log
 from typing import Any, Protocol
 
 from kvpolicy.cost import pricing
 from kvpolicy.cost.beyond import Room
 from kvpolicy.cost.compiled import Forest
 from kvpolicy.cost.intervals import Intervals
-from kvpolicy.cost.laws import Law
+from kvpolicy.cost.laws import Law, RecomputeRoofline
 from kvpolicy.cost.packed import Check, Packed, pack
 from kvpolicy.cost.pricing import Predictor
 from kvpolicy.cost.undisturbed import StepTimeModel
@@ -79,6 +79,7 @@ class CostModel(Protocol):
         geometry: Geometry | Mapping[str, Any],
         hardware: Mapping[str, Any],
         link: Mapping[str, Any] | None = None,
+        token_budget: int | None = None,
     ) -> None:
         """Raises :class:`ModelError` for an engine it was not measured on; warns where physics carries over."""
         ...
@@ -230,8 +231,9 @@ class FittedModel:
         geometry: Geometry | Mapping[str, Any],
         hardware: Mapping[str, Any],
         link: Mapping[str, Any] | None = None,
+        token_budget: int | None = None,
     ) -> None:
-        """See :class:`CostModel`. ``link`` as in a trace's header; not compared where it is None."""
+        """See :class:`CostModel`. ``link`` and ``token_budget`` as in a trace's header; not compared where None."""
         shape = geometry.to_dict() if isinstance(geometry, Geometry) else dict(geometry)
         trained = self.provenance.geometry.to_dict()
         for name, value in trained.items():
@@ -249,6 +251,7 @@ class FittedModel:
         if block_size not in self.provenance.block_sizes:
             sizes = ", ".join(map(str, self.provenance.block_sizes))
             self._warn(f"was measured on block sizes {sizes}; blocks of {block_size} are extrapolated to")
+        self._compare_budget(token_budget)
 
     def _compare_host(self, hardware: Mapping[str, Any], host_computes: bool) -> None:
         for name in ("processor", "cores"):
@@ -258,6 +261,15 @@ class FittedModel:
             if host_computes and name == "processor":
                 self._refuse(name, trained, found)
             self._warn(f"was measured with {name} {trained!r}, here it is {found!r}")
+
+    def _compare_budget(self, found: int | None) -> None:
+        law = self.laws["recompute"]
+        trained = law.budget_tokens if isinstance(law, RecomputeRoofline) else inf
+        if found is not None and trained not in (inf, found):
+            self._warn(
+                f"was measured with a token budget of {trained:g} (max_num_batched_tokens), here it is {found}: long "
+                "recomputes take other numbers of steps"
+            )
 
     def _refuse(self, what: str, trained: Any, found: Any) -> None:
         raise ModelError(

@@ -69,6 +69,14 @@ def device_sheet(device: str) -> DeviceSheet:
     )
 
 
+def known_sheet(device: object) -> DeviceSheet | None:
+    """As :func:`device_sheet`; None of a device without a sheet."""
+    try:
+        return device_sheet(str(device))
+    except ModelError:
+        return None
+
+
 def link_sheet(link: str) -> LinkSheet:
     """Raises ModelError for a name that is none."""
     if link.casefold() not in links():

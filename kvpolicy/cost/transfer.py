@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import exp
+from math import exp, inf
 from typing import Any
 
 from kvpolicy.cost.dataset import Dataset, Move, State
@@ -20,9 +20,9 @@ from kvpolicy.cost.examples import Example, examples_of, log_miss, noise_floors,
 from kvpolicy.cost.fitting import misses_of
 from kvpolicy.cost.intervals import calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import Law, RecomputeRoofline
-from kvpolicy.cost.model import FittedModel, ModelError, Provenance
+from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.scaling import ELSEWHERE, Spreads, carry_law
-from kvpolicy.cost.sheets import device_sheet
+from kvpolicy.cost.sheets import known_sheet
 from kvpolicy.cost.store import ForestText, forest_of
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
@@ -47,10 +47,12 @@ class Carried:
     forests: Mapping[Kind, ForestText]
 
 
-def rebased(law: Law, old: Provenance, new: Provenance) -> Law:
-    """The law with what is known beforehand applied: other FLOPs per token and pair, other peak rates of the devices.
+def rebased(law: Law, old: Provenance, new: Provenance, budget_tokens: float = inf) -> Law:
+    """The law with what is known beforehand applied: other FLOPs per token and pair, other peak rates of the devices,
+    the other engine's token budget where it is known.
 
-    Devices without a sheet are taken to be alike until measurements say otherwise.
+    Devices without a sheet are taken to be alike until measurements say otherwise. Which share of a mixture's experts
+    a token leaves alone and how wide a window is no geometry tells: both stay (see :func:`unknown_beforehand`).
     """
     if not isinstance(law, RecomputeRoofline):
         return law
@@ -59,20 +61,34 @@ def rebased(law: Law, old: Provenance, new: Provenance) -> Law:
     linear = now.linear_flops_per_token / was.linear_flops_per_token
     weights = linear * now.weight_bytes / was.weight_bytes
     kv = now.kv_bytes_per_token / was.kv_bytes_per_token
+    pairs = now.attention_flops_per_pair / was.attention_flops_per_pair
     return replace(
         law,
         s_per_token=law.s_per_token * linear / flops,
-        s_per_pair=law.s_per_pair * now.attention_flops_per_pair / was.attention_flops_per_pair / flops,
+        s_per_pair=law.s_per_pair * pairs / flops,
+        s_per_window_pair=law.s_per_window_pair * pairs / flops,
         weight_s=law.weight_s * weights / memory,
+        expert_s=law.expert_s * weights / memory,
         s_per_kv_token=law.s_per_kv_token * kv / memory,
+        budget_tokens=law.budget_tokens if budget_tokens == inf else budget_tokens,
     )
+
+
+def unknown_beforehand(law: Law, old: Provenance, new: Provenance) -> tuple[str, ...]:
+    """Notes on what of the old LLM a law carried to another one still takes for granted."""
+    if not isinstance(law, RecomputeRoofline) or old.geometry == new.geometry:
+        return ()
+    kept = {
+        "s_per_window_pair": f"that attention windows are {law.window_tokens:g} tokens wide",
+        "expert_s": f"that a token leaves {law.expert_miss:.1%} of the experts alone",
+    }
+    return tuple(f"recompute: takes over from the old LLM {what}" for name, what in kept.items() if getattr(law, name))
 
 
 def _device_ratios(old: Any, new: Any) -> tuple[float, float]:
     """How many times the compute and the memory bandwidth of the old device the new one has."""
-    try:
-        was, now = device_sheet(str(old)), device_sheet(str(new))
-    except ModelError:
+    was, now = known_sheet(old), known_sheet(new)
+    if was is None or now is None:
         return 1.0, 1.0
     return now.bf16_flops / was.bf16_flops, now.memory_bytes_per_s / was.memory_bytes_per_s
 
@@ -96,8 +112,12 @@ def carry(
         misses += misses_of(carry_once(model, forests, seen, dataset, made).model, left)
     if not misses:
         return one
-    # A handful of states cannot tell how misses grow beyond them: what its own states told holds on.
-    intervals = replace(calibrate(misses, kept_of(model.carried)), growth=dict(model.intervals.growth))
+    # A handful of states cannot tell how misses grow beyond them. What its own states told holds where they were
+    # measured; of any other place nothing is promised beyond what was measured there.
+    same: dict[str, bool] = {kind: _unchanged(kind, model.provenance, made) for kind in KINDS}
+    same["ratio"] = all(same.values())
+    growth = {of: growth if same[of] else inf for of, growth in model.intervals.growth.items()}
+    intervals = replace(calibrate(misses, kept_of(model.carried)), growth=growth)
     return replace(one, model=replace(one.model, intervals=intervals))
 
 
@@ -112,7 +132,8 @@ def carry_once(
     laws: dict[Kind, Law] = {}
     kept: dict[Kind, ForestText] = {}
     for kind in KINDS:
-        share, laws[kind] = _scaled(model, kind, examples[kind], floor_s[kind], moves, made)
+        base = rebased(model.laws[kind], model.provenance, made, dataset.budget_tokens)
+        share, laws[kind] = _scaled(model, kind, base, examples[kind], floor_s[kind], moves, made)
         if kind in forests and share:
             kept[kind] = damped(forests[kind], share)
     carried = FittedModel(
@@ -154,7 +175,8 @@ def _spreads(model: FittedModel, kind: Kind, made: Provenance) -> Spreads:
 
 
 def _unchanged(kind: Kind, old: Provenance, new: Provenance) -> bool:
-    here = same_machine(old.hardware, new.hardware) and old.geometry == new.geometry
+    """Whether what was measured there holds here; an untrained model was measured nowhere."""
+    here = bool(old.state_ids) and same_machine(old.hardware, new.hardware) and old.geometry == new.geometry
     return here and (kind == "recompute" or old.link == new.link)
 
 
@@ -169,13 +191,17 @@ def _offsets(model: FittedModel, kind: Kind, examples: Sequence[Example], share:
 def _scaled(
     model: FittedModel,
     kind: Kind,
+    base: Law,
     examples: Sequence[Example],
     floor_s: float,
     moves: Sequence[Move],
     made: Provenance,
 ) -> tuple[float, Law]:
-    """How much of the learned residual to keep, and the law scaled beside it: what together miss the states least."""
-    base, spreads = rebased(model.laws[kind], model.provenance, made), _spreads(model, kind, made)
+    """How much of the learned residual to keep, and the law scaled beside it: what together miss the states least.
+
+    ``base``: the law to scale, :func:`rebased`.
+    """
+    spreads = _spreads(model, kind, made)
     found = []
     for share in _dampings(model, kind, len(examples), made):
         offsets = _offsets(model, kind, examples, share)
@@ -210,14 +236,11 @@ def damped(forest: ForestText, share: float) -> ForestText:
 def _ranges(
     model: FittedModel, kind: Kind, examples: Sequence[Example], made: Provenance
 ) -> dict[str, tuple[float, float]]:
-    """What was seen here; and what was seen there, where a feature means the same in both places."""
+    """What was seen here; and what was seen there, where nothing has changed: elsewhere costs were not measured."""
     old, new = model.ranges[kind], ranges_of(examples)
-    same_bytes = model.provenance.kv_bytes_per_token == made.kv_bytes_per_token
-    found = {}
-    for name in FEATURES:
-        carries = same_bytes or not ("bytes" in name or "segments" in name)
-        found[name] = (min(old[name][0], new[name][0]), max(old[name][1], new[name][1])) if carries else new[name]
-    return found
+    if not _unchanged(kind, model.provenance, made):
+        return new
+    return {name: (min(old[name][0], new[name][0]), max(old[name][1], new[name][1])) for name in FEATURES}
 
 
 # ---- how many measurements it takes ----

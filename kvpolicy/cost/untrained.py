@@ -17,7 +17,7 @@ from kvpolicy.cost.intervals import unbounded
 from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.model import FittedModel, ModelError, Provenance
 from kvpolicy.cost.physics import ASSUMED, Assumptions
-from kvpolicy.cost.sheets import DeviceSheet, LinkSheet, device_sheet, link_sheet
+from kvpolicy.cost.sheets import DeviceSheet, LinkSheet, device_sheet, known_sheet, link_sheet
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
@@ -74,7 +74,7 @@ def untrained(
     made = Provenance(
         family="analytic",
         hardware=dict(engine.hardware or {"device": sheet.device_names[0]}),
-        geometry=engine.geometry or Geometry.of_shape(shape),
+        geometry=engine.geometry or Geometry.of_shape(shape, engine.ranks),
         link=dict(engine.link or {"kind": "native"}),
         block_sizes=(engine.block_size,),
         kv_bytes_per_token=_kv_bytes_per_token(shape, engine),
@@ -157,6 +157,11 @@ def load(name: str | Path) -> FittedModel:
 
     Raises ModelError for what cannot be loaded, and for ``analytic`` alone: only a running engine knows the rest.
     """
+    return _load(name, Engine(), "auto")
+
+
+def _load(name: str | Path, engine: Engine, kv_cache_dtype: str) -> FittedModel:
+    """``engine``: what an untrained model is to count with; its shape and device are those of the name."""
     kind, _, rest = str(name).partition(":")
     if kind != ANALYTIC or Path(name).is_dir():
         return store.load(name)
@@ -167,14 +172,18 @@ def load(name: str | Path) -> FittedModel:
             "as analytic:H100-SXM@pcie5:path/to/config.json"
         )
     place, _, link = device.partition("@")
-    return replace(
-        untrained(_shape(config), device_sheet(place), link_sheet(link) if link else None), name=str(name)
-    )  # fmt: skip
+    shape, sheet = _shape(config, kv_cache_dtype), device_sheet(place)
+    geometry = Geometry.of_shape(shape, engine.ranks)
+    if engine.geometry is not None:  # 16 bits are 16 bits: which of the types they are is the engine's to say
+        geometry = replace(geometry, dtype=engine.geometry.dtype)
+    same = engine.hardware is not None and known_sheet(engine.hardware.get("device")) == sheet
+    here = replace(engine, geometry=geometry, block_bytes=None, hardware=engine.hardware if same else None)
+    return replace(untrained(shape, sheet, link_sheet(link) if link else None, here), name=str(name))
 
 
-def _shape(config: str) -> ModelShape:
+def _shape(config: str, kv_cache_dtype: str) -> ModelShape:
     try:
-        return ModelShape.read(config)
+        return ModelShape.read(config, kv_cache_dtype)
     except ConfigError as error:
         raise ModelError(f"analytic: {error}") from error
 
@@ -185,13 +194,15 @@ def engine_loader(
     """For :func:`kvpolicy.policy.load` inside a server: ``analytic`` becomes the untrained model of this engine.
 
     ``config``: the model's Hugging Face configuration as a dictionary. ``engine.hardware["device"]`` finds the sheet.
-    Every other name is loaded as always. Raises ModelError, when ``analytic`` is asked for, where the device has no
-    sheet (a CPU), no hardware was given, or the configuration cannot be understood.
+    ``analytic:DEVICE:CONFIG`` counts with this engine's token budget, ranks and link; whether that device and that
+    model are the engine's ``check_fit`` tells. Every other name is loaded as always. Raises ModelError, when
+    ``analytic`` is asked for, where the device has no sheet (a CPU), no hardware was given, or the configuration
+    cannot be understood.
     """
 
     def find(name: str) -> FittedModel:
         if name != ANALYTIC:
-            return load(name)
+            return _load(name, engine, kv_cache_dtype)
         device = (engine.hardware or {}).get("device")
         if not device:
             raise ModelError("analytic: the engine named no device")

@@ -224,6 +224,7 @@ def _check_fit(policies: Sequence[Policy], dataset: Dataset) -> None:
                 geometry=header.geometry,
                 hardware=header.hardware,
                 link=header.link,
+                token_budget=header.token_budget,
             )
 
 

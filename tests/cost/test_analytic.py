@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvpolicy.cost.analytic import fit_analytic, relative_fit
+from kvpolicy.cost.analytic import fit_analytic, relative_fit, untold_loads
 from kvpolicy.cost.dataset import dataset_of
 from kvpolicy.cost.examples import Example, examples_of, noise_floors
-from kvpolicy.cost.laws import RecomputeRoofline, SwapRoofline
+from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.linear import fit_linear
 from kvpolicy.events import KINDS
 from tests.synthetic import CostLaw, changed, fitted_model, make_trace, without
@@ -107,3 +107,15 @@ def test_a_window_that_went_wrong_does_not_move_its_state() -> None:
     for kind in KINDS:
         for one, other in zip(wrong[kind], right[kind], strict=True):
             assert one.engine_s == pytest.approx(other.engine_s, rel=0.1)
+
+
+def test_loads_that_no_trace_tells_from_saves_are_told() -> None:
+    examples = examples_of(dataset_of({"made": make_trace(states=30)}).states)["swap"]
+    alike = [replace(one, x=one.x._replace(load_bytes=one.x.save_bytes)) for one in examples]
+    apart = [
+        replace(one, x=one.x._replace(load_bytes=one.x.save_bytes * (1 + i % 3))) for i, one in enumerate(examples)
+    ]
+    free = SwapRoofline(Channel(1e-3, 1e-9, 0.0), Channel(1e-3, 1e-9, 0.0), 0.0, 0.0, 2.0, 0.0, 0.0)
+    assert "a load counts as free" in " ".join(untold_loads(free, alike))
+    assert untold_loads(free, apart) == ()
+    assert untold_loads(replace(free, load_beside_share=0.5), alike) == ()

@@ -17,6 +17,7 @@ from kvpolicy import cost
 from kvpolicy.cost import ModelError, ModelWarning, store
 from kvpolicy.cost.dataset import measured
 from kvpolicy.cost.fitting import fit
+from kvpolicy.cost.laws import RecomputeRoofline
 from kvpolicy.cost.model import FittedModel
 from kvpolicy.training import provenance_of, split, train
 from tests.synthetic import GEOMETRY, HARDWARE, NATIVE, CostLaw, make_trace, options_for, situation
@@ -244,6 +245,17 @@ def test_another_block_size_is_carried_by_physics_with_a_warning(trained: Path) 
     assert model.predict(one, options_for(one))[1].extrapolated
     with pytest.warns(ModelWarning, match="cores 2, here it is 64"):
         model.check_fit(**ENGINE | {"hardware": HARDWARE | {"cores": 64}})
+
+
+def test_another_token_budget_is_warned_of(trained: Path) -> None:
+    model = cost.load(trained)
+    law = model.laws["recompute"]
+    assert isinstance(law, RecomputeRoofline)
+    model.check_fit(**ENGINE, token_budget=512)
+    budgeted = replace(model, laws={**model.laws, "recompute": replace(law, budget_tokens=256.0)})
+    budgeted.check_fit(**ENGINE, token_budget=256)
+    with pytest.warns(ModelWarning, match="token budget of 256 .*here it is 512"):
+        budgeted.check_fit(**ENGINE, token_budget=512)
 
 
 def test_a_folder_that_holds_something_else_is_not_written_to(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from kvpolicy.cost.laws import LinearLaw, RecomputeRoofline
 from kvpolicy.cost.model import Provenance
 from kvpolicy.cost.scaling import carry_law
 from kvpolicy.cost.store import forest_of, forest_texts
-from kvpolicy.cost.transfer import damped, doubling, rebased, spread
+from kvpolicy.cost.transfer import damped, doubling, rebased, spread, unknown_beforehand
 from kvpolicy.events import KINDS
+from kvpolicy.trace import TraceError
 from kvpolicy.training import calibrate, train
 from tests.cost.test_laws import victim
 from tests.synthetic import GEOMETRY, HARDWARE, CostLaw, fitted_model, make_trace, options_for
@@ -90,6 +91,27 @@ def test_one_state_promises_no_interval(home: Path, tmp_path: Path) -> None:
     assert all(cost.high_s == inf for cost in made.predict(one, options_for(one)))
 
 
+def test_beyond_what_was_measured_elsewhere_nothing_is_promised(home: Path, tmp_path: Path) -> None:
+    trace = elsewhere(tmp_path, law=SLOWER, tokens=(32, 128))
+    calibrate(home, [trace], tmp_path / "carried")
+    made = load(tmp_path / "carried")
+    assert load(home).ranges["recompute"]["recomputed_tokens"][1] > 1000
+    for kind, name in (("recompute", "recomputed_tokens"), ("swap", "computed_tokens")):
+        assert made.ranges[kind][name][1] <= 128
+    long = make_trace(seed=9, states=8, tokens=(800, 2000), law=SLOWER)
+    for state in dataset_of({"long": long}).states:
+        one = state.samples["recompute"][0].situation
+        assert all(cost.extrapolated and cost.high_s == inf for cost in made.predict(one, options_for(one)))
+
+
+def test_where_nothing_changed_the_old_range_holds_on(home: Path, tmp_path: Path) -> None:
+    trace = elsewhere(tmp_path, hardware=HARDWARE, tokens=(32, 128), law=CostLaw(bend=0.4))
+    calibrate(home, [trace], tmp_path / "carried", states=8)
+    made, old = load(tmp_path / "carried"), load(home)
+    assert made.ranges["recompute"]["recomputed_tokens"][1] == old.ranges["recompute"]["recomputed_tokens"][1]
+    assert made.intervals.growth == old.intervals.growth
+
+
 def test_few_states_are_all_used_and_none_is_held_out(home: Path, tmp_path: Path) -> None:
     report = calibrate(home, [elsewhere(tmp_path, states=5, law=SLOWER)], tmp_path / "carried")
     assert (report.states, report.held_out_states, report.errors) == (5, 0, ())
@@ -138,6 +160,56 @@ def test_shapes_and_sheets_are_applied_before_any_measurement() -> None:
     assert made.weight_s == pytest.approx(5e-3 * 2 / (3350 / 2039))
     assert made.fixed_s == law.fixed_s
     assert rebased(law, old, _place("cpu", GEOMETRY)) == law
+
+
+def test_what_a_mixture_or_a_window_costs_is_carried_as_well() -> None:
+    law = RecomputeRoofline(
+        1e-3, 0.0, 3e-5, 4e-9, 5e-3, expert_s=2e-3, expert_miss=0.75, s_per_window_pair=1e-9, window_tokens=128.0
+    )
+    old = _place("cpu", GEOMETRY)
+    made = rebased(law, old, _place("cpu", replace(GEOMETRY, layers=2 * GEOMETRY.layers)), budget_tokens=256.0)
+    assert isinstance(made, RecomputeRoofline)
+    assert (made.expert_s, made.s_per_window_pair) == pytest.approx((4e-3, 2e-9))
+    assert (made.expert_miss, made.window_tokens, made.budget_tokens) == (0.75, 128.0, 256.0)
+    assert len(unknown_beforehand(law, old, _place("cpu", replace(GEOMETRY, layers=2)))) == 2
+    assert unknown_beforehand(law, old, _place("another", GEOMETRY)) == ()
+
+
+def test_a_carried_law_counts_the_chunks_of_its_new_engine(home: Path, tmp_path: Path) -> None:
+    made = make_trace(seed=5, hardware=HARDWARE | {"processor": "another"}, name="else", states=6)
+    headers = {core: replace(header, token_budget=256) for core, header in made.headers.items()}
+    replace(made, headers=headers).write(tmp_path / "trace")
+    calibrate(home, [tmp_path / "trace"], tmp_path / "carried")
+    law = load(tmp_path / "carried").laws["recompute"]
+    assert isinstance(law, RecomputeRoofline)
+    assert law.budget_tokens == 256
+
+
+def test_noise_is_refused_unless_forced(home: Path, tmp_path: Path) -> None:
+    trace = elsewhere(tmp_path, states=6, variation=0.9)
+    with pytest.raises(TraceError, match=r"noise\.variation is 0\.9.*--force"):
+        calibrate(home, [trace], tmp_path / "carried")
+    calibrate(home, [trace], tmp_path / "carried", force=True)
+    assert load(tmp_path / "carried").provenance.noise["variation"] == 0.9
+
+
+def test_two_machines_are_refused_without_a_flag_that_there_is_not(home: Path, tmp_path: Path) -> None:
+    elsewhere(tmp_path, states=6)
+    make_trace(states=6, name="third").write(tmp_path / "third")
+    with pytest.raises(TraceError, match=r"use the traces of one at a time$"):
+        calibrate(home, [tmp_path / "trace", tmp_path / "third"], tmp_path / "carried")
+
+
+def test_an_untrained_model_is_calibrated(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 688, "vocab_size": 2048, "torch_dtype": "float32",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    trace = elsewhere(tmp_path, states=40, law=CostLaw())
+    report = calibrate(f"analytic:H100-SXM:{tmp_path}", [trace], tmp_path / "carried")
+    assert report.errors[-1].mean_error["recompute"] < 0.3 < report.errors[0].mean_error["recompute"]
+    assert load(tmp_path / "carried").ranges["recompute"]["recomputed_tokens"][0] > 0
 
 
 def _place(device: str, geometry: Any) -> Provenance:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvpolicy.hardware import Geometry
 from kvpolicy.policy import load as load_policy
 from kvpolicy.policy import needs_engine
 from kvpolicy.shape import ModelShape
-from tests.shape.configs import DEEPSEEK_V3, GEMMA_2_9B, LLAMA_31_8B, QWEN3_30B_A3B
+from tests.shape.configs import DEEPSEEK_V3, GEMMA_2_9B, LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
 from tests.synthetic import GEOMETRY, fitted_model, situation
 
 LLAMA = ModelShape.from_config(LLAMA_31_8B)
@@ -188,6 +189,33 @@ def test_inside_a_server_the_engine_says_the_rest() -> None:
     assert policy.cost_model is not None
     policy.cost_model.check_fit(32, 32 * 131072, geometry, hardware, {"kind": "native"})
     assert policy.cost_model.digest
+
+
+@pytest.mark.parametrize("config", [MIXTRAL_8X7B, QWEN3_30B_A3B, LLAMA_31_8B])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_untrained_model_by_name_fits_the_server_of_its_shape(
+    tmp_path: Path, config: dict[str, Any], ranks: int
+) -> None:
+    """A server records what one rank holds, and has a token budget and a type of its own."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    hardware = {"device": "NVIDIA H100 80GB HBM3", "processor": "a host", "cores": 16}
+    whole = Geometry.from_config(config)
+    geometry = replace(
+        whole, heads=whole.heads // ranks, kv_heads=whole.kv_heads // ranks, dtype="float16",
+        intermediate=whole.intermediate // ranks,
+    )  # fmt: skip
+    engine = Engine(32, 8192, ranks, block_bytes=32 * geometry.kv_bytes_per_token, geometry=geometry, hardware=hardware)
+    find = engine_loader(config, engine)
+    named = find(f"analytic:H100-SXM:{tmp_path}")
+    fit: dict[str, Any] = {"block_size": 32, "block_bytes": engine.block_bytes, "geometry": geometry}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        named.check_fit(**fit, hardware=hardware, token_budget=8192)
+    assert named.laws == find("analytic").laws
+    with pytest.raises(ModelError, match="device is"):
+        find(f"analytic:A100-SXM-80GB:{tmp_path}").check_fit(**fit, hardware=hardware)
+    with pytest.raises(ModelError, match=r"geometry\.layers is"):
+        named.check_fit(**fit | {"geometry": replace(geometry, layers=3)}, hardware=hardware)
 
 
 def test_a_cpu_server_is_told_to_measure() -> None:

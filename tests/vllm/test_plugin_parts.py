@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.engine.arg_utils import EngineArgs
 
 from kvpolicy import trace
+from kvpolicy.hardware import Geometry
 from kvpolicy.trace import Header
 from kvpolicy_vllm.plugin.copier import IndexingCopier, segments_of, unique_segments
 from kvpolicy_vllm.plugin.copies import CopyBook
@@ -20,6 +23,8 @@ from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, StepClock,
 from kvpolicy_vllm.plugin.metrics import KVPolicyStats, Tally
 from kvpolicy_vllm.plugin.recording import Recorder
 from kvpolicy_vllm.plugin.settings import Link, Settings
+from kvpolicy_vllm.plugin.situation import geometry_of
+from tests.shape.configs import LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
 
 
 def ack(copy_id: int, direction: Any, ok: bool = True) -> Transfer:
@@ -268,3 +273,26 @@ def test_counters_add_up_and_gauges_stand() -> None:
 def test_settings_name_what_is_wrong(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Settings.read(extra)
+
+
+OPT = {
+    "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_attention_heads": 12, "num_hidden_layers": 12,
+    "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": 768, "torch_dtype": "float16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture"),
+    [
+        (OPT, "OPTForCausalLM"),
+        (LLAMA_31_8B, "LlamaForCausalLM"),
+        (MIXTRAL_8X7B, "MixtralForCausalLM"),
+        (QWEN3_30B_A3B, "Qwen3MoeForCausalLM"),
+    ],
+)
+def test_an_engine_sees_the_geometry_of_the_models_shape(
+    tmp_path: Path, config: dict[str, Any], architecture: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    made = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
+    assert geometry_of(made) == Geometry.from_config(config)

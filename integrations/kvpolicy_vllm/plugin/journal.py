@@ -191,5 +191,5 @@ def header_of(
         policy=policy,
         link=header_link(settings.link),
         seed=settings.seed,
-        token_budget=config.scheduler_config.max_num_batched_tokens,
+        token_budget=shape["token_budget"],
     )

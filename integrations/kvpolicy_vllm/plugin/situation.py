@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from kvpolicy.cost import Engine, FittedModel, engine_loader
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.hardware import Geometry, describe
+from kvpolicy.shape import ConfigError
 from kvpolicy_vllm.plugin.copies import CopyBook
 
 if TYPE_CHECKING:
@@ -88,12 +89,13 @@ def device_name() -> str:
 
 
 def engine_shape(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int) -> dict[str, Any]:
-    """What a cost model must have been made for: block size and bytes, geometry of one rank, hardware."""
+    """What a cost model must have been made for: block size and bytes, geometry of one rank, hardware, token budget."""
     return {
         "block_size": int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
         "block_bytes": block_bytes,
         "geometry": geometry_of(config),
         "hardware": describe(device_name()),
+        "token_budget": int(config.scheduler_config.max_num_batched_tokens),
     }
 
 
@@ -104,7 +106,7 @@ def model_loader(
     shape = engine_shape(config, kv_cache, block_bytes)
     engine = Engine(
         block_size=shape["block_size"],
-        token_budget=config.scheduler_config.max_num_batched_tokens,
+        token_budget=shape["token_budget"],
         ranks=config.parallel_config.tensor_parallel_size,
         pinned=pinned,
         block_bytes=block_bytes,
@@ -116,9 +118,12 @@ def model_loader(
 
 
 def geometry_of(config: VllmConfig) -> Geometry:
-    """The model's shape on one rank, from its Hugging Face configuration."""
+    """The model's shape on one rank, from its Hugging Face configuration.
+
+    The MLP is as wide as :class:`Geometry` has it, so that mixtures and families with fields of their own count alike
+    with and without an engine.
+    """
     model, parallel = config.model_config, config.parallel_config
-    text = model.hf_text_config
     dtype = str(model.dtype).removeprefix("torch.")
     ranks = parallel.tensor_parallel_size
     return Geometry(
@@ -127,12 +132,20 @@ def geometry_of(config: VllmConfig) -> Geometry:
         heads=model.get_num_attention_heads(parallel),
         kv_heads=model.get_num_kv_heads(parallel),
         head_dim=model.get_head_size(),
-        intermediate=getattr(text, "intermediate_size", 0) // ranks,
+        intermediate=_mlp_width(config) // ranks,
         vocab=model.get_vocab_size(),
         weight_bytes=model.dtype.itemsize,
         kv_bytes=_kv_itemsize(config),
         dtype=dtype,
     )
+
+
+def _mlp_width(config: VllmConfig) -> int:
+    """As the shape has it; the field of that name, or 0, where the shape is not understood."""
+    try:
+        return Geometry.from_config(config.model_config.hf_config.to_dict()).intermediate
+    except ConfigError:
+        return int(getattr(config.model_config.hf_text_config, "intermediate_size", 0))
 
 
 def _kv_itemsize(config: VllmConfig) -> int:
