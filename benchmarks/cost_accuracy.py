@@ -29,11 +29,12 @@ from kvpolicy.cost.tables import Table, TableError, subsampled, tables_in
 from kvpolicy.events import KINDS
 from kvpolicy.trace import TraceError
 
-BARS = {
+BARS: dict[str, dict[str, Any]] = {
     "in_range": {"at_least": 0.05, "aimed": 0.02},
     "extrapolated": {"at_least": 0.12, "aimed": 0.07},
     "coverage": {"at_least": [0.88, 0.92], "every_bin_over": 0.85},
 }
+PARTS = ("in_range", "extrapolated")
 ROWS_OF_MANY = 2000
 """A file of many operators is drawn down further: each operator is a table of its own."""
 MANY = 5
@@ -58,7 +59,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.json is not None:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    return 0
+    missed = missed_bars(summary)
+    if asked.bars:
+        print("\n".join(f"bar missed: {line}" for line in missed) or "every bar is met")
+    return int(asked.bars and bool(missed))
+
+
+def missed_bars(summary: Mapping[str, Any]) -> list[str]:
+    """Each bar that our models miss, in words: mean errors, coverage, and bins with states enough to tell."""
+    found = []
+    for one in summary["files"]:
+        for part in PARTS:
+            if one[part] is not None:
+                name, mean = f"{one['file']}, {part.replace('_', ' ')}", one[part]["families"][OURS]["mean"]
+                found += _missed_error(name, part, mean)
+                found += _missed_coverage(name, one[part]["coverage"], one[part]["worst_bin"])
+    for trace in summary["traces"]:
+        for part in PARTS:
+            score = trace[part]["families"]["boosted"]
+            name = f"{Path(trace['trace']).name}, {part.replace('_', ' ')}"
+            for of, bins in score["coverage"].items():
+                if of in KINDS:
+                    found += _missed_error(f"{name}, {of}", part, score[of]["mean"])
+                telling = [b["covered"] for b in bins if b["bounded"] and b["n"] >= judged_tables.FEWEST_PER_BIN]
+                found += _missed_coverage(f"{name}, {of}", _covered(bins), min(telling, default=None))
+    return found
+
+
+def _missed_error(name: str, part: str, mean: float) -> list[str]:
+    bar = BARS[part]["at_least"]
+    return [f"{name}: mean error {mean:.1%}, should be at most {bar:.0%}"] if mean > bar else []
+
+
+def _missed_coverage(name: str, covered: float | None, worst: float | None) -> list[str]:
+    if covered is None:
+        return [f"{name}: 90% interval is not bounded, nothing is covered"]
+    (low, high), least = BARS["coverage"]["at_least"], BARS["coverage"]["every_bin_over"]
+    found = []
+    if not low <= covered <= high:
+        found.append(f"{name}: 90% interval holds {covered:.1%}, should be {low:.0%} to {high:.0%}")
+    if worst is not None and worst < least:
+        found.append(f"{name}: 90% interval holds {worst:.1%} in its worst bin, should be {least:.0%} or more")
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profiles", type=Path, metavar="FOLDER", help="tables of measured operator times")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure here")
     parser.add_argument("--quick", action="store_true", help="fewer rows and folds; figures are rougher")
+    parser.add_argument("--bars", action="store_true", help="name each bar that is missed, and exit 1 for any")
     parser.add_argument("--each", action="store_true", help="one line per operator instead of one per file")
     parser.add_argument("--rows", type=int, metavar="N", help="draw tables down to about so many rows")
     parser.add_argument("--seed", type=int, default=0)
@@ -216,10 +259,12 @@ def _show_trace(console: Console, trace: Mapping[str, Any]) -> None:
         grid = Grid(title=f"{Path(trace['trace']).name}, {part.replace('_', ' ')}, {states} states")
         for name in ("model", *(f"{kind} {what}" for kind in KINDS for what in ("mean", "p90", "bias", "90% holds"))):
             grid.add_column(name, justify="left" if name == "model" else "right")
+        grid.add_column("ratio 90% holds", justify="right")
         grid.add_column("sign right", justify="right")
         grid.add_column("regret", justify="right")
         for name, score in scores.items():
-            grid.add_row(name, *_option_cells(score), _percent(score["sign_accuracy"]), _percent(score["regret"]))
+            choices = (_percent(score["sign_accuracy"]), _percent(score["regret"]))
+            grid.add_row(name, *_option_cells(score), _ratio_cell(score), *choices)
         console.print(grid)
     for direction, found in trace["segment_bytes"].items():
         _show_segments(console, f"{Path(trace['trace']).name}, {direction}s", found)
@@ -235,6 +280,10 @@ def _option_cells(score: Mapping[str, Any]) -> list[str]:
         holds = "" if bins is None else _percent(_covered(bins))
         cells += [f"{one['mean']:.1%}", f"{one['p90']:.1%}", f"{one['bias']:+.1%}", holds]
     return cells
+
+
+def _ratio_cell(score: Mapping[str, Any]) -> str:
+    return _percent(_covered(score["coverage"]["ratio"])) if "coverage" in score else ""
 
 
 def _show_segments(console: Console, title: str, found: Mapping[str, Any]) -> None:

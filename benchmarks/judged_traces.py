@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import log
 from typing import Any
 
@@ -154,7 +155,10 @@ def _score(predictions: Sequence[Prediction], floor_s: Seconds) -> dict[str, Any
         typical = np.array([one.state.typical_s[kind] for one in priced])
         found[kind] = errors(np.maximum(typical, floor_s[kind]), np.maximum(seconds, floor_s[kind]))
     if priced[0].costs is not None:
-        found["coverage"] = {kind: _coverage(priced, kind, floor_s[kind]) for kind in KINDS}
+        found["coverage"] = {
+            **{kind: _coverage(priced, partial(_holds, kind=kind, floor_s=floor_s)) for kind in KINDS},
+            "ratio": _coverage(priced, partial(_holds_ratio, floor_s=floor_s)),
+        }
     return found
 
 
@@ -179,20 +183,41 @@ def _choices(predictions: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-def _coverage(predictions: Sequence[Prediction], kind: Kind, floor_s: float) -> list[dict[str, Any]]:
-    """Per bin of length (halves) and load (alone or not): how often the typical cost lay in the 90% interval."""
+def _holds(one: Prediction, kind: Kind, floor_s: Seconds) -> bool:
+    assert one.costs is not None
+    cost = one.costs[kind]
+    return cost.low_s <= max(one.state.typical_s[kind], floor_s[kind]) <= cost.high_s
+
+
+def _holds_ratio(one: Prediction, floor_s: Seconds) -> bool:
+    """Of log(cost of the swap / cost of the recompute)."""
+    assert one.costs is not None
+    cost = one.costs["swap"]
+    swap_s, recompute_s = (max(one.state.typical_s[kind], floor_s[kind]) for kind in ("swap", "recompute"))
+    return cost.log_ratio_low <= log(swap_s / recompute_s) <= cost.log_ratio_high
+
+
+def _coverage(predictions: Sequence[Prediction], holds: Callable[[Prediction], bool]) -> list[dict[str, Any]]:
+    """Per bin of length (halves) and load (alone or not): how often what is typical lay in the 90% interval."""
     middle = float(np.median([one.state.computed_tokens for one in predictions]))
-    bins: dict[tuple[str, str], list[bool]] = {}
+    bins: dict[tuple[str, str], list[Prediction]] = {}
     for one in predictions:
-        assert one.costs is not None
-        cost, running = one.costs[kind], one.state.samples[kind][0].situation.running_requests
+        running = one.state.samples["recompute"][0].situation.running_requests
         key = (f"{'up to' if one.state.computed_tokens <= middle else 'over'} {middle:.0f} tokens",
                "others run" if running else "alone")  # fmt: skip
-        bins.setdefault(key, []).append(cost.low_s <= max(one.state.typical_s[kind], floor_s) <= cost.high_s)
+        bins.setdefault(key, []).append(one)
     return [
-        {"length": key[0], "load": key[1], "n": len(hits), "covered": sum(hits) / len(hits)}
-        for key, hits in sorted(bins.items())
-    ]
+        {
+            "length": key[0], "load": key[1], "n": len(some), "covered": sum(map(holds, some)) / len(some),
+            "bounded": all(_bounded(one) for one in some),
+        }
+        for key, some in sorted(bins.items())
+    ]  # fmt: skip
+
+
+def _bounded(one: Prediction) -> bool:
+    assert one.costs is not None
+    return all(cost.high_s < float("inf") for cost in one.costs.values())
 
 
 # ---- with and without contiguous segment bytes ----

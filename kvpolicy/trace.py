@@ -27,6 +27,9 @@ from kvpolicy.events import CAUSES, ENDINGS, KINDS, Decision, Outcome, Preemptio
 
 SCHEMA_VERSION = 1
 
+DIGEST_ROWS = 4096
+"""Rows that are held as Python values at a time for a digest."""
+
 _INT = pa.int64()
 _REAL = pa.float64()
 _TEXT = pa.string()
@@ -244,18 +247,22 @@ class Trace:
         found = self.tables.get(name)
         return with_core(schema.empty_table(), "") if found is None else found
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.table(name).to_pylist()
+    def rows(self, name: str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """The table's rows; of some columns alone, which spares much where others hold lists."""
+        table = self.table(name)
+        rows: list[dict[str, Any]] = (table if columns is None else table.select(list(columns))).to_pylist()
         return rows
 
     def digest(self) -> str:
         """SHA-256 over headers and tables, independent of how the rows were parted."""
         state = hashlib.sha256()
+        encoded = json.JSONEncoder(sort_keys=True).encode
         for core in sorted(self.headers):
             state.update(json.dumps(asdict(self.headers[core]), sort_keys=True).encode())
         for name in sorted(SCHEMAS):
-            for row in self.rows(name):
-                state.update(json.dumps(row, sort_keys=True).encode())
+            for batch in self.table(name).to_batches(max_chunksize=DIGEST_ROWS):
+                for row in batch.to_pylist():
+                    state.update(encoded(row).encode())
         return state.hexdigest()
 
     def write(self, folder: Path) -> None:

@@ -64,8 +64,20 @@ def test_cost_accuracy_judges_tables_and_traces_beside_others(profiles: Path, tm
     scores = trace["in_range"]["families"]
     assert {"boosted", "linear", "analytic", "raw boosting", "random forest", "best threshold"} <= set(scores)
     assert scores["boosted"]["swap"]["mean"] < 0.1 and scores["boosted"]["sign_accuracy"] > 0.9
+    assert sum(one["n"] for one in scores["boosted"]["coverage"]["ratio"]) == 60
     assert found["made_up_copies"]["with"]["physics x trees"]["mean"] < 0.03
     assert found["bars"]["in_range"] == {"at_least": 0.05, "aimed": 0.02}
+
+
+def test_cost_accuracy_judges_its_bars(tmp_path: Path) -> None:
+    """Times that no column explains miss every bar; without the flag the figures alone are told."""
+    rows = [{"layer": "a", "tokens": n, "time_us": 100.0 * 3.0 ** (n * 7919 % 5)} for n in range(1, 200)]
+    pyarrow.csv.write_csv(pa.Table.from_pylist(rows), tmp_path / "wild.csv")
+    asked = ("cost_accuracy.py", "--quick", "--profiles", str(tmp_path))
+    assert run(*asked).returncode == 0
+    done = run(*asked, "--bars")
+    assert done.returncode == 1, done.stderr
+    assert "bar missed: wild.csv, in range: mean error" in done.stdout
 
 
 def test_cost_accuracy_says_what_is_wrong(tmp_path: Path) -> None:
@@ -83,6 +95,15 @@ def test_training_scale_exits_by_its_bars() -> None:
     assert done.returncode == 0, done.stderr
     assert "4000 rows x 8 columns" in done.stdout
     assert run("training_scale.py", *small, "--gigabytes", "0.001").returncode == 1
+
+
+def test_training_scale_times_train_itself() -> None:
+    done = run("training_scale.py", "--train", "--rows", "800")
+    assert done.returncode == 0, done.stderr
+    assert "kvpolicy.train, 800 decision rows, 100 states" in done.stdout
+    assert run("training_scale.py", "--train", "--rows", "800", "--seconds", "0").returncode == 1
+    refused = run("training_scale.py", "--train", "--rows", "8")
+    assert refused.returncode == 2 and "--rows is 8" in refused.stderr
 
 
 def test_decision_latency_measures_all_contenders_in_the_same_rounds(tmp_path: Path) -> None:

@@ -27,12 +27,16 @@ from kvpolicy.cost.impossible import (
 )
 from kvpolicy.cost.steps import attribute, common_step_time, step_time_models
 from kvpolicy.cost.undisturbed import StepTimeModel
-from kvpolicy.events import KINDS, Kind, Preemption, situation_of
+from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Option, Preemption, situation_of
+from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
 from kvpolicy.trace import Header, Trace, TraceError
 
 Row = Mapping[str, Any]
 
+DECISION_COLUMNS = (*SITUATION_FIELDS, "core", "preemption_id", "state_id", "arm", "repeat", "executed")
+WINDOW_COLUMNS = ("core", "preemption_id", "duration_s", "discarded")
+"""What is read of the tables; the lists in them are most of what they hold."""
 
 MIXING = ", or take them together with --mixed-hardware"
 
@@ -50,6 +54,12 @@ class Sample:
     preemption_id: str
     victim_delay_s: float | None = None
     others_delay_s: float | None = None
+
+    @property
+    def option(self) -> Option:
+        if self.kind == "recompute":
+            return Option("recompute")
+        return Option("swap", self.situation.computed_tokens, "host")
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,16 @@ class State:
     def typical_s(self) -> dict[Kind, float]:
         """Medians: what is learned. A hiccup of the machine in one window is no cost of the option."""
         return {kind: median(sample.engine_s for sample in some) for kind, some in self.samples.items()}
+
+    @cached_property
+    def mean_features(self) -> dict[Kind, Features]:
+        """Over the samples. Kept: every fold of a fit asks again."""
+        return {
+            kind: Features(
+                *map(fmean, zip(*(features_of(sample.situation, sample.option) for sample in some), strict=True))
+            )
+            for kind, some in self.samples.items()
+        }
 
     @cached_property
     def computed_tokens(self) -> float:
@@ -180,7 +200,10 @@ def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool | None = None) -
         states=tuple(states),
         moves=tuple(move for folder, trace in read.items() for move in _moves(folder, trace)),
         natural=tuple(
-            situation_of(row) for trace in read.values() for row in trace.rows("decisions") if row["cause"] == "memory"
+            situation_of(row)
+            for trace in read.values()
+            for row in trace.rows("decisions", SITUATION_FIELDS)
+            if row["cause"] == "memory"
         ),
         headers=headers,
         digests=tuple(trace.digest() for trace in read.values()),
@@ -243,12 +266,12 @@ def _refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool | None) 
 def _states(folder: str, trace: Trace, left_out: Counter[str]) -> list[State]:
     outcomes = {(row["core"], row["preemption_id"]): row for row in _outcomes(folder, trace)}
     windows = {}
-    for number, row in enumerate(trace.rows("windows")):
+    for number, row in enumerate(trace.rows("windows", WINDOW_COLUMNS)):
         refuse_negative(folder, "windows", number, row, "duration_s")
         if row["preemption_id"] is not None:
             windows[row["core"], row["preemption_id"]] = row
     found: dict[str, dict[Kind, list[Sample]]] = {}
-    for number, row in enumerate(trace.rows("decisions")):
+    for number, row in enumerate(trace.rows("decisions", DECISION_COLUMNS)):
         refuse_situation(folder, number, row)
         if row["state_id"] is None:
             continue

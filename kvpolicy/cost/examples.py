@@ -6,11 +6,11 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, sqrt
-from statistics import fmean, median
+from statistics import median
 
 from kvpolicy.cost.dataset import State
 from kvpolicy.events import KINDS, Kind, Option
-from kvpolicy.features import FEATURES, Features, features_of
+from kvpolicy.features import FEATURES, Features
 
 LEAST_FLOOR_S = 1e-6
 """No trace is taken to tell costs under a microsecond apart."""
@@ -38,11 +38,7 @@ def examples_of(states: Iterable[State]) -> dict[Kind, tuple[Example, ...]]:
 
 
 def _example(state: State, kind: Kind) -> Example:
-    rows = [
-        features_of(sample.situation, option_of(kind, sample.situation.computed_tokens))
-        for sample in state.samples[kind]
-    ]
-    return Example(Features(*map(fmean, zip(*rows, strict=True))), state.typical_s[kind])
+    return Example(state.mean_features[kind], state.typical_s[kind])
 
 
 def noise_floors(states: Sequence[State]) -> dict[Kind, float]:

@@ -15,7 +15,7 @@ from kvpolicy.cost.coverage import coverage
 from kvpolicy.cost.dataset import Dataset, State
 from kvpolicy.cost.delays import fit_others_shares, fit_victim_delays, victim_delay_misses
 from kvpolicy.cost.examples import Example, dealt, examples_of, log_miss, noise_floors, ranges_of
-from kvpolicy.cost.inner import beyond, carried, growing, inner_coverage
+from kvpolicy.cost.inner import beyond, carried, growing, inner_coverage, unsteady
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.linear import fit_linear
@@ -55,10 +55,11 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
             trees[kind] = choose_tree_count([_fold(kind, *pair, floor_s[kind]) for pair in pairs], seed)
             if not trees[kind]:
                 notes.append(f"{kind}: a learned residual did not help on unseen states; physics alone")
-    misses = []
+    misses, without = [], []
     for seen, unseen in folds:
         one, _ = _fit_once(family, seen, dataset, provenance, trees, unbounded(), seed)
         misses += misses_of(one, unseen)
+        without.append(one)
 
     def refit(some: list[State]) -> FittedModel:
         grown = trees if len(some) >= FEWEST_TO_GROW else dict.fromkeys(KINDS, 0)
@@ -66,7 +67,7 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
 
     far = beyond(states, refit, misses_of)
     keep = carried(far, trees)
-    intervals = growing(calibrate(misses, kept_of(keep)), far, keep)
+    intervals = growing(calibrate(misses, kept_of(keep)), misses, far, keep, unsteady(without, states, keep))
     notes += _notes_beyond(intervals, trees, keep)
     if inf in [side for rooms in intervals.inside.values() for room in rooms for side in room]:
         notes.append(f"{len(states)} training states are too few for 90% intervals: they are infinite")
@@ -78,7 +79,7 @@ def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Prov
         step_time=dataset.common_step_time,
         carried=keep,
     )
-    return Fit(model, forests, trees, tuple(notes), inner_coverage(intervals, far, keep))
+    return Fit(model, forests, trees, tuple(notes), inner_coverage(misses, far, keep))
 
 
 def _notes_beyond(intervals: Intervals, trees: Mapping[Kind, int], keep: Mapping[Kind, bool]) -> list[str]:

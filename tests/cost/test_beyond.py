@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp, inf, log
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvpolicy.cost.beyond import carries, distance_beyond, excess, grown, growth_of
+from kvpolicy.cost.dataset import dataset_of
 from kvpolicy.cost.estimator import BoostedRegressor
-from kvpolicy.cost.inner import Beyond, carried, growing, inner_coverage
+from kvpolicy.cost.inner import Beyond, carried, growing, inner_coverage, unsteady
 from kvpolicy.cost.intervals import CONFIDENCE, PREDICTED, Misses, calibrate
 from kvpolicy.events import KINDS
-from tests.synthetic import fitted_model, options_for, situation
+from tests.synthetic import fitted_model, make_trace, options_for, situation
 
 
 def test_distance_is_the_log_above_and_the_missing_share_below() -> None:
@@ -56,33 +58,65 @@ def test_a_residual_is_kept_where_it_misses_less() -> None:
     assert not carries(small, small, 20, otherwise=False)
 
 
-def far(share: float, miss: float, distance: float, number: int) -> Beyond:
+NO_LEAST = dict.fromkeys(PREDICTED, 0.0)
+
+
+def missed_by(miss: float, tokens: float) -> Misses:
+    return Misses(tokens, 1.0, dict.fromkeys(PREDICTED, miss), dict.fromkeys(PREDICTED, miss))
+
+
+def far(share: float, miss: float, distance: float, number: int, tokens: float = 800.0) -> Beyond:
     """Missed by ``miss`` with the residual left out, by half as much with it kept."""
-    kept, left = (Misses(500.0, 1.0, dict.fromkeys(PREDICTED, one), {}) for one in (miss / 2, miss))
+    kept, left = (Misses(tokens, 1.0, dict.fromkeys(PREDICTED, one), {}) for one in (miss / 2, miss))
     return Beyond(share, f"state {number}", kept, left, dict.fromkeys(PREDICTED, distance))
 
 
 def test_growth_is_what_the_misses_of_inner_fits_need_and_no_state_inside_counts() -> None:
-    near = [Misses(100.0, 1.0, dict.fromkeys(PREDICTED, s), dict.fromkeys(PREDICTED, s)) for s in [0.1, -0.1] * 20]
+    """The room that misses stick out of is that of the short states alone, however wide the long ones make it."""
+    near = [missed_by(s, 100.0) for s in [0.1, -0.1] * 20]
+    all_lengths = near + [missed_by(s, 1000.0) for s in [0.5, -0.5] * 20]
     missed = [far(0.5, 0.1 + 0.4 * distance, distance, i) for i, distance in enumerate(np.linspace(0.1, 1.3, 30))]
     inside = [far(0.5, 9.0, 0.0, 100 + i) for i in range(30)]
     dropped = dict.fromkeys(KINDS, False)
-    found = growing(calibrate(near), [*missed, *inside], dropped)
+    found = growing(calibrate(all_lengths), all_lengths, [*missed, *inside], dropped, NO_LEAST)
     assert found.growth["swap"] == pytest.approx(0.4)
     assert found.room("swap", 0, True, 2.0) == pytest.approx((0.9, 0.9))
     assert carried(missed, {"recompute": 5, "swap": 0}) == {"recompute": True, "swap": False}
-    assert growing(calibrate(near), missed[:8], dropped).growth["swap"] == inf
+    assert growing(calibrate(all_lengths), all_lengths, missed[:8], dropped, NO_LEAST).growth["swap"] == inf
 
 
-def test_coverage_beyond_is_of_one_fit_judged_by_the_other() -> None:
-    """The fit on half misses by little; with its growth the fit on a quarter, four times as far off, is not held."""
-    near = [Misses(100.0, 1.0, dict.fromkeys(PREDICTED, s), dict.fromkeys(PREDICTED, s)) for s in [0.1, -0.1] * 20]
-    missed = [far(0.5, 0.1 + 0.2 * d, d, i) for i, d in enumerate(np.linspace(0.1, 0.6, 20))]
-    missed += [far(0.25, 0.1 + 0.8 * d, d, i) for i, d in enumerate(np.linspace(0.1, 1.3, 20))]
+def test_growth_is_that_of_the_fit_that_needs_most_and_never_below_what_fits_disagree_by() -> None:
+    inside = [missed_by(s, tokens) for tokens in (100.0, 1000.0) for s in [0.1, -0.1] * 20]
+    missed = [far(0.5, 0.1 + 0.2 * d, d, i) for i, d in enumerate(np.linspace(0.1, 0.6, 90))]
+    missed += [far(0.25, 0.1 + 0.8 * d, d, i) for i, d in enumerate(np.linspace(0.1, 1.3, 9))]
     dropped = dict.fromkeys(KINDS, False)
-    told = inner_coverage(growing(calibrate(near), missed, dropped), missed, dropped)["swap"]
-    assert (told["states"], told["holds"]) == (40, 0.5)
-    assert told["from_2x"]["holds"] == 0.0
+    found = growing(calibrate(inside), inside, missed, dropped, NO_LEAST | {"ratio": 3.0})
+    assert found.growth["swap"] == pytest.approx(0.8)
+    assert found.growth["ratio"] == 3.0
+
+
+def test_coverage_beyond_is_of_states_that_told_nothing() -> None:
+    """Told by fits to an eighth and a quarter, on lengths up to half; what is longer is missed four times as far."""
+    inside = [missed_by(s, tokens) for tokens in (100.0, 500.0, 1000.0) for s in [0.1, -0.1] * 20]
+    told = [far(share, 0.1 + 0.2 * d, d, i, 500.0) for share in (0.125, 0.25) for i, d in enumerate([0.2, 0.6] * 10)]
+    judged = [far(0.5, 0.1 + 0.8 * d, d, i, 900.0) for i, d in enumerate([0.3, 0.6] * 10)]
+    dropped = dict.fromkeys(KINDS, False)
+    found = inner_coverage(inside, [*told, *judged], dropped)["swap"]
+    assert (found["states"], found["holds"]) == (20, 0.0)
+    assert inner_coverage(inside, judged, dropped)["swap"]["states"] == 0
+
+
+def test_fits_that_agree_within_the_range_and_drift_apart_beyond_ask_for_room() -> None:
+    """The pairs' constant, hardly felt up to 512 tokens, rules from some thousands on."""
+    model = fitted_model("analytic")
+    law: Any = model.laws["recompute"]
+    fits = [replace(model, laws=model.laws | {"recompute": replace(law, s_per_pair=p * 1e-8)}) for p in range(2, 7)]
+    states = list(dataset_of({"x": make_trace(states=24, tokens=(32, 512))}).states)
+    dropped = dict.fromkeys(KINDS, False)
+    found = unsteady(fits, states, dropped)
+    assert found["recompute"] > 0.2 and found["ratio"] == pytest.approx(found["recompute"])
+    assert found["swap"] == pytest.approx(0.0, abs=1e-12)
+    assert unsteady([model] * 5, states, dropped) == pytest.approx(NO_LEAST, abs=1e-12)
 
 
 def test_fitted_models_hold_their_decisions_and_predictions_inside_do_not_depend_on_them() -> None:

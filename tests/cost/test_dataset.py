@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvpolicy.cost.dataset import dataset_of
+from kvpolicy.cost.examples import examples_of, option_of
 from kvpolicy.cost.impossible import COUNTS
+from kvpolicy.events import KINDS
 from kvpolicy.trace import Trace, TraceError
 from tests.synthetic import changed, make_trace
 from tests.synthetic_steps import with_steps
@@ -161,3 +163,18 @@ def test_steps_too_few_to_tell_d0_hurt_only_costs_that_need_them() -> None:
 def test_a_self_check_that_cannot_be_read_is_named(given: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         dataset_of({"made": with_noise({"variation": 0.03, "self_check": given})})
+
+
+def test_every_fold_of_a_fit_gets_the_same_features_without_working_them_out_again() -> None:
+    states = dataset_of({"x": make_trace(states=12)}).states
+    first, again = examples_of(states), examples_of(states[:6])
+    for kind in KINDS:
+        assert all(one.x is other.x for one, other in zip(first[kind], again[kind], strict=False))
+    sample = states[0].samples["swap"][0]
+    assert sample.option == option_of("swap", sample.situation.computed_tokens)
+
+
+def test_rows_of_some_columns_are_those_alone() -> None:
+    made = make_trace(states=12)
+    (one, *_) = made.rows("decisions", ("core", "arm"))
+    assert one == {name: made.rows("decisions")[0][name] for name in ("core", "arm")}

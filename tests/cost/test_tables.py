@@ -149,3 +149,6 @@ def test_drawing_keeps_whole_points_and_is_the_same_every_time(tmp_path: Path) -
     assert np.bincount(one.groups).tolist() == [2] * 30
     assert one.left_out == ("30 of 100 measured points drawn",)
     assert subsampled(table, 200, 0) is table
+    for seed in range(5):
+        assert set(range(91, 101)) <= set(subsampled(table, 60, seed).times.length.tolist())
+    assert set(subsampled(table, 8, 0).times.length.tolist()) == {97, 98, 99, 100}
