@@ -91,6 +91,20 @@ def test_state_of_a_policy_that_learns_nothing_is_refused(capsys: pytest.Capture
     assert "online=on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("cheapest:cpu-llama-native,online=on", "a folder; should be a file"),
+        ("cheapest:analytic,online=on", "step times"),
+    ],
+)
+def test_what_could_never_be_kept_is_refused_before_a_server_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, policy: str, told: str
+) -> None:
+    assert run("config", "--policy", policy, "--online-state", str(tmp_path)) != 0
+    assert told in capsys.readouterr().err
+
+
 def test_vllm_flags_pass_through_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--seed", "3", "-tp", "2", "--max-model-len=64", "--port", "8001", "--enforce-eager"]
     command = dry_run(capsys, "some/llm", "--policy", "always-swap", *flags)

@@ -77,7 +77,7 @@ def test_the_base_install_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = {line.split("<")[0].split(">")[0] for line in done.stdout.splitlines()}
-    assert names == {"lightgbm", "numba", "numpy", "pyarrow", "pyyaml", "rich", "scikit-learn", "typer"}
+    assert names == {"lightgbm", "numba", "numpy", "pyarrow", "pyyaml", "rich", "scikit-learn", "scipy", "typer"}
 
 
 def test_its_command_runs_away_from_the_checkout(installed: Path) -> None:

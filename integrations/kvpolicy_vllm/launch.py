@@ -58,8 +58,9 @@ def options(
         "online_state": None if online_state is None else str(online_state.absolute()),
     }
     extra = {key: value for key, value in given.items() if value is not None}
+    unknown = policies.needs_engine(policy)  # only the engine knows its model and its device
     Settings.read(extra)
-    if policies.needs_engine(policy):  # only the engine knows its model and its device
+    if unknown:
         return extra
     loaded = policies.load(extra["policy"])
     if online_state is not None and loaded.learned(loaded.initial_state()) is None:

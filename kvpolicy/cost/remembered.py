@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.cost import strictly
 from kvpolicy.cost.model import ModelError
 from kvpolicy.cost.online import (
     LEAST_ROOM,
@@ -80,7 +81,7 @@ def set_aside(path: Path, digest: str) -> Path:
 def _read(path: Path) -> tuple[str, Online]:
     """(digest of the cost model it was learned with, what was learned)"""
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
+        card = strictly.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as a state learned online: {error}") from error
     if not isinstance(card, dict) or card.get("schema_version") != SCHEMA_VERSION:

@@ -14,6 +14,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.cost import strictly
 from kvpolicy.cost.compiled import Forest, ForestError
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import Law, LinearLaw, RecomputeRoofline, SwapRoofline, law_from_dict
@@ -168,9 +169,9 @@ def _read(file: Traversable) -> str:
 def _parsed(folder: Traversable, text: str) -> dict[str, Any]:
     file = folder / CARD
     try:
-        values = json.loads(text)
+        values = strictly.loads(text)
     except ValueError as error:
-        raise ModelError(f"{file}: truncated or not JSON: {error}") from error
+        raise ModelError(f"{file}: truncated, or not JSON as it should be: {error}") from error
     if not isinstance(values, dict) or "schema_version" not in values:
         raise ModelError(f"{file}: field schema_version is missing: not a kvpolicy cost model")
     if type(values["schema_version"]) is not int or values["schema_version"] != SCHEMA_VERSION:

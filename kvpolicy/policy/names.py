@@ -55,9 +55,9 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
         objective, online = _objective(spec, options), _switch(spec, options, "online")
         cost_model = cost_model_loader(model)
         if objective.victim and not cost_model.predicts_victim_delay:
-            raise _wrong(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
+            raise _knows_no_delay(spec, model)
         if online and cost_model.step_time is None:
-            raise _wrong(spec, f"learns by step times, of which cost model {model} knows none; profile and train one")
+            raise _knows_no_steps(spec, model)
         return PRICED[kind](spec, cost_model, objective, online)
     raise _wrong(spec, "is no policy")
 
@@ -80,9 +80,19 @@ def anchored(spec: str) -> str:
 
 
 def needs_engine(spec: str) -> bool:
-    """Whether the policy can only be loaded inside a server: its cost model is the running engine's own."""
+    """Whether the policy can only be loaded inside a server: its cost model is the running engine's own.
+
+    Raises ValueError for options that no such model can serve, so that nobody has to start a server to hear of it.
+    """
     kind, _, value = spec.partition(":")
-    return kind in ("cheapest", "explore") and value.partition(",")[0] == cost.ANALYTIC
+    if kind not in PRICED or value.partition(",")[0] != cost.ANALYTIC:
+        return False
+    model, options = _options(spec, value)
+    if _switch(spec, options, "online"):
+        raise _knows_no_steps(spec, model)
+    if _objective(spec, options).victim:
+        raise _knows_no_delay(spec, model)
+    return True
 
 
 def _options(spec: str, value: str) -> tuple[str, dict[str, str]]:
@@ -131,6 +141,14 @@ def _share(spec: str, value: str) -> float:
     if not 0.0 <= share <= 1.0:
         raise _wrong(spec, "should name a probability from 0 to 1")
     return share
+
+
+def _knows_no_delay(spec: str, model: str) -> ValueError:
+    return _wrong(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
+
+
+def _knows_no_steps(spec: str, model: str) -> ValueError:
+    return _wrong(spec, f"learns by step times, of which cost model {model} knows none; profile and train one")
 
 
 def _wrong(spec: str, what: str) -> ValueError:

@@ -235,9 +235,17 @@ def test_other_names_are_loaded_in_a_server_as_ever() -> None:
 
 def test_which_policies_only_a_server_can_load() -> None:
     assert needs_engine("cheapest:analytic")
-    assert needs_engine("explore:analytic,online=on")
+    assert needs_engine("explore:analytic,online=off")
     assert not needs_engine("cheapest:analytic:H100-SXM:config.json")
     assert not needs_engine("always-swap")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("online=on", "step times"), ("objective=engine+0.5*victim", "victim's delay")]
+)
+def test_what_no_untrained_model_can_do_is_refused_before_a_server_starts(option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        needs_engine(f"cheapest:analytic,{option}")
 
 
 # ---- constants ----

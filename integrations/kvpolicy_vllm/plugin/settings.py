@@ -75,7 +75,7 @@ class Settings:
             "trace": lambda key, value: Path(_text(key, value)),
             "shadow": _flag,
             "seed": _whole,
-            "online_state": lambda key, value: Path(_text(key, value)),
+            "online_state": _file,
             "link": lambda key, value: Link.parse(_text(key, value)),
             "source": _text,
             "copier": _text,
@@ -104,6 +104,13 @@ def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be a text")
     return value
+
+
+def _file(key: str, value: Any) -> Path:
+    path = Path(_text(key, value))
+    if path.is_dir():
+        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, a folder; should be a file")
+    return path
 
 
 def _flag(key: str, value: Any) -> bool:
