@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 LEVELS = (0.0, 0.01, *(percent / 100 for percent in range(5, 100, 5)), 0.99, 1.0)
 """Where the quantiles of :class:`Lengths` are taken: every 5%, the ends and the 1% tails."""
@@ -20,10 +21,38 @@ class Request:
     """Since the workload's start."""
     prompt_tokens: int
     output_tokens: int
+    prefix: tuple[int, ...] = ()
+    """Ids of the prompt's leading blocks, each of ``prefix_block_tokens`` tokens, the last one perhaps partly filled.
+    Requests whose ids are equal up to some block share every token up to there; without ids they share none."""
+    prefix_block_tokens: int = 0
+    session: str = ""
+    """Requests of one session follow each other; empty where there is none."""
+    think_s: float | None = None
+    """Where set, it arrives this long after the request before it in its session has finished, and not before
+    ``arrival_s``; None where ``arrival_s`` alone says when."""
+    priority: int = 0
+    """Lower goes first, as in vLLM; only under priority scheduling."""
 
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
+
+
+class Source(Protocol):
+    """Requests in the order of ``arrival_s``, read anew at every iteration; perhaps more than memory holds."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """Where they come from, with licence."""
+        ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +73,12 @@ class Workload:
         for number, request in enumerate(self.requests):
             if request.prompt_tokens < 1 or request.output_tokens < 1:
                 raise ValueError(f"workload {self.name}, request {number}: {request}: both lengths should be 1 or more")
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+    def __len__(self) -> int:
+        return len(self.requests)
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,0 +1,166 @@
+"""What a simulator is given and what it gives back, whichever engine is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpolicy.events import Kind
+from kvpolicy.policy import Policy
+from kvpolicy.trace import Trace
+from kvpolicy.workload import Source
+
+Floats = NDArray[np.float64]
+Direction = Literal["save", "load"]
+Scheduling = Literal["fcfs", "priority"]
+
+
+class StepLoad(NamedTuple):
+    """What an engine step computes: all that its duration may depend on."""
+
+    scheduled_tokens: int
+    decode_requests: int
+    """Requests that compute a single token."""
+    kv_read_tokens: int
+    """Context that those read, their new token included."""
+    chunk_context: int
+    """(query token, context token) pairs of the other requests' chunks, the diagonal in."""
+    prefill_requests: int
+    """Requests that compute more than one token: of their prompt, or again what a preemption took from them."""
+    prefill_context_tokens: int
+    """Tokens those had computed before the step."""
+
+
+LOAD = StepLoad._fields
+"""Columns of the array that :meth:`Times.steps_s` takes."""
+
+
+class Times(Protocol):
+    """The hardware model: how long steps and copies take. Deterministic."""
+
+    @property
+    def source(self) -> str:
+        """Where its constants come from, for a person; names what nobody measured."""
+        ...
+
+    def step_s(self, load: StepLoad) -> float:
+        """Seconds of one engine step, from update to update."""
+        ...
+
+    def steps_s(self, loads: Floats) -> Floats:
+        """The same for rows of :data:`LOAD` columns, shape (steps, 6)."""
+        ...
+
+    def copy_s(self, direction: Direction, copied_bytes: int, segments: int, segment_bytes: int) -> float:
+        """Seconds that the link is busy with one copy."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How copies and steps get in each other's way."""
+
+    overlapped: bool = True
+    """Copies run beside the steps, one at a time per direction; where not, a step waits for the copies that it brings
+    (vLLM's CPU engine)."""
+    slowdown: float = 0.0
+    """Share by which a step is slower while a copy runs beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One engine core: memory, scheduling, link. Names and meanings are those of vLLM's flags where it has one."""
+
+    block_size: int
+    block_bytes: int
+    """One KV block over all layers of one rank."""
+    device_blocks: int
+    """Usable KV blocks; vLLM's own count holds one more, its null block."""
+    host_blocks: int
+    token_budget: int = 8192
+    """``max_num_batched_tokens``."""
+    max_running: int = 256
+    """``max_num_seqs``."""
+    max_model_len: int = 131072
+    prefix_caching: bool = True
+    scheduling: Scheduling = "fcfs"
+    asynchronous: bool = False
+    """Whether the scheduler runs one step ahead of the device, as vLLM does on CUDA."""
+    segment_bytes: int | None = None
+    """Contiguous bytes of a block on the device; None: ``block_bytes``."""
+    link: Link = field(default_factory=Link)
+    rules: str = "0.32"
+    """Whose scheduling rules: a vLLM version that kvpolicy supports."""
+    hardware: Mapping[str, Any] = field(default_factory=lambda: {"device": "simulated"})
+    """For the trace's header."""
+    geometry: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Seconds over requests (or, for inter-token times, over tokens after the first)."""
+
+    mean: float
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What one run came to."""
+
+    requests: int
+    """Finished ones."""
+    throughput_tok_s: float
+    """Output tokens over makespan."""
+    e2e_s: Tail
+    ttft_s: Tail
+    itl_s: Tail
+    preemptions: Mapping[Kind, int]
+    """By executed action."""
+    recomputed_tokens: int
+    """Scheduled positions below the request's highest computed position."""
+    moved_bytes: int
+    """Saved and loaded."""
+    makespan_s: float
+    """From the first arrival to the last token."""
+    steps: int
+    simulator_wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A summary always, a trace where the sink kept one."""
+
+    summary: Summary
+    trace: Trace | None
+
+
+class Sink(Protocol):
+    """Takes rows of the trace's tables as they are finished."""
+
+    def add(self, table: str, rows: list[dict[str, Any]]) -> None: ...
+
+    def finish(self) -> Trace | None: ...
+
+
+class Simulator(Protocol):
+    """An engine: ``builtin`` or ``vllm``."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(
+        self, requests: Source, policy: Policy, server: Server, times: Times, seed: int = 0, sink: Sink | None = None
+    ) -> Run:
+        """Serve the requests to their end.
+
+        ``seed`` draws the policy's coins: one stream per run, one number per decision, so that two policies meet the
+        same chance. Without a sink no row is made, and memory stays flat however many requests come.
+        Raises ValueError for a request that can never fit the server, naming it.
+        """
+        ...
