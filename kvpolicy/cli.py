@@ -24,9 +24,10 @@ app = typer.Typer(
 )
 
 POLICIES = (
-    "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL or explore:COST_MODEL; "
-    "a cost model is a folder, the name of one that ships, analytic in a server, or analytic:DEVICE[@LINK]:CONFIG; "
-    "after it may follow ,online=on (measured outcomes correct it) and ,objective=OBJECTIVE"
+    "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL, explore:COST_MODEL or "
+    "minwaste:COST_MODEL (InferCept's rule); a cost model is a folder, the name of one that ships, analytic in a "
+    "server or a simulation, or analytic:DEVICE[@LINK]:CONFIG; "
+    "after it, but for minwaste, may follow ,online=on (measured outcomes correct it) and ,objective=OBJECTIVE"
 )
 OBJECTIVES = "engine, victim or others, in seconds, or a weighted sum of them, as in engine+0.5*victim"
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}

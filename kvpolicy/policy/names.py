@@ -10,6 +10,7 @@ from kvpolicy.cost import CostModel
 from kvpolicy.policy.cheapest import Cheapest
 from kvpolicy.policy.explore import Explore
 from kvpolicy.policy.fixed import Always, Coin
+from kvpolicy.policy.minwaste import MinWaste
 from kvpolicy.policy.objective import ENGINE, Objective, parse
 from kvpolicy.policy.protocol import Policy
 from kvpolicy.policy.threshold import Threshold
@@ -21,6 +22,7 @@ FORMS = (
     "random:P_SWAP",
     "cheapest:COST_MODEL",
     "explore:COST_MODEL",
+    "minwaste:COST_MODEL",
 )
 COST_MODELS = (
     "a folder, the name of one that ships, analytic (untrained, of the running engine) "
@@ -28,10 +30,12 @@ COST_MODELS = (
 )
 
 PRICED: dict[str, type[Cheapest] | type[Explore]] = {"cheapest": Cheapest, "explore": Explore}
+MODELLED = (*PRICED, "minwaste")
+"""Kinds that name a cost model."""
 OPTIONS = ("online", "objective")
 MOST_DIGITS = 18
 """Of a threshold: more are no length, and Python itself refuses thousands."""
-AFTERWARDS = "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE"
+AFTERWARDS = "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE (not after minwaste)"
 
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
@@ -50,6 +54,8 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
         return Threshold(spec, _tokens(spec, value))
     if kind == "random":
         return Coin(spec, _share(spec, value))
+    if kind == "minwaste" and value:
+        return MinWaste(spec, cost_model_loader(_bare_model(spec, value)))
     if kind in PRICED and value:
         model, options = _options(spec, value)
         objective, online = _objective(spec, options), _switch(spec, options, "online")
@@ -65,7 +71,7 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
 def anchored(spec: str) -> str:
     """The name with the folder of its cost model, where it names one, made absolute: a server may start elsewhere."""
     kind, colon, value = spec.partition(":")
-    if kind not in PRICED or not value:
+    if kind not in MODELLED or not value:
         return spec
     model, _ = _options(spec, value)
     place = model
@@ -85,8 +91,10 @@ def needs_engine(spec: str) -> bool:
     Raises ValueError for options that no such model can serve, so that nobody has to start a server to hear of it.
     """
     kind, _, value = spec.partition(":")
-    if kind not in PRICED or value.partition(",")[0] != cost.ANALYTIC:
+    if kind not in MODELLED or value.partition(",")[0] != cost.ANALYTIC:
         return False
+    if kind == "minwaste":
+        return bool(_bare_model(spec, value))
     model, options = _options(spec, value)
     if _switch(spec, options, "online"):
         raise _knows_no_steps(spec, model)
@@ -107,6 +115,13 @@ def _options(spec: str, value: str) -> tuple[str, dict[str, str]]:
     if not parts[0] or not parts[-1]:
         raise _wrong(spec, "names no cost model")
     return ",".join(parts), options
+
+
+def _bare_model(spec: str, value: str) -> str:
+    model, options = _options(spec, value)
+    if options:
+        raise _wrong(spec, f"has the option {next(iter(options))!r}; minwaste takes none")
+    return model
 
 
 def _objective(spec: str, options: Mapping[str, str]) -> Objective:

@@ -34,6 +34,8 @@ SPECS = (
     "explore:analytic",
     "explore:boosted",
     "explore:boosted,online=on,objective=victim",
+    "minwaste:boosted",
+    "minwaste:linear",
 )
 
 situations = st.builds(
