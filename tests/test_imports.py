@@ -20,7 +20,8 @@ LAYERS = (
     ("cost",),
     ("policy",),
     ("evaluation", "simulator", "measure", "training", "explaining"),
-    ("study", "report", "engines"),
+    ("engines",),
+    ("study", "report"),
     ("cli",),
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
