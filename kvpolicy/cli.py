@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import kvpolicy
-from kvpolicy import engines
+from kvpolicy import cli_study, engines
 from kvpolicy.cost import ModelWarning
 
 app = typer.Typer(
@@ -233,6 +233,9 @@ def demo(
 ) -> None:
     """Run the whole loop on a small model, then the same overload with and without the plugin."""
     _show(kvpolicy.demo(out=out, quick=quick, seed=seed))
+
+
+cli_study.add_to(app)
 
 
 def _show(report: Any) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvpolicy.events import Cost, Decision, Kind, Option, Preemption
 from kvpolicy.policy import Objective, Policy, PolicyState
 from kvpolicy.policy.cheapest import lowest
+from kvpolicy.policy.objective import ENGINE
 from kvpolicy.policy.protocol import Assessment, PolicyBase, all_on, first_of
 from kvpolicy.simulator.protocol import Server, StepLoad, Summary, Times
 from kvpolicy.simulator.watched import Watched
@@ -27,7 +28,7 @@ class Oracle(PolicyBase):
 
     times: Times
     server: Server
-    objective: Objective = Objective()
+    objective: Objective = ENGINE
     name: str = "oracle"
 
     def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
@@ -157,4 +158,3 @@ def best_in_hindsight(
         open_ones += [(*done[:at], "swap") for at in range(len(done) - 1, len(script) - 1, -1)]
     assert best is not None
     return Hindsight(best[1], best[2], best[0], schedules, complete)
-

@@ -103,4 +103,3 @@ def extrapolation_warning(one: Compared) -> str | None:
         f"{one.policy}: its cost model was asked beyond what it was trained on in {one.extrapolated} of {one.choices} "
         f"decisions ({share:.0%}); `kvpolicy profile` and `kvpolicy train` on the serving machine measure there"
     )
-

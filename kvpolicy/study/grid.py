@@ -7,12 +7,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import kvpolicy
+from kvpolicy import __version__
 from kvpolicy.study.cells import DEFAULT_HOST_GIB, Cell, Serving
 from kvpolicy.study.kept import Kept, Result, usual_folder
 from kvpolicy.study.processes import in_processes
@@ -101,7 +100,7 @@ def sweep(cells: Sequence[Cell], workers: Workers, progress: Progress | None = N
         if isinstance(outcome, BaseException):
             failed.append(Failed(cell, _words(outcome)))
         else:
-            results[cell] = {"digest": digests[cell], "kvpolicy": kvpolicy.__version__, **outcome}
+            results[cell] = {"digest": digests[cell], "kvpolicy": __version__, **outcome}
             workers.kept.keep(digests[cell], results[cell])
         tell(done, len(digests), cell.words())
     return SweepReport(tuple(results[cell] for cell in digests if cell in results), tuple(failed), taken_up)

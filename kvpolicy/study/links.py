@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpolicy.simulator import Direction, Floats, StepLoad, Times
+from kvpolicy.simulator import StepLoad, Times
+from kvpolicy.simulator.protocol import Direction, Floats
 
 
 @dataclass(frozen=True, slots=True)

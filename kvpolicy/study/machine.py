@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from kvpolicy import cost
-from kvpolicy.cost import ModelError
+from kvpolicy.cost import Engine, FittedModel
 from kvpolicy.cost.sheets import known_sheet
 from kvpolicy.hardware import Geometry
 from kvpolicy.simulator import Times
-from kvpolicy.simulator.hardware import FILE, load_hardware
-from kvpolicy.simulator.times import law_times, untrained_times
 
 FORMS = (
     "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of one that ships), "
     "or DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json"
 )
+PROBE_BYTES = 2**28
+"""Bytes of the copy that a link's bandwidth is told by: so many that its latency does not matter."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Machine:
     """One device with one model on it."""
 
@@ -32,6 +29,10 @@ class Machine:
     hardware: Mapping[str, Any]
     """As in a trace's header: ``device`` at least."""
     digest: str
+    model_loader: Callable[[Engine], Callable[[str], FittedModel]]
+    """Loads cost models by name as a server of this machine would: ``analytic`` is its own."""
+    own_model: str | None
+    """Name of a cost model that fits it, where there is one."""
     unmeasured: tuple[str, ...] = ()
     """What of it nobody has measured, for a person."""
 
@@ -43,10 +44,13 @@ class Machine:
         """Whether a step waits for the copies that it brings, as on a CPU, whose memory is the host's."""
         return self.hardware.get("device") == "cpu"
 
-    def slowdown(self, bytes_per_s: float) -> float:
-        """Share by which a copy at that rate slows the steps beside it: what it takes of the memory's bandwidth.
+    def slowdown(self, times: Times) -> float:
+        """Share by which a copy slows the steps beside it: what it takes of the device memory's bandwidth.
 
-        0 where nobody says what the device's memory gives.
+        0 where nobody says what that is.
         """
         sheet = known_sheet(self.hardware.get("device"))
-        return 0.0 if sheet is None else min(1.0, bytes_per_s / sheet.memory_bytes_per_s)
+        if sheet is None:
+            return 0.0
+        rate = PROBE_BYTES / times.copy_s("load", PROBE_BYTES, 1, PROBE_BYTES)
+        return min(1.0, rate / sheet.memory_bytes_per_s)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvpolicy.simulator.recorded import open_any
 from kvpolicy.study.advice import DEFAULT, JUDGED, Advice, Compared, extrapolation_warning, gains
 from kvpolicy.study.cells import DEFAULT_HOST_GIB
 from kvpolicy.study.grid import Progress, simulate
@@ -14,7 +15,7 @@ from kvpolicy.study.machine import open_machine
 from kvpolicy.study.paired import Ratio, paired_ratio
 from kvpolicy.study.report import figures
 from kvpolicy.study.running import NATIVE, seeded
-from kvpolicy.workload import Source, open_workload
+from kvpolicy.workload import Source
 
 SHARES = (0.25, 0.5, 0.75, 0.9)
 """Of requests that are shorter in all: where thresholds are tried."""
@@ -53,7 +54,7 @@ def recommend(
     if seeds * parts < 2:
         raise ValueError(f"{seeds} seeds x {parts} parts is one run: nothing tells a difference from chance; give more")
     machine = open_machine(hardware, block_size, token_budget)
-    tried = candidates(open_workload(seeded(workload, 0)), machine.own_model, block_size, policies)
+    tried = candidates(open_any(seeded(workload, 0)), machine.own_model, block_size, policies)
     report = simulate(
         [workload], tried, [kv_blocks], hardware, [link], engine, block_size, host_gib, None, token_budget,
         max_num_seqs, prefix_caching, scheduling, asynchronous, seeds, parts, jobs, ray, None, cache, False, progress,
@@ -125,9 +126,7 @@ def _compared(runs: Mapping[str, Sequence[Result]], policy: str, best: str, judg
 
 
 def _ratio(runs: Mapping[str, Sequence[Result]], policy: str, other: str, judge_by: str) -> Ratio:
-    return paired_ratio(
-        gains(runs[policy], judge_by), gains(runs[other], judge_by), comparisons=max(1, len(runs) - 1)
-    )
+    return paired_ratio(gains(runs[policy], judge_by), gains(runs[other], judge_by), comparisons=max(1, len(runs) - 1))
 
 
 def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: str) -> str:

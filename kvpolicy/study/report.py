@@ -111,10 +111,7 @@ def _table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns as wide as their widest, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) if at == 0 else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def _notes(results: Sequence[Result]) -> list[str]:

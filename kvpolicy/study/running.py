@@ -11,19 +11,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import kvpolicy
+from kvpolicy import __version__
 from kvpolicy import policy as policies
 from kvpolicy.cost import Engine, ModelWarning
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Sink, Summary, Times
+from kvpolicy.simulator.recorded import open_any
 from kvpolicy.simulator.sinks import FolderSink
+from kvpolicy.simulator.watched import Watched
 from kvpolicy.study.cells import Cell, Serving
 from kvpolicy.study.engine import simulator_of
 from kvpolicy.study.links import Behind, GivenLink
 from kvpolicy.study.machine import Machine, open_machine
 from kvpolicy.study.parts import Part
-from kvpolicy.simulator.watched import Watched
-from kvpolicy.workload import Source, open_workload
+from kvpolicy.workload import Source
 
 NATIVE = "native"
 KEEP_MODELS = 32
@@ -62,7 +63,7 @@ def numbers(summary: Summary) -> dict[str, Any]:
 
 def source_of(cell: Cell) -> Source:
     """Its workload, drawn by the cell's seed unless the workload names one itself."""
-    whole = open_workload(seeded(cell.workload, cell.seed))
+    whole = open_any(seeded(cell.workload, cell.seed))
     return whole if cell.parts == 1 else Part(whole, cell.part, cell.parts)
 
 
@@ -90,8 +91,10 @@ def times_of(cell: Cell, machine: Machine) -> Times:
 
 def server_of(cell: Cell, machine: Machine) -> Server:
     serving, block_bytes = cell.serving, machine.block_bytes(cell.serving.block_size)
-    link = link_of(cell)
-    copies = Link(overlapped=link is not None or not machine.waits_for_copies, slowdown=machine.slowdown(link))
+    copies = Link(
+        overlapped=cell.link != NATIVE or not machine.waits_for_copies,
+        slowdown=machine.slowdown(times_of(cell, machine)),
+    )
     return Server(
         block_size=serving.block_size,
         block_bytes=block_bytes,
@@ -148,25 +151,34 @@ def _loaded(policy: str, hardware: str, link: str, serving: Serving) -> tuple[Po
 def contents(cell: Cell) -> dict[str, str]:
     """Digests of all that the cell names but does not hold. Raises ValueError for what cannot be found or loaded."""
     model = policy_of(cell)[0].cost_model
-    file = workload_file(cell.workload)
+    place = workload_place(cell.workload)
     return {
         "program": program_digest(cell.engine),
         "hardware": machine_of(cell).digest,
         "cost model": "" if model is None else model.digest,
-        "workload": "" if file is None else file_digest(file, file.stat().st_mtime_ns),
+        "workload": "" if place is None else place_digest(place),
     }
 
 
-def workload_file(workload: str) -> Path | None:
-    """The file that a workload is read from; None where it is made up."""
+def workload_place(workload: str) -> Path | None:
+    """The file, or folder of a trace, that a workload is read from; None where it is made up."""
     place, _, _ = workload.partition("?")
     found = (Path(one) for one in (place, place.partition(":")[2]) if one)
-    return next((path for path in found if path.is_file()), None)
+    return next((path for path in found if path.exists()), None)
+
+
+def place_digest(place: Path) -> str:
+    """SHA-256 of a file, or of all files below a folder."""
+    files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+    told = hashlib.sha256()
+    for file in files:
+        told.update(_file_digest(file, file.stat().st_mtime_ns, file.stat().st_size).encode())
+    return told.hexdigest()
 
 
 @cache
-def file_digest(path: Path, changed_ns: int) -> str:
-    """SHA-256 of a file as it was changed at that time: read once per process."""
+def _file_digest(path: Path, changed_ns: int, size_bytes: int) -> str:
+    """Read once per process, unless it was changed since."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -175,7 +187,7 @@ def file_digest(path: Path, changed_ns: int) -> str:
 def program_digest(engine: str) -> str:
     """SHA-256 over this package's sources, and the version of the engine where that is another's: a result of an
     older program is not taken up by a newer one."""
-    told = hashlib.sha256(kvpolicy.__version__.encode())
+    told = hashlib.sha256(__version__.encode())
     for path in sorted(_sources(Path(str(resources.files("kvpolicy"))))):
         told.update(path.name.encode() + path.read_bytes())
     if engine != "builtin":
