@@ -1,8 +1,9 @@
 """kvpolicy: recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.
 
 The steps of the loop are functions here, with the arguments of the commands: :func:`profile`, :func:`train`,
-:func:`calibrate`, :func:`evaluate`, :func:`explain`, :func:`demo`, :func:`simulate`, :func:`recommend`. They are loaded
-on first use: a server that only decides must not load the trainers.
+:func:`calibrate`, :func:`evaluate`, :func:`explain`, :func:`demo`, :func:`simulate`, :func:`recommend`;
+:func:`import_profile` makes a simulator's hardware from published tables. They are loaded on first use: a server that
+only decides must not load the trainers.
 """
 
 from __future__ import annotations
@@ -14,17 +15,30 @@ if TYPE_CHECKING:
     from kvpolicy.engines import demo, profile
     from kvpolicy.evaluation import evaluate
     from kvpolicy.explaining import explain
+    from kvpolicy.simulator.profiles import import_profile
     from kvpolicy.study import recommend, simulate
     from kvpolicy.training import calibrate, train
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "calibrate", "demo", "evaluate", "explain", "profile", "recommend", "simulate", "train"]
+__all__ = [
+    "__version__",
+    "calibrate",
+    "demo",
+    "evaluate",
+    "explain",
+    "import_profile",
+    "profile",
+    "recommend",
+    "simulate",
+    "train",
+]
 
 _HOMES = {
     "calibrate": "kvpolicy.training",
     "demo": "kvpolicy.engines",
     "evaluate": "kvpolicy.evaluation",
     "explain": "kvpolicy.explaining",
+    "import_profile": "kvpolicy.simulator.profiles",
     "profile": "kvpolicy.engines",
     "recommend": "kvpolicy.study.recommend",
     "simulate": "kvpolicy.study.grid",
