@@ -54,3 +54,84 @@ class Machine:
             return 0.0
         rate = PROBE_BYTES / times.copy_s("load", PROBE_BYTES, 1, PROBE_BYTES)
         return min(1.0, rate / sheet.memory_bytes_per_s)
+
+
+@lru_cache(maxsize=KEPT)
+def open_machine(spec: str, block_size: int, token_budget: int) -> Machine:
+    """Raises ValueError (ModelError, HardwareError, ConfigError), naming file and field, for what cannot be opened."""
+    engine = Engine(block_size=block_size, token_budget=token_budget)
+    if (Path(spec) / FILE).is_file() or Path(spec).name == FILE:
+        return _imported(spec)
+    if Path(spec).is_dir() or spec in cost.shipped():
+        return _trained(spec)
+    place, colon, config = spec.partition(":")
+    if not colon or not place or not config:
+        raise ModelError(f"hardware {spec!r}: should be {FORMS}; models that ship are {', '.join(cost.shipped())}")
+    return _by_sheet(spec, config, engine)
+
+
+def _imported(spec: str) -> Machine:
+    times = load_hardware(spec)
+    geometry = Geometry.from_dict(times.model.geometry)
+    known = known_sheet(times.model.device) is not None
+    config = _config_of(geometry, times.model.ranks)
+    return Machine(
+        times=times,
+        geometry=geometry,
+        kv_bytes_per_token=float(geometry.kv_bytes_per_token),
+        hardware={"device": times.model.device},
+        digest=times.model.digest,
+        model_loader=lambda engine: cost.engine_loader(config, replace(engine, ranks=times.model.ranks)),
+        own_model=cost.ANALYTIC if known else None,
+        unmeasured=(f"copies between host and device: {times.model.copies_source}", *times.model.notes),
+    )
+
+
+def _trained(spec: str) -> Machine:
+    model = cost.load(spec)
+    made = model.provenance
+    return Machine(
+        times=LawTimes(model),
+        geometry=made.geometry,
+        kv_bytes_per_token=made.kv_bytes_per_token,
+        hardware=made.hardware,
+        digest=model.digest,
+        model_loader=lambda engine: cost.load,
+        own_model=spec,
+        unmeasured=made.notes if made.family == cost.ANALYTIC and not made.trace_digests else (),
+    )
+
+
+def _by_sheet(spec: str, config: str, engine: Engine) -> Machine:
+    model = cost.load(f"{cost.ANALYTIC}:{spec}")
+    made = model.provenance
+    told = json.loads(_config_file(config).read_text(encoding="utf-8"))
+    return Machine(
+        times=LawTimes(model),
+        geometry=made.geometry,
+        kv_bytes_per_token=made.kv_bytes_per_token,
+        hardware=made.hardware,
+        digest=model.digest,
+        model_loader=lambda engine: cost.engine_loader(told, engine),
+        own_model=cost.ANALYTIC,
+        unmeasured=made.notes,
+    )
+
+
+def _config_file(config: str) -> Path:
+    return Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+
+
+def _config_of(geometry: Geometry, ranks: int) -> Mapping[str, Any]:
+    """A config.json of that shape, all ranks together."""
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": geometry.layers,
+        "hidden_size": geometry.hidden,
+        "num_attention_heads": geometry.heads * ranks,
+        "num_key_value_heads": geometry.kv_heads * ranks,
+        "head_dim": geometry.head_dim,
+        "intermediate_size": geometry.intermediate * ranks,
+        "vocab_size": geometry.vocab,
+        "torch_dtype": geometry.dtype,
+    }
