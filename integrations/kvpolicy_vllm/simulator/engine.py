@@ -59,7 +59,8 @@ class Flight(NamedTuple):
 
     output: Any
     sampled: dict[str, bool]
-    preempted: bool
+    disturbed: bool
+    """Whether it took somebody's blocks or brings saves, so that it is more than waiting."""
     ends_s: float
 
     @property
@@ -132,21 +133,21 @@ class Engine:
         load = load_of(output, requests)
         ends_s = self.worker.execute(output.kv_connector_metadata, load, self.clock.now_s)
         sampled = {name: not requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
-        return Flight(output, sampled, bool(self.controller.lost_now), ends_s)
+        return Flight(output, sampled, self.controller.disturbed, ends_s)
 
     def _read_oldest(self) -> None:
         flight = self._flying.popleft()
         self.clock.advance(flight.ends_s)
         if self._served and self._idle(flight):
             self._wait()
-        self.sums.step(flight.computes)
         told = self.scheduler.update_from_output(flight.output, self._answer(flight))
         for outputs in told.values():
             for one in outputs.outputs:
                 self._tell(one)
+        self.tallied.steps += flight.computes or flight.disturbed or bool(self._served)
 
     def _idle(self, flight: Flight) -> bool:
-        return not any(one.computes or one.preempted for one in (flight, *self._flying))
+        return not any(one.computes or one.disturbed for one in (flight, *self._flying))
 
     def _wait(self) -> None:
         """Nothing can be computed until a copy has come or somebody arrives."""
