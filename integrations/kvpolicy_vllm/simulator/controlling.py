@@ -16,6 +16,15 @@ ROWS = 1000
 """Rows of one table that are handed to the sink at a time."""
 
 
+def name_of(number: int) -> str:
+    """A request's name within vLLM, which breaks ties by it."""
+    return f"{number:012d}"
+
+
+def number_of(name: str) -> int:
+    return int(name)
+
+
 class SinkRecording:
     """Rows for a :class:`Sink`, some at a time."""
 
@@ -42,10 +51,17 @@ class SinkRecording:
 
 
 class SimulatedController(Controller):
-    """Requests keep their names, they are nobody's; an error in deciding is an error."""
+    """Requests are named by their numbers, they are nobody's; an error in deciding is an error."""
 
     def __init__(
-        self, scheduler: Any, server: Server, policy: Policy, seed: int, clock: VirtualClock, sink: Sink | None
+        self,
+        scheduler: Any,
+        core: str,
+        server: Server,
+        policy: Policy,
+        seed: int,
+        clock: VirtualClock,
+        sink: Sink | None,
     ) -> None:
         super().__init__(
             Settings(policy=policy.name, seed=seed, source="simulation", pin_memory=False),
@@ -57,16 +73,21 @@ class SimulatedController(Controller):
             policy,
             None if sink is None else SinkRecording(sink),
         )
-        self.core = "simulated"
+        self.core = core
         self._segment_bytes = server.segment_bytes or server.block_bytes
 
     @property
-    def lost_now(self) -> bool:
-        """Whether the step just scheduled took somebody's blocks."""
-        return bool(self._step.lost)
+    def disturbed(self) -> bool:
+        """Whether the step just scheduled took somebody's blocks or brings saves."""
+        return bool(self._step.lost or self._step.saves)
+
+    def counted(self, name: str, label: str = "") -> int:
+        """Sum of a counter, of one label alone where it is given."""
+        parts = ((key.split("|"), value) for key, value in self.tally.totals.items())
+        return round(sum(value for key, value in parts if key[0] == name and (not label or label in key)))
 
     def anonymous(self, request_id: str) -> str:
-        return request_id
+        return str(number_of(request_id))
 
     def arrived(self, request: Any) -> None:
         """When it came, not when the engine next looked."""
@@ -78,10 +99,10 @@ class SimulatedController(Controller):
 
 
 def take_control(
-    scheduler: Any, server: Server, policy: Policy, seed: int, clock: VirtualClock, sink: Sink | None
+    scheduler: Any, core: str, server: Server, policy: Policy, seed: int, clock: VirtualClock, sink: Sink | None
 ) -> SimulatedController:
     """Put a simulated controller in the place of the one that scheduler and connector were made with."""
-    controller = SimulatedController(scheduler, server, policy, seed, clock, sink)
+    controller = SimulatedController(scheduler, core, server, policy, seed, clock, sink)
     scheduler.connector.controller.close()
     scheduler.connector.controller = scheduler.kvpolicy = controller
     return controller

@@ -106,7 +106,7 @@ class VirtualWorker:
         waiting = sum(c.transfer.bytes for c in self._copying if c.transfer.direction == direction)
         self._link_free_s[direction] = end_s
         made = Transfer(
-            job.copy_id, direction, True, size, segments, self._segment_bytes, False, waiting, submit_s, start_s, end_s
+            job.copy_id, direction, True, size, segments, self._segment_bytes, True, waiting, submit_s, start_s, end_s
         )
         self._copying.append(Copying(job, made))
         return end_s

@@ -22,6 +22,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvpolicy.simulator import Server
 from kvpolicy_vllm.plugin import NAME, register
 
+NULL_BLOCK = 1
+"""vLLM counts a block that nobody can have."""
 HEADS, HEAD_DIM = 1, 16
 """Of the made-up model. Scheduling depends on none of it: bytes and times are the server's own."""
 
@@ -55,7 +57,7 @@ def _undisturbed() -> Iterator[None]:
 def _kv_cache(server: Server) -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=server.block_size, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32)
     cache = KVCacheConfig(
-        num_blocks=server.device_blocks + 1,  # one is vLLM's null block
+        num_blocks=server.device_blocks + NULL_BLOCK,
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
     )
@@ -73,7 +75,7 @@ def _configuration(server: Server) -> Any:
         server.prefix_caching,
         server.scheduling,
     )
-    config.cache_config.num_gpu_blocks = server.device_blocks + 1
+    config.cache_config.num_gpu_blocks = server.device_blocks + NULL_BLOCK
     # The CPU platform turns it off; the scheduler alone needs no platform.
     config.scheduler_config.async_scheduling = server.asynchronous
     return config
