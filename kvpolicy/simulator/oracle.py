@@ -150,7 +150,9 @@ def best_in_hindsight(
         schedules += 1
         met = watched.seen.choices
         complete = complete and met <= choices
-        done = script + ("recompute",) * (min(met, choices) - len(script))
+        recompute: Kind = "recompute"
+        rest = (recompute,) * (min(met, choices) - len(script))
+        done = script + rest
         found = value(summary)
         if best is None or found < best[0]:
             best = found, done, summary

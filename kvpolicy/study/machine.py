@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from kvpolicy.cost import Engine, FittedModel
+from kvpolicy import cost
+from kvpolicy.cost import Engine, FittedModel, ModelError
 from kvpolicy.cost.sheets import known_sheet
 from kvpolicy.hardware import Geometry
 from kvpolicy.simulator import Times
+from kvpolicy.simulator.hardware import FILE, load_hardware
+from kvpolicy.simulator.lawtimes import LawTimes
 
+KEPT = 16
+"""Machines that a process keeps open."""
 FORMS = (
     "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of one that ships), "
     "or DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json"
@@ -57,9 +65,8 @@ class Machine:
 
 
 @lru_cache(maxsize=KEPT)
-def open_machine(spec: str, block_size: int, token_budget: int) -> Machine:
-    """Raises ValueError (ModelError, HardwareError, ConfigError), naming file and field, for what cannot be opened."""
-    engine = Engine(block_size=block_size, token_budget=token_budget)
+def open_machine(spec: str) -> Machine:
+    """The machine of that name. Raises ValueError, naming file and field, for what cannot be opened."""
     if (Path(spec) / FILE).is_file() or Path(spec).name == FILE:
         return _imported(spec)
     if Path(spec).is_dir() or spec in cost.shipped():
@@ -67,7 +74,7 @@ def open_machine(spec: str, block_size: int, token_budget: int) -> Machine:
     place, colon, config = spec.partition(":")
     if not colon or not place or not config:
         raise ModelError(f"hardware {spec!r}: should be {FORMS}; models that ship are {', '.join(cost.shipped())}")
-    return _by_sheet(spec, config, engine)
+    return _by_sheet(spec, config)
 
 
 def _imported(spec: str) -> Machine:
@@ -102,7 +109,7 @@ def _trained(spec: str) -> Machine:
     )
 
 
-def _by_sheet(spec: str, config: str, engine: Engine) -> Machine:
+def _by_sheet(spec: str, config: str) -> Machine:
     model = cost.load(f"{cost.ANALYTIC}:{spec}")
     made = model.provenance
     told = json.loads(_config_file(config).read_text(encoding="utf-8"))

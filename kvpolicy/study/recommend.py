@@ -53,7 +53,7 @@ def recommend(
         raise ValueError(f"judge_by is {judge_by!r}: should be one of {', '.join(JUDGED)}")
     if seeds * parts < 2:
         raise ValueError(f"{seeds} seeds x {parts} parts is one run: nothing tells a difference from chance; give more")
-    machine = open_machine(hardware, block_size, token_budget)
+    machine = open_machine(hardware)
     tried = candidates(open_any(seeded(workload, 0)), machine.own_model, block_size, policies)
     report = simulate(
         [workload], tried, [kv_blocks], hardware, [link], engine, block_size, host_gib, None, token_budget,

@@ -76,7 +76,7 @@ def seeded(workload: str, seed: int) -> str:
 
 
 def machine_of(cell: Cell) -> Machine:
-    return open_machine(cell.hardware, cell.serving.block_size, cell.serving.token_budget)
+    return open_machine(cell.hardware)
 
 
 def link_of(cell: Cell) -> GivenLink | None:
@@ -121,7 +121,7 @@ def policy_of(cell: Cell) -> tuple[Policy, tuple[str, ...]]:
 
 @lru_cache(maxsize=KEEP_MODELS)
 def _loaded(policy: str, hardware: str, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
-    machine = open_machine(hardware, serving.block_size, serving.token_budget)
+    machine = open_machine(hardware)
     told_link = {"kind": NATIVE} if link == NATIVE else GivenLink.parse(link).to_dict()
     block_bytes = machine.block_bytes(serving.block_size)
     with warnings.catch_warnings(record=True) as caught:
