@@ -62,16 +62,16 @@ def recompute_s_of(one: Preemption, server: Server, times: Times) -> float:
 def swap_s_of(one: Preemption, server: Server, times: Times) -> tuple[float, float]:
     """Seconds that the engine feels of the save and of the load.
 
-    A step waits for its saves, those that are queued included, since what it computes overwrites their blocks. A load
-    runs beside the steps of the others, which it slows down, or is waited for where nobody else runs.
+    Copies that are waited for count in full, and so do those beside which nobody else runs; others by what they slow.
     """
     segment = max(1, one.segment_bytes)
     pieces = max(1, one.block_bytes // segment)
     back = one.held_blocks - one.shared_blocks
     save_s = times.copy_s("save", one.copy_bytes, one.copy_segments, segment)
     load_s = times.copy_s("load", back * one.block_bytes, back * pieces, segment)
-    if server.link.overlapped and one.running_requests:
-        load_s *= server.link.slowdown
+    link = server.link
+    if link.overlapped and one.running_requests:
+        return save_s * (1.0 if link.saves_wait else link.slowdown), load_s * link.slowdown
     return save_s, load_s
 
 

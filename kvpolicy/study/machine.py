@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,10 @@ class Machine:
     """Loads cost models by name as a server of this machine would: ``analytic`` is its own."""
     own_model: str | None
     """Name of a cost model that fits it, where there is one."""
+    link: Mapping[str, Any] = field(default_factory=lambda: {"kind": "native"})
+    """As in a trace's header; of a cost model that was measured behind a simulated link, that one."""
+    facts: tuple[str, ...] = ()
+    """Where its constants come from."""
     unmeasured: tuple[str, ...] = ()
     """What of it nobody has measured, for a person."""
 
@@ -50,7 +54,7 @@ class Machine:
     @property
     def waits_for_copies(self) -> bool:
         """Whether a step waits for the copies that it brings, as on a CPU, whose memory is the host's."""
-        return self.hardware.get("device") == "cpu"
+        return self.hardware.get("device") == "cpu" and self.link["kind"] == "native"
 
     def slowdown(self, times: Times) -> float:
         """Share by which a copy slows the steps beside it: what it takes of the device memory's bandwidth.
@@ -90,7 +94,8 @@ def _imported(spec: str) -> Machine:
         digest=times.model.digest,
         model_loader=lambda engine: cost.engine_loader(config, replace(engine, ranks=times.model.ranks)),
         own_model=cost.ANALYTIC if known else None,
-        unmeasured=(f"copies between host and device: {times.model.copies_source}", *times.model.notes),
+        facts=(times.source, *times.model.notes),
+        unmeasured=(f"copies between host and device: {times.model.copies_source}",),
     )
 
 
@@ -105,7 +110,8 @@ def _trained(spec: str) -> Machine:
         digest=model.digest,
         model_loader=lambda engine: cost.load,
         own_model=spec,
-        unmeasured=made.notes if made.family == cost.ANALYTIC and not made.trace_digests else (),
+        link=made.link,
+        facts=(f"cost model {spec}, trained on {made.hardware.get('device')}", *made.notes),
     )
 
 
@@ -121,7 +127,8 @@ def _by_sheet(spec: str, config: str) -> Machine:
         digest=model.digest,
         model_loader=lambda engine: cost.engine_loader(told, engine),
         own_model=cost.ANALYTIC,
-        unmeasured=made.notes,
+        facts=tuple(note for note in made.notes if note.startswith(("device ", "link "))),
+        unmeasured=("all of it: " + next(note for note in made.notes if note.startswith("shares ")),),
     )
 
 

@@ -116,7 +116,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _notes(results: Sequence[Result]) -> list[str]:
     """What nobody measured and what cost models warned of, each once."""
-    told = [f"times: {one['times']}" for one in results]
+    told = [f"hardware: {fact}" for one in results for fact in one["facts"]]
     told += [f"not measured: {note}" for one in results for note in one["unmeasured"]]
     told += [f"warning: {note}" for one in results for note in one["warnings"]]
     return list(dict.fromkeys(told))

@@ -37,17 +37,17 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
     policy, told = policy_of(cell)
     if policy.cost_model is not None:
         policy.cost_model.warm()
-    watched, times = Watched(policy), times_of(cell, machine)
+    watched = Watched(policy)
     sink: Sink | None = None if out is None else FolderSink(out)
     done = simulator_of(cell.engine).run(
-        source_of(cell), watched, server_of(cell, machine), times, seed=cell.seed, sink=sink
+        source_of(cell), watched, server_of(cell, machine), times_of(cell, machine), seed=cell.seed, sink=sink
     )
     return {
         "inputs": cell.inputs(),
         **numbers(done.summary),
         "choices": watched.seen.choices,
         "extrapolated": watched.seen.extrapolated,
-        "times": times.source,
+        "facts": list(machine.facts),
         "warnings": list(told),
         "unmeasured": list(machine.unmeasured),
     }
@@ -63,8 +63,14 @@ def numbers(summary: Summary) -> dict[str, Any]:
 
 def source_of(cell: Cell) -> Source:
     """Its workload, drawn by the cell's seed unless the workload names one itself."""
-    whole = open_any(seeded(cell.workload, cell.seed))
+    whole = _opened(seeded(cell.workload, cell.seed), _place_digest(cell.workload))
     return whole if cell.parts == 1 else Part(whole, cell.part, cell.parts)
+
+
+@lru_cache(maxsize=KEEP_MODELS)
+def _opened(workload: str, digest: str) -> Source:
+    """``digest``: of what it is read from, which tells it from what was there before."""
+    return open_any(workload)
 
 
 def seeded(workload: str, seed: int) -> str:
@@ -94,6 +100,7 @@ def server_of(cell: Cell, machine: Machine) -> Server:
     copies = Link(
         overlapped=cell.link != NATIVE or not machine.waits_for_copies,
         slowdown=machine.slowdown(times_of(cell, machine)),
+        saves_wait=True,
     )
     return Server(
         block_size=serving.block_size,
@@ -122,7 +129,7 @@ def policy_of(cell: Cell) -> tuple[Policy, tuple[str, ...]]:
 @lru_cache(maxsize=KEEP_MODELS)
 def _loaded(policy: str, hardware: str, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
     machine = open_machine(hardware)
-    told_link = {"kind": NATIVE} if link == NATIVE else GivenLink.parse(link).to_dict()
+    told_link = machine.link if link == NATIVE else GivenLink.parse(link).to_dict()
     block_bytes = machine.block_bytes(serving.block_size)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
@@ -151,12 +158,12 @@ def _loaded(policy: str, hardware: str, link: str, serving: Serving) -> tuple[Po
 def contents(cell: Cell) -> dict[str, str]:
     """Digests of all that the cell names but does not hold. Raises ValueError for what cannot be found or loaded."""
     model = policy_of(cell)[0].cost_model
-    place = workload_place(cell.workload)
+    source_of(cell)
     return {
         "program": program_digest(cell.engine),
         "hardware": machine_of(cell).digest,
         "cost model": "" if model is None else model.digest,
-        "workload": "" if place is None else place_digest(place),
+        "workload": _place_digest(cell.workload),
     }
 
 
@@ -167,8 +174,11 @@ def workload_place(workload: str) -> Path | None:
     return next((path for path in found if path.exists()), None)
 
 
-def place_digest(place: Path) -> str:
-    """SHA-256 of a file, or of all files below a folder."""
+def _place_digest(workload: str) -> str:
+    """SHA-256 of that file, or of all files below that folder; empty where there is none."""
+    place = workload_place(workload)
+    if place is None:
+        return ""
     files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
     told = hashlib.sha256()
     for file in files:

@@ -16,7 +16,9 @@ from tests.synthetic import options_for, situation
 
 NEVER = Tail(0.0, 0.0, 0.0)
 PER_TOKEN_S, PER_PAIR_S = 1e-4, 1e-8
-SERVER = Server(block_size=32, block_bytes=32_000, device_blocks=100, host_blocks=100, token_budget=210)
+SERVER = Server(
+    block_size=32, block_bytes=32_000, device_blocks=100, host_blocks=100, token_budget=210, link=Link(saves_wait=True)
+)
 
 
 def times(copy_bytes_per_s: float) -> ConstantTimes:
@@ -61,7 +63,8 @@ def test_shared_blocks_are_not_computed_again() -> None:
 def test_a_swap_costs_its_save_and_what_is_felt_of_its_load() -> None:
     copy_s = COPIED_BYTES / 1e9
     assert costs_of(SERVER, 1e9)[1] == pytest.approx(copy_s)
-    assert costs_of(replace(SERVER, link=Link(slowdown=0.25)), 1e9)[1] == pytest.approx(1.25 * copy_s)
+    assert costs_of(replace(SERVER, link=Link(slowdown=0.25, saves_wait=True)), 1e9)[1] == pytest.approx(1.25 * copy_s)
+    assert costs_of(replace(SERVER, link=Link(slowdown=0.25)), 1e9)[1] == pytest.approx(0.5 * copy_s)
     assert costs_of(replace(SERVER, link=Link(overlapped=False)), 1e9)[1] == pytest.approx(2 * copy_s)
     assert costs_of(SERVER, 1e9, running=0)[1] == pytest.approx(2 * copy_s)
 
