@@ -167,8 +167,3 @@ def _pause_s(previous: Call | None, call: Call) -> float:
     if call.think_s is None:
         return max(0.0, call.at_s - previous.at_s - previous.served_s)
     return call.think_s
-
-
-def is_agentic(found: Mapping[str, Any]) -> bool:
-    """Whether a line has the format's fields."""
-    return all(field in found for field in FIELDS)

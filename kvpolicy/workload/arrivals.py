@@ -11,6 +11,10 @@ from typing import Protocol
 
 from kvpolicy.workload.requests import WorkloadError
 
+LEAST_VARIATION, MOST_VARIATION = 1e-3, 1e3
+VARIATIONS = f"from {LEAST_VARIATION:g} to {MOST_VARIATION:g}"
+"""Standard deviations over means that a gamma distribution is drawn with; beyond them numbers over- or underflow."""
+
 
 class Arrivals(Protocol):
     """An arrival process."""
@@ -74,7 +78,9 @@ class Gamma:
     variation: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive(self, rate_per_s=self.rate_per_s, variation=self.variation)
+        _positive(self, rate_per_s=self.rate_per_s)
+        if not LEAST_VARIATION <= self.variation <= MOST_VARIATION:
+            raise WorkloadError(f"Gamma: variation is {self.variation}, should be {VARIATIONS}")
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
         shape = 1.0 / self.variation**2
@@ -145,9 +151,10 @@ class Think:
     variation: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in (("mean_s", self.mean_s), ("variation", self.variation)):
-            if not (math.isfinite(value) and value >= 0):
-                raise WorkloadError(f"Think: {name} is {value}, should be 0 or more")
+        if not (math.isfinite(self.mean_s) and self.mean_s >= 0):
+            raise WorkloadError(f"Think: mean_s is {self.mean_s}, should be 0 or more")
+        if self.variation and not LEAST_VARIATION <= self.variation <= MOST_VARIATION:
+            raise WorkloadError(f"Think: variation is {self.variation}, should be 0 or {VARIATIONS}")
 
     def draw(self, rng: random.Random) -> float:
         """Seconds of one pause."""

@@ -8,7 +8,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -147,15 +147,13 @@ def tokens(value: Any, field: str) -> int:
 
 def real(value: Any, field: str) -> float:
     """A finite number, as text or from JSON. Raises :class:`DamagedRow`."""
-    wrong = DamagedRow(f"{field} is {_short(value)}, should be a number")
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or (isinstance(value, str) and "_" in value):
-        raise wrong
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        raise wrong from None
+    number = math.nan
+    # Python reads 1_000 as a number, and true as 1; the formats do not.
+    if type(value) in (int, float) or (type(value) is str and "_" not in value):
+        with suppress(ValueError, OverflowError):
+            number = float(value)
     if not math.isfinite(number):
-        raise wrong
+        raise DamagedRow(f"{field} is {_short(value)}, should be a number")
     return number
 
 

@@ -41,7 +41,7 @@ class Faster(Scaled):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.factor) and self.factor > 0):
-            raise WorkloadError(f"{self.name}: speed is {self.factor}, should be above 0")
+            raise WorkloadError(f"{self.inner.name}: speed is {self.factor}, should be above 0")
 
     @property
     def name(self) -> str:

@@ -96,7 +96,7 @@ class TimedFile:
             if origin is None:
                 origin = last = row.at
             if row.at < last:
-                was = "before the row above it" if row.at >= origin else "before the workload's start"
+                was = "before the row above it" if counts.requests else "before the workload's start"
                 counts.damage(
                     self.care, f"{self.path}, line {number}: arrives {(last - row.at) / ticks_per_s:.9g} s {was}"
                 )
