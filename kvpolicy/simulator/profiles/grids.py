@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +16,10 @@ from kvpolicy.cost.layouts import NATIVE_DTYPE, Rows
 from kvpolicy.cost.tables import Table, TableError, rows_of, subsampled
 from kvpolicy.hardware import Geometry
 from kvpolicy.simulator.hardware import AXES, Grid
+from kvpolicy.simulator.interpolation import TERMS
 from kvpolicy.simulator.profiles.opened import Opened, medians
 
 Floats = NDArray[np.float64]
-Predict = Callable[[Floats], Floats]
-Settings = Callable[[Floats], Mapping[str, Floats]]
 
 ROWS_TO_FIT = 30_000
 
@@ -64,78 +64,87 @@ def _four(name: str, at: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     return at[:, 0], at[:, 1], at[:, 2], at[:, 3]
 
 
+class Regressed:
+    """What a regressor fitted to a table says of points that are not in it. Fitted when first asked."""
+
+    def __init__(self, one: Opened, table: Table, named: Callable[[str, Floats], pa.Table]) -> None:
+        """``named``: points of a grid, by its name, as the columns of such a file."""
+        self.one = one
+        self.table = table
+        self.named = named
+
+    @cached_property
+    def fitted(self) -> BoostedRegressor:
+        table = subsampled(self.table, ROWS_TO_FIT, seed=0)
+        return BoostedRegressor(table.times.physics, table.columns).fit(table.x, table.seconds, groups=table.groups)
+
+    def predict(self, grid: str, points: Floats) -> Floats:
+        """Seconds of one layer."""
+        layout, _ = rows_of(self.one.file)
+        (part,) = layout.parts(Rows(str(self.one.file), self.named(grid, points)))
+        return self.fitted.predict(np.column_stack([part.times.features[name] for name in self.table.columns]))
+
+    @property
+    def unseen_error(self) -> float | None:
+        """Mean relative error on measured points unseen by it; None where there were too few."""
+        misses = self.fitted.unseen_misses_
+        return None if misses is None else float(np.nanmean(np.abs(np.expm1(-misses))))
+
+
 def gridded(
-    name: str, points: Points, layers: int, predict: Predict, unseen_error: float | None,
-    constants: tuple[float, ...] | None = None, axes: Sequence[Floats] | None = None,
-) -> Grid:  # fmt: skip
-    """All combinations of the axes' values; measured ones as measured, the others as ``predict`` says of one layer."""
+    name: str,
+    points: Points,
+    layers: int,
+    others: Regressed,
+    constants: tuple[float, ...] | None = None,
+    axes: Sequence[Floats] | None = None,
+) -> Grid:
+    """All combinations of the axes' values: measured ones as measured, the others told by a fit."""
     lines = list(axes) if axes is not None else [np.unique(column) for column in points.at.T]
     every = np.stack([one.ravel() for one in np.meshgrid(*lines, indexing="ij")], axis=1)
-    seconds = predict(every)
-    number = {tuple(point): i for i, point in enumerate(every.tolist())}
-    known = 0
-    for point, measured in zip(points.at.tolist(), points.seconds.tolist(), strict=True):
-        if tuple(point) in number:
-            seconds[number[tuple(point)]] = measured
-            known += 1
+    measured = dict(zip(map(tuple, points.at.tolist()), points.seconds.tolist(), strict=True))
+    seconds = np.array([measured.get(tuple(point), np.nan) for point in every.tolist()])
+    unknown = np.isnan(seconds)
+    error = None
+    if unknown.any():
+        seconds[unknown] = others.predict(name, every[unknown])
+        error = others.unseen_error
     if constants is None:
         constants = constants_of(terms(*_four(name, every)), seconds)
     return Grid(
         axes=dict(zip(AXES[name], (tuple(line.tolist()) for line in lines), strict=True)),
         seconds=tuple(float(f"{layers * one:.6g}") for one in seconds.tolist()),
         constants=tuple(layers * one for one in constants),
-        measured=known / len(every),
-        unseen_error=unseen_error,
+        measured=float(1 - unknown.mean()),
+        unseen_error=error,
     )
-
-
-def _fitted(table: Table) -> tuple[BoostedRegressor, float | None]:
-    """A regressor, and its mean relative error on points unseen by it."""
-    made = BoostedRegressor(table.times.physics, table.columns).fit(table.x, table.seconds, groups=table.groups)
-    misses = made.unseen_misses_
-    return made, None if misses is None else float(np.nanmean(np.abs(np.expm1(-misses))))
-
-
-def _predictor(
-    one: Opened, fitted: BoostedRegressor, columns: Sequence[str], named: Callable[[Floats], pa.Table]
-) -> Predict:
-    layout, _ = rows_of(one.file)
-
-    def predict(at: Floats) -> Floats:
-        (part,) = layout.parts(Rows(str(one.file), named(at)))
-        return fitted.predict(np.column_stack([part.times.features[column] for column in columns]))
-
-    return predict
 
 
 # ---- LLMServingSim ----
 
 
+MIXED = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+
+
 def of_mixed(one: Opened, layers: int) -> Attention:
     """From attention measured in mixed batches. Raises TableError where one of three kinds of batch is not in it."""
     table = one.tables["attention"]
-    fitted, error = _fitted(subsampled(table, ROWS_TO_FIT, seed=0))
+    others = Regressed(
+        one,
+        table,
+        lambda name, at: pa.table(dict(zip(MIXED, _four(name, at), strict=True)) | {"time_us": np.ones(len(at))}),
+    )
     at, seconds = medians(table.plain, table.seconds)
     chunk, decoding = at[:, 0] > 0, at[:, 2] > 0
-    kinds = {"prefill": (chunk & ~decoding, (0, 1)), "decode": (~chunk & decoding, (2, 3)),
-             "mixed": (chunk & decoding, (0, 1, 2, 3))}  # fmt: skip
-
-    def named(at: Floats) -> pa.Table:
-        names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-        return pa.table(dict(zip(names, at.T, strict=True)) | {"time_us": np.ones(len(at))})
-
-    predict = _predictor(one, fitted, table.columns, named)
+    kinds = {"prefill": (chunk & ~decoding, [0, 1]), "decode": (~chunk & decoding, [2, 3]),
+             "mixed": (chunk & decoding, [0, 1, 2, 3])}  # fmt: skip
     grids = {}
     for name, (rows, columns) in kinds.items():
-        mine = Points(at[rows][:, list(columns)], seconds[rows])
-        if any(len(np.unique(column)) < 2 for column in mine.at.T) or not len(mine.at):
+        mine = Points(at[rows][:, columns], seconds[rows])
+        if any(len(np.unique(column)) < 2 for column in mine.at.T):
             raise TableError(f"{one.file}: too few {name} batches: every setting should take two values at least")
-        grids[name] = gridded(name, mine, layers, _of_all_four(name, predict), error)
+        grids[name] = gridded(name, mine, layers, others)
     return Attention(grids["prefill"], grids["decode"], grids["mixed"], ((one, "attention"),), ())
-
-
-def _of_all_four(name: str, predict: Predict) -> Predict:
-    return lambda at: predict(np.column_stack(_four(name, at)))
 
 
 # ---- AIConfigurator ----
@@ -170,54 +179,49 @@ def _like(one: Opened, operator: str, geometry: Geometry) -> tuple[Table, NDArra
     return chosen, same, kernel
 
 
-def _phase(one: Opened, geometry: Geometry, chosen: Table, kernel: str, settings: Settings,
-           ) -> tuple[Predict, float | None]:  # fmt: skip
-    fitted, error = _fitted(subsampled(chosen, ROWS_TO_FIT, seed=0))
-    word = "context_attention" if chosen.operator.startswith("prefill") else "generation_attention"
+def _regressed(one: Opened, geometry: Geometry, chosen: Table, kernel: str) -> Regressed:
+    prefill = chosen.operator == "prefill attention"
+    same = {
+        "op_name": "context_attention" if prefill else "generation_attention", "kernel_source": kernel,
+        "device": one.device, "num_heads": geometry.heads, "num_key_value_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim, "attn_dtype": NATIVE_DTYPE, "kv_cache_dtype": NATIVE_DTYPE, "window_size": 0,
+        "latency": 1.0,
+    }  # fmt: skip
 
-    def named(at: Floats) -> pa.Table:
-        same = {
-            "op_name": word, "kernel_source": kernel, "device": one.device, "num_heads": geometry.heads,
-            "num_key_value_heads": geometry.kv_heads, "head_dim": geometry.head_dim, "attn_dtype": NATIVE_DTYPE,
-            "kv_cache_dtype": NATIVE_DTYPE, "window_size": 0, "latency": 1.0,
-        }  # fmt: skip
-        return pa.table({name: [value] * len(at) for name, value in same.items()} | dict(settings(at)))
+    def named(grid: str, at: Floats) -> pa.Table:
+        ones = np.ones(len(at))
+        if prefill:
+            settings = {"batch_size": ones, "isl": at[:, 0], "step": 0 * ones}
+        else:
+            settings = {"batch_size": at[:, 0], "isl": ones, "step": at[:, 1] - 1}
+        return pa.table({name: [value] * len(at) for name, value in same.items()} | settings)
 
-    return _predictor(one, fitted, chosen.columns, named), error
+    return Regressed(one, chosen, named)
 
 
 def _prefill(one: Opened, geometry: Geometry) -> tuple[Grid, tuple[str, ...]]:
     chosen, same, kernel = _like(one, "prefill attention", geometry)
+    others = _regressed(one, geometry, chosen, kernel)
     has = chosen.times.settings
-
-    def settings(at: Floats) -> Mapping[str, Floats]:
-        return {"batch_size": np.ones(len(at)), "isl": at[:, 0], "step": np.zeros(len(at))}
-
-    predict, error = _phase(one, geometry, chosen, kernel, settings)
     alone = same & (has["batch"] == 1)
     at, seconds = medians(has["length"][alone][:, None], chosen.seconds[alone])
     lengths = np.unique(has["length"])
-    # One context only was measured, none: the axis has a second point so that it is one, and it costs nothing.
-    axes = (lengths[lengths > 1], np.array([0.0, 1.0]))
-    constants = _prefill_constants(chosen, same, geometry, predict, axes[0])
-    points = Points(np.column_stack([at, np.zeros(len(at))]), seconds)
-    grid = gridded("prefill", points, geometry.layers, predict, error, constants, axes)
-    level = np.repeat(np.array(grid.seconds).reshape(len(axes[0]), 2)[:, :1], 2, axis=1).ravel()
-    flat = Grid(grid.axes, tuple(level.tolist()), grid.constants, 2 * grid.measured, grid.unseen_error)
-    return flat, () if same.any() else (_guess(one, geometry),)
+    lengths = lengths[lengths > 1]
+    constants = _prefill_constants(chosen, same, others, lengths)
+    # No context but none was measured. An axis has two points: one token of context costs nothing to speak of.
+    points = Points(np.vstack([np.column_stack([at, np.full(len(at), k)]) for k in (0.0, 1.0)]), np.tile(seconds, 2))
+    grid = gridded("prefill", points, geometry.layers, others, constants, (lengths, np.array([0.0, 1.0])))
+    return grid, () if same.any() else (_guess(one, geometry),)
 
 
-def _prefill_constants(
-    chosen: Table, same: NDArray[np.bool_], geometry: Geometry, predict: Predict, lengths: Floats
-) -> tuple[float, ...]:
+def _prefill_constants(chosen: Table, same: NDArray[np.bool_], others: Regressed, lengths: Floats) -> tuple[float, ...]:
     """From batches of this shape; from the regressor, where there are none."""
     has = chosen.times.settings
-    nothing = np.zeros(len(lengths))
     if not same.any():
-        alone = np.column_stack([lengths, nothing])
-        return constants_of(terms(lengths, nothing, nothing, nothing), predict(alone))
+        nothing = np.zeros(len(lengths))
+        return constants_of(terms(lengths, nothing, nothing, nothing), others.predict("prefill", lengths[:, None]))
     batch, length = has["batch"][same], has["length"][same]
-    design = np.zeros((len(batch), 7))
+    design = np.zeros((len(batch), len(TERMS)))
     design[:, 0], design[:, 1], design[:, 2] = 1.0, batch * length * (length + 1) / 2, batch * length
     return constants_of(design, chosen.seconds[same])
 
@@ -225,14 +229,10 @@ def _prefill_constants(
 def _decode(one: Opened, geometry: Geometry) -> tuple[Grid, tuple[str, ...]]:
     chosen, same, kernel = _like(one, "decode attention", geometry)
     has = chosen.times.settings
-
-    def settings(at: Floats) -> Mapping[str, Floats]:
-        return {"batch_size": at[:, 0], "isl": np.ones(len(at)), "step": at[:, 1] - 1}
-
-    predict, error = _phase(one, geometry, chosen, kernel, settings)
     at, seconds = medians(np.column_stack([has["batch"][same], has["length"][same]]), chosen.seconds[same])
     axes = (np.unique(has["batch"]), np.unique(has["length"]))
-    grid = gridded("decode", Points(at, seconds), geometry.layers, predict, error, None, axes)
+    others = _regressed(one, geometry, chosen, kernel)
+    grid = gridded("decode", Points(at, seconds), geometry.layers, others, None, axes)
     return grid, () if same.any() else (_guess(one, geometry),)
 
 
