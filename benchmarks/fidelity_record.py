@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,15 @@ class Real:
     def e2e_s(self) -> list[float]:
         return [first + sum(later) for first, later in zip(self.ttft_s, self.itl_s, strict=True)]
 
+    @property
+    def all_itl_s(self) -> list[float]:
+        return [one for later in self.itl_s for one in later]
+
+    @property
+    def timeless(self) -> bool:
+        """Whether no clock and no chance decides about its schedule."""
+        return not any(request.arrival_s for request in self.requests) and not self.policy.startswith("random")
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Real:
         lists = {
@@ -139,7 +148,7 @@ def record(out: Path, session: int, extent: Extent, llm: Path | None) -> None:
     runs = []
     with Arms(settings, folder) as engines, Bar("runs") as bar:
         engines.start(*arms)
-        engines.serve(extent.policies[0], KINDS[0].draw(8, 0), -1)  # warm up
+        engines.serve(extent.policies[0], extent.kinds[0].draw(8, 0), -1)  # warm up
         jobs = list(_jobs(session, extent))
         for number, (kind, policy, block, seed) in enumerate(jobs):
             bar.tell(f"{kind.name}, {policy}", number, len(jobs))
@@ -174,7 +183,3 @@ def recorded(out: Path) -> list[Real]:
     if not found:
         raise ValueError(f"{out}: no session-*/runs.json inside; record some first")
     return found
-
-
-def sessions(runs: Sequence[Real]) -> list[int]:
-    return sorted({run.session for run in runs})
