@@ -37,10 +37,14 @@ Cache = Annotated[Path | None, typer.Option(help="Folder of finished runs; the u
 
 
 def simulate(
-    workload: Annotated[list[str], typer.Option(help=f"{WORKLOAD}. May be given several times.")],
     policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
     kv_blocks: Annotated[list[int], typer.Option(help="Usable KV blocks of the device. May be given several times.")],
     hardware: Hardware,
+    workload: Annotated[list[str] | None, typer.Option(help=f"{WORKLOAD}. May be given several times.")] = None,
+    requests: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="CSV", help="Replay a measured run: input_toks, output_toks, client_arrival_s."),
+    ] = None,
     link: Annotated[
         list[str] | None, typer.Option(help="native, or BYTES_PER_S[,LATENCY_S]. May be given several times.")
     ] = None,
@@ -65,7 +69,7 @@ def simulate(
     """Simulate workloads under policies, memories and links; a run that was cut off goes on where it stood."""
     with bar() as progress:
         report = kvpolicy.simulate(
-            workloads=workload,
+            workloads=workload or [],
             policies=policy,
             kv_blocks=kv_blocks,
             hardware=hardware,
@@ -86,6 +90,7 @@ def simulate(
             out=out,
             cache=cache,
             fresh=fresh,
+            requests=requests or [],
             progress=progress,
         )
     typer.echo(report.text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import sqrt
 
 import numpy as np
 
@@ -18,8 +19,7 @@ class LawTimes:
 
     Steps of a trained model are its d0, what a chunk leaves to the two steps after it added to its own; those of an
     untrained one are the roofline that its recomputes are priced by. Copies are those of its link, one direction each.
-    Raises ModelError for a model without d0 whose law of recomputes is no roofline, and for a law of swaps that knows
-    no link.
+    Raises ModelError for a trained model without d0, and for one whose law of swaps knows no link.
     """
 
     model: FittedModel
@@ -33,7 +33,7 @@ class LawTimes:
         object.__setattr__(self, "_swap", swap)
         if self.model.step_time is not None:
             object.__setattr__(self, "_steps", _Fitted(self.model.step_time))
-        elif isinstance(recompute, RecomputeRoofline) and recompute.weight_s > 0:
+        elif isinstance(recompute, RecomputeRoofline) and not self.model.provenance.trace_digests:
             object.__setattr__(self, "_steps", _Roofline(recompute))
         else:
             raise ModelError(f"cost model {self.model.name}: it knows no step times; profile and train one")
@@ -46,10 +46,10 @@ class LawTimes:
         return f"cost model {self.model.name}: roofline of the data sheet, steps and copies not measured"
 
     def step_s(self, load: StepLoad) -> float:
-        return float(self.steps_s(np.array([load], dtype=np.float64))[0])
+        return self._steps.one(load)
 
     def steps_s(self, loads: Floats) -> Floats:
-        return self._steps.seconds(loads)
+        return self._steps.many(loads)
 
     def copy_s(self, direction: Direction, copied_bytes: int, segments: int, segment_bytes: int) -> float:
         channel = self._swap.save if direction == "save" else self._swap.load
@@ -58,14 +58,25 @@ class LawTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Fitted:
+    """Both forms add in the same order, so that they agree to the last bit."""
+
     d0: StepTimeModel
 
-    def seconds(self, loads: Floats) -> Floats:
-        tokens, decodes = loads[:, 0], loads[:, 1]
-        parts = np.asarray(self.d0.per_part_s)
-        chunk = np.clip((tokens - decodes) / FULL_AFTERMATH_TOKENS, 0.0, 1.0)
-        found = self.d0.fixed_s + loads[:, :4] @ parts[:4] + chunk * parts[4:].sum()
-        return np.asarray(np.where(tokens > 0, found, 0.0), dtype=np.float64)
+    def one(self, load: StepLoad) -> float:
+        tokens, decodes, read, pairs = load[:4]
+        if tokens <= 0:
+            return 0.0
+        per_token, per_decode, per_read, per_pair, *aftermath = self.d0.per_part_s
+        chunk = min(1.0, max(0.0, (tokens - decodes) / FULL_AFTERMATH_TOKENS))
+        parts = per_token * tokens + per_decode * decodes + per_read * read + per_pair * pairs
+        return self.d0.fixed_s + parts + sum(aftermath) * chunk
+
+    def many(self, loads: Floats) -> Floats:
+        tokens, decodes, read, pairs = loads.T[:4]
+        per_token, per_decode, per_read, per_pair, *aftermath = self.d0.per_part_s
+        chunk = np.minimum(1.0, np.maximum(0.0, (tokens - decodes) / FULL_AFTERMATH_TOKENS))
+        parts = per_token * tokens + per_decode * decodes + per_read * read + per_pair * pairs
+        return np.asarray(np.where(tokens > 0, self.d0.fixed_s + parts + sum(aftermath) * chunk, 0.0), np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +86,23 @@ class _Roofline:
 
     law: RecomputeRoofline
 
-    def seconds(self, loads: Floats) -> Floats:
+    def one(self, load: StepLoad) -> float:
+        tokens, _, read, pairs, _, before = load
+        law = self.law
+        if tokens <= 0:
+            return 0.0
+        traffic_s = law.weight_s
+        if law.expert_s:
+            traffic_s += law.expert_s * (1.0 - float(np.power(law.expert_miss, float(tokens))))
+        compute_s = law.s_per_token * tokens
+        linear_s = sqrt(compute_s * compute_s + traffic_s * traffic_s)
+        return law.alone_s + linear_s + max(law.s_per_pair * (pairs + read), law.s_per_kv_token * (read + before))
+
+    def many(self, loads: Floats) -> Floats:
         tokens, _, read, pairs, _, before = loads.T
         law = self.law
-        traffic_s = law.weight_s + law.expert_s * (1.0 - law.expert_miss**tokens)
-        linear_s = np.sqrt((law.s_per_token * tokens) ** 2 + traffic_s**2)
+        traffic_s = law.weight_s + law.expert_s * (1.0 - np.power(law.expert_miss, tokens))
+        compute_s = law.s_per_token * tokens
+        linear_s = np.sqrt(compute_s * compute_s + traffic_s * traffic_s)
         attention_s = np.maximum(law.s_per_pair * (pairs + read), law.s_per_kv_token * (read + before))
         return np.asarray(np.where(tokens > 0, law.alone_s + linear_s + attention_s, 0.0), dtype=np.float64)

@@ -14,6 +14,7 @@ from typing import Any
 from kvpolicy import __version__
 from kvpolicy.study.cells import DEFAULT_HOST_GIB, Cell, Serving
 from kvpolicy.study.kept import Kept, Result, usual_folder
+from kvpolicy.study.opening import MEASURED
 from kvpolicy.study.processes import in_processes
 from kvpolicy.study.report import Failed, SweepReport
 from kvpolicy.study.running import NATIVE, contents, run
@@ -59,15 +60,16 @@ def simulate(
     out: Path | None = None,
     cache: Path | None = None,
     fresh: bool = False,
+    requests: Sequence[Path] = (),
     progress: Progress | None = None,
 ) -> SweepReport:
     """Simulate every workload under every policy, memory and link, ``seeds`` times.
 
     Workloads as :func:`kvpolicy.workload.open_workload` takes them, drawn by the seed where they draw at all; cut
-    into ``parts``, each a run of its own. ``hardware``: :data:`kvpolicy.study.machine.FORMS`. ``links``: ``native``
-    or ``BYTES_PER_S[,LATENCY_S]``. What is kept of an earlier call with the same inputs is taken up (``cache``: where;
-    ``fresh``: simulate it again). Cells that fail are in the report, and the others are finished; raises ValueError
-    where none can even begin.
+    into ``parts``, each a run of its own. ``requests``: files of measured runs, whose requests are replayed.
+    ``hardware``: :data:`kvpolicy.study.machine.FORMS`. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. What is
+    kept of an earlier call with the same inputs is taken up (``cache``: where; ``fresh``: simulate it again). Cells
+    that fail are in the report, and the others are finished; raises ValueError where none can even begin.
     """
     if host_gib is None and host_blocks is None:
         host_gib = DEFAULT_HOST_GIB
@@ -77,6 +79,9 @@ def simulate(
     for name, number in (("seeds", seeds), ("parts", parts)):
         if number < 1:
             raise ValueError(f"{name} is {number}: should be 1 or more")
+    workloads = [*workloads, *(f"{MEASURED}:{file}" for file in requests)]
+    if not workloads:
+        raise ValueError("no workload: give --workload or --requests")
     cells = [
         Cell(workload, policy, blocks, link, seed, hardware, engine, serving, part, parts)
         for workload, blocks, link, policy in itertools.product(workloads, kv_blocks, links, policies)

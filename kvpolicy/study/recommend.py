@@ -6,15 +6,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvpolicy.simulator.recorded import open_any
 from kvpolicy.study.advice import DEFAULT, JUDGED, Advice, Compared, extrapolation_warning, gains
 from kvpolicy.study.cells import DEFAULT_HOST_GIB
 from kvpolicy.study.grid import Progress, simulate
 from kvpolicy.study.kept import Result
 from kvpolicy.study.machine import open_machine
+from kvpolicy.study.opening import opened
 from kvpolicy.study.paired import Ratio, paired_ratio
 from kvpolicy.study.report import figures
-from kvpolicy.study.running import NATIVE, seeded
+from kvpolicy.study.running import NATIVE, seeded, workload_digest
 from kvpolicy.workload import Source
 
 SHARES = (0.25, 0.5, 0.75, 0.9)
@@ -54,11 +54,28 @@ def recommend(
     if seeds * parts < 2:
         raise ValueError(f"{seeds} seeds x {parts} parts is one run: nothing tells a difference from chance; give more")
     machine = open_machine(hardware)
-    tried = candidates(open_any(seeded(workload, 0)), machine.own_model, block_size, policies)
+    tried = candidates(opened(seeded(workload, 0), workload_digest(workload)), machine.own_model, block_size, policies)
     report = simulate(
-        [workload], tried, [kv_blocks], hardware, [link], engine, block_size, host_gib, None, token_budget,
-        max_num_seqs, prefix_caching, scheduling, asynchronous, seeds, parts, jobs, ray, None, cache, False, progress,
-    )  # fmt: skip
+        workloads=[workload],
+        policies=tried,
+        kv_blocks=[kv_blocks],
+        hardware=hardware,
+        links=[link],
+        engine=engine,
+        block_size=block_size,
+        host_gib=host_gib,
+        token_budget=token_budget,
+        max_num_seqs=max_num_seqs,
+        prefix_caching=prefix_caching,
+        scheduling=scheduling,
+        asynchronous=asynchronous,
+        seeds=seeds,
+        parts=parts,
+        jobs=jobs,
+        ray=ray,
+        cache=cache,
+        progress=progress,
+    )
     if report.failed:
         raise ValueError(f"{len(report.failed)} cells failed, the first: {report.failed[0].text()}")
     runs = {policy: [one for one in report.results if one["inputs"]["policy"] == policy] for policy in tried}

@@ -16,13 +16,13 @@ from kvpolicy import policy as policies
 from kvpolicy.cost import Engine, ModelWarning
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Sink, Summary, Times
-from kvpolicy.simulator.recorded import open_any
 from kvpolicy.simulator.sinks import FolderSink
 from kvpolicy.simulator.watched import Watched
 from kvpolicy.study.cells import Cell, Serving
 from kvpolicy.study.engine import simulator_of
 from kvpolicy.study.links import Behind, GivenLink
 from kvpolicy.study.machine import Machine, open_machine
+from kvpolicy.study.opening import opened
 from kvpolicy.study.parts import Part
 from kvpolicy.workload import Source
 
@@ -63,14 +63,8 @@ def numbers(summary: Summary) -> dict[str, Any]:
 
 def source_of(cell: Cell) -> Source:
     """Its workload, drawn by the cell's seed unless the workload names one itself."""
-    whole = _opened(seeded(cell.workload, cell.seed), _place_digest(cell.workload))
+    whole = opened(seeded(cell.workload, cell.seed), workload_digest(cell.workload))
     return whole if cell.parts == 1 else Part(whole, cell.part, cell.parts)
-
-
-@lru_cache(maxsize=KEEP_MODELS)
-def _opened(workload: str, digest: str) -> Source:
-    """``digest``: of what it is read from, which tells it from what was there before."""
-    return open_any(workload)
 
 
 def seeded(workload: str, seed: int) -> str:
@@ -163,7 +157,7 @@ def contents(cell: Cell) -> dict[str, str]:
         "program": program_digest(cell.engine),
         "hardware": machine_of(cell).digest,
         "cost model": "" if model is None else model.digest,
-        "workload": _place_digest(cell.workload),
+        "workload": workload_digest(cell.workload),
     }
 
 
@@ -174,8 +168,8 @@ def workload_place(workload: str) -> Path | None:
     return next((path for path in found if path.exists()), None)
 
 
-def _place_digest(workload: str) -> str:
-    """SHA-256 of that file, or of all files below that folder; empty where there is none."""
+def workload_digest(workload: str) -> str:
+    """SHA-256 of the file, or of all files below the folder, that it is read from; empty where it is made up."""
     place = workload_place(workload)
     if place is None:
         return ""
