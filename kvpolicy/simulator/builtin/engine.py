@@ -245,8 +245,9 @@ class Engine:
     def _take_copies(self) -> None:
         for transfer in self.link.ended(self.now_s):
             copy = transfer.copy
-            self.tallied.moved_bytes += transfer.bytes
-            self.journal.transfer(transfer, self._step.number)
+            if not copy.forgotten:  # as the plugin, which hears no more of a copy once it is forgotten
+                self.tallied.moved_bytes += transfer.bytes
+                self.journal.transfer(transfer, self._step.number)
             if transfer.direction == "save":
                 self.preemptions.saved(copy)
                 self.copies.saved(copy)
