@@ -12,7 +12,10 @@ import kvpolicy
 from kvpolicy.policy import FORMS
 from kvpolicy.study.progress import bar
 
-POLICIES = f"{', '.join(FORMS)}, as for `kvpolicy evaluate`; the cost model analytic is that of the simulated engine"
+POLICIES = (
+    f"{', '.join(FORMS)}, as for `kvpolicy evaluate`, the cost model analytic being the simulated engine's own; or "
+    "oracle: the cheaper option by the simulator's own times"
+)
 WORKLOAD = (
     "FILE (Azure, Mooncake, BurstGPT, ShareGPT, agentic sessions, length tables, recorded traces; FORMAT:FILE says "
     "which) or the name of one that ships, with ?OPTION=VALUE&..., as azure-conversation-2023?n=500&rate=4"

@@ -119,13 +119,19 @@ def _by_sheet(spec: str, config: str) -> Machine:
     model = cost.load(f"{cost.ANALYTIC}:{spec}")
     made = model.provenance
     told = json.loads(_config_file(config).read_text(encoding="utf-8"))
+
+    def by_sheet(engine: Engine) -> Callable[[str], FittedModel]:
+        find = cost.engine_loader(told, engine)
+        # In full, so that a link that was named counts too.
+        return lambda name: find(f"{cost.ANALYTIC}:{spec}" if name == cost.ANALYTIC else name)
+
     return Machine(
         times=LawTimes(model),
         geometry=made.geometry,
         kv_bytes_per_token=made.kv_bytes_per_token,
         hardware=made.hardware,
         digest=model.digest,
-        model_loader=lambda engine: cost.engine_loader(told, engine),
+        model_loader=by_sheet,
         own_model=cost.ANALYTIC,
         facts=tuple(note for note in made.notes if note.startswith(("device ", "link "))),
         unmeasured=("all of it: " + next(note for note in made.notes if note.startswith("shares ")),),

@@ -16,6 +16,7 @@ from kvpolicy import policy as policies
 from kvpolicy.cost import Engine, ModelWarning
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Sink, Summary, Times
+from kvpolicy.simulator.oracle import Oracle
 from kvpolicy.simulator.sinks import FolderSink
 from kvpolicy.simulator.watched import Watched
 from kvpolicy.study.cells import Cell, Serving
@@ -27,6 +28,8 @@ from kvpolicy.study.parts import Part
 from kvpolicy.workload import Source
 
 NATIVE = "native"
+ORACLE = "oracle"
+"""A policy by name in simulations alone: the cheaper option by the simulator's own times."""
 KEEP_MODELS = 32
 """Opened cost models and machines that a process keeps: cells that follow each other use the same ones."""
 
@@ -113,10 +116,13 @@ def server_of(cell: Cell, machine: Machine) -> Server:
 
 
 def policy_of(cell: Cell) -> tuple[Policy, tuple[str, ...]]:
-    """The cell's policy as a server would load it, and what its cost model warns of.
+    """The cell's policy as a server would load it, and what its cost model warns of; or the simulator's own oracle.
 
     Raises ModelError for a cost model that does not fit the server.
     """
+    if cell.policy == ORACLE:
+        machine = machine_of(cell)
+        return Oracle(times_of(cell, machine), server_of(cell, machine)), ()
     return _loaded(cell.policy, cell.hardware, cell.link, cell.serving)
 
 

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvpolicy
-from kvpolicy.study import grid
+from kvpolicy.study import grid, running
+from kvpolicy.study.cells import Cell
 from kvpolicy.study.report import SweepReport
 from kvpolicy.trace import read
+from tests.synthetic import options_for, situation
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "intermediate_size": 4096,
-    "vocab_size": 32000,
-    "torch_dtype": "bfloat16",
-}
 WORKLOAD = "azure-conversation-2023?n=30&context=1024"
 POLICIES = ("always-recompute", "always-swap", "threshold:512")
 TIGHT = 200
 """Blocks of 16 tokens: three of the longest requests."""
-
-
-@pytest.fixture
-def hardware(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return f"H100-SXM:{tmp_path / 'config.json'}"
 
 
 def simulate(hardware: str, cache: Path, **more: Any) -> SweepReport:
@@ -173,3 +157,24 @@ def test_a_trained_model_is_hardware_too(tmp_path: Path) -> None:
     assert all(sum(one["preemptions"].values()) for one in report.results)
     assert len(report.failed) == 2 and all("it was measured on" in one.error for one in report.failed)
     assert not report.results[0]["unmeasured"]
+
+
+def test_the_oracle_is_a_policy_here(hardware: str, tmp_path: Path) -> None:
+    (one,) = simulate(hardware, tmp_path / "c", policies=["oracle"]).results
+    assert one["choices"] > 0 and sum(one["preemptions"].values()) >= one["choices"]
+
+
+def test_a_link_that_is_named_with_the_device_counts(hardware: str, tmp_path: Path) -> None:
+    """For the simulated copies, and for the cost model that is asked about them."""
+    slow = hardware.replace("H100-SXM:", "H100-SXM@pcie3:")
+    spans = [
+        simulate(where, tmp_path / "c", policies=["always-swap"]).results[0]["makespan_s"] for where in (hardware, slow)
+    ]
+    assert spans[0] < spans[1]
+    models = [running.policy_of(cell)[0].cost_model for cell in (_priced(hardware), _priced(slow))]
+    costs = [model.predict(situation(2000, 16), options_for(situation(2000, 16)))[1] for model in models if model]
+    assert costs[0].engine_s < costs[1].engine_s
+
+
+def _priced(hardware: str) -> Cell:
+    return Cell(WORKLOAD, "cheapest:analytic", TIGHT, "native", 0, hardware)
