@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from kvpolicy.workload.arrivals import AtOnce, stream
 from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, block_ids, lines, member, real, record, whole
-from kvpolicy.workload.requests import Request
-from kvpolicy.workload.sessions import ID_BITS, Beginning, Session, Starting, Turn, served
+from kvpolicy.workload.requests import Request, WorkloadError
+from kvpolicy.workload.sessions import ID_BITS, Beginning, Session, Starting, Turn, Users, served
 
 BLOCK_TOKENS = 64
 """Tokens of one of the format's ``hash_ids``; only full blocks have one."""
@@ -49,6 +49,8 @@ class AgentSessions:
     The data has no starts of sessions: ``beginning`` gives them. As a closed loop (``closed``) a call comes after its
     predecessor's answer and the recorded pause; otherwise at its recorded time, whatever the server does.
 
+    A session's lines are together in the file; to tell, the names of all sessions so far are held in memory.
+
     Where the previous response's time was not recorded, ``think_time`` counts from an earlier one. Then the time
     between the two calls takes its place, which has the previous call's service in it: a pause too long by that.
     """
@@ -62,7 +64,11 @@ class AgentSessions:
         closed: bool = True,
         count: int | None = None,
     ) -> None:
-        """``count``: only the file's first sessions."""
+        """``count``: only the file's first sessions. Raises :class:`WorkloadError` for users outside a closed loop."""
+        if isinstance(beginning, Users) and not closed:
+            raise WorkloadError(
+                f"{path}: users wait for their answers; recorded times (closed=false) need starts instead"
+            )
         self.path = Path(path)
         self.beginning = beginning or Starting(AtOnce())
         self.care = care or Care()

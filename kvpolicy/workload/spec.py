@@ -8,7 +8,14 @@ Options that every workload has, in the order in which they are applied: ``windo
 first so many requests), ``rate`` (requests per second) or ``speed`` (a factor), ``scale`` or ``prompt`` and ``output``
 (factors on lengths), ``context`` (tokens; what is longer loses prompt), ``seed``. Of names, ``rate`` is that of the
 arrivals, and ``scale=fit`` brings the longest 1% to the context; of sessions, it is the rate at which they begin, and
-``users`` is how many people have one session after the other instead.
+``users`` is how many people have one session after the other instead (``pause``: seconds between two).
+
+Options of files: ``skip_damaged=true`` leaves damaged rows out and counts them, ``sort=true`` (azure, burstgpt,
+arrivals, mooncake) orders by arrival. lengths: ``draw``, so many rows with replacement. agentic: ``sessions``, the
+first so many; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds), ``think_variation``,
+``tokens_per_word``, ``block`` (tokens), ``sessions``. ``arrivals`` is at-once, poisson, even, gamma (``variation``),
+weibull (``shape``) or bursts (``on``, ``off`` seconds); Poisson where a rate is given and nothing else.
+sessions: ``turns`` (mean), ``think``, ``think_variation``, ``block``, ``system`` (tokens of a common beginning).
 """
 
 from __future__ import annotations

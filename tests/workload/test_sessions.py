@@ -243,6 +243,11 @@ def test_a_damaged_call_is_refused_or_skipped(tmp_path: Path, call: dict[str, ob
     assert source.counts.damaged == 1
 
 
+def test_users_do_not_replay_recorded_times(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="users wait for their answers"):
+        AgentSessions(tmp_path / "a.jsonl", Users(2), closed=False)
+
+
 def test_a_session_in_two_places_is_refused(tmp_path: Path) -> None:
     path = written.put(tmp_path, "agents.jsonl", [*written.AGENTIC, written.AGENTIC[2]])
     with pytest.raises(WorkloadError, match=r"line 6: session a was over; its lines should be together"):
