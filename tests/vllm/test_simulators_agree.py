@@ -5,12 +5,12 @@ waiting requests, used blocks, victims, saves, loads, tokens computed again and 
 duration; for every preemption its whole situation, probabilities, choice, action and reason, and its outcome; every
 copy, every request, and the summary. What may differ, and why:
 
-| what | why |
-|---|---|
-| steps that compute nothing: how many, and so the numbers of all steps | an engine that waits looks around; how often means nothing |
-| ``outcomes.engine_s``, ``others_delay_s`` | the built-in engine knows them; a server's trace leaves them to `kvpolicy.cost.steps`, and so does vLLM's |
-| ids of preemptions but for their number | they name the engine core |
-| times by up to 1e-9 of themselves | sums of the same numbers in another order |
+- The number of steps that compute nothing, and so the numbers of all steps: an engine that waits looks around, and how
+  often means nothing.
+- ``outcomes.engine_s`` and ``others_delay_s``: the built-in engine knows them; a server's trace leaves them to
+  `kvpolicy.cost.steps`, and so does that of vLLM's scheduler.
+- Ids of preemptions but for their number: they name the engine core.
+- Times, by up to 1e-9 of themselves: sums of the same numbers in another order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REQUESTS = 30
 
 @pytest.mark.parametrize("seed", range(16))
 def test_they_agree(seed: int) -> None:
-    """Seeds 0 to 7 have every combination of scheduling, prefix caching and asynchronous scheduling, so have 8 to 15."""
+    """Every eight seeds have each combination of scheduling, prefix caching and asynchronous scheduling once."""
     case = drawn(seed, REQUESTS)
     assert not differences(account("builtin", case), account("vllm", case))
 
