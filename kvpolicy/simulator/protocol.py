@@ -69,6 +69,9 @@ class Link:
     (vLLM's CPU engine)."""
     slowdown: float = 0.0
     """Share by which a step is slower while a copy runs beside it."""
+    saves_wait: bool = False
+    """Whether a step waits for the saves that it brings also where loads run beside: so the plugin's copiers do it, on
+    a GPU and behind a simulated link, since what the step computes may overwrite the blocks."""
 
 
 @dataclass(frozen=True, slots=True)

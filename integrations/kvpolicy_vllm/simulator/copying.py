@@ -75,7 +75,9 @@ class VirtualWorker:
     def _beside(self, jobs: StepJobs, begins_s: float, computes_s: float) -> float:
         """Copies run beside the steps from this one on, which they slow down."""
         for job in jobs.saves:
-            self._copy(job, "save", begins_s, max(begins_s, self._link_free_s["save"]))
+            saved_s = self._copy(job, "save", begins_s, max(begins_s, self._link_free_s["save"]))
+            if self._server.link.saves_wait:
+                begins_s = saved_s
         for job in jobs.loads:
             start_s = max(begins_s, self._link_free_s["load"], self._saved_s(job))
             self._copy(job, "load", begins_s, start_s)

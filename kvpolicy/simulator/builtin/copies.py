@@ -149,6 +149,8 @@ class LinkQueues:
         for copy in saves:
             made = self._transfer(copy, "save", begins_s, max(begins_s, self._free_s["save"]))
             copy.save_ends_s = made.end_s
+            if self._link.saves_wait:
+                begins_s = made.end_s
         for copy in loads:
             self._transfer(copy, "load", begins_s, max(begins_s, self._free_s["load"], copy.save_ends_s))
         ends_s = begins_s + computes_s
