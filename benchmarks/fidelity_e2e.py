@@ -77,6 +77,7 @@ class Replay:
     beyond: float = 0.0
     """Share of steps beyond what the tables hold."""
 
+    @property
     def prefill_s(self) -> Floats:
         """From the first step that computed some of it to its first token."""
         return self.ttft_s - self.queue_s
@@ -156,7 +157,7 @@ def calibrated(
     def missed(numbers: Floats) -> Floats:
         found = replayed(run, times_of(numbers), server)
         itl = np.log(found.itl_s[chosen] / wanted.itl_s[chosen]) / np.sqrt(chosen.sum())
-        prefill = np.log(found.prefill_s()[chosen].mean() / wanted.prefill_s()[chosen].mean())
+        prefill = np.log(found.prefill_s[chosen].mean() / wanted.prefill_s[chosen].mean())
         return np.append(itl, prefill)
 
     best = gauss_newton(missed, np.zeros(len(NUDGES)), np.array(NUDGES))
@@ -184,7 +185,7 @@ def gauss_newton(missed: Callable[[Floats], Floats], numbers: Floats, nudges: Fl
 def judged(measured: Replay, found: Replay, chosen: NDArray[np.bool_]) -> dict[str, Any]:
     """Per quantity measured, simulated and error; of requests those ``chosen``, of the whole run the rest."""
     lines: dict[str, Any] = {"requests": float(chosen.sum()), "steps beyond the tables": found.beyond}
-    for name in ("queue_s", "ttft_s", "itl_s", "e2e_s"):
+    for name in ("queue_s", "prefill_s", "ttft_s", "itl_s", "e2e_s"):
         real, simulated = (getattr(one, name)[chosen] for one in (measured, found))
         for word, of in (("mean", np.mean), ("p50", np.median), ("p99", lambda x: np.quantile(x, 0.99))):
             lines[f"{name} {word}"] = _line(float(of(real)), float(of(simulated)))
@@ -255,6 +256,9 @@ def _of_run(meta: Path, profiles: Path, until_s: float, tell: Callable[[str], No
     again = replayed(run, fitted, server)
     results = {
         "tables alone, all requests": judged(measured, plain, everyone),
+        "tables alone, scheduler in step with the device, all requests": judged(
+            measured, replayed(run, TableTimes(model), replace(server, asynchronous=False)), everyone
+        ),
         f"tables alone, requests scheduled after {until_s:g} s": judged(measured, plain, later),
         f"calibrated until {until_s:g} s, requests scheduled after": judged(measured, again, later),
     }
@@ -269,8 +273,7 @@ def _of_run(meta: Path, profiles: Path, until_s: float, tell: Callable[[str], No
 
 
 def server_of(settings: Mapping[str, Any], shape: ModelShape) -> Server:
-    """As the run's engine. Its scheduler ran ahead of the device: without that, the time from first scheduled to
-    first token comes out a third too short."""
+    """As the run's engine. Its scheduler ran ahead of the device: see what comes out where it does not."""
     return Server(
         block_size=BLOCK_SIZE,
         block_bytes=int(shape.kv_bytes_per_token * BLOCK_SIZE),

@@ -81,7 +81,8 @@ def test_a_run_made_by_the_simulator_is_found_again(study: Any, tmp_path: Path) 
     last_s = made_run(study, tmp_path)
     said: list[str] = []
     (found,) = study.fidelity_e2e(tmp_path, tmp_path, last_s / 2, said.append)
-    alone, later, fitted = found["results"].values()
+    alone, in_step, later, fitted = found["results"].values()
+    assert in_step["prefill_s mean"]["error"] < alone["prefill_s mean"]["error"] - 0.05
     assert alone["requests"] == REQUESTS and 5 < later["requests"] == fitted["requests"] < REQUESTS
     assert alone["e2e_s mean"]["error"] < -0.05
     assert study.missed_bars(alone)
