@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from hashlib import blake2b
+from itertools import pairwise
+
+import numpy as np
 
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.builtin import costs, ledger
@@ -17,14 +16,11 @@ from kvpolicy.simulator.builtin.deciding import NULL_BLOCK, Preemptions
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.live import Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
-from kvpolicy.simulator.builtin.victims import Victims, VllmVictims
-from kvpolicy.simulator.protocol import Run, Server, Sink, Times
+from kvpolicy.simulator.builtin.stepping import Stepper
+from kvpolicy.simulator.builtin.victims import Victims
+from kvpolicy.simulator.protocol import Server, Times
 from kvpolicy.simulator.summary import Tallied
-from kvpolicy.trace import Header
 from kvpolicy.workload import Request, Source
-
-FIXED_DAY = "1970-01-01T00:00:00Z"
-RULES = ("0.32",)
 
 
 class Engine:
@@ -39,6 +35,7 @@ class Engine:
         seed: int,
         journal: Journal,
         victims: Victims,
+        leap: bool,
     ) -> None:
         self.server = server
         self.times = times
@@ -54,20 +51,22 @@ class Engine:
         self.present = 0
         """Requests that have arrived and are not through."""
         self.flying: deque[Step] = deque()
-        self._depth = 2 if server.asynchronous else 1
+        self.stepper = Stepper(server, self.scheduler)
+        self._leaps = leap
+        self._asynchronous = server.asynchronous
         self._step = Step(-1)
         self._steps = 0
         self._device_free_s = 0.0
-        self._busy_until_s: float | None = None
-        """End of the last step, where somebody was left to be served after it."""
 
     def run(self) -> None:
         """Serve everybody."""
         while True:
             self.arrive()
             if self.present:
+                if self._leaps and self.leap():
+                    continue
                 self.flying.append(self.begin_step())
-                if len(self.flying) < self._depth:
+                if self._asynchronous and len(self.flying) < 2:
                     continue
             elif not self.flying:
                 if self.arrivals.next_s is None:
@@ -109,7 +108,10 @@ class Engine:
         """Schedule a step now and send it to the device."""
         step = self._step = Step(self._steps)
         self._steps += 1
-        self.scheduler.schedule(step)
+        if not self._leaps or not self.stepper.schedule(step, self.flying):
+            self.stepper.stand_back(self.flying)
+            self.scheduler.schedule(step)
+            self.stepper.stood_back()
         self.compose(step)
         self.launch(step)
         return step
@@ -136,10 +138,8 @@ class Engine:
 
     def launch(self, step: Step) -> None:
         """When it runs, and what it copies."""
-        scheduler = self.scheduler
         step.saves, step.loads = self.copies.take()
-        step.running, step.waiting = len(scheduler.running), scheduler.waiting_requests
-        step.used_blocks = self.server.device_blocks - scheduler.pool.free + NULL_BLOCK
+        self.note(step)
         begins_s = max(self.now_s, self._device_free_s)
         computes_s = costs.seconds(self.times, costs.load_of(step))
         step.start_s = begins_s
@@ -147,9 +147,14 @@ class Engine:
             step.end_s = self.link.step(step.saves, step.loads, begins_s, computes_s)
         else:
             step.end_s = begins_s + computes_s
-        if not step.scheduled_tokens and not self.flying and step.end_s <= begins_s and not step.lost:
+        if not step.scheduled_tokens and not step.lost and step.end_s <= self.now_s:
             step.end_s = self._woken_s(begins_s)
         self._device_free_s = step.end_s
+
+    def note(self, step: Step) -> None:
+        """Who runs and waits, and how much memory is taken."""
+        step.running, step.waiting = len(self.scheduler.running), self.scheduler.waiting_requests
+        step.used_blocks = self.server.device_blocks - self.scheduler.pool.free + NULL_BLOCK
 
     def _woken_s(self, now_s: float) -> float:
         """When an engine that can compute nothing is next told something."""
@@ -171,9 +176,10 @@ class Engine:
         self.preemptions.back(step, self.now_s)
         self.preemptions.settle()
         self._count_step(step)
+        self.stepper.crowd.last_s = self.now_s
 
     def _take_tokens(self, step: Step) -> None:
-        left = []
+        left = self._take_crowd(step) if step.crowd else []
         for live, new in step.scheduled.items():
             live.in_flight -= new
             stale = live.stale > 0
@@ -187,6 +193,24 @@ class Engine:
                 left.append(live)
                 self.finish(live)
         self._leave(left)
+
+    def _take_crowd(self, step: Step) -> list[Live]:
+        """A token for everybody in the crowd; the last one for those who are through."""
+        self.tallied.itl.add(self.now_s - self.stepper.crowd.last_s, step.crowd)
+        through = step.through
+        if self._asynchronous:  # they were left out of the step after this one, which is scheduled already
+            through = self.flying[0].through if self.flying else []
+        for live in through:
+            self._take_last(live)
+        return through
+
+    def _take_last(self, live: Live) -> None:
+        """The last token of somebody in the crowd."""
+        live.outputs = live.request.output_tokens
+        live.placeholders = live.in_flight = 0
+        live.last_s = self.now_s
+        self.scheduler.pool.cache(live, live.computed)
+        self.finish(live)
 
     def take_token(self, live: Live, stale: bool) -> None:
         live.outputs += 1
@@ -221,8 +245,9 @@ class Engine:
     def _take_copies(self) -> None:
         for transfer in self.link.ended(self.now_s):
             copy = transfer.copy
-            self.tallied.moved_bytes += transfer.bytes
-            self.journal.transfer(transfer, self._step.number)
+            if not copy.forgotten:  # as the plugin, which hears no more of a copy once it is forgotten
+                self.tallied.moved_bytes += transfer.bytes
+                self.journal.transfer(transfer, self._step.number)
             if transfer.direction == "save":
                 self.preemptions.saved(copy)
                 self.copies.saved(copy)
@@ -240,6 +265,59 @@ class Engine:
             self.tallied.recomputed_tokens += step.recomputed_tokens
             self.journal.step(step)
 
+    # ---- many steps at once ----
+
+    def leap(self) -> bool:
+        """Take the steps in which nothing happens but decoding, as many as there are; False where there are none."""
+        if len(self.flying) != self._asynchronous or (self.link.running and self.server.link.slowdown):
+            return False
+        most = self.stepper.leap(self.flying)
+        if most < 2:
+            return False
+        began_s = max(self.now_s, self._device_free_s)
+        events_s = [at_s for at_s in (self.link.next_end_s(), self.arrivals.next_s) if at_s is not None]
+        next_s = min(events_s, default=np.inf)
+        if next_s < np.inf:
+            step_s = float(self.times.steps_s(self.stepper.loads(1))[0])
+            most = min(most, max(0, int((next_s - began_s) / step_s)) + 2)
+        ends_s = np.cumsum(np.concatenate([[began_s], self.times.steps_s(self.stepper.loads(most))]))
+        # Ends of the steps that are complete after each one that is scheduled.
+        known_s = ends_s[:-1] if self._asynchronous else ends_s[1:]
+        steps = min(most, int(np.searchsorted(known_s, next_s)) + 1)
+        self._take_steps(steps, ends_s[: steps + 1].tolist())
+        return True
+
+    def _take_steps(self, count: int, ends_s: list[float]) -> None:
+        """``ends_s``: the end of the step before, then those of ``count`` steps of the crowd."""
+        crowd = self.stepper.crowd
+        last_s, members = crowd.last_s, len(crowd)
+        for began_s, end_s in pairwise(ends_s):
+            self.flying.append(self._crowd_step(began_s, end_s))
+            step = self.flying.popleft()
+            self.tallied.itl.add(step.end_s - last_s, members)
+            self._count_step(step)
+            last_s = step.end_s
+        self.now_s = crowd.last_s = last_s
+        self._device_free_s = ends_s[-1]
+        if self.link.running:
+            self._take_copies()
+            self.preemptions.settle()
+        if not self._asynchronous:
+            through = crowd.through(self.scheduler.pool)
+            for live in through:
+                self._take_last(live)
+            self._leave(through)
+
+    def _crowd_step(self, start_s: float, end_s: float) -> Step:
+        crowd = self.stepper.crowd
+        step = self._step = Step(self._steps, crowd=len(crowd), crowd_read=crowd.read_tokens + len(crowd))
+        self._steps += 1
+        crowd.step(self.scheduler.pool)
+        self.compose(step)
+        self.note(step)
+        step.start_s, step.end_s = start_s, end_s
+        return step
+
     # ---- told by the scheduler ----
 
     def _preempting(self, live: Live) -> None:
@@ -252,63 +330,3 @@ class Engine:
             self.preemptions.forget(live, self.copies)
         if live.open is not None and live.open.admitted_s is None:
             live.open.admitted_s = self.now_s
-
-
-@dataclass(frozen=True, slots=True)
-class Builtin:
-    """The built-in simulator. Satisfies :class:`kvpolicy.simulator.Simulator`."""
-
-    leap: bool = True
-    """Whether steps in which nothing but decoding happens are taken at once. The results are the same."""
-    victims: Victims | None = None
-    """Whose blocks are taken; None: as vLLM does."""
-    wall: Callable[[], float] = time.perf_counter
-    created: str = FIXED_DAY
-    """Of the trace's header; fixed, so that equal runs give equal traces."""
-
-    @property
-    def name(self) -> str:
-        return "builtin"
-
-    def run(
-        self, requests: Source, policy: Policy, server: Server, times: Times, seed: int = 0, sink: Sink | None = None
-    ) -> Run:
-        """See :class:`kvpolicy.simulator.Simulator`. Raises ValueError for rules of a version it does not have."""
-        if server.rules not in RULES:
-            raise ValueError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
-        began = self.wall()
-        core = core_name(requests, policy, server, seed)
-        begin = getattr(sink, "begin", None)
-        if begin is not None:
-            begin(core, self._header(core, requests, policy, server, times, seed))
-        journal = Journal(core, sink)
-        victims = self.victims or VllmVictims(server.scheduling)
-        engine = Engine(requests, policy, server, times, seed, journal, victims)
-        engine.run()
-        journal.flush()
-        trace = None if sink is None else sink.finish()
-        return Run(engine.tallied.summary(self.wall() - began), trace)
-
-    def _header(self, core: str, requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> Header:
-        return Header(
-            run_id=core,
-            source="simulation",
-            created=self.created,
-            engine=f"kvpolicy builtin, rules of vllm {server.rules}",
-            hardware=dict(server.hardware),
-            geometry=dict(server.geometry),
-            block_size=server.block_size,
-            block_bytes=server.block_bytes,
-            device_blocks=server.device_blocks + NULL_BLOCK,
-            host_blocks=server.host_blocks,
-            policy=policy.name,
-            seed=seed,
-            notes=f"workload {requests.name}; times: {times.source}",
-            token_budget=server.token_budget,
-        )
-
-
-def core_name(requests: Source, policy: Policy, server: Server, seed: int) -> str:
-    """The same for equal runs, different for others, so that their traces can be read together."""
-    told = repr((requests.name, requests.seed, policy.name, server, seed))
-    return f"sim-{blake2b(told.encode(), digest_size=6).hexdigest()}"

@@ -162,6 +162,8 @@ class Step:
     """Requests that decode one token each and are not listed."""
     crowd_read: int = 0
     """Context they read."""
+    through: list[Live] = field(default_factory=list)
+    """Of the crowd: those whose last token it schedules, or scheduled before it where scheduling runs ahead."""
     sampling: set[Live] = field(default_factory=set)
     """Listed requests for which the step brings a token."""
     lost: list[Account] = field(default_factory=list)
@@ -178,10 +180,6 @@ class Step:
     running: int = 0
     waiting: int = 0
     used_blocks: int = 0
-    copies: list[tuple[Account, float, float]] = field(default_factory=list)
-    """(whose, start, end) of copies that the step waited for or ran beside."""
-    undisturbed_s: float = 0.0
-    """What its full composition takes where no copy is in the way."""
     start_s: float = 0.0
     end_s: float = 0.0
 

@@ -56,21 +56,24 @@ class Scheduler:
 
     def schedule(self, step: Step) -> None:
         """Fill ``step``; requests' computed tokens are advanced past it."""
-        budget = self.run(step)
+        budget = self.run(step, self._server.token_budget, 0)
         if not step.lost:
             self.admit(step, budget)
         self.advance(step)
+        self.blocked = False  # what a prefill needs no more, a load may have
 
     # ---- running requests ----
 
-    def run(self, step: Step) -> int:
-        """Schedule who runs, preempting where blocks are missing; returns the tokens left of the budget."""
-        budget = self._server.token_budget
-        index, running = 0, self.running
+    def run(self, step: Step, budget: int, index: int) -> int:
+        """Schedule who runs, from ``index`` of the running list on, preempting where blocks are missing.
+
+        Returns the tokens left of the budget.
+        """
+        running = self.running
         while index < len(running) and budget > 0:
             live = running[index]
             new = min(live.tokens + live.placeholders - live.computed, budget)
-            if new == 0 or self._last_token_is_coming(live):
+            if new == 0 or self.last_token_is_coming(live):
                 index += 1
                 continue
             while not self._hold(live, live.computed + new):
@@ -99,7 +102,7 @@ class Scheduler:
         victim.preemptions += 1
         self.waiting.put_back([victim])
 
-    def _last_token_is_coming(self, live: Live) -> bool:
+    def last_token_is_coming(self, live: Live) -> bool:
         """Asynchronous scheduling: whether a step in flight brings its last token."""
         if not live.placeholders:
             return False
