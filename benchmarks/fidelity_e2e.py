@@ -1,13 +1,13 @@
 """Measured vLLM runs replayed through the built-in simulator, step times from tables of the same GPU and LLM.
 
-    python benchmarks/fidelity_e2e.py --e2e DIR --profiles DIR [--calibrate-on N] [--json FILE]
+    python benchmarks/fidelity_e2e.py --e2e DIR --profiles DIR [--calibrate-until S] [--json FILE] [--bars]
 
 DIR of runs: LLMServingSim's ``*_meta.json`` with ``*_requests.csv.gz`` and ``*_timeseries.csv.gz`` beside it; DIR of
 profiles: its tables ``lss_<gpu>_<LLM>_tp<n>_*``. Each run is replayed twice: with what the tables alone say; and with
 three numbers that no table holds (:class:`kvpolicy.simulator.hardware.Engine`: the engine's own time per step, more
-of it per step with a chunk, unevenness of contexts), calibrated on the first N requests and judged on the others alone.
-The runs preempted nobody: this judges step times and queueing, not preemptions. Inter-token times are means per
-request, as the runs hold no others.
+of it per step with a chunk, unevenness of contexts), calibrated on the requests that had their last token by second
+S, and judged on those alone that were first scheduled after it. The runs preempted nobody: this judges step times and
+queueing, not preemptions. Inter-token times are means per request, as the runs hold no others.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import pyarrow.csv
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
-from scipy.optimize import minimize
+from scipy.optimize import nnls
 
 import kvpolicy
 from kvpolicy.policy import load as load_policy
 from kvpolicy.shape import ModelShape
-from kvpolicy.simulator import Server, Times
+from kvpolicy.simulator import Server
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.hardware import Engine, HardwareModel, TableTimes
 from kvpolicy.simulator.requests_csv import MeasuredRun, measured_run
@@ -54,8 +54,11 @@ DEVICE_BLOCKS = 30_000
 """The runs do not tell; nothing was preempted, and neither is anything with so many."""
 LINK = "pcie5"
 """Never used: nothing is preempted."""
-CALIBRATE_ON = 100
-TRIES = 60
+CALIBRATE_UNTIL_S = 30.0
+FEWEST = 5
+NUDGES = (5e-4, 3e-3, 0.1)
+"""By which the three numbers are varied while they are calibrated."""
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,10 @@ class Replay:
     at_s: Floats
     running: Floats
     waiting: Floats
+    beyond: float = 0.0
+    """Share of steps beyond what the tables hold."""
 
+    @property
     def prefill_s(self) -> Floats:
         """From the first step that computed some of it to its first token."""
         return self.ttft_s - self.queue_s
@@ -93,7 +99,7 @@ def as_measured(run: MeasuredRun, at_s: Floats, running: Floats, waiting: Floats
     )
 
 
-def replayed(run: MeasuredRun, times: Times, server: Server) -> Replay:
+def replayed(run: MeasuredRun, times: TableTimes, server: Server) -> Replay:
     """The run's requests through the built-in simulator. Raises ValueError where it preempts."""
     done = Builtin().run(run.workload, load_policy("always-recompute"), server, times, sink=MemorySink())
     if sum(done.summary.preemptions.values()) or done.trace is None:
@@ -106,9 +112,17 @@ def replayed(run: MeasuredRun, times: Times, server: Server) -> Replay:
     at_s, duration_s, running, waiting = (np.array([row[name] for row in steps], np.float64) for name in columns)
     when_s = _when_scheduled(at_s, at_s + duration_s) if server.asynchronous else at_s
     scheduled_s = _scheduled_s(arrival, when_s, waiting)
-    return as_measured(
-        replace(run, scheduled_s=scheduled_s, first_token_s=first, last_token_s=last), at_s, running, waiting
-    )
+    simulated = replace(run, scheduled_s=scheduled_s, first_token_s=first, last_token_s=last)
+    beyond = float(times.beyond(_loads(done.trace.table("steps").to_pylist())).mean())
+    return replace(as_measured(simulated, at_s, running, waiting), beyond=beyond)
+
+
+def _loads(steps: Sequence[Mapping[str, Any]]) -> Floats:
+    """As ``Times.steps_s`` takes them; the context before chunks has no column in a trace, and none here."""
+    names = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context", "scheduled_requests")
+    found = np.array([[row[name] for name in names] + [0] for row in steps if row["scheduled_tokens"]], np.float64)
+    found[:, 4] -= found[:, 1]
+    return found
 
 
 def _when_scheduled(start_s: Floats, end_s: Floats) -> Floats:
@@ -129,35 +143,49 @@ def _scheduled_s(arrival: Floats, when_s: Floats, waiting: Floats) -> Floats:
 
 
 def calibrated(
-    run: MeasuredRun, model: HardwareModel, server: Server, count: int, tell: Callable[[str], None]
+    run: MeasuredRun, model: HardwareModel, server: Server, until_s: float, tell: Callable[[str], None]
 ) -> TableTimes:
-    """The three numbers under which the first ``count`` requests' prefills and inter-token times come out nearest."""
+    """The three numbers under which prefills and inter-token times of requests done by then come out nearest."""
+    chosen = run.last_token_s <= until_s
     wanted = as_measured(run, *(np.empty(0),) * 3)
-    scale = np.array([1e-3, 5e-3, 0.1])
+    source = f"calibrated on {chosen.sum()} requests of {run.workload.source} done by {until_s:g} s"
 
-    def engine_of(x: Floats) -> Engine:
-        source = f"calibrated on the first {count} requests of {run.workload.source}"
-        return Engine(*(float(one) for one in np.abs(x) * scale), source)
+    def times_of(numbers: Floats) -> TableTimes:
+        step_s, chunk_step_s, uneven = numbers.tolist()
+        return TableTimes(replace(model, engine=Engine(step_s, chunk_step_s, uneven, source)))
 
-    def missed(x: Floats) -> float:
-        found = replayed(run, TableTimes(replace(model, engine=engine_of(x))), server)
-        itl = np.log(found.itl_s[:count] / wanted.itl_s[:count])
-        prefill = np.log(found.prefill_s()[:count].mean() / wanted.prefill_s()[:count].mean())
-        return float(np.abs(itl).mean() + abs(itl.mean()) + abs(prefill))
+    def missed(numbers: Floats) -> Floats:
+        found = replayed(run, times_of(numbers), server)
+        itl = np.log(found.itl_s[chosen] / wanted.itl_s[chosen]) / np.sqrt(chosen.sum())
+        prefill = np.log(found.prefill_s[chosen].mean() / wanted.prefill_s[chosen].mean())
+        return np.append(itl, prefill)
 
-    best = minimize(missed, np.ones(3) * 0.3, method="Nelder-Mead", options={"maxfev": TRIES, "xatol": 0.02})
-    engine = engine_of(np.asarray(best.x))
-    tell(f"  calibrated: {engine}")
-    return TableTimes(replace(model, engine=engine))
+    best = gauss_newton(missed, np.zeros(len(NUDGES)), np.array(NUDGES))
+    tell(f"  {times_of(best).model.engine}")
+    return times_of(best)
+
+
+def gauss_newton(missed: Callable[[Floats], Floats], numbers: Floats, nudges: Floats) -> Floats:
+    """Numbers, 0 or above, with the least sum of squares of ``missed``; slopes over whole nudges, as scheduling
+    comes in steps."""
+    now = missed(numbers)
+    for _ in range(ROUNDS):
+        slopes = np.column_stack([(missed(numbers + nudge) - now) / nudge.sum() for nudge in np.diag(nudges)])
+        found = nnls(slopes * nudges, slopes @ numbers - now)[0] * nudges
+        then = missed(found)
+        if np.sum(then**2) >= np.sum(now**2):
+            break
+        numbers, now = found, then
+    return numbers
 
 
 # ---- judging ----
 
 
-def judged(measured: Replay, found: Replay, chosen: slice) -> dict[str, Any]:
+def judged(measured: Replay, found: Replay, chosen: NDArray[np.bool_]) -> dict[str, Any]:
     """Per quantity measured, simulated and error; of requests those ``chosen``, of the whole run the rest."""
-    lines: dict[str, Any] = {}
-    for name in ("queue_s", "ttft_s", "itl_s", "e2e_s"):
+    lines: dict[str, Any] = {"requests": float(chosen.sum()), "steps beyond the tables": found.beyond}
+    for name in ("queue_s", "prefill_s", "ttft_s", "itl_s", "e2e_s"):
         real, simulated = (getattr(one, name)[chosen] for one in (measured, found))
         for word, of in (("mean", np.mean), ("p50", np.median), ("p99", lambda x: np.quantile(x, 0.99))):
             lines[f"{name} {word}"] = _line(float(of(real)), float(of(simulated)))
@@ -191,15 +219,15 @@ def missed_bars(lines: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def fidelity_e2e(e2e: Path, profiles: Path, calibrate_on: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def fidelity_e2e(e2e: Path, profiles: Path, until_s: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
     """Every run in ``e2e``, judged; those without tables of their GPU and LLM are told as such."""
     metas = sorted(e2e.glob("*_meta.json"))
     if not metas:
         raise ValueError(f"{e2e}: holds no *_meta.json")
-    return [_of_run(meta, profiles, calibrate_on, tell) for meta in metas]
+    return [_of_run(meta, profiles, until_s, tell) for meta in metas]
 
 
-def _of_run(meta: Path, profiles: Path, calibrate_on: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def _of_run(meta: Path, profiles: Path, until_s: float, tell: Callable[[str], None]) -> dict[str, Any]:
     name = meta.name.removesuffix("_meta.json")
     told = json.loads(meta.read_text(encoding="utf-8"))
     settings = told["engine_kwargs"]
@@ -210,6 +238,12 @@ def _of_run(meta: Path, profiles: Path, calibrate_on: int, tell: Callable[[str],
         tell(f"{name}: not judged: {reason}")
         return {"run": name, "judged": False, "reason": reason}
     run = measured_run(meta.with_name(f"{name}_requests.csv.gz"))
+    done, later = int((run.last_token_s <= until_s).sum()), run.scheduled_s > until_s
+    if done < FEWEST or not later.any():
+        raise ValueError(
+            f"--calibrate-until {until_s:g}: {done} requests of {name} were done by then, {FEWEST} are needed, and "
+            f"{later.sum()} first scheduled after it, 1 is needed"
+        )
     with tempfile.TemporaryDirectory() as folder:
         shape = ModelShape.from_config(CONFIGS[told["model"]])
         model = kvpolicy.import_profile(tables, Path(folder), shape, ranks, name.partition("_")[0], LINK).model
@@ -217,13 +251,16 @@ def _of_run(meta: Path, profiles: Path, calibrate_on: int, tell: Callable[[str],
     server = server_of(settings, shape)
     tell(f"{name}: {len(run.workload)} requests, vLLM {told['vllm_version']}, {len(tables)} tables")
     plain = replayed(run, TableTimes(model), server)
-    fitted = calibrated(run, model, server, calibrate_on, tell)
-    later = slice(calibrate_on, None)
+    fitted = calibrated(run, model, server, until_s, tell)
+    everyone = np.ones(len(run.workload), np.bool_)
     again = replayed(run, fitted, server)
     results = {
-        "tables alone, all requests": judged(measured, plain, slice(None)),
-        f"tables alone, requests from {calibrate_on} on": judged(measured, plain, later),
-        f"calibrated on the {calibrate_on} before, requests from {calibrate_on} on": judged(measured, again, later),
+        "tables alone, all requests": judged(measured, plain, everyone),
+        "tables alone, scheduler in step with the device, all requests": judged(
+            measured, replayed(run, TableTimes(model), replace(server, asynchronous=False)), everyone
+        ),
+        f"tables alone, requests scheduled after {until_s:g} s": judged(measured, plain, later),
+        f"calibrated until {until_s:g} s, requests scheduled after": judged(measured, again, later),
     }
     over_time = {
         "at_s": measured.at_s.tolist(),
@@ -236,7 +273,7 @@ def _of_run(meta: Path, profiles: Path, calibrate_on: int, tell: Callable[[str],
 
 
 def server_of(settings: Mapping[str, Any], shape: ModelShape) -> Server:
-    """As the run's engine; its scheduler ran ahead of the device, which is vLLM's default since 0.14."""
+    """As the run's engine. Its scheduler ran ahead of the device: see what comes out where it does not."""
     return Server(
         block_size=BLOCK_SIZE,
         block_bytes=int(shape.kv_bytes_per_token * BLOCK_SIZE),
@@ -262,7 +299,7 @@ def show(found: Sequence[Mapping[str, Any]], console: Console) -> None:
             for name, line in lines.items():
                 bar = BARS.get(name.removesuffix(" mean"), None) if name.endswith(" mean") else None
                 if isinstance(line, float):
-                    table.add_row(name, "", f"{line:.0f}", "", "")
+                    table.add_row(name, "", f"{line:.3g}", "", "")
                     continue
                 wanted = "" if bar is None else f"{bar[0]:.0%}, aimed {bar[1]:.0%}"
                 table.add_row(
@@ -277,16 +314,20 @@ def show(found: Sequence[Mapping[str, Any]], console: Console) -> None:
             console.print(table)
 
 
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--e2e", type=Path, required=True)
     parser.add_argument("--profiles", type=Path, required=True)
-    parser.add_argument("--calibrate-on", type=int, default=CALIBRATE_ON, metavar="N")
+    parser.add_argument("--calibrate-until", type=float, default=CALIBRATE_UNTIL_S, metavar="S")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--bars", action="store_true", help="end with status 1 where a bar is missed")
     given = parser.parse_args()
     try:
-        found = fidelity_e2e(given.e2e, given.profiles, given.calibrate_on, lambda text: print(text, file=sys.stderr))
+        found = fidelity_e2e(given.e2e, given.profiles, given.calibrate_until, _tell)
     except (ValueError, OSError) as error:
         parser.exit(2, f"fidelity_e2e.py: error: {error}\n")
     show(found, Console(width=140))

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpolicy.cost.laws import Channel
+from kvpolicy.hardware import Geometry
 from kvpolicy.simulator.interpolation import TERMS, compiled
 from kvpolicy.simulator.protocol import Direction, Floats, StepLoad
 
@@ -96,6 +97,10 @@ class HardwareModel:
     @property
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def block_bytes(self, block_size: int) -> int:
+        """Of one KV block over all layers of one rank."""
+        return block_size * Geometry(**self.geometry).kv_bytes_per_token
 
     def write(self, folder: Path) -> Path:
         """Into ``folder``, which is made; a model that is there is replaced."""

@@ -13,6 +13,7 @@ from kvpolicy.cli import main
 from kvpolicy.cost.tables import TableError
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator.hardware import HardwareError, TableTimes, load_hardware
+from kvpolicy.simulator.profiles.grids import between_neighbours
 from kvpolicy.simulator.protocol import StepLoad
 from tests.simulator import tables
 from tests.simulator.tables import CONFIG, LAYERS
@@ -133,6 +134,19 @@ def test_a_hole_in_the_table_is_told_by_a_fit_and_counted(tmp_path: Path) -> Non
     assert "told by a fit whose mean error on unseen points" in made.text()
     found = load_hardware(tmp_path / "out").step_s(load(4, 256, ((64, 64),)))
     assert found == pytest.approx(worked(4, 256, 64, 64), rel=0.05)
+
+
+def test_what_is_unknown_lies_between_its_neighbours() -> None:
+    nothing = np.nan
+    assert between_neighbours(np.array([0.0, nothing, nothing, 0.3])) == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert between_neighbours(np.array([[1.0, nothing], [3.0, nothing]])) == pytest.approx(
+        np.array([[1.0, 5 / 3], [3.0, 7 / 3]])
+    )
+    assert between_neighbours(np.array([nothing, nothing])).tolist() == [0.0, 0.0]
+
+
+def test_a_block_is_as_large_as_the_shape_says(times: TableTimes) -> None:
+    assert times.model.block_bytes(16) == 16 * LAYERS * 2 * 2 * 64 * 2
 
 
 def test_phases_measured_apart_take_as_long_together(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def of_layers(one: Opened, layers: int) -> Told:
         notes.append(
             f"{one.file.name}: projections measured one by one; vLLM joins q, k, v and gate, up: an upper bound"
         )
+    if ATTENTION in one.tables:
+        notes.append(f"{one.file.name}: its operator {ATTENTION}, without decoding requests, is not used")
     return Told(summed(parts), ((one, "operators by token"),), tuple(notes))
 
 
