@@ -227,6 +227,7 @@ def _check(policies: Sequence[str], seed: int, estimators: Sequence[str], interv
 def _records(log: Log, target: Floats, predicted: Predicted, drawn: Resampled) -> Records:
     return Records(
         target,
+        log.probability,
         importance_weights(target, log.probability, log.action, log.known, log.known_share),
         log.cost_s,
         log.action,
