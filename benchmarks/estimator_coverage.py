@@ -1,6 +1,6 @@
 """How often the off-policy estimators' 95% intervals hold the truth, on made-up logs. Exits 1 where a bar is missed.
 
-    python benchmarks/estimator_coverage.py [--seeds N] [--records N] [--json FILE]
+    python benchmarks/estimator_coverage.py [--seeds N] [--records N] [--resume FILE] [--json FILE]
 
 Per policy, estimator and kind of interval: coverage with its own binomial 95% interval, mean width over the truth, and
 the error |estimate / truth - 1| of the median seed. The bar is 93% coverage and 2% error. The direct method alone is
@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from made_up_logs import MOST_S, POLICIES, Scenario, make, truth
@@ -32,6 +33,8 @@ TRUTH_DRAWS = 20_000_000
 PARTS = 20
 
 Key = tuple[str, str, str]
+Found = tuple[bool, float, float]
+"""Whether an interval held the truth, its width, and the estimate."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,15 +43,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--records", type=int, default=10_000)
     parser.add_argument("--unknown", type=float, default=0.05, help="share of swaps whose cost is not known")
     parser.add_argument("--truth-draws", type=int, default=TRUTH_DRAWS)
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="note each log's intervals there; skip those noted")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
     if asked.seeds < 1 or asked.records < 20:
         parser.error("--seeds should be 1 or more, --records 20 or more")
     true_s = mean_truth(asked.truth_draws)
-    held: dict[Key, list[tuple[bool, float, float]]] = defaultdict(list)
+    held: dict[Key, list[Found]] = defaultdict(list)
     refused = 0
+    noted = read_notes(asked.resume)
     for seed in track(range(asked.seeds), "seeds", console=Console(stderr=True)):
-        refused += one_seed(seed, asked.records, asked.unknown, true_s, held)
+        found = noted.get(seed) or one_seed(seed, asked.records, asked.unknown)
+        if asked.resume and seed not in noted:
+            with asked.resume.open("a") as file:
+                file.write(json.dumps({"seed": seed, "found": found}) + "\n")
+        for policy, estimator, interval, value_s, low_s, high_s in found:
+            refused += estimator == ""
+            if estimator:
+                hit = low_s <= true_s[policy] <= high_s
+                held[policy, estimator, interval].append((hit, high_s - low_s, value_s))
     rows = [summed(key, some, true_s[key[0]]) for key, some in held.items()]
     show(rows, refused, asked.seeds, asked.records)
     if asked.json:
@@ -61,30 +74,30 @@ def mean_truth(draws: int) -> dict[str, float]:
     return {name: float(np.mean([part[name] for part in parts])) for name in POLICIES}
 
 
-def one_seed(
-    seed: int,
-    records: int,
-    unknown: float,
-    true_s: dict[str, float],
-    held: dict[Key, list[tuple[bool, float, float]]],
-) -> int:
-    """Enters every interval of one log; returns how many policies were refused."""
+def read_notes(path: Path | None) -> dict[int, list[Any]]:
+    if path is None or not path.exists():
+        return {}
+    return {note["seed"]: note["found"] for note in map(json.loads, path.read_text().splitlines())}
+
+
+def one_seed(seed: int, records: int, unknown: float) -> list[Any]:
+    """Every interval of one log: policy, estimator, kind, value, low and high; one without estimator where refused."""
     log, targets = make(records, np.random.default_rng(seed), Scenario(unknown=unknown))
-    refused = 0
+    found: list[Any] = []
     for interval in INTERVALS:
         report = judge(log, targets, seed, tuple(ESTIMATORS), interval, MOST_S if interval == "bernstein" else None)
         for one in report.policies:
-            refused += bool(one.refused) and interval == INTERVALS[0]
-            for found in one.estimates:
-                if found.low_s is None or found.high_s is None:
-                    continue
-                value = true_s[one.policy]
-                key = one.policy, found.estimator, interval
-                held[key].append((found.low_s <= value <= found.high_s, found.high_s - found.low_s, found.value_s))
-    return refused
+            if one.refused and interval == INTERVALS[0]:
+                found.append((one.policy, "", interval, 0.0, 0.0, 0.0))
+            found += [
+                (one.policy, some.estimator, interval, some.value_s, some.low_s, some.high_s)
+                for some in one.estimates
+                if some.low_s is not None
+            ]
+    return found
 
 
-def summed(key: Key, some: Sequence[tuple[bool, float, float]], true_s: float) -> dict[str, object]:
+def summed(key: Key, some: Sequence[Found], true_s: float) -> dict[str, object]:
     hits = sum(hit for hit, _, _ in some)
     span = binomtest(hits, len(some)).proportion_ci(0.95, "exact")
     values = np.array([value for _, _, value in some])

@@ -51,7 +51,7 @@ class Records:
     crossed_q_s: Floats
     """(n, K) by one that has not seen the record's fold."""
     implied_weight: Floats
-    """(n,) see :func:`kvpolicy.evaluation.direct.implied_weights`."""
+    """(n,) see :meth:`kvpolicy.evaluation.direct.Design.implied_weights`."""
     group: Whole
     """(n,) records that vary together."""
 
@@ -175,7 +175,7 @@ def _least_mse(one: Records, tried: Sequence[float], changed: Callable[[Floats, 
     """
     base = dm_terms(one.target, one.crossed_q_s)
     missed = weighted(np.where(one.weight > 0, 1.0, 0.0), one.cost_s - chosen(one.crossed_q_s, one.action))
-    worst_s = worst_miss(one)
+    worst_s, left_to_model = worst_miss(one), _left_to_model(one)
     best: tuple[float, Tuned] | None = None
     for parameter in tried:
         weight = changed(one.weight, parameter)
@@ -184,7 +184,7 @@ def _least_mse(one: Records, tried: Sequence[float], changed: Callable[[Floats, 
         if parameter != inf:
             left_out = (weight - one.weight) * missed
             bias_s = abs(float(left_out.mean())) + NORMAL_95 * spread_of_mean(left_out, one.group)
-            bias_s = min(bias_s, worst_s * _left_to_model(one, parameter, changed))
+            bias_s = min(bias_s, worst_s * left_to_model(changed, parameter))
         bound = spread_of_mean(terms, one.group) ** 2 + bias_s**2
         if best is None or bound < best[0]:
             best = bound, Tuned(Terms(terms), parameter, bias_s)
@@ -210,8 +210,15 @@ def worst_miss(one: Records) -> float:
     return worst_s
 
 
-def _left_to_model(one: Records, parameter: float, changed: Callable[[Floats, float], Floats]) -> float:
-    """Share of the policy's probability for which the direct model stands in: mean of sum_a t(a) |1 - w'(a) / w(a)|."""
+def _left_to_model(one: Records) -> Callable[[Callable[[Floats, float], Floats], float], float]:
+    """Of changed weights, the share of the policy's probability for which the direct model stands in: the mean of
+    sum_a t(a) |1 - w'(a) / w(a)|."""
     counted = (one.probability > 0) & (one.target > 0)
-    weight = one.target[counted] / one.probability[counted]
-    return float((one.target[counted] * np.abs(1 - changed(weight, parameter) / weight)).sum()) / len(one.target)
+    share = one.target[counted]
+    weight = share / one.probability[counted]
+    n = len(one.target)
+
+    def left(changed: Callable[[Floats, float], Floats], parameter: float) -> float:
+        return float(share @ np.abs(1 - changed(weight, parameter) / weight)) / n
+
+    return left

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvpolicy.evaluation import bounds
 from kvpolicy.evaluation.bounds import INTERVALS, Resampled, Terms
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, log_refusals, support, told_by_action
-from kvpolicy.evaluation.direct import Predicted, folds_of, implied_weights, predict
+from kvpolicy.evaluation.direct import Design, Predicted, folds_of
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, Tuned, importance_weights
 from kvpolicy.evaluation.logged import Log, logged
 from kvpolicy.events import KINDS
@@ -178,13 +178,14 @@ def judge(
     """As :func:`estimate`, for policies given by their probabilities, (n, K) each."""
     rng = np.random.default_rng(seed)
     drawn = Resampled.of(log.cluster, rng)
-    predicted = _predicted(log, rng, limit_s)
+    design = Design.of(log.x, log.action, log.known, len(KINDS), folds_of(log.cluster, rng))
+    predicted = _predicted(design, log, limit_s)
     calibrated = calibration(log.probability, log.action)
     told = log_refusals(calibrated, int(log.cluster.max()) + 1, log.known)
-    as_logged = _records(log, log.probability, predicted, drawn)
+    as_logged = _records(log, log.probability, design, predicted, drawn)
     found = []
     for name, target in targets.items():
-        records = _records(log, target, predicted, drawn)
+        records = _records(log, target, design, predicted, drawn)
         supported = support(target, log.probability, records.weight, log.known_share, drawn)
         refused = (*told, *supported.refused)
         made = () if refused else tuple(_estimate(one, records, log, drawn, interval, limit_s) for one in estimators)
@@ -224,7 +225,7 @@ def _check(policies: Sequence[str], seed: int, estimators: Sequence[str], interv
         raise ValueError(f"limit_s is {limit_s:g}, should be above 0")
 
 
-def _records(log: Log, target: Floats, predicted: Predicted, drawn: Resampled) -> Records:
+def _records(log: Log, target: Floats, design: Design, predicted: Predicted, drawn: Resampled) -> Records:
     return Records(
         target,
         log.probability,
@@ -233,14 +234,13 @@ def _records(log: Log, target: Floats, predicted: Predicted, drawn: Resampled) -
         log.action,
         predicted.in_sample,
         predicted.cross_fitted,
-        implied_weights(log.x, log.action, log.known, target),
+        design.implied_weights(target),
         drawn.group,
     )
 
 
-def _predicted(log: Log, rng: np.random.Generator, limit_s: float | None) -> Predicted:
-    fold = folds_of(log.cluster, rng)
-    found = predict(log.x, log.action, log.cost_s, log.known, len(KINDS), fold)
+def _predicted(design: Design, log: Log, limit_s: float | None) -> Predicted:
+    found = design.predict(log.cost_s)
     if limit_s is None:
         return found
     return Predicted(np.clip(found.in_sample, -limit_s, limit_s), np.clip(found.cross_fitted, -limit_s, limit_s))
