@@ -26,7 +26,8 @@ app = typer.Typer(
 POLICIES = (
     "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL or explore:COST_MODEL; "
     "a cost model is a folder, the name of one that ships, analytic in a server, or analytic:DEVICE[@LINK]:CONFIG; "
-    "after it may follow ,online=on (measured outcomes correct it) and ,objective=OBJECTIVE"
+    "after it may follow ,online=on (measured outcomes correct it), ,objective=OBJECTIVE and, of explore, "
+    ",budget=SECONDS or ,budget=SHARE% (of predicted regret)"
 )
 ESTIMATORS = "dm, ips, snips, dr, cross-fitted-dr, switch-dr or dros"
 OBJECTIVES = "engine, victim or others, in seconds, or a weighted sum of them, as in engine+0.5*victim"
