@@ -50,7 +50,7 @@ def make(n: int, rng: np.random.Generator, scenario: Scenario | None = None) -> 
     cost_s = mean_s[np.arange(n), action] * luck * (0.5 + 2.0 * rng.beta(1.0, 3.0, n))
     cost_s[(action == 1) & (rng.random(n) < how.unknown)] = np.nan
     x = np.column_stack([np.ones(n), tokens, tokens**2 / 2, running, tokens * running])
-    return Log(cost_s, action, np.column_stack([1 - swap, swap]), feasible, cluster, x, (), (), {}, {}), targets(
+    return Log(cost_s, action, np.column_stack([1 - swap, swap]), feasible, cluster, x, (), (), (), {}, {}), targets(
         tokens, feasible
     )
 

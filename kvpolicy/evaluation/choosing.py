@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvpolicy.cost.logged import holds_logs
 from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.policy.objective import ENGINE
-from kvpolicy.trace import Header, TraceError, core_folders
 
 
 def evaluate(
@@ -30,20 +30,10 @@ def evaluate(
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}, should be 0 or above")
-    sources = {
-        core: Header.read(core / "header.json").source for folder in traces for core in core_folders(Path(folder))
-    }
-    profiles = [core for core, source in sources.items() if source == "profile"]
-    if not sources or len(profiles) == len(sources):
-        if estimators or (interval, cluster, limit_s) != ("bootstrap", "overflow", None):
-            raise ValueError(
-                "a profile measured both options and is replayed; estimator, interval, cluster and limit are for logs"
-            )
-        return replay.evaluate(traces, policies, seed, objective)
-    if profiles:
-        other = next(core for core in sources if core not in profiles)
-        raise TraceError(
-            f"{profiles[0]} is of a profile, {other} of a {sources[other]}: judge on one kind at a time (header.json, "
-            "field source)"
+    if traces and holds_logs(traces):
+        return offpolicy.estimate(traces, policies, seed, objective, estimators, interval, cluster, limit_s)
+    if estimators or (interval, cluster, limit_s) != ("bootstrap", "overflow", None):
+        raise ValueError(
+            "a profile measured both options and is replayed; estimator, interval, cluster and limit are for logs"
         )
-    return offpolicy.estimate(traces, policies, seed, objective, estimators, interval, cluster, limit_s)
+    return replay.evaluate(traces, policies, seed, objective)

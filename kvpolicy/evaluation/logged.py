@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from kvpolicy import trace as traces
 from kvpolicy.cost.impossible import COUNTS, refuse_doubled
-from kvpolicy.cost.steps import attribute
+from kvpolicy.cost.logged import attributed
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Option, Preemption
 from kvpolicy.policy import Policy
 from kvpolicy.policy.objective import ENGINE, Objective
@@ -62,6 +63,8 @@ class Log:
     """(n, d) what a direct model sees of the situation, see :func:`situation_columns`."""
     situations: tuple[Preemption, ...]
     options: tuple[tuple[Option, ...], ...]
+    requests: tuple[str, ...]
+    """``CORE/REQUEST`` of each: what a model trained from logs remembers."""
     headers: Mapping[str, Header]
     counts: Mapping[str, int]
     """Records treated specially, by what they are; those left out begin with ``left out:``."""
@@ -80,6 +83,27 @@ class Log:
         taken = np.bincount(self.action, minlength=len(KINDS)).astype(np.float64)
         with np.errstate(invalid="ignore"):
             return np.bincount(self.action, self.known, len(KINDS)) / taken
+
+    def without(self, requests: frozenset[str], what: str) -> Log:
+        """The log without the records of these requests, counted as ``what``. Raises TraceError if none is left."""
+        kept = np.array([request not in requests for request in self.requests], np.bool_)
+        if kept.all():
+            return self
+        if not kept.any():
+            raise TraceError(f"{', '.join(self.headers)}: all records are {what}; evaluate on another log")
+        return replace(
+            self,
+            cost_s=self.cost_s[kept],
+            action=self.action[kept],
+            probability=self.probability[kept],
+            feasible=self.feasible[kept],
+            cluster=np.unique(self.cluster[kept], return_inverse=True)[1].astype(np.int64),
+            x=self.x[kept],
+            situations=tuple(compress(self.situations, kept)),
+            options=tuple(compress(self.options, kept)),
+            requests=tuple(compress(self.requests, kept)),
+            counts=dict(self.counts) | {f"left out: {what}": int((~kept).sum())},
+        )
 
     def targets(self, policy: Policy) -> Floats:
         """(n, K) what ``policy`` would do, asked in its first state throughout."""
@@ -134,15 +158,10 @@ def log_of(given: Mapping[str, Trace], objective: Objective = ENGINE, cluster: s
         cluster=np.unique(names, return_inverse=True)[1].astype(np.int64),
         situations=tuple(one for part in parts for one in part["situations"]),
         options=tuple(one for part in parts for one in part["options"]),
+        requests=tuple(one for part in parts for one in part["requests"]),
         headers=headers,
         counts=dict(counts),
     )
-
-
-def attributed(trace: Trace) -> Trace:
-    """The trace with costs out of its steps where it has none yet."""
-    unknown = trace.table("outcomes")["engine_s"].null_count
-    return attribute(trace) if unknown and trace.table("steps").num_rows else trace
 
 
 def situation_columns(decisions: pa.Table) -> Floats:
@@ -188,6 +207,7 @@ def _read_one(folder: str, trace: Trace, objective: Objective, cluster: str, cou
         "x": situation_columns(table),
         "situations": [Preemption(*row) for row in zip(*(table[n].to_pylist() for n in SITUATION_FIELDS), strict=True)],
         "options": options,
+        "requests": pc.binary_join_element_wise(table["core"], table["request"], "/").to_pylist(),
     }
 
 

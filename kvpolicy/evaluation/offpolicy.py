@@ -156,7 +156,8 @@ def estimate(
     _check(policies, seed, estimators, interval, limit_s)
     judging = parse(objective)
     loaded = [load(spec) for spec in policies]
-    log = logged(traces, judging, cluster)
+    seen = frozenset().union(*(one.cost_model.state_ids for one in loaded if one.cost_model is not None))
+    log = logged(traces, judging, cluster).without(seen, "records that a policy's model was trained on")
     for policy in loaded:
         _check_fit(policy, log)
     targets = {policy.name: log.targets(policy) for policy in loaded}

@@ -246,7 +246,7 @@ def test_clusters_are_overflows_or_requests(log: Trace) -> None:
 
 def test_profiles_and_logs_are_not_judged_together(folder: Path, tmp_path: Path) -> None:
     make_trace(states=30).write(tmp_path / "profile")
-    with pytest.raises(TraceError, match="judge on one kind at a time"):
+    with pytest.raises(TraceError, match="take one kind at a time"):
         evaluate([folder, tmp_path / "profile"], ["always-swap"])
     with pytest.raises(ValueError, match="a profile measured both options and is replayed"):
         evaluate([tmp_path / "profile"], ["always-swap"], estimators=["dr"])
