@@ -17,7 +17,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
@@ -87,11 +87,12 @@ class Place:
     kv_blocks: int
     seeds: int
     parts: int
+    serving: Serving
 
     def cells(self) -> list[Cell]:
         place = self.kv_blocks, "native"
         return [
-            Cell(self.workload, policy, *place, seed, self.hardware, "builtin", SERVING, part, self.parts)
+            Cell(self.workload, policy, *place, seed, self.hardware, "builtin", self.serving, part, self.parts)
             for policy in (RECOMPUTE, SWAP, MINWASTE, LEARNED, *(f"threshold:{tokens}" for tokens in THRESHOLDS))
             for seed in range(self.seeds)
             for part in range(self.parts)
@@ -130,6 +131,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--machine", choices=MACHINES, action="append", help="only that one")
     parser.add_argument("--shipped", choices=SHIPPED, action="append", help="only that workload of those that ship")
     parser.add_argument("--share", type=float, action="append", help="of memory, instead of the usual three")
+    parser.add_argument("--no-prefix-caching", action="store_true", help="nothing of a victim survives on the device")
     parser.add_argument("--jobs", type=int, help="processes; one per core without it")
     parser.add_argument("--cache", type=Path, help="folder of finished runs; the user's cache folder without it")
     parser.add_argument("--fresh", action="store_true", help="simulate also what was finished before")
@@ -156,7 +158,8 @@ def _places(asked: argparse.Namespace, configs: Path) -> list[Place]:
         seeds, parts = (asked.repeats, 1) if drawn else (1, asked.repeats)
         for share in asked.share or SHARES:
             blocks = _blocks(workload, asked.requests, share)
-            found.append(Place(machine, f"{machine}:{config}", workload, share, blocks, seeds, parts))
+            serving = replace(SERVING, prefix_caching=not asked.no_prefix_caching)
+            found.append(Place(machine, f"{machine}:{config}", workload, share, blocks, seeds, parts, serving))
     return found
 
 
@@ -187,6 +190,7 @@ def row_of(place: Place, runs: Runs) -> dict[str, Any]:
         "machine": place.machine,
         "workload": place.workload,
         "memory_share": place.share,
+        "prefix_caching": place.serving.prefix_caching,
         "kv_blocks": place.kv_blocks,
         "policies": {policy: _figures(runs, policy) for policy in SHOWN},
     }
@@ -282,6 +286,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         lines.append(
             f"{row['machine']}, {_short(row['workload'])}, memory {row['memory_share']:g} ({row['kv_blocks']} blocks)"
+            f"{'' if row['prefix_caching'] else ', without prefix caching'}"
         )
         head = ["policy", "tok/s", "over recompute", "over swap", "e2e p99 s", "over recompute", "ttft p99 s"]
         cells = [[*head, "itl p99 ms", "recomputes", "swaps", "tokens again", "moved GB"]]

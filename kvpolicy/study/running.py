@@ -20,7 +20,7 @@ from kvpolicy.simulator.oracle import Oracle
 from kvpolicy.simulator.sinks import FolderSink
 from kvpolicy.simulator.watched import Watched
 from kvpolicy.study.cells import Cell, Serving
-from kvpolicy.study.engine import simulator_of
+from kvpolicy.study.engine import rules_of, simulator_of
 from kvpolicy.study.links import Behind, GivenLink
 from kvpolicy.study.machine import Machine, open_machine
 from kvpolicy.study.opening import opened
@@ -110,6 +110,7 @@ def server_of(cell: Cell, machine: Machine) -> Server:
         scheduling="priority" if serving.scheduling == "priority" else "fcfs",
         asynchronous=serving.asynchronous,
         link=copies,
+        rules=rules_of(cell.engine),
         hardware=machine.hardware,
         geometry=machine.geometry.to_dict(),
     )
