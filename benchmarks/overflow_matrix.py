@@ -63,7 +63,7 @@ SHIPPED = ("azure-conversation-2023", "sharegpt-8k", "deepseek-r1")
 TRACES = ("azure2023_conv*", "azure2023_code*", "mooncake_conversation*", "burstgpt*", "BurstGPT*")
 CONTEXT_TOKENS = 16384
 """Longer requests lose prompt, so that the same requests fit every memory."""
-SHARES = (0.5, 0.25, 0.125)
+SHARES = (0.5, 0.2, 0.05)
 THRESHOLDS = (512, 1024, 2048, 4096)
 RECOMPUTE, SWAP, BEST = "always-recompute", "always-swap", "best threshold"
 MINWASTE, LEARNED = "minwaste:analytic", "cheapest:analytic"

@@ -15,7 +15,7 @@ from kvpolicy.cost.sheets import known_sheet
 from kvpolicy.hardware import Geometry
 from kvpolicy.simulator import Times
 from kvpolicy.simulator.hardware import FILE, load_hardware
-from kvpolicy.simulator.lawtimes import LawTimes
+from kvpolicy.simulator.times import law_times
 
 KEPT = 16
 """Machines that a process keeps open."""
@@ -103,7 +103,7 @@ def _trained(spec: str) -> Machine:
     model = cost.load(spec)
     made = model.provenance
     return Machine(
-        times=LawTimes(model),
+        times=law_times(model),
         geometry=made.geometry,
         kv_bytes_per_token=made.kv_bytes_per_token,
         hardware=made.hardware,
@@ -126,7 +126,7 @@ def _by_sheet(spec: str, config: str) -> Machine:
         return lambda name: find(f"{cost.ANALYTIC}:{spec}" if name == cost.ANALYTIC else name)
 
     return Machine(
-        times=LawTimes(model),
+        times=law_times(model),
         geometry=made.geometry,
         kv_bytes_per_token=made.kv_bytes_per_token,
         hardware=made.hardware,

@@ -38,8 +38,6 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
     """Simulate one cell. ``out``: folder for its trace. Raises ValueError for inputs that are wrong."""
     machine = machine_of(cell)
     policy, told = policy_of(cell)
-    if policy.cost_model is not None:
-        policy.cost_model.warm()
     watched = Watched(policy)
     sink: Sink | None = None if out is None else FolderSink(out)
     done = simulator_of(cell.engine).run(
