@@ -10,9 +10,10 @@ from typing import Any
 
 from kvpolicy import policy
 from kvpolicy.events import SITUATION_FIELDS
-from kvpolicy.simulator import Run, Server, Simulator
+from kvpolicy.simulator import Link, Run, Server, Simulator
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.builtin.engine import Engine as BuiltinEngine
+from kvpolicy.simulator.protocol import Scheduling
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.simulator.times import ConstantTimes
 from kvpolicy.trace import Trace
@@ -69,28 +70,44 @@ def drawn_workload(seed: int, count: int = 60) -> Workload:
     return Workload(f"drawn {seed}", tuple(made), seed)
 
 
-def drawn_server(seed: int, **settings: Any) -> Server:
-    """Memory for the longest request and a few more."""
-    rng = random.Random(f"server {seed}")
-    return replace(
-        Server(
-            block_size=BLOCK,
-            block_bytes=BLOCK_BYTES,
-            device_blocks=rng.randint(40, 110),
-            host_blocks=1000,
-            token_budget=rng.choice((64, 256, 2048)),
-            max_running=rng.choice((4, 16, 48)),
-            max_model_len=1024,
-            segment_bytes=rng.choice((None, 8192)),
-        ),
-        **settings,
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload, a server and a policy, drawn from a seed; :func:`drawn` draws evenly over what is asked about."""
+
+    seed: int
+    work: Workload
+    server: Server
+    policy: str
+    times: ConstantTimes
+
+
+def drawn(seed: int, count: int = 60) -> Case:
+    """Memory for the longest request and a few more; the host pool large, tiny or none; the link fast or slow."""
+    rng = random.Random(f"case {seed}")
+    scheduling: Scheduling = "priority" if seed % 2 else "fcfs"
+    server = Server(
+        block_size=BLOCK,
+        block_bytes=BLOCK_BYTES,
+        device_blocks=rng.randint(30, 110),
+        host_blocks=(1000, 1000, 25, 0)[rng.randrange(4)],
+        token_budget=rng.choice((48, 64, 256, 2048)),
+        max_running=rng.choice((4, 16, 48)),
+        max_model_len=1024,
+        prefix_caching=seed // 2 % 2 == 1,
+        scheduling=scheduling,
+        asynchronous=seed // 4 % 2 == 1,
+        segment_bytes=rng.choice((None, 8192)),
+        link=rng.choice((Link(), Link(slowdown=0.2), Link(overlapped=False), Link(slowdown=0.1, saves_wait=True))),
     )
+    spec = rng.choice(("always-recompute", "always-swap", "always-swap", "threshold:100", "random:0.5"))
+    times = replace(TIMES, copy_bytes_per_s=rng.choice((2e9, 2e8, 2e7)))
+    return Case(seed, drawn_workload(seed, count), server, spec, times)
 
 
-def account(engine: str, work: Workload, spec: str, server: Server, seed: int = 0) -> Account:
+def account(engine: str, case: Case) -> Account:
     simulator: Simulator = Builtin(leap=False) if engine == "builtin" else VllmScheduler()
     with _watched() as scheduled:
-        run = simulator.run(work, policy.load(spec), server, TIMES, seed, MemorySink())
+        run = simulator.run(case.work, policy.load(case.policy), case.server, case.times, case.seed, MemorySink())
     return Account(run, scheduled)
 
 
