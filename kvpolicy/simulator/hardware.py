@@ -217,6 +217,10 @@ class TableTimes:
         for name, value in zip(("_data", "_starts", "_step", "_steps"), made, strict=True):
             object.__setattr__(self, name, value)
 
+    def __reduce__(self) -> tuple[type[TableTimes], tuple[HardwareModel]]:
+        """Sweeps hand it to other processes."""
+        return TableTimes, (self.model,)
+
     @property
     def source(self) -> str:
         files = ", ".join(str(one["file"]) for one in self.model.inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,12 @@ def test_rows_and_single_steps_agree(times: TableTimes) -> None:
     drawn = rng.integers((0, 1, 2, 0), (90, 6000, 2000, 5000), (200, 4)).tolist()
     loads = [load(n, d, ((c, k),)) for n, d, c, k in drawn]
     assert times.steps_s(np.array(loads, np.float64)).tolist() == [times.step_s(one) for one in loads]
+
+
+def test_another_process_gets_the_same_times(times: TableTimes) -> None:
+    copied = pickle.loads(pickle.dumps(times))
+    assert copied == times
+    assert copied.step_s(load(10, 700)) == times.step_s(load(10, 700))
 
 
 def test_more_work_never_takes_less_along_decode(times: TableTimes) -> None:
