@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from kvpolicy.cost import steps as attributed
-from kvpolicy.simulator import Link, Server
+from kvpolicy.simulator import Link, Server, StepLoad
 from kvpolicy.trace import Trace, from_rows, with_core
 from kvpolicy.workload import Request
 from tests.simulator.worlds import LINEAR, SECONDS, SMALL, random_workload, run, workload
@@ -62,11 +63,25 @@ def test_what_the_swap_cost() -> None:
     assert found.summary.moved_bytes == 4 and dict(found.summary.preemptions) == {"recompute": 0, "swap": 1}
 
 
-def test_copies_beside_the_steps_delay_nobody_who_runs() -> None:
-    _, trace = run(TWO, SMALL, "always-swap", SECONDS)
-    (outcome,) = trace.rows("outcomes")
-    assert trace.rows("steps")[1]["duration_s"] == pytest.approx(1.01)
-    assert outcome["engine_s"] == pytest.approx(0.5) and outcome["others_delay_s"] == 0.0
+@pytest.mark.parametrize("saves_wait", [True, False])
+def test_loads_run_beside_the_steps_and_saves_where_they_may(saves_wait: bool) -> None:
+    """A load delays nobody who runs; a save the step that brings it, where that overwrites what the save reads."""
+    link = Link(saves_wait=saves_wait)
+    server = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=100, prefix_caching=False, link=link)
+    slow = replace(LINEAR, copy_latency_s=0.05)
+    _, trace = run(random_workload(5, 40, 60.0), server, "always-swap", slow)
+    loads = [row for row in trace.rows("transfers") if row["direction"] == "load"]
+    beside = 0
+    for row in trace.rows("steps"):
+        if not row["scheduled_tokens"]:
+            continue
+        parts = [row[name] for name in ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")]
+        computes_s = slow.step_s(StepLoad(*parts, 0, 0))
+        assert row["duration_s"] == pytest.approx(computes_s + 0.05 * saves_wait * row["saves"], abs=1e-9)
+        end_s = row["start_s"] + row["duration_s"]
+        beside += any(load["start_s"] < end_s - 1e-9 and load["end_s"] > row["start_s"] + 1e-9 for load in loads)
+    assert beside
+    assert all(other["start_s"] >= one["end_s"] for one, other in pairwise(loads))
 
 
 def test_a_full_host_pool_means_recompute() -> None:

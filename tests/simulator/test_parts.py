@@ -111,17 +111,32 @@ def test_cached_blocks_go_last_and_tails_first() -> None:
     pool = CachingPool(6, 4)
     live = Live(0, Request(0.0, 10, 5), 0.0, computed=10)
     pool.grow(live, 3)
-    assert live.blocks == [0, 1, 2]
     pool.cache(live, 10)
     live.preemptions = 1
     pool.release(live, again=True)
     assert pool.free == 6 and len(pool.hits(live)) == 2
     other = Live(1, Request(0.0, 30, 5), 0.0)
-    pool.grow(other, 5)
-    assert other.blocks == [2, 3, 4, 5, 1]
-    assert pool.hits(live) == [0] and pool.idle([0]) == 1
+    pool.grow(other, 4)
+    assert len(pool.hits(live)) == 2
+    pool.grow(other, 1)
+    assert len(pool.hits(live)) == pool.idle(pool.hits(live)) == 1
     pool.adopt(live, pool.hits(live))
-    assert pool.free == 0 and pool.shared(live, 1) == 0
+    assert pool.free == 0 and pool.shared(live, 1) == 0 and pool.references == 1
+
+
+def test_blocks_of_equal_content_are_found_first_come_first() -> None:
+    """Two that computed the same prefix at the same time both keep it; the one that got it first is found."""
+    pool = CachingPool(8, 4)
+    ids = Request(0.0, 9, 5, prefix=(1, 2, 3), prefix_block_tokens=4)
+    first, second, third = (Live(number, ids, 0.0, shared_keys(ids, 4)) for number in range(3))
+    for live in (first, second):
+        pool.grow(live, 3)
+        pool.cache(live, 9)
+    assert pool.hits(third) == first.known
+    pool.adopt(third, pool.hits(third))
+    assert pool.shared(third, 2) == 2 and pool.shared(second, 2) == 0
+    pool.release(first, again=False)
+    assert pool.free == 3 and pool.shared(third, 2) == 0
 
 
 class Longest:

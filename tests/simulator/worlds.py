@@ -66,7 +66,7 @@ def worlds(draw: st.DrawFn) -> tuple[Workload, Server, str]:
         prefix_caching=draw(st.booleans()),
         scheduling=draw(st.sampled_from(("fcfs", "priority"))),
         asynchronous=draw(st.booleans()),
-        link=Link(draw(st.booleans()), draw(st.sampled_from((0.0, 0.2)))),
+        link=Link(draw(st.booleans()), draw(st.sampled_from((0.0, 0.2))), draw(st.booleans())),
     )
     made = random_workload(draw(st.integers(0, 10**6)), draw(st.integers(1, 25)), draw(st.sampled_from((5.0, 500.0))))
     return made, server, draw(st.sampled_from(("always-recompute", "always-swap", "random:0.5", "threshold:90")))

@@ -73,19 +73,19 @@ class VirtualWorker:
         )
 
     def _beside(self, jobs: StepJobs, begins_s: float, computes_s: float) -> float:
-        """Copies run beside the steps from this one on, which they slow down."""
+        """Copies run beside the steps, which they slow down; loads from the end of this one on."""
         for job in jobs.saves:
             saved_s = self._copy(job, "save", begins_s, max(begins_s, self._link_free_s["save"]))
             if self._server.link.saves_wait:
                 begins_s = saved_s
-        for job in jobs.loads:
-            start_s = max(begins_s, self._link_free_s["load"], self._saved_s(job))
-            self._copy(job, "load", begins_s, start_s)
         busy = any(
             copying.transfer.start_s < begins_s + computes_s and copying.transfer.end_s > begins_s
             for copying in self._copying
         )
-        return begins_s + computes_s * (1.0 + self._server.link.slowdown * busy)
+        ends_s = begins_s + computes_s * (1.0 + self._server.link.slowdown * busy)
+        for job in jobs.loads:
+            self._copy(job, "load", ends_s, max(ends_s, self._link_free_s["load"], self._saved_s(job)))
+        return ends_s
 
     def _between(self, jobs: StepJobs, begins_s: float, computes_s: float) -> float:
         """The step waits for its saves, computes, and waits for its loads."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from kvpolicy.simulator.builtin.live import Live
+from kvpolicy.simulator.builtin.live import Held, Live
 from kvpolicy.workload import Request
 
 PRIVATE_BITS = 24
@@ -24,15 +24,15 @@ class Pool(Protocol):
 
     free: int
 
-    def hits(self, live: Live) -> Sequence[int]:
+    def hits(self, live: Live) -> Sequence[Held]:
         """Cached blocks that hold its leading tokens, at most up to the last but one. Changes nothing."""
         ...
 
-    def idle(self, hits: Sequence[int]) -> int:
+    def idle(self, hits: Sequence[Held]) -> int:
         """How many of them nobody holds: taking them makes fewer free."""
         ...
 
-    def adopt(self, live: Live, hits: Sequence[int]) -> None:
+    def adopt(self, live: Live, hits: Sequence[Held]) -> None:
         """Hold them; the request holds nothing yet."""
         ...
 
@@ -59,13 +59,13 @@ class CountedPool:
     def __init__(self, blocks: int) -> None:
         self.free = blocks
 
-    def hits(self, live: Live) -> Sequence[int]:
+    def hits(self, live: Live) -> Sequence[Held]:
         return ()
 
-    def idle(self, hits: Sequence[int]) -> int:
+    def idle(self, hits: Sequence[Held]) -> int:
         return 0
 
-    def adopt(self, live: Live, hits: Sequence[int]) -> None:
+    def adopt(self, live: Live, hits: Sequence[Held]) -> None:
         """There are none."""
 
     def grow(self, live: Live, count: int) -> None:
@@ -85,23 +85,22 @@ class CountedPool:
 
 class CachingPool:
     """Reference counts, contents, and the queue of free blocks: least recently used first, tails before heads,
-    blocks without content before all others."""
+    blocks without content before all others.
+
+    Blocks that nobody can look for are alike: the queue holds runs of them as numbers, and only the others one by one.
+    """
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.free = blocks
         self._size = block_size
         self._blocks = blocks
-        self._holders = [0] * blocks
-        self._content = [0] * blocks
-        """Key of what a block holds; 0 for nothing that anybody could look for."""
-        self._found: dict[int, list[int]] = {}
+        self._found: dict[int, list[Held]] = {}
         """Blocks by content, in the order in which they got it."""
-        # A block's place in the queue is good while _place names it: taking one out of the middle leaves a stale one.
-        self._queue: deque[int] = deque(range(blocks))
-        self._place = list(range(blocks))
-        self._stamp = 1
+        # An entry is good while its block names the place: taking one out of the middle leaves a stale entry.
+        self._queue: deque[int | tuple[int, Held]] = deque([blocks])
+        self._places = 0
 
-    def hits(self, live: Live) -> Sequence[int]:
+    def hits(self, live: Live) -> Sequence[Held]:
         most = (live.tokens - 1) // self._size
         found = []
         for index in range(most if live.preemptions else min(most, len(live.keys))):
@@ -111,81 +110,91 @@ class CachingPool:
             found.append(blocks[0])
         return found
 
-    def idle(self, hits: Sequence[int]) -> int:
-        return sum(self._holders[block] == 0 for block in hits)
+    def idle(self, hits: Sequence[Held]) -> int:
+        return sum(not block.holders for block in hits)
 
-    def adopt(self, live: Live, hits: Sequence[int]) -> None:
+    def adopt(self, live: Live, hits: Sequence[Held]) -> None:
         for block in hits:
-            if not self._holders[block]:
-                self._place[block] = -1
+            if not block.holders:
+                block.place = 0
                 self.free -= 1
-            self._holders[block] += 1
-        live.blocks = list(hits)
+            block.holders += 1
+        live.known = list(hits)
         live.held = live.cached = len(hits)
 
     def grow(self, live: Live, count: int) -> None:
         self.free -= count
         live.held += count
-        queue, place, content, blocks = self._queue, self._place, self._content, self._blocks
+        queue = self._queue
         while count:
-            at = queue.popleft()
-            block = at % blocks
-            if place[block] != at:
-                continue
-            place[block] = -1
-            if content[block]:
-                self._evict(block)
-            self._holders[block] = 1
-            live.blocks.append(block)
-            count -= 1
+            entry = queue[0]
+            if isinstance(entry, int):
+                if entry > count:
+                    queue[0] = entry - count
+                    return
+                count -= entry
+            elif entry[1].place == entry[0]:
+                self._evict(entry[1])
+                count -= 1
+            queue.popleft()
 
     def cache(self, live: Live, tokens: int) -> None:
         full = tokens // self._size
+        if full <= live.cached:
+            return
         for index in range(live.cached, min(full, len(live.keys))):
-            self._enter(live.blocks[index], live.keys[index])
-        live.cached = max(live.cached, full)
+            live.known.append(self._enter(live.keys[index]))
+        live.cached = full
 
     def release(self, live: Live, again: bool) -> None:
         if again:
-            for index in range(len(live.keys), live.cached):
-                if not self._content[live.blocks[index]]:
-                    self._enter(live.blocks[index], self._key(live, index))
-        first: list[int] = []
-        last: list[int] = []
-        for index in range(live.held - 1, -1, -1):
-            block = live.blocks[index]
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                (last if index < live.cached else first).append(block)
-        self._give_back(first, last)
-        live.blocks, live.held, live.cached = [], 0, 0
+            live.known += [self._enter(self._key(live, index)) for index in range(len(live.known), live.cached)]
+        self._put_first(live.held - live.cached)
+        self._put_last(live.cached - len(live.known))
+        for block in reversed(live.known):
+            block.holders -= 1
+            if not block.holders:
+                self._places += 1
+                block.place = self._places
+                self._queue.append((self._places, block))
+                self.free += 1
+        live.known, live.held, live.cached = [], 0, 0
+        if len(self._queue) > 2 * self._blocks + 1024:
+            self._queue = deque(entry for entry in self._queue if isinstance(entry, int) or entry[1].place == entry[0])
 
     def shared(self, live: Live, count: int) -> int:
-        return sum(self._holders[block] > 1 for block in live.blocks[:count])
+        return sum(block.holders > 1 for block in live.known[:count])
 
-    def _give_back(self, first: list[int], last: list[int]) -> None:
-        self.free += len(first) + len(last)
-        base = self._stamp * self._blocks
-        self._stamp += 1
-        self._queue.extendleft(base + block for block in reversed(first))
-        self._queue.extend(base + block for block in last)
-        for block in first:
-            self._place[block] = base + block
-        for block in last:
-            self._place[block] = base + block
-        if len(self._queue) > 2 * self._blocks + 1024:
-            self._queue = deque(at for at in self._queue if self._place[at % self._blocks] == at)
+    @property
+    def references(self) -> int:
+        """To blocks that somebody may look for."""
+        return sum(block.holders for blocks in self._found.values() for block in blocks)
 
-    def _enter(self, block: int, key: int) -> None:
-        self._content[block] = key
+    def _put_first(self, count: int) -> None:
+        self.free += count
+        first = self._queue[0] if self._queue else None
+        if isinstance(first, int):
+            self._queue[0] = first + count
+        elif count:
+            self._queue.appendleft(count)
+
+    def _put_last(self, count: int) -> None:
+        self.free += count
+        last = self._queue[-1] if self._queue else None
+        if isinstance(last, int):
+            self._queue[-1] = last + count
+        elif count:
+            self._queue.append(count)
+
+    def _enter(self, key: int) -> Held:
+        block = Held(key)
         self._found.setdefault(key, []).append(block)
+        return block
 
-    def _evict(self, block: int) -> None:
-        key = self._content[block]
-        self._content[block] = 0
-        blocks = self._found[key]
+    def _evict(self, block: Held) -> None:
+        blocks = self._found[block.key]
         if len(blocks) == 1:
-            del self._found[key]
+            del self._found[block.key]
         else:
             blocks.remove(block)
 

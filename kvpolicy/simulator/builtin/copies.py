@@ -146,16 +146,18 @@ class LinkQueues:
         return done
 
     def _beside(self, saves: Iterable[Copy], loads: Iterable[Copy], begins_s: float, computes_s: float) -> float:
+        """Copies run beside the steps; loads from the end of this one on."""
         for copy in saves:
             made = self._transfer(copy, "save", begins_s, max(begins_s, self._free_s["save"]))
             copy.save_ends_s = made.end_s
             if self._link.saves_wait:
                 begins_s = made.end_s
-        for copy in loads:
-            self._transfer(copy, "load", begins_s, max(begins_s, self._free_s["load"], copy.save_ends_s))
         ends_s = begins_s + computes_s
         busy = any(transfer.start_s < ends_s and transfer.end_s > begins_s for transfer in self.running)
-        return begins_s + computes_s * (1.0 + self._link.slowdown * busy)
+        ends_s = begins_s + computes_s * (1.0 + self._link.slowdown * busy)
+        for copy in loads:
+            self._transfer(copy, "load", ends_s, max(ends_s, self._free_s["load"], copy.save_ends_s))
+        return ends_s
 
     def _within(self, saves: Iterable[Copy], loads: Iterable[Copy], begins_s: float, computes_s: float) -> float:
         """The step waits for its saves, computes, and waits for its loads."""

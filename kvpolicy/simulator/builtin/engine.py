@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from kvpolicy.simulator.builtin.victims import Victims
 from kvpolicy.simulator.protocol import Server, Times
 from kvpolicy.simulator.summary import Tallied
 from kvpolicy.workload import Request, Source
+
+FEW_STEPS = 16
+"""Up to here a number at a time is faster than arrays."""
 
 
 class Engine:
@@ -274,21 +278,31 @@ class Engine:
         most = self.stepper.leap(self.flying)
         if most < 2:
             return False
-        began_s = max(self.now_s, self._device_free_s)
         events_s = [at_s for at_s in (self.link.next_end_s(), self.arrivals.next_s) if at_s is not None]
-        next_s = min(events_s, default=np.inf)
-        if next_s < np.inf:
-            step_s = float(self.times.steps_s(self.stepper.loads(1))[0])
-            most = min(most, max(0, int((next_s - began_s) / step_s)) + 2)
-        ends_s = np.cumsum(np.concatenate([[began_s], self.times.steps_s(self.stepper.loads(most))]))
-        # Ends of the steps that are complete after each one that is scheduled.
-        known_s = ends_s[:-1] if self._asynchronous else ends_s[1:]
-        steps = min(most, int(np.searchsorted(known_s, next_s)) + 1)
-        self._take_steps(steps, ends_s[: steps + 1].tolist())
+        ends_s = self._ends(most, max(self.now_s, self._device_free_s), min(events_s, default=inf))
+        self._take_steps(ends_s)
         return True
 
-    def _take_steps(self, count: int, ends_s: list[float]) -> None:
-        """``ends_s``: the end of the step before, then those of ``count`` steps of the crowd."""
+    def _ends(self, most: int, began_s: float, next_s: float) -> list[float]:
+        """When the step before ended, then the ends of the crowd's next steps: ``most``, or as many as are scheduled
+        until it is known that ``next_s`` has passed."""
+        times, stepper = self.times, self.stepper
+        first_s = times.step_s(stepper.load(0))
+        if next_s < inf:
+            most = min(most, max(0, int((next_s - began_s) / first_s)) + 2)
+        if most > FEW_STEPS:
+            ends_s = np.cumsum(np.concatenate([[began_s], times.steps_s(stepper.loads(most))]))
+            # Scheduling ahead, a step's end is known when the one after it is scheduled.
+            known_s = ends_s[:-1] if self._asynchronous else ends_s[1:]
+            found: list[float] = ends_s[: min(most, int(np.searchsorted(known_s, next_s)) + 1) + 1].tolist()
+            return found
+        found = [began_s, began_s + first_s]
+        while len(found) <= most and found[-1 - self._asynchronous] < next_s:
+            found.append(found[-1] + times.step_s(stepper.load(len(found) - 1)))
+        return found
+
+    def _take_steps(self, ends_s: list[float]) -> None:
+        """``ends_s``: see :meth:`_ends`."""
         crowd = self.stepper.crowd
         last_s, members = crowd.last_s, len(crowd)
         for began_s, end_s in pairwise(ends_s):

@@ -20,6 +20,18 @@ class Status(IntEnum):
     FINISHED = 4
 
 
+class Held:
+    """A block with a content that somebody may look for."""
+
+    __slots__ = ("holders", "key", "place")
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.holders = 1
+        self.place = 0
+        """Of its last entry into the queue of free blocks, while it is free."""
+
+
 @dataclass(slots=True, eq=False)
 class Live:
     """One request. Token counts are those of vLLM's ``Request``."""
@@ -43,8 +55,8 @@ class Live:
     """Of those, the ones scheduled before it was preempted."""
     prefilling: bool = False
     """Whether its last scheduled chunk did not reach its last known token."""
-    blocks: list[int] = field(default_factory=list)
-    """Block ids; empty where the pool only counts."""
+    known: list[Held] = field(default_factory=list)
+    """Its leading blocks, as far as somebody may look for their content."""
     held: int = 0
     """Blocks it holds."""
     cached: int = 0

@@ -13,7 +13,7 @@ import numpy as np
 from kvpolicy.simulator.builtin.crowd import Crowd
 from kvpolicy.simulator.builtin.live import Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
-from kvpolicy.simulator.protocol import LOAD, Floats, Server
+from kvpolicy.simulator.protocol import LOAD, Floats, Server, StepLoad
 
 MOST_STEPS = 2048
 """Taken at once."""
@@ -117,6 +117,11 @@ class Stepper:
             return 0
         most = min(self.crowd.next_end(), MOST_STEPS)
         return self.crowd.steps_within(scheduler.pool.free, most) if most > 1 else 0
+
+    def load(self, ahead: int) -> StepLoad:
+        """What the crowd computes in a step, that many steps ahead."""
+        count = len(self.crowd)
+        return StepLoad(count, count, self.crowd.read_tokens + count * (ahead + 1), 0, 0, 0)
 
     def loads(self, steps: int) -> Floats:
         """What those steps compute: rows of :data:`LOAD` columns."""
