@@ -102,20 +102,18 @@ def _places(rows: Rows, came_s: Sequence[float]) -> list[float]:
     """Arrivals in the replay's time: each within the step at whose end the real engine took it in, or when idle."""
     found: list[float] = []
     clock_s = last_s = 0.0
-    ended_s: float | None = None
     left = deque(came_s)
     for row in rows:
-        ends_s = row["start_s"] + row["duration_s"]
-        idle = ended_s is None or row["start_s"] > ended_s + 1e-9
-        if idle:
-            clock_s += IDLE_S
-        while left and left[0] < ends_s:
+        new = 0
+        while left and left[0] < row["start_s"] + row["duration_s"]:
             left.popleft()
-            found.append(clock_s if idle else clock_s - last_s / 4)
+            new += 1
+        idle = new == row["running_requests"] + row["waiting_requests"]  # nobody else is there
+        clock_s += IDLE_S * idle
+        found += [clock_s if idle else clock_s - last_s / 4] * new
         if row["scheduled_tokens"]:
             last_s = row["duration_s"]
         clock_s += row["duration_s"]
-        ended_s = ends_s
     return found
 
 
