@@ -180,7 +180,6 @@ def test_transfer_carries_between_traces_and_between_tables(tmp_path: Path) -> N
     assert set(lines["trace trace0 -> trace1", 4]) == {"recompute", "swap"}
 
 
-<<<<<<< HEAD
 def test_overflow_matrix_compares_policies_on_the_same_runs(tmp_path: Path) -> None:
     """Shipped lengths and a trace, one machine, memory so short that requests are preempted."""
     rng, rows = random.Random(0), ["arrival_s,prompt_tokens,output_tokens"]
@@ -210,7 +209,8 @@ def test_overflow_matrix_compares_policies_on_the_same_runs(tmp_path: Path) -> N
     assert "where" in summary["worst over the better fixed action"]
     for word in ("measured by nobody", "PCI Express Base Specification 4.0", "geometric mean"):
         assert word in done.stdout
-=======
+
+
 def test_estimator_coverage_takes_up_what_was_noted(tmp_path: Path) -> None:
     small = ["--seeds", "2", "--records", "3000", "--truth-draws", "20000", "--resume", str(tmp_path / "notes")]
     first = run("estimator_coverage.py", *small, "--json", str(tmp_path / "one.json"))
@@ -238,4 +238,3 @@ def test_exploration_compares_estimates_with_what_was_served(tmp_path: Path) -> 
         row["budget"]["spent_s"] / row["budget"]["cheapest_s"] for row in found["rows"] if "spent_s" in row["budget"]
     }
     assert within <= 0.02
->>>>>>> est
