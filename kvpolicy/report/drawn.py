@@ -1,0 +1,91 @@
+"""The cost model's figures: decision boundary, calibration, regret. Apart, because matplotlib is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from kvpolicy.evaluation.replay import EvaluationReport
+from kvpolicy.events import KINDS
+from kvpolicy.explaining import Explanation
+from kvpolicy.report.figures import COLOURS, INK, MUTED, STYLE, colour, legend, marker, new_figure, plain_log
+from kvpolicy.report.learned import Predicted
+
+MOST_LOG = 1.5
+"""Colours are full where one option costs 4.5 times the other."""
+CHOICE = LinearSegmentedColormap.from_list("choice", [COLOURS["swap"], "#eceff4", COLOURS["recompute"]])
+
+
+def draw_boundary(found: Explanation) -> Figure:
+    grid, one = found.grid, found.asked.situation
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure, (axes,) = new_figure(3.9)
+        norm = TwoSlopeNorm(0.0, -MOST_LOG, MOST_LOG)
+        shown = axes.pcolormesh(grid.tokens, grid.running, grid.log_ratio, norm=norm, cmap=CHOICE, shading="nearest")
+        shown.set_rasterized(True)
+        lowest, highest = (of(value for row in grid.log_ratio for value in row) for of in (min, max))
+        if lowest < 0 < highest:
+            axes.contour(grid.tokens, grid.running, grid.log_ratio, levels=[0.0], colors="#1b1d23", linewidths=1.6)
+        outside = [[float(value) for value in row] for row in grid.extrapolated]
+        if any(value for row in outside for value in row):
+            axes.contourf(grid.tokens, grid.running, outside, levels=[0.5, 1.5], colors="none", hatches=["..."])
+        axes.plot([one.computed_tokens], [one.running_requests], marker="o", color="#1b1d23", markerfacecolor="white")
+        plain_log(axes)
+        axes.set(xlabel="computed tokens of the victim", ylabel="running requests beside it")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        bar = figure.colorbar(shown, ax=axes, extend="both", ticks=[-MOST_LOG, 0, MOST_LOG])
+        bar.ax.set_yticklabels(["swap", "even", "recompute"])
+        return figure
+
+
+def draw_calibration(some: Sequence[Predicted]) -> Figure:
+    with matplotlib.rc_context(STYLE):
+        figure, (axes,) = new_figure(4.2)
+        for kind in KINDS:
+            mine = [one for one in some if one.kind == kind]
+            if not mine:
+                continue
+            at = [1e3 * one.predicted_s for one in mine]
+            down = [1e3 * max(0.0, one.predicted_s - one.low_s) for one in mine]
+            up = [1e3 * max(0.0, one.high_s - one.predicted_s) for one in mine]
+            axes.errorbar(
+                at, [1e3 * one.measured_s for one in mine], xerr=[down, up], linestyle="", marker=marker(kind),
+                color=colour(kind), label=kind, markersize=4.5, elinewidth=0.8, alpha=0.8,
+            )  # fmt: skip
+        ends = [1e3 * min(one.predicted_s for one in some), 1e3 * max(one.predicted_s for one in some)]
+        axes.plot(ends, ends, color=MUTED, linewidth=1.0, linestyle=":")
+        smallest = ends[0] / 4
+        axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=max(smallest, 1e-3))
+        axes.set(xlabel="predicted, ms, with 90% interval", ylabel="measured on states it did not see, ms")
+        legend(axes)
+        return figure
+
+
+def draw_regret(scores: EvaluationReport, names: Sequence[str]) -> Figure:
+    """Mean regret per policy, by length above and by load below. ``names``: how the policies are called."""
+    with matplotlib.rc_context(STYLE | {"axes.grid.axis": "y"}):
+        figure, rows = new_figure(5.6, 2)
+        for axes, of, label in (
+            (rows[0], "by_length", "tokens of the victim"),
+            (rows[1], "by_load", "requests running beside it"),
+        ):
+            _bars(axes, [getattr(score, of) for score in scores.policies], names)
+            axes.set(xlabel=label, ylabel="mean regret, ms")
+        legend(rows[0])
+        return figure
+
+
+def _bars(axes: Axes, cells: Sequence[Sequence[tuple[str, int, float, float]]], names: Sequence[str]) -> None:
+    groups = [name for name, _, _, _ in cells[0]]
+    width = 0.8 / len(names)
+    for number, (name, mine) in enumerate(zip(names, cells, strict=True)):
+        at = [place + (number - (len(names) - 1) / 2) * width for place in range(len(groups))]
+        axes.bar(at, [1e3 * regret for _, _, regret, _ in mine], width * 0.92, color=colour(name), label=name)
+    axes.axhline(0.0, color=INK, linewidth=0.8)
+    axes.set_xticks(range(len(groups)), [f"{name}\n({count})" for name, count, _, _ in cells[0]], fontsize=9)

@@ -1,0 +1,261 @@
+"""The five figures, drawn from a trace's material alone. Apart, because matplotlib is optional."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+from scipy import stats
+
+from kvpolicy.events import KINDS
+from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, TIMELINE
+from kvpolicy.report.findings import MOMENTS, arms_of, by_arm, lengths
+from kvpolicy.report.reading import Material, Overflow, ServedRun
+
+INK, MUTED, GRID, PAPER = "#1b1d22", "#656b76", "#d8dce3", "#fefefd"
+COLOURS = {"recompute": "#c2500e", "swap": "#0f69b4"}
+LEARNED = "#0c8558"
+MARKERS = {"recompute": "o", "swap": "s"}
+WIDTH_IN = 5.6
+"""Two side by side on a wide page, one on a phone, letters legible on both."""
+STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 10.5,
+    "font.family": "sans-serif",
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+    "savefig.facecolor": PAPER,
+}
+
+
+def draw(material: Material, figure: str) -> Figure:
+    """One of :data:`kvpolicy.overflow.FIGURES`. The material has to fill it: see :func:`findings.missing`."""
+    about: Mapping[str, Callable[[Material], Figure]] = {
+        BLOCK_SIZE: _block_size,
+        EVICTED_TOKENS: _evicted_tokens,
+        SEQUENCE_LENGTH: _sequence_length,
+        MEMORY: _memory,
+        TIMELINE: _timeline,
+    }
+    with matplotlib.rc_context(STYLE):
+        return about[figure](material)
+
+
+def svg(figure: Figure, name: str, transparent: bool = False) -> str:
+    """The figure as SVG text, the same for the same figure. ``name`` keeps ids of several in one page apart."""
+    return _saved(figure, "svg", name, transparent).decode()
+
+
+def write(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
+    """As SVG and PNG."""
+    paths = folder / f"{name}.svg", folder / f"{name}.png"
+    for path in paths:
+        path.write_bytes(_saved(figure, path.suffix[1:], name, transparent=False))
+    return paths
+
+
+def _saved(figure: Figure, form: str, name: str, transparent: bool) -> bytes:
+    into = BytesIO()
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
+        metadata = {"Date": None} if form == "svg" else None
+        figure.savefig(into, format=form, dpi=160, metadata=metadata, transparent=transparent)
+    return into.getvalue()
+
+
+def new_figure(height_in: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of the report's width with ``rows`` axes below each other."""
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return figure, list(np.atleast_1d(figure.subplots(rows, 1)))
+
+
+def colour(arm: str) -> str:
+    return COLOURS.get(arm, LEARNED)
+
+
+def marker(arm: str) -> str:
+    return MARKERS.get(arm, "^")
+
+
+def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half of its 95% t interval; 0 for a single value."""
+    if len(values) < 2:
+        return fmean(values), 0.0
+    return fmean(values), float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
+
+
+def legend(axes: Axes) -> None:
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.1, handletextpad=0.4)
+
+
+def plain_log(axes: Axes, levels: Sequence[float] | None = None) -> None:
+    """A logarithmic x axis with ordinary numbers, at the levels where they are few."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    if levels is not None and len(levels) <= 8:
+        axes.xaxis.set_major_locator(matplotlib.ticker.FixedLocator(list(levels)))
+        axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _sequence_length(material: Material) -> Figure:
+    found = lengths(material)
+    figure, (axes,) = new_figure(3.7)
+    _costs(axes, found, lambda one: one.victim_tokens)
+    running = sorted({one.running_requests + 1 for one in found})
+    beside = f"{running[0]} requests" if len(running) == 1 else f"{running[0]} to {running[-1]} requests running"
+    axes.set_xlabel(f"tokens of the evicted request ({beside})")
+    return figure
+
+
+def _evicted_tokens(material: Material) -> Figure:
+    figure, (axes,) = new_figure(3.7)
+    _costs(axes, material.of(EVICTED_TOKENS), lambda one: float(one.evicted_tokens))
+    axes.set_xlabel("tokens evicted in one overflow")
+    return figure
+
+
+def _block_size(material: Material) -> Figure:
+    found = material.of(BLOCK_SIZE)
+    figure, (axes,) = new_figure(3.7)
+    kinds = by_arm(found)
+    _levels(axes, kinds["recompute"], lambda one: float(one.block_size), "recompute", "recompute")
+    for pinned, name, line in ((True, "swap, pinned", "-"), (False, "swap, pageable", "--"), (None, "swap", "-")):
+        some = [one for one in kinds["swap"] if one.pinned is pinned]
+        _levels(axes, some, lambda one: float(one.block_size), "swap", name, line)
+    plain_log(axes, sorted({one.block_size for one in found}))
+    axes.set(xlabel="tokens per KV block (2 requests)", ylabel="overhead per overflow, ms")
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    legend(axes)
+    return figure
+
+
+def _costs(axes: Axes, found: Sequence[Overflow], x: Callable[[Overflow], float]) -> None:
+    """Single windows as points; means with intervals where they are repeats of a few levels."""
+    few = len({one.state_id for one in found}) <= 12
+    for kind, some in by_arm(found).items():
+        if few:
+            _levels(axes, some, x, kind, kind)
+        points = [x(one) for one in some], [1e3 * one.engine_s for one in some]
+        label = None if few else kind
+        axes.plot(
+            *points, linestyle="", marker=marker(kind), color=colour(kind), alpha=0.35 if few else 0.7, label=label,
+            markersize=3.5 if few else 4.5, markeredgewidth=0,
+        )  # fmt: skip
+    plain_log(axes)
+    axes.axhline(0.0, color=MUTED, linewidth=0.8)
+    axes.set_ylabel("overhead per overflow, ms")
+    legend(axes)
+
+
+def _levels(
+    axes: Axes, some: Sequence[Overflow], x: Callable[[Overflow], float], arm: str, label: str, line: str = "-"
+) -> None:
+    groups: dict[str, list[Overflow]] = defaultdict(list)
+    for one in some:
+        groups[one.state_id].append(one)
+    if not groups:
+        return
+    ordered = sorted((fmean(map(x, group)), *mean_and_half([1e3 * one.engine_s for one in group])) for group in groups.values())
+    at, mean, half = zip(*ordered, strict=True)
+    axes.errorbar(
+        at, mean, yerr=half, marker=marker(arm), color=colour(arm), linestyle=line, label=label, capsize=3, markersize=6
+    )
+
+
+def _memory(material: Material) -> Figure:
+    runs = material.served(MEMORY)
+    figure, rows = new_figure(8.2, 3)
+    quantities: Sequence[tuple[str, Callable[[ServedRun], float]]] = (
+        ("overhead, s", lambda run: run.overhead_s),
+        ("preemptions", lambda run: float(sum(run.preemptions.values()))),
+        ("makespan, s", lambda run: run.makespan_s),
+    )
+    for axes, (name, of) in zip(rows, quantities, strict=True):
+        for arm in arms_of(runs):
+            levels = sorted({run.level for run in runs if run.arm == arm})
+            told = [mean_and_half([of(run) for run in runs if run.arm == arm and run.level == level]) for level in levels]
+            axes.errorbar(
+                levels, [mean for mean, _ in told], yerr=[half for _, half in told], marker=marker(arm),
+                color=colour(arm), label=arm, capsize=3, markersize=6,
+            )  # fmt: skip
+        axes.set_ylabel(name)
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    legend(rows[0])
+    rows[-1].set_xlabel(f"KV memory, % of what holds all {runs[0].requests} requests at full length")
+    return figure
+
+
+def _timeline(material: Material) -> Figure:
+    """The first run of each arm, one panel of three axes each."""
+    runs = material.served(TIMELINE)
+    first = [min((run for run in runs if run.arm == arm), key=lambda run: run.repeat) for arm in arms_of(runs)]
+    figure, rows = new_figure(5.4 * len(first), 3 * len(first))
+    end_s = max(run.end_s[-1] for run in first)
+    for number, run in enumerate(first):
+        _panel(rows[3 * number : 3 * number + 3], run)
+        for axes in rows[3 * number : 3 * number + 3]:
+            axes.set_xlim(0.0, end_s)
+    rows[-1].set_xlabel("seconds since the first step")
+    return figure
+
+
+def _panel(rows: Sequence[Axes], run: ServedRun) -> None:
+    throughput, memory, requests = rows
+    edges = np.linspace(0.0, run.end_s[-1], MOMENTS + 1)
+    tokens, _ = np.histogram(run.end_s, edges, weights=run.decoded)
+    throughput.stairs(tokens / np.diff(edges), edges, color=colour(run.arm), linewidth=1.4)
+    throughput.set(ylabel="tokens/s", title=f"{run.arm} at {run.level}% memory")
+    throughput.title.set_color(colour(run.arm))
+    memory.plot(run.end_s, [100 * share for share in run.used_share], color=INK, linewidth=1.2, label="device KV, %")
+    memory.set(ylabel="device KV, %", ylim=(0, 105))
+    host = memory.twinx()
+    host.spines["right"].set_visible(True)
+    host.grid(False)
+    host.plot(run.end_s, [held / 2**20 for held in run.host_bytes], color=COLOURS["swap"], linewidth=1.2)
+    host.set_ylabel("host pool, MiB", color=COLOURS["swap"])
+    host.set_ylim(bottom=0)
+    requests.plot(run.end_s, run.running, color=INK, linewidth=1.2, label="running")
+    requests.plot(run.end_s, run.waiting, color=MUTED, linewidth=1.2, linestyle="--", label="waiting")
+    requests.set_ylabel("requests")
+    requests.yaxis.set_major_locator(MaxNLocator(integer=True))
+    _marks(requests, run)
+    requests.legend(loc="upper right", ncols=2, fontsize=9, borderaxespad=0.1, columnspacing=1.0)
+
+
+def _marks(axes: Axes, run: ServedRun) -> None:
+    """Preemptions as triangles down, returns as triangles up, coloured by what was executed."""
+    top = max(*run.running, *run.waiting, 1)
+    axes.set_ylim(-0.2 * top, 1.5 * top)
+    for marks, sign, name in ((run.taken, "v", "preempted"), (run.resumed, "^", "back")):
+        for kind in KINDS:
+            times = [one.time_s for one in marks if one.kind == kind]
+            if times:
+                at = [-0.1 * top] * len(times)
+                axes.plot(
+                    times, at, linestyle="", marker=sign, markersize=4, color=COLOURS[kind], label=f"{name}, {kind}",
+                    markeredgewidth=0,
+                )  # fmt: skip
