@@ -1,0 +1,213 @@
+"""The page: what was found, put into the template beside this file. Apart, because matplotlib and Jinja are optional."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from kvpolicy import __version__
+from kvpolicy.events import KINDS
+from kvpolicy.overflow import FIGURES, SERVED
+from kvpolicy.report import figures as colours
+from kvpolicy.report.drawn import draw_boundary, draw_calibration, draw_regret
+from kvpolicy.report.figures import draw, svg, write
+from kvpolicy.report.findings import PAPER
+from kvpolicy.report.learned import FIXED, LEARNED_NAME, coverage
+from kvpolicy.report.reading import Material
+from kvpolicy.report.writing import Group, link_name
+
+TITLES = {
+    "block-size": "Block size",
+    "evicted-tokens": "Evicted tokens",
+    "sequence-length": "Sequence length",
+    "memory": "KV memory",
+    "timeline": "Over time",
+}
+CLASSES = {"yes": "yes", "no": "no", "cannot tell": "open"}
+WORDS = {"yes": "holds", "no": "does not hold", "cannot tell": "cannot tell"}
+INKS = {
+    colours.INK: "var(--ink)",
+    colours.MUTED: "var(--muted)",
+    colours.GRID: "var(--grid)",
+    colours.COLOURS["recompute"]: "var(--recompute)",
+    colours.COLOURS["swap"]: "var(--swap)",
+    colours.LEARNED: "var(--learned)",
+}
+"""Colours of the figures, by the page's own: they change with light and dark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One drawn figure of one group."""
+
+    group: int
+    name: str
+    figure: Figure
+
+    def file_name(self, groups: int) -> str:
+        return self.name if groups == 1 else f"{self.name}-{self.group + 1}"
+
+
+def drawn(groups: Sequence[Group]) -> tuple[Shown, ...]:
+    """Every figure that the groups can fill."""
+    return tuple(Shown(number, *one) for number, group in enumerate(groups) for one in _of_group(group))
+
+
+def _of_group(group: Group) -> Iterator[tuple[str, Figure]]:
+    lacks = dict(group.missing)
+    for figure in FIGURES:
+        if figure not in lacks:
+            yield figure, draw(group.material, figure)
+    found = group.learned
+    if found.boundary is not None:
+        yield "boundary", draw_boundary(found.boundary)
+    if found.calibration:
+        yield "calibration", draw_calibration(found.calibration)
+    if found.scores is not None:
+        yield "regret", draw_regret(found.scores, [*FIXED, LEARNED_NAME])
+
+
+def write_figures(shown: Sequence[Shown], folder: Path) -> tuple[Path, ...]:
+    groups = 1 + max((one.group for one in shown), default=0)
+    return tuple(path for one in shown for path in write(one.figure, folder, one.file_name(groups)))
+
+
+def render(groups: Sequence[Group], shown: Sequence[Shown], seed: int) -> str:
+    """The whole page."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    inlined = {(one.group, one.name): _inlined(one) for one in shown}
+    return environment.get_template("page.html.j2").render(
+        groups=[_told(group, number, inlined) for number, group in enumerate(groups)],
+        figures=[{"name": name, "title": TITLES[name], "paper": PAPER[name]} for name in FIGURES],
+        version=__version__,
+        seed=seed,
+        simulated=any(group.material.header.link["kind"] == "simulated" for group in groups),
+        on_cpu=any(group.material.header.hardware["device"] == "cpu" for group in groups),
+    )
+
+
+def _inlined(one: Shown) -> Markup:
+    """SVG in a page: no prologue, the page's colours, ids that no other figure has."""
+    text = svg(one.figure, f"{one.group}-{one.name}", transparent=True)
+    text = text[text.index("<svg") :]
+    for colour, ink in INKS.items():
+        text = text.replace(colour, ink)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{one.name}"', 1))  # noqa: S704
+
+
+def _told(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) -> dict[str, Any]:
+    found = group.learned
+    return {
+        "name": group.name,
+        "verdict": group.verdict(),
+        "answers": [(WORDS[answer], CLASSES[answer], count) for answer, count in group.answers.items()],
+        "missing": dict(group.missing),
+        "findings": {
+            figure: [
+                {"text": one.sentence(), "kind": CLASSES[one.evidence.answer], "word": WORDS[one.evidence.answer]}
+                for one in group.of(figure)
+            ]
+            for figure in FIGURES
+        },
+        "drawn": {name: svg_text for (at, name), svg_text in inlined.items() if at == number},
+        "model": found.model,
+        "lacking": found.lacking,
+        "boundary": None if found.boundary is None else _boundary_lines(found),
+        "coverage": [_coverage_line(found, kind) for kind in KINDS] if found.calibration else [],
+        "scores": None if found.scores is None else _scores(found),
+        "facts": _facts(group.material, group),
+    }
+
+
+def _boundary_lines(found: Any) -> list[str]:
+    one = found.boundary.asked.situation
+    return [
+        f"The circle: {one.computed_tokens} tokens beside {one.running_requests} running requests, in the middle of what "
+        f"was measured; there the model chooses {found.boundary.chosen}. Dots: outside what it was trained on. The line: "
+        "where both cost the same.",
+        *found.boundary.drivers,
+    ]
+
+
+def _coverage_line(found: Any, kind: str) -> str:
+    mine = [one for one in found.calibration if one.kind == kind]
+    share, low, high = coverage(mine)
+    return (
+        f"{kind}: the 90% interval holds the measured median in {share:.0%} of {len(mine)} unseen states "
+        f"(95% interval of that share: {low:.0%} to {high:.0%})."
+    )
+
+
+def _scores(found: Any) -> dict[str, Any]:
+    scores = found.scores
+    rows = []
+    for name, score in zip([*FIXED, LEARNED_NAME], scores.policies, strict=True):
+        accuracy, regret, over = score.accuracy, score.mean_regret_s, score.over_oracle
+        rows.append(
+            {
+                "name": name,
+                "accuracy": "all ties" if accuracy is None else f"{accuracy.value:.0%}",
+                "regret": f"{1e3 * regret.value:.2f} ms",
+                "interval": f"{1e3 * regret.low:.2f} to {1e3 * regret.high:.2f}",
+                "over": "-" if over is None else f"{over.value:+.1%}",
+            }
+        )
+    constant = scores.always_wins
+    return {
+        "rows": rows,
+        "states": scores.states,
+        "ties": scores.ties,
+        "constant": f"{constant} costs less in every one of these states: the best policy is a constant here."
+        if constant
+        else "",
+    }
+
+
+def _facts(material: Material, group: Group) -> list[tuple[str, str]]:
+    """Settings and provenance."""
+    headers = list(material.trace.headers.values())
+    first, geometry = headers[0], headers[0].geometry
+    natural = sum(one.cause == "memory" for one in material.overflows)
+    floor_s = list(material.d0_error_s.values())
+    variation = [header.noise["variation"] for header in headers if "variation" in header.noise]
+    facts = [
+        ("link", link_name(first)),
+        ("engine", ", ".join(sorted({header.engine for header in headers}))),
+        ("hardware", ", ".join(f"{name} {value}" for name, value in first.hardware.items())),
+        ("model", ", ".join(f"{name} {value}" for name, value in geometry.items())),
+        ("KV blocks", _blocks(headers)),
+        ("most tokens of a step", "not recorded" if first.token_budget is None else str(first.token_budget)),
+        ("overflows measured", f"{len(material.overflows)}, of them {natural} for want of memory"),
+        ("runs served", str(len(material.runs))),
+        ("left out", ", ".join(f"{count} {why}" for why, count in material.left_out.items()) or "nothing"),
+        ("identical windows vary by", ", ".join(f"{one:.1%}" for one in variation) or "not measured"),
+        ("a step's predicted time is missed by", ", ".join(f"{1e3 * one:.2f} ms" for one in floor_s) or "not told"),
+        ("measured", ", ".join(sorted({header.created for header in headers}))),
+        ("seed of the measurement", ", ".join(sorted({str(header.seed) for header in headers}))),
+        ("trace", f"{', '.join(folder.name for folder in group.folders)}, {len(headers)} engine cores"),
+        ("digest", material.trace.digest()[:16]),
+    ]
+    notes = sorted({header.notes for header in headers if header.notes})
+    runs = [run for figure in SERVED for run in material.served(figure)]
+    return facts + ([("scaled", "; ".join(notes))] if notes else []) + ([("requests", str(runs[0].requests))] if runs else [])
+
+
+def _blocks(headers: Sequence[Any]) -> str:
+    sizes = sorted({(header.block_size, header.block_bytes) for header in headers})
+    return ", ".join(f"{size} tokens in {size_bytes / 1024:g} KiB" for size, size_bytes in sizes)
