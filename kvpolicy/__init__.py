@@ -1,7 +1,8 @@
 """kvpolicy: recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.
 
 The steps of the loop are functions here, with the arguments of the commands: :func:`profile`, :func:`train`,
-:func:`calibrate`, :func:`evaluate`, :func:`explain`, :func:`demo`, :func:`simulate`, :func:`recommend`;
+:func:`calibrate`, :func:`evaluate`, :func:`explain`, :func:`demo`, :func:`simulate`, :func:`recommend`,
+:func:`characterize`, :func:`report`;
 :func:`import_profile` makes a simulator's hardware from published tables. They are loaded on first use: a server that
 only decides must not load the trainers.
 """
@@ -12,9 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpolicy.engines import demo, profile
+    from kvpolicy.engines import characterize, demo, profile
     from kvpolicy.evaluation import evaluate
     from kvpolicy.explaining import explain
+    from kvpolicy.report.writing import report
     from kvpolicy.simulator.profiles import import_profile
     from kvpolicy.study import recommend, simulate
     from kvpolicy.training import calibrate, train
@@ -23,24 +25,28 @@ __version__ = "0.1.0"
 __all__ = [
     "__version__",
     "calibrate",
+    "characterize",
     "demo",
     "evaluate",
     "explain",
     "import_profile",
     "profile",
     "recommend",
+    "report",
     "simulate",
     "train",
 ]
 
 _HOMES = {
     "calibrate": "kvpolicy.training",
+    "characterize": "kvpolicy.engines",
     "demo": "kvpolicy.engines",
     "evaluate": "kvpolicy.evaluation",
     "explain": "kvpolicy.explaining",
     "import_profile": "kvpolicy.simulator.profiles",
     "profile": "kvpolicy.engines",
     "recommend": "kvpolicy.study.recommend",
+    "report": "kvpolicy.report.writing",
     "simulate": "kvpolicy.study.grid",
     "train": "kvpolicy.training",
 }

@@ -1,4 +1,4 @@
-"""The commands that simulate, for :mod:`kvpolicy.cli`: options to function calls. Nothing is decided here."""
+"""The commands that simulate and study, for :mod:`kvpolicy.cli`: options to function calls. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
+from kvpolicy.overflow import FIGURES
 from kvpolicy.policy import FORMS
 from kvpolicy.study.progress import bar
 
@@ -154,11 +155,48 @@ def recommend(
     _write(json_file, advice)
 
 
+def characterize(
+    out: Annotated[Path, typer.Option(help="Folder of the trace; an unfinished study there is taken up again.")],
+    figure: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(FIGURES)} or all. May be given several times.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer levels and fewer repeats.")] = False,
+    llm: Annotated[Path | None, typer.Option(help="Folder of a model; without it a small one is made.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LATENCY_S]; native without it.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+) -> None:
+    """Measure what the overflow study's figures are drawn from, on a live engine."""
+    found = kvpolicy.characterize(out=out, figures=figure or ["all"], quick=quick, llm=llm, link=link, seed=seed)
+    typer.echo(found.text())
+
+
+def report(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Folders of traces.")],
+    out: Annotated[Path, typer.Option(help="The page, one HTML file that needs nothing else.")] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(metavar="DIR", help="Each figure as SVG and PNG, too.")] = None,
+    cost_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose boundary, calibration and regret to show: a folder, or the name of one that ships; without it "
+            "one is trained on two thirds of the states."
+        ),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the findings there.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+) -> None:
+    """Test the overflow study's findings on traces, draw its figures, and write one page."""
+    found = kvpolicy.report(traces=traces, out=out, figures=figures, cost_model=cost_model, seed=seed)
+    typer.echo(found.text())
+    _write(json_file, found)
+
+
 def _write(json_file: Path | None, report: Any) -> None:
     if json_file:
         json_file.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (simulate, recommend):
+    for command in (simulate, recommend, characterize, report):
         app.command()(command)

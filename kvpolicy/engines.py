@@ -1,16 +1,20 @@
 """Engines and servers, found by entry point, so that the library itself imports none.
 
-``kvpolicy.engines``: modules with ``profile(out, llm, quick, link, seed)`` and ``demo(out, quick, seed)``, each under
-the name of the package it drives. ``kvpolicy.launchers``: modules that write server flags, under the same names.
+``kvpolicy.engines``: modules with ``profile(out, llm, quick, link, seed)``, ``demo(out, quick, seed)`` and
+``characterize(out, figures, quick, llm, link, seed)``, each under the name of the package it drives.
+``kvpolicy.launchers``: modules that write server flags, under the same names.
 ``kvpolicy.simulators``: classes, made without arguments, of simulators that need an engine's own code; same names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from kvpolicy import overflow
 
 ENGINES = "kvpolicy.engines"
 LAUNCHERS = "kvpolicy.launchers"
@@ -67,6 +71,24 @@ def profile(
 def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0) -> Any:
     """The whole loop and an overload in four arms, on a small model; writes ``out/demo.json``."""
     return engine().demo(Path(out), quick=quick, seed=seed)
+
+
+def characterize(
+    out: Path | str,
+    figures: Sequence[str] = ("all",),
+    quick: bool = False,
+    llm: Path | str | None = None,
+    link: str | None = None,
+    seed: int = 0,
+) -> Any:
+    """Measure the overflow study's figures on a live engine and write a trace to ``out``; see :mod:`kvpolicy.overflow`.
+
+    ``figures``: which, or ``all``; the rest as for :func:`profile`. Raises ValueError for a wrong argument,
+    :class:`EngineMissing` without an engine.
+    """
+    known = overflow.named(figures)
+    folder = None if llm is None else Path(llm)
+    return engine().characterize(Path(out), known, quick=quick, llm=folder, link=link, seed=seed)
 
 
 def _entry_point(group: str, name: str) -> EntryPoint:

@@ -7,6 +7,8 @@ of a level, its ``duration_s`` is the makespan, its arm the policy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 BLOCK_SIZE = "block-size"
 EVICTED_TOKENS = "evicted-tokens"
 SEQUENCE_LENGTH = "sequence-length"
@@ -37,3 +39,11 @@ def figure_and_level(state: str) -> tuple[str, int] | None:
     """What a ``state_id`` says; None for one of a profile."""
     figure, _, level = state.partition("/")
     return (figure, int(level)) if figure in FIGURES and level.isdecimal() else None
+
+
+def named(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The figures that are wanted, in their order here; ``all`` is every one. Raises ValueError for an unknown one."""
+    for one in wanted:
+        if one not in (*FIGURES, "all"):
+            raise ValueError(f"--figure is {one}, should be one of {', '.join(FIGURES)} or all")
+    return tuple(figure for figure in FIGURES if "all" in wanted or figure in wanted)

@@ -15,7 +15,7 @@ import kvpolicy
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("events", "shape"),
+    ("events", "overflow", "shape"),
     ("features", "hardware", "trace", "workload", "drafts"),
     ("cost",),
     ("policy",),
@@ -34,7 +34,7 @@ INTEGRATION = {
     "launch": {"policy", "engines"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"workload", "simulator"},
-    "bench": _DECIDE | {"workload", "simulator"},
+    "bench": _DECIDE | {"overflow", "workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
     "bench.demo": _DECIDE | {"workload", "simulator", "training", "evaluation"},
 }

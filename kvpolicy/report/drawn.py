@@ -8,7 +8,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
@@ -59,12 +59,21 @@ def draw_calibration(some: Sequence[Predicted]) -> Figure:
             )  # fmt: skip
         ends = [1e3 * min(one.predicted_s for one in some), 1e3 * max(one.predicted_s for one in some)]
         axes.plot(ends, ends, color=MUTED, linewidth=1.0, linestyle=":")
-        smallest = ends[0] / 4
-        axes.set_xscale("log")
-        axes.set_yscale("symlog", linthresh=max(smallest, 1e-3))
+        _plain(axes, min(one.measured_s for one in some) > 0)
         axes.set(xlabel="predicted, ms, with 90% interval", ylabel="measured on states it did not see, ms")
         legend(axes)
         return figure
+
+
+def _plain(axes: Axes, above_zero: bool) -> None:
+    """Logarithmic with ordinary numbers; straight upwards where noise brought a measurement below 0."""
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        if axis is axes.yaxis and not above_zero:
+            continue
+        scale("log")
+        axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_locator(NullLocator())
 
 
 def draw_regret(scores: EvaluationReport, names: Sequence[str]) -> Figure:

@@ -31,12 +31,12 @@ RESAMPLES = 4000
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a test found. ``value`` is the size of the effect, ``low`` and ``high`` its interval; None where untested."""
+    """What a test found. ``value`` is the size of the effect, ``low`` to ``high`` its interval; None where untested."""
 
     answer: Answer
     test: str
     effect: str
-    """What ``value`` is, with its unit."""
+    """What ``value`` is, with its unit: reads on after the number."""
     count: int
     """Units the test had; see ``of``."""
     of: str
@@ -121,7 +121,7 @@ def flat(x: Sequence[float], y: Sequence[float], of: str = "windows", margin: fl
     """
     xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     test = f"two one-sided t tests of the slope, margin {margin:.0%}"
-    effect = "change from the lowest to the highest level, share of the mean"
+    effect = "of the mean is the change from the lowest to the highest level"
     levels = len(np.unique(xs))
     if len(xs) < FEWEST_FOR_TREND or levels < 2 or ys.mean() <= 0:
         why = "costs drown in the noise" if len(xs) and ys.mean() <= 0 else f"{len(xs)} {of} at {levels} levels"
@@ -142,7 +142,7 @@ def flat(x: Sequence[float], y: Sequence[float], of: str = "windows", margin: fl
 def lowest_at(runs: Mapping[int, Sequence[float]], wanted: Sequence[int], rng: np.random.Generator) -> Evidence:
     """Whether the level with the lowest mean is one of ``wanted``: the share of bootstrap resamples that say so."""
     test = "bootstrap over the runs of each level"
-    effect = f"share of resamples with the lowest mean at {' or '.join(map(str, wanted))}"
+    effect = f"of the resamples have the lowest mean at {' or '.join(map(str, wanted))}"
     count = sum(map(len, runs.values()))
     short = [level for level, some in runs.items() if len(some) < FEWEST_RUNS]
     if not set(wanted) & runs.keys() or not runs.keys() - set(wanted) or short:
@@ -164,7 +164,7 @@ def coincide(marked: Sequence[bool], events: Sequence[bool], of: str = "steps") 
     The effect is the conditional odds ratio with its exact interval.
     """
     a, b = np.asarray(marked, dtype=np.bool_), np.asarray(events, dtype=np.bool_)
-    test, effect = "Fisher's exact test", "odds ratio"
+    test, effect = "Fisher's exact test", "times the odds elsewhere"
     table = [[int((a & b).sum()), int((a & ~b).sum())], [int((~a & b).sum()), int((~a & ~b).sum())]]
     if not a.any() or not b.any() or b.all() or a.all():
         return Evidence("cannot tell", test, effect, len(a), of, why="there is nothing to compare")

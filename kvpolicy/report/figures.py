@@ -94,11 +94,12 @@ def new_figure(height_in: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def colour(arm: str) -> str:
-    return COLOURS.get(arm, LEARNED)
+    """Of an option, or of the policy that always takes it; any other policy's is that of what was learned."""
+    return COLOURS.get(arm.removeprefix("always-"), LEARNED)
 
 
 def marker(arm: str) -> str:
-    return MARKERS.get(arm, "^")
+    return MARKERS.get(arm.removeprefix("always-"), "^")
 
 
 def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
@@ -179,7 +180,9 @@ def _levels(
         groups[one.state_id].append(one)
     if not groups:
         return
-    ordered = sorted((fmean(map(x, group)), *mean_and_half([1e3 * one.engine_s for one in group])) for group in groups.values())
+    ordered = sorted(
+        (fmean(map(x, group)), *mean_and_half([1e3 * one.engine_s for one in group])) for group in groups.values()
+    )
     at, mean, half = zip(*ordered, strict=True)
     axes.errorbar(
         at, mean, yerr=half, marker=marker(arm), color=colour(arm), linestyle=line, label=label, capsize=3, markersize=6
@@ -197,7 +200,8 @@ def _memory(material: Material) -> Figure:
     for axes, (name, of) in zip(rows, quantities, strict=True):
         for arm in arms_of(runs):
             levels = sorted({run.level for run in runs if run.arm == arm})
-            told = [mean_and_half([of(run) for run in runs if run.arm == arm and run.level == level]) for level in levels]
+            mine = [[of(run) for run in runs if run.arm == arm and run.level == level] for level in levels]
+            told = [mean_and_half(some) for some in mine]
             axes.errorbar(
                 levels, [mean for mean, _ in told], yerr=[half for _, half in told], marker=marker(arm),
                 color=colour(arm), label=arm, capsize=3, markersize=6,

@@ -47,24 +47,25 @@ class Finding:
 
     def sentence(self) -> str:
         """For a person."""
+        head = {"yes": "holds here", "no": "does not hold here", "cannot tell": "cannot be told here"}
+        return f"{head[self.evidence.answer]}: {self.claim}. {self.details()}".strip()
+
+    def details(self) -> str:
+        """By how much, by what test, and what stands in the way."""
         one = self.evidence
-        head = {"yes": "Holds here", "no": "Does not hold here", "cannot tell": "Cannot be told here"}[one.answer]
-        parts = [f"{head}: {self.claim}."]
-        if one.why:
-            parts.append(f"{one.why[0].upper()}{one.why[1:]}.")
+        parts = [f"{one.why[0].upper()}{one.why[1:]}."] if one.why else []
         if one.value is not None:
-            parts.append(f"{_sized(one)} ({one.test}{_p(one)}, {one.count} {one.of}).")
-        if self.note:
-            parts.append(self.note)
-        return " ".join(parts)
+            parts.append(f"{_sized(one)}. {one.test}{_p(one)}, {one.count} {one.of}.")
+        return " ".join([*parts, *([self.note] if self.note else [])])
 
     def to_dict(self) -> dict[str, Any]:
         return {"figure": self.figure, "claim": self.claim, "note": self.note, **self.evidence.to_dict()}
 
 
 def _sized(one: Evidence) -> str:
-    interval = "" if one.low is None or one.high is None else f" [{one.low:.3g}, {one.high:.3g}]"
-    return f"{one.effect[0].upper()}{one.effect[1:]}: {one.value:.3g}{interval}"
+    if one.low is None or one.high is None:
+        return f"{one.value:.3g} {one.effect}"
+    return f"{one.value:.3g} {one.effect} ({one.confidence:.0%} interval {one.low:.3g} to {one.high:.3g})"
 
 
 def _p(one: Evidence) -> str:
@@ -95,7 +96,9 @@ def missing(material: Material, figure: str) -> str:
     if figure in (BLOCK_SIZE, EVICTED_TOKENS):
         if material.of(figure):
             return ""
-        what = "the same state with blocks of several sizes" if figure == BLOCK_SIZE else "overflows of several requests"
+        what = (
+            "the same state with blocks of several sizes" if figure == BLOCK_SIZE else "overflows of several requests"
+        )
         return f"these traces hold no windows of {what}; {measure}"
     if material.served(figure):
         return ""

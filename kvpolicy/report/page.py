@@ -1,4 +1,4 @@
-"""The page: what was found, put into the template beside this file. Apart, because matplotlib and Jinja are optional."""
+"""The page: what was found, in the template beside this file. Apart, because matplotlib and Jinja are optional."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from kvpolicy import __version__
+from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
 from kvpolicy.overflow import FIGURES, SERVED
 from kvpolicy.report import figures as colours
 from kvpolicy.report.drawn import draw_boundary, draw_calibration, draw_regret
 from kvpolicy.report.figures import draw, svg, write
 from kvpolicy.report.findings import PAPER
-from kvpolicy.report.learned import FIXED, LEARNED_NAME, coverage
+from kvpolicy.report.learned import FIXED, LEARNED_NAME, Learned, coverage
 from kvpolicy.report.reading import Material
 from kvpolicy.report.writing import Group, link_name
+from kvpolicy.trace import Header
 
 TITLES = {
     "block-size": "Block size",
@@ -88,6 +90,7 @@ def render(groups: Sequence[Group], shown: Sequence[Shown], seed: int) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["code"] = _code
     inlined = {(one.group, one.name): _inlined(one) for one in shown}
     return environment.get_template("page.html.j2").render(
         groups=[_told(group, number, inlined) for number, group in enumerate(groups)],
@@ -108,7 +111,7 @@ def _inlined(one: Shown) -> Markup:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{one.name}"', 1))  # noqa: S704
+    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{one.name}"', 1))
 
 
 def _told(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) -> dict[str, Any]:
@@ -116,11 +119,16 @@ def _told(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) -> 
     return {
         "name": group.name,
         "verdict": group.verdict(),
-        "answers": [(WORDS[answer], CLASSES[answer], count) for answer, count in group.answers.items()],
+        "answers": [(_counted(answer, count), CLASSES[answer]) for answer, count in group.answers.items() if count],
         "missing": dict(group.missing),
         "findings": {
             figure: [
-                {"text": one.sentence(), "kind": CLASSES[one.evidence.answer], "word": WORDS[one.evidence.answer]}
+                {
+                    "claim": f"{one.claim[0].upper()}{one.claim[1:]}.",
+                    "details": one.details(),
+                    "kind": CLASSES[one.evidence.answer],
+                    "word": WORDS[one.evidence.answer],
+                }
                 for one in group.of(figure)
             ]
             for figure in FIGURES
@@ -130,22 +138,34 @@ def _told(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) -> 
         "lacking": found.lacking,
         "boundary": None if found.boundary is None else _boundary_lines(found),
         "coverage": [_coverage_line(found, kind) for kind in KINDS] if found.calibration else [],
-        "scores": None if found.scores is None else _scores(found),
+        "scores": None if found.scores is None else _scores(found.scores),
         "facts": _facts(group.material, group),
     }
 
 
-def _boundary_lines(found: Any) -> list[str]:
+def _counted(answer: str, count: int) -> str:
+    if count == 1:
+        return f"1 {WORDS[answer]}"
+    return f"{count} {({'yes': 'hold', 'no': 'do not hold'}).get(answer, WORDS[answer])}"
+
+
+def _code(text: str) -> Markup:
+    """With what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _boundary_lines(found: Learned) -> list[str]:
+    assert found.boundary is not None
     one = found.boundary.asked.situation
     return [
-        f"The circle: {one.computed_tokens} tokens beside {one.running_requests} running requests, in the middle of what "
-        f"was measured; there the model chooses {found.boundary.chosen}. Dots: outside what it was trained on. The line: "
-        "where both cost the same.",
+        f"The circle, in the middle of what was measured: {one.computed_tokens} tokens beside {one.running_requests} "
+        f"running requests. There the model chooses {found.boundary.chosen}. Dots: outside what it was trained on. "
+        "The line: where both cost the same.",
         *found.boundary.drivers,
     ]
 
 
-def _coverage_line(found: Any, kind: str) -> str:
+def _coverage_line(found: Learned, kind: str) -> str:
     mine = [one for one in found.calibration if one.kind == kind]
     share, low, high = coverage(mine)
     return (
@@ -154,8 +174,7 @@ def _coverage_line(found: Any, kind: str) -> str:
     )
 
 
-def _scores(found: Any) -> dict[str, Any]:
-    scores = found.scores
+def _scores(scores: EvaluationReport) -> dict[str, Any]:
     rows = []
     for name, score in zip([*FIXED, LEARNED_NAME], scores.policies, strict=True):
         accuracy, regret, over = score.accuracy, score.mean_regret_s, score.over_oracle
@@ -205,9 +224,13 @@ def _facts(material: Material, group: Group) -> list[tuple[str, str]]:
     ]
     notes = sorted({header.notes for header in headers if header.notes})
     runs = [run for figure in SERVED for run in material.served(figure)]
-    return facts + ([("scaled", "; ".join(notes))] if notes else []) + ([("requests", str(runs[0].requests))] if runs else [])
+    return (
+        facts
+        + ([("scaled", "; ".join(notes))] if notes else [])
+        + ([("requests", str(runs[0].requests))] if runs else [])
+    )
 
 
-def _blocks(headers: Sequence[Any]) -> str:
+def _blocks(headers: Sequence[Header]) -> str:
     sizes = sorted({(header.block_size, header.block_bytes) for header in headers})
     return ", ".join(f"{size} tokens in {size_bytes / 1024:g} KiB" for size, size_bytes in sizes)

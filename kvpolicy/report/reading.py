@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from kvpolicy.cost.steps import attribute, step_time_models
+from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.overflow import SERVED, figure_and_level
 from kvpolicy.trace import Header, Trace, TraceError
@@ -123,8 +124,9 @@ class Material:
 
 def material(trace: Trace) -> Material:
     """Read a trace; missing costs are attributed from its steps. Raises TraceError where it contradicts itself."""
-    errors = _d0_errors(trace)
-    trace = attribute(trace) if trace.table("outcomes")["engine_s"].null_count and errors else trace
+    models = _step_times(trace)
+    trace = attribute(trace, models) if trace.table("outcomes")["engine_s"].null_count and models else trace
+    errors = {core: model.error.mean_s for core, model in models.items()}
     outcomes = {(row["core"], row["preemption_id"]): row for row in trace.rows("outcomes", OUTCOMES)}
     windows = [row for row in trace.rows("windows", WINDOWS) if not row["discarded"]]
     decisions = trace.rows("decisions", DECISIONS)
@@ -134,9 +136,9 @@ def material(trace: Trace) -> Material:
     return Material(trace, overflows, runs, dict(left_out), errors)
 
 
-def _d0_errors(trace: Trace) -> dict[str, float]:
+def _step_times(trace: Trace) -> dict[str, StepTimeModel]:
     try:
-        return {core: model.error.mean_s for core, model in step_time_models(trace).items()}
+        return step_time_models(trace)
     except TraceError:
         # Costs that are stored need no steps.
         if trace.table("outcomes")["engine_s"].null_count:
@@ -224,8 +226,8 @@ class _Served:
         steps = sorted((row for row in self._steps[core] if row["step"] in numbers), key=lambda row: row["start_s"])
         if not steps:
             raise TraceError(
-                f"core {core}: table windows names steps {numbers.start} to {numbers.stop - 1} of {window['state_id']}, "
-                "table steps has none of them"
+                f"core {core}: table windows names steps {numbers.start} to {numbers.stop - 1} of "
+                f"{window['state_id']}, table steps has none of them"
             )
         taken = [row for row in self._decisions[core] if row["step"] in numbers]
         ended = [(row, self._outcomes.get((core, row["preemption_id"]))) for row in taken]
@@ -257,7 +259,9 @@ class _Served:
             ),
             taken=tuple(Mark(row["time_s"] - began, row["executed"]) for row in taken),
             resumed=tuple(
-                Mark(one["closed_s"] - began, row["executed"]) for row, one in ended if one and one["ended"] == "resumed"
+                Mark(one["closed_s"] - began, row["executed"])
+                for row, one in ended
+                if one and one["ended"] == "resumed"
             ),
         )
 

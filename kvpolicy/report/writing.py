@@ -47,10 +47,10 @@ class Group:
         """In one sentence."""
         if not self.findings:
             return "These traces fill none of the study's figures."
-        count, (yes, no, open_) = len(self.findings), self.answers.values()
-        drawn = len(FIGURES) - len(self.missing)
-        told = f"Of {count} statements of the study that {drawn} of {len(FIGURES)} figures test here, {yes} hold"
-        return f"{told}, {no} do not, and of {open_} these measurements cannot tell."
+        yes, no, open_ = self.answers.values()
+        tested = f"{len(self.findings)} statements of the study can be tested with these traces"
+        told = f"{yes} {'holds' if yes == 1 else 'hold'} here, {no} {'does' if no == 1 else 'do'} not"
+        return f"{tested}: {told}{f', {open_} cannot be told either way' if open_ else ''}."
 
 
 @dataclass(frozen=True, slots=True)
