@@ -1,4 +1,4 @@
-"""Drives live engines: profile, overload and demo. The entry point `kvpolicy.engines` names this package.
+"""Drives live engines: profile, overload, overflow study, demo. The entry point `kvpolicy.engines` names this package.
 
 Its functions are loaded on first use: importing the package loads no engine.
 """
@@ -11,10 +11,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvpolicy_vllm.bench.characterize import characterize
     from kvpolicy_vllm.bench.demo import demo
     from kvpolicy_vllm.bench.profile import profile
 
-__all__ = ["demo", "profile"]
+__all__ = ["characterize", "demo", "profile"]
 
 
 class _Package(ModuleType):

@@ -102,7 +102,7 @@ class Rig:
             checks = tuple(replace(state, state_id=state.state_id + PAGEABLE) for state in checks)
         blocks = max(state.device_blocks for state in (*states, *checks))
         return Job(
-            engine=self._engine_arguments(part, folder / "trace", span, blocks),
+            engine=self.engine_arguments(part, folder / "trace", span, blocks),
             states=states,
             checks=checks,
             check_pairs=self.extent.check_pairs,
@@ -112,7 +112,8 @@ class Rig:
             most_extra=self.extent.most_extra,
         )
 
-    def _engine_arguments(self, part: Part, trace: Path, span: Span, blocks: int) -> dict[str, Any]:
+    def engine_arguments(self, part: Part, trace: Path, span: Span, blocks: int) -> dict[str, Any]:
+        """Of the part's engine: ``blocks`` KV blocks, a trace into ``trace``."""
         shape = {
             "model": str(self.llm),
             "skip_tokenizer_init": True,

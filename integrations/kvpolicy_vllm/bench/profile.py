@@ -52,9 +52,9 @@ def profile(
     how_much = ("quick" if quick else "full") if extent is None else asdict(extent)
     asked = {"llm": None if llm is None else str(llm.resolve()), "link": link, "seed": seed, "extent": how_much}
     asked = json.loads(json.dumps(asked))
-    done = _take_up(out, asked)
-    with _scratch(out) as scratch, _telling(progress) as tell:
-        rig = _prepare(scratch, llm, link, seed, quick, extent)
+    done = take_up(out, asked)
+    with scratch_of(out) as scratch, telling(progress) as tell:
+        rig = prepare(scratch, llm, link, seed, quick, extent)
         parts = parts_of(rig.extent, rig.device)
         for number, part in enumerate(parts, start=1):
             if part.name in done:
@@ -62,12 +62,12 @@ def profile(
             folder = scratch / part.name
             folder.mkdir()
             what = f"{part.name} ({number} of {len(parts)})"
-            done[part.name] = _measure(rig.job(part, folder), out, folder, part.name, partial(tell, what))
-            _write_plan(out, {"asked": asked, "done": done})
+            done[part.name] = measure_part(rig.job(part, folder), out, folder, part.name, partial(tell, what))
+            write_plan(out, {"asked": asked, "done": done})
     return finish_profile(out, list(done.values()))
 
 
-def _prepare(scratch: Path, llm: Path | None, link: str | None, seed: int, quick: bool, extent: Extent | None) -> Rig:
+def prepare(scratch: Path, llm: Path | None, link: str | None, seed: int, quick: bool, extent: Extent | None) -> Rig:
     job = {"llm": None if llm is None else str(llm), "make": str(scratch / "llm"), "seed": seed}
     with EngineProcess("kvpolicy_vllm.bench.preparing", scratch / "preparing.log") as process:
         found = process.ask(job)
@@ -75,13 +75,13 @@ def _prepare(scratch: Path, llm: Path | None, link: str | None, seed: int, quick
     return Rig(Path(found["llm"]), extent_of(quick, device) if extent is None else extent, link, seed, device)
 
 
-def _take_up(out: Path, asked: dict[str, Any]) -> dict[str, str]:
+def take_up(out: Path, asked: dict[str, Any]) -> dict[str, str]:
     """The parts that are done: core by name. Begins the profile where there is none."""
     plan = out / PLAN
     if not plan.exists():
         if out.exists() and any(out.iterdir()):
             raise ValueError(f"{out}: holds something that is no profile; give a new folder")
-        _write_plan(out, {"asked": asked, "done": {}})
+        write_plan(out, {"asked": asked, "done": {}})
         return {}
     begun = json.loads(plan.read_text())
     for name, value in asked.items():
@@ -93,7 +93,7 @@ def _take_up(out: Path, asked: dict[str, Any]) -> dict[str, str]:
     return {name: core for name, core in begun["done"].items() if (out / core / "header.json").exists()}
 
 
-def _write_plan(out: Path, plan: dict[str, Any]) -> None:
+def write_plan(out: Path, plan: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     scratch = out / f".{PLAN}"
     scratch.write_text(json.dumps(plan, indent=1) + "\n")
@@ -101,7 +101,7 @@ def _write_plan(out: Path, plan: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _scratch(out: Path) -> Iterator[Path]:
+def scratch_of(out: Path) -> Iterator[Path]:
     """Where unfinished parts are; a part that was interrupted is measured anew."""
     scratch = out / UNFINISHED
     shutil.rmtree(scratch, ignore_errors=True)
@@ -113,15 +113,15 @@ def _scratch(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _telling(progress: Tell | None) -> Iterator[Tell]:
+def telling(progress: Tell | None, what: str = "profile") -> Iterator[Tell]:
     if progress is not None:
         yield progress
     else:
-        with Bar("profile") as bar:
+        with Bar(what) as bar:
             yield bar.tell
 
 
-def _measure(job: Job, out: Path, folder: Path, name: str, tell: Callable[[int, int], None]) -> str:
+def measure_part(job: Job, out: Path, folder: Path, name: str, tell: Callable[[int, int], None]) -> str:
     """Run one engine to its end; returns the name of the core that is now in the trace."""
     counted = {"windows": 0, "done": 0}
 
