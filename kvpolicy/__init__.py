@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpolicy.engines import characterize, demo, profile
     from kvpolicy.evaluation import evaluate
     from kvpolicy.explaining import explain
-    from kvpolicy.report.writing import report
+    from kvpolicy.reporting.writing import report
     from kvpolicy.simulator.profiles import import_profile
     from kvpolicy.study import recommend, simulate
     from kvpolicy.training import calibrate, train
@@ -46,7 +46,7 @@ _HOMES = {
     "import_profile": "kvpolicy.simulator.profiles",
     "profile": "kvpolicy.engines",
     "recommend": "kvpolicy.study.recommend",
-    "report": "kvpolicy.report.writing",
+    "report": "kvpolicy.reporting.writing",
     "simulate": "kvpolicy.study.grid",
     "train": "kvpolicy.training",
 }

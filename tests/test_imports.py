@@ -21,7 +21,7 @@ LAYERS = (
     ("policy",),
     ("evaluation", "simulator", "measure", "training", "explaining"),
     ("engines",),
-    ("study", "report"),
+    ("study", "reporting"),
     ("cli_study",),
     ("cli",),
 )

@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpolicy.report.writing import report
+    from kvpolicy.reporting.writing import report
 
 __all__ = ["report"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "report":
-        return import_module("kvpolicy.report.writing").report
+        return import_module("kvpolicy.reporting.writing").report
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

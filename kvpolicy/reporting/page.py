@@ -16,13 +16,13 @@ from kvpolicy import __version__
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
 from kvpolicy.overflow import FIGURES, SERVED
-from kvpolicy.report import figures as colours
-from kvpolicy.report.drawn import draw_boundary, draw_calibration, draw_regret
-from kvpolicy.report.figures import draw, svg, write
-from kvpolicy.report.findings import PAPER
-from kvpolicy.report.learned import FIXED, LEARNED_NAME, Learned, coverage
-from kvpolicy.report.reading import Material
-from kvpolicy.report.writing import Group, link_name
+from kvpolicy.reporting import figures as colours
+from kvpolicy.reporting.drawn import draw_boundary, draw_calibration, draw_regret
+from kvpolicy.reporting.figures import draw, svg, write
+from kvpolicy.reporting.findings import PAPER
+from kvpolicy.reporting.learned import FIXED, LEARNED_NAME, Learned, coverage
+from kvpolicy.reporting.reading import Material
+from kvpolicy.reporting.writing import Group, link_name
 from kvpolicy.trace import Header
 
 TITLES = {

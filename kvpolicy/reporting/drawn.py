@@ -13,8 +13,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormat
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
 from kvpolicy.explaining import Explanation
-from kvpolicy.report.figures import COLOURS, INK, MUTED, STYLE, colour, legend, marker, new_figure, plain_log
-from kvpolicy.report.learned import Predicted
+from kvpolicy.reporting.figures import COLOURS, INK, MUTED, STYLE, colour, legend, marker, new_figure, plain_log
+from kvpolicy.reporting.learned import Predicted
 
 MOST_LOG = 1.5
 """Colours are full where one option costs 4.5 times the other."""

@@ -18,8 +18,8 @@ from scipy import stats
 
 from kvpolicy.events import KINDS
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, TIMELINE
-from kvpolicy.report.findings import MOMENTS, arms_of, by_arm, lengths
-from kvpolicy.report.reading import Material, Overflow, ServedRun
+from kvpolicy.reporting.findings import MOMENTS, arms_of, by_arm, lengths
+from kvpolicy.reporting.reading import Material, Overflow, ServedRun
 
 INK, MUTED, GRID, PAPER = "#1b1d22", "#656b76", "#d8dce3", "#fefefd"
 COLOURS = {"recompute": "#c2500e", "swap": "#0f69b4"}

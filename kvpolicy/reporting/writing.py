@@ -14,9 +14,9 @@ import numpy as np
 from kvpolicy import trace as traces
 from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
-from kvpolicy.report.findings import PAPER, Finding, findings, missing
-from kvpolicy.report.learned import Learned, learned
-from kvpolicy.report.reading import Material, material
+from kvpolicy.reporting.findings import PAPER, Finding, findings, missing
+from kvpolicy.reporting.learned import Learned, learned
+from kvpolicy.reporting.reading import Material, material
 from kvpolicy.trace import Header, TraceError
 
 Answers = tuple[tuple[str, int], ...]
@@ -114,7 +114,7 @@ def report(
 
 def _page() -> Any:
     try:
-        return import_module("kvpolicy.report.page")
+        return import_module("kvpolicy.reporting.page")
     except ImportError as error:
         raise ValueError(f"a report needs matplotlib and Jinja ({error}): pip install 'kvpolicy[plots]'") from error
 
