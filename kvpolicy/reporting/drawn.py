@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
@@ -58,7 +59,9 @@ def draw_calibration(some: Sequence[Predicted]) -> Figure:
                 color=colour(kind), label=kind, markersize=4.5, elinewidth=0.8, alpha=0.8,
             )  # fmt: skip
         ends = [1e3 * min(one.predicted_s for one in some), 1e3 * max(one.predicted_s for one in some)]
-        axes.plot(ends, ends, color=MUTED, linewidth=1.0, linestyle=":")
+        # Many points: straight from end to end it would be wrong where only one axis is logarithmic.
+        line = np.geomspace(max(ends[0], 1e-6), max(ends[1], 1e-6), 100)
+        axes.plot(line, line, color=MUTED, linewidth=1.0, linestyle=":")
         _plain(axes, min(one.measured_s for one in some) > 0)
         axes.set(xlabel="predicted, ms, with 90% interval", ylabel="measured on states it did not see, ms")
         legend(axes)

@@ -8,6 +8,7 @@ from io import BytesIO
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -27,14 +28,14 @@ LEARNED = "#0c8558"
 MARKERS = {"recompute": "o", "swap": "s"}
 WIDTH_IN = 5.6
 """Two side by side on a wide page, one on a phone, letters legible on both."""
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "font.size": 10.5,
+    "font.size": 11.5,
     "font.family": "sans-serif",
     "text.color": INK,
     "axes.edgecolor": MUTED,
     "axes.labelcolor": INK,
-    "axes.titlesize": 11,
+    "axes.titlesize": 12,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -69,7 +69,7 @@ def _sized(one: Evidence) -> str:
 
 
 def _p(one: Evidence) -> str:
-    return "" if one.p is None else f", p {'< 0.0001' if one.p < 1e-4 else f'= {one.p:.2g}'}"
+    return "" if one.p is None else f", p {'below 0.0001' if one.p < 1e-4 else f'{one.p:.2g}'}"
 
 
 def findings(material: Material, figure: str, rng: np.random.Generator) -> tuple[Finding, ...]:
@@ -232,7 +232,8 @@ def _timeline(material: Material, rng: np.random.Generator) -> tuple[Finding, ..
         found.append(Finding(TIMELINE, claim, told, f"Spikes: steps of over {SLOW:g} times the median."))
         if any(any(run.host_bytes) for run in mine):
             changes = [change for run in mine for change in pool_changes(run)]
-            told = trend(*zip(*changes, strict=True), False, "MiB of host pool per point of device KV", "moments")
+            effect = "MiB of host pool per point of device KV"
+            told = trend([kv for kv, _ in changes], [pool for _, pool in changes], False, effect, "moments")
             found.append(Finding(TIMELINE, f"under {arm}, the host pool fills as the device's KV cache empties", told))
     return tuple(found)
 
