@@ -111,7 +111,15 @@ def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
 
 
 def legend(axes: Axes) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, borderaxespad=0.1, handletextpad=0.4)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=3,
+        borderaxespad=0.1,
+        handletextpad=0.4,
+        columnspacing=1.2,
+        handlelength=1.2,
+    )
 
 
 def plain_log(axes: Axes, levels: Sequence[float] | None = None) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvpolicy import overflow, trace
 from kvpolicy.cli import main
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import MOMENTS, Finding, findings, lengths, missing, pool_changes
-from kvpolicy.reporting.reading import Material, ServedRun, material
+from kvpolicy.reporting.reading import Mark, Material, ServedRun, material
 from kvpolicy.reporting.writing import report
 from kvpolicy.trace import Trace, TraceError
 from tests.synthetic import CostLaw, make_trace
@@ -220,3 +221,25 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         report([tmp_path], tmp_path / "a.txt")
     with pytest.raises(TraceError, match="no such folder"):
         report([tmp_path / "nothing"], tmp_path / "a.html")
+
+
+def test_every_figure_can_be_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    figures = import_module("kvpolicy.reporting.figures")
+    marks = (Mark(0.5, "swap"), Mark(0.7, "recompute"))
+    runs = [
+        served_run(figure=figure, level=level, arm=arm, repeat=repeat, taken=marks, resumed=marks)
+        for figure, level in (("memory", 10), ("memory", 30), ("timeline", 12))
+        for arm in ("recompute", "swap", "learned")
+        for repeat in range(2)
+    ]
+    given = make_trace(states=6, repeats=2, block_sizes=(32, 64))
+    rows = given.rows("decisions", ("state_id", "block_size"))
+    sizes = material(relabelled(given, {row["state_id"]: f"block-size/{row['block_size']}" for row in rows}))
+    evicted = material(relabelled(given, {row["state_id"]: f"evicted-tokens/{row['block_size']}" for row in rows}))
+    every = replace(with_runs(*runs), overflows=(*material(given).overflows, *sizes.overflows, *evicted.overflows))
+    for figure in FIGURES:
+        assert not missing(every, figure)
+        once, again = (figures.svg(figures.draw(every, figure), figure) for _ in range(2))
+        assert once == again and once.count("<path") > 10, figure
+    assert "tokens evicted in one overflow" in figures.svg(figures.draw(every, "evicted-tokens"), "a")
