@@ -1,0 +1,97 @@
+"""The requests of a recorded trace as a workload: what a server was asked, to be asked again of a simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.trace import Header, core_folders, iter_parts
+from kvpolicy.workload import Format, Request, WorkloadError, open_workload
+from kvpolicy.workload.files import Care, Counts
+from kvpolicy.workload.options import Options
+from kvpolicy.workload.requests import Source
+
+COLUMNS = ("request", "arrival_s", "prompt_tokens", "output_tokens")
+
+Known = tuple[float, str, int, int, int]
+"""Arrival, request, prompt and output tokens, and the row among its core's requests."""
+
+
+class RecordedRequests:
+    """Table ``requests`` of one engine core of a trace: a :class:`kvpolicy.workload.Source`.
+
+    A trace lists requests as they finish; they are put in the order of their arrival, for which those four columns are
+    held in memory. Time counts from the first arrival. A trace keeps no text: nothing is known of shared prefixes.
+    """
+
+    def __init__(self, folder: Path | str, core: str | None = None, care: Care | None = None, seed: int = 0) -> None:
+        """``core``: whose requests; may be left out where the trace has one core."""
+        self.folder = Path(folder)
+        self.core = core
+        self.care = care or Care()
+        self.seed = seed
+        self.counts = Counts()
+        """Of the latest iteration; empty are requests that generated nothing."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def source(self) -> str:
+        header = Header.read(self._core() / "header.json")
+        return f"{self.folder.name}: recorded by {header.engine} ({header.source}), run {header.run_id}"
+
+    def __iter__(self) -> Iterator[Request]:
+        counts = self.counts = Counts()
+        found = sorted(self._rows(counts))
+        for arrival_s, _, prompt_tokens, output_tokens, _ in found:
+            counts.requests += 1
+            yield Request(arrival_s - found[0][0], prompt_tokens, output_tokens)
+
+    def _core(self) -> Path:
+        cores = {core.name: core for core in core_folders(self.folder)}
+        name = self.core if self.core is not None else next(iter(cores)) if len(cores) == 1 else None
+        if name not in cores:
+            asked = "which one is meant?" if self.core is None else f"there is no {self.core}"
+            raise WorkloadError(f"{self.folder}: has engine cores {', '.join(cores)}; {asked} (core=NAME)")
+        return cores[name]
+
+    def _rows(self, counts: Counts) -> Iterator[Known]:
+        core = self._core()
+        for part in iter_parts(core, "requests"):
+            for row in part.select(list(COLUMNS)).to_pylist():
+                counts.rows += 1
+                known = self._known(row, counts)
+                if known:
+                    yield known
+
+    def _known(self, row: Mapping[str, Any], counts: Counts) -> Known | None:
+        prompt_tokens, output_tokens = row["prompt_tokens"], row["output_tokens"]
+        if prompt_tokens < 1 or output_tokens < 0:
+            where = f"{self.folder}, table requests, row {counts.rows - 1}"
+            counts.damage(self.care, f"{where}: prompt_tokens {prompt_tokens}, output_tokens {output_tokens}")
+            return None
+        if not output_tokens:
+            counts.empty += 1
+            return None
+        return float(row["arrival_s"]), str(row["request"]), prompt_tokens, output_tokens, counts.rows
+
+
+def _read(path: Path, options: Options) -> Source:
+    care = Care(options.flag("skip_damaged"))
+    return RecordedRequests(path, options.text("core"), care, options.whole("seed", 0) or 0)
+
+
+def _is_trace(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*/header.json"))
+
+
+RECORDED = {"trace": Format("a folder recorded by kvpolicy: table requests", _read, _is_trace)}
+"""For :func:`kvpolicy.workload.open_workload`, which may not know traces itself."""
+
+
+def open_any(text: str) -> Source:
+    """The workload that a text names, recorded traces included; see :func:`kvpolicy.workload.open_workload`."""
+    return open_workload(text, RECORDED)

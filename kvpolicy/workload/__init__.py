@@ -1,0 +1,87 @@
+"""Workloads: requests to serve, read from published traces or made from a seed, and scaled as they are read."""
+
+from __future__ import annotations
+
+from kvpolicy.workload.agentic import AgentSessions
+from kvpolicy.workload.arrivals import (
+    Arrivals,
+    AtOnce,
+    Bursts,
+    Even,
+    Gamma,
+    Poisson,
+    Think,
+    Weibull,
+    random_arrivals,
+)
+from kvpolicy.workload.drawn import Drawn, all_at_once
+from kvpolicy.workload.files import Care, Counts
+from kvpolicy.workload.lengths import (
+    AZURE_CONVERSATION,
+    DEEPSEEK_R1,
+    LEVELS,
+    SHAREGPT,
+    SHIPPED,
+    Lengths,
+    quantile,
+    scale_to,
+)
+from kvpolicy.workload.requests import Request, Source, Workload, WorkloadError
+from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate, counts_of
+from kvpolicy.workload.sessions import Conversations, Session, Starting, Turn, Users, served
+from kvpolicy.workload.sharegpt import ShareGPT
+from kvpolicy.workload.spec import FORMATS, Format, open_workload
+from kvpolicy.workload.tables import LengthTable
+from kvpolicy.workload.timed import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Layout, TimedFile
+
+__all__ = [
+    "ARRIVALS",
+    "AZURE",
+    "AZURE_CONVERSATION",
+    "BURSTGPT",
+    "DEEPSEEK_R1",
+    "FORMATS",
+    "LEVELS",
+    "MOONCAKE",
+    "SHAREGPT",
+    "SHIPPED",
+    "AgentSessions",
+    "Arrivals",
+    "AtOnce",
+    "Bursts",
+    "Care",
+    "Conversations",
+    "Counts",
+    "Drawn",
+    "Even",
+    "Faster",
+    "First",
+    "Format",
+    "Gamma",
+    "Layout",
+    "LengthTable",
+    "Lengths",
+    "Poisson",
+    "Request",
+    "Resized",
+    "Session",
+    "ShareGPT",
+    "Source",
+    "Starting",
+    "Think",
+    "TimedFile",
+    "Turn",
+    "Users",
+    "Weibull",
+    "Window",
+    "Workload",
+    "WorkloadError",
+    "all_at_once",
+    "at_rate",
+    "counts_of",
+    "open_workload",
+    "quantile",
+    "random_arrivals",
+    "scale_to",
+    "served",
+]

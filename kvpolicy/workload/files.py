@@ -1,0 +1,188 @@
+"""Trace files read line by line, gzip or not, and what becomes of a row that cannot be read."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from kvpolicy.workload.requests import WorkloadError
+
+GZIP = b"\x1f\x8b"
+
+EXACT = 2**53
+"""Whole numbers from here on are not exact as the floating-point numbers that some files write them as."""
+
+
+class DamagedRow(ValueError):
+    """A row that cannot be read; says which field and what would be right. Readers add file and line."""
+
+
+class DamagedFile(WorkloadError):
+    """Nothing more of the file can be read from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Care:
+    """What a reader does about a file that is not as it should be."""
+
+    skip_damaged: bool = False
+    """Leave damaged rows out and count them; otherwise the first one is a :class:`WorkloadError`."""
+    sort: bool = False
+    """Put requests in the order of their arrival, which holds them all in memory. Otherwise a row that arrives before
+    the row above it counts as damaged."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of a file's rows, counted while they are read."""
+
+    rows: int = 0
+    """All but the header and blank lines; for sessions, requests of them."""
+    requests: int = 0
+    damaged: int = 0
+    empty: int = 0
+    """Left out since nothing was asked or answered, where the format's publisher says that such rows are failures."""
+    first_damage: str = ""
+    """File, line and reason of the first damaged row."""
+
+    def damage(self, care: Care, message: str) -> None:
+        """Count a damaged row. Raises :class:`WorkloadError` unless damaged rows are to be skipped."""
+        if not care.skip_damaged:
+            raise WorkloadError(message)
+        self.damaged += 1
+        self.first_damage = self.first_damage or message
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The file's bytes, unpacked where they are gzip, whatever its name. Raises :class:`WorkloadError`."""
+    try:
+        raw = path.open("rb")
+    except OSError as error:
+        raise WorkloadError(f"{path}: cannot be read: {error.strerror}") from error
+    with raw:
+        yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if raw.peek(2)[:2] == GZIP else raw
+
+
+def chunks(path: Path, size: int) -> Iterator[bytes]:
+    """The file's bytes, piece by piece. Raises :class:`DamagedFile` where a gzip stream breaks off."""
+    with opened(path) as stream:
+        try:
+            while chunk := stream.read(size):
+                yield chunk
+        except (EOFError, OSError, zlib.error) as error:
+            raise DamagedFile(f"{path}: cannot be read on: {error}") from error
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number (from 1) and text of each line that is not blank. Raises :class:`DamagedFile` where gzip breaks off."""
+    number = 0
+    with opened(path) as stream:
+        try:
+            for number, raw in enumerate(stream, 1):
+                # What is not UTF-8 becomes a character that no number holds, so the row is refused by its field.
+                text = raw.decode("utf-8", errors="replace").strip()
+                text = text.removeprefix("\ufeff") if number == 1 else text
+                if text:
+                    yield number, text
+        except (EOFError, OSError, zlib.error) as error:
+            raise DamagedFile(f"{path}, line {number + 1}: cannot be read on: {error}") from error
+
+
+def cells(line: str) -> list[str]:
+    """A CSV line's fields. Raises :class:`DamagedRow`."""
+    if '"' not in line:
+        return line.split(",")
+    try:
+        return next(csv.reader([line], strict=True))
+    except csv.Error as error:
+        raise DamagedRow(f"not a CSV row: {error}") from error
+
+
+def names_of(header: str) -> list[str]:
+    """The columns that a CSV header names; none where it is no CSV."""
+    try:
+        return [name.strip() for name in cells(header)]
+    except DamagedRow:
+        return []
+
+
+def places(path: Path, header: str, wanted: Sequence[str]) -> dict[str, int]:
+    """Where each column is. Raises :class:`WorkloadError` naming the missing or repeated one."""
+    names = names_of(header)
+    for column in wanted:
+        if names.count(column) != 1:
+            how = "is missing" if column not in names else "is there twice"
+            raise WorkloadError(f"{path}, line 1: column {column} {how}; the columns are {', '.join(names) or 'none'}")
+    return {name: place for place, name in enumerate(names)}
+
+
+def whole(value: Any, field: str) -> int:
+    """A whole number, as text or from JSON; 0 or more. Raises :class:`DamagedRow`."""
+    if type(value) is int and 0 <= value < EXACT:
+        return value
+    if isinstance(value, str) and len(value) < 16 and value.isascii() and value.isdigit():
+        return int(value)
+    number = real(value, field)
+    if number < 0 or not number.is_integer() or number >= EXACT:
+        raise DamagedRow(f"{field} is {value!r}, should be a whole number, 0 or more")
+    return int(number)
+
+
+def tokens(value: Any, field: str) -> int:
+    """A number of tokens, 1 or more. Raises :class:`DamagedRow`."""
+    number = whole(value, field)
+    if not number:
+        raise DamagedRow(f"{field} is 0, should be 1 or more")
+    return number
+
+
+def real(value: Any, field: str) -> float:
+    """A finite number, as text or from JSON. Raises :class:`DamagedRow`."""
+    number = math.nan
+    # Python reads 1_000 as a number, and true as 1; the formats do not.
+    if type(value) in (int, float) or (type(value) is str and "_" not in value):
+        with suppress(ValueError, OverflowError):
+            number = float(value)
+    if not math.isfinite(number):
+        raise DamagedRow(f"{field} is {_short(value)}, should be a number")
+    return number
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def record(line: str) -> Mapping[str, Any]:
+    """One line of a JSONL file. Raises :class:`DamagedRow`."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DamagedRow(f"not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise DamagedRow(f"should be a JSON object, is {_short(found)}")
+    return found
+
+
+def member(found: Mapping[str, Any], field: str) -> Any:
+    """A field of a JSON object. Raises :class:`DamagedRow` where it is missing."""
+    try:
+        return found[field]
+    except KeyError:
+        raise DamagedRow(f"{field} is missing; it has {', '.join(found) or 'nothing'}") from None
+
+
+def block_ids(value: Any, field: str) -> tuple[int, ...]:
+    """Ids of prefix blocks. Raises :class:`DamagedRow`."""
+    if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+        raise DamagedRow(f"{field} is {_short(value)}, should be a list of whole numbers, 0 or more")
+    return tuple(value)

@@ -1,0 +1,102 @@
+"""What a workload is made of: requests in the order of their arrival, in memory or read as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request to serve."""
+
+    arrival_s: float
+    """Since the workload's start."""
+    prompt_tokens: int
+    output_tokens: int
+    prefix: tuple[int, ...] = ()
+    """Ids of the leading blocks, each of ``prefix_block_tokens`` tokens, the last one perhaps partly filled.
+    Requests whose ids are equal up to some block share every token up to there; without ids they share none.
+    They may go on past the prompt: those ids are of what is generated, which the next prompt of a session repeats."""
+    prefix_block_tokens: int = 0
+    session: str = ""
+    """Requests of one session follow each other; empty where there is none."""
+    think_s: float | None = None
+    """Where set, it arrives this long after the request before it in its session has finished, and not before
+    ``arrival_s``; None where ``arrival_s`` alone says when."""
+    priority: int = 0
+    """Lower goes first, as in vLLM; only under priority scheduling."""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+class WorkloadError(ValueError):
+    """A workload that cannot be read or made; the message names file, line and field, and what would be right."""
+
+
+class Source(Protocol):
+    """Requests in the order of ``arrival_s``, read anew at every iteration; perhaps more than memory holds."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """Where they come from, with licence."""
+        ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in the order of their arrival, and what they were made from."""
+
+    name: str
+    requests: tuple[Request, ...]
+    seed: int
+    """What the requests were drawn from; whoever needs their text draws it from the same seed."""
+    source: str = ""
+    """Where the lengths come from, with licence."""
+
+    def __post_init__(self) -> None:
+        arrivals = [request.arrival_s for request in self.requests]
+        if arrivals != sorted(arrivals) or (arrivals and arrivals[0] < 0):
+            raise ValueError(f"workload {self.name}: arrival_s should rise and not be negative")
+        for number, request in enumerate(self.requests):
+            if request.prompt_tokens < 1 or request.output_tokens < 1:
+                raise ValueError(f"workload {self.name}, request {number}: {request}: both lengths should be 1 or more")
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(request.prompt_tokens for request in self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(request.output_tokens for request in self.requests)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt and output of the longest request together; 0 without requests."""
+        return max((request.total_tokens for request in self.requests), default=0)
+
+    def arriving(self, arrivals_s: Sequence[float]) -> Workload:
+        """The same requests at other times. Raises ValueError unless there is a time for each."""
+        pairs = zip(self.requests, arrivals_s, strict=True)
+        return replace(self, requests=tuple(replace(request, arrival_s=at) for request, at in pairs))
+
+    def first(self, count: int) -> Workload:
+        """Its first ``count`` requests."""
+        return replace(self, requests=self.requests[:count])

@@ -1,0 +1,264 @@
+"""One text that names a workload, as ``kvpolicy simulate --workload`` takes it.
+
+    [FORMAT:]FILE[?OPTION=VALUE&...]        azure:conv.csv.gz?window=0-600&rate=2
+    NAME?n=COUNT[&OPTION=VALUE&...]         azure-conversation-2023?n=500&rate=4
+    sessions:NAME?n=COUNT&turns=..&think=.. conversations made from a seed
+
+Options that every workload has, in the order in which they are applied: ``window=START-END`` (seconds), ``n`` (the
+first so many requests), ``rate`` (requests per second) or ``speed`` (a factor), ``scale`` or ``prompt`` and ``output``
+(factors on lengths), ``context`` (tokens; what is longer loses prompt), ``seed``. Of names, ``rate`` is that of the
+arrivals, and ``scale=fit`` brings the longest 1% to the context; of sessions, it is the rate at which they begin, and
+``users`` is how many people have one session after the other instead (``pause``: seconds between two).
+
+Options of files: ``skip_damaged=true`` leaves damaged rows out and counts them, ``sort=true`` (azure, burstgpt,
+arrivals, mooncake) orders by arrival. lengths: ``draw``, so many rows with replacement. agentic: ``sessions``, the
+first so many; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds), ``think_variation``,
+``tokens_per_word``, ``block`` (tokens), ``sessions``. ``arrivals`` is at-once, poisson, even, gamma (``variation``),
+weibull (``shape``) or bursts (``on``, ``off`` seconds); Poisson where a rate is given and nothing else.
+sessions: ``turns`` (mean), ``think``, ``think_variation``, ``block``, ``system`` (tokens of a common beginning).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpolicy.workload.agentic import FIELDS as AGENTIC_FIELDS
+from kvpolicy.workload.agentic import AgentSessions
+from kvpolicy.workload.arrivals import Arrivals, AtOnce, Bursts, Even, Gamma, Poisson, Think, Weibull
+from kvpolicy.workload.drawn import Drawn
+from kvpolicy.workload.files import Care, DamagedRow, chunks, names_of, record
+from kvpolicy.workload.lengths import SHIPPED, scale_to
+from kvpolicy.workload.options import Options
+from kvpolicy.workload.requests import Source, WorkloadError
+from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate
+from kvpolicy.workload.sessions import Beginning, Conversations, Starting, Users
+from kvpolicy.workload.sharegpt import TOKENS_PER_WORD, ShareGPT
+from kvpolicy.workload.tables import COLUMNS, LengthTable
+from kvpolicy.workload.timed import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Layout, TimedFile
+
+Read = Callable[[Path, Options], Source]
+Known = Callable[[Path], bool]
+
+BEGINNING_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A kind of file that can be named."""
+
+    about: str
+    read: Read
+    known: Known
+    """Whether a file is of this format, by what it begins with."""
+
+
+def open_workload(text: str, more: Mapping[str, Format] | None = None) -> Source:
+    """The workload that a text names; ``more``: formats beside :data:`FORMATS`, by name.
+
+    Raises :class:`WorkloadError` for what is not known, listing what is. Apart from ``rate`` on a file, which takes a
+    look at all its arrivals, nothing of the requests is read before they are asked for.
+    """
+    formats = {**FORMATS, **(more or {})}
+    place, _, tail = text.partition("?")
+    options = Options(text, tail)
+    kind, colon, rest = place.partition(":")
+    if kind == "sessions" and colon:
+        made = _conversations(rest, options)
+    elif place in SHIPPED:
+        made = _drawn(place, options)
+    elif colon and kind in formats:
+        made = formats[kind].read(Path(rest), options)
+    else:
+        made = _recognised(Path(place), formats).read(Path(place), options)
+    made = _scaled(made, options)
+    options.refuse_rest()
+    return made
+
+
+def _recognised(path: Path, formats: Mapping[str, Format]) -> Format:
+    if not path.exists():
+        raise WorkloadError(f"{path}: no such file, and no workload of that name; {_listed(formats)}")
+    for known in formats.values():
+        if known.known(path):
+            return known
+    raise WorkloadError(f"{path}: is of no known format; {_listed(formats)}")
+
+
+def _listed(formats: Mapping[str, Format]) -> str:
+    files = "; ".join(f"{name}:FILE ({known.about})" for name, known in formats.items())
+    return f"known are {files}; {', '.join(SHIPPED)}; sessions:NAME"
+
+
+def _scaled(made: Source, options: Options) -> Source:
+    window = options.window("window")
+    if window:
+        made = Window(made, *window)
+    count = options.whole("n")
+    if count is not None:
+        made = First(made, count)
+    speed, rate_per_s = options.real("speed"), options.real("rate")
+    if speed is not None and rate_per_s is not None:
+        raise options.wrong("rate", "or speed, not both")
+    if speed is not None:
+        made = Faster(made, speed)
+    if rate_per_s is not None:
+        made = at_rate(made, rate_per_s)
+    scale = options.real("scale")
+    prompt, output = options.real("prompt", scale), options.real("output", scale)
+    context = options.whole("context")
+    if prompt is None and output is None and context is None:
+        return made
+    return Resized(made, 1.0 if prompt is None else prompt, 1.0 if output is None else output, context)
+
+
+def _arrivals(options: Options) -> Arrivals:
+    """The process that ``arrivals`` names; Poisson where only a rate is given, all at once without one."""
+    rate_per_s = options.real("rate")
+    kind = options.text("arrivals") or ("at-once" if rate_per_s is None else "poisson")
+    if kind == "at-once":
+        if rate_per_s is not None:
+            raise options.wrong("rate", "left out where everything arrives at once")
+        return AtOnce()
+    if rate_per_s is None:
+        raise options.wrong("rate", f"given, above 0, for arrivals={kind}")
+    match kind:
+        case "poisson":
+            return Poisson(rate_per_s)
+        case "even":
+            return Even(rate_per_s)
+        case "gamma":
+            return Gamma(rate_per_s, options.needed("variation"))
+        case "weibull":
+            return Weibull(rate_per_s, options.needed("shape"))
+        case "bursts":
+            return Bursts(rate_per_s, options.needed("on"), options.needed("off"))
+    raise options.wrong("arrivals", "at-once, poisson, even, gamma, weibull or bursts")
+
+
+def _beginning(options: Options) -> Beginning:
+    users = options.whole("users")
+    if users is None:
+        return Starting(_arrivals(options))
+    if "rate" in options or "arrivals" in options:
+        raise options.wrong(
+            "users", "or rate and arrivals, not both: users begin their next session when they are free"
+        )
+    return Users(users, Think(options.real("pause", 0.0) or 0.0))
+
+
+def _think(options: Options) -> Think:
+    variation = options.real("think_variation", 1.0)
+    return Think(options.needed("think"), 1.0 if variation is None else variation)
+
+
+def _care(options: Options) -> Care:
+    return Care(options.flag("skip_damaged"), options.flag("sort"))
+
+
+def _seed(options: Options) -> int:
+    return options.whole("seed", 0) or 0
+
+
+def _drawn(name: str, options: Options) -> Source:
+    count = options.whole("n")
+    if count is None:
+        raise options.wrong("n", "given: how many requests to draw")
+    lengths, context, scale = SHIPPED[name], options.whole("context"), options.text("scale")
+    if scale == "fit":
+        if context is None:
+            raise options.wrong("context", "given for scale=fit")
+        factor = scale_to(lengths, context)
+    else:
+        factor = options.number("scale", scale or "1")
+    return Drawn(lengths, count, _seed(options), _arrivals(options), factor, context)
+
+
+def _conversations(name: str, options: Options) -> Source:
+    if name not in SHIPPED:
+        raise WorkloadError(f"sessions:{name}: known lengths of messages are {', '.join(SHIPPED)}")
+    count = options.whole("n")
+    if count is None:
+        raise options.wrong("n", "given: how many conversations")
+    block, system = options.whole("block", 16), options.whole("system", 0)
+    return Conversations(
+        SHIPPED[name],
+        count,
+        _seed(options),
+        options.needed("turns"),
+        _think(options),
+        _beginning(options),
+        block or 0,
+        system or 0,
+        options.whole("context"),
+    )
+
+
+def _timed(layout: Layout) -> Read:
+    return lambda path, options: TimedFile(path, layout, _care(options), _seed(options))
+
+
+def _agentic(path: Path, options: Options) -> Source:
+    return AgentSessions(
+        path,
+        _beginning(options),
+        Care(options.flag("skip_damaged")),
+        _seed(options),
+        options.flag("closed", True),
+        options.whole("sessions"),
+    )
+
+
+def _sharegpt(path: Path, options: Options) -> Source:
+    words = options.real("tokens_per_word", TOKENS_PER_WORD)
+    block = options.whole("block", 16)
+    care, count = Care(options.flag("skip_damaged")), options.whole("sessions")
+    return ShareGPT(
+        path, _think(options), _beginning(options), care, _seed(options), words or 0.0, None, block or 0, count
+    )
+
+
+def _lengths(path: Path, options: Options) -> Source:
+    care = Care(options.flag("skip_damaged"))
+    return LengthTable(path, _arrivals(options), care, _seed(options), options.whole("draw"))
+
+
+def _has_columns(*columns: str) -> Known:
+    def known(path: Path) -> bool:
+        return set(columns) <= set(names_of(_first_line(path)))
+
+    return known
+
+
+def _has_fields(*fields: str) -> Known:
+    def known(path: Path) -> bool:
+        try:
+            found = record(_first_line(path))
+        except DamagedRow:
+            return False
+        return set(fields) <= found.keys()
+
+    return known
+
+
+def _first_line(path: Path) -> str:
+    """At most :data:`BEGINNING_BYTES` of it: a file may be a single line that no memory holds."""
+    begin = b"" if path.is_dir() else next(chunks(path, BEGINNING_BYTES), b"")
+    return begin.decode("utf-8-sig", errors="replace").lstrip().partition("\n")[0].strip()
+
+
+def _begins_a_list(path: Path) -> bool:
+    return _first_line(path).startswith("[")
+
+
+FORMATS: Mapping[str, Format] = {
+    "azure": Format(f"CSV: {', '.join(AZURE.fields)}", _timed(AZURE), _has_columns(*AZURE.fields)),
+    "burstgpt": Format(f"CSV: {', '.join(BURSTGPT.fields)}", _timed(BURSTGPT), _has_columns(*BURSTGPT.fields)),
+    "arrivals": Format(f"CSV: {', '.join(ARRIVALS.fields)}", _timed(ARRIVALS), _has_columns(*ARRIVALS.fields)),
+    "lengths": Format(f"CSV: {', '.join(COLUMNS)}", _lengths, _has_columns(*COLUMNS)),
+    "mooncake": Format(f"JSONL: {', '.join(MOONCAKE.fields)}", _timed(MOONCAKE), _has_fields(*MOONCAKE.fields)),
+    "agentic": Format(f"JSONL: {', '.join(AGENTIC_FIELDS)}", _agentic, _has_fields(*AGENTIC_FIELDS)),
+    "sharegpt": Format("JSON: a list of id, conversations", _sharegpt, _begins_a_list),
+}
+"""Kinds of files by the name before the colon; a file without one is of the first kind that knows it."""

@@ -1,0 +1,273 @@
+"""Readers of traces whose rows carry their own time: Azure, Mooncake, BurstGPT, and plain tables of arrivals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from kvpolicy.workload.files import (
+    Care,
+    Counts,
+    DamagedFile,
+    DamagedRow,
+    block_ids,
+    cells,
+    lines,
+    member,
+    places,
+    real,
+    record,
+    tokens,
+    whole,
+)
+from kvpolicy.workload.requests import Request, WorkloadError
+
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens of one of Mooncake's ``hash_ids``."""
+
+
+class Row(NamedTuple):
+    """A request as a file has it."""
+
+    at: float
+    """When it arrived, in ticks of its layout; exact where it is a whole number."""
+    prompt_tokens: int
+    output_tokens: int
+    prefix: tuple[int, ...] = ()
+    session: str = ""
+
+
+Parse = Callable[[str], Row | None]
+"""Reads one line; None where it holds a failed request. Raises :class:`DamagedRow`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one published format writes requests down."""
+
+    name: str
+    source: str
+    """Who publishes it, with licence."""
+    fields: tuple[str, ...]
+    """Columns or JSON fields that a file of this format has."""
+    ticks_per_s: float
+    """Units of :attr:`Row.at` in a second."""
+    from_first: bool
+    """Whether time counts from the first request, since the file's own origin means nothing."""
+    bind: Callable[[Mapping[str, int]], Parse]
+    """From the places of a file's columns to a reader of its lines."""
+    json: bool = False
+    block_tokens: int = 0
+
+
+class TimedFile:
+    """Requests of one trace file, read anew at every iteration: a :class:`kvpolicy.workload.Source`."""
+
+    def __init__(self, path: Path | str, layout: Layout, care: Care | None = None, seed: int = 0) -> None:
+        """``seed``: for whoever draws the requests' text; nothing else here is drawn."""
+        self.path = Path(path)
+        self.layout = layout
+        self.care = care or Care()
+        self.seed = seed
+        self.counts = Counts()
+        """Of the latest iteration, as far as it has come."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name.removesuffix(".gz")
+
+    @property
+    def source(self) -> str:
+        return f"{self.path.name}: {self.layout.source}"
+
+    def __iter__(self) -> Iterator[Request]:
+        counts = self.counts = Counts()
+        rows = self._rows(counts)
+        if self.care.sort:
+            rows = iter(sorted(rows, key=lambda numbered: numbered[1].at))
+        ticks_per_s, block_tokens = self.layout.ticks_per_s, self.layout.block_tokens
+        origin: float | None = None if self.layout.from_first else 0
+        last: float = 0
+        for number, row in rows:
+            if origin is None:
+                origin = last = row.at
+            if row.at < last:
+                was = "before the row above it" if counts.requests else "before the workload's start"
+                counts.damage(
+                    self.care, f"{self.path}, line {number}: arrives {(last - row.at) / ticks_per_s:.9g} s {was}"
+                )
+                continue
+            last = row.at
+            counts.requests += 1
+            yield Request(
+                (row.at - origin) / ticks_per_s,
+                row.prompt_tokens,
+                row.output_tokens,
+                row.prefix,
+                block_tokens if row.prefix else 0,
+                row.session,
+            )
+
+    def _rows(self, counts: Counts) -> Iterator[tuple[int, Row]]:
+        """Line and content of each row that can be read."""
+        parse: Parse | None = self.layout.bind({}) if self.layout.json else None
+        try:
+            for number, line in lines(self.path):
+                if parse is None:
+                    parse = self.layout.bind(places(self.path, line, self.layout.fields))
+                    continue
+                counts.rows += 1
+                try:
+                    row = parse(line)
+                except DamagedRow as error:
+                    counts.damage(self.care, f"{self.path}, line {number}: {error}")
+                    continue
+                if row is None:
+                    counts.empty += 1
+                else:
+                    yield number, row
+        except DamagedFile as error:
+            counts.damage(self.care, str(error))
+        if parse is None:
+            raise WorkloadError(f"{self.path}: is empty, should begin with columns {', '.join(self.layout.fields)}")
+
+
+def _columns(places: Mapping[str, int], names: Sequence[str]) -> Callable[[str], list[str]]:
+    """Reads a line's fields of these names. Refuses lines with another number of fields than the header."""
+    wanted, width = [places[name] for name in names], len(places)
+
+    def read(line: str) -> list[str]:
+        found = cells(line)
+        if len(found) != width:
+            raise DamagedRow(f"{len(found)} fields, the header has {width}")
+        return [found[place] for place in wanted]
+
+    return read
+
+
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+
+
+class _Stamps:
+    """Reads ISO timestamps to the nanosecond. Those of one file all carry a time zone, or none does."""
+
+    def __init__(self) -> None:
+        self._second = ("", "", "")
+        self._second_ns = 0
+        self._zoned: bool | None = None
+
+    def ns(self, text: str, field: str) -> int:
+        found = _STAMP.fullmatch(text)
+        if not found:
+            raise DamagedRow(f"{field} is {text!r}, should be like 2023-11-16 18:15:46.6805900")
+        day, clock, fraction, zone = found.groups()
+        if self._zoned is not None and self._zoned != bool(zone):
+            raise DamagedRow(
+                f"{field} is {text!r}, should {'' if self._zoned else 'not '}carry a time zone like others"
+            )
+        # Rows share seconds: only the fraction is read for most of them.
+        if self._second != (day, clock, zone):
+            try:
+                moment = datetime.fromisoformat(f"{day}T{clock}{zone or '+00:00'}")
+            except ValueError as error:
+                raise DamagedRow(f"{field} is {text!r}: {error}") from error
+            self._second, self._second_ns = (day, clock, zone), round(moment.astimezone(UTC).timestamp()) * 10**9
+        self._zoned = bool(zone)
+        return self._second_ns + int((fraction or "").ljust(9, "0"))
+
+
+def _bind_azure(places: Mapping[str, int]) -> Parse:
+    read, stamps = _columns(places, AZURE.fields), _Stamps()
+
+    def parse(line: str) -> Row:
+        at, prompt, output = read(line)
+        return Row(stamps.ns(at, "TIMESTAMP"), tokens(prompt, "ContextTokens"), tokens(output, "GeneratedTokens"))
+
+    return parse
+
+
+def _bind_arrivals(places: Mapping[str, int]) -> Parse:
+    read = _columns(places, ARRIVALS.fields)
+
+    def parse(line: str) -> Row:
+        at, prompt, output = read(line)
+        return Row(real(at, "arrival_s"), tokens(prompt, "prompt_tokens"), tokens(output, "output_tokens"))
+
+    return parse
+
+
+def _bind_burstgpt(places: Mapping[str, int]) -> Parse:
+    labelled = "Session ID" in places
+    read = _columns(places, (*BURSTGPT.fields, *(["Session ID"] if labelled else [])))
+
+    def parse(line: str) -> Row | None:
+        at, asked, answered, *session = read(line)
+        at_s, prompt, output = real(at, "Timestamp"), whole(asked, "Request tokens"), whole(answered, "Response tokens")
+        if not prompt or not output:
+            return None
+        return Row(at_s, prompt, output, (), session[0] if labelled else "")
+
+    return parse
+
+
+def _bind_mooncake(places: Mapping[str, int]) -> Parse:
+    def parse(line: str) -> Row:
+        found = record(line)
+        prompt = tokens(member(found, "input_length"), "input_length")
+        ids = block_ids(member(found, "hash_ids"), "hash_ids")
+        blocks = -(-prompt // MOONCAKE_BLOCK_TOKENS)
+        if len(ids) > blocks:
+            raise DamagedRow(f"hash_ids holds {len(ids)} ids, {prompt} tokens are {blocks} blocks")
+        at_ms = real(member(found, "timestamp"), "timestamp")
+        return Row(at_ms, prompt, tokens(member(found, "output_length"), "output_length"), ids)
+
+    return parse
+
+
+AZURE = Layout(
+    "azure",
+    "Azure LLM inference trace, Azure/AzurePublicDataset, CC-BY-4.0",
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    ticks_per_s=1e9,
+    from_first=True,
+    bind=_bind_azure,
+)
+"""2023 and 2024: CSV, TIMESTAMP in ISO format, with 7 decimals or a time zone."""
+
+ARRIVALS = Layout(
+    "arrivals",
+    "a table of requests",
+    ("arrival_s", "prompt_tokens", "output_tokens"),
+    ticks_per_s=1.0,
+    from_first=False,
+    bind=_bind_arrivals,
+)
+"""The plainest: CSV, seconds from the workload's start."""
+
+BURSTGPT = Layout(
+    "burstgpt",
+    "BurstGPT, HPMLL/BurstGPT, CC-BY-4.0",
+    ("Timestamp", "Request tokens", "Response tokens"),
+    ticks_per_s=1.0,
+    from_first=True,
+    bind=_bind_burstgpt,
+)
+"""CSV with Timestamp (seconds), Model, Log Type and, from its second release on, Session ID (blank for API calls).
+Rows without response (or request) tokens are failed requests: left out, counted as empty. Sessions keep their recorded
+times; what of its history a request repeats is not in the data, so nothing is shared."""
+
+MOONCAKE = Layout(
+    "mooncake",
+    "Mooncake trace, kvcache-ai/Mooncake, Apache-2.0",
+    ("timestamp", "input_length", "output_length", "hash_ids"),
+    ticks_per_s=1e3,
+    from_first=False,
+    bind=_bind_mooncake,
+    json=True,
+    block_tokens=MOONCAKE_BLOCK_TOKENS,
+)
+"""JSONL, milliseconds from the start; many requests share one timestamp."""

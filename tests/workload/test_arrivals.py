@@ -1,0 +1,104 @@
+"""Arrival processes have the rate and the variation that they are asked for, and the same seed gives the same times."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import islice, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpolicy.workload import Arrivals, AtOnce, Bursts, Even, Gamma, Poisson, Think, Weibull, WorkloadError
+
+RATE_PER_S = 4.0
+PROCESSES: tuple[Arrivals, ...] = (
+    Even(RATE_PER_S),
+    Poisson(RATE_PER_S),
+    Gamma(RATE_PER_S, 2.0),
+    Weibull(RATE_PER_S, 0.7),
+    Bursts(RATE_PER_S, on_s=3.0, off_s=9.0),
+)
+
+
+def drawn(process: Arrivals, count: int, seed: int = 0) -> list[float]:
+    return list(islice(process.times_s(random.Random(seed)), count))
+
+
+def gaps_s(times_s: list[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise([0.0, *times_s])]
+
+
+def variation(gaps: list[float]) -> float:
+    mean = sum(gaps) / len(gaps)
+    return math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) / mean
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=lambda process: type(process).__name__)
+def test_the_rate_is_the_one_asked_for(process: Arrivals) -> None:
+    count = 40_000
+    assert count / drawn(process, count)[-1] == pytest.approx(RATE_PER_S, rel=0.05)
+
+
+@pytest.mark.parametrize("process", [*PROCESSES, AtOnce()], ids=lambda process: type(process).__name__)
+@given(seed=st.integers(0, 1000))
+def test_times_never_fall_and_follow_the_seed(process: Arrivals, seed: int) -> None:
+    times = drawn(process, 50, seed)
+    assert times == sorted(times)
+    assert times[0] >= 0
+    assert times == drawn(process, 50, seed)
+
+
+@pytest.mark.parametrize(
+    ("process", "expected"),
+    [
+        (Even(3.0), 0.0),
+        (Poisson(3.0), 1.0),
+        (Gamma(3.0, 0.5), 0.5),
+        (Gamma(3.0, 2.0), 2.0),
+        # sqrt(gamma(1 + 2/k) / gamma(1 + 1/k)**2 - 1) by hand for k = 1 and 2.
+        (Weibull(3.0, 1.0), 1.0),
+        (Weibull(3.0, 2.0), math.sqrt(4 / math.pi - 1)),
+    ],
+    ids=repr,
+)
+def test_gaps_vary_as_asked(process: Arrivals, expected: float) -> None:
+    assert variation(gaps_s(drawn(process, 40_000))) == pytest.approx(expected, rel=0.04, abs=1e-9)
+
+
+def test_bursts_are_silent_between() -> None:
+    """On for 1 s and off for 99 s on average: nearly all gaps are short, a few are very long."""
+    gaps = gaps_s(drawn(Bursts(1.0, on_s=1.0, off_s=99.0), 20_000))
+    assert sum(gap < 0.1 for gap in gaps) / len(gaps) > 0.97
+    assert max(gaps) > 300
+
+
+def test_even_and_at_once_by_hand() -> None:
+    assert drawn(Even(4.0), 3) == [0.25, 0.5, 0.75]
+    assert drawn(AtOnce(), 3) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Poisson(0.0),
+        lambda: Even(-1.0),
+        lambda: Gamma(1.0, 0.0),
+        lambda: Weibull(1.0, math.nan),
+        lambda: Bursts(1.0, 1.0, math.inf),
+        lambda: Think(-1.0),
+        lambda: Gamma(1.0, 1e-200),
+    ],
+)
+def test_processes_that_make_no_sense_are_refused(make: type) -> None:
+    with pytest.raises(WorkloadError, match=r"\w+: \w+ is .*, should be (above 0|0 or more|from 0\.001 to 1000)"):
+        make()
+
+
+def test_pauses_have_mean_and_variation() -> None:
+    rng = random.Random(0)
+    assert [Think(3.0, 0.0).draw(rng), Think(0.0).draw(rng)] == [3.0, 0.0]
+    pauses = [Think(5.0, 0.5).draw(rng) for _ in range(20_000)]
+    assert sum(pauses) / len(pauses) == pytest.approx(5.0, rel=0.05)
+    assert variation(pauses) == pytest.approx(0.5, rel=0.05)
