@@ -41,7 +41,7 @@ FEWEST_TO_TELL = 8
 """With fewer states a carried model is made of all of them, and nothing is held out to judge it by."""
 MOST_STATES = 4000
 """States that are learned from, and as many at most to judge by: of more, so many are drawn, every length among them.
-More lessen no error that the held-out states could tell (`benchmarks/training_scale.py --draws`)."""
+What a draw costs in held-out error is what `benchmarks/training_scale.py --draws` prints."""
 EVALUABLE_STATES = 20
 """What is held out, where there are twice as many states: as many as `kvpolicy evaluate` asks for."""
 
@@ -210,7 +210,7 @@ def train(
 
 def _draw_notes(parts: tuple[list[State], list[State]], taken: tuple[list[State], list[State]]) -> list[str]:
     return [
-        f"{len(one)} states drawn out of {len(whole)} {what}, every length among them; more lessen the error no further"
+        f"{len(one)} states drawn out of {len(whole)} {what}, every length among them; the others take no part"
         for whole, one, what in zip(parts, taken, ("to train on", "to judge by"), strict=True)
         if len(one) < len(whole)
     ]
