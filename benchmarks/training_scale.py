@@ -93,7 +93,8 @@ def _train(rows: int, most_s: float, most_gb: float) -> int:
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     print(
         f"kvpolicy.train, {rows // per_state * per_state} decision rows, {rows // per_state} states: {took_s:.1f} s "
-        f"(bar {most_s:g}), processors busy for {busy_s:.1f} s, peak {peak_gb:.2f} GB (bar {most_gb:g}), trees {dict(report.trees)}"
+        f"(bar {most_s:g}), processors busy for {busy_s:.1f} s, peak {peak_gb:.2f} GB (bar {most_gb:g}), "
+        f"trees {dict(report.trees)}"
     )
     return int(took_s > most_s or peak_gb > most_gb)
 
