@@ -102,6 +102,9 @@ def test_training_scale_times_train_itself() -> None:
     assert done.returncode == 0, done.stderr
     assert "kvpolicy.train, 800 decision rows, 100 states" in done.stdout
     assert run("training_scale.py", "--train", "--rows", "800", "--seconds", "0").returncode == 1
+    drawn = run("training_scale.py", "--draws", "--rows", "800")
+    assert drawn.returncode == 0, drawn.stderr
+    assert "25 states held out" in drawn.stdout and "     75 states: recompute" in drawn.stdout
     refused = run("training_scale.py", "--train", "--rows", "8")
     assert refused.returncode == 2 and "--rows is 8" in refused.stderr
 

@@ -15,7 +15,7 @@ import kvpolicy
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("events", "shape"),
+    ("events", "shape", "rowtext"),
     ("features", "hardware", "trace", "workload", "drafts"),
     ("cost",),
     ("policy",),
