@@ -31,6 +31,7 @@ INTEGRATION = {
     "connector": set(),
     "launch": {"policy", "engines"},
     "plugin": _DECIDE,
+    "simulator": _DECIDE | {"workload", "simulator"},
     "bench": _DECIDE | {"workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
     "bench.demo": _DECIDE | {"workload", "simulator", "training", "evaluation"},
@@ -42,7 +43,8 @@ INTEGRATION_INSIDE = {
     "connector": {"plugin"},
     "launch": {"plugin"},
     "plugin": set(),
-    "bench": {"plugin"},
+    "simulator": {"plugin"},
+    "bench": {"plugin", "simulator"},
 }
 """Parts of kvpolicy_vllm, and the other parts of it each may import."""
 

@@ -2,6 +2,27 @@
 
 from __future__ import annotations
 
+from kvpolicy.simulator.builtin import Builtin, Victims
 from kvpolicy.simulator.protocol import LOAD, Link, Run, Server, Simulator, Sink, StepLoad, Summary, Tail, Times
+from kvpolicy.simulator.sinks import FolderSink, MemorySink
+from kvpolicy.simulator.times import ConstantTimes, LawTimes, law_times
 
-__all__ = ["LOAD", "Link", "Run", "Server", "Simulator", "Sink", "StepLoad", "Summary", "Tail", "Times"]
+__all__ = [
+    "LOAD",
+    "Builtin",
+    "ConstantTimes",
+    "FolderSink",
+    "LawTimes",
+    "Link",
+    "MemorySink",
+    "Run",
+    "Server",
+    "Simulator",
+    "Sink",
+    "StepLoad",
+    "Summary",
+    "Tail",
+    "Times",
+    "Victims",
+    "law_times",
+]

@@ -66,9 +66,12 @@ class Link:
 
     overlapped: bool = True
     """Copies run beside the steps, one at a time per direction; where not, a step waits for the copies that it brings
-    (vLLM's CPU engine)."""
+    (vLLM's CPU engine). A load begins when the step that brings it has computed, as in vLLM 0.32."""
     slowdown: float = 0.0
     """Share by which a step is slower while a copy runs beside it."""
+    saves_wait: bool = True
+    """Whether a step waits for the saves that it brings also where loads run beside: so the plugin's copiers do it, on
+    a GPU and behind a simulated link, since what the step computes may overwrite the blocks."""
 
 
 @dataclass(frozen=True, slots=True)

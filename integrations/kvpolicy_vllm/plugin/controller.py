@@ -24,7 +24,7 @@ from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
 from kvpolicy_vllm.plugin.journal import Journal, header_link, header_of
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step
 from kvpolicy_vllm.plugin.metrics import Tally
-from kvpolicy_vllm.plugin.recording import Recorder
+from kvpolicy_vllm.plugin.recording import Recorder, Recording
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.situation import engine_shape, model_loader, page_bytes, situation_of
 
@@ -36,7 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """One per engine core, owned by the connector, driven by the scheduler and the connector."""
+    """One per engine core, owned by the connector, driven by the scheduler and the connector.
+
+    ``policy`` and ``recording`` take the place of what the settings name, in a simulation.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,8 @@ class Controller:
         slots: int,
         block_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        policy: policies.Policy | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self.settings = settings
         self.tally = Tally()
@@ -70,12 +75,11 @@ class Controller:
         rank = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
         found = vllm_config, kv_cache, block_bytes
         loader = model_loader(*found, settings.pin_memory, header_link(settings.link))
-        self.judge = Judge(settings, engine_shape(*found), loader, rank)
-        self.journal: Journal | None = None
-        if settings.trace is not None:
+        self.judge = Judge(settings, engine_shape(*found), loader, rank, policy)
+        if recording is None and settings.trace is not None:
             header = header_of(settings, vllm_config, kv_cache, self.core, settings.policy, slots, block_bytes)
-            recorder = Recorder(settings.trace / self.core, header)
-            self.journal = Journal(recorder, self.anonymous)
+            recording = Recorder(settings.trace / self.core, header)
+        self.journal = None if recording is None else Journal(recording, self.anonymous)
         self.accounts = Accounts(self.tally, self.journal)
         self.accounts.measure_by(self.judge.step_time)
         self._set_gauges()

@@ -74,12 +74,20 @@ class Memory:
 
 
 class Judge:
-    """One per engine core. ``engine_shape``: what a cost model is checked against.
+    """One per engine core. ``engine_shape``: what a cost model is checked against. ``policy``: decides in place of
+    the one that the settings name, and is not checked: a simulated engine is of no shape of its own.
 
     Raises as :func:`kvpolicy.policy.load` and the model's ``check_fit`` do.
     """
 
-    def __init__(self, settings: Settings, engine_shape: Mapping[str, Any], loader: Loader, rank: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine_shape: Mapping[str, Any],
+        loader: Loader,
+        rank: int,
+        policy: Policy | None = None,
+    ) -> None:
         self._settings = settings
         self._engine_shape = engine_shape
         self._loader = loader
@@ -89,8 +97,9 @@ class Judge:
         """Recorded with every decision that is pinned."""
         self._awaited: dict[str, Awaited] = {}
         self._memory: Memory | None = None
-        self.policy: Policy = policies.load(settings.policy, loader)
-        self._check(self.policy)
+        self.policy: Policy = policies.load(settings.policy, loader) if policy is None else policy
+        if policy is None:
+            self._check(self.policy)
         self._state: PolicyState = self.policy.initial_state()
         if settings.online_state is not None:
             self._remember(_of_rank(settings.online_state, rank))

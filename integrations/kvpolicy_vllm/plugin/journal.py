@@ -14,7 +14,7 @@ from kvpolicy.trace import Header, outcome_row
 from kvpolicy_vllm.plugin.copies import Settled
 from kvpolicy_vllm.plugin.jobs import Transfer
 from kvpolicy_vllm.plugin.ledger import Repeated, Step
-from kvpolicy_vllm.plugin.recording import Recorder
+from kvpolicy_vllm.plugin.recording import Recording
 from kvpolicy_vllm.plugin.situation import engine_shape
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Life:
 class Journal:
     """Rows for the recorder. ``anonymous`` gives a request its name in the trace."""
 
-    def __init__(self, recorder: Recorder, anonymous: Callable[[str], str]) -> None:
+    def __init__(self, recorder: Recording, anonymous: Callable[[str], str]) -> None:
         self.recorder = recorder
         self._anonymous = anonymous
         self._lives: dict[str, Life] = {}

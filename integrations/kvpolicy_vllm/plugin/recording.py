@@ -12,13 +12,24 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvpolicy.trace import SCHEMAS, Header, from_rows, write_part
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+
+
+class Recording(Protocol):
+    """What takes a trace's rows."""
+
+    dropped: int
+    """Rows that could not be kept."""
+
+    def add(self, table: str, row: Row) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Recorder:

@@ -6,7 +6,6 @@ original; nothing of vLLM's scheduling is repeated here, so `always-recompute` s
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -110,7 +109,7 @@ class Asking:
             if request is None or request.status != RequestStatus.RUNNING or request not in self.running:
                 continue
             self.running.remove(request)
-            self._preempt_request(request, time.monotonic())
+            self._preempt_request(request, self.kvpolicy.clock())
             self.waiting.remove_request(request)
             aside.append(request)
         self._forced_out.clear()

@@ -1,0 +1,117 @@
+"""How near the simulators come to what was really served.
+
+    python benchmarks/fidelity.py --real DIR [--record SESSIONS] [--quick] [--llm MODEL] [--json FILE]
+    python benchmarks/fidelity.py --e2e DIR --profiles DIR
+
+``--real``: vLLM's CPU engine, short of memory, under several policies. Half of each session's runs tells what steps
+and copies take on this machine at this time, the other half is replayed by both simulators and compared: times,
+counts, and whether policies that really differ are ranked the same way. ``--record`` first records that many sessions
+into DIR, minutes each; those in DIR stay. ``--quick`` records little, to see that it works.
+
+``--e2e``: runs of vLLM 0.19 that others measured, with step times from imported tables; see `fidelity_e2e.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from fidelity_real import BAR, FIGURES, Judgement, Session, as_dict, differing_pairs, errors, judge
+from fidelity_record import KINDS, POLICIES, Extent, record
+from rich.console import Console
+from rich.table import Table
+
+from kvpolicy.simulator.builtin import Builtin
+from kvpolicy_vllm.simulator import VllmScheduler
+
+QUICK = Extent(requests=12, blocks=2, kinds=KINDS[:1], policies=POLICIES[:2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--real", type=Path, required=True, help="folder of the recorded sessions")
+    parser.add_argument("--record", type=int, default=0, help="sessions to record first")
+    parser.add_argument("--quick", action="store_true", help="record little")
+    parser.add_argument("--llm", type=Path, help="a model's folder; by default a small Llama made from a seed")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    there = len(list(options.real.glob("session-*/runs.json")))
+    for number in range(there, there + options.record):
+        record(options.real, number, QUICK if options.quick else Extent(), options.llm)
+    try:
+        sessions, judgements = judge(options.real, (Builtin(), VllmScheduler()))
+    except ValueError as error:
+        parser.error(str(error))
+    show(sessions, judgements)
+    if options.json:
+        options.json.write_text(json.dumps(as_dict(sessions, judgements), indent=2) + "\n")
+
+
+def show(sessions: Sequence[Session], judgements: Sequence[Judgement]) -> None:
+    out = Console(width=150)
+    told = ", ".join(f"{session.times.error:.0%} of {session.times.steps} steps" for session in sessions)
+    out.print(f"{len(sessions)} sessions; a step's time is missed by a mean of {told}", highlight=False)
+    for found in judgements:
+        out.rule(f"engine {found.engine}")
+        _show_cells(out, found)
+        _show_errors(out, found)
+        _show_steps(out, found)
+        _show_pairs(out, found)
+        out.print(f"{found.real_s:.0f} s served, {found.wall_s:.1f} s simulated", highlight=False)
+
+
+def _show_cells(out: Console, found: Judgement) -> None:
+    table = Table("workload", "policy", "runs", *FIGURES, title="real and simulated: seconds, tokens/s, counts per run")
+    for (workload, name), cell in found.cells.items():
+        told = (cell.means(figure) for figure in FIGURES)
+        table.add_row(
+            workload, name, str(len(cell.real)), *(f"{real:.3g}\n{simulated:.3g}" for real, simulated in told)
+        )
+    out.print(table)
+
+
+def _show_errors(out: Console, found: Judgement) -> None:
+    table = Table(
+        "figure", "mean |error|", "worst", "mean error", "bar", title="simulated against real, over the cells"
+    )
+    for figure in FIGURES:
+        missed = errors(found, figure)
+        if missed:
+            sizes = np.abs(missed)
+            bar = f"{BAR[figure]:.0%}" if figure in BAR else ""
+            table.add_row(figure, f"{sizes.mean():.1%}", f"{sizes.max():.1%}", f"{np.mean(missed):+.1%}", bar)
+    out.print(table)
+
+
+def _show_steps(out: Console, found: Judgement) -> None:
+    whole = sum(alike == steps for _, _, alike, steps in found.stepwise)
+    alike, steps = (sum(row[place] for row in found.stepwise) for place in (2, 3))
+    out.print(
+        f"all at once, policies without chance: {whole} of {len(found.stepwise)} runs are alike in every step; {alike} "
+        f"of {steps} steps before the first difference",
+        highlight=False,
+    )
+    for workload, name, same, of in found.stepwise:
+        if same != of:
+            out.print(f"  {workload}, {name}: differs from step {same} of {of} on", highlight=False)
+
+
+def _show_pairs(out: Console, found: Judgement) -> None:
+    pairs = differing_pairs(found, random.Random(0))
+    right = sum(pair.right for pair in pairs)
+    out.print(f"pairs that really differ (95%): {len(pairs)}; ranked the same: {right}", highlight=False)
+    for pair in pairs:
+        if not pair.right:
+            out.print(
+                f"  {pair.workload}, {pair.figure}: {' / '.join(pair.policies)} really {pair.real.text()}, "
+                f"simulated {pair.simulated:.3f}",
+                highlight=False,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Real runs against both simulators: calibrated on one half of the runs, judged on the other. See `fidelity.py`."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Real, recorded
+from numpy.typing import NDArray
+
+from kvpolicy import policy
+from kvpolicy.cost.nonnegative import robust_nonnegative_fit
+from kvpolicy.simulator import Link, Server, Simulator, StepLoad, Summary, Tail
+from kvpolicy.simulator.protocol import Direction
+from kvpolicy.simulator.sinks import MemorySink
+from kvpolicy.simulator.times import linear
+from kvpolicy.trace import Header, Trace, read
+from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
+
+Floats = NDArray[np.float64]
+Rows = list[dict[str, Any]]
+
+PARTS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")
+STEP_BY_STEP = (*PARTS, "scheduled_requests", "running_requests", "waiting_requests", "used_blocks")
+COUNTED = ("recomputed_tokens", "preemptions", "saves", "loads")
+FIGURES: dict[str, Callable[[Any], float]] = {
+    "mean e2e": lambda told: told.e2e_s.mean,
+    "p99 e2e": lambda told: told.e2e_s.p99,
+    "mean TTFT": lambda told: told.ttft_s.mean,
+    "p99 TTFT": lambda told: told.ttft_s.p99,
+    "mean ITL": lambda told: told.itl_s.mean,
+    "p99 ITL": lambda told: told.itl_s.p99,
+    "throughput": lambda told: told.throughput_tok_s,
+    "preemptions": lambda told: sum(told.preemptions.values()),
+    "recomputed tokens": lambda told: told.recomputed_tokens,
+}
+BAR = {"mean e2e": 0.03, "mean TTFT": 0.08, "preemptions": 0.05}
+RANKED = ("throughput", "mean e2e", "mean TTFT")
+LEAST_PREEMPTIONS = 1.0
+"""A mean of fewer per run is not compared in relative terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedTimes:
+    """What steps and copies took in the runs for calibration."""
+
+    fixed_s: float
+    per_part_s: tuple[float, ...]
+    """In the order of :data:`kvpolicy.simulator.LOAD`."""
+    copies: dict[Direction, tuple[float, float]]
+    """Seconds per copy and per byte."""
+    source: str
+    steps: int = 0
+    error: float = 0.0
+    """Mean of |predicted - measured| over the mean of measured, over the steps fitted on."""
+
+    def step_s(self, load: StepLoad) -> float:
+        return linear(self.fixed_s, self.per_part_s, load)
+
+    def steps_s(self, loads: Floats) -> Floats:
+        return np.asarray(linear(self.fixed_s, self.per_part_s, loads.T), dtype=np.float64)
+
+    def copy_s(self, direction: Direction, copied_bytes: int, segments: int, segment_bytes: int) -> float:
+        each_s, byte_s = self.copies[direction]
+        return each_s + copied_bytes * byte_s
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a real run came to, by the names of :class:`kvpolicy.simulator.Summary`."""
+
+    e2e_s: Tail
+    ttft_s: Tail
+    itl_s: Tail
+    throughput_tok_s: float
+    preemptions: dict[str, int]
+    recomputed_tokens: int
+
+    @classmethod
+    def of(cls, run: Real) -> Told:
+        tokens = sum(request.output_tokens for request in run.requests)
+        tails = [Tail(**mean_and_percentiles(values)) for values in (run.e2e_s, run.ttft_s, run.all_itl_s)]
+        return cls(*tails, tokens / run.makespan_s, run.preemptions, run.recomputed_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One engine process: what it recorded, and what its calibration says."""
+
+    trace: Trace
+    header: Header
+    times: FittedTimes
+    kept_out: tuple[Real, ...]
+
+    @property
+    def server(self) -> Server:
+        return Server(
+            block_size=BLOCK_SIZE,
+            block_bytes=self.header.block_bytes,
+            device_blocks=self.header.device_blocks - 1,
+            host_blocks=self.header.host_blocks,
+            token_budget=STEP_TOKENS,
+            max_running=RUNNING,
+            max_model_len=CONTEXT_TOKENS,
+            prefix_caching=True,
+            link=Link(overlapped=False),
+            hardware=self.header.hardware,
+            geometry=self.header.geometry,
+        )
+
+
+@dataclass(slots=True)
+class Cell:
+    """Kept-out runs of one workload under one policy, in the order of their sessions."""
+
+    real: list[Told] = field(default_factory=list)
+    simulated: list[Summary] = field(default_factory=list)
+
+    def means(self, figure: str) -> tuple[float, float]:
+        take = FIGURES[figure]
+        return float(np.mean([take(one) for one in self.real])), float(np.mean([take(one) for one in self.simulated]))
+
+
+@dataclass(slots=True)
+class Judgement:
+    """One simulator against what was real."""
+
+    engine: str
+    cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
+    stepwise: list[tuple[str, str, int, int]] = field(default_factory=list)
+    """Of runs whose schedule no clock decides: workload, policy, steps that are alike from the start on, steps."""
+    real_s: float = 0.0
+    wall_s: float = 0.0
+
+
+def judge(folder: Path, engines: Sequence[Simulator]) -> tuple[list[Session], list[Judgement]]:
+    """Raises ValueError where nothing was recorded."""
+    sessions = [_session(folder, number, runs) for number, runs in _by_session(recorded(folder)).items()]
+    return sessions, [_judged(engine, sessions) for engine in engines]
+
+
+def _by_session(runs: Sequence[Real]) -> dict[int, list[Real]]:
+    found: dict[int, list[Real]] = {}
+    for run in runs:
+        found.setdefault(run.session, []).append(run)
+    return found
+
+
+def _session(folder: Path, number: int, runs: Sequence[Real]) -> Session:
+    trace = read(folder / f"session-{number}" / "trace")
+    (header,) = trace.headers.values()
+    known = [run for run in runs if not run.kept_out]
+    times = calibrated(_within(trace.rows("steps"), known), _within(trace.rows("transfers"), known))
+    return Session(trace, header, times, tuple(run for run in runs if run.kept_out))
+
+
+def _within(rows: Rows, runs: Sequence[Real]) -> Rows:
+    """Rows that begin while one of these runs is served."""
+    return [row for row in rows if any(run.begin_s <= row["start_s"] <= run.end_s for run in runs)]
+
+
+def calibrated(steps: Rows, transfers: Rows) -> FittedTimes:
+    """Steps without copies tell what computing takes, transfers what copying does.
+
+    Shapes by a robust fit; then scaled so that the sum is that of the measured ones, since a mean is to be foretold.
+    """
+    calm = [row for row in steps if row["scheduled_tokens"] and not row["saves"] and not row["loads"]]
+    design = np.array([[1.0, *(row[part] for part in PARTS), _prefills(row)] for row in calm])
+    seconds = np.array([row["duration_s"] for row in calm])
+    per_part = _scaled(design, seconds)
+    error = float(np.abs(design @ per_part - seconds).mean() / seconds.mean())
+    copies = {direction: _channel(transfers, direction) for direction in ("save", "load")}
+    source = f"{len(calm)} steps and {len(transfers)} copies of real runs"
+    return FittedTimes(float(per_part[0]), (*map(float, per_part[1:]), 0.0), copies, source, len(calm), error)  # type: ignore[arg-type]  # the keys are directions
+
+
+def _prefills(row: dict[str, Any]) -> int:
+    return int(row["scheduled_requests"] - row["decode_requests"])
+
+
+def _channel(transfers: Rows, direction: str) -> tuple[float, float]:
+    rows = [row for row in transfers if row["direction"] == direction and row["ok"]]
+    if not rows:
+        return 0.0, 0.0
+    design = np.array([[1.0, float(row["bytes"])] for row in rows])
+    each_s, byte_s = _scaled(design, np.array([row["end_s"] - row["start_s"] for row in rows]))
+    return float(each_s), float(byte_s)
+
+
+def _scaled(design: Floats, seconds: Floats) -> Floats:
+    fitted = robust_nonnegative_fit(design, seconds)
+    return np.asarray(fitted * (seconds.sum() / (design @ fitted).sum()), dtype=np.float64)
+
+
+def _judged(engine: Simulator, sessions: Sequence[Session]) -> Judgement:
+    found = Judgement(engine.name)
+    for session in sessions:
+        for run in session.kept_out:
+            done = engine.run(
+                run.work, policy.load(run.policy), session.server, session.times, run.session, MemorySink()
+            )
+            cell = found.cells.setdefault((run.workload, run.policy), Cell())
+            cell.real.append(Told.of(run))
+            cell.simulated.append(done.summary)
+            found.real_s += run.makespan_s
+            found.wall_s += done.summary.simulator_wall_s
+            if run.timeless:
+                assert done.trace is not None
+                real = _computing(_within(session.trace.rows("steps"), [run]))
+                found.stepwise.append((run.workload, run.policy, *_alike(real, _computing(done.trace.rows("steps")))))
+    return found
+
+
+def _computing(rows: Rows) -> Rows:
+    return sorted((row for row in rows if row["scheduled_tokens"]), key=lambda row: float(row["start_s"]))
+
+
+def _alike(real: Rows, simulated: Rows) -> tuple[int, int]:
+    names = (*STEP_BY_STEP, *COUNTED)
+    for at, (one, other) in enumerate(zip(real, simulated, strict=False)):
+        if any(one[name] != other[name] for name in names):
+            return at, len(real)
+    return min(len(real), len(simulated)), max(len(real), len(simulated))
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two policies on one workload by one figure."""
+
+    workload: str
+    policies: tuple[str, str]
+    figure: str
+    real: Ratio
+    simulated: float
+    """Geometric mean of the same ratio."""
+
+    @property
+    def right(self) -> bool:
+        return (self.real.value - 1.0) * (self.simulated - 1.0) > 0
+
+
+def differing_pairs(found: Judgement, rng: random.Random) -> list[Pair]:
+    """Pairs of policies whose real ratio's 95% interval leaves 1 out, by each figure of :data:`RANKED`."""
+    pairs = []
+    for workload in dict.fromkeys(workload for workload, _ in found.cells):
+        policies = [name for work, name in found.cells if work == workload]
+        for one, other in combinations(policies, 2):
+            for figure in RANKED:
+                pair = _pair(found, workload, (one, other), figure, rng)
+                if pair is not None and not pair.real.tie:
+                    pairs.append(pair)
+    return pairs
+
+
+def _pair(found: Judgement, workload: str, policies: tuple[str, str], figure: str, rng: random.Random) -> Pair | None:
+    one, other = (found.cells[workload, name] for name in policies)
+    if len(one.real) != len(other.real) or len(one.real) < 2:
+        return None
+    take = FIGURES[figure]
+    real = paired_ratio([take(a) for a in one.real], [take(b) for b in other.real], rng)
+    logs = [math.log(take(a) / take(b)) for a, b in zip(one.simulated, other.simulated, strict=True)]
+    return Pair(workload, policies, figure, real, math.exp(math.fsum(logs) / len(logs)))
+
+
+def errors(found: Judgement, figure: str) -> list[float]:
+    """Relative, by cell; cells where there is nothing to compare left out."""
+    pairs = [cell.means(figure) for cell in found.cells.values()]
+    least = LEAST_PREEMPTIONS if figure == "preemptions" else 0.0
+    return [simulated / real - 1.0 for real, simulated in pairs if real > least]
+
+
+def as_dict(sessions: Sequence[Session], judgements: Sequence[Judgement]) -> dict[str, Any]:
+    return {
+        "sessions": [asdict(session.times) for session in sessions],
+        "engines": {found.engine: _engine_dict(found) for found in judgements},
+    }
+
+
+def _engine_dict(found: Judgement) -> dict[str, Any]:
+    cells = [
+        {"workload": workload, "policy": name, "runs": len(cell.real)}
+        | {figure: dict(zip(("real", "simulated"), cell.means(figure), strict=True)) for figure in FIGURES}
+        for (workload, name), cell in found.cells.items()
+    ]
+    pairs = differing_pairs(found, random.Random(0))
+    return {
+        "cells": cells,
+        "pairs_that_differ": len(pairs),
+        "ranked_the_same": sum(pair.right for pair in pairs),
+        "ranked_otherwise": [asdict(pair) for pair in pairs if not pair.right],
+        "step_by_step": [
+            {"workload": workload, "policy": name, "alike": alike, "steps": steps}
+            for workload, name, alike, steps in found.stepwise
+        ],
+        "real_s": found.real_s,
+        "wall_s": found.wall_s,
+    }

@@ -1,0 +1,108 @@
+"""The plugin's controller on a virtual clock: it decides and records as in a server, and hides no mistake."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from kvpolicy.policy import Policy
+from kvpolicy.simulator import Server, Sink
+from kvpolicy_vllm.plugin.controller import Controller
+from kvpolicy_vllm.plugin.recording import Row
+from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy_vllm.simulator.clock import VirtualClock
+
+ROWS = 1000
+"""Rows of one table that are handed to the sink at a time."""
+
+
+def name_of(number: int) -> str:
+    """A request's name within vLLM, which breaks ties by it."""
+    return f"{number:012d}"
+
+
+def number_of(name: str) -> int:
+    return int(name)
+
+
+class SinkRecording:
+    """Rows for a :class:`Sink`, some at a time."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.dropped = 0
+        self._sink = sink
+        self._rows: dict[str, deque[Row]] = {}
+
+    def add(self, table: str, row: Row) -> None:
+        rows = self._rows.setdefault(table, deque())
+        rows.append(row)
+        if len(rows) >= ROWS:
+            self._hand_over(table)
+
+    def close(self) -> None:
+        for table in self._rows:
+            self._hand_over(table)
+
+    def _hand_over(self, table: str) -> None:
+        rows = self._rows[table]
+        if rows:
+            self._sink.add(table, list(rows))
+            rows.clear()
+
+
+class SimulatedController(Controller):
+    """Requests are named by their numbers, they are nobody's; an error in deciding is an error."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        core: str,
+        server: Server,
+        policy: Policy,
+        seed: int,
+        clock: VirtualClock,
+        sink: Sink | None,
+    ) -> None:
+        super().__init__(
+            Settings(policy=policy.name, seed=seed, source="simulation", pin_memory=False),
+            scheduler.vllm_config,
+            scheduler.kv_cache_config,
+            server.host_blocks,
+            server.block_bytes,
+            clock,
+            policy,
+            None if sink is None else SinkRecording(sink),
+        )
+        self.core = core
+        self._segment_bytes = server.segment_bytes or server.block_bytes
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the step just scheduled took somebody's blocks or brings saves."""
+        return bool(self._step.lost or self._step.saves)
+
+    def counted(self, name: str, label: str = "") -> int:
+        """Sum of a counter, of one label alone where it is given."""
+        parts = ((key.split("|"), value) for key, value in self.tally.totals.items())
+        return round(sum(value for key, value in parts if key[0] == name and (not label or label in key)))
+
+    def anonymous(self, request_id: str) -> str:
+        return str(number_of(request_id))
+
+    def arrived(self, request: Any) -> None:
+        """When it came, not when the engine next looked."""
+        if self.journal is not None:
+            self.journal.arrived(request, request.arrival_time)
+
+    def _complain(self, reason: str, what: str) -> None:
+        raise  # called while an exception is handled
+
+
+def take_control(
+    scheduler: Any, core: str, server: Server, policy: Policy, seed: int, clock: VirtualClock, sink: Sink | None
+) -> SimulatedController:
+    """Put a simulated controller in the place of the one that scheduler and connector were made with."""
+    controller = SimulatedController(scheduler, core, server, policy, seed, clock, sink)
+    scheduler.connector.controller.close()
+    scheduler.connector.controller = scheduler.kvpolicy = controller
+    return controller

@@ -1,0 +1,134 @@
+"""vLLM's scheduler for a server that is only described: real configuration and KV cache manager, no model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm.platforms
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvpolicy.simulator import Server
+from kvpolicy_vllm.plugin import NAME, register
+
+NULL_BLOCK = 1
+"""vLLM counts a block that nobody can have."""
+HEADS, HEAD_DIM = 1, 16
+"""Of the made-up model. Scheduling depends on none of it: bytes and times are the server's own."""
+
+
+def scheduler_for(server: Server) -> Any:
+    """The adaptive scheduler that vLLM itself would make for such a server. Raises ValueError as vLLM does."""
+    with _undisturbed():
+        config = _configuration(server)
+        return config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=_kv_cache(server),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=server.block_size,
+            log_stats=False,
+        )
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """vLLM sets variables for the engine that it expects to start, and tells about it at length. There is none."""
+    environment, disabled = dict(os.environ), logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _kv_cache(server: Server) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=server.block_size, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32)
+    cache = KVCacheConfig(
+        num_blocks=server.device_blocks + NULL_BLOCK,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+    )
+    if hasattr(cache, "hash_block_size"):
+        cache.hash_block_size = server.block_size
+    return cache
+
+
+def _configuration(server: Server) -> Any:
+    config = _made(
+        server.block_size,
+        server.max_model_len,
+        server.max_running,
+        server.token_budget,
+        server.prefix_caching,
+        server.scheduling,
+    )
+    config.cache_config.num_gpu_blocks = server.device_blocks + NULL_BLOCK
+    # The CPU platform turns it off; the scheduler alone needs no platform.
+    config.scheduler_config.async_scheduling = server.asynchronous
+    return config
+
+
+@lru_cache(maxsize=1)
+def _made(block: int, context: int, running: int, budget: int, caching: bool, scheduling: str) -> Any:
+    """vLLM's configuration takes seconds to make. What is changed in it afterwards is set for every run."""
+    if not vllm.platforms.current_platform.device_type:
+        # The CUDA build on a machine without a device: the scheduler is the same on every platform.
+        vllm.platforms._current_platform = CpuPlatform()
+    register()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_model(context)))
+        arguments = EngineArgs(
+            model=folder,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            block_size=block,
+            max_model_len=context,
+            max_num_seqs=running,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=caching,
+            scheduling_policy=scheduling,
+            scheduler_cls="kvpolicy_vllm.AdaptiveScheduler",
+            kv_transfer_config=_transfers(),
+        )
+        return arguments.create_engine_config()
+
+
+def _transfers() -> dict[str, Any]:
+    """The plugin's own settings stand only until the run brings its controller."""
+    return {
+        "kv_connector": NAME,
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"policy": "always-recompute", "host_gib": 1.0},
+    }
+
+
+def _model(context: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HEADS * HEAD_DIM,
+        "intermediate_size": HEAD_DIM,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": context,
+        "vocab_size": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }

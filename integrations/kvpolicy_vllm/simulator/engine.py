@@ -1,0 +1,270 @@
+"""The simulator itself: vLLM's engine loop over its own scheduler, with time that is computed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import vllm
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request as EngineRequest
+
+from kvpolicy.events import KINDS
+from kvpolicy.policy import Policy
+from kvpolicy.simulator import Run, Server, Sink, Times
+from kvpolicy.simulator.builtin.arrivals import Arrivals
+from kvpolicy.simulator.summary import Tallied
+from kvpolicy.trace import Header
+from kvpolicy.workload import Request, Source
+from kvpolicy_vllm.plugin.versions import engine_version
+from kvpolicy_vllm.simulator.clock import VirtualClock
+from kvpolicy_vllm.simulator.controlling import name_of, number_of, take_control
+from kvpolicy_vllm.simulator.copying import VirtualWorker, load_of
+from kvpolicy_vllm.simulator.deployment import NULL_BLOCK, scheduler_for
+from kvpolicy_vllm.simulator.texts import prompt_of, token_at
+
+FIXED_DAY = "1970-01-01T00:00:00Z"
+
+
+class VllmScheduler:
+    """A :class:`kvpolicy.simulator.Simulator`. ``wall``: the clock that the run itself is timed by; ``created``: of
+    the trace's header, fixed so that equal runs give equal traces.
+
+    Rows of the trace are those that the plugin would write; a request is named by its place in the source.
+    """
+
+    name = "vllm"
+
+    def __init__(self, wall: Callable[[], float] = time.perf_counter, created: str = FIXED_DAY) -> None:
+        self._wall = wall
+        self._created = created
+
+    @property
+    def rules(self) -> str:
+        """What :attr:`Server.rules` has to be: the version of vLLM that is installed."""
+        return ".".join(map(str, engine_version()))
+
+    def run(
+        self, requests: Source, policy: Policy, server: Server, times: Times, seed: int = 0, sink: Sink | None = None
+    ) -> Run:
+        """See :meth:`kvpolicy.simulator.Simulator.run`."""
+        if server.rules != self.rules:
+            raise ValueError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
+        began = self._wall()
+        core = core_name(requests, policy, server, seed)
+        begin = getattr(sink, "begin", None)
+        if begin is not None:
+            begin(core, self._header(core, requests, policy, server, times, seed))
+        tallied = Engine(core, requests, policy, server, times, seed, sink).serve()
+        trace = None if sink is None else sink.finish()
+        return Run(tallied.summary(self._wall() - began), trace)
+
+    def _header(self, core: str, requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> Header:
+        return Header(
+            run_id=core,
+            source="simulation",
+            created=self._created,
+            engine=f"vllm {vllm.__version__}, its scheduler alone",
+            hardware=dict(server.hardware),
+            geometry=dict(server.geometry),
+            block_size=server.block_size,
+            block_bytes=server.block_bytes,
+            device_blocks=server.device_blocks + NULL_BLOCK,
+            host_blocks=server.host_blocks,
+            policy=policy.name,
+            seed=seed,
+            notes=f"workload {requests.name}; times: {times.source}",
+            token_budget=server.token_budget,
+        )
+
+
+def core_name(requests: Source, policy: Policy, server: Server, seed: int) -> str:
+    """The same for equal runs, different for others, so that their traces can be read together."""
+    told = repr((vllm.__version__, requests.name, requests.seed, policy.name, server, seed))
+    return f"vllm-{blake2b(told.encode(), digest_size=6).hexdigest()}"
+
+
+class Flight(NamedTuple):
+    """A scheduled step whose output has not been read."""
+
+    output: Any
+    sampled: dict[str, bool]
+    disturbed: bool
+    """Whether it took somebody's blocks or brings saves, so that it is more than waiting."""
+    ends_s: float
+
+    @property
+    def computes(self) -> bool:
+        return bool(self.output.num_scheduled_tokens)
+
+
+@dataclass(slots=True)
+class Served:
+    """A request while it is served."""
+
+    number: int
+    request: Request
+    arrival_s: float
+    first_s: float | None = None
+    last_s: float = 0.0
+    tokens: int = 0
+
+
+class Engine:
+    """One run: state that goes when it ends."""
+
+    def __init__(
+        self,
+        core: str,
+        requests: Source,
+        policy: Policy,
+        server: Server,
+        times: Times,
+        seed: int,
+        sink: Sink | None,
+    ) -> None:
+        self.server = server
+        self.clock = VirtualClock()
+        self.scheduler = scheduler_for(server)
+        self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink)
+        self.worker = VirtualWorker(server, times)
+        self.arrivals = Arrivals(requests, self._refuse)
+        self.tallied = Tallied()
+        self._served: dict[str, Served] = {}
+        self._hasher: Any = None
+        if server.prefix_caching:
+            init_none_hash(sha256)
+            self._hasher = get_request_block_hasher(server.block_size, sha256)
+        self._flying = deque[Flight]()
+        self._depth = 2 if server.asynchronous else 1
+
+    def serve(self) -> Tallied:
+        """Until nobody is left. The order of things is that of vLLM's ``EngineCore.step_with_batch_queue``."""
+        while True:
+            self._admit()
+            if self._served:
+                self._flying.append(self._schedule())
+                if len(self._flying) < self._depth:
+                    continue
+            elif not self._flying:
+                if self.arrivals.next_s is None:
+                    break
+                self.clock.advance(self.arrivals.next_s)
+                continue
+            self._read_oldest()
+        self.controller.close()
+        return self._counted()
+
+    def _counted(self) -> Tallied:
+        count = self.controller.counted
+        self.tallied.recomputed_tokens = count("recomputed_tokens")
+        self.tallied.moved_bytes = count("copy_bytes")
+        for kind in KINDS:
+            self.tallied.preemptions[kind] = count("preemptions", f"executed={kind}")
+        return self.tallied
+
+    def _admit(self) -> None:
+        for arrival_s, number, request in self.arrivals.until(self.clock.now_s):
+            served = Served(number, request, arrival_s)
+            made = self._made(served)
+            self._served[made.request_id] = served
+            self.scheduler.add_request(made)
+
+    def _made(self, served: Served) -> EngineRequest:
+        parameters = SamplingParams(temperature=0.0, max_tokens=served.request.output_tokens, ignore_eos=True)
+        return EngineRequest(
+            name_of(served.number),
+            prompt_of(served.request, served.number),
+            parameters,
+            None,
+            arrival_time=served.arrival_s,
+            priority=served.request.priority,
+            block_hasher=self._hasher,
+        )
+
+    def _schedule(self) -> Flight:
+        output = self.scheduler.schedule()
+        requests = self.scheduler.requests
+        load = load_of(output, requests)
+        ends_s = self.worker.execute(output.kv_connector_metadata, load, self.clock.now_s)
+        sampled = {name: not requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        return Flight(output, sampled, self.controller.disturbed, ends_s)
+
+    def _read_oldest(self) -> None:
+        flight = self._flying.popleft()
+        self.clock.advance(flight.ends_s)
+        if self._served and self._idle(flight):
+            self._wait()
+        told = self.scheduler.update_from_output(flight.output, self._answer(flight))
+        for outputs in told.values():
+            for one in outputs.outputs:
+                self._tell(one)
+        self.tallied.steps += flight.computes or flight.disturbed or bool(self._served)
+
+    def _idle(self, flight: Flight) -> bool:
+        return not any(one.computes or one.disturbed for one in (flight, *self._flying))
+
+    def _wait(self) -> None:
+        """Nothing can be computed until a copy has come or somebody arrives."""
+        events = [at_s for at_s in (self.worker.next_copied_s(), self.arrivals.next_s) if at_s is not None]
+        if not events:
+            waiting = ", ".join(sorted(self._served)[:5])
+            raise RuntimeError(f"vLLM's scheduler schedules nothing at {self.clock.now_s} s; unfinished: {waiting}")
+        self.clock.advance(min(events))
+
+    def _answer(self, flight: Flight) -> ModelRunnerOutput:
+        names = list(flight.sampled)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=[[self._token(name)] if flight.sampled[name] else [] for name in names],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=self.worker.finished(self.clock.now_s),
+        )
+
+    def _token(self, name: str) -> int:
+        """The next token of a request; any where it has finished and the engine ran ahead."""
+        request = self.scheduler.requests.get(name)
+        return 0 if request is None else token_at(number_of(name), request.num_tokens)
+
+    def _tell(self, output: Any) -> None:
+        served, now_s = self._served[output.request_id], self.clock.now_s
+        if output.new_token_ids:
+            if served.first_s is None:
+                served.first_s = now_s
+            else:
+                self.tallied.itl.add(now_s - served.last_s)
+            served.last_s = now_s
+            served.tokens += 1
+        if output.finish_reason is not None:
+            self._finish(output.request_id, served)
+
+    def _finish(self, name: str, served: Served) -> None:
+        del self._served[name]
+        assert served.first_s is not None
+        self.tallied.finished(served.arrival_s, served.first_s, served.last_s, served.tokens)
+        if served.request.session:
+            self.arrivals.finished(served.number, served.request, self.clock.now_s)
+
+    def _refuse(self, number: int, request: Request) -> None:
+        """Raises ValueError for a request that could never be served."""
+        server, tokens = self.server, request.total_tokens
+        if tokens > server.max_model_len:
+            raise ValueError(
+                f"request {number} has {tokens} tokens, prompt and output; max_model_len is {server.max_model_len}"
+            )
+        blocks = -(-(tokens - 1) // server.block_size)
+        if blocks > server.device_blocks:
+            raise ValueError(
+                f"request {number} needs {blocks} blocks of {server.block_size} tokens for its {tokens} tokens; "
+                f"device_blocks is {server.device_blocks}"
+            )

@@ -1,0 +1,76 @@
+"""Who arrives when: requests as their source has them, those of a session after the one before and a think time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+from kvpolicy.workload import Request, Source
+
+
+class Arrivals:
+    """Reads the source no further than time has come. Keeps one number per session that the source names.
+
+    ``refuse`` raises for a request that cannot be served.
+    """
+
+    def __init__(self, source: Source, refuse: Callable[[int, Request], None]) -> None:
+        self._source: Iterator[tuple[int, Request]] = enumerate(source)
+        self._refuse = refuse
+        self._due: list[tuple[float, int, Request]] = []
+        self._latest: dict[str, tuple[int, float | None]] = {}
+        """Of each session the last request that was read, and when it finished."""
+        self._followers: dict[int, tuple[int, Request]] = {}
+        """By the request that they wait for."""
+        self._read_s = 0.0
+        self._next = next(self._source, None)
+        self.next_s: float | None = None
+        """When the next one arrives; None where nobody does unless somebody finishes before."""
+        self._look()
+
+    def until(self, now_s: float) -> list[tuple[float, int, Request]]:
+        """(time, number, request) of all that have arrived by now and were not told yet, in order."""
+        found = []
+        while self.next_s is not None and self.next_s <= now_s:
+            found.append(heapq.heappop(self._due))
+            self._look()
+        return found
+
+    def finished(self, number: int, request: Request, now_s: float) -> None:
+        """The next one of its session may come, a think time later."""
+        if self._latest[request.session][0] == number:
+            self._latest[request.session] = number, now_s
+        follower = self._followers.pop(number, None)
+        if follower is not None:
+            self._follow(*follower, now_s)
+            self._look()
+
+    def _look(self) -> None:
+        while self._next is not None and (not self._due or self._next[1].arrival_s <= self._due[0][0]):
+            self._read()
+        self.next_s = self._due[0][0] if self._due else None
+
+    def _read(self) -> None:
+        assert self._next is not None
+        number, request = self._next
+        self._next = next(self._source, None)
+        if request.arrival_s < self._read_s:
+            raise ValueError(
+                f"request {number} arrives at {request.arrival_s} s, the one before it at {self._read_s} s: "
+                "a source should give its requests in the order of arrival_s"
+            )
+        self._read_s = request.arrival_s
+        self._refuse(number, request)
+        before, ended_s = self._latest.get(request.session, (None, None)) if request.session else (None, None)
+        if request.session:
+            self._latest[request.session] = number, None
+        if request.think_s is None or before is None:
+            heapq.heappush(self._due, (request.arrival_s, number, request))
+        elif ended_s is None:
+            self._followers[before] = number, request
+        else:
+            self._follow(number, request, ended_s)
+
+    def _follow(self, number: int, request: Request, ended_s: float) -> None:
+        assert request.think_s is not None
+        heapq.heappush(self._due, (max(request.arrival_s, ended_s + request.think_s), number, request))

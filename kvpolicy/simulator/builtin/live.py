@@ -1,0 +1,200 @@
+"""A request while it is served, and a preemption while its cost is not yet known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvpolicy.events import Decision, Ending, Kind, Option, Preemption
+from kvpolicy.workload import Request
+
+
+class Status(IntEnum):
+    """Of a request, by vLLM's names."""
+
+    WAITING = 0
+    RUNNING = 1
+    LOADING = 2
+    """Waiting for remote KV: it holds blocks that a copy is being loaded into."""
+    PREEMPTED = 3
+    FINISHED = 4
+
+
+class Held:
+    """A block with a content that somebody may look for."""
+
+    __slots__ = ("holders", "key", "place")
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.holders = 1
+        self.place = 0
+        """Of its last entry into the queue of free blocks, while it is free."""
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """One request. Token counts are those of vLLM's ``Request``."""
+
+    number: int
+    """Its place in the source: the order of requests that arrive at the same time."""
+    request: Request
+    arrival_s: float
+    keys: tuple[int, ...] = ()
+    """Contents of its leading full blocks that others may have too."""
+    status: Status = Status.WAITING
+    outputs: int = 0
+    """Output tokens that are known."""
+    computed: int = 0
+    """Tokens whose KV is computed or being computed."""
+    placeholders: int = 0
+    """Output tokens that a step in flight will bring; asynchronous scheduling alone."""
+    in_flight: int = 0
+    """Tokens scheduled in steps whose output is not back."""
+    stale: int = 0
+    """Of those, the ones scheduled before it was preempted."""
+    prefilling: bool = False
+    """Whether its last scheduled chunk did not reach its last known token."""
+    known: list[Held] = field(default_factory=list)
+    """Its leading blocks, as far as somebody may look for their content."""
+    held: int = 0
+    """Blocks it holds."""
+    cached: int = 0
+    """Of these, leading ones that are in the prefix cache."""
+    turn: int = 0
+    """Rises in the order of the running list."""
+    joined: int = 0
+    """Clock of the decoding set at which it joined."""
+    ends: int = 0
+    """Clock at which its last token comes."""
+    preemptions: int = 0
+    recomputed: int = 0
+    loaded: int = 0
+    first_s: float | None = None
+    last_s: float = 0.0
+    copy: Copy | None = None
+    open: Account | None = None
+    """Its last preemption, while it is not back at the token it had reached."""
+    lost: list[tuple[int, Account]] = field(default_factory=list)
+    """Lowest first: (computed tokens at a preemption, that preemption)."""
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and known output."""
+        return self.request.prompt_tokens + self.outputs
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """vLLM's order of priority scheduling: lower goes first."""
+        return self.request.priority, self.arrival_s, self.number
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A request's KV in host memory, as it was at one preemption."""
+
+    number: int
+    live: Live
+    account: Account
+    tokens: int
+    blocks: int
+    load_tokens: int = 0
+    load_blocks: int = 0
+    loading: bool = False
+    told: bool = False
+    """Whether a step has brought the save to the worker."""
+    saved: bool = False
+    """Whether the worker has said that it is done."""
+    save_ends_s: float = 0.0
+    forgotten: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One preemption: what was decided, what it costs so far. Closed where ``ended`` is set."""
+
+    preemption_id: str
+    live: Live
+    situation: Preemption
+    decision: Decision
+    option: Option
+    """As executed."""
+    tokens: int
+    """Computed tokens at the preemption: it is back when they are computed again."""
+    preempted_s: float
+    first_step: int
+    generation: int
+    admitted_s: float | None = None
+    resumed: bool = False
+    local_hit_tokens: int = 0
+    loaded_tokens: int = 0
+    recomputed_tokens: int = 0
+    told_recomputed_tokens: int = 0
+    """As they were when it closed."""
+    last_step: int = 0
+    engine_s: float = 0.0
+    others_s: float = 0.0
+    ended: Ending | None = None
+    closed_s: float = 0.0
+    busy: int = 0
+    """Copies on their way, and whether positions that it lost may still be computed again."""
+
+    @property
+    def executed(self) -> Kind:
+        return self.option.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """The part of a step that computes one preemption's lost tokens again; see :mod:`kvpolicy.cost.steps`.
+
+    Taken from the step's totals it leaves what the step would have been made of. Where the victim's last chunk also
+    computes its next token, that token stays behind as the decode it would have been: hence negative parts.
+    """
+
+    account: Account
+    tokens: int
+    kv_read_tokens: int
+    chunk_context: int
+    decodes: int
+    prefills: int
+    """Chunks that go with them: not in the trace, but a step's duration may depend on it."""
+    prefill_context: int
+    """What goes of the context that the step's chunks begin at."""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One scheduled step until its output is back."""
+
+    number: int
+    scheduled: dict[Live, int] = field(default_factory=dict)
+    """Tokens by request, in vLLM's order; without those that decode in the crowd."""
+    crowd: int = 0
+    """Requests that decode one token each and are not listed."""
+    crowd_read: int = 0
+    """Context they read."""
+    through: list[Live] = field(default_factory=list)
+    """Of the crowd: those whose last token it schedules, or scheduled before it where scheduling runs ahead."""
+    sampling: set[Live] = field(default_factory=set)
+    """Listed requests for which the step brings a token."""
+    lost: list[Account] = field(default_factory=list)
+    saves: list[Copy] = field(default_factory=list)
+    loads: list[Copy] = field(default_factory=list)
+    repeated: list[Repeated] = field(default_factory=list)
+    back: list[Account] = field(default_factory=list)
+    scheduled_tokens: int = 0
+    decode_requests: int = 0
+    kv_read_tokens: int = 0
+    chunk_context: int = 0
+    prefill_requests: int = 0
+    prefill_context: int = 0
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    start_s: float = 0.0
+    end_s: float = 0.0
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return sum(part.tokens for part in self.repeated)

@@ -1,0 +1,80 @@
+"""The built-in simulator, as whoever calls it sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvpolicy.policy import Policy
+from kvpolicy.simulator.builtin.deciding import NULL_BLOCK
+from kvpolicy.simulator.builtin.engine import Engine
+from kvpolicy.simulator.builtin.journal import Journal
+from kvpolicy.simulator.builtin.victims import Victims, VllmVictims
+from kvpolicy.simulator.protocol import Run, Server, Sink, Times
+from kvpolicy.trace import Header
+from kvpolicy.workload import Source
+
+FIXED_DAY = "1970-01-01T00:00:00Z"
+RULES = ("0.32",)
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """The built-in simulator. Satisfies :class:`kvpolicy.simulator.Simulator`."""
+
+    leap: bool = True
+    """Whether steps in which nothing but decoding happens are taken at once. The results are the same."""
+    victims: Victims | None = None
+    """Whose blocks are taken; None: as vLLM does."""
+    wall: Callable[[], float] = time.perf_counter
+    created: str = FIXED_DAY
+    """Of the trace's header; fixed, so that equal runs give equal traces."""
+
+    @property
+    def name(self) -> str:
+        return "builtin"
+
+    def run(
+        self, requests: Source, policy: Policy, server: Server, times: Times, seed: int = 0, sink: Sink | None = None
+    ) -> Run:
+        """See :class:`kvpolicy.simulator.Simulator`. Raises ValueError for rules of a version it does not have."""
+        if server.rules not in RULES:
+            raise ValueError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
+        began = self.wall()
+        core = core_name(requests, policy, server, seed)
+        begin = getattr(sink, "begin", None)
+        if begin is not None:
+            begin(core, self._header(core, requests, policy, server, times, seed))
+        journal = Journal(core, sink)
+        victims = self.victims or VllmVictims(server.scheduling)
+        engine = Engine(requests, policy, server, times, seed, journal, victims, self.leap)
+        engine.run()
+        journal.flush()
+        trace = None if sink is None else sink.finish()
+        return Run(engine.tallied.summary(self.wall() - began), trace)
+
+    def _header(self, core: str, requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> Header:
+        return Header(
+            run_id=core,
+            source="simulation",
+            created=self.created,
+            engine=f"kvpolicy builtin, rules of vllm {server.rules}",
+            hardware=dict(server.hardware),
+            geometry=dict(server.geometry),
+            block_size=server.block_size,
+            block_bytes=server.block_bytes,
+            device_blocks=server.device_blocks + NULL_BLOCK,
+            host_blocks=server.host_blocks,
+            policy=policy.name,
+            seed=seed,
+            notes=f"workload {requests.name}; times: {times.source}",
+            token_budget=server.token_budget,
+        )
+
+
+def core_name(requests: Source, policy: Policy, server: Server, seed: int) -> str:
+    """The same for equal runs, different for others, so that their traces can be read together."""
+    told = repr((requests.name, requests.seed, policy.name, server, seed))
+    return f"sim-{blake2b(told.encode(), digest_size=6).hexdigest()}"

@@ -1,0 +1,83 @@
+"""Where the rows of a simulated trace go: into memory, or into part files as they come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from kvpolicy.trace import SCHEMAS, Header, Trace, from_rows, with_core, write_part
+
+Row = dict[str, Any]
+PART_ROWS = 5000
+
+
+class HeaderSink(Protocol):
+    """A sink that wants the header too; the simulators give it before the first row."""
+
+    def begin(self, core: str, header: Header) -> None: ...
+
+
+class MemorySink:
+    """Keeps all rows and gives them back as a :class:`Trace`."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Row]] = {name: [] for name in SCHEMAS}
+        self._headers: dict[str, Header] = {}
+
+    def begin(self, core: str, header: Header) -> None:
+        self._headers[core] = header
+
+    def add(self, table: str, rows: list[Row]) -> None:
+        self._rows[table] += rows
+
+    def finish(self) -> Trace:
+        """Raises ValueError where no run has begun."""
+        core = _only(self._headers)
+        tables = {name: with_core(from_rows(name, rows), core) for name, rows in self._rows.items() if rows}
+        return Trace(dict(self._headers), tables)
+
+
+class FolderSink:
+    """Writes ``folder/CORE/...`` as :mod:`kvpolicy.trace` has it; memory holds ``part_rows`` rows per table at most.
+
+    Raises FileExistsError where the core's folder is there already. ``finish`` returns no trace: read the folder.
+    """
+
+    def __init__(self, folder: Path | str, part_rows: int = PART_ROWS) -> None:
+        self.folder = Path(folder)
+        self._part_rows = part_rows
+        self._rows: dict[str, list[Row]] = {name: [] for name in SCHEMAS}
+        self._parts = dict.fromkeys(SCHEMAS, 0)
+        self._headers: dict[str, Header] = {}
+
+    def begin(self, core: str, header: Header) -> None:
+        if (self.folder / core).exists():
+            raise FileExistsError(f"{self.folder / core}: exists already; give every run a folder of its own")
+        header.write(self.folder / core)
+        self._headers[core] = header
+
+    def add(self, table: str, rows: list[Row]) -> None:
+        waiting = self._rows[table]
+        waiting += rows
+        while len(waiting) >= self._part_rows:
+            self._write(table, waiting[: self._part_rows])
+            del waiting[: self._part_rows]
+
+    def finish(self) -> None:
+        for name, rows in self._rows.items():
+            if rows:
+                self._write(name, rows)
+                self._rows[name] = []
+
+    def _write(self, name: str, rows: list[Row]) -> None:
+        table: pa.Table = from_rows(name, rows)
+        write_part(self.folder / _only(self._headers), name, self._parts[name], table)
+        self._parts[name] += 1
+
+
+def _only(headers: dict[str, Header]) -> str:
+    if len(headers) != 1:
+        raise ValueError(f"a sink takes one run, this one has begun {len(headers)}: make a new one for each run")
+    return next(iter(headers))

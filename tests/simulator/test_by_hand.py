@@ -1,0 +1,181 @@
+"""Examples worked by hand: who loses its blocks when, what it costs, what is left in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from kvpolicy.cost import steps as attributed
+from kvpolicy.simulator import Link, Server, StepLoad
+from kvpolicy.trace import Trace, from_rows, with_core
+from kvpolicy.workload import Request
+from tests.simulator.worlds import LINEAR, SECONDS, SMALL, random_workload, run, workload
+
+TWO = workload(Request(0.0, 8, 8), Request(0.0, 8, 8))
+WITHIN = Link(overlapped=False)
+
+
+def test_two_requests_on_five_blocks() -> None:
+    """Both take two blocks. In step 1 each wants a third: the first gets it, the second finds none and is last."""
+    found, trace = run(TWO, SMALL, times=SECONDS)
+    (decision,) = trace.rows("decisions")
+    assert (decision["request"], decision["step"], decision["computed_tokens"], decision["held_blocks"]) == (
+        "1",
+        1,
+        8,
+        2,
+    )
+    assert (decision["free_blocks"], decision["short_blocks"], decision["running_requests"]) == (0, 1, 1)
+    assert (decision["device_blocks"], decision["cause"], decision["executed"]) == (6, "memory", "recompute")
+    steps = trace.rows("steps")
+    # The first needs its eighth token's step, 7, to end; then the second takes its 8 tokens and a new one at once.
+    assert [row["scheduled_tokens"] for row in steps] == [16, *[1] * 7, 9, *[1] * 6]
+    assert [row["used_blocks"] - 1 for row in steps[:8]] == [4, 3, 3, 3, 3, 4, 4, 4]
+    assert [row["recomputed_tokens"] for row in steps] == [0] * 8 + [8] + [0] * 6
+    assert found.summary.recomputed_tokens == 8 and found.summary.steps == 15
+    assert dict(found.summary.preemptions) == {"recompute": 1, "swap": 0}
+
+
+def test_what_the_recompute_cost() -> None:
+    """Eight hundredths for eight tokens; nobody else was there to be delayed."""
+    _, trace = run(TWO, SMALL, times=SECONDS)
+    (outcome,) = trace.rows("outcomes")
+    assert outcome["ended"] == "resumed" and outcome["recomputed_tokens"] == 8 and outcome["last_step"] == 8
+    assert outcome["engine_s"] == pytest.approx(0.08) and outcome["others_delay_s"] == 0.0
+    assert outcome["wait_blocks_s"] == pytest.approx(7 * 1.01)
+    assert outcome["victim_delay_s"] == pytest.approx(1.09)
+
+
+def test_what_the_swap_cost() -> None:
+    """Step 1 waits half a second for the save, with the other request in it; then nobody runs while it is loaded."""
+    found, trace = run(TWO, replace(SMALL, link=WITHIN), "always-swap", SECONDS)
+    (outcome,) = trace.rows("outcomes")
+    assert (outcome["loaded_tokens"], outcome["recomputed_tokens"], outcome["local_hit_tokens"]) == (8, 0, 0)
+    assert outcome["engine_s"] == pytest.approx(1.0) and outcome["others_delay_s"] == pytest.approx(0.5)
+    save, load = trace.rows("transfers")
+    assert (save["direction"], save["step"], save["bytes"]) == ("save", 1, 2)
+    assert (load["direction"], load["step"], load["bytes"]) == ("load", 8, 2)
+    steps = trace.rows("steps")
+    assert steps[1]["duration_s"] == pytest.approx(1.51) and steps[1]["saves"] == 1
+    assert steps[8]["duration_s"] == pytest.approx(0.5) and steps[8]["scheduled_tokens"] == 0
+    assert found.summary.moved_bytes == 4 and dict(found.summary.preemptions) == {"recompute": 0, "swap": 1}
+
+
+@pytest.mark.parametrize("saves_wait", [True, False])
+def test_loads_run_beside_the_steps_and_saves_where_they_may(saves_wait: bool) -> None:
+    """A load delays nobody who runs; a save the step that brings it, where that overwrites what the save reads."""
+    link = Link(saves_wait=saves_wait)
+    server = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=100, prefix_caching=False, link=link)
+    slow = replace(LINEAR, copy_latency_s=0.05)
+    _, trace = run(random_workload(5, 40, 60.0), server, "always-swap", slow)
+    loads = [row for row in trace.rows("transfers") if row["direction"] == "load"]
+    beside = 0
+    for row in trace.rows("steps"):
+        if not row["scheduled_tokens"]:
+            continue
+        parts = [row[name] for name in ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")]
+        computes_s = slow.step_s(StepLoad(*parts, 0, 0))
+        assert row["duration_s"] == pytest.approx(computes_s + 0.05 * saves_wait * row["saves"], abs=1e-9)
+        end_s = row["start_s"] + row["duration_s"]
+        beside += any(load["start_s"] < end_s - 1e-9 and load["end_s"] > row["start_s"] + 1e-9 for load in loads)
+    assert beside
+    assert all(other["start_s"] >= one["end_s"] for one, other in pairwise(loads))
+
+
+def test_a_full_host_pool_means_recompute() -> None:
+    _, trace = run(TWO, replace(SMALL, host_blocks=1), "always-swap", SECONDS)
+    (decision,) = trace.rows("decisions")
+    assert (decision["executed"], decision["reason"]) == ("recompute", "host_full")
+
+
+def test_what_is_left_in_the_prefix_cache() -> None:
+    """The victim's tail block is the first to go: the other request takes it in step 5. Its head is still there."""
+    _, trace = run(TWO, replace(SMALL, prefix_caching=True), times=SECONDS)
+    (decision,) = trace.rows("decisions")
+    assert (decision["hashed_blocks"], decision["shared_blocks"]) == (2, 0)
+    (outcome,) = trace.rows("outcomes")
+    assert (outcome["local_hit_tokens"], outcome["recomputed_tokens"]) == (4, 4)
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    """16 tokens in common, of two ids of 10: blocks of 4 end at 16 before their own tokens begin at 20."""
+    ids = {"prefix": (7, 8), "prefix_block_tokens": 10}
+    source = workload(Request(0.0, 21, 1, **ids), Request(50.0, 30, 1, **ids))
+    server = replace(SMALL, prefix_caching=True, device_blocks=20)
+    _, trace = run(source, server, times=SECONDS)
+    assert [row["scheduled_tokens"] for row in trace.rows("steps")] == [21, 30 - 20]
+    other = workload(Request(0.0, 21, 1, **ids), Request(50.0, 30, 1, prefix=(7, 9), prefix_block_tokens=10))
+    _, trace = run(other, server, times=SECONDS)
+    assert [row["scheduled_tokens"] for row in trace.rows("steps")] == [21, 30 - 8]
+
+
+def test_the_whole_known_sequence_must_fit_before_anything_is_admitted() -> None:
+    """A budget of 4 would begin the second request with one block, but it needs three."""
+    source = workload(Request(0.0, 12, 2), Request(0.0, 12, 2))
+    _, trace = run(source, replace(SMALL, token_budget=14), times=SECONDS)
+    assert [row["running_requests"] for row in trace.rows("steps")] == [1, 1, 1, 1]
+
+
+def test_chunks_fill_the_budget_behind_the_decodes() -> None:
+    source = workload(Request(0.0, 4, 6), Request(0.5, 10, 1))
+    _, trace = run(source, replace(SMALL, device_blocks=9, token_budget=4), times=SECONDS)
+    assert [row["scheduled_tokens"] for row in trace.rows("steps")] == [4, 4, 4, 4, 2, 1]
+    assert [row["decode_requests"] for row in trace.rows("steps")] == [0, 1, 1, 1, 2, 1]
+
+
+def test_priority_takes_the_least_urgent_and_latest() -> None:
+    """The first of three matters least: it loses its blocks though it was admitted first."""
+    source = workload(Request(0.0, 4, 4, priority=2), Request(0.0, 4, 8), Request(0.0, 4, 8))
+    _, trace = run(source, replace(SMALL, scheduling="priority"), times=SECONDS)
+    first = trace.rows("decisions")[0]
+    assert first["request"] == "0" and first["priority"] == 2
+    _, trace = run(source, SMALL, times=SECONDS)
+    assert trace.rows("decisions")[0]["request"] == "2"
+
+
+def test_running_ahead_takes_one_more_step_to_notice_an_end() -> None:
+    """With one request nothing can be scheduled while its last token is on its way; the next one is seen later."""
+    source = workload(Request(0.0, 4, 3))
+    _, plain = run(source, SMALL, times=SECONDS)
+    _, ahead = run(source, replace(SMALL, asynchronous=True), times=SECONDS)
+    assert [row["scheduled_tokens"] for row in plain.rows("steps")] == [4, 1, 1]
+    assert [row["scheduled_tokens"] for row in ahead.rows("steps")] == [4, 1, 1]
+    assert plain.rows("requests")[0]["last_token_s"] == ahead.rows("requests")[0]["last_token_s"]
+
+
+def test_sessions_think() -> None:
+    source = workload(
+        Request(0.0, 4, 2, session="a"),
+        Request(0.0, 4, 1, session="a", think_s=3.0),
+        Request(1.0, 4, 1, session="b", think_s=3.0),
+        Request(20.0, 4, 1, session="a", think_s=1.0),
+    )
+    _, trace = run(source, SMALL, times=SECONDS)
+    arrivals = {row["request"]: row["arrival_s"] for row in trace.rows("requests")}
+    assert arrivals["0"] == 0.0 and arrivals["2"] == 1.0 and arrivals["3"] == 20.0
+    ended = next(row["last_token_s"] for row in trace.rows("requests") if row["request"] == "0")
+    assert arrivals["1"] == pytest.approx(ended + 3.0)
+
+
+@pytest.mark.parametrize("name", ["always-recompute", "always-swap"])
+def test_costs_are_those_that_the_step_table_tells(name: str) -> None:
+    """The simulator knows what steps take without a victim; fitting d0 to its undisturbed steps finds the same."""
+    server = Server(
+        block_size=16, block_bytes=1 << 20, device_blocks=40, host_blocks=500, prefix_caching=False, link=WITHIN
+    )
+    _, trace = run(random_workload(3, 60, 40.0), server, name, LINEAR)
+    rows = [dict(row) for row in trace.rows("outcomes")]
+    assert len(rows) > 10
+    again = attributed.attribute(_without_costs(trace))
+    for row, other in zip(rows, again.rows("outcomes"), strict=True):
+        if row["ended"] == "resumed":
+            assert other["engine_s"] == pytest.approx(row["engine_s"], rel=1e-6, abs=1e-7)
+            assert other["others_delay_s"] == pytest.approx(row["others_delay_s"], rel=1e-6, abs=1e-6)
+
+
+def _without_costs(trace: Trace) -> Trace:
+    rows = [row | {"engine_s": None, "others_delay_s": None} for row in trace.rows("outcomes")]
+    (core,) = trace.headers
+    return Trace(trace.headers, dict(trace.tables) | {"outcomes": with_core(from_rows("outcomes", rows), core)})

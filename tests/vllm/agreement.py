@@ -1,0 +1,233 @@
+"""Both simulators over the same workload, and where their accounts of it differ first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvpolicy import policy
+from kvpolicy.events import SITUATION_FIELDS
+from kvpolicy.simulator import Link, Run, Server, Simulator
+from kvpolicy.simulator.builtin import Builtin
+from kvpolicy.simulator.builtin.engine import Engine as BuiltinEngine
+from kvpolicy.simulator.protocol import Scheduling
+from kvpolicy.simulator.sinks import MemorySink
+from kvpolicy.simulator.times import ConstantTimes
+from kvpolicy.trace import Trace
+from kvpolicy.workload import Request, Workload
+from kvpolicy_vllm.simulator import VllmScheduler
+from kvpolicy_vllm.simulator.controlling import number_of
+from kvpolicy_vllm.simulator.engine import Engine as VllmEngine
+
+BLOCK, BLOCK_BYTES = 16, 65536
+TIMES = ConstantTimes(2e-3, (1e-5, 2e-6, 1e-7, 1e-9, 1e-4, 1e-8), 1e-4, 2e9, 1e-6)
+SAME_S = 1e-9
+"""Times are sums of the same numbers in another order."""
+
+Scheduled = list[dict[int, int]]
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What an engine said it did."""
+
+    run: Run
+    scheduled: Scheduled
+    """By step that computes: tokens by request."""
+
+    def rows(self, table: str) -> Rows:
+        assert isinstance(self.run.trace, Trace)
+        return [_plain(row) for row in self.run.trace.rows(table)]
+
+
+def drawn_workload(seed: int, count: int = 60) -> Workload:
+    """Prompts that share prefixes or not, sessions with think times, priorities, arrivals alone and together."""
+    rng = random.Random(f"agreement {seed}")
+    size = rng.choice((7, 16, 32))
+    now_s, made = 0.0, []
+    for number in range(count):
+        now_s += rng.choice((0.0, 0.0, rng.expovariate(100.0)))
+        head = (
+            tuple(rng.choice((1, 2)) * 10 + depth for depth in range(rng.randint(0, 6))) if rng.random() < 0.6 else ()
+        )
+        session = f"s{number % 5}" if rng.random() < 0.3 else ""
+        made.append(
+            Request(
+                arrival_s=now_s,
+                prompt_tokens=rng.randint(1, 300),
+                output_tokens=rng.randint(1, 120),
+                prefix=head,
+                prefix_block_tokens=size if head else 0,
+                session=session,
+                think_s=rng.choice((None, 0.0, 0.05)) if session else None,
+                priority=rng.randrange(3),
+            )
+        )
+    return Workload(f"drawn {seed}", tuple(made), seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload, a server and a policy, drawn from a seed; :func:`drawn` draws evenly over what is asked about."""
+
+    seed: int
+    work: Workload
+    server: Server
+    policy: str
+    times: ConstantTimes
+
+
+def drawn(seed: int, count: int = 60) -> Case:
+    """Memory for the longest request and a few more; the host pool large, tiny or none; the link fast or slow."""
+    rng = random.Random(f"case {seed}")
+    scheduling: Scheduling = "priority" if seed % 2 else "fcfs"
+    server = Server(
+        block_size=BLOCK,
+        block_bytes=BLOCK_BYTES,
+        device_blocks=rng.randint(30, 110),
+        host_blocks=(1000, 1000, 25, 0)[rng.randrange(4)],
+        token_budget=rng.choice((48, 64, 256, 2048)),
+        max_running=rng.choice((4, 16, 48)),
+        max_model_len=1024,
+        prefix_caching=seed // 2 % 2 == 1,
+        scheduling=scheduling,
+        asynchronous=seed // 4 % 2 == 1,
+        segment_bytes=rng.choice((None, 8192)),
+        link=rng.choice((Link(), Link(slowdown=0.2), Link(overlapped=False), Link(slowdown=0.1, saves_wait=True))),
+    )
+    spec = rng.choice(("always-recompute", "always-swap", "always-swap", "threshold:100", "random:0.5"))
+    times = replace(TIMES, copy_bytes_per_s=rng.choice((2e9, 2e8, 2e7)))
+    return Case(seed, drawn_workload(seed, count), server, spec, times)
+
+
+def account(engine: str, case: Case) -> Account:
+    simulator: Simulator = Builtin(leap=False) if engine == "builtin" else VllmScheduler()
+    with _watched() as scheduled:
+        run = simulator.run(case.work, policy.load(case.policy), case.server, case.times, case.seed, MemorySink())
+    return Account(run, scheduled)
+
+
+@contextmanager
+def _watched() -> Iterator[Scheduled]:
+    """What either engine schedules, step by step."""
+    seen: Scheduled = []
+    begin_step, schedule = BuiltinEngine.begin_step, VllmEngine._schedule
+
+    def builtin(self: BuiltinEngine) -> Any:
+        step = begin_step(self)
+        assert not step.crowd, "the plain mode lists everybody"
+        if step.scheduled:
+            seen.append({live.number: tokens for live, tokens in step.scheduled.items()})
+        return step
+
+    def vllm(self: VllmEngine) -> Any:
+        flight = schedule(self)
+        if flight.computes:
+            seen.append({number_of(name): n for name, n in flight.output.num_scheduled_tokens.items()})
+        return flight
+
+    BuiltinEngine.begin_step, VllmEngine._schedule = builtin, vllm  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        BuiltinEngine.begin_step, VllmEngine._schedule = begin_step, schedule  # type: ignore[method-assign]
+
+
+def differences(one: Account, other: Account) -> list[str]:
+    """The first difference of each kind; empty where the engines agree."""
+    found = [
+        _first_difference("scheduled tokens, step", one.scheduled, other.scheduled),
+        _rows_differ("steps", _steps(one), _steps(other)),
+        _rows_differ("decisions", _decisions(one), _decisions(other)),
+        _rows_differ("outcomes", _outcomes(one), _outcomes(other)),
+        _rows_differ("requests", _sorted(one.rows("requests"), "request"), _sorted(other.rows("requests"), "request")),
+        _rows_differ("transfers", _transfers(one), _transfers(other)),
+        _rows_differ("summary", [_summary(one)], [_summary(other)]),
+    ]
+    return [difference for difference in found if difference]
+
+
+def _steps(told: Account) -> Rows:
+    """Steps that compute. Engines that wait look around a different number of times."""
+    rows = [row for row in told.rows("steps") if row["scheduled_tokens"]]
+    for row in rows:
+        row["repeated"] = sorted((_plain(part) for part in row["repeated"]), key=lambda part: sorted(part.items()))
+        del row["step"]
+    return rows
+
+
+def _decisions(told: Account) -> Rows:
+    wanted = (
+        *SITUATION_FIELDS,
+        "preemption_id",
+        "request",
+        "generation",
+        "probabilities",
+        "chosen",
+        "executed",
+        "reason",
+    )
+    return _sorted([{name: row[name] for name in wanted} for row in told.rows("decisions")], "preemption_id")
+
+
+def _outcomes(told: Account) -> Rows:
+    """Without ``engine_s``, which the built-in engine knows and a server's trace leaves to :mod:`kvpolicy.cost.steps`,
+    and without numbers of steps."""
+    left_out = ("engine_s", "others_delay_s", "first_step", "last_step")
+    rows = [{name: value for name, value in row.items() if name not in left_out} for row in told.rows("outcomes")]
+    return _sorted(rows, "preemption_id")
+
+
+def _transfers(told: Account) -> Rows:
+    rows = told.rows("transfers")
+    for row in rows:
+        del row["step"]
+    return sorted(rows, key=lambda row: (row["preemption_id"], row["direction"]))
+
+
+def _summary(told: Account) -> dict[str, Any]:
+    summary = told.run.summary
+    tails = {
+        f"{name} {part}": getattr(getattr(summary, name), part)
+        for name in ("e2e_s", "ttft_s", "itl_s")
+        for part in ("mean", "p50", "p99")
+    }
+    names = ("requests", "throughput_tok_s", "recomputed_tokens", "moved_bytes", "makespan_s")
+    return tails | {name: getattr(summary, name) for name in names} | dict(summary.preemptions)
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Without the name of the engine core, which is in every preemption's id too."""
+    found = {name: value for name, value in row.items() if name != "core"}
+    if "preemption_id" in found:
+        found["preemption_id"] = int(str(found["preemption_id"]).rsplit("-", 1)[1])
+    return found
+
+
+def _sorted(rows: Rows, by: str) -> Rows:
+    return sorted(rows, key=lambda row: int(row[by]))
+
+
+def _first_difference(what: str, one: list[Any], other: list[Any]) -> str:
+    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return f"{what} {at}: {a} and {b}"
+    return "" if len(one) == len(other) else f"{what}: {len(one)} and {len(other)}"
+
+
+def _rows_differ(what: str, one: Rows, other: Rows) -> str:
+    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+        for name in a.keys() | b.keys():
+            if not _same(a.get(name), b.get(name)):
+                return f"{what} {at}, {name}: {a.get(name)} and {b.get(name)}; in {a} and {b}"
+    return "" if len(one) == len(other) else f"{what}: {len(one)} and {len(other)} rows"
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or abs(a - b) <= SAME_S * max(1.0, abs(a)) or (a != a and b != b)
+    return bool(a == b)

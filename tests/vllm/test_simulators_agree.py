@@ -1,0 +1,66 @@
+"""The built-in simulator and vLLM's own scheduler do the same, step by step, over workloads drawn from seeds.
+
+Compared are, for every step that computes: scheduled tokens of every request in vLLM's order, composition, running and
+waiting requests, used blocks, victims, saves, loads, tokens computed again and by whose preemption, start and
+duration; for every preemption its whole situation, probabilities, choice, action and reason, and its outcome; every
+copy, every request, and the summary. What may differ, and why:
+
+- The number of steps that compute nothing, and so the numbers of all steps: an engine that waits looks around, and how
+  often means nothing.
+- ``outcomes.engine_s`` and ``others_delay_s``: the built-in engine knows them; a server's trace leaves them to
+  `kvpolicy.cost.steps`, and so does that of vLLM's scheduler.
+- Ids of preemptions but for their number: they name the engine core.
+- Times, by up to 1e-9 of themselves: sums of the same numbers in another order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpolicy.simulator.times import ConstantTimes
+from tests.vllm import agreement
+from tests.vllm.agreement import Account, Case, account, differences, drawn
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # vLLM's own
+REQUESTS = 30
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_they_agree(seed: int) -> None:
+    """Every eight seeds have each combination of scheduling, prefix caching and asynchronous scheduling once."""
+    case = drawn(seed, REQUESTS)
+    assert not differences(account("builtin", case), account("vllm", case))
+
+
+def test_the_cases_have_what_is_to_be_compared() -> None:
+    """Preemptions of both kinds, full and absent host pools, blocks that others hold, loads beyond a local hit."""
+    told = [account("builtin", drawn(seed, REQUESTS)) for seed in range(16)]
+    decisions = [row for one in told for row in one.rows("decisions")]
+    assert {"recompute", "swap"} == {row["executed"] for row in decisions}
+    assert {"", "host_full"} <= {row["reason"] for row in decisions}
+    assert any(row["shared_blocks"] for row in decisions) and any(row["hashed_blocks"] for row in decisions)
+    outcomes = [row for one in told for row in one.rows("outcomes")]
+    assert any(row["local_hit_tokens"] and row["loaded_tokens"] for row in outcomes)
+    assert any(row["recomputed_tokens"] for row in outcomes) and any(row["ended"] == "superseded" for row in outcomes)
+
+
+def changed(case: Case) -> list[Case]:
+    """The same case with one thing a little different."""
+    server = case.server
+    return [
+        replace(case, server=replace(server, device_blocks=server.device_blocks + 1)),
+        replace(case, server=replace(server, token_budget=server.token_budget - 1)),
+        replace(case, times=ConstantTimes(2e-3, (1e-5, 2e-6, 1e-7, 1e-9, 1e-4, 1.01e-8), 1e-4, 2e9, 1e-6)),
+        replace(case, seed=case.seed + 1),
+    ]
+
+
+def test_a_difference_is_seen() -> None:
+    """One block, one token of budget, a hundredth of one coefficient, another coin."""
+    case = replace(drawn(2, REQUESTS), policy="random:0.5")
+    told: Account = account("builtin", case)
+    for other in changed(case):
+        assert differences(told, account("builtin", other))
+    assert not differences(told, account("builtin", case)) and agreement.SAME_S < 1e-8
