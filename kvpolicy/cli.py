@@ -26,8 +26,10 @@ app = typer.Typer(
 POLICIES = (
     "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL or explore:COST_MODEL; "
     "a cost model is a folder, the name of one that ships, analytic in a server, or analytic:DEVICE[@LINK]:CONFIG; "
-    "after it may follow ,online=on (measured outcomes correct it) and ,objective=OBJECTIVE"
+    "after it may follow ,online=on (measured outcomes correct it), ,objective=OBJECTIVE and, of explore, "
+    ",budget=SECONDS or ,budget=SHARE% (of predicted regret)"
 )
+ESTIMATORS = "dm, ips, snips, dr, cross-fitted-dr, switch-dr or dros"
 OBJECTIVES = "engine, victim or others, in seconds, or a weighted sum of them, as in engine+0.5*victim"
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -106,10 +108,34 @@ def evaluate(
     policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
     objective: Annotated[str, typer.Option(help=f"What policies are judged by: {OBJECTIVES}.")] = "engine",
+    estimator: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of a log: {ESTIMATORS}. May be given several times; all of them without it."),
+    ] = None,
+    interval: Annotated[str, typer.Option(help="Of a log: bootstrap, bernstein or sequence.")] = "bootstrap",
+    cluster: Annotated[
+        str, typer.Option(help="Of a log, what varies together: the preemptions of an overflow, or of a request.")
+    ] = "overflow",
+    limit_s: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="For the interval bernstein: what no cost exceeds.")
+    ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Price policies on a trace: accuracy and regret against the oracle that knows both options."""
-    report = kvpolicy.evaluate(traces=trace, policies=policy, seed=seed, objective=objective)
+    """Judge policies on a trace.
+
+    On a profile: accuracy and regret against the oracle that knows both options. On a production log: off-policy
+    estimates with intervals, or why there can be none.
+    """
+    report = kvpolicy.evaluate(
+        traces=trace,
+        policies=policy,
+        seed=seed,
+        objective=objective,
+        estimators=estimator or [],
+        interval=interval,
+        cluster=cluster,
+        limit_s=limit_s,
+    )
     _show(report)
     if json_file:
         json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")

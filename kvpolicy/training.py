@@ -17,6 +17,8 @@ from kvpolicy.cost.dataset import Dataset, State, measured, one_option_always_wi
 from kvpolicy.cost.examples import dealt, drawn, examples_of
 from kvpolicy.cost.fitting import Fit, fit, held_out_scores
 from kvpolicy.cost.floor import Floor
+from kvpolicy.cost.logged import holds_logs
+from kvpolicy.cost.loggedtraining import LogTrainReport, train_logged
 from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
 from kvpolicy.cost.physics import implausible
 from kvpolicy.cost.sheets import known_sheet
@@ -167,8 +169,11 @@ def train(
     force: bool = False,
     seed: int = 0,
     mixed_hardware: bool = False,
-) -> TrainReport:
+) -> TrainReport | LogTrainReport:
     """Fit a cost model to the states that ``traces`` measured under both options and write it to folder ``out``.
+
+    Of production logs, in which each situation was met with one option, each option is learned from its own records
+    (:mod:`kvpolicy.cost.loggedfit`).
 
     A model that is there already is replaced once the new one is whole, and the report says so. A part of the states
     is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Of either part no more than
@@ -183,6 +188,8 @@ def train(
     if seed < 0:
         raise ValueError(f"seed is {seed}, should be 0 or above")
     replaced = store.holds_model(Path(out))
+    if traces and holds_logs(traces):
+        return train_logged(traces, out, family, seed, mixed_hardware)
     dataset = measured(traces, mixed_hardware)
     variation = _variation(dataset, force)
     if len(dataset.states) < FEWEST_STATES:

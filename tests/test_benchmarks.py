@@ -181,3 +181,32 @@ def test_transfer_carries_between_traces_and_between_tables(tmp_path: Path) -> N
     assert lines[there, 0]["prefill"] > 1.0
     assert lines[there, 1]["prefill"] < 0.1
     assert set(lines["trace trace0 -> trace1", 4]) == {"recompute", "swap"}
+
+
+def test_estimator_coverage_takes_up_what_was_noted(tmp_path: Path) -> None:
+    small = ["--seeds", "2", "--records", "3000", "--truth-draws", "20000", "--resume", str(tmp_path / "notes")]
+    first = run("estimator_coverage.py", *small, "--json", str(tmp_path / "one.json"))
+    assert first.returncode in (0, 1), first.stderr
+    assert "worst coverage" in first.stdout
+    again = run("estimator_coverage.py", *small, "--json", str(tmp_path / "two.json"))
+    assert (tmp_path / "one.json").read_text() == (tmp_path / "two.json").read_text(), again.stderr
+    rows = json.loads((tmp_path / "one.json").read_text())["rows"]
+    assert {row["interval"] for row in rows} == {"bootstrap", "bernstein", "sequence"}
+
+
+def test_estimator_scale_prints_its_bar() -> None:
+    done = run("estimator_scale.py", "--records", "20000", "--repeats", "1", "--seconds", "1000")
+    assert done.returncode == 0, done.stderr
+    assert "20000 records x 12 columns, 7 estimators" in done.stdout
+
+
+def test_exploration_compares_estimates_with_what_was_served(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    done = run("exploration.py", "--requests", "200", "--workloads", "1", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert {row["policy"] for row in found["rows"]} == {"always-recompute", "always-swap"}
+    (within,) = {
+        row["budget"]["spent_s"] / row["budget"]["cheapest_s"] for row in found["rows"] if "spent_s" in row["budget"]
+    }
+    assert within <= 0.02

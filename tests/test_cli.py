@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TRACES = sorted(path.parent.parent for path in ROOT.glob("traces/*/*/header.json"))
 
 
+REPLAY: dict[str, Any] = {"estimators": [], "interval": "bootstrap", "cluster": "overflow", "limit_s": None}
+
+
 class Report:
     def text(self) -> str:
         return "a table"
@@ -83,7 +86,21 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (
             "evaluate",
             ["--trace", "a", "--policy", "p", "--policy", "q", "--objective", "victim"],
-            {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0, "objective": "victim"},
+            {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0, "objective": "victim", **REPLAY},
+        ),
+        (
+            "evaluate",
+            ["--trace", "a", "--policy", "p", "--estimator", "dr", "--interval", "bernstein", "--limit-s", "2"],
+            {
+                "traces": [Path("a")],
+                "policies": ["p"],
+                "seed": 0,
+                "objective": "engine",
+                "estimators": ["dr"],
+                "interval": "bernstein",
+                "cluster": "overflow",
+                "limit_s": 2.0,
+            },
         ),
         ("demo", ["--out", "d", "--quick", "--seed", "5"], {"out": Path("d"), "quick": True, "seed": 5}),
     ],

@@ -170,7 +170,7 @@ def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool | None = None) -
             if core in headers:
                 raise TraceError(f"{folder}: core {core} is in another of the traces too; is one given twice?")
             headers[core] = header
-    _refuse_mixture(headers, mixed_hardware)
+    refuse_mixture(headers, mixed_hardware)
     left_out: Counter[str] = Counter()
     states = [state for folder, trace in read.items() for state in _states(folder, trace, left_out)]
     return Dataset(
@@ -224,7 +224,8 @@ def _mixed(headers: Mapping[str, Header]) -> bool:
     return any(not same_machine(first.hardware, header.hardware) for header in headers.values())
 
 
-def _refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool | None) -> None:
+def refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool | None) -> None:
+    """Raises TraceError naming both cores for different machines, models or links; ``mixed_hardware`` as above."""
     first_core, first = next(iter(headers.items()))
     for core, header in headers.items():
         pairs = {

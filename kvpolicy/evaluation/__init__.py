@@ -1,5 +1,7 @@
 """Judging policies offline."""
 
-from kvpolicy.evaluation.replay import EvaluationReport, evaluate
+from kvpolicy.evaluation.choosing import evaluate
+from kvpolicy.evaluation.offpolicy import OffPolicyReport
+from kvpolicy.evaluation.replay import EvaluationReport
 
-__all__ = ["EvaluationReport", "evaluate"]
+__all__ = ["EvaluationReport", "OffPolicyReport", "evaluate"]

@@ -1,17 +1,40 @@
-"""The cheapest option where the cost model is sure, a coin where it is not: so that a production log can teach."""
+"""The cheapest option where the cost model is sure, a coin where it is not: so that a production log can teach.
+
+A coin has a price: by the model's own prediction, the mean of what it may choose less the cheapest. That is the
+*predicted expected regret*. A budget bounds its sum, whatever comes; once the next coin would exceed it, the policy
+decides as :class:`~kvpolicy.policy.cheapest.Cheapest` there. What the model does not predict, no budget bounds.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Online, corrected
-from kvpolicy.events import Decision, Option, Preemption
+from kvpolicy.events import Cost, Decision, Option, Preemption
 from kvpolicy.policy.cheapest import lowest
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.policy.protocol import Assessment, Feedback, PolicyBase, PolicyState, all_on
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What all coins together may cost, in the objective's seconds, as predicted; infinite where nothing bounds it."""
+
+    seconds: float = inf
+    share: float = inf
+    """Of what all decisions would have cost at the cheapest, predicted, up to and with the present one."""
+
+    @property
+    def bounds(self) -> bool:
+        return self.seconds < inf or self.share < inf
+
+    def allows(self, spent_s: float, cheapest_s: float) -> bool:
+        """Whether so much may have been spent once decisions worth ``cheapest_s`` were taken."""
+        return spent_s <= self.seconds and (self.share == inf or spent_s <= self.share * cheapest_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +43,15 @@ class Explored:
 
     decisions: int = 0
     online: Online | None = None
+    spent_s: float | None = None
+    """Predicted expected regret so far; None without a budget."""
+    cheapest_s: float = 0.0
+    """Of all decisions so far, the predicted cost of the cheapest option; counted with a budget only."""
 
     def to_json(self) -> str:
         told = json.dumps({"explored": self.decisions})
+        if self.spent_s is not None:
+            told = f'{told[:-1]}, "spent_s": {self.spent_s!r}, "cheapest_s": {self.cheapest_s!r}}}'
         return told if self.online is None else f'{told[:-1]}, "online": {self.online.to_json()}}}'
 
 
@@ -30,7 +59,7 @@ class Explored:
 class Explore(PolicyBase):
     """Chance, in equal parts, among the first option and those the interval of whose log ratio to it contains 0.
 
-    The ratio is that of engine times, whatever the objective that decides outside the band.
+    The ratio is that of engine times, whatever the objective that decides outside the band. Regret is the objective's.
     """
 
     name: str
@@ -38,9 +67,10 @@ class Explore(PolicyBase):
     objective: Objective = ENGINE
     online: bool = False
     """Whether measured outcomes correct the model."""
+    budget: Budget = Budget()
 
     def initial_state(self) -> Explored:
-        return Explored(online=Online() if self.online else None)
+        return self._fresh(Online() if self.online else None)
 
     def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
         costs = self.cost_model.predict(situation, options)
@@ -48,13 +78,20 @@ class Explore(PolicyBase):
         if learned is not None:
             costs = corrected(costs, options, situation.computed_tokens, learned)
         open_ones = [i for i in range(1, len(costs)) if costs[i].log_ratio_low <= 0 <= costs[i].log_ratio_high]
-        if not open_ones:
-            return all_on(lowest(costs, self.objective), len(options)), costs
-        share = 1.0 / (len(open_ones) + 1)
-        return tuple(share if i == 0 or i in open_ones else 0.0 for i in range(len(costs))), costs
+        if open_ones:
+            share = 1.0 / (len(open_ones) + 1)
+            coin = tuple(share if i == 0 or i in open_ones else 0.0 for i in range(len(costs)))
+            if not self.budget.bounds or self.budget.allows(*self._after(state, coin, costs)):
+                return coin, costs
+        return all_on(lowest(costs, self.objective), len(options)), costs
 
     def next_state(self, state: PolicyState, decision: Decision) -> PolicyState:
-        if isinstance(state, Explored) and max(decision.probabilities) < 1.0:
+        if not isinstance(state, Explored):
+            return state
+        if self.budget.bounds and decision.costs:
+            spent_s, cheapest_s = self._after(state, decision.probabilities, decision.costs)
+            state = replace(state, spent_s=spent_s, cheapest_s=cheapest_s)
+        if max(decision.probabilities) < 1.0:
             return replace(state, decisions=state.decisions + 1)
         return state
 
@@ -67,4 +104,27 @@ class Explore(PolicyBase):
         return state.online if isinstance(state, Explored) else None
 
     def resume(self, learned: Online) -> Explored:
-        return Explored(online=learned if self.online else None)
+        """The budget is that of one life of a server: it is whole again after a restart."""
+        return self._fresh(learned if self.online else None)
+
+    def _fresh(self, learned: Online | None) -> Explored:
+        return Explored(online=learned, spent_s=0.0 if self.budget.bounds else None)
+
+    def _after(
+        self, state: PolicyState, probabilities: Sequence[float], costs: Sequence[Cost]
+    ) -> tuple[float, float]:  # fmt: skip
+        """Regret spent, and cost at the cheapest, once a decision with these probabilities is taken."""
+        spent_s, cheapest_s = 0.0, 0.0
+        if isinstance(state, Explored):
+            spent_s, cheapest_s = state.spent_s or 0.0, state.cheapest_s
+        regret_s, least_s = predicted_regret(probabilities, costs, self.objective)
+        return spent_s + regret_s, cheapest_s + least_s
+
+
+def predicted_regret(
+    probabilities: Sequence[float], costs: Sequence[Cost], objective: Objective = ENGINE
+) -> tuple[float, float]:  # fmt: skip
+    """Expected cost beyond that of the cheapest option, never below 0, and the cheapest option's cost; seconds."""
+    seconds = [objective.of(cost) for cost in costs]
+    least_s = min(seconds)
+    return sum(share * (one - least_s) for share, one in zip(probabilities, seconds, strict=True)), least_s

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 from pathlib import Path
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
 from kvpolicy.policy.cheapest import Cheapest
-from kvpolicy.policy.explore import Explore
+from kvpolicy.policy.explore import Budget, Explore
 from kvpolicy.policy.fixed import Always, Coin
 from kvpolicy.policy.objective import ENGINE, Objective, parse
 from kvpolicy.policy.protocol import Policy
@@ -27,11 +28,14 @@ COST_MODELS = (
     "or analytic:DEVICE[@LINK]:CONFIG (untrained, of a data sheet and a config.json)"
 )
 
-PRICED: dict[str, type[Cheapest] | type[Explore]] = {"cheapest": Cheapest, "explore": Explore}
-OPTIONS = ("online", "objective")
+PRICED = ("cheapest", "explore")
+OPTIONS = ("online", "objective", "budget")
 MOST_DIGITS = 18
 """Of a threshold: more are no length, and Python itself refuses thousands."""
-AFTERWARDS = "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE"
+AFTERWARDS = (
+    "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE, and of explore ,budget=SECONDS or "
+    ",budget=SHARE%"
+)
 
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
@@ -58,7 +62,9 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
             raise _knows_no_delay(spec, model)
         if online and cost_model.step_time is None:
             raise _knows_no_steps(spec, model)
-        return PRICED[kind](spec, cost_model, objective, online)
+        if kind == "explore":
+            return Explore(spec, cost_model, objective, online, _budget(spec, options))
+        return Cheapest(spec, cost_model, objective, online)
     raise _wrong(spec, "is no policy")
 
 
@@ -106,6 +112,9 @@ def _options(spec: str, value: str) -> tuple[str, dict[str, str]]:
         options[key] = given
     if not parts[0] or not parts[-1]:
         raise _wrong(spec, "names no cost model")
+    if "budget" in options and not spec.startswith("explore:"):
+        raise _wrong(spec, "has a budget, and nothing to spend it on: it explores nothing")
+    _budget(spec, options)
     return ",".join(parts), options
 
 
@@ -116,6 +125,20 @@ def _objective(spec: str, options: Mapping[str, str]) -> Objective:
         return parse(options["objective"])
     except ValueError as error:
         raise _wrong(spec, f"cannot be: {error}") from None
+
+
+def _budget(spec: str, options: Mapping[str, str]) -> Budget:
+    """Seconds of predicted regret in all, or a share of the predicted cost; without a bound where none is given."""
+    if "budget" not in options:
+        return Budget()
+    given = options["budget"]
+    try:
+        number = float(given.removesuffix("%"))
+    except ValueError:
+        number = -1.0
+    if not 0.0 <= number < inf:
+        raise _wrong(spec, f"has budget={given}, should be seconds, or a share as in 1%, 0 or above")
+    return Budget(share=number / 100) if given.endswith("%") else Budget(seconds=number)
 
 
 def _switch(spec: str, options: Mapping[str, str], key: str) -> bool:

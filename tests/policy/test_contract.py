@@ -33,6 +33,8 @@ SPECS = (
     "cheapest:boosted,online=on",
     "explore:analytic",
     "explore:boosted",
+    "explore:boosted,budget=0.01",
+    "explore:boosted,budget=1%",
     "explore:boosted,online=on,objective=victim",
 )
 

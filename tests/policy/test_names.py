@@ -44,7 +44,7 @@ def test_options_follow_the_cost_model_and_leave_its_name_alone() -> None:
     for spec in ("cheapest:a,b.json,online=on,objective=victim", "explore:x=y", "cheapest:a,online=off"):
         load(spec, lambda name: asked.append(name) or fitted_model("linear"))  # type: ignore[func-returns-value]
     assert asked == ["a,b.json", "x=y", "a"]
-    with pytest.raises(ValueError, match="the option 'speed'; the options are online, objective"):
+    with pytest.raises(ValueError, match="the option 'speed'; the options are online, objective, budget"):
         load("cheapest:linear,speed=1", fitted_model)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from kvpolicy.cost.dataset import measured
-from kvpolicy.evaluation import evaluate
+from kvpolicy.evaluation.replay import evaluate
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
 from kvpolicy_vllm.bench.breakeven import Costs, break_even_link, flag

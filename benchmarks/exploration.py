@@ -1,0 +1,230 @@
+"""Explore, estimate, then do it: what a log says two policies would cost, beside really serving with them. Simulated.
+
+    python benchmarks/exploration.py [--requests N] [--workloads N] [--json FILE]
+
+The built-in simulator serves a made-up overload on made-up hardware (no device is measured here):
+1. once with a coin, from whose log alone a cost model is trained (one option seen per situation);
+2. with `explore` by that model: as if it knew nothing of its errors (every interval infinite: a coin wherever both
+   options are feasible), the same within a budget of predicted regret, and as trained;
+3. with always-recompute and always-swap.
+From each log of 2, both policies of 3 are estimated, or refused. What is estimated is their cost *in the states of the
+log*: "same states" is what the cost model of 1, which comes close to the simulator's own law, says it is there.
+Serving with a policy brings about other states: "served" is what it cost then, and no estimate owes agreement with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from kvpolicy import cost, policy
+from kvpolicy.cost import CostModel, FittedModel
+from kvpolicy.cost.intervals import unbounded
+from kvpolicy.cost.loggedtraining import LogTrainReport, train_logged
+from kvpolicy.evaluation.logged import Floats, Log, log_of
+from kvpolicy.evaluation.offpolicy import Estimate, Judgement, judge
+from kvpolicy.events import KINDS
+from kvpolicy.hardware import Geometry
+from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
+from kvpolicy.trace import Trace
+from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, random_arrivals
+
+GEOMETRY = Geometry(
+    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256, weight_bytes=2,
+    kv_bytes=2, dtype="bfloat16",
+)  # fmt: skip
+BLOCK_SIZE = 16
+SERVER = Server(
+    block_size=BLOCK_SIZE,
+    block_bytes=BLOCK_SIZE * GEOMETRY.kv_bytes_per_token,
+    device_blocks=1500,
+    host_blocks=6000,
+    token_budget=1024,
+    prefix_caching=False,
+    link=Link(overlapped=False),
+    geometry=GEOMETRY.to_dict(),
+)
+TIMES = ConstantTimes(
+    fixed_s=8e-3, per_part_s=(3e-5, 2e-5, 2e-8, 4e-9, 0.0, 0.0), copy_latency_s=2e-3, copy_bytes_per_s=1.2e10
+)
+CONTEXT_TOKENS = 4096
+RATE_PER_S = 12.0
+FIXED = ("always-recompute", "always-swap")
+ESTIMATORS = ("cross-fitted-dr", "snips")
+BUDGET = "2%"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of exploring."""
+
+    name: str
+    spec: str
+    model: FittedModel
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--workloads", type=int, default=5, help="that many, each of other requests")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    asked = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        report = teach(Path(scratch), asked.requests)
+        model = cost.load(report.out)
+    assert isinstance(model, FittedModel)
+    print(report.text(), end="\n\n")
+    ways = (
+        Way("nothing known", "explore:MODEL", replace(model, intervals=unbounded())),
+        Way(f"within {BUDGET}", f"explore:MODEL,budget={BUDGET}", replace(model, intervals=unbounded())),
+        Way("as trained", "explore:MODEL", model),
+    )
+    rows = []
+    for seed in track(range(1, asked.workloads + 1), "workloads", console=Console(stderr=True)):
+        rows += compared(made_up(seed, asked.requests), ways, seed)
+    show(rows)
+    if asked.json:
+        asked.json.write_text(json.dumps({"trained": report.to_dict(), "rows": rows}, indent=2) + "\n")
+    return 0
+
+
+def made_up(seed: int, requests: int) -> Workload:
+    """An overload: lengths of reasoning, which grows while it is served, and Poisson arrivals."""
+    made = all_at_once(DEEPSEEK_R1, requests, seed, CONTEXT_TOKENS, scale=0.3)
+    return made.arriving(random_arrivals(requests, RATE_PER_S, random.Random(seed)))
+
+
+def served(workload: Workload, spec: str, seed: int, model: CostModel | None = None) -> tuple[Run, Trace]:
+    def loader(_: str) -> CostModel:
+        assert model is not None
+        return model
+
+    run = Builtin().run(workload, policy.load(spec, loader), SERVER, TIMES, seed, MemorySink())
+    assert run.trace is not None
+    return run, run.trace
+
+
+def teach(folder: Path, requests: int) -> LogTrainReport:
+    """A cost model from the log of a coin."""
+    _, trace = served(made_up(0, requests), "random:0.5", 0)
+    trace.write(folder / "log")
+    return train_logged([folder / "log"], folder / "model", "analytic", 0, False)
+
+
+def compared(workload: Workload, ways: Sequence[Way], seed: int) -> list[dict[str, Any]]:
+    really = {}
+    for name in FIXED:
+        run, trace = served(workload, name, seed)
+        really[name] = log_of({name: trace}), run
+    rows = []
+    for way in ways:
+        run, trace = served(workload, way.spec, seed, way.model)
+        log = log_of({way.name: trace})
+        targets = {name: log.targets(policy.load(name)) for name in FIXED}
+        report = judge(log, targets, seed, ESTIMATORS)
+        for one in report.policies:
+            same_s = in_these_states(way.model, log, targets[one.policy])
+            rows.append(
+                row_of(way, seed, log, trace, one, same_s, really[one.policy]) | {"throughput_tok_s": _rate(run)}
+            )
+    return rows
+
+
+def in_these_states(model: FittedModel, log: Log, target: Floats) -> float:
+    """Mean predicted cost of what a policy does in a log's situations, seconds."""
+    total_s = 0.0
+    for situation, options, shares in zip(log.situations, log.options, target, strict=True):
+        costs = model.predict(situation, options)
+        total_s += sum(
+            shares[KINDS.index(option.kind)] * cost.engine_s for option, cost in zip(options, costs, strict=True)
+        )
+    return float(total_s) / len(log)
+
+
+def row_of(
+    way: Way, seed: int, log: Log, trace: Trace, one: Judgement, same_s: float, really: tuple[Log, Run]
+) -> dict[str, Any]:  # fmt: skip
+    served_log, run = really
+    served_s = float(served_log.cost_s[served_log.known].mean())
+    told = {
+        found.estimator: {
+            "value_s": found.value_s, "low_s": found.low_s, "high_s": found.high_s,
+            "off": found.value_s / same_s - 1, "off_served": found.value_s / served_s - 1,
+            "holds": _holds(found, same_s), "holds_served": _holds(found, served_s),
+        }
+        for found in one.estimates
+    }  # fmt: skip
+    last = json.loads(trace.rows("decisions", ("state",))[-1]["state"])
+    return {
+        "way": way.name, "workload": seed, "policy": one.policy, "preemptions": len(log),
+        "left_to_chance": float((log.probability.max(axis=1) < 1).mean()), "budget": last,
+        "mean_cost_s": float(log.cost_s[log.known].mean()), "estimates": told, "refused": list(one.refused),
+        "same_states_s": same_s, "served_s": served_s, "served_preemptions": len(served_log),
+        "served_throughput_tok_s": _rate(run),
+    }  # fmt: skip
+
+
+def _holds(found: Estimate, value_s: float) -> bool:
+    return found.low_s is not None and found.high_s is not None and bool(found.low_s <= value_s <= found.high_s)
+
+
+def _rate(run: Run) -> float:
+    return run.summary.throughput_tok_s
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="mean cost per preemption, ms: estimated from an explored log, and really served")
+    for name in ("explored", "workload", "preemptions", "by chance", "its cost", "policy"):
+        table.add_column(name)
+    for name in (*ESTIMATORS, "same states", "served", "its preemptions"):
+        table.add_column(name)
+    for row in rows:
+        told = [_told(row["estimates"].get(name)) for name in ESTIMATORS]
+        table.add_row(
+            row["way"], str(row["workload"]), str(row["preemptions"]), f"{row['left_to_chance']:.0%}",
+            f"{1e3 * row['mean_cost_s']:.2f}", row["policy"], *told, f"{1e3 * row['same_states_s']:.2f}",
+            f"{1e3 * row['served_s']:.2f}", str(row["served_preemptions"]),
+        )  # fmt: skip
+    Console(width=180).print(table)
+    for why in sorted({re.sub(r"[-\d.,%\[\] ]+", " ", why.split(";")[0].split(":")[0]) for why in _refusals(rows)}):
+        print(f"refused: {why.strip()}")
+    for row in rows:
+        if "spent_s" in row["budget"] and row["policy"] == FIXED[0]:
+            spent, cheapest = row["budget"]["spent_s"], row["budget"]["cheapest_s"]
+            print(
+                f"budget, workload {row['workload']}: spent {spent:.4g} s, {spent / cheapest:.2%} of {cheapest:.4g} s"
+            )
+    for name in ESTIMATORS:
+        some = [row["estimates"][name] for row in rows if name in row["estimates"]]
+        for what, suffix in (("what the same states cost", ""), ("what was served", "_served")):
+            if some:
+                off = median(abs(one[f"off{suffix}"]) for one in some)
+                held = sum(one[f"holds{suffix}"] for one in some)
+                print(f"{name}: {held} of {len(some)} intervals hold {what}, median off {off:.1%}")
+
+
+def _refusals(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    return (why for row in rows for why in row["refused"])
+
+
+def _told(one: dict[str, Any] | None) -> str:
+    if one is None:
+        return "refused"
+    return f"{1e3 * one['value_s']:.2f} [{1e3 * one['low_s']:.2f}, {1e3 * one['high_s']:.2f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

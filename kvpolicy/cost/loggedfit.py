@@ -1,0 +1,270 @@
+"""A cost model from logs: each option's law and residual from its own records, which stand for 1 / chance situations.
+
+The direct method, importance-weighted: with weights the law is the best one for all situations, not only for those in
+which the logging policy liked the option; that matters where no law is quite right. A weight is at most
+:data:`MOST_WEIGHT`, and how many were more is told. Weights enter as copies of a record, as the fits know no others.
+
+Intervals are split conformal by option, from records of requests unseen in fitting. No situation is seen under both
+options, so the interval of the log ratio is put together from the two: each at 95%, which holds both, and so the
+ratio, at 90% or more whatever they have to do with each other (Bonferroni). It is wider than one from pairs would be.
+Outside the trained range nothing is promised.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, inf
+
+from kvpolicy.cost.analytic import fit_analytic
+from kvpolicy.cost.beyond import Room
+from kvpolicy.cost.boosted import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
+from kvpolicy.cost.coverage import share_held
+from kvpolicy.cost.examples import Example, log_miss, ranges_of
+from kvpolicy.cost.intervals import CONFIDENCE, FEWEST_PER_BIN, PREDICTED, Intervals, conformal_room, unbounded
+from kvpolicy.cost.laws import Law
+from kvpolicy.cost.linear import fit_linear
+from kvpolicy.cost.logged import Record, Records
+from kvpolicy.cost.model import FittedModel, Provenance
+from kvpolicy.cost.store import ForestText, forest_of
+from kvpolicy.events import KINDS, Kind
+from kvpolicy.trace import TraceError
+
+FOLDS = 5
+FEWEST_RECORDS = 30
+"""Of each option: fewer tell no law and no interval."""
+MOST_WEIGHT = 10.0
+RATIO_CONFIDENCE = (1 + CONFIDENCE) / 2
+"""Of each option's interval in that of the ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedFit:
+    """A model and what has to be stored and said beside it."""
+
+    model: FittedModel
+    forests: Mapping[Kind, ForestText]
+    trees: Mapping[Kind, int]
+    notes: tuple[str, ...]
+
+
+def fit_logged(family: str, training: Records, provenance: Provenance, seed: int) -> LoggedFit:
+    """Fit to all of ``training``; intervals from folds, in which each request is predicted by a fit without it.
+
+    Raises TraceError, naming the option, for one with fewer than 30 records.
+    """
+    by_kind = {kind: training.under(kind) for kind in KINDS}
+    for kind, some in by_kind.items():
+        if len(some) < FEWEST_RECORDS:
+            raise TraceError(
+                f"table decisions: {len(some)} records to learn {kind} from, at least {FEWEST_RECORDS} are needed; "
+                "let the server's policy leave more to chance (explore:COST_MODEL), or profile"
+            )
+    notes: list[str] = []
+    folds = _folds(training.records, seed)
+    trees = _tree_counts(family, training, folds, seed, notes)
+    missed: dict[Kind, list[tuple[Record, float]]] = {kind: [] for kind in KINDS}
+    for seen, unseen in folds:
+        one, _ = _fit_once(family, training, seen, provenance, trees, unbounded(), seed)
+        for record in unseen:
+            missed[record.kind].append((record, miss(one, record)))
+    intervals = intervals_of(missed)
+    if inf in [side for rooms in intervals.inside.values() for room in rooms for side in room]:
+        notes.append("too few records for 90% intervals in some bin: infinite there")
+    notes.append("intervals hold the cost of a single preemption, its noise included; infinite outside the range")
+    model, forests = _fit_once(family, training, training.records, provenance, trees, intervals, seed)
+    return LoggedFit(model, forests, trees, tuple(notes))
+
+
+def weight_of(record: Record) -> float:
+    """How many situations a record stands for, clipped."""
+    return min(1.0 / record.chance, MOST_WEIGHT)
+
+
+def clipped(records: Sequence[Record]) -> int:
+    """Records whose weight is more than what it is clipped to."""
+    return sum(1.0 / record.chance > MOST_WEIGHT for record in records)
+
+
+def copied(records: Sequence[Record]) -> tuple[Example, ...]:
+    """Each record's example as often as it weighs, rounded so that no sum of weights is off by one."""
+    found: list[Example] = []
+    total = 0.0
+    for record in records:
+        before, total = floor(total + 0.5), total + weight_of(record)
+        found += [record.example] * (floor(total + 0.5) - before)
+    return tuple(found)
+
+
+def miss(model: FittedModel, record: Record) -> float:
+    """log(measured / predicted)."""
+    example = record.example
+    return log_miss(record.engine_s, model.seconds(record.kind, example.x), model.floor_s[record.kind])
+
+
+# ---- fitting ----
+
+
+def _folds(records: Sequence[Record], seed: int) -> list[tuple[list[Record], list[Record]]]:
+    hand = dealt_requests(records, FOLDS, random.Random(seed))
+    return [
+        ([r for r in records if hand[r.request] != one], [r for r in records if hand[r.request] == one])
+        for one in range(FOLDS)
+    ]
+
+
+def dealt_requests(records: Sequence[Record], hands: int, rng: random.Random) -> dict[str, int]:
+    """A hand for each request."""
+    names = sorted({record.request for record in records})
+    rng.shuffle(names)
+    return {name: number % hands for number, name in enumerate(names)}
+
+
+def _examples(records: Sequence[Record]) -> dict[Kind, tuple[Example, ...]]:
+    return {kind: copied([record for record in records if record.kind == kind]) for kind in KINDS}
+
+
+def _laws(family: str, examples: Mapping[Kind, tuple[Example, ...]], training: Records) -> dict[Kind, Law]:
+    if family == "linear":
+        return fit_linear(examples, training.floor_s)
+    return fit_analytic(examples, (), training.floor_s, training.budget_tokens)
+
+
+def _tree_counts(
+    family: str,
+    training: Records,
+    folds: Sequence[tuple[list[Record], list[Record]]],
+    seed: int,
+    notes: list[str],
+) -> dict[Kind, int]:
+    trees: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    if family != "boosted":
+        return trees
+    seen_and_unseen = [(_examples(seen), _examples(unseen)) for seen, unseen in folds]
+    laws = [_laws(family, seen, training) for seen, _ in seen_and_unseen]
+    for kind in KINDS:
+        if len(training.under(kind)) < FEWEST_STATES:
+            notes.append(f"{kind}: under {FEWEST_STATES} records: physics alone, no residual was learned")
+            continue
+        floor_s = training.floor_s[kind]
+        trees[kind] = choose_tree_count(
+            [
+                Fold(Target(kind, seen[kind], law[kind], floor_s), Target(kind, unseen[kind], law[kind], floor_s))
+                for (seen, unseen), law in zip(seen_and_unseen, laws, strict=True)
+                if unseen[kind]
+            ],
+            seed,
+        )
+        if not trees[kind]:
+            notes.append(f"{kind}: a learned residual did not help on unseen records; physics alone")
+    return trees
+
+
+def _fit_once(
+    family: str,
+    training: Records,
+    records: Sequence[Record],
+    provenance: Provenance,
+    trees: Mapping[Kind, int],
+    intervals: Intervals,
+    seed: int,
+) -> tuple[FittedModel, dict[Kind, ForestText]]:
+    examples, floor_s = _examples(records), training.floor_s
+    laws = _laws(family, examples, training)
+    forests = {
+        kind: fit_residual(Target(kind, examples[kind], laws[kind], floor_s[kind]), trees[kind], seed)
+        for kind in KINDS
+        if trees[kind]
+    }
+    assert all(forest.inputs == INPUTS[kind] for kind, forest in forests.items())
+    model = FittedModel(
+        "",
+        provenance,
+        laws,
+        {kind: forest_of(text) for kind, text in forests.items()},
+        {kind: ranges_of(examples[kind]) for kind in KINDS},
+        floor_s,
+        intervals,
+        step_time=training.step_time,
+    )
+    return model, forests
+
+
+# ---- intervals ----
+
+
+def intervals_of(missed: Mapping[Kind, Sequence[tuple[Record, float]]]) -> Intervals:
+    """By length, powers of two joined until a bin holds 30 records of either option."""
+    edges = _edges(missed)
+    bins = len(edges) + 1
+    scores: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(bins)] for kind in KINDS}
+    for kind, some in missed.items():
+        for record, one in some:
+            scores[kind][sum(edge <= record.situation.computed_tokens for edge in edges)].append(one)
+    inside: dict[str, tuple[Room, ...]] = {kind: tuple(map(conformal_room, scores[kind])) for kind in KINDS}
+    inside["ratio"] = tuple(
+        ratio_room(*(conformal_room(scores[kind][number], RATIO_CONFIDENCE) for kind in KINDS))
+        for number in range(bins)
+    )
+    states = tuple(min(len(scores[kind][number]) for kind in KINDS) for number in range(bins))
+    return Intervals(edges, ((),) * bins, inside, inside, dict.fromkeys(PREDICTED, inf), states)
+
+
+def ratio_room(recompute: Room, swap: Room) -> Room:
+    """Around log(swap / recompute), of room around either: the ratio is low where swap is low and recompute high."""
+    return swap[0] + recompute[1], swap[1] + recompute[0]
+
+
+def _edges(missed: Mapping[Kind, Sequence[tuple[Record, float]]]) -> tuple[float, ...]:
+    """Tokens at which bins begin, but the first."""
+    counts: dict[int, dict[Kind, int]] = {}
+    for kind, some in missed.items():
+        for record, _ in some:
+            octave = record.situation.computed_tokens.bit_length()
+            counts.setdefault(octave, dict.fromkeys(KINDS, 0))[kind] += 1
+    starts: list[int] = []
+    held = dict.fromkeys(KINDS, 0)
+    for octave in sorted(counts):
+        if not starts or min(held.values()) >= FEWEST_PER_BIN:
+            starts.append(octave)
+            held = dict.fromkeys(KINDS, 0)
+        held = {kind: held[kind] + counts[octave][kind] for kind in KINDS}
+    if len(starts) > 1 and min(held.values()) < FEWEST_PER_BIN:
+        starts.pop()
+    return tuple(float(1 << (octave - 1)) for octave in starts[1:])
+
+
+# ---- judging ----
+
+
+def held_out_scores(model: FittedModel, held: Sequence[Record]) -> dict[str, object]:
+    """Errors on records of unseen requests, |log(measured / predicted)|, weighted as in fitting; and coverage."""
+    scores: dict[str, object] = {"records": len(held)}
+    for kind in KINDS:
+        mine = [record for record in held if record.kind == kind]
+        if not mine:
+            continue
+        weights = [weight_of(record) for record in mine]
+        missed = [miss(model, record) for record in mine]
+        by_law = [log_miss(r.engine_s, model.law_seconds(kind, r.example.x), model.floor_s[kind]) for r in mine]
+        scores[kind] = {
+            "records": len(mine),
+            "mean_error": _mean([abs(one) for one in missed], weights),
+            "bias": _mean(missed, weights),
+            "law_mean_error": _mean([abs(one) for one in by_law], weights),
+            "coverage": share_held([_holds(model, r, one) for r, one in zip(mine, missed, strict=True)]),
+        }
+    return scores
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _holds(model: FittedModel, record: Record, missed: float) -> bool:
+    x = record.example.x
+    number = model.intervals.bin_of(record.situation.computed_tokens, record.situation.running_requests)
+    outside, distance = bool(model.outside(record.kind, x)), model.distance(record.kind, x)
+    below, above = model.intervals.room(record.kind, number, outside, distance)
+    return -below <= missed <= above
