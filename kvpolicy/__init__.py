@@ -1,7 +1,8 @@
 """kvpolicy: recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.
 
 The steps of the loop are functions here, with the arguments of the commands: :func:`profile`, :func:`train`,
-:func:`calibrate`, :func:`evaluate`, :func:`explain`, :func:`demo`. They are loaded on first use: a server that only
+:func:`calibrate`, :func:`evaluate`, :func:`explain`, :func:`demo`; :func:`import_profile` makes a
+simulator's hardware from published tables. They are loaded on first use: a server that only
 decides must not load the trainers.
 """
 
@@ -14,16 +15,18 @@ if TYPE_CHECKING:
     from kvpolicy.engines import demo, profile
     from kvpolicy.evaluation import evaluate
     from kvpolicy.explaining import explain
+    from kvpolicy.simulator.profiles import import_profile
     from kvpolicy.training import calibrate, train
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "calibrate", "demo", "evaluate", "explain", "profile", "train"]
+__all__ = ["__version__", "calibrate", "demo", "evaluate", "explain", "import_profile", "profile", "train"]
 
 _HOMES = {
     "calibrate": "kvpolicy.training",
     "demo": "kvpolicy.engines",
     "evaluate": "kvpolicy.evaluation",
     "explain": "kvpolicy.explaining",
+    "import_profile": "kvpolicy.simulator.profiles",
     "profile": "kvpolicy.engines",
     "train": "kvpolicy.training",
 }

@@ -234,6 +234,45 @@ def demo(
     _show(kvpolicy.demo(out=out, quick=quick, seed=seed))
 
 
+@app.command("import-profile")
+def import_profile(
+    tables: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TABLE...", help="Files of operator times as LLMServingSim, Vidur or AIConfigurator publish them."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the hardware model.")],
+    geometry: Annotated[Path, typer.Option(metavar="CONFIG", help="The LLM's config.json, or its folder.")],
+    ranks: Annotated[int, typer.Option(help="Tensor-parallel ranks; the tables have to be of one rank's share.")] = 1,
+    device: Annotated[str | None, typer.Option(help="The device's name where the tables do not tell it.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Host link, by name (pcie4, pcie5, ...) or BYTES_PER_S[,LATENCY_S].")
+    ] = None,
+    step_s: Annotated[float, typer.Option(help="The engine's own time per step, s: no table holds it.")] = 0.0,
+    chunk_step_s: Annotated[float, typer.Option(help="More of it per step that computes part of a prompt, s.")] = 0.0,
+    uneven: Annotated[
+        float, typer.Option(help="Share by which attention of uneven contexts takes longer than of even ones.")
+    ] = 0.0,
+    engine_source: Annotated[str, typer.Option(help="Where those three were measured.")] = "",
+) -> None:
+    """Make the simulator's hardware model from published tables of operator times."""
+    _show(
+        kvpolicy.import_profile(
+            tables=tables,
+            out=out,
+            geometry=geometry,
+            ranks=ranks,
+            device=device,
+            link=link,
+            step_s=step_s,
+            chunk_step_s=chunk_step_s,
+            uneven=uneven,
+            engine_source=engine_source,
+        )
+    )
+
+
 def _show(report: Any) -> None:
     if report is not None:
         typer.echo(report.text())

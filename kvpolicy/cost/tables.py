@@ -100,10 +100,16 @@ def tables_in(folder: Path) -> tuple[list[Table], list[str]]:
 
 def read_table(file: Path) -> list[Table]:
     """The tables in one file. Raises :class:`TableError` for an unknown layout too."""
+    layout, rows = rows_of(file)
+    return list(_tables(file, layout, rows))
+
+
+def rows_of(file: Path) -> tuple[Layout, Rows]:
+    """A file's layout and columns as they stand in it. Raises :class:`TableError` for an unknown layout too."""
     layout, rows = _recognised(file)
     if layout is None:
         raise TableError(f"{file}: not in a known layout; its columns are {', '.join(rows.names)}")
-    return list(_tables(file, layout, rows))
+    return layout, rows
 
 
 def _recognised(file: Path) -> tuple[Layout | None, Rows]:

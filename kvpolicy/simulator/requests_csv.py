@@ -1,0 +1,103 @@
+"""Requests of a measured run, one a row, as LLMServingSim's benchmark writes them: replayed, and judged by their times.
+
+Columns: ``input_toks``, ``output_toks``, ``client_arrival_s``; of a run also ``scheduled_ts``, ``first_token_ts`` and
+``last_token_ts``, all in seconds from one origin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+from numpy.typing import NDArray
+
+from kvpolicy.workload import Request, Workload
+
+Floats = NDArray[np.float64]
+
+COUNTS = ("input_toks", "output_toks")
+ARRIVAL = "client_arrival_s"
+STAMPS = ("scheduled_ts", "first_token_ts", "last_token_ts")
+
+
+class RequestsError(ValueError):
+    """A file of requests that cannot be replayed; the message names file, row and column."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """What a server took for each request. Arrays are in the order of the workload; seconds from its origin."""
+
+    workload: Workload
+    scheduled_s: Floats
+    first_token_s: Floats
+    last_token_s: Floats
+
+    @property
+    def arrival_s(self) -> Floats:
+        return np.array([request.arrival_s for request in self.workload], np.float64)
+
+    @property
+    def output_tokens(self) -> Floats:
+        return np.array([request.output_tokens for request in self.workload], np.float64)
+
+
+def measured_requests(path: Path | str) -> Workload:
+    """The requests of a measured run, by arrival; they share no prefixes. Raises :class:`RequestsError`."""
+    file = Path(path)
+    return _workload(file, _columns(file, (*COUNTS, ARRIVAL)))
+
+
+def measured_run(path: Path | str) -> MeasuredRun:
+    """The same and what was measured. Raises :class:`RequestsError`, also for times in an impossible order."""
+    file = Path(path)
+    found = _columns(file, (*COUNTS, ARRIVAL, *STAMPS))
+    for earlier, later in pairwise(STAMPS):
+        _refuse(file, found[later] < found[earlier], later, found[later], f"no earlier than {earlier}")
+    return MeasuredRun(_workload(file, found), *(found[name][_order(found)] for name in STAMPS))
+
+
+def _order(found: dict[str, Floats]) -> NDArray[np.int64]:
+    """A log may be written in the order in which requests ended."""
+    return np.argsort(found[ARRIVAL], kind="stable")
+
+
+def _workload(file: Path, found: dict[str, Floats]) -> Workload:
+    columns = (found[name][_order(found)].tolist() for name in (ARRIVAL, *COUNTS))
+    requests = tuple(
+        Request(arrival, int(prompt), int(output)) for arrival, prompt, output in zip(*columns, strict=True)
+    )
+    return Workload(file.name.partition(".")[0], requests, seed=0, source=file.name)
+
+
+def _columns(file: Path, names: tuple[str, ...]) -> dict[str, Floats]:
+    try:
+        table = pyarrow.csv.read_csv(file)
+    except (pa.ArrowException, OSError) as error:
+        raise RequestsError(f"{file}: cannot be read: {error}") from error
+    missing = [name for name in names if name not in table.column_names]
+    if missing:
+        raise RequestsError(f"{file}: no column {missing[0]}; there are {', '.join(table.column_names)}")
+    found = {name: _numbers(file, name, table[name]) for name in names}
+    for name in COUNTS:
+        values = found[name]
+        _refuse(file, (values < 1) | (values != np.floor(values)), name, values, "a whole number of 1 or more")
+    return found
+
+
+def _numbers(file: Path, name: str, column: pa.ChunkedArray) -> Floats:
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        raise RequestsError(f"{file}: column {name} is {column.type}, should hold numbers")
+    values = np.asarray(column.cast(pa.float64()).fill_null(float("nan")).to_numpy(), np.float64)
+    _refuse(file, ~np.isfinite(values) | (values < 0), name, values, "a number, 0 or above")
+    return values
+
+
+def _refuse(file: Path, bad: NDArray[np.bool_], name: str, values: Floats, should: str) -> None:
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise RequestsError(f"{file}, row {row}: {name} is {float(values[row])!r}, should be {should}")

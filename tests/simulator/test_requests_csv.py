@@ -1,0 +1,59 @@
+"""Measured runs are read as workloads, and refused by file, row and column."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.simulator.requests_csv import RequestsError, measured_requests, measured_run
+from kvpolicy.workload import Request
+
+HEAD = "request_id,input_toks,output_toks,queued_ts,scheduled_ts,first_token_ts,last_token_ts,client_arrival_s"
+ROWS = ("b,20,3,1.5,1.6,1.7,2.0,1.5", "a,10,2,0.0,0.1,0.2,0.3,0.0")
+
+
+def written(folder: Path, *rows: str, head: str = HEAD) -> Path:
+    file = folder / "run_requests.csv.gz"
+    file.write_bytes(gzip.compress("\n".join((head, *rows, "")).encode()))
+    return file
+
+
+def test_requests_come_in_the_order_of_arrival_whatever_the_files(tmp_path: Path) -> None:
+    file = written(tmp_path, *ROWS)
+    workload = measured_requests(file)
+    assert workload.requests == (Request(0.0, 10, 2), Request(1.5, 20, 3))
+    assert (workload.name, workload.source) == ("run_requests", "run_requests.csv.gz")
+    run = measured_run(file)
+    assert run.workload == workload
+    assert run.scheduled_s.tolist() == [0.1, 1.6]
+    assert run.first_token_s.tolist() == [0.2, 1.7]
+    assert run.last_token_s.tolist() == [0.3, 2.0]
+
+
+def test_requests_alone_need_no_times(tmp_path: Path) -> None:
+    file = written(tmp_path, "5,7,0.25", head="input_toks,output_toks,client_arrival_s")
+    assert measured_requests(file).requests == (Request(0.25, 5, 7),)
+    with pytest.raises(RequestsError, match="no column scheduled_ts"):
+        measured_run(file)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("a,0,2,0,0,0,0,0.0", r"row 1: input_toks is 0\.0, should be a whole number"),
+        ("a,1.5,2,0,0,0,0,0.0", r"row 1: input_toks is 1\.5"),
+        ("a,1,,0,0,0,0,0.0", "row 1: output_toks is nan"),
+        ("a,1,2,0,0,0,0,-1", r"row 1: client_arrival_s is -1\.0, should be a number, 0 or above"),
+        ("a,1,2,0,0,0,0,inf", "row 1: client_arrival_s is inf"),
+        ("a,1,two,0,0,0,0,0.0", "column output_toks is string"),
+        ("a,1,2,0,2.0,1.0,3.0,0.0", r"row 1: first_token_ts is 1\.0, should be no earlier than scheduled_ts"),
+        ("a,1,2", "cannot be read"),
+    ],
+)
+def test_a_damaged_row_is_refused_by_row_and_column(tmp_path: Path, row: str, said: str) -> None:
+    file = written(tmp_path, ROWS[0], row)
+    with pytest.raises(RequestsError, match=said) as refused:
+        measured_run(file)
+    assert str(file) in str(refused.value)
