@@ -22,12 +22,14 @@ from pathlib import Path
 import numpy as np
 from fidelity_real import BAR, FIGURES, Judgement, Session, as_dict, differing_pairs, errors, judge
 from fidelity_record import KINDS, POLICIES, Extent, record
+from fidelity_steps import Stepwise, as_dicts, stepwise
 from rich.console import Console
 from rich.table import Table
 
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy_vllm.simulator import VllmScheduler
 
+WIDTH = 150
 QUICK = Extent(requests=12, blocks=2, kinds=KINDS[:1], policies=POLICIES[:2])
 
 
@@ -44,22 +46,24 @@ def main() -> None:
         record(options.real, number, QUICK if options.quick else Extent(), options.llm)
     try:
         sessions, judgements = judge(options.real, (Builtin(), VllmScheduler()))
+        steps = stepwise(sessions)
     except ValueError as error:
         parser.error(str(error))
     show(sessions, judgements)
+    show_steps(Console(width=WIDTH), steps)
     if options.json:
-        options.json.write_text(json.dumps(as_dict(sessions, judgements), indent=2) + "\n")
+        told = as_dict(sessions, judgements) | {"step_by_step": as_dicts(steps)}
+        options.json.write_text(json.dumps(told, indent=2) + "\n")
 
 
 def show(sessions: Sequence[Session], judgements: Sequence[Judgement]) -> None:
-    out = Console(width=150)
+    out = Console(width=WIDTH)
     told = ", ".join(f"{session.times.error:.0%} of {session.times.steps} steps" for session in sessions)
     out.print(f"{len(sessions)} sessions; a step's time is missed by a mean of {told}", highlight=False)
     for found in judgements:
         out.rule(f"engine {found.engine}")
         _show_cells(out, found)
         _show_errors(out, found)
-        _show_steps(out, found)
         _show_pairs(out, found)
         out.print(f"{found.real_s:.0f} s served, {found.wall_s:.1f} s simulated", highlight=False)
 
@@ -87,17 +91,23 @@ def _show_errors(out: Console, found: Judgement) -> None:
     out.print(table)
 
 
-def _show_steps(out: Console, found: Judgement) -> None:
-    whole = sum(alike == steps for _, _, alike, steps in found.stepwise)
-    alike, steps = (sum(row[place] for row in found.stepwise) for place in (2, 3))
-    out.print(
-        f"all at once, policies without chance: {whole} of {len(found.stepwise)} runs are alike in every step; {alike} "
-        f"of {steps} steps before the first difference",
-        highlight=False,
-    )
-    for workload, name, same, of in found.stepwise:
-        if same != of:
-            out.print(f"  {workload}, {name}: differs from step {same} of {of} on", highlight=False)
+def show_steps(out: Console, found: Sequence[Stepwise]) -> None:
+    """Whether the schedule is foretold where no time has to be."""
+    table = Table(
+        "workload", "policy", "runs", "alike throughout", "steps alike", "preemptions", "recomputed tokens",
+        title="the schedule alone, each step given its real duration: real and simulated, all runs together",
+    )  # fmt: skip
+    for workload, name in dict.fromkeys((one.workload, one.policy) for one in found):
+        runs = [one for one in found if (one.workload, one.policy) == (workload, name)]
+        whole = sum(one.alike == one.steps for one in runs)
+        alike, steps = sum(one.alike for one in runs), sum(one.steps for one in runs)
+        counted = (
+            tuple(sum(getattr(one, what)[side] for one in runs) for side in (0, 1))
+            for what in ("preemptions", "recomputed_tokens")
+        )
+        shown = (f"{real}, {simulated}" for real, simulated in counted)
+        table.add_row(workload, name, str(len(runs)), str(whole), f"{alike} of {steps}", *shown)
+    out.print(table)
 
 
 def _show_pairs(out: Console, found: Judgement) -> None:

@@ -18,7 +18,6 @@ from kvpolicy import policy
 from kvpolicy.cost.nonnegative import robust_nonnegative_fit
 from kvpolicy.simulator import Link, Server, Simulator, StepLoad, Summary, Tail
 from kvpolicy.simulator.protocol import Direction
-from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.simulator.times import linear
 from kvpolicy.trace import Header, Trace, read
 from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
@@ -27,8 +26,6 @@ Floats = NDArray[np.float64]
 Rows = list[dict[str, Any]]
 
 PARTS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")
-STEP_BY_STEP = (*PARTS, "scheduled_requests", "running_requests", "waiting_requests", "used_blocks")
-COUNTED = ("recomputed_tokens", "preemptions", "saves", "loads")
 FIGURES: dict[str, Callable[[Any], float]] = {
     "mean e2e": lambda told: told.e2e_s.mean,
     "p99 e2e": lambda told: told.e2e_s.p99,
@@ -133,8 +130,6 @@ class Judgement:
 
     engine: str
     cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
-    stepwise: list[tuple[str, str, int, int]] = field(default_factory=list)
-    """Of runs whose schedule no clock decides: workload, policy, steps that are alike from the start on, steps."""
     real_s: float = 0.0
     wall_s: float = 0.0
 
@@ -156,11 +151,11 @@ def _session(folder: Path, number: int, runs: Sequence[Real]) -> Session:
     trace = read(folder / f"session-{number}" / "trace")
     (header,) = trace.headers.values()
     known = [run for run in runs if not run.kept_out]
-    times = calibrated(_within(trace.rows("steps"), known), _within(trace.rows("transfers"), known))
+    times = calibrated(within(trace.rows("steps"), known), within(trace.rows("transfers"), known))
     return Session(trace, header, times, tuple(run for run in runs if run.kept_out))
 
 
-def _within(rows: Rows, runs: Sequence[Real]) -> Rows:
+def within(rows: Rows, runs: Sequence[Real]) -> Rows:
     """Rows that begin while one of these runs is served."""
     return [row for row in rows if any(run.begin_s <= row["start_s"] <= run.end_s for run in runs)]
 
@@ -202,31 +197,13 @@ def _judged(engine: Simulator, sessions: Sequence[Session]) -> Judgement:
     found = Judgement(engine.name)
     for session in sessions:
         for run in session.kept_out:
-            done = engine.run(
-                run.work, policy.load(run.policy), session.server, session.times, run.session, MemorySink()
-            )
+            done = engine.run(run.work, policy.load(run.policy), session.server, session.times, run.session)
             cell = found.cells.setdefault((run.workload, run.policy), Cell())
             cell.real.append(Told.of(run))
             cell.simulated.append(done.summary)
             found.real_s += run.makespan_s
             found.wall_s += done.summary.simulator_wall_s
-            if run.timeless:
-                assert done.trace is not None
-                real = _computing(_within(session.trace.rows("steps"), [run]))
-                found.stepwise.append((run.workload, run.policy, *_alike(real, _computing(done.trace.rows("steps")))))
     return found
-
-
-def _computing(rows: Rows) -> Rows:
-    return sorted((row for row in rows if row["scheduled_tokens"]), key=lambda row: float(row["start_s"]))
-
-
-def _alike(real: Rows, simulated: Rows) -> tuple[int, int]:
-    names = (*STEP_BY_STEP, *COUNTED)
-    for at, (one, other) in enumerate(zip(real, simulated, strict=False)):
-        if any(one[name] != other[name] for name in names):
-            return at, len(real)
-    return min(len(real), len(simulated)), max(len(real), len(simulated))
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +271,6 @@ def _engine_dict(found: Judgement) -> dict[str, Any]:
         "pairs_that_differ": len(pairs),
         "ranked_the_same": sum(pair.right for pair in pairs),
         "ranked_otherwise": [asdict(pair) for pair in pairs if not pair.right],
-        "step_by_step": [
-            {"workload": workload, "policy": name, "alike": alike, "steps": steps}
-            for workload, name, alike, steps in found.stepwise
-        ],
         "real_s": found.real_s,
         "wall_s": found.wall_s,
     }

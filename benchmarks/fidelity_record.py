@@ -105,11 +105,6 @@ class Real:
     def all_itl_s(self) -> list[float]:
         return [one for later in self.itl_s for one in later]
 
-    @property
-    def timeless(self) -> bool:
-        """Whether no clock and no chance decides about its schedule."""
-        return not any(request.arrival_s for request in self.requests) and not self.policy.startswith("random")
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Real:
         lists = {

@@ -1,0 +1,132 @@
+"""The schedule alone, step by step: each step is given its real duration, and each arrival its place between steps.
+
+What is left to be foretold is who is scheduled, who is preempted, what is computed again. Judged is vLLM's scheduler
+on the virtual clock; that the built-in simulator does the same is what `tests/vllm/test_simulators_agree.py` is for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from fidelity_real import PARTS, Floats, Rows, Session, within
+from fidelity_record import Real
+
+from kvpolicy import policy
+from kvpolicy.simulator import StepLoad
+from kvpolicy.simulator.protocol import Direction
+from kvpolicy.simulator.sinks import MemorySink
+from kvpolicy_vllm.simulator import VllmScheduler
+
+COLUMNS = (
+    *PARTS, "scheduled_requests", "running_requests", "waiting_requests", "used_blocks", "recomputed_tokens",
+    "preemptions", "saves", "loads",
+)  # fmt: skip
+IDLE_S = 1.0
+"""An idle engine waits that long in the replay, whatever it was: nothing depends on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepwise:
+    """One kept-out run, and the same schedule made by the simulator."""
+
+    workload: str
+    policy: str
+    alike: int
+    """Steps that are the same in every column of :data:`COLUMNS`, from the first on."""
+    steps: int
+    preemptions: tuple[int, int]
+    """Real and simulated."""
+    recomputed_tokens: tuple[int, int]
+
+
+class RecordedTimes:
+    """What each step took in one run, copies included. Every step is asked for once, in order."""
+
+    source = "one run as it was recorded"
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self._left = deque(seconds)
+
+    def step_s(self, load: StepLoad) -> float:
+        """A step beyond the recorded ones takes no time: the schedules have parted before."""
+        return self._left.popleft() if self._left else 0.0
+
+    def steps_s(self, loads: Floats) -> Floats:
+        return np.array([self.step_s(StepLoad(*map(int, load))) for load in loads])
+
+    def copy_s(self, direction: Direction, copied_bytes: int, segments: int, segment_bytes: int) -> float:
+        return 0.0
+
+
+def stepwise(sessions: Sequence[Session]) -> list[Stepwise]:
+    """All kept-out runs under policies without chance."""
+    engine = VllmScheduler()
+    return [
+        _stepwise(engine, session, run)
+        for session in sessions
+        for run in session.kept_out
+        if not run.policy.startswith("random")
+    ]
+
+
+def _stepwise(engine: VllmScheduler, session: Session, run: Real) -> Stepwise:
+    rows = sorted(within(session.trace.rows("steps"), [run]), key=lambda row: float(row["start_s"]))
+    came_s = sorted(
+        row["arrival_s"] for row in session.trace.rows("requests") if run.begin_s <= row["arrival_s"] <= run.end_s
+    )
+    work = run.work.arriving(_places(rows, came_s))
+    times = RecordedTimes(list(_seconds(rows)))
+    done = engine.run(work, policy.load(run.policy), session.server, times, run.session, MemorySink())
+    assert done.trace is not None
+    real, simulated = _computing(rows), _computing(done.trace.rows("steps"))
+    preempted, again = ([sum(row[name] for row in told) for told in (real, simulated)] for name in COLUMNS[-4:-2][::-1])
+    alike, steps = _alike(real, simulated)
+    return Stepwise(run.workload, run.policy, alike, steps, (preempted[0], preempted[1]), (again[0], again[1]))
+
+
+def _seconds(rows: Rows) -> Iterator[float]:
+    """Durations of steps that compute; what passed in others before them is theirs."""
+    waited_s = 0.0
+    for row in rows:
+        waited_s += row["duration_s"]
+        if row["scheduled_tokens"]:
+            yield waited_s
+            waited_s = 0.0
+
+
+def _places(rows: Rows, came_s: Sequence[float]) -> list[float]:
+    """Arrivals in the replay's time: each within the step at whose end the real engine took it in, or when idle."""
+    found: list[float] = []
+    clock_s = last_s = 0.0
+    left = deque(came_s)
+    for row in rows:
+        new = 0
+        while left and left[0] < row["start_s"] + row["duration_s"]:
+            left.popleft()
+            new += 1
+        idle = new == row["running_requests"] + row["waiting_requests"]  # nobody else is there
+        clock_s += IDLE_S * idle
+        found += [clock_s if idle else clock_s - last_s / 4] * new
+        if row["scheduled_tokens"]:
+            last_s = row["duration_s"]
+        clock_s += row["duration_s"]
+    return found
+
+
+def _computing(rows: Rows) -> Rows:
+    return sorted((row for row in rows if row["scheduled_tokens"]), key=lambda row: float(row["start_s"]))
+
+
+def _alike(real: Rows, simulated: Rows) -> tuple[int, int]:
+    for at, (one, other) in enumerate(zip(real, simulated, strict=False)):
+        if any(one[name] != other[name] for name in COLUMNS):
+            return at, len(real)
+    return min(len(real), len(simulated)), max(len(real), len(simulated))
+
+
+def as_dicts(found: Sequence[Stepwise]) -> list[dict[str, Any]]:
+    return [{name: getattr(one, name) for name in Stepwise.__slots__} for one in found]
