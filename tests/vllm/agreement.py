@@ -97,7 +97,7 @@ def drawn(seed: int, count: int = 60) -> Case:
         scheduling=scheduling,
         asynchronous=seed // 4 % 2 == 1,
         segment_bytes=rng.choice((None, 8192)),
-        link=rng.choice((Link(), Link(slowdown=0.2), Link(overlapped=False), Link(slowdown=0.1, saves_wait=True))),
+        link=rng.choice((Link(), Link(slowdown=0.2), Link(overlapped=False), Link(slowdown=0.1, saves_wait=False))),
     )
     spec = rng.choice(("always-recompute", "always-swap", "always-swap", "threshold:100", "random:0.5"))
     times = replace(TIMES, copy_bytes_per_s=rng.choice((2e9, 2e8, 2e7)))
