@@ -1,9 +1,9 @@
 """kvpolicy: recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.
 
 The steps of the loop are functions here, with the arguments of the commands: :func:`profile`, :func:`train`,
-:func:`calibrate`, :func:`evaluate`, :func:`explain`, :func:`demo`; :func:`import_profile` makes a
-simulator's hardware from published tables. They are loaded on first use: a server that only
-decides must not load the trainers.
+:func:`calibrate`, :func:`evaluate`, :func:`explain`, :func:`demo`, :func:`simulate`, :func:`recommend`;
+:func:`import_profile` makes a simulator's hardware from published tables. They are loaded on first use: a server that
+only decides must not load the trainers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,22 @@ if TYPE_CHECKING:
     from kvpolicy.evaluation import evaluate
     from kvpolicy.explaining import explain
     from kvpolicy.simulator.profiles import import_profile
+    from kvpolicy.study import recommend, simulate
     from kvpolicy.training import calibrate, train
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "calibrate", "demo", "evaluate", "explain", "import_profile", "profile", "train"]
+__all__ = [
+    "__version__",
+    "calibrate",
+    "demo",
+    "evaluate",
+    "explain",
+    "import_profile",
+    "profile",
+    "recommend",
+    "simulate",
+    "train",
+]
 
 _HOMES = {
     "calibrate": "kvpolicy.training",
@@ -28,6 +40,8 @@ _HOMES = {
     "explain": "kvpolicy.explaining",
     "import_profile": "kvpolicy.simulator.profiles",
     "profile": "kvpolicy.engines",
+    "recommend": "kvpolicy.study.recommend",
+    "simulate": "kvpolicy.study.grid",
     "train": "kvpolicy.training",
 }
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import kvpolicy
-from kvpolicy import engines
+from kvpolicy import cli_study, engines
 from kvpolicy.cost import ModelWarning
 
 app = typer.Typer(
@@ -24,10 +24,11 @@ app = typer.Typer(
 )
 
 POLICIES = (
-    "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL or explore:COST_MODEL; "
-    "a cost model is a folder, the name of one that ships, analytic in a server, or analytic:DEVICE[@LINK]:CONFIG; "
-    "after it may follow ,online=on (measured outcomes correct it), ,objective=OBJECTIVE and, of explore, "
-    ",budget=SECONDS or ,budget=SHARE% (of predicted regret)"
+    "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL, explore:COST_MODEL or "
+    "minwaste:COST_MODEL (InferCept's rule); a cost model is a folder, the name of one that ships, analytic in a "
+    "server or a simulation, or analytic:DEVICE[@LINK]:CONFIG; after it, but for minwaste, may follow ,online=on "
+    "(measured outcomes correct it), ,objective=OBJECTIVE and, of explore, ,budget=SECONDS or ,budget=SHARE% (of "
+    "predicted regret)"
 )
 ESTIMATORS = "dm, ips, snips, dr, cross-fitted-dr, switch-dr or dros"
 OBJECTIVES = "engine, victim or others, in seconds, or a weighted sum of them, as in engine+0.5*victim"
@@ -297,6 +298,9 @@ def import_profile(
             engine_source=engine_source,
         )
     )
+
+
+cli_study.add_to(app)
 
 
 def _show(report: Any) -> None:

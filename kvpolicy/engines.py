@@ -2,6 +2,7 @@
 
 ``kvpolicy.engines``: modules with ``profile(out, llm, quick, link, seed)`` and ``demo(out, quick, seed)``, each under
 the name of the package it drives. ``kvpolicy.launchers``: modules that write server flags, under the same names.
+``kvpolicy.simulators``: classes, made without arguments, of simulators that need an engine's own code; same names.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 ENGINES = "kvpolicy.engines"
 LAUNCHERS = "kvpolicy.launchers"
+SIMULATORS = "kvpolicy.simulators"
 DEFAULT = "vllm"
 
 HOW_TO_INSTALL = {
@@ -34,6 +36,13 @@ def engine(name: str = DEFAULT) -> Any:
 def launcher(name: str = DEFAULT) -> Any:
     """The module that writes server flags for engine ``name``; the engine itself need not be installed."""
     return _entry_point(LAUNCHERS, name).load()
+
+
+def simulator(name: str = DEFAULT) -> Any:
+    """A simulator made of engine ``name``'s own code. Raises :class:`EngineMissing` where it is not installed."""
+    found = _entry_point(SIMULATORS, name)
+    require(name)
+    return found.load()()
 
 
 def require(name: str = DEFAULT) -> None:

@@ -183,6 +183,37 @@ def test_transfer_carries_between_traces_and_between_tables(tmp_path: Path) -> N
     assert set(lines["trace trace0 -> trace1", 4]) == {"recompute", "swap"}
 
 
+def test_overflow_matrix_compares_policies_on_the_same_runs(tmp_path: Path) -> None:
+    """Shipped lengths and a trace, one machine, memory so short that requests are preempted."""
+    rng, rows = random.Random(0), ["arrival_s,prompt_tokens,output_tokens"]
+    rows += [f"{number / 10},{rng.randint(100, 900)},{rng.randint(200, 700)}" for number in range(120)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "azure2023_conv_some.csv").write_text("\n".join(rows) + "\n")
+    out = tmp_path / "matrix.json"
+    line = "--requests 60 --repeats 2 --machine A100-SXM-80GB --shipped deepseek-r1 --share 0.2 --jobs 0"
+    where = ("--cache", str(tmp_path / "cache"), "--data", str(tmp_path / "data"), "--json", str(out))
+    done = run("overflow_matrix.py", *line.split(), *where)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(out.read_text())
+    assert [one["workload"].partition("?")[0] for one in told["cells"]] == [
+        "deepseek-r1",
+        str(tmp_path / "data" / "azure2023_conv_some.csv"),
+    ]
+    for cell in told["cells"]:
+        policies = cell["policies"]
+        assert list(policies) == [
+            "always-recompute", "always-swap", "best threshold", "minwaste:analytic", "cheapest:analytic"
+        ]  # fmt: skip
+        assert policies["always-recompute"]["preemptions"]["recompute"] > 0
+        assert policies["always-swap"]["preemptions"]["swap"] > 0
+        assert policies["always-recompute"]["throughput over always-recompute"]["value"] == 1.0
+    summary = told["summary"]["A100-SXM-80GB"]["cheapest:analytic"]
+    assert summary["over always-recompute"]["pairs"] == 2
+    assert "where" in summary["worst over the better fixed action"]
+    for word in ("measured by nobody", "PCI Express Base Specification 4.0", "geometric mean"):
+        assert word in done.stdout
+
+
 def test_estimator_coverage_takes_up_what_was_noted(tmp_path: Path) -> None:
     small = ["--seeds", "2", "--records", "3000", "--truth-draws", "20000", "--resume", str(tmp_path / "notes")]
     first = run("estimator_coverage.py", *small, "--json", str(tmp_path / "one.json"))

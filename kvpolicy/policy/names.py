@@ -11,6 +11,7 @@ from kvpolicy.cost import CostModel
 from kvpolicy.policy.cheapest import Cheapest
 from kvpolicy.policy.explore import Budget, Explore
 from kvpolicy.policy.fixed import Always, Coin
+from kvpolicy.policy.minwaste import MinWaste
 from kvpolicy.policy.objective import ENGINE, Objective, parse
 from kvpolicy.policy.protocol import Policy
 from kvpolicy.policy.threshold import Threshold
@@ -22,6 +23,7 @@ FORMS = (
     "random:P_SWAP",
     "cheapest:COST_MODEL",
     "explore:COST_MODEL",
+    "minwaste:COST_MODEL",
 )
 COST_MODELS = (
     "a folder, the name of one that ships, analytic (untrained, of the running engine) "
@@ -29,12 +31,14 @@ COST_MODELS = (
 )
 
 PRICED = ("cheapest", "explore")
+MODELLED = (*PRICED, "minwaste")
+"""Kinds that name a cost model."""
 OPTIONS = ("online", "objective", "budget")
 MOST_DIGITS = 18
 """Of a threshold: more are no length, and Python itself refuses thousands."""
 AFTERWARDS = (
-    "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE, and of explore ,budget=SECONDS or "
-    ",budget=SHARE%"
+    "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE (not after minwaste), and of explore "
+    ",budget=SECONDS or ,budget=SHARE%"
 )
 
 
@@ -54,6 +58,8 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
         return Threshold(spec, _tokens(spec, value))
     if kind == "random":
         return Coin(spec, _share(spec, value))
+    if kind == "minwaste" and value:
+        return MinWaste(spec, cost_model_loader(_bare_model(spec, value)))
     if kind in PRICED and value:
         model, options = _options(spec, value)
         objective, online = _objective(spec, options), _switch(spec, options, "online")
@@ -71,7 +77,7 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
 def anchored(spec: str) -> str:
     """The name with the folder of its cost model, where it names one, made absolute: a server may start elsewhere."""
     kind, colon, value = spec.partition(":")
-    if kind not in PRICED or not value:
+    if kind not in MODELLED or not value:
         return spec
     model, _ = _options(spec, value)
     place = model
@@ -91,8 +97,10 @@ def needs_engine(spec: str) -> bool:
     Raises ValueError for options that no such model can serve, so that nobody has to start a server to hear of it.
     """
     kind, _, value = spec.partition(":")
-    if kind not in PRICED or value.partition(",")[0] != cost.ANALYTIC:
+    if kind not in MODELLED or value.partition(",")[0] != cost.ANALYTIC:
         return False
+    if kind == "minwaste":
+        return bool(_bare_model(spec, value))
     model, options = _options(spec, value)
     if _switch(spec, options, "online"):
         raise _knows_no_steps(spec, model)
@@ -116,6 +124,13 @@ def _options(spec: str, value: str) -> tuple[str, dict[str, str]]:
         raise _wrong(spec, "has a budget, and nothing to spend it on: it explores nothing")
     _budget(spec, options)
     return ",".join(parts), options
+
+
+def _bare_model(spec: str, value: str) -> str:
+    model, options = _options(spec, value)
+    if options:
+        raise _wrong(spec, f"has the option {next(iter(options))!r}; minwaste takes none")
+    return model
 
 
 def _objective(spec: str, options: Mapping[str, str]) -> Objective:

@@ -36,6 +36,8 @@ SPECS = (
     "explore:boosted,budget=0.01",
     "explore:boosted,budget=1%",
     "explore:boosted,online=on,objective=victim",
+    "minwaste:boosted",
+    "minwaste:linear",
 )
 
 situations = st.builds(

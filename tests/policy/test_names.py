@@ -23,6 +23,7 @@ from tests.synthetic import fitted_model, situation
         "cheapest", "cheapest:", "explore:", "oracle:x", "cheapest:,online=on", "cheapest:linear,",
         "cheapest:linear,online=yes",
         "cheapest:linear,speed=1", "cheapest:linear,online=on,online=on", "explore:linear,objective=speed",
+        "minwaste", "minwaste:", "minwaste:linear,online=on", "minwaste:linear,objective=victim",
     ],
 )  # fmt: skip
 def test_a_wrong_name_is_an_error_that_lists_the_right_ones(spec: str) -> None:
@@ -32,11 +33,14 @@ def test_a_wrong_name_is_an_error_that_lists_the_right_ones(spec: str) -> None:
         assert form in str(caught.value)
 
 
-@pytest.mark.parametrize("spec", ["always-recompute", "always-swap", "threshold:0", "random:0.25", "cheapest:linear"])
+BARE = ("always-recompute", "always-swap", "threshold:0", "random:0.25", "cheapest:linear", "minwaste:linear")
+
+
+@pytest.mark.parametrize("spec", BARE)
 def test_a_policy_bears_its_name(spec: str) -> None:
     policy = load(spec, fitted_model)
     assert policy.name == spec
-    assert (policy.cost_model is not None) == spec.startswith("cheapest")
+    assert (policy.cost_model is not None) == spec.endswith(":linear")
 
 
 def test_options_follow_the_cost_model_and_leave_its_name_alone() -> None:

@@ -1,0 +1,164 @@
+"""The commands that simulate, for :mod:`kvpolicy.cli`: options to function calls. Nothing is decided here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import kvpolicy
+from kvpolicy.policy import FORMS
+from kvpolicy.study.progress import bar
+
+POLICIES = (
+    f"{', '.join(FORMS)}, as for `kvpolicy evaluate`, the cost model analytic being the simulated engine's own; or "
+    "oracle: the cheaper option by the simulator's own times"
+)
+WORKLOAD = (
+    "FILE (Azure, Mooncake, BurstGPT, ShareGPT, agentic sessions, length tables, recorded traces; FORMAT:FILE says "
+    "which) or the name of one that ships, with ?OPTION=VALUE&..., as azure-conversation-2023?n=500&rate=4"
+)
+HARDWARE = (
+    "A folder of `kvpolicy import-profile`, a cost model (a folder, or the name of one that ships), or "
+    "DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json."
+)
+Hardware = Annotated[str, typer.Option(help=HARDWARE)]
+SimulatedBy = Annotated[str, typer.Option(help="builtin, or vllm: vLLM's own scheduler on a virtual clock.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
+SimulatedHostGib = Annotated[float | None, typer.Option(help="Host memory for evicted KV of one rank, GiB; 4.")]
+TokenBudget = Annotated[int, typer.Option(help="Most tokens of a step (max_num_batched_tokens).")]
+MaxNumSeqs = Annotated[int, typer.Option(help="Most requests running at a time.")]
+NoPrefixCaching = Annotated[bool, typer.Option("--no-prefix-caching", help="Without vLLM's prefix caching.")]
+Scheduling = Annotated[str, typer.Option(help="fcfs or priority")]
+Asynchronous = Annotated[bool, typer.Option("--async", help="Schedule one step ahead, as vLLM does on CUDA.")]
+Parts = Annotated[int, typer.Option(help="Cut every workload into so many successive parts, a run each.")]
+Jobs = Annotated[int | None, typer.Option(help="Processes; one per core without it, 0 for none but this one.")]
+OnRay = Annotated[str | None, typer.Option("--ray", metavar="ADDRESS", help="Run on that Ray cluster, or auto.")]
+Cache = Annotated[Path | None, typer.Option(help="Folder of finished runs; the user's cache folder without it.")]
+
+
+def simulate(
+    policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
+    kv_blocks: Annotated[list[int], typer.Option(help="Usable KV blocks of the device. May be given several times.")],
+    hardware: Hardware,
+    workload: Annotated[list[str] | None, typer.Option(help=f"{WORKLOAD}. May be given several times.")] = None,
+    requests: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="CSV", help="Replay a measured run: input_toks, output_toks, client_arrival_s."),
+    ] = None,
+    link: Annotated[
+        list[str] | None, typer.Option(help="native, or BYTES_PER_S[,LATENCY_S]. May be given several times.")
+    ] = None,
+    engine: SimulatedBy = "builtin",
+    block_size: BlockSize = 16,
+    host_gib: SimulatedHostGib = None,
+    host_blocks: Annotated[int | None, typer.Option(help="The same as a number of blocks.")] = None,
+    token_budget: TokenBudget = 8192,
+    max_num_seqs: MaxNumSeqs = 256,
+    no_prefix_caching: NoPrefixCaching = False,
+    scheduling: Scheduling = "fcfs",
+    asynchronous: Asynchronous = False,
+    seeds: Annotated[int, typer.Option(help="Runs of each, drawn by seeds 0, 1, ...")] = 1,
+    parts: Parts = 1,
+    jobs: Jobs = None,
+    ray: OnRay = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for traces, a sub-folder for each run.")] = None,
+    cache: Cache = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Simulate also what was finished before.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")] = None,
+) -> None:
+    """Simulate workloads under policies, memories and links; a run that was cut off goes on where it stood."""
+    with bar() as progress:
+        report = kvpolicy.simulate(
+            workloads=workload or [],
+            policies=policy,
+            kv_blocks=kv_blocks,
+            hardware=hardware,
+            links=link or ["native"],
+            engine=engine,
+            block_size=block_size,
+            host_gib=host_gib,
+            host_blocks=host_blocks,
+            token_budget=token_budget,
+            max_num_seqs=max_num_seqs,
+            prefix_caching=not no_prefix_caching,
+            scheduling=scheduling,
+            asynchronous=asynchronous,
+            seeds=seeds,
+            parts=parts,
+            jobs=jobs,
+            ray=ray,
+            out=out,
+            cache=cache,
+            fresh=fresh,
+            requests=requests or [],
+            progress=progress,
+        )
+    typer.echo(report.text())
+    _write(json_file, report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def recommend(
+    workload: Annotated[str, typer.Option(help=f"{WORKLOAD}.")],
+    hardware: Hardware,
+    kv_blocks: Annotated[int, typer.Option(help="Usable KV blocks of the device.")],
+    policy: Annotated[
+        list[str] | None, typer.Option(help="A policy to try beside the usual ones. May be given several times.")
+    ] = None,
+    link: Annotated[str, typer.Option(help="native, or BYTES_PER_S[,LATENCY_S].")] = "native",
+    engine: SimulatedBy = "builtin",
+    block_size: BlockSize = 16,
+    host_gib: Annotated[float, typer.Option(help="Host memory for evicted KV of one rank, GiB.")] = 4.0,
+    token_budget: TokenBudget = 8192,
+    max_num_seqs: MaxNumSeqs = 256,
+    no_prefix_caching: NoPrefixCaching = False,
+    scheduling: Scheduling = "fcfs",
+    asynchronous: Asynchronous = False,
+    seeds: Annotated[int, typer.Option(help="Runs of each part, drawn by seeds 0, 1, ...")] = 1,
+    parts: Parts = 8,
+    judge_by: Annotated[str, typer.Option(help="e2e, ttft, itl (mean seconds) or throughput")] = "e2e",
+    jobs: Jobs = None,
+    ray: OnRay = None,
+    cache: Cache = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")] = None,
+) -> None:
+    """Simulate your own workload on your own hardware under every policy, and say which to deploy."""
+    with bar() as progress:
+        advice = kvpolicy.recommend(
+            workload=workload,
+            hardware=hardware,
+            kv_blocks=kv_blocks,
+            policies=policy or [],
+            link=link,
+            engine=engine,
+            block_size=block_size,
+            host_gib=host_gib,
+            token_budget=token_budget,
+            max_num_seqs=max_num_seqs,
+            prefix_caching=not no_prefix_caching,
+            scheduling=scheduling,
+            asynchronous=asynchronous,
+            seeds=seeds,
+            parts=parts,
+            judge_by=judge_by,
+            jobs=jobs,
+            ray=ray,
+            cache=cache,
+            progress=progress,
+        )
+    typer.echo(advice.text())
+    _write(json_file, advice)
+
+
+def _write(json_file: Path | None, report: Any) -> None:
+    if json_file:
+        json_file.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (simulate, recommend):
+        app.command()(command)

@@ -1,0 +1,105 @@
+"""The answer of `kvpolicy recommend`: which policy to deploy, and how much better than vLLM's own it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvpolicy.study.kept import Result
+from kvpolicy.study.paired import Ratio
+from kvpolicy.study.report import COLUMNS, aligned
+
+DEFAULT = "always-recompute"
+"""What vLLM does by itself."""
+JUDGED: Mapping[str, tuple[str, str | None]] = {
+    "e2e": ("e2e_s", "mean"),
+    "ttft": ("ttft_s", "mean"),
+    "itl": ("itl_s", "mean"),
+    "throughput": ("throughput_tok_s", None),
+}
+"""What policies can be judged by: field of a result, and which of its figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One policy beside vLLM's own, over the same runs."""
+
+    policy: str
+    gain: Ratio
+    """How many times better than vLLM's own behaviour, by what it is judged by; above 1 is better."""
+    to_best: Ratio
+    """The best policy over this one: how many times better the best was."""
+    throughput: Ratio
+    e2e_p99: Ratio
+    ttft_p99: Ratio
+    choices: int
+    """Preemptions at which swap was feasible, in all runs."""
+    extrapolated: int
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to deploy, and why."""
+
+    workload: str
+    hardware: str
+    kv_blocks: int
+    judge_by: str
+    best: str
+    """The best of all in the mean."""
+    deploy: str
+    """The best, where it is told from vLLM's own behaviour; else ``always-recompute``."""
+    reason: str
+    config_line: str
+    """The command that prints the flags; empty where nothing is to be changed."""
+    compared: tuple[Compared, ...]
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        pairs = self.compared[0].gain.pairs
+        rows = [["policy", f"{self.judge_by} gain", "throughput", "e2e p99", "ttft p99", *SHOWN]]
+        for one in self.compared:
+            ratios = (one.gain, one.throughput, one.e2e_p99, one.ttft_p99)
+            shown = (COLUMNS[name].format(**one.figures) for name in SHOWN)
+            rows.append([one.policy, *(ratio.text() for ratio in ratios), *shown])
+        lines = [
+            f"{self.workload} on {self.hardware}, {self.kv_blocks} KV blocks: {pairs} pairs of runs per policy",
+            f"ratios against {DEFAULT}: {self.judge_by} gain above 1 is better; throughput above 1, p99 below 1",
+            *aligned(rows),
+            "",
+            f"deploy this: {self.deploy}: {self.reason}",
+        ]
+        if self.config_line:
+            lines.append(f"  {self.config_line}")
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+
+
+SHOWN = ("e2e s", "recompute", "swap", "again tok")
+
+
+def values_of(results: Sequence[Result], judge_by: str) -> list[float]:
+    """What the runs came to by that measure. Raises KeyError for one that is none."""
+    name, which = JUDGED[judge_by]
+    return [float(one[name] if which is None else one[name][which]) for one in results]
+
+
+def gains(results: Sequence[Result], judge_by: str) -> list[float]:
+    """The same, turned so that more is better."""
+    values = values_of(results, judge_by)
+    return values if judge_by == "throughput" else [1.0 / value for value in values]
+
+
+def extrapolation_warning(one: Compared) -> str | None:
+    """Where a policy's cost model was beyond its training in some of its decisions."""
+    if not one.extrapolated:
+        return None
+    share = one.extrapolated / one.choices
+    return (
+        f"{one.policy}: its cost model was asked beyond what it was trained on in {one.extrapolated} of {one.choices} "
+        f"decisions ({share:.0%}); `kvpolicy profile` and `kvpolicy train` on the serving machine measure there"
+    )

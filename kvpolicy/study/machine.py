@@ -1,0 +1,157 @@
+"""What ``--hardware`` names: how long steps and copies take, and what a KV block weighs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvpolicy import cost
+from kvpolicy.cost import Engine, FittedModel, ModelError
+from kvpolicy.cost.sheets import known_sheet
+from kvpolicy.hardware import Geometry
+from kvpolicy.simulator import Times
+from kvpolicy.simulator.hardware import FILE, load_hardware
+from kvpolicy.simulator.times import law_times
+
+KEPT = 16
+"""Machines that a process keeps open."""
+FORMS = (
+    "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of one that ships), "
+    "or DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json"
+)
+PROBE_BYTES = 2**28
+"""Bytes of the copy that a link's bandwidth is told by: so many that its latency does not matter."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device with one model on it."""
+
+    times: Times
+    geometry: Geometry
+    kv_bytes_per_token: float
+    hardware: Mapping[str, Any]
+    """As in a trace's header: ``device`` at least."""
+    digest: str
+    model_loader: Callable[[Engine], Callable[[str], FittedModel]]
+    """Loads cost models by name as a server of this machine would: ``analytic`` is its own."""
+    own_model: str | None
+    """Name of a cost model that fits it, where there is one."""
+    link: Mapping[str, Any] = field(default_factory=lambda: {"kind": "native"})
+    """As in a trace's header; of a cost model that was measured behind a simulated link, that one."""
+    facts: tuple[str, ...] = ()
+    """Where its constants come from."""
+    unmeasured: tuple[str, ...] = ()
+    """What of it nobody has measured, for a person."""
+
+    def block_bytes(self, block_size: int) -> int:
+        return round(self.kv_bytes_per_token * block_size)
+
+    @property
+    def waits_for_copies(self) -> bool:
+        """Whether a step waits for the copies that it brings, as on a CPU, whose memory is the host's."""
+        return self.hardware.get("device") == "cpu" and self.link["kind"] == "native"
+
+    def slowdown(self, times: Times) -> float:
+        """Share by which a copy slows the steps beside it: what it takes of the device memory's bandwidth.
+
+        0 where nobody says what that is.
+        """
+        sheet = known_sheet(self.hardware.get("device"))
+        if sheet is None:
+            return 0.0
+        rate = PROBE_BYTES / times.copy_s("load", PROBE_BYTES, 1, PROBE_BYTES)
+        return min(1.0, rate / sheet.memory_bytes_per_s)
+
+
+@lru_cache(maxsize=KEPT)
+def open_machine(spec: str) -> Machine:
+    """The machine of that name. Raises ValueError, naming file and field, for what cannot be opened."""
+    if (Path(spec) / FILE).is_file() or Path(spec).name == FILE:
+        return _imported(spec)
+    if Path(spec).is_dir() or spec in cost.shipped():
+        return _trained(spec)
+    place, colon, config = spec.partition(":")
+    if not colon or not place or not config:
+        raise ModelError(f"hardware {spec!r}: should be {FORMS}; models that ship are {', '.join(cost.shipped())}")
+    return _by_sheet(spec, config)
+
+
+def _imported(spec: str) -> Machine:
+    times = load_hardware(spec)
+    geometry = Geometry.from_dict(times.model.geometry)
+    known = known_sheet(times.model.device) is not None
+    config = _config_of(geometry, times.model.ranks)
+    return Machine(
+        times=times,
+        geometry=geometry,
+        kv_bytes_per_token=float(geometry.kv_bytes_per_token),
+        hardware={"device": times.model.device},
+        digest=times.model.digest,
+        model_loader=lambda engine: cost.engine_loader(config, replace(engine, ranks=times.model.ranks)),
+        own_model=cost.ANALYTIC if known else None,
+        facts=(times.source, *times.model.notes),
+        unmeasured=(f"copies between host and device: {times.model.copies_source}",),
+    )
+
+
+def _trained(spec: str) -> Machine:
+    model = cost.load(spec)
+    made = model.provenance
+    return Machine(
+        times=law_times(model),
+        geometry=made.geometry,
+        kv_bytes_per_token=made.kv_bytes_per_token,
+        hardware=made.hardware,
+        digest=model.digest,
+        model_loader=lambda engine: cost.load,
+        own_model=spec,
+        link=made.link,
+        facts=(f"cost model {spec}, trained on {made.hardware.get('device')}", *made.notes),
+    )
+
+
+def _by_sheet(spec: str, config: str) -> Machine:
+    model = cost.load(f"{cost.ANALYTIC}:{spec}")
+    made = model.provenance
+    told = json.loads(_config_file(config).read_text(encoding="utf-8"))
+
+    def by_sheet(engine: Engine) -> Callable[[str], FittedModel]:
+        find = cost.engine_loader(told, engine)
+        # In full, so that a link that was named counts too.
+        return lambda name: find(f"{cost.ANALYTIC}:{spec}" if name == cost.ANALYTIC else name)
+
+    return Machine(
+        times=law_times(model),
+        geometry=made.geometry,
+        kv_bytes_per_token=made.kv_bytes_per_token,
+        hardware=made.hardware,
+        digest=model.digest,
+        model_loader=by_sheet,
+        own_model=cost.ANALYTIC,
+        facts=tuple(note for note in made.notes if note.startswith(("device ", "link "))),
+        unmeasured=("all of it: " + next(note for note in made.notes if note.startswith("shares ")),),
+    )
+
+
+def _config_file(config: str) -> Path:
+    return Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+
+
+def _config_of(geometry: Geometry, ranks: int) -> Mapping[str, Any]:
+    """A config.json of that shape, all ranks together."""
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": geometry.layers,
+        "hidden_size": geometry.hidden,
+        "num_attention_heads": geometry.heads * ranks,
+        "num_key_value_heads": geometry.kv_heads * ranks,
+        "head_dim": geometry.head_dim,
+        "intermediate_size": geometry.intermediate * ranks,
+        "vocab_size": geometry.vocab,
+        "torch_dtype": geometry.dtype,
+    }

@@ -1,0 +1,26 @@
+"""A small model on a GPU that has a data sheet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 4096,
+    "vocab_size": 32000,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def hardware(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return f"H100-SXM:{tmp_path / 'config.json'}"

@@ -1,0 +1,107 @@
+"""Advice worked by hand from made-up runs, and the whole way on a small workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy.study.recommend import advise, candidates
+from kvpolicy.workload import Request, Workload
+from tests.study.test_grid import TIGHT, WORKLOAD
+
+
+def result(policy: str, e2e_s: float, extrapolated: int = 0, preempted: int = 5) -> dict[str, Any]:
+    tail = {"mean": e2e_s, "p50": e2e_s, "p99": 2 * e2e_s}
+    return {
+        "inputs": {"workload": "w", "hardware": "h", "kv_blocks": 100, "policy": policy},
+        "throughput_tok_s": 100.0 / e2e_s,
+        "e2e_s": tail,
+        "ttft_s": tail,
+        "itl_s": tail,
+        "preemptions": {"recompute": preempted, "swap": 0},
+        "recomputed_tokens": 10,
+        "moved_bytes": 0,
+        "makespan_s": 10.0,
+        "simulator_wall_s": 0.1,
+        "choices": preempted,
+        "extrapolated": extrapolated,
+        "warnings": ["as the model warned"],
+        "unmeasured": ["the link"],
+    }
+
+
+def runs(**seconds: Sequence[float]) -> Mapping[str, Sequence[dict[str, Any]]]:
+    return {policy.replace("_", "-"): [result(policy, one) for one in some] for policy, some in seconds.items()}
+
+
+def test_what_is_clearly_better_is_to_be_deployed() -> None:
+    told = advise(
+        runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 18.1, 35.9], random=[10.5, 20.4, 41.0]), "e2e", 8.0
+    )
+    assert (told.best, told.deploy) == ("always-swap", "always-swap")
+    assert told.config_line == "kvpolicy config --policy always-swap --host-gib 8"
+    gain = next(one.gain for one in told.compared if one.policy == "always-swap")
+    assert gain.value == pytest.approx(1.11, abs=0.01) and gain.told
+    assert f"deploy this: always-swap: e2e {gain.text()} times better" in told.text()
+    assert "warning: not measured by anybody: the link" in told.text() and "as the model warned" in told.text()
+
+
+def test_what_is_not_told_from_chance_is_left_as_it_is() -> None:
+    told = advise(runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 21.0, 37.0]), "e2e", 4.0)
+    assert (told.best, told.deploy, told.config_line) == ("always-swap", "always-recompute", "")
+    assert "keep vLLM's default" in told.reason and "not told from no difference" in told.reason
+
+
+def test_the_default_may_be_the_best() -> None:
+    told = advise(runs(always_recompute=[9.0, 18.0], always_swap=[10.0, 20.0]), "throughput", 4.0)
+    assert told.deploy == told.best == "always-recompute"
+    assert "no other policy did better" in told.reason
+
+
+def test_looking_for_the_best_of_many_asks_for_more() -> None:
+    """What two policies tell apart, is not told where it is the most favourable of twenty."""
+    seconds = {"always_recompute": [10.0, 20.0, 40.0, 80.0], "always_swap": [9.0, 18.5, 38.5, 73.0]}
+    others = {f"other{number}": seconds["always_recompute"] for number in range(19)}
+    assert advise(runs(**seconds), "e2e", 4.0).deploy == "always-swap"
+    assert advise(runs(**seconds, **others), "e2e", 4.0).deploy == "always-recompute"
+
+
+def test_without_preemptions_there_is_nothing_to_choose() -> None:
+    same = {policy: [result(policy, one, preempted=0) for one in (5.0, 6.0)] for policy in ("always-recompute", "x")}
+    assert "nothing was preempted" in advise(same, "e2e", 4.0).reason
+
+
+def test_guesses_of_the_cost_model_are_warned_of() -> None:
+    some = dict(runs(always_recompute=[10.0, 20.0, 40.0]))
+    some["cheapest:m"] = [result("cheapest:m", one, extrapolated=2) for one in (8.0, 16.1, 32.2)]
+    told = advise(some, "e2e", 4.0)
+    assert told.deploy == "cheapest:m"
+    assert any("in 6 of 15 decisions (40%)" in warning for warning in told.warnings)
+
+
+def test_thresholds_lie_between_short_and_long_requests() -> None:
+    source = Workload("w", tuple(Request(0.0, 10 * number, 6) for number in range(1, 102)), 0)
+    assert candidates(source, None, 16) == [
+        "always-recompute", "always-swap", "threshold:272", "threshold:512", "threshold:768", "threshold:912"
+    ]  # fmt: skip
+    assert candidates(source, "m", 16, ["random:0.5", "always-swap"])[-3:] == ["minwaste:m", "cheapest:m", "random:0.5"]
+    with pytest.raises(ValueError, match="holds no request"):
+        candidates(Workload("empty", (), 0), None, 16)
+
+
+def test_the_whole_way(hardware: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"workload": WORKLOAD, "hardware": hardware, "kv_blocks": TIGHT, "jobs": 0}
+    told = kvpolicy.recommend(**given, parts=2, cache=tmp_path / "c")
+    assert [one.policy for one in told.compared][:2] == ["always-recompute", "always-swap"]
+    assert {"minwaste:analytic", "cheapest:analytic"} <= {one.policy for one in told.compared}
+    assert all(one.gain.pairs == 2 for one in told.compared)
+    assert "deploy this:" in told.text() and "not measured" in told.text()
+    assert set(told.to_dict()) >= {"deploy", "reason", "config_line", "compared", "warnings"}
+    with pytest.raises(ValueError, match="is one run"):
+        kvpolicy.recommend(**given, parts=1)
+    with pytest.raises(ValueError, match="judge_by is 'speed'"):
+        kvpolicy.recommend(**given, judge_by="speed")
