@@ -6,10 +6,12 @@ alone would have done, and the reason is counted.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -82,6 +84,9 @@ class Controller:
         self.journal = None if recording is None else Journal(recording, self.anonymous)
         self.accounts = Accounts(self.tally, self.journal)
         self.accounts.measure_by(self.judge.step_time)
+        self._over = False
+        # An engine inside a script's own process is not shut down by every vLLM: what it recorded would end with it.
+        atexit.register(_close, weakref.ref(self))
         self._set_gauges()
         self._show_policy(1)
 
@@ -265,6 +270,10 @@ class Controller:
         self._set_gauges()
 
     def close(self) -> None:
+        """Once; whatever is still to be written is."""
+        if self._over:
+            return
+        self._over = True
         if self.journal is not None:
             self._write_undecided()
             self.journal.recorder.close()
@@ -426,3 +435,9 @@ class Controller:
 
     def _show_policy(self, value: int) -> None:
         self.tally.set("cost_model", value, policy=self.judge.policy.name, digest=self.judge.digest)
+
+
+def _close(controller: weakref.ref[Controller]) -> None:
+    alive = controller()
+    if alive is not None:
+        alive.close()
