@@ -6,7 +6,6 @@ alone would have done, and the reason is counted.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import time
@@ -84,9 +83,8 @@ class Controller:
         self.journal = None if recording is None else Journal(recording, self.anonymous)
         self.accounts = Accounts(self.tally, self.journal)
         self.accounts.measure_by(self.judge.step_time)
-        self._over = False
         # An engine inside a script's own process is not shut down by every vLLM: what it recorded would end with it.
-        atexit.register(_close, weakref.ref(self))
+        self._keep = weakref.finalize(self, _keep, recording, self.judge)
         self._set_gauges()
         self._show_policy(1)
 
@@ -271,14 +269,13 @@ class Controller:
 
     def close(self) -> None:
         """Once; whatever is still to be written is."""
-        if self._over:
+        if not self._keep.alive:
             return
-        self._over = True
         if self.journal is not None:
             self._write_undecided()
-            self.journal.recorder.close()
+        self._keep()
+        if self.journal is not None:
             self._count_dropped()
-        self.judge.close()
 
     # ---- deciding ----
 
@@ -437,7 +434,7 @@ class Controller:
         self.tally.set("cost_model", value, policy=self.judge.policy.name, digest=self.judge.digest)
 
 
-def _close(controller: weakref.ref[Controller]) -> None:
-    alive = controller()
-    if alive is not None:
-        alive.close()
+def _keep(recording: Recording | None, judge: Judge) -> None:
+    if recording is not None:
+        recording.close()
+    judge.close()
