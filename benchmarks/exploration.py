@@ -151,7 +151,7 @@ def in_these_states(model: FittedModel, log: Log, target: Floats) -> float:
         total_s += sum(
             shares[KINDS.index(option.kind)] * cost.engine_s for option, cost in zip(options, costs, strict=True)
         )
-    return total_s / len(log)
+    return float(total_s) / len(log)
 
 
 def row_of(
@@ -178,7 +178,7 @@ def row_of(
 
 
 def _holds(found: Estimate, value_s: float) -> bool:
-    return found.low_s is not None and found.high_s is not None and found.low_s <= value_s <= found.high_s
+    return found.low_s is not None and found.high_s is not None and bool(found.low_s <= value_s <= found.high_s)
 
 
 def _rate(run: Run) -> float:
