@@ -142,7 +142,10 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
                 "model": plugin.get("model", job["model"]),
                 "plugin": {k: v for k, v in plugin.items() if k != "model"},
             }
-            scheduler_for(job | own | {"worker_first": "kv_transfer_config" in plugin}, groups)
+            # vLLM 0.24's own offloading worker, which takes the place of ours there, divides by the tensors it lacks here.
+            tensorless = vllm.__version__.startswith("0.24") and "kv_offloading_size" in plugin
+            worker_first = "kv_transfer_config" in plugin and not tensorless
+            scheduler_for(job | own | {"worker_first": worker_first}, groups)
         except Exception as error:  # noqa: BLE001  # the test reads whatever was raised
             return f"{type(error).__name__}: {error}"
         return ""
