@@ -161,6 +161,8 @@ def test_latencies_of_tokens_are_those_of_the_steps() -> None:
         ({"max_model_len": 50}, "request 0 has .* max_model_len is 50"),
         ({"device_blocks": 2}, "request 0 needs .* device_blocks is 2"),
         ({"rules": "0.1"}, "rules is '0.1'"),
+        ({"token_budget": 0}, "token_budget is 0"),
+        ({"host_blocks": -1}, "host_blocks -1"),
     ],
 )
 def test_what_cannot_be_served_is_refused(changed: dict[str, Any], message: str) -> None:

@@ -288,7 +288,7 @@ class Engine:
         until it is known that ``next_s`` has passed."""
         times, stepper = self.times, self.stepper
         first_s = times.step_s(stepper.load(0))
-        if next_s < inf:
+        if next_s < inf and first_s > 0.0:
             most = min(most, max(0, int((next_s - began_s) / first_s)) + 2)
         if most > FEW_STEPS:
             ends_s = np.cumsum(np.concatenate([[began_s], times.steps_s(stepper.loads(most))]))

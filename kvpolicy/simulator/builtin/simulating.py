@@ -39,9 +39,9 @@ class Builtin:
     def run(
         self, requests: Source, policy: Policy, server: Server, times: Times, seed: int = 0, sink: Sink | None = None
     ) -> Run:
-        """See :class:`kvpolicy.simulator.Simulator`. Raises ValueError for rules of a version it does not have."""
-        if server.rules not in RULES:
-            raise ValueError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
+        """See :class:`kvpolicy.simulator.Simulator`. Raises ValueError for a server that cannot be, or rules of a
+        version that it does not have."""
+        _refuse_impossible(server)
         began = self.wall()
         core = core_name(requests, policy, server, seed)
         begin = getattr(sink, "begin", None)
@@ -72,6 +72,16 @@ class Builtin:
             notes=f"workload {requests.name}; times: {times.source}",
             token_budget=server.token_budget,
         )
+
+
+def _refuse_impossible(server: Server) -> None:
+    if server.rules not in RULES:
+        raise ValueError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
+    for name in ("block_size", "block_bytes", "device_blocks", "token_budget", "max_running", "max_model_len"):
+        if getattr(server, name) < 1:
+            raise ValueError(f"server.{name} is {getattr(server, name)}, should be 1 or more")
+    if server.host_blocks < 0 or server.link.slowdown < 0:
+        raise ValueError(f"server: host_blocks {server.host_blocks} and {server.link}: nothing should be below 0")
 
 
 def core_name(requests: Source, policy: Policy, server: Server, seed: int) -> str:
