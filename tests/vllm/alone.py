@@ -142,7 +142,7 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
                 "model": plugin.get("model", job["model"]),
                 "plugin": {k: v for k, v in plugin.items() if k != "model"},
             }
-            # vLLM 0.24's own offloading worker, which takes the place of ours there, divides by the tensors it lacks here.
+            # 0.24 puts its offloading worker in the place of ours, and that one divides by the tensors it lacks here.
             tensorless = vllm.__version__.startswith("0.24") and "kv_offloading_size" in plugin
             worker_first = "kv_transfer_config" in plugin and not tensorless
             scheduler_for(job | own | {"worker_first": worker_first}, groups)
