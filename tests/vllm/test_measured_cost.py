@@ -65,7 +65,7 @@ def test_costs_are_measured_while_serving(model: str, recorded: Path, tmp_path: 
         # The last ones may still wait for their aftermath when the engine falls idle.
         told = harness.total(stats, "measured_preemptions", executed=kind)
         assert len(mine) - 3 <= told <= len(mine)
-        # How much is told is compared over recorded traces, in tests/cost/test_live.py: here it would be the clock's say.
+        # How much is compared over recorded traces, in tests/cost/test_live.py: here it would be the clock's say.
         assert isfinite(live := stats[f"measured_cost_microseconds|executed={kind}"]) and live != 0
         assert harness.total(stats, "predicted_cost_microseconds", executed=kind) > 0
 
