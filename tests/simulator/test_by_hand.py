@@ -115,6 +115,14 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert [row["scheduled_tokens"] for row in trace.rows("steps")] == [21, 30 - 8]
 
 
+def test_an_answer_is_not_computed_again_by_the_turn_that_repeats_it() -> None:
+    """The first turn leaves 6 + 6 - 1 computed tokens: two full blocks of 4, half of the second one generated."""
+    ids = {"prefix": (7, 8, 9), "prefix_block_tokens": 6}
+    source = workload(Request(0.0, 6, 6, **ids), Request(50.0, 17, 1, **ids))
+    _, trace = run(source, replace(SMALL, prefix_caching=True, device_blocks=20), times=SECONDS)
+    assert [row["scheduled_tokens"] for row in trace.rows("steps")] == [6, 1, 1, 1, 1, 1, 17 - 8]
+
+
 def test_the_whole_known_sequence_must_fit_before_anything_is_admitted() -> None:
     """A budget of 4 would begin the second request with one block, but it needs three."""
     source = workload(Request(0.0, 12, 2), Request(0.0, 12, 2))

@@ -25,7 +25,7 @@ from kvpolicy.trace import Header
 from kvpolicy.workload import Request, Source
 from kvpolicy_vllm.plugin.versions import engine_version
 from kvpolicy_vllm.simulator.clock import VirtualClock
-from kvpolicy_vllm.simulator.controlling import name_of, number_of, take_control
+from kvpolicy_vllm.simulator.controlling import name_of, take_control
 from kvpolicy_vllm.simulator.copying import VirtualWorker, load_of
 from kvpolicy_vllm.simulator.deployment import NULL_BLOCK, scheduler_for
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
@@ -233,8 +233,10 @@ class Engine:
 
     def _token(self, name: str) -> int:
         """The next token of a request; any where it has finished and the engine ran ahead."""
-        request = self.scheduler.requests.get(name)
-        return 0 if request is None else token_at(number_of(name), request.num_tokens)
+        request, served = self.scheduler.requests.get(name), self._served.get(name)
+        if request is None or served is None:
+            return 0
+        return token_at(served.request, served.number, request.num_tokens)
 
     def _tell(self, output: Any) -> None:
         served, now_s = self._served[output.request_id], self.clock.now_s
