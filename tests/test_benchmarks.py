@@ -241,3 +241,10 @@ def test_exploration_compares_estimates_with_what_was_served(tmp_path: Path) -> 
         row["budget"]["spent_s"] / row["budget"]["cheapest_s"] for row in found["rows"] if "spent_s" in row["budget"]
     }
     assert within <= 0.02
+
+
+def test_the_simulators_speed_is_printed_case_by_case() -> None:
+    done = run("simulator_speed.py", "--requests", "40", "--repeats", "1")
+    assert done.stdout.count(" us a step") == 8, done.stderr
+    flat = run("simulator_speed.py", "--flat", "30")
+    assert "30 requests: " in flat.stdout and flat.returncode == 0
