@@ -121,6 +121,9 @@ def recommend(
     seeds: Annotated[int, typer.Option(help="Runs of each part, drawn by seeds 0, 1, ...")] = 1,
     parts: Parts = 8,
     judge_by: Annotated[str, typer.Option(help="e2e, ttft, itl (mean seconds) or throughput")] = "e2e",
+    least_gain: Annotated[
+        float, typer.Option(help="Share by which a policy has to be better, with all of its interval.")
+    ] = 0.01,
     jobs: Jobs = None,
     ray: OnRay = None,
     cache: Cache = None,
@@ -145,6 +148,7 @@ def recommend(
             seeds=seeds,
             parts=parts,
             judge_by=judge_by,
+            least_gain=least_gain,
             jobs=jobs,
             ray=ray,
             cache=cache,
