@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpolicy.study.kept import Result
 from kvpolicy.study.paired import LEVEL, Ratio
-from kvpolicy.study.report import COLUMNS, aligned
+from kvpolicy.study.report import aligned, written
 
 DEFAULT = "always-recompute"
 """What vLLM does by itself."""
@@ -36,7 +36,7 @@ class Compared:
     choices: int
     """Preemptions at which swap was feasible, in all runs."""
     extrapolated: int
-    figures: Mapping[str, float]
+    figures: Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Advice:
     workload: str
     hardware: str
     kv_blocks: int
+    server: str
+    """What it may take at a time."""
     judge_by: str
     least_gain: float
     """The share by which a policy has to be better to be worth a change."""
@@ -69,12 +71,13 @@ class Advice:
         rows = [["policy", f"{self.judge_by} gain", "throughput", "e2e p99", "ttft p99", *SHOWN]]
         for one in self.compared:
             ratios = (one.gain, one.throughput, one.e2e_p99, one.ttft_p99)
-            shown = (COLUMNS[name].format(**one.figures) for name in SHOWN)
+            shown = (written(name, one.figures) for name in SHOWN)
             rows.append([one.policy, *(ratio.text() for ratio in ratios), *shown])
         once = "" if self.seeds_differ else "; seeds do not change the requests: the runs of a part are one"
         lines = [
             f"{self.workload} on {self.hardware}, {self.kv_blocks} KV blocks: {pairs} pairs of runs per policy{once}",
             f"ratios against {DEFAULT}: {self.judge_by} gain above 1 is better; throughput above 1, p99 below 1",
+            f"server: {self.server}",
             f"all intervals shown together at {LEVEL:.0%}; a change is advised where all of the gain's interval lies "
             f"above {1.0 + self.least_gain:g}",
             *aligned(rows),

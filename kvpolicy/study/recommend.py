@@ -15,7 +15,7 @@ from kvpolicy.study.kept import Result
 from kvpolicy.study.machine import open_machine
 from kvpolicy.study.opening import opened
 from kvpolicy.study.paired import Ratio, geometric_means, paired_ratio
-from kvpolicy.study.report import figures
+from kvpolicy.study.report import beyond_warning, figures, server_words
 from kvpolicy.study.running import NATIVE, seeded, workload_digest
 from kvpolicy.workload import Source
 
@@ -36,11 +36,11 @@ def recommend(
     engine: str = "builtin",
     block_size: int = 16,
     host_gib: float = DEFAULT_HOST_GIB,
-    token_budget: int = 8192,
-    max_num_seqs: int = 256,
+    token_budget: int | None = None,
+    max_num_seqs: int | None = None,
     prefix_caching: bool = True,
     scheduling: str = "fcfs",
-    asynchronous: bool = False,
+    asynchronous: bool | None = None,
     seeds: int = 1,
     parts: int = 8,
     judge_by: str = "e2e",
@@ -150,12 +150,14 @@ def advise(
     deploy = best if told else DEFAULT
     given = runs[best][0]["inputs"]
     warnings = [extrapolation_warning(mine)] if told else []
+    warnings.append(beyond_warning([one for some in runs.values() for one in some]))
     warnings += [f"not measured by anybody: {note}" for note in runs[best][0]["unmeasured"]]
     warnings += list(runs[best][0]["warnings"])
     return Advice(
         workload=given["workload"],
         hardware=given["hardware"],
         kv_blocks=given["kv_blocks"],
+        server=server_words(given["serving"]),
         judge_by=judge_by,
         least_gain=least_gain,
         seeds_differ=seeds_differ,

@@ -14,11 +14,15 @@ from kvpolicy.study.recommend import advise, candidates, drawn
 from kvpolicy.workload import Request, Workload
 from tests.study.test_grid import TIGHT, WORKLOAD
 
+SERVING = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
 
-def result(policy: str, e2e_s: float, extrapolated: int = 0, preempted: int = 5) -> dict[str, Any]:
+
+def result(
+    policy: str, e2e_s: float, extrapolated: int = 0, preempted: int = 5, beyond: int | None = None
+) -> dict[str, Any]:
     tail = {"mean": e2e_s, "p50": e2e_s, "p99": 2 * e2e_s}
     return {
-        "inputs": {"workload": "w", "hardware": "h", "kv_blocks": 100, "policy": policy, "part": 0},
+        "inputs": {"workload": "w", "hardware": "h", "kv_blocks": 100, "policy": policy, "part": 0, "serving": SERVING},
         "throughput_tok_s": 100.0 / e2e_s,
         "e2e_s": tail,
         "ttft_s": tail,
@@ -30,6 +34,8 @@ def result(policy: str, e2e_s: float, extrapolated: int = 0, preempted: int = 5)
         "simulator_wall_s": 0.1,
         "choices": preempted,
         "extrapolated": extrapolated,
+        "steps": 50,
+        "extrapolated_steps": beyond,
         "warnings": ["as the model warned"],
         "unmeasured": ["the link"],
     }
@@ -138,6 +144,12 @@ def test_guesses_of_the_cost_model_are_warned_of() -> None:
     told = advise(some, "e2e", 4.0)
     assert told.deploy == "cheapest:m"
     assert any("in 6 of 15 decisions (40%)" in warning for warning in told.warnings)
+
+
+def test_steps_beyond_the_tables_are_warned_of() -> None:
+    some = {policy: [result(policy, one, beyond=2) for one in (8.0, 16.1)] for policy in ("always-recompute", "x")}
+    told = advise(some, "e2e", 4.0)
+    assert any("8 of 200 steps (4.0%) lie beyond the hardware model's tables" in one for one in told.warnings)
 
 
 def test_thresholds_lie_between_short_and_long_requests() -> None:
