@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -23,6 +23,10 @@ SHARES = (0.25, 0.5, 0.75, 0.9)
 """Of requests that are shorter in all: where thresholds are tried."""
 LEAST_GAIN = 0.01
 """Share by which a policy has to be better for it to be worth a change."""
+FEWER_USERS = (
+    "a closed loop in parts: each has its share of the users and so of the load; with --parts 1 and --seeds all of "
+    "them are there, where the seed draws their sessions"
+)
 INTERVALS = 4
 """That are shown per policy: what it is judged by, throughput and two tails."""
 
@@ -63,7 +67,8 @@ def recommend(
     if not 0 <= least_gain < float("inf"):
         raise ValueError(f"least_gain is {least_gain}: should be a share, 0 or above, as 0.01")
     machine = open_machine(hardware)
-    tried = candidates(opened(seeded(workload, 0), workload_digest(workload)), machine.own_model, block_size, policies)
+    source = opened(seeded(workload, 0), workload_digest(workload))
+    tried = candidates(source, machine.own_model, block_size, policies)
     report = simulate(
         workloads=[workload],
         policies=tried,
@@ -88,7 +93,17 @@ def recommend(
     if report.failed:
         raise ValueError(f"{len(report.failed)} cells failed, the first: {report.failed[0].text()}")
     runs = {policy: [one for one in report.results if one["inputs"]["policy"] == policy] for policy in tried}
-    return advise(runs, judge_by, host_gib, least_gain, seeds > 1 and drawn(workload))
+    found = advise(runs, judge_by, host_gib, least_gain, seeds == 1 or drawn(workload))
+    if parts > 1 and closed(source):
+        return replace(found, warnings=(*found.warnings, FEWER_USERS))
+    return found
+
+
+def closed(source: Source) -> bool:
+    """Whether it is a loop of users who are all there from the beginning: a part of it has fewer of them at a time."""
+    starts = {request.session: request.arrival_s for request in reversed(list(source))}
+    thinks = any(request.think_s is not None for request in source)
+    return thinks and len(starts) > 1 and len(set(starts.values())) == 1
 
 
 def drawn(workload: str) -> bool:

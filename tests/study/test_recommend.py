@@ -10,7 +10,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.study.paired import paired_ratio
-from kvpolicy.study.recommend import advise, candidates, drawn
+from kvpolicy.study.recommend import advise, candidates, closed, drawn
 from kvpolicy.workload import Request, Workload
 from tests.study.test_grid import TIGHT, WORKLOAD
 
@@ -100,6 +100,14 @@ def test_whether_seeds_draw_the_requests(tmp_path: Path) -> None:
     file = tmp_path / "w.csv"
     file.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,100,20\n0.5,50,30\n")
     assert drawn(WORKLOAD) and not drawn(str(file)) and not drawn(f"{WORKLOAD}&seed=3")
+
+
+def test_a_closed_loop_is_known() -> None:
+    loop = [Request(at_s, 10, 5, session=name, think_s=1.0) for at_s, name in ((0.0, "a"), (0.0, "b"), (1.0, "a"))]
+    assert closed(Workload("loop", tuple(loop), 0))
+    later = [*loop, Request(2.0, 10, 5, session="c", think_s=None)]
+    assert not closed(Workload("arriving", tuple(later), 0))
+    assert not closed(Workload("timed", (Request(0.0, 10, 5, session="a"), Request(0.0, 10, 5, session="b")), 0))
 
 
 def test_a_recorded_file_counts_once(hardware: str, tmp_path: Path) -> None:
