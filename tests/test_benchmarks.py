@@ -210,8 +210,27 @@ def test_overflow_matrix_compares_policies_on_the_same_runs(tmp_path: Path) -> N
     summary = told["summary"]["A100-SXM-80GB"]["cheapest:analytic"]
     assert summary["over always-recompute"]["pairs"] == 2
     assert "where" in summary["worst over the better fixed action"]
-    for word in ("measured by nobody", "PCI Express Base Specification 4.0", "geometric mean"):
+    for word in (
+        "at most 2048 tokens a step and 256 requests, scheduling one step ahead",
+        "measured by nobody",
+        "PCI Express Base Specification 4.0",
+        "geometric mean",
+    ):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--requests", "0"), "--requests is 0"),
+        (("--share", "-1"), "--share is -1"),
+        (("--share", "nan"), "--share is nan"),
+        (("--jobs", "-1"), "--jobs is -1"),
+    ],
+)
+def test_overflow_matrix_refuses_what_cannot_be(wrong: tuple[str, str], said: str) -> None:
+    done = run("overflow_matrix.py", *wrong)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_estimator_coverage_takes_up_what_was_noted(tmp_path: Path) -> None:

@@ -133,6 +133,8 @@ class Summary:
     """From the first arrival to the last token."""
     steps: int
     simulator_wall_s: float
+    extrapolated_steps: int | None = None
+    """Of the steps, those beyond what the hardware model was measured at; None for one that does not know."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class VllmScheduler:
         if server.rules != self.rules:
             raise ValueError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
         began = self._wall()
-        core = core_name(requests, policy, server, seed)
+        core = core_name(requests, policy, server, times, seed)
         begin = getattr(sink, "begin", None)
         if begin is not None:
             begin(core, self._header(core, requests, policy, server, times, seed))
@@ -85,9 +85,9 @@ class VllmScheduler:
         )
 
 
-def core_name(requests: Source, policy: Policy, server: Server, seed: int) -> str:
+def core_name(requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> str:
     """The same for equal runs, different for others, so that their traces can be read together."""
-    told = repr((vllm.__version__, requests.name, requests.seed, policy.name, server, seed))
+    told = repr((vllm.__version__, requests.name, requests.seed, policy.name, server, times.source, seed))
     return f"vllm-{blake2b(told.encode(), digest_size=6).hexdigest()}"
 
 
@@ -136,7 +136,7 @@ class Engine:
         self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink)
         self.worker = VirtualWorker(server, times)
         self.arrivals = Arrivals(requests, self._refuse)
-        self.tallied = Tallied()
+        self.tallied = Tallied(times)
         self._served: dict[str, Served] = {}
         self._hasher: Any = None
         if server.prefix_caching:
@@ -193,6 +193,8 @@ class Engine:
         output = self.scheduler.schedule()
         requests = self.scheduler.requests
         load = load_of(output, requests)
+        if self.tallied.beyond is not None and load.scheduled_tokens:
+            self.tallied.beyond.add(load)
         ends_s = self.worker.execute(output.kv_connector_metadata, load, self.clock.now_s)
         sampled = {name: not requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         return Flight(output, sampled, self.controller.disturbed, ends_s)

@@ -44,7 +44,7 @@ class Engine:
         self.server = server
         self.times = times
         self.journal = journal
-        self.tallied = Tallied()
+        self.tallied = Tallied(times)
         self.now_s = 0.0
         self.arrivals = Arrivals(source, self._refuse)
         self.copies = CopyBook(server)
@@ -267,6 +267,8 @@ class Engine:
         if step.scheduled_tokens or step.lost or step.saves or self.present:
             self.tallied.steps += 1
             self.tallied.recomputed_tokens += step.recomputed_tokens
+            if self.tallied.beyond is not None and step.scheduled_tokens:
+                self.tallied.beyond.add(costs.load_of(step))
             self.journal.step(step)
 
     # ---- many steps at once ----

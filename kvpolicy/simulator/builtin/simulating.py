@@ -43,7 +43,7 @@ class Builtin:
         version that it does not have."""
         _refuse_impossible(server)
         began = self.wall()
-        core = core_name(requests, policy, server, seed)
+        core = core_name(requests, policy, server, times, seed)
         begin = getattr(sink, "begin", None)
         if begin is not None:
             begin(core, self._header(core, requests, policy, server, times, seed))
@@ -84,7 +84,7 @@ def _refuse_impossible(server: Server) -> None:
         raise ValueError(f"server: host_blocks {server.host_blocks} and {server.link}: nothing should be below 0")
 
 
-def core_name(requests: Source, policy: Policy, server: Server, seed: int) -> str:
+def core_name(requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> str:
     """The same for equal runs, different for others, so that their traces can be read together."""
-    told = repr((requests.name, requests.seed, policy.name, server, seed))
+    told = repr((requests.name, requests.seed, policy.name, server, times.source, seed))
     return f"sim-{blake2b(told.encode(), digest_size=6).hexdigest()}"
