@@ -78,8 +78,8 @@ class Way:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--workloads", type=int, default=5, help="that many, each of other requests")
+    parser.add_argument("--requests", type=_some, default=2000)
+    parser.add_argument("--workloads", type=_some, default=5, help="that many, each of other requests")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
@@ -99,6 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.json:
         asked.json.write_text(json.dumps({"trained": report.to_dict(), "rows": rows}, indent=2) + "\n")
     return 0
+
+
+def _some(text: str) -> int:
+    """Requests without a preemption teach nothing."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}, should be a whole number, 1 or more")
+    return int(text)
 
 
 def made_up(seed: int, requests: int) -> Workload:
