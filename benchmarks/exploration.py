@@ -149,8 +149,8 @@ def teach(folder: Path, requests: int, noise: float) -> tuple[LogTrainReport, Fi
         for row in trace.rows("outcomes")
     ]
     (core,) = trace.headers
-    trace.tables["outcomes"] = with_core(from_rows("outcomes", outcomes), core)
-    trace.write(folder / "log")
+    noisy = {"outcomes": with_core(from_rows("outcomes", outcomes), core)}
+    Trace(trace.headers, dict(trace.tables) | noisy).write(folder / "log")
     report = train_logged([folder / "log"], folder / "model", "analytic", 0, False)
     model = cost.load(report.out)
     assert isinstance(model, FittedModel)
@@ -301,7 +301,8 @@ def row_of(
         "way": way.name, "workload": seed, "policy": one.policy, "preemptions": len(log),
         "left_to_chance": float((log.probability.max(axis=1) < 1).mean()), "budget": last,
         "mean_cost_s": float(log.cost_s[log.known].mean()), "estimates": told, "refused": list(one.refused),
-        "same_states_s": same and same[0], "same_states_95_s": same and same[1], "served_s": served_s, "served_preemptions": len(served_log),
+        "same_states_s": same and same[0], "same_states_95_s": same and same[1],
+        "served_s": served_s, "served_preemptions": len(served_log),
         "served_throughput_tok_s": _rate(run),
     }  # fmt: skip
 
