@@ -252,7 +252,7 @@ def test_estimator_scale_prints_its_bar() -> None:
 
 def test_exploration_compares_estimates_with_what_was_served(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    done = run("exploration.py", "--requests", "200", "--workloads", "1", "--json", str(out))
+    done = run("exploration.py", "--requests", "200", "--workloads", "1", "--replays", "2", "--json", str(out))
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert {row["policy"] for row in found["rows"]} == {"always-recompute", "always-swap"}
@@ -260,6 +260,31 @@ def test_exploration_compares_estimates_with_what_was_served(tmp_path: Path) -> 
         row["budget"]["spent_s"] / row["budget"]["cheapest_s"] for row in found["rows"] if "spent_s" in row["budget"]
     }
     assert within <= 0.02
+    shares = {row["way"]: row["left_to_chance"] for row in found["rows"]}
+    assert shares["trained on noise"] > 0.2 and shares["trained on noise"] > shares["as trained"]
+
+
+def test_exploration_without_requests_is_refused() -> None:
+    done = run("exploration.py", "--requests", "0")
+    assert done.returncode == 2 and "'0', should be a whole number, 1 or more" in done.stderr
+    done = run("exploration.py", "--requests", "1")
+    assert done.returncode == 2 and "error: --requests 1: too few to train on" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_one_decision_turned_leaves_all_others_and_its_own_cost_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned to what was done, it costs what the log says; turned to the other option, what came before is the same."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    exploration = import_module("exploration")
+    work = exploration.made_up(1, 150)
+    _, trace = exploration.served(work, "random:0.5", 1)
+    log = exploration.log_of({"log": trace})
+    turn = exploration.Turning(work, exploration.asked_for("random:0.5"), 1, exploration._numbers(trace))
+    assert len(log) > 10
+    for record in (0, len(log) // 2, len(log) - 1):
+        done = int(log.action[record])
+        assert turn.cost_s(record, done) == pytest.approx(float(log.cost_s[record]), rel=1e-9)
+        assert turn.cost_s(record, 1 - done) != pytest.approx(float(log.cost_s[record]), rel=1e-9)
 
 
 def test_the_simulators_speed_is_printed_case_by_case() -> None:

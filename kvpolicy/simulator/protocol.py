@@ -91,6 +91,8 @@ class Server:
     max_model_len: int = 131072
     prefix_caching: bool = True
     scheduling: Scheduling = "fcfs"
+    watermark: float = 0.0
+    """Share of the device's blocks that stay free when somebody is admitted beside running requests; below 1."""
     asynchronous: bool = False
     """Whether the scheduler runs one step ahead of the device, as vLLM does on CUDA."""
     segment_bytes: int | None = None

@@ -156,6 +156,24 @@ def test_copies_are_stated_and_named_as_not_measured(folder: Path, tmp_path: Pat
         kvpolicy.import_profile(files, tmp_path, SHAPE)
 
 
+def test_a_wrong_link_is_told_before_a_table_is_read(tmp_path: Path) -> None:
+    for wrong in ({"link": "0"}, {"device": "nobody's"}):
+        with pytest.raises(ValueError, match="--link"):
+            kvpolicy.import_profile([tmp_path / "is not there"], tmp_path, SHAPE, **wrong)
+
+
+def test_tables_of_another_number_of_ranks_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """Tables without shapes: what their names say of tensor parallelism is all there is to check."""
+    (tmp_path / "tp1").mkdir()
+    files = []
+    for name in ("attention.csv", "dense.csv", "per_sequence.csv"):
+        files.append(tmp_path / "tp1" / name)
+        files[-1].write_bytes((folder / name).read_bytes())
+    with pytest.raises(ValueError, match=r"attention\.csv: its name says tp1, --ranks is 2"):
+        kvpolicy.import_profile(files, tmp_path / "out", SHAPE, ranks=2, link="pcie5")
+    kvpolicy.import_profile(files, tmp_path / "out", SHAPE, ranks=1, link="pcie5")
+
+
 def test_a_hole_in_the_table_is_told_by_a_fit_and_counted(tmp_path: Path) -> None:
     files = tables.llmservingsim(tmp_path)
     rows = files[0].read_text().splitlines()
@@ -302,6 +320,6 @@ def test_the_command_is_the_function(tmp_path: Path, capsys: pytest.CaptureFixtu
     there, here = (json.loads((one / "hardware.json").read_text()) for one in (folder / "out", tmp_path))
     assert here["digest"] == there["digest"]
     with pytest.raises(SystemExit) as ended:
-        main(["import-profile", *files[:1], "--out", str(tmp_path), "--geometry", str(tmp_path)])
+        main(["import-profile", *files[:1], "--out", str(tmp_path), "--geometry", str(tmp_path), "--link", "pcie5"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("kvpolicy: error: no table tells projections")

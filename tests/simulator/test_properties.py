@@ -196,3 +196,23 @@ def test_a_source_is_read_as_time_goes_on() -> None:
 def engine_of(source: Source, server: Server, name: str) -> Engine:
     victims = VllmVictims(server.scheduling)
     return Engine(source, policy.load(name), server, LINEAR, 0, Journal("core", None), victims, True)
+
+
+@pytest.mark.parametrize("watermark", [-0.1, 1.0, math.nan])
+def test_a_watermark_that_is_no_share_is_refused(watermark: float) -> None:
+    server = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=0, watermark=watermark)
+    with pytest.raises(ValueError, match=r"server\.watermark is .*, should be from 0, below 1"):
+        Builtin().run(Workload("one", (Request(0.0, 5, 5),), 0), policy.load("always-recompute"), server, LINEAR)
+
+
+def test_a_watermark_keeps_blocks_free_beside_running_requests() -> None:
+    """A fifth of 21 blocks (the null block counted) is 4. The first prompt takes 10 of 20: alone, it need not leave
+    any. The second would take 7 and leave 3: it waits until the first is through."""
+    server = Server(block_size=16, block_bytes=1, device_blocks=20, host_blocks=0, prefix_caching=False)
+    both = Workload("two", (Request(0.0, 150, 5), Request(0.0, 100, 5)), 0)
+    for watermark, together in ((0.0, 2), (0.2, 1)):
+        run = Builtin().run(
+            both, policy.load("always-recompute"), replace(server, watermark=watermark), LINEAR, 0, MemorySink()
+        )
+        assert run.trace is not None
+        assert max(row["running_requests"] for row in run.trace.rows("steps")) == together

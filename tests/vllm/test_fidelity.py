@@ -139,11 +139,12 @@ def test_a_slower_machine_is_seen(fidelity: SimpleNamespace, folder: Path) -> No
 
 def test_schedules_are_compared_step_by_step(fidelity: SimpleNamespace, folder: Path) -> None:
     sessions, _ = fidelity.real.judge(folder, ())
-    found = fidelity.steps.stepwise(sessions, VllmScheduler())
-    assert len(found) == 8
+    found = fidelity.steps.stepwise(sessions[:1], VllmScheduler())
+    assert len(found) == 4
     assert all(one.alike == one.steps and one.preemptions[0] == one.preemptions[1] for one in found)
     header = replace(sessions[0].header, device_blocks=sessions[0].header.device_blocks + 1)
-    (other, *_) = fidelity.steps.stepwise([replace(sessions[0], header=header)], VllmScheduler())
+    one_run = replace(sessions[0], header=header, kept_out=sessions[0].kept_out[:1])
+    (other,) = fidelity.steps.stepwise([one_run], VllmScheduler())
     assert other.alike < other.steps
 
 

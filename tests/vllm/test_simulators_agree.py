@@ -54,6 +54,7 @@ def changed(case: Case) -> list[Case]:
     return [
         replace(case, server=replace(server, device_blocks=server.device_blocks + 1)),
         replace(case, server=replace(server, token_budget=server.token_budget - 1)),
+        replace(case, server=replace(server, watermark=0.1)),
         replace(case, times=ConstantTimes(2e-3, (1e-5, 2e-6, 1e-7, 1e-9, 1e-4, 1.01e-8), 1e-4, 2e9, 1e-6)),
         replace(case, seed=case.seed + 1),
     ]

@@ -13,10 +13,10 @@ from kvpolicy.simulator.builtin import costs, ledger
 from kvpolicy.simulator.builtin.arrivals import Arrivals
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
 from kvpolicy.simulator.builtin.copies import CopyBook, LinkQueues
-from kvpolicy.simulator.builtin.deciding import NULL_BLOCK, Preemptions
+from kvpolicy.simulator.builtin.deciding import Preemptions
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.live import Live, Status, Step
-from kvpolicy.simulator.builtin.scheduler import Scheduler
+from kvpolicy.simulator.builtin.scheduler import NULL_BLOCK, Scheduler
 from kvpolicy.simulator.builtin.stepping import Stepper
 from kvpolicy.simulator.builtin.victims import Victims
 from kvpolicy.simulator.protocol import Server, Times

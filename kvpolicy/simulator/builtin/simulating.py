@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvpolicy.policy import Policy
-from kvpolicy.simulator.builtin.deciding import NULL_BLOCK
 from kvpolicy.simulator.builtin.engine import Engine
 from kvpolicy.simulator.builtin.journal import Journal
+from kvpolicy.simulator.builtin.scheduler import NULL_BLOCK
 from kvpolicy.simulator.builtin.victims import Victims, VllmVictims
 from kvpolicy.simulator.protocol import Run, Server, Sink, Times
 from kvpolicy.trace import Header
@@ -80,6 +80,8 @@ def _refuse_impossible(server: Server) -> None:
     for name in ("block_size", "block_bytes", "device_blocks", "token_budget", "max_running", "max_model_len"):
         if getattr(server, name) < 1:
             raise ValueError(f"server.{name} is {getattr(server, name)}, should be 1 or more")
+    if not 0 <= server.watermark < 1:
+        raise ValueError(f"server.watermark is {server.watermark:g}, should be from 0, below 1: a share of the blocks")
     if server.host_blocks < 0 or server.link.slowdown < 0:
         raise ValueError(f"server: host_blocks {server.host_blocks} and {server.link}: nothing should be below 0")
 
