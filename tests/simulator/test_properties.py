@@ -31,6 +31,15 @@ def test_leaping_changes_nothing(world: World) -> None:
     same_either_way(*world)
 
 
+def test_an_answer_is_found_while_it_is_generated() -> None:
+    """The second request repeats what the first one is about to say: how much of it is there shows the moment."""
+    first = Request(0.0, 6, 54, prefix=tuple(range(1, 11)), prefix_block_tokens=6)
+    server = Server(block_size=4, block_bytes=1, device_blocks=60, host_blocks=0, prefix_caching=True)
+    for arrival_s in (0.02, 0.04, 0.06, 0.08):
+        second = replace(first, arrival_s=arrival_s, prompt_tokens=58, output_tokens=2)
+        same_either_way(Workload("repeated", (first, second), 0), server, "always-recompute")
+
+
 def test_who_leaves_the_crowd_takes_no_budget() -> None:
     """Scheduling ahead, a last token is on its way while its request still runs; a prefill gets its share of the step,
     and may need a block for it. Found by chance, 1 in 1000."""
