@@ -1,14 +1,17 @@
 """Explore, estimate, then do it: what a log says two policies would cost, beside really serving with them. Simulated.
 
-    python benchmarks/exploration.py [--requests N] [--workloads N] [--json FILE]
+    python benchmarks/exploration.py [--requests N] [--workloads N] [--replays N] [--json FILE]
 
 The built-in simulator serves a made-up overload on made-up hardware (no device is measured here):
 1. once with a coin, from whose log alone a cost model is trained (one option seen per situation);
 2. with `explore` by that model: as if it knew nothing of its errors (every interval infinite: a coin wherever both
-   options are feasible), the same within a budget of predicted regret, and as trained;
+   options are feasible), the same within a budget of predicted regret, as trained, and as trained by the same log with
+   made-up noise on its costs, whose honest intervals leave a real band to chance;
 3. with always-recompute and always-swap.
 From each log of 2, both policies of 3 are estimated, or refused. What is estimated is their cost *in the states of the
-log*: "same states" is what the cost model of 1, which comes close to the simulator's own law, says it is there.
+log*: "same states". Where the policy does what the log did, that is the log's own cost; elsewhere, for decisions drawn
+at random, the whole run is simulated again with that one decision turned, and its cost there is read. The model of 1
+stands in for decisions that were not drawn, less what it missed of those that were: +/- is the drawing's 95%.
 Serving with a policy brings about other states: "served" is what it cost then, and no estimate owes agreement with it.
 """
 
@@ -23,7 +26,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from rich.console import Console
@@ -36,10 +39,12 @@ from kvpolicy.cost.intervals import unbounded
 from kvpolicy.cost.loggedtraining import LogTrainReport, train_logged
 from kvpolicy.evaluation.logged import Floats, Log, log_of
 from kvpolicy.evaluation.offpolicy import Estimate, Judgement, judge
-from kvpolicy.events import KINDS
+from kvpolicy.events import KINDS, Decision, Option, Preemption
 from kvpolicy.hardware import Geometry
+from kvpolicy.policy import Assessment, Policy, PolicyState
+from kvpolicy.policy.protocol import PolicyBase, all_on
 from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
-from kvpolicy.trace import Trace
+from kvpolicy.trace import Trace, from_rows, with_core
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, random_arrivals
 
 GEOMETRY = Geometry(
@@ -65,6 +70,8 @@ RATE_PER_S = 12.0
 FIXED = ("always-recompute", "always-swap")
 ESTIMATORS = ("cross-fitted-dr", "snips")
 BUDGET = "2%"
+NOISE = 0.5
+"""Standard deviation of the log of costs, where training is made to see noise."""
 
 
 @dataclass(frozen=True)
@@ -78,27 +85,38 @@ class Way:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--workloads", type=int, default=5, help="that many, each of other requests")
+    parser.add_argument("--requests", type=_some, default=2000)
+    parser.add_argument("--workloads", type=_some, default=5, help="that many, each of other requests")
+    parser.add_argument("--replays", type=_some, default=20, help="decisions turned, by log and policy")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
-        report = teach(Path(scratch), asked.requests)
-        model = cost.load(report.out)
-    assert isinstance(model, FittedModel)
+        try:
+            report, model = teach(Path(scratch, "exact"), asked.requests, 0.0)
+            _, unsure = teach(Path(scratch, "noisy"), asked.requests, NOISE)
+        except ValueError as error:
+            parser.exit(2, f"exploration.py: error: --requests {asked.requests}: too few to train on: {error}\n")
     print(report.text(), end="\n\n")
     ways = (
         Way("nothing known", "explore:MODEL", replace(model, intervals=unbounded())),
         Way(f"within {BUDGET}", f"explore:MODEL,budget={BUDGET}", replace(model, intervals=unbounded())),
         Way("as trained", "explore:MODEL", model),
+        Way("trained on noise", "explore:MODEL", unsure),
     )
     rows = []
     for seed in track(range(1, asked.workloads + 1), "workloads", console=Console(stderr=True)):
-        rows += compared(made_up(seed, asked.requests), ways, seed)
+        rows += compared(made_up(seed, asked.requests), ways, seed, model, asked.replays)
     show(rows)
     if asked.json:
         asked.json.write_text(json.dumps({"trained": report.to_dict(), "rows": rows}, indent=2) + "\n")
     return 0
+
+
+def _some(text: str) -> int:
+    """Requests without a preemption teach nothing."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}, should be a whole number, 1 or more")
+    return int(text)
 
 
 def made_up(seed: int, requests: int) -> Workload:
@@ -107,24 +125,41 @@ def made_up(seed: int, requests: int) -> Workload:
     return made.arriving(random_arrivals(requests, RATE_PER_S, random.Random(seed)))
 
 
-def served(workload: Workload, spec: str, seed: int, model: CostModel | None = None) -> tuple[Run, Trace]:
+def asked_for(spec: str, model: CostModel | None = None) -> Policy:
     def loader(_: str) -> CostModel:
         assert model is not None
         return model
 
-    run = Builtin().run(workload, policy.load(spec, loader), SERVER, TIMES, seed, MemorySink())
+    return policy.load(spec, loader)
+
+
+def served(workload: Workload, spec: str, seed: int, model: CostModel | None = None) -> tuple[Run, Trace]:
+    run = Builtin().run(workload, asked_for(spec, model), SERVER, TIMES, seed, MemorySink())
     assert run.trace is not None
     return run, run.trace
 
 
-def teach(folder: Path, requests: int) -> LogTrainReport:
-    """A cost model from the log of a coin."""
+def teach(folder: Path, requests: int, noise: float) -> tuple[LogTrainReport, FittedModel]:
+    """A cost model from the log of a coin, with that noise on its costs."""
     _, trace = served(made_up(0, requests), "random:0.5", 0)
-    trace.write(folder / "log")
-    return train_logged([folder / "log"], folder / "model", "analytic", 0, False)
+    rng = random.Random(0)
+    outcomes = [
+        {name: value for name, value in row.items() if name != "core"}
+        | {"engine_s": row["engine_s"] * rng.lognormvariate(0.0, noise)}
+        for row in trace.rows("outcomes")
+    ]
+    (core,) = trace.headers
+    noisy = {"outcomes": with_core(from_rows("outcomes", outcomes), core)}
+    Trace(trace.headers, dict(trace.tables) | noisy).write(folder / "log")
+    report = train_logged([folder / "log"], folder / "model", "analytic", 0, False)
+    model = cost.load(report.out)
+    assert isinstance(model, FittedModel)
+    return report, model
 
 
-def compared(workload: Workload, ways: Sequence[Way], seed: int) -> list[dict[str, Any]]:
+def compared(
+    workload: Workload, ways: Sequence[Way], seed: int, model: FittedModel, replays: int
+) -> list[dict[str, Any]]:
     really = {}
     for name in FIXED:
         run, trace = served(workload, name, seed)
@@ -136,49 +171,144 @@ def compared(workload: Workload, ways: Sequence[Way], seed: int) -> list[dict[st
         targets = {name: log.targets(policy.load(name)) for name in FIXED}
         report = judge(log, targets, seed, ESTIMATORS)
         for one in report.policies:
-            same_s = in_these_states(way.model, log, targets[one.policy])
-            rows.append(
-                row_of(way, seed, log, trace, one, same_s, really[one.policy]) | {"throughput_tok_s": _rate(run)}
-            )
+            same = None
+            if one.estimates:
+                turn = Turning(workload, asked_for(way.spec, way.model), seed, _numbers(trace))
+                same = in_these_states(turn, model, log, targets[one.policy], replays)
+            rows.append(row_of(way, seed, log, trace, one, same, really[one.policy]) | {"throughput_tok_s": _rate(run)})
     return rows
 
 
-def in_these_states(model: FittedModel, log: Log, target: Floats) -> float:
-    """Mean predicted cost of what a policy does in a log's situations, seconds."""
-    total_s = 0.0
-    for situation, options, shares in zip(log.situations, log.options, target, strict=True):
-        costs = model.predict(situation, options)
-        total_s += sum(
-            shares[KINDS.index(option.kind)] * cost.engine_s for option, cost in zip(options, costs, strict=True)
-        )
-    return total_s / len(log)
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Another policy's state, and how many decisions were taken."""
+
+    inner: PolicyState
+    made: int = 0
+
+    def to_json(self) -> str:
+        return self.inner.to_json()
+
+
+@dataclass(frozen=True)
+class Turned(PolicyBase):
+    """Does as another policy, but takes one option for certain at one decision, counted from 1."""
+
+    policy: Policy
+    number: int
+    action: int
+    """Of :data:`KINDS`."""
+    name: str = "turned"
+
+    def initial_state(self) -> Counted:
+        return Counted(self.policy.initial_state())
+
+    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
+        assert isinstance(state, Counted)
+        told = self.policy.assess(situation, options, state.inner)
+        if state.made + 1 != self.number:
+            return told
+        return all_on([option.kind for option in options].index(KINDS[self.action]), len(options)), told[1]
+
+    def next_state(self, state: PolicyState, decision: Decision) -> Counted:
+        assert isinstance(state, Counted)
+        return Counted(self.policy.next_state(state.inner, decision), state.made + 1)
+
+
+@dataclass(slots=True)
+class OneOutcome:
+    """A sink for the cost of one preemption alone."""
+
+    number: int
+    engine_s: float | None = None
+
+    def add(self, table: str, rows: list[dict[str, Any]]) -> None:
+        for row in rows if table == "outcomes" else ():
+            if _number(row) == self.number:
+                self.engine_s = row["engine_s"]
+
+    def finish(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """A run that can be had again with one decision turned."""
+
+    workload: Workload
+    policy: Policy
+    seed: int
+    numbers: tuple[int, ...]
+    """Of its preemptions, in the order of the log's records."""
+
+    def cost_s(self, record: int, action: int) -> float:
+        """What the preemption of that record costs the engine if this is done; all coins fall as they did."""
+        sink = OneOutcome(self.numbers[record])
+        turned = Turned(self.policy, sink.number, action)
+        Builtin().run(self.workload, turned, SERVER, TIMES, self.seed, sink)
+        assert sink.engine_s is not None
+        return sink.engine_s
+
+
+def _number(row: dict[str, Any]) -> int:
+    return int(row["preemption_id"].rsplit("-", 1)[1])
+
+
+def _numbers(trace: Trace) -> tuple[int, ...]:
+    return tuple(map(_number, trace.rows("decisions", ("preemption_id",))))
+
+
+def in_these_states(
+    turn: Turning, model: FittedModel, log: Log, target: Floats, replays: int
+) -> tuple[float, float]:  # fmt: skip
+    """Mean cost of what a policy without chance does in a log's situations, and its 95% by drawing; seconds."""
+    assert log.known.all() and len(turn.numbers) == len(log)
+    wanted = target.argmax(axis=1)
+    others = [int(one) for one in (wanted != log.action).nonzero()[0]]
+    total_s = float(log.cost_s[wanted == log.action].sum())
+    predicted_s = {one: _predicted_s(model, log, one, int(wanted[one])) for one in others}
+    total_s += sum(predicted_s.values())
+    drawn = random.Random(turn.seed).sample(others, min(replays, len(others)))
+    missed_s = [turn.cost_s(one, int(wanted[one])) - predicted_s[one] for one in drawn]
+    total_s += len(others) * fmean(missed_s or [0.0])
+    error_s = stdev(missed_s) / len(missed_s) ** 0.5 if 1 < len(missed_s) < len(others) else 0.0
+    return total_s / len(log), 1.96 * error_s * len(others) / len(log)
+
+
+def _predicted_s(model: FittedModel, log: Log, record: int, action: int) -> float:
+    options = log.options[record]
+    costs = model.predict(log.situations[record], options)
+    return next(one.engine_s for one, option in zip(costs, options, strict=True) if option.kind == KINDS[action])
 
 
 def row_of(
-    way: Way, seed: int, log: Log, trace: Trace, one: Judgement, same_s: float, really: tuple[Log, Run]
+    way: Way, seed: int, log: Log, trace: Trace, one: Judgement, same: tuple[float, float] | None,
+    really: tuple[Log, Run],
 ) -> dict[str, Any]:  # fmt: skip
     served_log, run = really
     served_s = float(served_log.cost_s[served_log.known].mean())
     told = {
         found.estimator: {
             "value_s": found.value_s, "low_s": found.low_s, "high_s": found.high_s,
-            "off": found.value_s / same_s - 1, "off_served": found.value_s / served_s - 1,
-            "holds": _holds(found, same_s), "holds_served": _holds(found, served_s),
+            "off": found.value_s / same[0] - 1, "off_served": found.value_s / served_s - 1,
+            "holds": _holds(found, same[0]), "holds_served": _holds(found, served_s),
         }
         for found in one.estimates
+        if same is not None
     }  # fmt: skip
     last = json.loads(trace.rows("decisions", ("state",))[-1]["state"])
     return {
         "way": way.name, "workload": seed, "policy": one.policy, "preemptions": len(log),
         "left_to_chance": float((log.probability.max(axis=1) < 1).mean()), "budget": last,
         "mean_cost_s": float(log.cost_s[log.known].mean()), "estimates": told, "refused": list(one.refused),
-        "same_states_s": same_s, "served_s": served_s, "served_preemptions": len(served_log),
+        "same_states_s": same and same[0], "same_states_95_s": same and same[1],
+        "served_s": served_s, "served_preemptions": len(served_log),
         "served_throughput_tok_s": _rate(run),
     }  # fmt: skip
 
 
 def _holds(found: Estimate, value_s: float) -> bool:
-    return found.low_s is not None and found.high_s is not None and found.low_s <= value_s <= found.high_s
+    return found.low_s is not None and found.high_s is not None and bool(found.low_s <= value_s <= found.high_s)
 
 
 def _rate(run: Run) -> float:
@@ -195,7 +325,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         told = [_told(row["estimates"].get(name)) for name in ESTIMATORS]
         table.add_row(
             row["way"], str(row["workload"]), str(row["preemptions"]), f"{row['left_to_chance']:.0%}",
-            f"{1e3 * row['mean_cost_s']:.2f}", row["policy"], *told, f"{1e3 * row['same_states_s']:.2f}",
+            f"{1e3 * row['mean_cost_s']:.2f}", row["policy"], *told, _same(row),
             f"{1e3 * row['served_s']:.2f}", str(row["served_preemptions"]),
         )  # fmt: skip
     Console(width=180).print(table)
@@ -214,6 +344,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                 off = median(abs(one[f"off{suffix}"]) for one in some)
                 held = sum(one[f"holds{suffix}"] for one in some)
                 print(f"{name}: {held} of {len(some)} intervals hold {what}, median off {off:.1%}")
+
+
+def _same(row: dict[str, Any]) -> str:
+    if row["same_states_s"] is None:
+        return "-"
+    return f"{1e3 * row['same_states_s']:.2f} +/- {1e3 * row['same_states_95_s']:.2f}"
 
 
 def _refusals(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -16,9 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import fidelity_e2e
 import numpy as np
 from fidelity_real import BAR, FIGURES, Judgement, Session, as_dict, differing_pairs, errors, judge
 from fidelity_record import KINDS, POLICIES, Extent, record
@@ -27,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy.simulator.builtin import Builtin
-from kvpolicy_vllm.simulator import VllmScheduler
+from kvpolicy_vllm import simulator
 
 WIDTH = 150
 QUICK = Extent(requests=12, blocks=2, kinds=KINDS[:1], policies=POLICIES[:2])
@@ -35,25 +38,41 @@ QUICK = Extent(requests=12, blocks=2, kinds=KINDS[:1], policies=POLICIES[:2])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--real", type=Path, required=True, help="folder of the recorded sessions")
+    parser.add_argument("--real", type=Path, help="folder of the recorded sessions")
     parser.add_argument("--record", type=int, default=0, help="sessions to record first")
     parser.add_argument("--quick", action="store_true", help="record little")
     parser.add_argument("--llm", type=Path, help="a model's folder; by default a small Llama made from a seed")
+    parser.add_argument("--e2e", type=Path, help="folder of measured runs")
+    parser.add_argument("--profiles", type=Path, help="folder of the tables of their GPUs")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if (options.real is None and options.e2e is None) or (options.e2e is None) != (options.profiles is None):
+        parser.error("give --real DIR, or --e2e DIR with --profiles DIR, or all three")
+    told: dict[str, Any] = {}
+    try:
+        if options.real is not None:
+            told["real"] = _real(options)
+        if options.e2e is not None:
+            told["e2e"] = fidelity_e2e.fidelity_e2e(
+                options.e2e, options.profiles, fidelity_e2e.CALIBRATE_UNTIL_S, lambda text: print(text, file=sys.stderr)
+            )
+            fidelity_e2e.show(told["e2e"], Console(width=WIDTH))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if options.json:
+        options.json.write_text(json.dumps(told, indent=2) + "\n")
+
+
+def _real(options: argparse.Namespace) -> dict[str, Any]:
     there = len(list(options.real.glob("session-*/runs.json")))
     for number in range(there, there + options.record):
         record(options.real, number, QUICK if options.quick else Extent(), options.llm)
-    try:
-        sessions, judgements = judge(options.real, (Builtin(), VllmScheduler()))
-        steps = stepwise(sessions)
-    except ValueError as error:
-        parser.error(str(error))
+    vllm = simulator.VllmScheduler()
+    sessions, judgements = judge(options.real, (Builtin(), vllm))
+    steps = stepwise(sessions, vllm)
     show(sessions, judgements)
     show_steps(Console(width=WIDTH), steps)
-    if options.json:
-        told = as_dict(sessions, judgements) | {"step_by_step": as_dicts(steps)}
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
+    return as_dict(sessions, judgements) | {"step_by_step": as_dicts(steps)}
 
 
 def show(sessions: Sequence[Session], judgements: Sequence[Judgement]) -> None:

@@ -318,18 +318,20 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--e2e", type=Path, required=True)
     parser.add_argument("--profiles", type=Path, required=True)
     parser.add_argument("--calibrate-until", type=float, default=CALIBRATE_UNTIL_S, metavar="S")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--bars", action="store_true", help="end with status 1 where a bar is missed")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     try:
         found = fidelity_e2e(given.e2e, given.profiles, given.calibrate_until, _tell)
     except (ValueError, OSError) as error:
         parser.exit(2, f"fidelity_e2e.py: error: {error}\n")
+    if not any(one["judged"] for one in found):
+        parser.exit(2, f"fidelity_e2e.py: error: no run could be judged: {found[0]['run']}: {found[0]['reason']}\n")
     show(found, Console(width=140))
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)

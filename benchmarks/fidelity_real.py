@@ -83,7 +83,8 @@ class Told:
     def of(cls, run: Real) -> Told:
         tokens = sum(request.output_tokens for request in run.requests)
         tails = [Tail(**mean_and_percentiles(values)) for values in (run.e2e_s, run.ttft_s, run.all_itl_s)]
-        return cls(*tails, tokens / run.makespan_s, run.preemptions, run.recomputed_tokens)
+        makespan_s = run.makespan_s - min(request.arrival_s for request in run.requests)
+        return cls(*tails, tokens / makespan_s, run.preemptions, run.recomputed_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ from fidelity_real import PARTS, Floats, Rows, Session, within
 from fidelity_record import Real
 
 from kvpolicy import policy
-from kvpolicy.simulator import StepLoad
+from kvpolicy.simulator import Simulator, StepLoad
 from kvpolicy.simulator.protocol import Direction
 from kvpolicy.simulator.sinks import MemorySink
-from kvpolicy_vllm.simulator import VllmScheduler
 
 COLUMNS = (
     *PARTS, "scheduled_requests", "running_requests", "waiting_requests", "used_blocks", "recomputed_tokens",
@@ -62,9 +61,8 @@ class RecordedTimes:
         return 0.0
 
 
-def stepwise(sessions: Sequence[Session]) -> list[Stepwise]:
-    """All kept-out runs under policies without chance."""
-    engine = VllmScheduler()
+def stepwise(sessions: Sequence[Session], engine: Simulator) -> list[Stepwise]:
+    """All kept-out runs under policies without chance. ``engine`` asks for every step's time once: vLLM's scheduler."""
     return [
         _stepwise(engine, session, run)
         for session in sessions
@@ -73,7 +71,7 @@ def stepwise(sessions: Sequence[Session]) -> list[Stepwise]:
     ]
 
 
-def _stepwise(engine: VllmScheduler, session: Session, run: Real) -> Stepwise:
+def _stepwise(engine: Simulator, session: Session, run: Real) -> Stepwise:
     rows = sorted(within(session.trace.rows("steps"), [run]), key=lambda row: float(row["start_s"]))
     came_s = sorted(
         row["arrival_s"] for row in session.trace.rows("requests") if run.begin_s <= row["arrival_s"] <= run.end_s
@@ -83,9 +81,11 @@ def _stepwise(engine: VllmScheduler, session: Session, run: Real) -> Stepwise:
     done = engine.run(work, policy.load(run.policy), session.server, times, run.session, MemorySink())
     assert done.trace is not None
     real, simulated = _computing(rows), _computing(done.trace.rows("steps"))
-    preempted, again = ([sum(row[name] for row in told) for told in (real, simulated)] for name in COLUMNS[-4:-2][::-1])
-    alike, steps = _alike(real, simulated)
-    return Stepwise(run.workload, run.policy, alike, steps, (preempted[0], preempted[1]), (again[0], again[1]))
+    counted = [
+        (sum(row[name] for row in real), sum(row[name] for row in simulated))
+        for name in ("preemptions", "recomputed_tokens")
+    ]
+    return Stepwise(run.workload, run.policy, *_alike(real, simulated), *counted)
 
 
 def _seconds(rows: Rows) -> Iterator[float]:

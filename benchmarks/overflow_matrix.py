@@ -6,7 +6,8 @@ Two machines, by their data sheets: an H100 with Llama-3.1-8B (grouped-query att
 Llama-2-7B (multi-head attention, 32 KV heads). Workloads: lengths of the three that ship, drawn by a seed per repeat;
 with ``--data`` also the public traces below that folder, successive parts of each being the repeats. All requests
 arrive at once, so that throughput is what the engine does and not what is asked of it. Pressure: KV memory as a share
-of what as many requests as may run would hold at their mean length. Policies are compared on the same requests and
+of what as many requests as may run would hold at their mean length. Servers are vLLM's own for the device, and a
+copy moves one layer's keys and values of a block at a time. Policies are compared on the same requests and
 chance, pair by pair; ``best threshold`` is chosen for each repeat on the other ones. Exits 1 where a run fails.
 """
 
@@ -17,7 +18,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
@@ -26,12 +27,13 @@ from typing import Any
 from kvpolicy.cost.physics import ASSUMED
 from kvpolicy.cost.sheets import device_sheet, link_sheet
 from kvpolicy.study.cells import Cell, Serving
+from kvpolicy.study.defaults import server_defaults
 from kvpolicy.study.grid import Workers, sweep
 from kvpolicy.study.kept import Kept, Result, usual_folder
 from kvpolicy.study.opening import opened
-from kvpolicy.study.paired import Ratio, paired_ratio
+from kvpolicy.study.paired import LEVEL, Ratio, paired_ratio
 from kvpolicy.study.progress import bar
-from kvpolicy.study.report import aligned
+from kvpolicy.study.report import aligned, server_words
 from kvpolicy.study.running import seeded, workload_digest
 
 LLAMA_3_1_8B = {
@@ -68,7 +70,7 @@ THRESHOLDS = (512, 1024, 2048, 4096)
 RECOMPUTE, SWAP, BEST = "always-recompute", "always-swap", "best threshold"
 MINWASTE, LEARNED = "minwaste:analytic", "cheapest:analytic"
 SHOWN = (RECOMPUTE, SWAP, BEST, MINWASTE, LEARNED)
-SERVING = Serving(host_gib=128.0)
+HOST_GIB = 128.0
 
 AT_ONCE = 1e6
 """Times as fast as it was recorded: all requests of a trace within milliseconds."""
@@ -138,7 +140,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
     if asked.repeats < 2:
-        parser.error("--repeats should be 2 or more: one run has no interval")
+        parser.error(f"--repeats is {asked.repeats}: should be 2 or more, one run has no interval")
+    if asked.requests < 1:
+        parser.error(f"--requests is {asked.requests}: should be 1 or more")
+    if asked.jobs is not None and asked.jobs < 0:
+        parser.error(f"--jobs is {asked.jobs}: should be 1 or more, or 0 for none but this process")
+    for share in asked.share or ():
+        if not 0 < share < float("inf"):
+            parser.error(f"--share is {share}: should be above 0")
     return asked
 
 
@@ -156,18 +165,30 @@ def _places(asked: argparse.Namespace, configs: Path) -> list[Place]:
         config = configs / f"{MACHINES[machine]['_name_or_path']}.json"
         config.write_text(json.dumps(MACHINES[machine]))
         seeds, parts = (asked.repeats, 1) if drawn else (1, asked.repeats)
+        serving = serving_of(machine, not asked.no_prefix_caching)
         for share in asked.share or SHARES:
-            blocks = _blocks(workload, asked.requests, share)
-            serving = replace(SERVING, prefix_caching=not asked.no_prefix_caching)
+            blocks = _blocks(workload, asked.requests, share, serving)
             found.append(Place(machine, f"{machine}:{config}", workload, share, blocks, seeds, parts, serving))
     return found
 
 
-def _blocks(workload: str, requests: int, share: float) -> int:
+def serving_of(machine: str, prefix_caching: bool = True) -> Serving:
+    """vLLM's own for the device, but with more host memory, so that it is not what decides."""
+    usual = server_defaults(machine)
+    return Serving(
+        host_gib=HOST_GIB,
+        token_budget=usual.token_budget,
+        max_num_seqs=usual.max_num_seqs,
+        prefix_caching=prefix_caching,
+        asynchronous=usual.asynchronous,
+    )
+
+
+def _blocks(workload: str, requests: int, share: float, serving: Serving) -> int:
     """Of KV memory; the longest request that may come has to fit."""
     lengths = [one.total_tokens for one in opened(seeded(workload, 0), workload_digest(workload))]
-    wanted = share * min(SERVING.max_num_seqs, requests) * fmean(lengths) / SERVING.block_size
-    return max(round(wanted), -(-CONTEXT_TOKENS // SERVING.block_size) + 1)
+    wanted = share * min(serving.max_num_seqs, requests) * fmean(lengths) / serving.block_size
+    return max(round(wanted), -(-CONTEXT_TOKENS // serving.block_size) + 1)
 
 
 # ---- figures ----
@@ -262,6 +283,7 @@ def constants(machines: Sequence[str]) -> list[str]:
         lines += [
             f"{machine} with {MACHINES[machine]['_name_or_path']} (16-bit)",
             f"  {sheet.bf16_flops / 1e12:g} Tflop/s, {sheet.memory_bytes_per_s / 1e9:g} GB/s: {sheet.source}",
+            f"  server: {server_words(asdict(serving_of(machine)))}",
             f"  host link {link.name}, {link.bytes_per_s / 1e9:g} GB/s each way: {link.source}",
         ]
     shares = ("linear_share", "attention_share", "weight_share", "kv_share")
@@ -273,10 +295,12 @@ def constants(machines: Sequence[str]) -> list[str]:
         *lines,
         f"share of the peaks, linear layers, attention, weights, KV: {reached}: from published kernel timings",
         f"measured by nobody: copies between host and device ({copies}); the engine's own {ASSUMED.step_s.value:g} s "
-        "per step; a block is taken as one contiguous piece; loads run beside steps, a step waits for its saves",
+        "per step; a layer's keys and values of a block are one contiguous piece; loads run beside steps, a step waits "
+        "for its saves",
         f"the cost model of {MINWASTE} and {LEARNED} has the simulator's own constants: how far off a trained one is, "
         "is not in this table",
-        f"context {CONTEXT_TOKENS} tokens, host memory {SERVING.host_gib:g} GiB, vLLM's scheduling rules",
+        f"context {CONTEXT_TOKENS} tokens, host memory {HOST_GIB:g} GiB, vLLM's scheduling rules",
+        f"intervals are of each figure by itself, at {LEVEL:.0%}: of many, some miss by chance alone",
         "",
     ]
 

@@ -29,11 +29,15 @@ Hardware = Annotated[str, typer.Option(help=HARDWARE)]
 SimulatedBy = Annotated[str, typer.Option(help="builtin, or vllm: vLLM's own scheduler on a virtual clock.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
 SimulatedHostGib = Annotated[float | None, typer.Option(help="Host memory for evicted KV of one rank, GiB; 4.")]
-TokenBudget = Annotated[int, typer.Option(help="Most tokens of a step (max_num_batched_tokens).")]
-MaxNumSeqs = Annotated[int, typer.Option(help="Most requests running at a time.")]
+TokenBudget = Annotated[
+    int | None, typer.Option(help="Most tokens of a step (max_num_batched_tokens); vLLM's own for the device.")
+]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests running at a time; vLLM's own for the device.")]
 NoPrefixCaching = Annotated[bool, typer.Option("--no-prefix-caching", help="Without vLLM's prefix caching.")]
 Scheduling = Annotated[str, typer.Option(help="fcfs or priority")]
-Asynchronous = Annotated[bool, typer.Option("--async", help="Schedule one step ahead, as vLLM does on CUDA.")]
+Asynchronous = Annotated[
+    bool | None, typer.Option("--async/--no-async", help="Schedule one step ahead; as vLLM does, on all but CPUs.")
+]
 Parts = Annotated[int, typer.Option(help="Cut every workload into so many successive parts, a run each.")]
 Jobs = Annotated[int | None, typer.Option(help="Processes; one per core without it, 0 for none but this one.")]
 OnRay = Annotated[str | None, typer.Option("--ray", metavar="ADDRESS", help="Run on that Ray cluster, or auto.")]
@@ -56,11 +60,11 @@ def simulate(
     block_size: BlockSize = 16,
     host_gib: SimulatedHostGib = None,
     host_blocks: Annotated[int | None, typer.Option(help="The same as a number of blocks.")] = None,
-    token_budget: TokenBudget = 8192,
-    max_num_seqs: MaxNumSeqs = 256,
+    token_budget: TokenBudget = None,
+    max_num_seqs: MaxNumSeqs = None,
     no_prefix_caching: NoPrefixCaching = False,
     scheduling: Scheduling = "fcfs",
-    asynchronous: Asynchronous = False,
+    asynchronous: Asynchronous = None,
     seeds: Annotated[int, typer.Option(help="Runs of each, drawn by seeds 0, 1, ...")] = 1,
     parts: Parts = 1,
     jobs: Jobs = None,
@@ -114,14 +118,17 @@ def recommend(
     engine: SimulatedBy = "builtin",
     block_size: BlockSize = 16,
     host_gib: Annotated[float, typer.Option(help="Host memory for evicted KV of one rank, GiB.")] = 4.0,
-    token_budget: TokenBudget = 8192,
-    max_num_seqs: MaxNumSeqs = 256,
+    token_budget: TokenBudget = None,
+    max_num_seqs: MaxNumSeqs = None,
     no_prefix_caching: NoPrefixCaching = False,
     scheduling: Scheduling = "fcfs",
-    asynchronous: Asynchronous = False,
+    asynchronous: Asynchronous = None,
     seeds: Annotated[int, typer.Option(help="Runs of each part, drawn by seeds 0, 1, ...")] = 1,
     parts: Parts = 8,
     judge_by: Annotated[str, typer.Option(help="e2e, ttft, itl (mean seconds) or throughput")] = "e2e",
+    least_gain: Annotated[
+        float, typer.Option(help="Share by which a policy has to be better, with all of its interval.")
+    ] = 0.01,
     jobs: Jobs = None,
     ray: OnRay = None,
     cache: Cache = None,
@@ -146,6 +153,7 @@ def recommend(
             seeds=seeds,
             parts=parts,
             judge_by=judge_by,
+            least_gain=least_gain,
             jobs=jobs,
             ray=ray,
             cache=cache,

@@ -24,11 +24,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvpolicy.events import CAUSES, ENDINGS, KINDS, Decision, Outcome, Preemption, as_row
+from kvpolicy.rowtext import row_texts
 
 SCHEMA_VERSION = 1
-
-DIGEST_ROWS = 4096
-"""Rows that are held as Python values at a time for a digest."""
 
 _INT = pa.int64()
 _REAL = pa.float64()
@@ -256,13 +254,11 @@ class Trace:
     def digest(self) -> str:
         """SHA-256 over headers and tables, independent of how the rows were parted."""
         state = hashlib.sha256()
-        encoded = json.JSONEncoder(sort_keys=True).encode
         for core in sorted(self.headers):
             state.update(json.dumps(asdict(self.headers[core]), sort_keys=True).encode())
         for name in sorted(SCHEMAS):
-            for batch in self.table(name).to_batches(max_chunksize=DIGEST_ROWS):
-                for row in batch.to_pylist():
-                    state.update(encoded(row).encode())
+            for text in row_texts(self.table(name)):
+                state.update(text)
         return state.hexdigest()
 
     def write(self, folder: Path) -> None:

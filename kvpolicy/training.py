@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvpolicy.cost import load, store
 from kvpolicy.cost.analytic import untold_loads
+from kvpolicy.cost.columns import Situations
 from kvpolicy.cost.dataset import Dataset, State, measured, one_option_always_wins
-from kvpolicy.cost.examples import dealt, examples_of, option_of
+from kvpolicy.cost.examples import dealt, drawn, examples_of
 from kvpolicy.cost.fitting import Fit, fit, held_out_scores
 from kvpolicy.cost.floor import Floor
 from kvpolicy.cost.logged import holds_logs
@@ -29,7 +32,7 @@ from kvpolicy.cost.transfer import (
     unknown_beforehand,
 )
 from kvpolicy.events import KINDS, Kind, Preemption
-from kvpolicy.features import FEATURES, features_of
+from kvpolicy.features import FEATURES
 from kvpolicy.hardware import fingerprint
 from kvpolicy.trace import TraceError
 
@@ -38,6 +41,9 @@ FEWEST_STATES = 12
 MOST_VARIATION = 0.30
 FEWEST_TO_TELL = 8
 """With fewer states a carried model is made of all of them, and nothing is held out to judge it by."""
+MOST_STATES = 4000
+"""States that are learned from, and as many at most to judge by: of more, so many are drawn, every length among them.
+What a draw costs in held-out error is what `benchmarks/training_scale.py --draws` prints."""
 EVALUABLE_STATES = 20
 """What is held out, where there are twice as many states: as many as `kvpolicy evaluate` asks for."""
 
@@ -170,7 +176,8 @@ def train(
     (:mod:`kvpolicy.cost.loggedfit`).
 
     A model that is there already is replaced once the new one is whole, and the report says so. A part of the states
-    is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Raises TraceError,
+    is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Of either part no more than
+    :data:`MOST_STATES` are used; the report says where they were drawn from more. Raises TraceError,
     naming table and row or file and field, for traces that cannot be trained on: one option missing, fewer than 12
     states, impossible values, all states of one length, different machines unless ``mixed_hardware``, over 30% noise
     unless ``force``; FileExistsError where ``out`` holds
@@ -191,9 +198,15 @@ def train(
             f"needs at least {FEWEST_STATES}; let `kvpolicy profile` measure more"
         )
     _refuse_one_length(dataset)
-    training, held = split(dataset.states, seed)
+    parts = split(dataset.states, seed)
+    training, held = (drawn(part, MOST_STATES, random.Random(f"drawn {seed}")) for part in parts)
+    dataset = replace(dataset, moves=dataset.moves_of(training))
     fitted = fit(family, training, dataset, provenance_of(family, dataset, training, variation), seed)
-    told = (*_data_notes(dataset, training, fitted.model), *_law_notes(dataset, training, fitted.model))
+    told = (
+        *_draw_notes(parts, (training, held)),
+        *_data_notes(dataset, training, fitted.model),
+        *_law_notes(dataset, training, fitted.model),
+    )
     fitted = replace(fitted, notes=(*fitted.notes, *told))
     scores = held_out_scores(fitted.model, held) | {"beyond": dict(fitted.inner_coverage)}
     made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
@@ -202,10 +215,21 @@ def train(
     return replace(report, replaced=replaced)
 
 
+def _draw_notes(parts: tuple[list[State], list[State]], taken: tuple[list[State], list[State]]) -> list[str]:
+    return [
+        f"{len(one)} states drawn out of {len(whole)} {what}, every length among them; the others take no part"
+        for whole, one, what in zip(parts, taken, ("to train on", "to judge by"), strict=True)
+        if len(one) < len(whole)
+    ]
+
+
 def _refuse_one_length(dataset: Dataset) -> None:
-    samples = [sample for state in dataset.states for some in state.samples.values() for sample in some]
-    lengths = {sample.situation.computed_tokens for sample in samples}
-    if len(lengths) == 1:
+    lengths: set[int] = set()
+    for state in dataset.states:
+        lengths.update(state.lengths)
+        if len(lengths) > 1:
+            return
+    if lengths:
         raise TraceError(
             f"table decisions: computed_tokens is {lengths.pop()} in all {len(dataset.states)} states; a cost model "
             "learns how costs grow with it: let `kvpolicy profile` measure several lengths"
@@ -311,22 +335,18 @@ def _report(
 
 def natural_outside(model: FittedModel, natural: Sequence[Preemption]) -> tuple[dict[str, float], float | None]:
     """Share of situations outside the trained range, per feature; and of those where a prediction depends on it."""
-    counts = dict.fromkeys(FEATURES, 0)
-    extrapolated = 0
-    for situation in natural:
-        names: set[str] = set()
-        matters = False
-        for kind in KINDS:
-            x = features_of(situation, option_of(kind, situation.computed_tokens))
-            spans = model.ranges[kind]
-            names |= {name for name in FEATURES if not spans[name][0] <= getattr(x, name) <= spans[name][1]}
-            matters = matters or bool(model.outside(kind, x))
-        for name in names:
-            counts[name] += 1
-        extrapolated += matters
     if not natural:
         return {}, None
-    return {name: count / len(natural) for name, count in counts.items()}, extrapolated / len(natural)
+    outside = {name: np.zeros(len(natural), np.bool_) for name in FEATURES}
+    matters = np.zeros(len(natural), np.bool_)
+    for kind in KINDS:
+        for name, column in Situations.of(natural).features(kind).items():
+            low, high = model.ranges[kind][name]
+            beyond = ~((low <= column) & (column <= high))
+            outside[name] |= beyond
+            if name in model.depends_on(kind):
+                matters |= beyond
+    return {name: float(some.mean()) for name, some in outside.items()}, float(matters.mean())
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,9 @@ def test_training_scale_times_train_itself() -> None:
     assert done.returncode == 0, done.stderr
     assert "kvpolicy.train, 800 decision rows, 100 states" in done.stdout
     assert run("training_scale.py", "--train", "--rows", "800", "--seconds", "0").returncode == 1
+    drawn = run("training_scale.py", "--draws", "--rows", "800")
+    assert drawn.returncode == 0, drawn.stderr
+    assert "25 states held out" in drawn.stdout and "     75 states: recompute" in drawn.stdout
     refused = run("training_scale.py", "--train", "--rows", "8")
     assert refused.returncode == 2 and "--rows is 8" in refused.stderr
 
@@ -207,8 +210,27 @@ def test_overflow_matrix_compares_policies_on_the_same_runs(tmp_path: Path) -> N
     summary = told["summary"]["A100-SXM-80GB"]["cheapest:analytic"]
     assert summary["over always-recompute"]["pairs"] == 2
     assert "where" in summary["worst over the better fixed action"]
-    for word in ("measured by nobody", "PCI Express Base Specification 4.0", "geometric mean"):
+    for word in (
+        "at most 2048 tokens a step and 256 requests, scheduling one step ahead",
+        "measured by nobody",
+        "PCI Express Base Specification 4.0",
+        "geometric mean",
+    ):
         assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--requests", "0"), "--requests is 0"),
+        (("--share", "-1"), "--share is -1"),
+        (("--share", "nan"), "--share is nan"),
+        (("--jobs", "-1"), "--jobs is -1"),
+    ],
+)
+def test_overflow_matrix_refuses_what_cannot_be(wrong: tuple[str, str], said: str) -> None:
+    done = run("overflow_matrix.py", *wrong)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_estimator_coverage_takes_up_what_was_noted(tmp_path: Path) -> None:
@@ -230,7 +252,7 @@ def test_estimator_scale_prints_its_bar() -> None:
 
 def test_exploration_compares_estimates_with_what_was_served(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    done = run("exploration.py", "--requests", "200", "--workloads", "1", "--json", str(out))
+    done = run("exploration.py", "--requests", "200", "--workloads", "1", "--replays", "2", "--json", str(out))
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert {row["policy"] for row in found["rows"]} == {"always-recompute", "always-swap"}
@@ -238,3 +260,35 @@ def test_exploration_compares_estimates_with_what_was_served(tmp_path: Path) -> 
         row["budget"]["spent_s"] / row["budget"]["cheapest_s"] for row in found["rows"] if "spent_s" in row["budget"]
     }
     assert within <= 0.02
+    shares = {row["way"]: row["left_to_chance"] for row in found["rows"]}
+    assert shares["trained on noise"] > 0.2 and shares["trained on noise"] > shares["as trained"]
+
+
+def test_exploration_without_requests_is_refused() -> None:
+    done = run("exploration.py", "--requests", "0")
+    assert done.returncode == 2 and "'0', should be a whole number, 1 or more" in done.stderr
+    done = run("exploration.py", "--requests", "1")
+    assert done.returncode == 2 and "error: --requests 1: too few to train on" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_one_decision_turned_leaves_all_others_and_its_own_cost_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned to what was done, it costs what the log says; turned to the other option, what came before is the same."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    exploration = import_module("exploration")
+    work = exploration.made_up(1, 150)
+    _, trace = exploration.served(work, "random:0.5", 1)
+    log = exploration.log_of({"log": trace})
+    turn = exploration.Turning(work, exploration.asked_for("random:0.5"), 1, exploration._numbers(trace))
+    assert len(log) > 10
+    for record in (0, len(log) // 2, len(log) - 1):
+        done = int(log.action[record])
+        assert turn.cost_s(record, done) == pytest.approx(float(log.cost_s[record]), rel=1e-9)
+        assert turn.cost_s(record, 1 - done) != pytest.approx(float(log.cost_s[record]), rel=1e-9)
+
+
+def test_the_simulators_speed_is_printed_case_by_case() -> None:
+    done = run("simulator_speed.py", "--requests", "40", "--repeats", "1")
+    assert done.stdout.count(" us a step") == 8, done.stderr
+    flat = run("simulator_speed.py", "--flat", "30")
+    assert "30 requests: " in flat.stdout and flat.returncode == 0

@@ -15,7 +15,7 @@ import kvpolicy
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("events", "overflow", "shape"),
+    ("events", "overflow", "rowtext", "shape"),
     ("features", "hardware", "trace", "workload", "drafts"),
     ("cost",),
     ("policy",),

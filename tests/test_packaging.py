@@ -66,6 +66,7 @@ def test_it_announces_its_entry_points(installed: Path) -> None:
         "console_scripts kvpolicy kvpolicy.cli:main",
         "kvpolicy.engines vllm kvpolicy_vllm.bench",
         "kvpolicy.launchers vllm kvpolicy_vllm.launch",
+        "kvpolicy.simulators vllm kvpolicy_vllm.simulator:VllmScheduler",
         "vllm.general_plugins kvpolicy kvpolicy_vllm.plugin:register",
     }
 

@@ -357,3 +357,20 @@ def test_the_engines_token_budget_makes_chunks(tmp_path: Path, budget: int | Non
     trained(tmp_path, replace(made, headers=headers), family="analytic")
     law = json.loads((tmp_path / "model" / "model.json").read_text())["laws"]["recompute"]
     assert law["budget_tokens"] == budget
+
+
+def test_of_more_states_than_are_used_a_draw_is_learned_from_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trace(states=120).write(tmp_path / "trace")
+    monkeypatch.setattr("kvpolicy.training.MOST_STATES", 40)
+    report = train([tmp_path / "trace"], tmp_path / "model")
+    every = measured([tmp_path / "trace"]).states
+    training, held = split(every, 0)
+    assert (len(training), len(held)) == (90, 30)
+    assert (report.training_states, report.held_out_states) == (40, 30)
+    text = report.text()
+    assert "note: 40 states drawn out of 90 to train on, every length among them" in text
+    assert "to judge by" not in text
+    known = cost.load(tmp_path / "model").state_ids
+    assert len(known) == 40 and known < {name for state in training for name in state.ids}

@@ -8,11 +8,12 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.cost.dataset import Move
+from kvpolicy.cost.columns import Move, Moves
 from kvpolicy.cost.examples import Example, Examples, log_miss
-from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline
+from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline, recompute_seconds
 from kvpolicy.cost.nonnegative import nonnegative_fit
 from kvpolicy.events import Kind
+from kvpolicy.features import Features
 
 Floats = NDArray[np.float64]
 
@@ -82,38 +83,47 @@ def _cost(examples: Sequence[Example]) -> Floats:
 
 def fit_recompute(examples: Sequence[Example], floor_s: float, budget_tokens: float = inf) -> RecomputeRoofline:
     """The roofline, its roof where there is one to be seen."""
-    split = _both_regimes(examples)
-    plain, missed = _with_roof(examples, floor_s, 0.0, budget_tokens, split)
+    # ``alone_s`` is a column of its own only where both regimes were seen.
+    steps = RecomputeRoofline(0.0, float(_both_regimes(examples)), 0.0, 0.0, budget_tokens=budget_tokens)
+    rows = [example.x for example in examples]
+    alone = _recomputes(steps, rows)
+    plain, missed = _with_roof(examples, rows, alone, floor_s, 0.0, budget_tokens)
     roofed, least = min(
-        (_with_roof(examples, floor_s, roof, budget_tokens, split) for roof in ROOFS_TOKENS), key=lambda pair: pair[1]
+        (_with_roof(examples, rows, alone, floor_s, roof, budget_tokens) for roof in ROOFS_TOKENS),
+        key=lambda pair: pair[1],
     )
     return roofed if least < (1 - LEAST_GAIN) * missed else plain
 
 
 def _with_roof(
-    examples: Sequence[Example], floor_s: float, roof_tokens: float, budget_tokens: float, split: bool
+    examples: Sequence[Example],
+    rows: Sequence[Features],
+    alone: Floats,
+    floor_s: float,
+    roof_tokens: float,
+    budget_tokens: float,
 ) -> tuple[RecomputeRoofline, float]:
-    """The best law with that roof, and its mean miss on the log scale.
+    """The best law with that roof, and its mean miss on the log scale. ``alone``: steps for these tokens only.
 
     The law itself makes the columns: with the roof in tokens its seconds are linear in all other coefficients.
     """
-    # ``alone_s`` is a column of its own only where both regimes were seen.
     unit = RecomputeRoofline(0.0, 0.0, 1.0, 0.0, weight_s=roof_tokens, budget_tokens=budget_tokens)
-    steps = RecomputeRoofline(0.0, float(split), 0.0, 0.0, budget_tokens=budget_tokens)
-    columns = [
-        np.ones(len(examples)),
-        np.array([steps.parts(example.x)[2] for example in examples]),
-        np.array([unit.parts(example.x)[2] for example in examples]),
-        _column(examples, "recomputed_pairs"),
-    ]
+    columns = [np.ones(len(examples)), alone, _recomputes(unit, rows), _column(examples, "recomputed_pairs")]
     fixed_s, alone_s, s_per_token, s_per_pair = map(
         float, relative_fit(np.column_stack(columns), _cost(examples), floor_s)
     )
     law = RecomputeRoofline(
         fixed_s, alone_s, s_per_token, s_per_pair, weight_s=roof_tokens * s_per_token, budget_tokens=budget_tokens
     )
-    misses = [abs(log_miss(example.engine_s, law.parts(example.x)[2], floor_s)) for example in examples]
+    pairs = zip(examples, _recomputes(law, rows).tolist(), strict=True)
+    misses = [abs(log_miss(example.engine_s, seconds, floor_s)) for example, seconds in pairs]
     return law, sum(misses) / len(misses)
+
+
+def _recomputes(law: RecomputeRoofline, rows: Sequence[Features]) -> Floats:
+    """The law's seconds, row by row: fits are to agree with decisions to the last bit."""
+    coefficients = law.coefficients
+    return np.array([recompute_seconds(x, coefficients) for x in rows], np.float64)
 
 
 def _fit_swap(examples: Sequence[Example], moves: Sequence[Move], floor_s: float) -> SwapRoofline:
@@ -170,13 +180,9 @@ def _channels(examples: Sequence[Example], moves: Sequence[Move], floor_s: float
     """Each direction's own durations; from the costs themselves, halved, where too few transfers were recorded."""
     found = []
     for direction in ("save", "load"):
-        mine = [move for move in moves if move.direction == direction]
-        if len(mine) >= FEWEST_MOVES:
-            sizes = np.array([move.size_bytes for move in mine], np.float64)
-            segments = np.array([move.segments for move in mine], np.float64)
-            seconds = np.array([move.duration_s for move in mine], np.float64)
-            floor = 1e-6
-        else:
+        sizes, segments, seconds = Moves.of(moves).measured(direction)
+        floor = 1e-6
+        if len(sizes) < FEWEST_MOVES:
             sizes, segments = _column(examples, f"{direction}_bytes"), _column(examples, f"{direction}_segments")
             seconds, floor = _cost(examples) / 2, floor_s / 2
         design = np.column_stack([np.ones(len(sizes)), sizes, segments])

@@ -13,53 +13,25 @@ from functools import cached_property
 from math import inf
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from kvpolicy import trace as traces
+from kvpolicy.cost.columns import Arms, Move, Moves, Sample, Situations, key
 from kvpolicy.cost.floor import Floor, floor_of
-from kvpolicy.cost.impossible import (
-    refuse_cost,
-    refuse_doubled,
-    refuse_negative,
-    refuse_situation,
-    refuse_sizes,
-    spans_s,
-)
+from kvpolicy.cost.impossible import refuse_doubled
+from kvpolicy.cost.kept import all_moves, kept_windows
 from kvpolicy.cost.steps import attribute, common_step_time, step_time_models
 from kvpolicy.cost.undisturbed import StepTimeModel
-from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Option, Preemption, situation_of
+from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption
 from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
 from kvpolicy.trace import Header, Trace, TraceError
 
-Row = Mapping[str, Any]
-
-DECISION_COLUMNS = (*SITUATION_FIELDS, "core", "preemption_id", "state_id", "arm", "repeat", "executed")
-WINDOW_COLUMNS = ("core", "preemption_id", "duration_s", "discarded")
-"""What is read of the tables; the lists in them are most of what they hold."""
+__all__ = ["Dataset", "Move", "Sample", "State", "dataset_of", "measured", "one_option_always_wins"]
 
 MIXING = ", or take them together with --mixed-hardware"
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One kept window: a situation, what was done, what it cost."""
-
-    situation: Preemption
-    kind: Kind
-    engine_s: float
-    """Measured; noise can bring a small cost below 0."""
-    core: str
-    repeat: int
-    preemption_id: str
-    victim_delay_s: float | None = None
-    others_delay_s: float | None = None
-
-    @property
-    def option(self) -> Option:
-        if self.kind == "recompute":
-            return Option("recompute")
-        return Option("swap", self.situation.computed_tokens, "host")
 
 
 @dataclass(frozen=True)
@@ -76,12 +48,12 @@ class State:
     @cached_property
     def mean_s(self) -> dict[Kind, float]:
         """What options are priced at."""
-        return {kind: fmean(sample.engine_s for sample in some) for kind, some in self.samples.items()}
+        return {kind: fmean(self.costs_s(kind)) for kind in self.samples}
 
     @cached_property
     def typical_s(self) -> dict[Kind, float]:
         """Medians: what is learned. A hiccup of the machine in one window is no cost of the option."""
-        return {kind: median(sample.engine_s for sample in some) for kind, some in self.samples.items()}
+        return {kind: median(self.costs_s(kind)) for kind in self.samples}
 
     @cached_property
     def mean_features(self) -> dict[Kind, Features]:
@@ -95,7 +67,25 @@ class State:
 
     @cached_property
     def computed_tokens(self) -> float:
-        return fmean(sample.situation.computed_tokens for some in self.samples.values() for sample in some)
+        return fmean(self.lengths)
+
+    @cached_property
+    def preemptions(self) -> tuple[str, ...]:
+        """As :func:`kvpolicy.cost.columns.key` tells them apart."""
+        return tuple(key(one.core, one.preemption_id) for some in self.samples.values() for one in some)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Computed tokens of all windows."""
+        if isinstance(self.samples, Arms):
+            return self.samples.computed_tokens()
+        return [sample.situation.computed_tokens for some in self.samples.values() for sample in some]
+
+    def costs_s(self, kind: Kind) -> list[float]:
+        """What its windows cost under one option."""
+        if isinstance(self.samples, Arms):
+            return self.samples.costs_s(kind)
+        return [sample.engine_s for sample in self.samples[kind]]
 
     @property
     def faster(self) -> Kind:
@@ -103,24 +93,12 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One finished transfer, one rank's part of it."""
-
-    core: str
-    preemption_id: str
-    direction: str
-    size_bytes: int
-    segments: int
-    duration_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Dataset:
     """What a few traces of one machine, one model and one link hold."""
 
     states: tuple[State, ...]
-    moves: tuple[Move, ...]
-    natural: tuple[Preemption, ...]
+    moves: Sequence[Move]
+    natural: Sequence[Preemption]
     """Situations of all preemptions for want of memory, of the states and of any other."""
     headers: Mapping[str, Header]
     digests: tuple[str, ...]
@@ -140,10 +118,9 @@ class Dataset:
         (budget,) = budgets if len(budgets) == 1 else (None,)
         return inf if budget is None else float(budget)
 
-    def moves_of(self, states: Iterable[State]) -> tuple[Move, ...]:
+    def moves_of(self, states: Iterable[State]) -> Moves:
         """The transfers that belong to windows of these states."""
-        mine = {(one.core, one.preemption_id) for state in states for some in state.samples.values() for one in some}
-        return tuple(move for move in self.moves if (move.core, move.preemption_id) in mine)
+        return Moves.of(self.moves).of_preemptions(name for state in states for name in state.preemptions)
 
     @property
     def any_header(self) -> Header:
@@ -198,13 +175,8 @@ def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool | None = None) -
     states = [state for folder, trace in read.items() for state in _states(folder, trace, left_out)]
     return Dataset(
         states=tuple(states),
-        moves=tuple(move for folder, trace in read.items() for move in _moves(folder, trace)),
-        natural=tuple(
-            situation_of(row)
-            for trace in read.values()
-            for row in trace.rows("decisions", SITUATION_FIELDS)
-            if row["cause"] == "memory"
-        ),
+        moves=all_moves(read),
+        natural=_natural(read.values()),
         headers=headers,
         digests=tuple(trace.digest() for trace in read.values()),
         left_out=dict(left_out),
@@ -216,8 +188,17 @@ def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool | None = None) -
 
 def one_option_always_wins(states: Iterable[State]) -> Kind | None:
     """The option with the lower mean cost in every one of the states, if there is one."""
-    winners = {state.faster for state in states}
-    return winners.pop() if len(winners) == 1 else None
+    winners: set[Kind] = set()
+    for state in states:
+        winners.add(state.faster)
+        if len(winners) > 1:
+            return None
+    return next(iter(winners), None)
+
+
+def _natural(read: Iterable[Trace]) -> Situations:
+    decisions = [trace.table("decisions").select(list(SITUATION_FIELDS)) for trace in read]
+    return Situations(pa.concat_tables([some.filter(pc.equal(some["cause"], "memory")) for some in decisions]))
 
 
 def _attributed(trace: Trace, step_times: Mapping[str, StepTimeModel]) -> Trace:
@@ -265,84 +246,9 @@ def refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool | None) -
 
 
 def _states(folder: str, trace: Trace, left_out: Counter[str]) -> list[State]:
-    outcomes = {(row["core"], row["preemption_id"]): row for row in _outcomes(folder, trace)}
-    windows = {}
-    for number, row in enumerate(trace.rows("windows", WINDOW_COLUMNS)):
-        refuse_negative(folder, "windows", number, row, "duration_s")
-        if row["preemption_id"] is not None:
-            windows[row["core"], row["preemption_id"]] = row
-    found: dict[str, dict[Kind, list[Sample]]] = {}
-    for number, row in enumerate(trace.rows("decisions", DECISION_COLUMNS)):
-        refuse_situation(folder, number, row)
-        if row["state_id"] is None:
-            continue
-        key = row["core"], row["preemption_id"]
-        reason = _why_not(row, windows.get(key), outcomes.get(key))
-        if reason:
-            left_out[reason] += 1
-            continue
-        sample = _sample(folder, number, row, outcomes[key])
-        found.setdefault(row["state_id"], {}).setdefault(sample.kind, []).append(sample)
-    _refuse_missing_arm(folder, found)
-    left_out["states measured under one option only"] += sum(len(arms) < len(KINDS) for arms in found.values())
-    return [_state(name, arms) for name, arms in sorted(found.items()) if len(arms) == len(KINDS)]
-
-
-def _why_not(decision: Row, window: Row | None, outcome: Row | None) -> str:
-    if window is None or window["discarded"]:
-        return "windows that were discarded"
-    if outcome is None or outcome["ended"] != "resumed":
-        return "preemptions whose outcome is not whole"
-    if outcome["engine_s"] is None:
-        return "preemptions whose cost could not be attributed"
-    if decision["executed"] != decision["arm"]:
-        return "preemptions in which something else was executed"
-    return ""
-
-
-def _outcomes(folder: str, trace: Trace) -> list[dict[str, Any]]:
-    """The outcomes, each time and cost of which can be."""
-    rows, span_s = trace.rows("outcomes"), spans_s(trace)
-    for number, row in enumerate(rows):
-        for name in ("victim_delay_s", "wait_blocks_s"):
-            refuse_negative(folder, "outcomes", number, row, name)
-        if row["engine_s"] is not None:
-            refuse_cost(folder, number, row, span_s[row["core"]])
-    return rows
-
-
-def _sample(folder: str, number: int, row: Row, outcome: Row) -> Sample:
-    refuse_sizes(folder, number, row)
-    return Sample(
-        situation_of(row), row["arm"], outcome["engine_s"], row["core"], row["repeat"], row["preemption_id"],
-        outcome["victim_delay_s"], outcome["others_delay_s"],
-    )  # fmt: skip
-
-
-def _state(name: str, arms: Mapping[Kind, list[Sample]]) -> State:
-    ids = frozenset(f"{sample.core}/{name}" for some in arms.values() for sample in some)
-    ordered = {kind: tuple(sorted(arms[kind], key=lambda sample: (sample.repeat, sample.core))) for kind in KINDS}
-    return State(name, ids, ordered)
-
-
-def _refuse_missing_arm(folder: str, found: Mapping[str, Mapping[Kind, Any]]) -> None:
-    arms = {kind for state in found.values() for kind in state}
-    if not found:
-        raise TraceError(
-            f"{folder}: tables decisions and windows hold no measured state; `kvpolicy profile` measures some"
-        )
-    for kind in KINDS:
-        if kind not in arms:
-            raise TraceError(f"{folder}: table decisions has no kept row with arm {kind!r}: it was not measured")
-
-
-def _moves(folder: str, trace: Trace) -> list[Move]:
-    moves = []
-    for number, row in enumerate(trace.rows("transfers")):
-        refuse_negative(folder, "transfers", number, row | {"duration_s": row["end_s"] - row["start_s"]}, "duration_s")
-        if row["ok"]:
-            # `bytes` is summed over ranks, segments are one rank's.
-            size = row["segments"] * row["segment_bytes"]
-            took_s = row["end_s"] - row["start_s"]
-            moves.append(Move(row["core"], row["preemption_id"], row["direction"], size, row["segments"], took_s))
-    return moves
+    windows, bounds = kept_windows(folder, trace, left_out)
+    made = []
+    for name, rows in bounds:
+        arms = Arms(windows, rows)
+        made.append(State(name, frozenset(f"{core}/{name}" for core in arms.cores()), arms))
+    return made

@@ -8,11 +8,10 @@ from statistics import fmean, median
 import numpy as np
 
 from kvpolicy.cost.dataset import State
-from kvpolicy.cost.examples import Example, option_of
+from kvpolicy.cost.examples import Example
 from kvpolicy.cost.laws import Law, LinearLaw
 from kvpolicy.cost.nonnegative import robust_nonnegative_fit
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.features import Features, features_of
 
 INPUTS: dict[Kind, tuple[str, ...]] = {
     "recompute": ("recomputed_tokens", "recomputed_pairs", "running_requests", "batch_tokens"),
@@ -42,7 +41,7 @@ def fit_victim_delays(states: Sequence[State]) -> dict[Kind, LinearLaw]:
 
 def victim_delay_examples(states: Sequence[State], kind: Kind) -> tuple[Example, ...]:
     """Each state's median delay, where it was measured, in place of the cost."""
-    found = ((_features(state, kind), _victim_delay_s(state, kind)) for state in states)
+    found = ((state.mean_features[kind], _victim_delay_s(state, kind)) for state in states)
     return tuple(Example(x, seconds) for x, seconds in found if seconds is not None and seconds > 0)
 
 
@@ -67,7 +66,7 @@ def victim_delay_misses(laws: Mapping[Kind, Law], states: Sequence[State], kind:
     for state in states:
         seconds = _victim_delay_s(state, kind)
         if seconds is not None and seconds > 0:
-            predicted = sum(laws[kind].parts(_features(state, kind)))
+            predicted = sum(laws[kind].parts(state.mean_features[kind]))
             misses.append(float(np.log(seconds / max(predicted, 1e-9))))
     return misses
 
@@ -75,8 +74,3 @@ def victim_delay_misses(laws: Mapping[Kind, Law], states: Sequence[State], kind:
 def _victim_delay_s(state: State, kind: Kind) -> float | None:
     delays = [one.victim_delay_s for one in state.samples[kind] if one.victim_delay_s is not None]
     return median(delays) if delays else None
-
-
-def _features(state: State, kind: Kind) -> Features:
-    rows = [features_of(one.situation, option_of(kind, one.situation.computed_tokens)) for one in state.samples[kind]]
-    return Features(*map(fmean, zip(*rows, strict=True)))

@@ -34,7 +34,12 @@ def option_of(kind: Kind, computed_tokens: int) -> Option:
 def examples_of(states: Iterable[State]) -> dict[Kind, tuple[Example, ...]]:
     """One example per state and option, in the order of the states."""
     listed = list(states)
-    return {kind: tuple(_example(state, kind) for state in listed) for kind in KINDS}
+    return {kind: examples_under(listed, kind) for kind in KINDS}
+
+
+def examples_under(states: Iterable[State], kind: Kind) -> tuple[Example, ...]:
+    """The same of one option alone."""
+    return tuple(_example(state, kind) for state in states)
 
 
 def _example(state: State, kind: Kind) -> Example:
@@ -50,15 +55,13 @@ def noise_floors(states: Sequence[State]) -> dict[Kind, float]:
     """
     floors = {}
     for kind in KINDS:
-        repeated = [state.samples[kind] for state in states if len(state.samples[kind]) > 1]
+        repeated = [(state.typical_s[kind], state.costs_s(kind)) for state in states]
+        repeated = [(centre, costs) for centre, costs in repeated if len(costs) > 1]
         floors[kind] = LEAST_FLOOR_S
         if repeated:
-            centres = [median(sample.engine_s for sample in some) for some in repeated]
-            distances = [
-                abs(sample.engine_s - centre) for centre, some in zip(centres, repeated, strict=True) for sample in some
-            ]
+            distances = [abs(cost_s - centre) for centre, costs in repeated for cost_s in costs]
             sigma_s = 1.4826 * median(distances)
-            floors[kind] = max(LEAST_FLOOR_S, 1.2533 * sigma_s / sqrt(median(map(len, repeated))))
+            floors[kind] = max(LEAST_FLOOR_S, 1.2533 * sigma_s / sqrt(median(len(costs) for _, costs in repeated)))
     return floors
 
 
@@ -82,3 +85,13 @@ def dealt(states: Sequence[State], hands: int, rng: random.Random) -> list[int]:
         for place, number in zip(order[start : start + hands], numbers, strict=False):
             hand[place] = number
     return hand
+
+
+def drawn(states: Sequence[State], most: int, rng: random.Random) -> list[State]:
+    """At most so many of the states, in their order; of more, evenly over the lengths, the shortest and longest too."""
+    if len(states) <= most:
+        return list(states)
+    order = sorted(range(len(states)), key=lambda i: (states[i].computed_tokens, states[i].name))
+    inner, start = len(states) - 2, rng.random()
+    taken = {1 + int((number + start) * inner / (most - 2)) for number in range(most - 2)}
+    return [states[i] for i in sorted(order[at] for at in (0, *sorted(taken), len(states) - 1))]

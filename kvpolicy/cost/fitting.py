@@ -14,7 +14,7 @@ from kvpolicy.cost.compiled import Forest
 from kvpolicy.cost.coverage import coverage
 from kvpolicy.cost.dataset import Dataset, State
 from kvpolicy.cost.delays import fit_others_shares, fit_victim_delays, victim_delay_misses
-from kvpolicy.cost.examples import Example, dealt, examples_of, log_miss, noise_floors, ranges_of
+from kvpolicy.cost.examples import Example, dealt, examples_of, examples_under, log_miss, noise_floors, ranges_of
 from kvpolicy.cost.inner import beyond, carried, growing, inner_coverage, unsteady
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import Law
@@ -133,7 +133,7 @@ def _laws(family: str, states: Sequence[State], dataset: Dataset, floor_s: dict[
 
 def _fold(kind: Kind, laws: Mapping[Kind, Law], seen: list[State], unseen: list[State], floor_s: float) -> Fold:
     def target(states: list[State]) -> Target:
-        return Target(kind, examples_of(states)[kind], laws[kind], floor_s)
+        return Target(kind, examples_under(states, kind), laws[kind], floor_s)
 
     return Fold(target(seen), target(unseen))
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from kvpolicy.events import KINDS
 from kvpolicy.trace import Trace, TraceError
@@ -47,7 +50,10 @@ _TIMES: Mapping[str, tuple[str, ...]] = {
 def refuse_doubled(folder: str, trace: Trace) -> None:
     """Raises TraceError for the first row that is in a table twice."""
     for table, names in IDENTITY.items():
-        columns = trace.table(table).select(names).to_pydict()
+        told = trace.table(table).select(names)
+        if told.group_by(list(names)).aggregate([]).num_rows == told.num_rows:
+            continue
+        columns = told.to_pydict()
         seen: dict[tuple[Any, ...], int] = {}
         for number, key in enumerate(zip(*columns.values(), strict=True)):
             if seen.setdefault(key, number) != number:
@@ -102,19 +108,23 @@ def refuse_cost(folder: str, number: int, row: Row, span_s: float) -> None:
 def spans_s(trace: Trace) -> dict[str, float]:
     """Of each core, seconds from the first to the last moment that its trace knows of."""
     ends: dict[str, tuple[float, float]] = {}
-    for core, time_s in _moments(trace):
-        low, high = ends.get(core, (time_s, time_s))
-        ends[core] = min(low, time_s), max(high, time_s)
+    for moments in _moments(trace):
+        grouped = moments.group_by("core").aggregate([("time_s", "min"), ("time_s", "max")])
+        for row in grouped.to_pylist():
+            low, high = ends.get(row["core"], (inf, -inf))
+            ends[row["core"]] = min(low, row["time_s_min"]), max(high, row["time_s_max"])
     return {core: high - low for core, (low, high) in ends.items()}
 
 
-def _moments(trace: Trace) -> Iterator[tuple[str, float]]:
+def _moments(trace: Trace) -> Iterator[pa.Table]:
+    """Tables of ``core`` and ``time_s``, where that is known."""
     for table, names in _TIMES.items():
-        columns = trace.table(table).select(["core", *names]).to_pydict()
         for name in names:
-            for core, time_s in zip(columns["core"], columns[name], strict=True):
-                if time_s is not None and isfinite(time_s):
-                    yield core, time_s
-    steps = trace.table("steps").select(["core", "start_s", "duration_s"]).to_pydict()
-    for core, start_s, duration_s in zip(*steps.values(), strict=True):
-        yield core, start_s + duration_s
+            yield _known(trace.table(table)["core"], trace.table(table)[name])
+    steps = trace.table("steps")
+    yield _known(steps["core"], pc.add(steps["start_s"], steps["duration_s"]))
+
+
+def _known(core: pa.ChunkedArray, time_s: pa.ChunkedArray) -> pa.Table:
+    table = pa.table({"core": core, "time_s": time_s})
+    return table.filter(pc.fill_null(pc.is_finite(time_s), False))

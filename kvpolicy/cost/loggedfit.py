@@ -4,6 +4,9 @@ The direct method, importance-weighted: with weights the law is the best one for
 which the logging policy liked the option; that matters where no law is quite right. A weight is at most
 :data:`MOST_WEIGHT`, and how many were more is told. Weights enter as copies of a record, as the fits know no others.
 
+What the model then says on average over all situations is held against the doubly robust answer, and scaled to it where
+they differ by more than chance (:mod:`kvpolicy.cost.doublyrobust`).
+
 Intervals are split conformal by option, from records of requests unseen in fitting. No situation is seen under both
 options, so the interval of the log ratio is put together from the two: each at 95%, which holds both, and so the
 ratio, at 90% or more whatever they have to do with each other (Bonferroni). It is wider than one from pairs would be.
@@ -14,21 +17,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, inf
 
 from kvpolicy.cost.analytic import fit_analytic
 from kvpolicy.cost.beyond import Room
 from kvpolicy.cost.boosted import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 from kvpolicy.cost.coverage import share_held
-from kvpolicy.cost.examples import Example, log_miss, ranges_of
+from kvpolicy.cost.doublyrobust import Average, Term, average
+from kvpolicy.cost.examples import Example, log_miss, option_of, ranges_of
 from kvpolicy.cost.intervals import CONFIDENCE, FEWEST_PER_BIN, PREDICTED, Intervals, conformal_room, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.linear import fit_linear
 from kvpolicy.cost.logged import Record, Records
 from kvpolicy.cost.model import FittedModel, Provenance
+from kvpolicy.cost.scaling import scaled_by
 from kvpolicy.cost.store import ForestText, forest_of
 from kvpolicy.events import KINDS, Kind
+from kvpolicy.features import features_of
 from kvpolicy.trace import TraceError
 
 FOLDS = 5
@@ -46,6 +52,8 @@ class LoggedFit:
     model: FittedModel
     forests: Mapping[Kind, ForestText]
     trees: Mapping[Kind, int]
+    averages: Mapping[Kind, Average]
+    """Over all situations of the log, before the model was scaled to them."""
     notes: tuple[str, ...]
 
 
@@ -65,16 +73,35 @@ def fit_logged(family: str, training: Records, provenance: Provenance, seed: int
     folds = _folds(training.records, seed)
     trees = _tree_counts(family, training, folds, seed, notes)
     missed: dict[Kind, list[tuple[Record, float]]] = {kind: [] for kind in KINDS}
+    terms: dict[Kind, list[Term]] = {kind: [] for kind in KINDS}
     for seen, unseen in folds:
         one, _ = _fit_once(family, training, seen, provenance, trees, unbounded(), seed)
         for record in unseen:
             missed[record.kind].append((record, miss(one, record)))
-    intervals = intervals_of(missed)
+            for kind in KINDS:
+                terms[kind].append(term_of(one, record, kind))
+    averages = {kind: average(terms[kind]) for kind in KINDS}
+    notes += [
+        f"{kind}: over all situations the law is off by {1 / averages[kind].factor - 1:+.1%}, and was scaled"
+        for kind in KINDS
+        if averages[kind].factor != 1.0
+    ]
+    intervals = intervals_of(
+        {kind: [(one, by - averages[kind].log_factor) for one, by in some] for kind, some in missed.items()}
+    )
     if inf in [side for rooms in intervals.inside.values() for room in rooms for side in room]:
         notes.append("too few records for 90% intervals in some bin: infinite there")
     notes.append("intervals hold the cost of a single preemption, its noise included; infinite outside the range")
     model, forests = _fit_once(family, training, training.records, provenance, trees, intervals, seed)
-    return LoggedFit(model, forests, trees, tuple(notes))
+    laws = {kind: scaled_by(model.laws[kind], averages[kind].factor) for kind in KINDS}
+    return LoggedFit(replace(model, laws=laws), forests, trees, averages, tuple(notes))
+
+
+def term_of(model: FittedModel, record: Record, kind: Kind) -> Term:
+    """What a situation says of an option that may not be the one that was taken."""
+    features = features_of(record.situation, option_of(kind, record.situation.computed_tokens))
+    predicted_s, taken = model.seconds(kind, features), record.kind == kind
+    return Term(record.request, predicted_s, weight_of(record) if taken else 0.0, record.engine_s if taken else 0.0)
 
 
 def weight_of(record: Record) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.cost import store
+from kvpolicy.cost.doublyrobust import Average
 from kvpolicy.cost.logged import Record, Records, read_records
 from kvpolicy.cost.loggedfit import MOST_WEIGHT, clipped, dealt_requests, fit_logged, held_out_scores
 from kvpolicy.cost.model import Provenance
@@ -34,6 +35,8 @@ class LogTrainReport:
     clipped: Mapping[Kind, int]
     """Training records that stand for more situations than a weight may."""
     least_chance: Mapping[Kind, float]
+    averages: Mapping[Kind, Average]
+    """Over all situations of the logs, directly and doubly robustly; where they differ the model was scaled."""
     left_out: Mapping[str, int]
     notes: tuple[str, ...]
     replaced: bool
@@ -66,6 +69,12 @@ class LogTrainReport:
             lines.append(
                 f"{kind}: least chance {self.least_chance[kind]:.3g}; {self.clipped[kind]} of {self.records[kind]} "
                 f"records stand for more than {MOST_WEIGHT:g} situations and count as that many"
+            )
+        for kind in KINDS:
+            one = self.averages[kind]
+            lines.append(
+                f"{kind}: over all situations {one.direct_s * 1e3:.3g} ms by the law, {one.robust_s * 1e3:.3g} ms "
+                f"[{one.low_s * 1e3:.3g}, {one.high_s * 1e3:.3g}] doubly robustly"
             )
         lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -105,6 +114,7 @@ def train_logged(
         trees=fitted.trees,
         clipped={kind: clipped(training.under(kind)) for kind in KINDS},
         least_chance={kind: min(record.chance for record in training.under(kind)) for kind in KINDS},
+        averages=fitted.averages,
         left_out=records.left_out,
         notes=notes,
         replaced=replaced,

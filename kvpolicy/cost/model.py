@@ -204,6 +204,10 @@ class FittedModel:
         """Predicted extra engine time."""
         return pricing.price(self._packed.n, self._packed.c, KINDS.index(kind), x, [0.0] * len(x))[0]
 
+    def depends_on(self, kind: Kind) -> frozenset[str]:
+        """The features that predictions depend on."""
+        return frozenset(FEATURES[at] for at, *_ in self._checks[kind])
+
     def outside(self, kind: Kind, x: Features) -> tuple[str, ...]:
         """The features, of those predictions depend on, in which ``x`` is beyond what was trained on."""
         return tuple(FEATURES[at] for at, low, high, _ in self._checks[kind] if not low <= x[at] <= high)

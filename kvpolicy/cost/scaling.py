@@ -84,6 +84,12 @@ def carry_law(
     return apply(_scales(groups, lambda scales: misses(apply(scales)), spreads))
 
 
+def scaled_by(law: Law, factor: float) -> Law:
+    """The law, every prediction multiplied by ``factor``."""
+    groups, apply = _scaling(law)
+    return apply(dict.fromkeys(groups, factor))
+
+
 def _scaling(law: Law) -> tuple[tuple[str, ...], Apply]:
     """The groups of coefficients that may be scaled, and what makes the scaled law."""
     if isinstance(law, RecomputeRoofline | SwapRoofline):

@@ -81,8 +81,10 @@ class OffPolicyReport:
     cluster: str
     interval: str
     objective: str
-    logged: Estimate
-    """The policy that wrote the log, as it was."""
+    logged: Estimate | None
+    """The policy that wrote the log, as it was; None where the log is refused."""
+    refused: tuple[str, ...]
+    """What of the log itself forbids every estimate, of the logged policy's too."""
     policies: tuple[Judgement, ...]
     calibration: Calibration
     known: Mapping[str, tuple[int, int]]
@@ -103,14 +105,18 @@ class OffPolicyReport:
             *([] if self.objective == ENGINE.text else [f"judged by {self.objective}"]),
             f"brackets: 95%, {self.interval}",
             "",
-            "as logged:",
-            self.logged.line(),
+            *self._logged_lines(),
             *(line for one in self.policies for line in one.lines()),
             "",
             *_calibration_lines(self.calibration),
         ]
         lines += [f"{count} {what}" for what, count in self.counts.items() if count]
         return "\n".join([*lines, *(f"{name}: asked in its first state throughout" for name in self.learning)])
+
+    def _logged_lines(self) -> list[str]:
+        if self.logged is None:
+            return ["as logged: refused", *(f"  because {why}" for why in self.refused)]
+        return ["as logged:", self.logged.line()]
 
 
 def _calibration_lines(found: Calibration) -> list[str]:
@@ -197,7 +203,8 @@ def judge(
         cluster=cluster,
         interval=interval,
         objective=objective,
-        logged=_estimate("ips", as_logged, log, drawn, interval, limit_s),
+        logged=None if told else _estimate("ips", as_logged, log, drawn, interval, limit_s),
+        refused=told,
         policies=tuple(found),
         calibration=calibrated,
         known=told_by_action(log.action, log.known),
@@ -277,9 +284,19 @@ def _interval(
         return None, None
     if np.nanmax(np.abs(log.cost_s)) > limit_s:
         raise ValueError(f"limit_s is {limit_s:g}, a cost of {np.nanmax(np.abs(log.cost_s)):g} s exceeds it")
-    heaviest = float(records.weight.max())
+    heaviest = heaviest_weight(records.target, records.probability, log.known_share)
     reach = limit_s * (heaviest if name == "ips" else 1.0 + 2.0 * heaviest)
     return bounds.bernstein(terms, log.cluster, (-reach, reach))
+
+
+def heaviest_weight(target: Floats, probability: Floats, known_share: Floats) -> float:
+    """The largest that any action of any record could have had, taken or not: no matter of what chance chose.
+
+    ``target``, ``probability``: (n, K); ``known_share``: (K,), NaN for actions never taken, which weigh as if known.
+    """
+    share = np.nan_to_num(known_share, nan=1.0)
+    could = (probability > 0) & (share > 0)
+    return float(np.divide(target, probability * share, out=np.zeros_like(target), where=could).max())
 
 
 def _check_fit(policy: Policy, log: Log) -> None:

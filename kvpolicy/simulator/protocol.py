@@ -91,6 +91,8 @@ class Server:
     max_model_len: int = 131072
     prefix_caching: bool = True
     scheduling: Scheduling = "fcfs"
+    watermark: float = 0.0
+    """Share of the device's blocks that stay free when somebody is admitted beside running requests; below 1."""
     asynchronous: bool = False
     """Whether the scheduler runs one step ahead of the device, as vLLM does on CUDA."""
     segment_bytes: int | None = None
@@ -133,6 +135,8 @@ class Summary:
     """From the first arrival to the last token."""
     steps: int
     simulator_wall_s: float
+    extrapolated_steps: int | None = None
+    """Of the steps, those beyond what the hardware model was measured at; None for one that does not know."""
 
 
 @dataclass(frozen=True, slots=True)

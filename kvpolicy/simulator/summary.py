@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.simulator.protocol import Summary, Tail
+from kvpolicy.simulator.beyond import beyond_of
+from kvpolicy.simulator.protocol import Summary, Tail, Times
 
 LOWEST_S = 1e-9
 HIGHEST_S = 1e7
@@ -64,7 +65,9 @@ class Histogram:
 class Tallied:
     """Grows into a :class:`Summary` while requests are served."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: Times | None = None) -> None:
+        """``times``: where its steps are counted that lie beyond what it was measured at."""
+        self.beyond = None if times is None else beyond_of(times)
         self.steps = 0
         self.recomputed_tokens = 0
         self.moved_bytes = 0
@@ -91,6 +94,7 @@ class Tallied:
 
     def summary(self, wall_s: float) -> Summary:
         """``wall_s``: what simulating took. Times that nobody had are nan."""
+        beyond = self.beyond
         makespan_s = 0.0 if self._first_arrival_s is None else self._last_token_s - self._first_arrival_s
         itl_mean = self._itl_s / self._itl_tokens if self._itl_tokens else nan
         return Summary(
@@ -105,6 +109,7 @@ class Tallied:
             makespan_s=makespan_s,
             steps=self.steps,
             simulator_wall_s=wall_s,
+            extrapolated_steps=None if beyond is None else beyond.steps,
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvpolicy.study.kept import Result
-from kvpolicy.study.paired import Ratio
-from kvpolicy.study.report import COLUMNS, aligned
+from kvpolicy.study.paired import LEVEL, Ratio
+from kvpolicy.study.report import aligned, written
 
 DEFAULT = "always-recompute"
 """What vLLM does by itself."""
@@ -36,7 +36,7 @@ class Compared:
     choices: int
     """Preemptions at which swap was feasible, in all runs."""
     extrapolated: int
-    figures: Mapping[str, float]
+    figures: Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,17 @@ class Advice:
     workload: str
     hardware: str
     kv_blocks: int
+    server: str
+    """What it may take at a time."""
     judge_by: str
+    least_gain: float
+    """The share by which a policy has to be better to be worth a change."""
+    seeds_differ: bool
+    """Whether every seed of a part was a pair of its own, or all of them one."""
     best: str
     """The best of all in the mean."""
     deploy: str
-    """The best, where it is told from vLLM's own behaviour; else ``always-recompute``."""
+    """The best, where it is told to be better by more than ``least_gain``; else ``always-recompute``."""
     reason: str
     config_line: str
     """The command that prints the flags; empty where nothing is to be changed."""
@@ -65,11 +71,15 @@ class Advice:
         rows = [["policy", f"{self.judge_by} gain", "throughput", "e2e p99", "ttft p99", *SHOWN]]
         for one in self.compared:
             ratios = (one.gain, one.throughput, one.e2e_p99, one.ttft_p99)
-            shown = (COLUMNS[name].format(**one.figures) for name in SHOWN)
+            shown = (written(name, one.figures) for name in SHOWN)
             rows.append([one.policy, *(ratio.text() for ratio in ratios), *shown])
+        once = "" if self.seeds_differ else "; seeds do not change the requests: the runs of a part are one"
         lines = [
-            f"{self.workload} on {self.hardware}, {self.kv_blocks} KV blocks: {pairs} pairs of runs per policy",
+            f"{self.workload} on {self.hardware}, {self.kv_blocks} KV blocks: {pairs} pairs of runs per policy{once}",
             f"ratios against {DEFAULT}: {self.judge_by} gain above 1 is better; throughput above 1, p99 below 1",
+            f"server: {self.server}",
+            f"all intervals shown together at {LEVEL:.0%}; a change is advised where all of the gain's interval lies "
+            f"above {1.0 + self.least_gain:g}",
             *aligned(rows),
             "",
             f"deploy this: {self.deploy}: {self.reason}",
@@ -82,16 +92,13 @@ class Advice:
 SHOWN = ("e2e s", "recompute", "swap", "again tok")
 
 
-def values_of(results: Sequence[Result], judge_by: str) -> list[float]:
-    """What the runs came to by that measure. Raises KeyError for one that is none."""
-    name, which = JUDGED[judge_by]
-    return [float(one[name] if which is None else one[name][which]) for one in results]
-
-
-def gains(results: Sequence[Result], judge_by: str) -> list[float]:
-    """The same, turned so that more is better."""
-    values = values_of(results, judge_by)
-    return values if judge_by == "throughput" else [1.0 / value for value in values]
+def figure_of(result: Result, name: str, which: str | None) -> float:
+    """That figure of a run. Raises ValueError where the run has none, as no inter-token time of single tokens."""
+    value = result[name] if which is None else result[name][which]
+    if value is None:
+        said = name if which is None else f"{name}.{which}"
+        raise ValueError(f"workload {result['inputs']['workload']}: its runs have no {said}, so nothing compares them")
+    return float(value)
 
 
 def extrapolation_warning(one: Compared) -> str | None:

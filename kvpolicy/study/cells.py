@@ -15,7 +15,8 @@ DEFAULT_HOST_GIB = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The server around a grid's cells: the same for all of them. Defaults are those of vLLM and of the plugin."""
+    """The server around a grid's cells: the same for all of them. vLLM's own defaults go by the device, see
+    :mod:`kvpolicy.study.defaults`; those here are of a large GPU that schedules step by step."""
 
     block_size: int = 16
     host_gib: float | None = DEFAULT_HOST_GIB

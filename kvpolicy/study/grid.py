@@ -13,7 +13,9 @@ from typing import Any
 
 from kvpolicy import __version__
 from kvpolicy.study.cells import DEFAULT_HOST_GIB, Cell, Serving
+from kvpolicy.study.defaults import server_defaults
 from kvpolicy.study.kept import Kept, Result, usual_folder
+from kvpolicy.study.machine import open_machine
 from kvpolicy.study.opening import MEASURED
 from kvpolicy.study.processes import in_processes
 from kvpolicy.study.report import Failed, SweepReport
@@ -37,6 +39,10 @@ class Workers:
     fresh: bool = False
     """Whether to simulate also what is kept."""
 
+    def __post_init__(self) -> None:
+        if self.jobs is not None and self.jobs < 0:
+            raise ValueError(f"jobs is {self.jobs}: should be 1 or more, or 0 for none but this process")
+
 
 def simulate(
     workloads: Sequence[str],
@@ -48,11 +54,11 @@ def simulate(
     block_size: int = 16,
     host_gib: float | None = None,
     host_blocks: int | None = None,
-    token_budget: int = 8192,
-    max_num_seqs: int = 256,
+    token_budget: int | None = None,
+    max_num_seqs: int | None = None,
     prefix_caching: bool = True,
     scheduling: str = "fcfs",
-    asynchronous: bool = False,
+    asynchronous: bool | None = None,
     seeds: int = 1,
     parts: int = 1,
     jobs: int | None = None,
@@ -67,14 +73,23 @@ def simulate(
 
     Workloads as :func:`kvpolicy.workload.open_workload` takes them, drawn by the seed where they draw at all; cut
     into ``parts``, each a run of its own. ``requests``: files of measured runs, whose requests are replayed.
-    ``hardware``: :data:`kvpolicy.study.machine.FORMS`. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. What is
-    kept of an earlier call with the same inputs is taken up (``cache``: where; ``fresh``: simulate it again). Cells
-    that fail are in the report, and the others are finished; raises ValueError where none can even begin.
+    ``hardware``: :data:`kvpolicy.study.machine.FORMS`. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``.
+    ``token_budget``, ``max_num_seqs``, ``asynchronous``: None for what vLLM takes on that device. What is kept of an
+    earlier call with the same inputs is taken up (``cache``: where; ``fresh``: simulate it again). Cells that fail are
+    in the report, and the others are finished; raises ValueError where none can even begin.
     """
     if host_gib is None and host_blocks is None:
         host_gib = DEFAULT_HOST_GIB
+    usual = server_defaults(str(open_machine(hardware).hardware.get("device")))
     serving = Serving(
-        block_size, host_gib, host_blocks, token_budget, max_num_seqs, prefix_caching, scheduling, asynchronous
+        block_size,
+        host_gib,
+        host_blocks,
+        usual.token_budget if token_budget is None else token_budget,
+        usual.max_num_seqs if max_num_seqs is None else max_num_seqs,
+        prefix_caching,
+        scheduling,
+        usual.asynchronous if asynchronous is None else asynchronous,
     )
     for name, number in (("seeds", seeds), ("parts", parts)):
         if number < 1:

@@ -44,8 +44,15 @@ class Behind:
     link: GivenLink
 
     @property
+    def steps_of(self) -> Times:
+        """Whose steps these are: they may know where they were measured."""
+        return self.times
+
+    @property
     def source(self) -> str:
-        return f"{self.times.source}; copies instead over a given link of {self.link.bytes_per_s:g} bytes/s"
+        link = self.link
+        told = f"{link.bytes_per_s:g} bytes/s and {link.latency_s:g} s"
+        return f"{self.times.source}; copies instead over a given link of {told}"
 
     def step_s(self, load: StepLoad) -> float:
         return self.times.step_s(load)

@@ -47,6 +47,15 @@ class Machine:
     """Where its constants come from."""
     unmeasured: tuple[str, ...] = ()
     """What of it nobody has measured, for a person."""
+    piece_bytes_per_token: float | None = None
+    """Contiguous bytes of a block over its tokens, where that was measured."""
+
+    def segment_bytes(self, block_size: int) -> int:
+        """What of a block lies contiguous: as measured, else one layer's page, keys and values together, which is what
+        the plugin takes it for and how FlashAttention lays it out."""
+        if self.piece_bytes_per_token is not None:
+            return max(1, round(self.piece_bytes_per_token * block_size))
+        return max(1, self.block_bytes(block_size) // self.geometry.layers)
 
     def block_bytes(self, block_size: int) -> int:
         return round(self.kv_bytes_per_token * block_size)
@@ -111,8 +120,17 @@ def _trained(spec: str) -> Machine:
         model_loader=lambda engine: cost.load,
         own_model=spec,
         link=made.link,
+        piece_bytes_per_token=_piece_bytes_per_token(model),
         facts=(f"cost model {spec}, trained on {made.hardware.get('device')}", *made.notes),
     )
+
+
+def _piece_bytes_per_token(model: FittedModel) -> float | None:
+    """As in the model's traces, where that is one number for all of them."""
+    low, high = model.ranges["swap"].get("segment_bytes", (0.0, 0.0))
+    sizes = model.provenance.block_sizes
+    per_token = low / min(sizes)
+    return per_token if per_token > 0 and per_token == high / max(sizes) else None
 
 
 def _by_sheet(spec: str, config: str) -> Machine:

@@ -32,6 +32,16 @@ class Ratio:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
+def geometric_means(values: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """One per group, in the order of their first values. Raises ValueError for values without a logarithm."""
+    logs: dict[int, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        if not (isfinite(value) and value > 0):
+            raise ValueError(f"geometric mean of {list(values)}: numbers above 0 are needed")
+        logs.setdefault(group, []).append(log(value))
+    return [exp(fmean(some)) for some in logs.values()]
+
+
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL, comparisons: int = 1) -> Ratio:
     """Ours over theirs: Student's interval of the mean log ratio over pairs that met the same requests and chance.
 

@@ -43,6 +43,9 @@ def in_processes(run: Callable[[Task], Done], tasks: Sequence[Task], jobs: int) 
                 if more is not None:
                     busy[workers[slot].submit(run, more[1])] = slot, more[0]
                 yield number, future.result() if error is None else error
+        for worker in workers.values():
+            # Before the interpreter goes: an executor that ends beside it has nothing left to end with.
+            worker.shutdown()
     finally:
         for worker in workers.values():
             worker.shutdown(wait=False, cancel_futures=True)

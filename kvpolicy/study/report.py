@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -66,25 +66,37 @@ class SweepReport:
         return "\n".join(lines).rstrip()
 
 
-def figures(results: Sequence[Result]) -> dict[str, float]:
-    """Means over runs of what the table shows."""
+def figures(results: Sequence[Result]) -> dict[str, float | None]:
+    """Means over runs of what the table shows; None for what no run has, and over those runs that have it."""
     latencies = {
-        f"{name}_{which}": fmean(one[f"{name}_s"][which] for one in results)
+        f"{name}_{which}": _mean(one[f"{name}_s"][which] for one in results)
         for name in ("e2e", "ttft", "itl")
         for which in ("mean", "p99")
     }
     kinds = {kind: fmean(one["preemptions"].get(kind, 0) for one in results) for kind in ("recompute", "swap")}
-    means = {name: fmean(one[name] for one in results) for name in ("throughput_tok_s", "recomputed_tokens")}
+    means = {name: _mean(one[name] for one in results) for name in ("throughput_tok_s", "recomputed_tokens")}
     wall_s = sum(one["simulator_wall_s"] for one in results)
+    itl = {f"itl_{which}_ms": latencies[f"itl_{which}"] for which in ("mean", "p99")}
     return {
         **latencies,
         **kinds,
         **means,
-        "itl_mean_ms": 1e3 * latencies["itl_mean"],
-        "itl_p99_ms": 1e3 * latencies["itl_p99"],
+        **{name: None if seconds is None else 1e3 * seconds for name, seconds in itl.items()},
         "moved_gb": fmean(one["moved_bytes"] for one in results) / 1e9,
         "speed": sum(one["makespan_s"] for one in results) / wall_s if wall_s > 0 else 0.0,
     }
+
+
+def written(column: str, told: Mapping[str, float | None]) -> str:
+    """One cell of the table; blank for what is not defined."""
+    form = COLUMNS[column]
+    name = form[1:].partition(":")[0]
+    return "" if told[name] is None else form.format(**told)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None
 
 
 def _places(results: Sequence[Result]) -> dict[str, dict[str, list[Result]]]:
@@ -104,7 +116,7 @@ def _table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     rows = [["policy", *COLUMNS, "runs"]]
     for policy, results in groups.items():
         told = figures(results)
-        rows.append([policy, *(form.format(**told) for form in COLUMNS.values()), str(len(results))])
+        rows.append([policy, *(written(column, told) for column in COLUMNS), str(len(results))])
     return aligned(rows)
 
 
@@ -114,9 +126,33 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
+def server_words(serving: Mapping[str, Any]) -> str:
+    """What the server may take at a time; where no flag says it, as vLLM has it by the device."""
+    ahead = "one step ahead" if serving["asynchronous"] else "step by step"
+    return (
+        f"at most {serving['token_budget']} tokens a step and {serving['max_num_seqs']} requests, scheduling {ahead} "
+        "(vLLM 0.32's own for this device, unless a flag says otherwise)"
+    )
+
+
+def beyond_warning(results: Sequence[Result]) -> str | None:
+    """Where a hardware model of measured tables was asked for steps that they do not reach."""
+    steps = sum(one["steps"] for one in results if one["extrapolated_steps"])
+    beyond = sum(one["extrapolated_steps"] or 0 for one in results)
+    if not beyond:
+        return None
+    return (
+        f"{beyond} of {steps} steps ({beyond / steps:.1%}) lie beyond the hardware model's tables, where their "
+        "times are physics carried on from the edge"
+    )
+
+
 def _notes(results: Sequence[Result]) -> list[str]:
     """What nobody measured and what cost models warned of, each once."""
-    told = [f"hardware: {fact}" for one in results for fact in one["facts"]]
+    told = [f"server: {server_words(one['inputs']['serving'])}" for one in results]
+    told += [f"hardware: {fact}" for one in results for fact in one["facts"]]
     told += [f"not measured: {note}" for one in results for note in one["unmeasured"]]
     told += [f"warning: {note}" for one in results for note in one["warnings"]]
+    beyond = beyond_warning(results)
+    told += [] if beyond is None else [f"warning: {beyond}"]
     return list(dict.fromkeys(told))

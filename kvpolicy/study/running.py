@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import cache, lru_cache
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,15 @@ KEEP_MODELS = 32
 
 def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
     """Simulate one cell. ``out``: folder for its trace. Raises ValueError for inputs that are wrong."""
+    source = source_of(cell)
+    if next(iter(source), None) is None:
+        raise ValueError(f"workload {cell.workload} holds no request")
     machine = machine_of(cell)
     policy, told = policy_of(cell)
     watched = Watched(policy)
     sink: Sink | None = None if out is None else FolderSink(out)
     done = simulator_of(cell.engine).run(
-        source_of(cell), watched, server_of(cell, machine), times_of(cell, machine), seed=cell.seed, sink=sink
+        source, watched, server_of(cell, machine), times_of(cell, machine), seed=cell.seed, sink=sink
     )
     return {
         "inputs": cell.inputs(),
@@ -55,8 +59,15 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
 
 
 def numbers(summary: Summary) -> dict[str, Any]:
-    """A summary as JSON has it."""
-    return asdict(summary) | {"preemptions": dict(summary.preemptions)}
+    """A summary as JSON has it, which knows no nan: what nobody had (single tokens have no time between) is None."""
+    told = asdict(summary) | {"preemptions": dict(summary.preemptions)}
+    return {name: _defined(value) for name, value in told.items()}
+
+
+def _defined(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _defined(one) for name, one in value.items()}
+    return None if isinstance(value, float) and isnan(value) else value
 
 
 # ---- what a cell names ----
@@ -107,6 +118,7 @@ def server_of(cell: Cell, machine: Machine) -> Server:
         prefix_caching=serving.prefix_caching,
         scheduling="priority" if serving.scheduling == "priority" else "fcfs",
         asynchronous=serving.asynchronous,
+        segment_bytes=machine.segment_bytes(serving.block_size),
         link=copies,
         rules=rules_of(cell.engine),
         hardware=machine.hardware,

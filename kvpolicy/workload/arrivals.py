@@ -15,6 +15,12 @@ LEAST_VARIATION, MOST_VARIATION = 1e-3, 1e3
 VARIATIONS = f"from {LEAST_VARIATION:g} to {MOST_VARIATION:g}"
 """Standard deviations over means that a gamma distribution is drawn with; beyond them numbers over- or underflow."""
 
+LEAST, MOST = 1e-9, 1e9
+WITHIN = f"above 0, from {LEAST:g} to {MOST:g}"
+"""Rates, durations, and factors on either: beyond them times over- or underflow."""
+LEAST_SHAPE, MOST_SHAPE = 1e-2, 1e3
+"""Of a Weibull distribution: below, its mean over its scale has no number."""
+
 
 class Arrivals(Protocol):
     """An arrival process."""
@@ -26,8 +32,8 @@ class Arrivals(Protocol):
 
 def _positive(process: object, **values: float) -> None:
     for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise WorkloadError(f"{type(process).__name__}: {name} is {value}, should be above 0")
+        if not LEAST <= value <= MOST:
+            raise WorkloadError(f"{type(process).__name__}: {name} is {value}, should be {WITHIN}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,9 @@ class Weibull:
     shape: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive(self, rate_per_s=self.rate_per_s, shape=self.shape)
+        _positive(self, rate_per_s=self.rate_per_s)
+        if not LEAST_SHAPE <= self.shape <= MOST_SHAPE:
+            raise WorkloadError(f"Weibull: shape is {self.shape}, should be from {LEAST_SHAPE:g} to {MOST_SHAPE:g}")
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
         # The mean of a Weibull distribution is scale * gamma(1 + 1 / shape).

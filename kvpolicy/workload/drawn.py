@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvpolicy.workload.arrivals import Arrivals, AtOnce, stream
+from kvpolicy.workload.arrivals import LEAST, MOST, WITHIN, Arrivals, AtOnce, stream
 from kvpolicy.workload.lengths import Lengths, scale_to
 from kvpolicy.workload.requests import Request, Workload, WorkloadError
 
@@ -28,8 +28,8 @@ class Drawn:
     def __post_init__(self) -> None:
         if self.count < 0:
             raise WorkloadError(f"workload {self.name}: count is {self.count}, should be 0 or more")
-        if not self.scale > 0:
-            raise WorkloadError(f"workload {self.name}: scale is {self.scale}, should be above 0")
+        if not LEAST <= self.scale <= MOST:
+            raise WorkloadError(f"workload {self.name}: scale is {self.scale}, should be {WITHIN}")
         _room(self.context_tokens)
 
     @property

@@ -19,6 +19,8 @@ GZIP = b"\x1f\x8b"
 
 EXACT = 2**53
 """Whole numbers from here on are not exact as the floating-point numbers that some files write them as."""
+ID_LIMIT = 2**64
+"""Ids of prefix blocks are below."""
 
 
 class DamagedRow(ValueError):
@@ -185,4 +187,6 @@ def block_ids(value: Any, field: str) -> tuple[int, ...]:
     """Ids of prefix blocks. Raises :class:`DamagedRow`."""
     if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
         raise DamagedRow(f"{field} is {_short(value)}, should be a list of whole numbers, 0 or more")
+    if value and max(value) >= ID_LIMIT:
+        raise DamagedRow(f"{field} holds {_short(max(value))}, should be under {ID_LIMIT}")
     return tuple(value)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from kvpolicy.workload.arrivals import LEAST, MOST, WITHIN
 from kvpolicy.workload.files import Counts
 from kvpolicy.workload.requests import Request, Source, WorkloadError
 
@@ -40,8 +41,8 @@ class Faster(Scaled):
     factor: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise WorkloadError(f"{self.inner.name}: speed is {self.factor}, should be above 0")
+        if not LEAST <= self.factor <= MOST:
+            raise WorkloadError(f"{self.inner.name}: speed is {self.factor}, should be {WITHIN}")
 
     @property
     def name(self) -> str:
@@ -59,8 +60,8 @@ def at_rate(source: Source, rate_per_s: float) -> Faster:
     Reads the source once. Raises :class:`WorkloadError` where it has no such rate: fewer than two arrivals, all at
     once, or a closed loop, whose rate is what the server makes of it.
     """
-    if not (math.isfinite(rate_per_s) and rate_per_s > 0):
-        raise WorkloadError(f"{source.name}: rate is {rate_per_s}, should be above 0")
+    if not LEAST <= rate_per_s <= MOST:
+        raise WorkloadError(f"{source.name}: rate is {rate_per_s}, should be {WITHIN}")
     count, first_s, last_s = 0, 0.0, 0.0
     for request in source:
         if request.think_s is not None:
@@ -90,8 +91,10 @@ class Resized(Scaled):
 
     def __post_init__(self) -> None:
         for name, value in (("prompt", self.prompt_factor), ("output", self.output_factor)):
-            if not (math.isfinite(value) and value > 0):
-                raise WorkloadError(f"{self.inner.name}: the factor on {name} lengths is {value}, should be above 0")
+            if not LEAST <= value <= MOST:
+                raise WorkloadError(
+                    f"{self.inner.name}: the factor on {name} lengths (scale, {name}) is {value}, should be {WITHIN}"
+                )
         if self.context_tokens is not None and self.context_tokens < 2:
             raise WorkloadError(f"{self.inner.name}: context is {self.context_tokens}: a request takes 2 at least")
 

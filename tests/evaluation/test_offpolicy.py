@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,8 +16,8 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.evaluation import OffPolicyReport, evaluate
-from kvpolicy.evaluation.logged import log_of, logged
-from kvpolicy.evaluation.offpolicy import estimate, judge
+from kvpolicy.evaluation.logged import Log, log_of, logged
+from kvpolicy.evaluation.offpolicy import estimate, heaviest_weight, judge
 from kvpolicy.events import KINDS
 from kvpolicy.policy import feasible_options, load
 from kvpolicy.policy.objective import parse
@@ -288,5 +289,41 @@ def test_costs_are_attributed_where_a_log_has_none() -> None:
 def test_the_public_function_judges_logs(folder: Path) -> None:
     found = kvpolicy.evaluate(traces=[folder], policies=["always-swap"])
     assert isinstance(found, OffPolicyReport)
-    assert math.isfinite(found.logged.value_s)
+    assert found.logged is not None and math.isfinite(found.logged.value_s)
     assert np.isfinite(found.policies[0].support.mean_weight_high)
+
+
+def test_a_log_of_few_clusters_tells_nothing_of_its_own_policy_either() -> None:
+    log = log_of({"log": make_log(5, decisions=9)})
+    found = judge(log, {"swap": log.targets(load("always-swap"))}, 0)
+    assert found.clusters < 20 and found.logged is None
+    assert any(f"{found.clusters} clusters of decisions, at least 20 are needed" in why for why in found.refused)
+    assert "as logged: refused" in found.text() and "at least 20 are needed" in found.text()
+    assert " ms " not in found.text(), "no value is printed"
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_bernstein_bounds_the_weights_that_chance_spared_the_log() -> None:
+    """A weight that nobody drew counts: the bound is of what could have been, not of what was seen."""
+    target = np.array([[0.0, 1.0], [0.5, 0.5]])
+    probability = np.array([[0.96, 0.04], [0.5, 0.5]])
+    assert heaviest_weight(target, probability, np.array([1.0, 0.8])) == pytest.approx(1 / (0.04 * 0.8))
+    assert heaviest_weight(target, probability, np.array([1.0, np.nan])) == pytest.approx(25.0)
+    assert heaviest_weight(target, np.array([[1.0, 0.0], [0.5, 0.5]]), np.array([1.0, 1.0])) == pytest.approx(1.0)
+
+
+def test_bernstein_is_as_wide_where_the_dearest_weight_was_not_drawn() -> None:
+    """Two logs that differ in one probability, on an action that was not taken: the second could have met 1 / 0.02."""
+    log = log_of({"log": make_log(1, PLAN)})
+    swap = KINDS.index("swap")
+    at = int(np.flatnonzero((log.action != swap) & log.feasible[:, swap])[0])
+    rare = log.probability.copy()
+    rare[at] = [0.98, 0.02] if swap == 1 else [0.02, 0.98]
+
+    def width(some: Log) -> float:
+        (found,) = judge(some, {"swap": some.targets(load("always-swap"))}, 0, ("ips",), "bernstein", 5.0).policies
+        (one,) = found.estimates
+        assert one.low_s is not None and one.high_s is not None
+        return one.high_s - one.low_s
+
+    assert width(replace(log, probability=rare)) > 2 * width(log)

@@ -34,6 +34,10 @@ def test_two_requests_on_five_blocks() -> None:
     assert [row["scheduled_tokens"] for row in steps] == [16, *[1] * 7, 9, *[1] * 6]
     assert [row["used_blocks"] - 1 for row in steps[:8]] == [4, 3, 3, 3, 3, 4, 4, 4]
     assert [row["recomputed_tokens"] for row in steps] == [0] * 8 + [8] + [0] * 6
+    # Without those 8 the second would have decoded its ninth: a read of 9 tokens instead of 9 * 10 / 2 pairs.
+    (part,) = steps[8]["repeated"]
+    told = tuple(part[name] for name in ("tokens", "kv_read_tokens", "chunk_context", "decodes"))
+    assert told == (8, -9, 45, -1)
     assert found.summary.recomputed_tokens == 8 and found.summary.steps == 15
     assert dict(found.summary.preemptions) == {"recompute": 1, "swap": 0}
 
@@ -111,6 +115,14 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert [row["scheduled_tokens"] for row in trace.rows("steps")] == [21, 30 - 8]
 
 
+def test_an_answer_is_not_computed_again_by_the_turn_that_repeats_it() -> None:
+    """The first turn leaves 6 + 6 - 1 computed tokens: two full blocks of 4, half of the second one generated."""
+    ids = {"prefix": (7, 8, 9), "prefix_block_tokens": 6}
+    source = workload(Request(0.0, 6, 6, **ids), Request(50.0, 17, 1, **ids))
+    _, trace = run(source, replace(SMALL, prefix_caching=True, device_blocks=20), times=SECONDS)
+    assert [row["scheduled_tokens"] for row in trace.rows("steps")] == [6, 1, 1, 1, 1, 1, 17 - 8]
+
+
 def test_the_whole_known_sequence_must_fit_before_anything_is_admitted() -> None:
     """A budget of 4 would begin the second request with one block, but it needs three."""
     source = workload(Request(0.0, 12, 2), Request(0.0, 12, 2))
@@ -125,14 +137,41 @@ def test_chunks_fill_the_budget_behind_the_decodes() -> None:
     assert [row["decode_requests"] for row in trace.rows("steps")] == [0, 1, 1, 1, 2, 1]
 
 
-def test_priority_takes_the_least_urgent_and_latest() -> None:
-    """The first of three matters least: it loses its blocks though it was admitted first."""
-    source = workload(Request(0.0, 4, 4, priority=2), Request(0.0, 4, 8), Request(0.0, 4, 8))
-    _, trace = run(source, replace(SMALL, scheduling="priority"), times=SECONDS)
+def test_priority_takes_the_least_urgent_though_it_was_scheduled_already() -> None:
+    """In step 2 the first in line has just got its third block when the third finds none: the first matters least.
+
+    It loses all three, of which two hold something to save; the fourth still gets its turn.
+    """
+    late = [Request(0.5, 4, 8) for _ in range(3)]
+    source = workload(Request(0.0, 7, 12, priority=2), *late)
+    server = replace(SMALL, device_blocks=7, scheduling="priority", link=WITHIN)
+    _, trace = run(source, server, "always-swap", SECONDS)
     first = trace.rows("decisions")[0]
-    assert first["request"] == "0" and first["priority"] == 2
-    _, trace = run(source, SMALL, times=SECONDS)
+    assert (first["request"], first["step"], first["priority"]) == ("0", 2, 2)
+    assert (first["computed_tokens"], first["held_blocks"], first["running_requests"]) == (8, 2, 3)
+    assert trace.rows("transfers")[0]["bytes"] == 2
+    assert trace.rows("steps")[2]["scheduled_tokens"] == 3
+
+
+def test_first_come_first_served_takes_the_last_admitted() -> None:
+    _, trace = run(workload(*[Request(0.0, 4, 8)] * 3), SMALL, times=SECONDS)
     assert trace.rows("decisions")[0]["request"] == "2"
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+    """The most urgent one would fit into what the victim left in step 1, but has to wait for step 2."""
+    source = workload(Request(0.0, 8, 4, priority=1), Request(0.0, 8, 4, priority=2), Request(0.5, 4, 4))
+    _, trace = run(source, replace(SMALL, device_blocks=4, scheduling="priority"), times=SECONDS)
+    steps = trace.rows("steps")
+    assert [row["preemptions"] for row in steps[:3]] == [0, 1, 0]
+    assert [row["running_requests"] for row in steps[:3]] == [2, 1, 2]
+
+
+def test_a_victim_comes_back_before_those_who_waited_longer_than_it() -> None:
+    """Both need three blocks of the five when the first is through."""
+    _, trace = run(workload(*TWO.requests, Request(0.5, 12, 1)), SMALL, times=SECONDS)
+    ended = {row["request"]: row["last_token_s"] for row in trace.rows("requests")}
+    assert ended["0"] < ended["1"] < ended["2"]
 
 
 def test_running_ahead_takes_one_more_step_to_notice_an_end() -> None:

@@ -106,6 +106,16 @@ def test_a_run_without_tables_is_told_as_such(study: Any, tmp_path: Path) -> Non
         study.fidelity_e2e(tmp_path / "out", tmp_path, 0.5, lambda _: None)
 
 
+def test_nothing_judged_is_an_error_that_says_what_is_missing(
+    study: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"{NAME}_meta.json").write_text(json.dumps({"engine_kwargs": SETTINGS, "model": "llm"}))
+    with pytest.raises(SystemExit) as ended:
+        study.main(["--e2e", str(tmp_path), "--profiles", str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"no run could be judged: {NAME}: no tables lss_{NAME}_tp1_* there" in capsys.readouterr().err
+
+
 def test_numbers_are_found_and_never_below_nothing(study: Any) -> None:
     design, truth = np.array([[1.0, 2.0], [3.0, 1.0], [0.5, 0.25]]), np.array([2e-3, 0.3])
     nudges = np.array([1e-3, 0.1])

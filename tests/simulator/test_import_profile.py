@@ -10,15 +10,22 @@ import numpy as np
 import pytest
 
 import kvpolicy
+from kvpolicy import policy
 from kvpolicy.cli import main
 from kvpolicy.cost.tables import TableError
 from kvpolicy.shape import ModelShape
+from kvpolicy.simulator import Builtin, MemorySink, Server
 from kvpolicy.simulator.hardware import HardwareError, TableTimes, load_hardware
 from kvpolicy.simulator.profiles.grids import between_neighbours
 from kvpolicy.simulator.protocol import StepLoad
+from kvpolicy.study.links import Behind, GivenLink
+from kvpolicy.workload import Request, Workload
 from tests.simulator import tables
 from tests.simulator.tables import CONFIG, LAYERS
+from tests.simulator.worlds import LINEAR
 
+COLUMNS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context", "scheduled_requests")
+"""Of a trace's steps: what tells whether a step lies within the tables, requests for prefills."""
 SHAPE = ModelShape.from_config(CONFIG)
 
 
@@ -71,6 +78,23 @@ def test_beyond_the_tables_physics_goes_on_and_says_so(times: TableTimes) -> Non
     assert times.step_s(outside[0]) == pytest.approx(worked(64, 20_000), rel=0.02)
     assert times.step_s(outside[1]) == pytest.approx(worked(200, 500), rel=0.02)
     assert times.step_s(outside[2]) == pytest.approx(worked(0, 0, 1024, 16_000), rel=0.02)
+
+
+@pytest.mark.parametrize("leap", [True, False])
+def test_steps_beyond_the_tables_are_counted_in_a_run(times: TableTimes, leap: bool) -> None:
+    """Two requests of 4090 prompt tokens and 100 of output: the tables end at 4096 tokens of context."""
+    server = Server(16, 1024, 600, 600, token_budget=1024, hardware={"device": "simulated"})
+    source = Workload("long", (Request(0.0, 4090, 100), Request(0.0, 4090, 100)), 0)
+    sink = MemorySink()
+    done = Builtin(leap=leap).run(source, policy.load("always-recompute"), server, times, sink=sink)
+    assert done.trace is not None
+    rows = np.array([[row[name] for name in COLUMNS] for row in done.trace.rows("steps")], np.float64)
+    rows[:, 4] -= rows[:, 1]
+    assert done.summary.extrapolated_steps == times.beyond(rows).sum() > 90
+    behind = Behind(times, GivenLink(1e9))
+    again = Builtin(leap=leap).run(source, policy.load("always-recompute"), server, behind)
+    assert again.summary.extrapolated_steps == done.summary.extrapolated_steps
+    assert Builtin().run(source, policy.load("always-recompute"), server, LINEAR).summary.extrapolated_steps is None
 
 
 def test_several_prompts_cost_less_than_one_as_long_as_they_together(times: TableTimes) -> None:
@@ -130,6 +154,24 @@ def test_copies_are_stated_and_named_as_not_measured(folder: Path, tmp_path: Pat
             kvpolicy.import_profile(files, tmp_path, SHAPE, link=wrong)
     with pytest.raises(ValueError, match="no data sheet; name its link"):
         kvpolicy.import_profile(files, tmp_path, SHAPE)
+
+
+def test_a_wrong_link_is_told_before_a_table_is_read(tmp_path: Path) -> None:
+    for wrong in ({"link": "0"}, {"device": "nobody's"}):
+        with pytest.raises(ValueError, match="--link"):
+            kvpolicy.import_profile([tmp_path / "is not there"], tmp_path, SHAPE, **wrong)
+
+
+def test_tables_of_another_number_of_ranks_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    """Tables without shapes: what their names say of tensor parallelism is all there is to check."""
+    (tmp_path / "tp1").mkdir()
+    files = []
+    for name in ("attention.csv", "dense.csv", "per_sequence.csv"):
+        files.append(tmp_path / "tp1" / name)
+        files[-1].write_bytes((folder / name).read_bytes())
+    with pytest.raises(ValueError, match=r"attention\.csv: its name says tp1, --ranks is 2"):
+        kvpolicy.import_profile(files, tmp_path / "out", SHAPE, ranks=2, link="pcie5")
+    kvpolicy.import_profile(files, tmp_path / "out", SHAPE, ranks=1, link="pcie5")
 
 
 def test_a_hole_in_the_table_is_told_by_a_fit_and_counted(tmp_path: Path) -> None:
@@ -278,6 +320,6 @@ def test_the_command_is_the_function(tmp_path: Path, capsys: pytest.CaptureFixtu
     there, here = (json.loads((one / "hardware.json").read_text()) for one in (folder / "out", tmp_path))
     assert here["digest"] == there["digest"]
     with pytest.raises(SystemExit) as ended:
-        main(["import-profile", *files[:1], "--out", str(tmp_path), "--geometry", str(tmp_path)])
+        main(["import-profile", *files[:1], "--out", str(tmp_path), "--geometry", str(tmp_path), "--link", "pcie5"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("kvpolicy: error: no table tells projections")

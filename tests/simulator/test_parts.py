@@ -6,14 +6,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from kvpolicy import cost, policy, trace
 from kvpolicy.simulator import LOAD, Builtin, FolderSink, MemorySink, Server, StepLoad, law_times
-from kvpolicy.simulator.builtin.blocks import CachingPool, shared_keys
-from kvpolicy.simulator.builtin.live import Live
+from kvpolicy.simulator.builtin.blocks import CachingPool, CountedPool, shared_keys
+from kvpolicy.simulator.builtin.copies import CopyBook
+from kvpolicy.simulator.builtin.live import Account, Copy, Live, Status, Step
+from kvpolicy.simulator.builtin.scheduler import Scheduler
+from kvpolicy.simulator.builtin.victims import VllmVictims
 from kvpolicy.simulator.summary import Histogram
 from kvpolicy.simulator.times import ConstantTimes
 from kvpolicy.workload import Request
@@ -124,6 +129,20 @@ def test_cached_blocks_go_last_and_tails_first() -> None:
     assert pool.free == 0 and pool.shared(live, 1) == 0 and pool.references == 1
 
 
+def test_what_was_used_last_goes_last_even_where_nobody_can_look_for_it() -> None:
+    """Full blocks of a finished request join the queue behind those of the victim before it."""
+    pool = CachingPool(4, 4)
+    victim, finished, new = (Live(number, Request(0.0, 9, 5), 0.0, preemptions=1) for number in range(3))
+    for live in (victim, finished):
+        pool.grow(live, 2)
+        pool.cache(live, 8)
+    pool.release(victim, again=True)
+    pool.release(finished, again=False)
+    assert len(pool.hits(victim)) == 2
+    pool.grow(new, 2)
+    assert pool.hits(victim) == []
+
+
 def test_blocks_of_equal_content_are_found_first_come_first() -> None:
     """Two that computed the same prefix at the same time both keep it; the one that got it first is found."""
     pool = CachingPool(8, 4)
@@ -151,3 +170,22 @@ def test_victims_are_a_policy_too() -> None:
     server = replace(SMALL, device_blocks=4)
     assert run(source, server)[1].rows("decisions")[0]["request"] == "1"
     assert run(source, server, victims=Longest())[1].rows("decisions")[0]["request"] == "0"
+
+
+@pytest.mark.parametrize(("tokens", "admitted"), [(16, True), (20, False)])
+def test_a_load_leaves_prefills_the_blocks_they_still_need(tokens: int, admitted: bool) -> None:
+    """Of nine free blocks a prefill on its way will need five: a load of four fits, one of five does not."""
+    server = Server(block_size=4, block_bytes=1, device_blocks=10, host_blocks=10, token_budget=4)
+    copies = CopyBook(server)
+    told: list[int] = []
+    scheduler = Scheduler(
+        server, CountedPool(10), copies, VllmVictims("fcfs"), lambda live: None, lambda *about: told.append(about[1])
+    )
+    scheduler.arrive(Live(0, Request(0.0, 24, 1), 0.0))
+    scheduler.schedule(Step(0))
+    victim = Live(1, Request(0.0, tokens, 5), 0.0, status=Status.PREEMPTED, outputs=1, preemptions=1)
+    victim.copy = Copy(1, victim, cast(Account, SimpleNamespace(busy=0)), tokens, tokens // 4)
+    scheduler.waiting.append(victim)
+    scheduler.admit(Step(1), 4)
+    assert (victim.status is Status.LOADING) is admitted
+    assert told == ([0, tokens] if admitted else [0])

@@ -17,11 +17,11 @@ from tests.study.test_grid import TIGHT, WORKLOAD
 SERVER = {
     "engine": "builtin",
     "block_size": 16,
-    "token_budget": 8192,
-    "max_num_seqs": 256,
+    "token_budget": None,
+    "max_num_seqs": None,
     "prefix_caching": True,
     "scheduling": "fcfs",
-    "asynchronous": False,
+    "asynchronous": None,
     "seeds": 1,
     "jobs": None,
     "ray": None,
@@ -110,7 +110,10 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "--workload w --hardware h --kv-blocks 10 --policy p --host-gib 2 --parts 4 --judge-by ttft --ray auto"
+    line = (
+        "--workload w --hardware h --kv-blocks 10 --policy p --host-gib 2 --parts 4 --judge-by ttft "
+        "--least-gain 0.02 --ray auto"
+    )
     assert called(monkeypatch, "recommend", *line.split()) == SERVER | {
         "workload": "w",
         "hardware": "h",
@@ -120,6 +123,7 @@ def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         "host_gib": 2.0,
         "parts": 4,
         "judge_by": "ttft",
+        "least_gain": 0.02,
         "ray": "auto",
     }
 

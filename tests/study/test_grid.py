@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvpolicy
+from kvpolicy import cost
 from kvpolicy.study import grid, running
-from kvpolicy.study.cells import Cell
+from kvpolicy.study.cells import Cell, Serving
+from kvpolicy.study.defaults import server_defaults
 from kvpolicy.study.report import SweepReport
 from kvpolicy.trace import read
 from tests.synthetic import options_for, situation
@@ -108,6 +112,19 @@ def test_a_cell_that_fails_is_named_and_the_rest_is_finished(hardware: str, tmp_
     assert {one["inputs"]["kv_blocks"] for one in report.to_dict()["failed"]} == {TIGHT, 20}
 
 
+def test_what_nobody_had_is_null_and_blank(hardware: str, tmp_path: Path) -> None:
+    """Requests of one output token have no time between tokens; a file without requests fails alone, by name."""
+    single, empty = tmp_path / "single.csv", tmp_path / "empty.csv"
+    single.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,100,1\n0.5,50,1\n")
+    empty.write_text("arrival_s,prompt_tokens,output_tokens\n")
+    report = simulate(hardware, tmp_path / "c", workloads=[str(single), str(empty)], policies=["always-swap"])
+    (one,) = report.results
+    assert one["itl_s"] == {"mean": None, "p50": None, "p99": None} and one["e2e_s"]["mean"] > 0
+    assert "null" in json.dumps(report.to_dict(), allow_nan=False) and "nan" not in report.text()
+    (failed,) = report.failed
+    assert "empty.csv" in failed.text() and "no request" in failed.error
+
+
 def test_nothing_that_can_begin_is_an_error(hardware: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the policies are"):
         simulate(hardware, tmp_path / "c", policies=["no-such-policy"])
@@ -118,6 +135,55 @@ def test_nothing_that_can_begin_is_an_error(hardware: str, tmp_path: Path) -> No
     for wrong in ({"seeds": 0}, {"parts": 0}, {"kv_blocks": [0]}, {"host_blocks": -1}, {"scheduling": "lifo"}):
         with pytest.raises(ValueError, match="should be"):
             simulate(hardware, tmp_path / "c", **wrong)
+
+
+def test_jobs_below_none_are_refused(hardware: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="jobs is -1: should be 1 or more"):
+        simulate(hardware, tmp_path / "c", jobs=-1)
+
+
+def test_a_copy_moves_pieces_of_the_size_that_was_measured(hardware: str, tmp_path: Path) -> None:
+    """Behind a model's own machine nothing of a swap is beyond it; elsewhere a piece is one layer's page."""
+    model = "cpu-llama-native"
+    given = {"block_size": 32, "workloads": ["azure-conversation-2023?n=10&context=512"], "kv_blocks": [30]}
+    (one,) = simulate(model, tmp_path / "c", policies=[f"cheapest:{model}"], **given).results
+    assert one["choices"] > 0
+    cell = Cell(WORKLOAD, "always-swap", 30, "native", 0, model, serving=Serving(block_size=32))
+    server = running.server_of(cell, running.machine_of(cell))
+    assert server.segment_bytes == 65536
+    trained = running.open_machine(model).model_loader
+    low, high = cost.load(model).ranges["swap"]["segment_bytes"]
+    assert trained is not None and low <= server.segment_bytes <= high
+    by_sheet = _priced(hardware)
+    there = running.server_of(by_sheet, running.machine_of(by_sheet))
+    assert there.segment_bytes == there.block_bytes // 8, "of eight layers"
+    assert there.segment_bytes == 2 * 2 * 128 * 2 * 16, "keys and values, heads, their width, bytes, tokens"
+
+
+def test_servers_are_vllms_own_for_the_device(hardware: str, tmp_path: Path) -> None:
+    report = simulate(hardware, tmp_path / "c", policies=["always-swap"])
+    serving = report.results[0]["inputs"]["serving"]
+    assert (serving["token_budget"], serving["max_num_seqs"], serving["asynchronous"]) == (8192, 1024, True)
+    assert "at most 8192 tokens a step and 1024 requests, scheduling one step ahead" in report.text()
+    given = {"policies": ["always-swap"], "token_budget": 512, "max_num_seqs": 7, "asynchronous": False}
+    serving = simulate(hardware, tmp_path / "c", **given).results[0]["inputs"]["serving"]
+    assert (serving["token_budget"], serving["max_num_seqs"], serving["asynchronous"]) == (512, 7, False)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cpu", (2048, 128, False)),
+        ("H200", (8192, 1024, True)),
+        ("NVIDIA H100 80GB HBM3", (8192, 1024, True)),
+        ("NVIDIA A100-SXM4-80GB", (2048, 256, True)),
+        ("A100-SXM-80GB", (2048, 256, True)),
+        ("L40S", (2048, 256, True)),
+        ("one without a data sheet", (2048, 256, True)),
+    ],
+)
+def test_defaults_go_by_the_device(device: str, expected: tuple[int, int, bool]) -> None:
+    assert astuple(server_defaults(device)) == expected
 
 
 def test_traces_are_put_beside(hardware: str, tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp, log, sqrt
 
 import pytest
 
+from kvpolicy import policy
+from kvpolicy.simulator import Link, Server
+from kvpolicy.simulator.builtin.simulating import core_name
 from kvpolicy.simulator.times import ConstantTimes
 from kvpolicy.study.links import Behind, GivenLink
 from kvpolicy.study.paired import paired_ratio
-from kvpolicy.study.parts import Part
+from kvpolicy.study.parts import Part, dealt
 from kvpolicy.workload import Request, Workload
 
 
@@ -52,17 +56,61 @@ def test_parts_hold_every_request_once_and_sessions_whole() -> None:
     whole = Workload("w", requests, seed=0)
     parts = [list(Part(whole, index, 3)) for index in range(3)]
     assert sorted(one.prompt_tokens for part in parts for one in part) == [one.prompt_tokens for one in requests]
-    assert [one.prompt_tokens for one in parts[0]] == [10, 11, 12, 17], "the session goes where it began"
+    homes = [{one.session for one in part} for part in parts]
+    assert sum("a" in found for found in homes) == 1, "a session stays whole"
+    assert [len(part) for part in parts] == [4, 2, 3]
     assert [part[0].arrival_s for part in parts] == [0.0, 0.0, 0.0]
-    assert [one.arrival_s for one in parts[1]] == [0.0, 1.0, 2.0]
-    with pytest.raises(ValueError, match="9 requests cannot be cut into 10 parts"):
+    assert [one.arrival_s for one in parts[1]] == [0.0, 1.0]
+    with pytest.raises(ValueError, match="8 sessions, which stay whole, cannot be cut into 10 parts: part 9 would be"):
         list(Part(whole, 0, 10))
+    with pytest.raises(ValueError, match="1 requests cannot be cut into 2 parts"):
+        list(Part(Workload("one", requests[:1], seed=0), 0, 2))
+
+
+def test_users_of_a_closed_loop_are_dealt_to_all_parts() -> None:
+    """Their first requests all come at once, at the front."""
+    turns = range(3)
+    requests = [Request(float(turn), 10, 5, session=f"user-{user}", think_s=1.0) for turn in turns for user in range(8)]
+    whole = Workload("closed", tuple(requests), seed=0)
+    parts = [list(Part(whole, index, 4)) for index in range(4)]
+    assert [len(part) for part in parts] == [6] * 4
+    assert [sorted({one.session for one in part}) for part in parts[:2]] == [["user-0", "user-1"], ["user-2", "user-3"]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "expected"),
+    [
+        ([1] * 6, 3, [0, 0, 1, 1, 2, 2]),
+        ([3, 9], 2, [0, 1]),
+        ([9, 3], 2, [0, 1]),
+        ([10, 1, 1], 3, [0, 1, 2]),
+        ([1, 1, 10], 3, [0, 1, 2]),
+        ([1, 1, 1, 9], 2, [0, 0, 0, 1]),
+    ],
+)
+def test_no_part_is_empty(sizes: list[int], parts: int, expected: list[int]) -> None:
+    assert dealt(sizes, parts) == expected
 
 
 def test_a_given_link_takes_the_place_of_the_hardwares() -> None:
     behind = Behind(ConstantTimes(), GivenLink.parse("2e9,0.001"))
     assert behind.copy_s("save", 4_000_000_000, 7, 1) == pytest.approx(2.001)
     assert "2e+09 bytes/s" in behind.source and behind.source.startswith(ConstantTimes().source)
+
+
+def test_runs_that_differ_in_times_or_link_alone_have_cores_of_their_own() -> None:
+    """Their traces are read together by the names of their cores."""
+    server, rule = Server(16, 1, 10, 10), policy.load("always-swap")
+    source = Workload("w", (Request(0.0, 10, 5),), seed=0)
+    several = [ConstantTimes(), ConstantTimes(source="others"), *(behind(link) for link in ("1e9", "2e9", "1e9,0.1"))]
+    assert len({core_name(source, rule, server, times, 0) for times in several}) == len(several)
+    servers = server, replace(server, link=Link(slowdown=0.1))
+    assert len({core_name(source, rule, one, several[0], 0) for one in servers}) == 2
+    assert core_name(source, rule, server, behind("1e9"), 0) == core_name(source, rule, server, behind("1e9"), 0)
+
+
+def behind(link: str) -> Behind:
+    return Behind(ConstantTimes(), GivenLink.parse(link))
 
 
 @pytest.mark.parametrize("text", ["", "fast", "0", "-1", "1e9,-1", "1e9,0,0", "inf", "nan"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def test_a_killed_worker_takes_one_task_along() -> None:
 def test_processes_stay() -> None:
     assert len({pid for _, pid in in_processes(process_of, list(range(6)), 1)} - {os.getpid()}) == 1
     assert {pid for _, pid in in_processes(process_of, [1, 2], 0)} == {os.getpid()}
+
+
+def test_processes_have_ended_when_the_last_result_is_read() -> None:
+    """One that is still ending beside the interpreter leaves a traceback."""
+    assert dict(in_processes(double, [1], 1)) == {0: 2}
+    assert not multiprocessing.active_children()
 
 
 def test_no_tasks_no_workers() -> None:

@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy.study.recommend import advise, candidates
+from kvpolicy.study.paired import paired_ratio
+from kvpolicy.study.recommend import advise, candidates, closed, drawn
 from kvpolicy.workload import Request, Workload
 from tests.study.test_grid import TIGHT, WORKLOAD
 
+SERVING = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
 
-def result(policy: str, e2e_s: float, extrapolated: int = 0, preempted: int = 5) -> dict[str, Any]:
+
+def result(
+    policy: str, e2e_s: float, extrapolated: int = 0, preempted: int = 5, beyond: int | None = None
+) -> dict[str, Any]:
     tail = {"mean": e2e_s, "p50": e2e_s, "p99": 2 * e2e_s}
     return {
-        "inputs": {"workload": "w", "hardware": "h", "kv_blocks": 100, "policy": policy},
+        "inputs": {"workload": "w", "hardware": "h", "kv_blocks": 100, "policy": policy, "part": 0, "serving": SERVING},
         "throughput_tok_s": 100.0 / e2e_s,
         "e2e_s": tail,
         "ttft_s": tail,
@@ -29,6 +34,8 @@ def result(policy: str, e2e_s: float, extrapolated: int = 0, preempted: int = 5)
         "simulator_wall_s": 0.1,
         "choices": preempted,
         "extrapolated": extrapolated,
+        "steps": 50,
+        "extrapolated_steps": beyond,
         "warnings": ["as the model warned"],
         "unmeasured": ["the link"],
     }
@@ -64,10 +71,74 @@ def test_the_default_may_be_the_best() -> None:
 
 def test_looking_for_the_best_of_many_asks_for_more() -> None:
     """What two policies tell apart, is not told where it is the most favourable of twenty."""
-    seconds = {"always_recompute": [10.0, 20.0, 40.0, 80.0], "always_swap": [9.0, 18.5, 38.5, 73.0]}
+    seconds = {"always_recompute": [10.0, 20.0, 40.0, 80.0], "always_swap": [9.0, 18.3, 37.0, 73.5]}
     others = {f"other{number}": seconds["always_recompute"] for number in range(19)}
     assert advise(runs(**seconds), "e2e", 4.0).deploy == "always-swap"
     assert advise(runs(**seconds, **others), "e2e", 4.0).deploy == "always-recompute"
+
+
+def test_copies_of_one_run_are_one_pair() -> None:
+    """Five seeds of a recorded file are one run five times over: no interval, no advice but the default."""
+    copies = runs(always_recompute=[10.0] * 5, always_swap=[9.0, 9.0, 9.01, 9.0, 9.0])
+    assert advise(copies, "e2e", 4.0).deploy == "always-swap", "as pairs of their own they would tell a lot"
+    told = advise(copies, "e2e", 4.0, seeds_differ=False)
+    assert (told.deploy, told.config_line) == ("always-recompute", "")
+    assert all(one.gain.pairs == 1 for one in told.compared)
+    assert "one run: no interval" in told.reason and "the runs of a part are one" in told.text()
+
+
+def test_seeds_of_a_part_are_averaged() -> None:
+    some = runs(always_recompute=[10.0, 10.0, 20.0, 20.0], random=[8.0, 12.5, 16.0, 25.0])
+    for results in some.values():
+        for number, one in enumerate(results):
+            one["inputs"]["part"] = number // 2
+    gain = advise(some, "e2e", 4.0, seeds_differ=False).compared[1].gain
+    assert gain.pairs == 2 and gain.value == pytest.approx(1.0) and gain.low == pytest.approx(1.0)
+
+
+def test_whether_seeds_draw_the_requests(tmp_path: Path) -> None:
+    file = tmp_path / "w.csv"
+    file.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,100,20\n0.5,50,30\n")
+    assert drawn(WORKLOAD) and not drawn(str(file)) and not drawn(f"{WORKLOAD}&seed=3")
+
+
+def test_a_closed_loop_is_known() -> None:
+    loop = [Request(at_s, 10, 5, session=name, think_s=1.0) for at_s, name in ((0.0, "a"), (0.0, "b"), (1.0, "a"))]
+    assert closed(Workload("loop", tuple(loop), 0))
+    later = [*loop, Request(2.0, 10, 5, session="c", think_s=None)]
+    assert not closed(Workload("arriving", tuple(later), 0))
+    assert not closed(Workload("timed", (Request(0.0, 10, 5, session="a"), Request(0.0, 10, 5, session="b")), 0))
+
+
+def test_a_recorded_file_counts_once(hardware: str, tmp_path: Path) -> None:
+    file = tmp_path / "w.csv"
+    rows = [f"0.0,{100 + 17 * number},{300 + number}" for number in range(12)]
+    file.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
+    given: dict[str, Any] = {"hardware": hardware, "kv_blocks": 100, "jobs": 0, "cache": tmp_path / "c"}
+    told = kvpolicy.recommend(str(file), **given, seeds=2, parts=2)
+    assert all(one.gain.pairs == 2 for one in told.compared)
+
+
+def test_a_gain_has_to_be_worth_it() -> None:
+    """Half a percent in every run is told from nothing, and worth nothing."""
+    some = runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.95, 19.9, 39.8])
+    told = advise(some, "e2e", 4.0)
+    assert told.compared[1].gain.told and told.deploy == "always-recompute"
+    assert "less than the least gain that is worth it, 1.0%" in told.reason
+    assert advise(some, "e2e", 4.0, least_gain=0.0).deploy == "always-swap"
+
+
+def test_all_intervals_that_are_shown_hold_together() -> None:
+    some = runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 18.1, 35.9], random=[10.5, 20.4, 41.0])
+    alone = paired_ratio([10.0, 20.0, 40.0], [9.0, 18.1, 35.9], comparisons=4 * 2)
+    assert advise(some, "e2e", 4.0).compared[1].gain == alone
+
+
+def test_what_has_no_figure_is_not_judged_by_it() -> None:
+    some = runs(always_recompute=[10.0, 20.0], always_swap=[9.0, 18.1])
+    some["always-swap"][0]["itl_s"] = {"mean": None, "p50": None, "p99": None}
+    with pytest.raises(ValueError, match=r"workload w: its runs have no itl_s\.mean"):
+        advise(some, "itl", 4.0)
 
 
 def test_without_preemptions_there_is_nothing_to_choose() -> None:
@@ -81,6 +152,12 @@ def test_guesses_of_the_cost_model_are_warned_of() -> None:
     told = advise(some, "e2e", 4.0)
     assert told.deploy == "cheapest:m"
     assert any("in 6 of 15 decisions (40%)" in warning for warning in told.warnings)
+
+
+def test_steps_beyond_the_tables_are_warned_of() -> None:
+    some = {policy: [result(policy, one, beyond=2) for one in (8.0, 16.1)] for policy in ("always-recompute", "x")}
+    told = advise(some, "e2e", 4.0)
+    assert any("8 of 200 steps (4.0%) lie beyond the hardware model's tables" in one for one in told.warnings)
 
 
 def test_thresholds_lie_between_short_and_long_requests() -> None:
@@ -101,7 +178,9 @@ def test_the_whole_way(hardware: str, tmp_path: Path) -> None:
     assert all(one.gain.pairs == 2 for one in told.compared)
     assert "deploy this:" in told.text() and "not measured" in told.text()
     assert set(told.to_dict()) >= {"deploy", "reason", "config_line", "compared", "warnings"}
-    with pytest.raises(ValueError, match="is one run"):
-        kvpolicy.recommend(**given, parts=1)
+    alone = kvpolicy.recommend(**given, parts=1, cache=tmp_path / "c")
+    assert alone.deploy == "always-recompute" and not alone.config_line
+    with pytest.raises(ValueError, match="least_gain is -1"):
+        kvpolicy.recommend(**given, least_gain=-1)
     with pytest.raises(ValueError, match="judge_by is 'speed'"):
         kvpolicy.recommend(**given, judge_by="speed")

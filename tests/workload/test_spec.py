@@ -143,6 +143,13 @@ def test_a_table_without_lengths_to_draw_is_refused(tmp_path: Path) -> None:
         ("azure-conversation-2023?n=5&scale=fit", "context: should be given for scale=fit"),
         ("azure-conversation-2023?n=5&scale=half", "scale=half: should be a number"),
         ("azure-conversation-2023?n=5&rate=0", "Poisson: rate_per_s is 0.0, should be above 0"),
+        ("azure-conversation-2023?n=5&rate=1e-320", "Poisson: rate_per_s is 1e-320, should be above 0, from 1e-09 to"),
+        ("azure-conversation-2023?n=5&scale=1e300", "scale is 1e.300, should be above 0, from 1e-09 to 1e.09"),
+        ("azure-conversation-2023?n=5&rate=1&speed=1e-320", "speed is 1e-320, should be above 0, from 1e-09"),
+        (
+            "azure-conversation-2023?n=5&rate=1&arrivals=weibull&shape=0.001",
+            "Weibull: shape is 0.001, should be from 0.01",
+        ),
         ("azure-conversation-2023?n=5&arrivals=gamma&rate=2", "variation: should be given"),
         ("azure-conversation-2023?n=5&arrivals=poisson", "rate: should be given, above 0, for arrivals=poisson"),
         ("azure-conversation-2023?n=5&arrivals=tides&rate=1", "arrivals=tides: should be at-once, poisson, even"),

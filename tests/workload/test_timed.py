@@ -131,6 +131,10 @@ def test_a_damaged_row_is_refused_by_line_or_skipped_and_counted(tmp_path: Path,
         ('{"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[1,2]}', "holds 2 ids, 5 tokens are 1 blocks"),
         ('{"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[-1]}', "should be a list of whole numbers"),
         ('{"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[true]}', "should be a list of whole numbers"),
+        (
+            '{"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[1' + 45 * "0" + "]}",
+            "hash_ids holds 10+, should be under 18446744073709551616",
+        ),
         ('{"timestamp":NaN,"input_length":5,"output_length":1,"hash_ids":[]}', "timestamp is nan, should be a number"),
         (
             '{"timestamp":true,"input_length":5,"output_length":1,"hash_ids":[]}',

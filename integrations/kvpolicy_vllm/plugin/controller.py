@@ -10,6 +10,7 @@ import hashlib
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,8 @@ class Controller:
         self.journal = None if recording is None else Journal(recording, self.anonymous)
         self.accounts = Accounts(self.tally, self.journal)
         self.accounts.measure_by(self.judge.step_time)
+        # An engine inside a script's own process is not shut down by every vLLM: what it recorded would end with it.
+        self._keep = weakref.finalize(self, _keep, recording, self.judge)
         self._set_gauges()
         self._show_policy(1)
 
@@ -265,11 +268,14 @@ class Controller:
         self._set_gauges()
 
     def close(self) -> None:
+        """Once; whatever is still to be written is."""
+        if not self._keep.alive:
+            return
         if self.journal is not None:
             self._write_undecided()
-            self.journal.recorder.close()
+        self._keep()
+        if self.journal is not None:
             self._count_dropped()
-        self.judge.close()
 
     # ---- deciding ----
 
@@ -426,3 +432,9 @@ class Controller:
 
     def _show_policy(self, value: int) -> None:
         self.tally.set("cost_model", value, policy=self.judge.policy.name, digest=self.judge.digest)
+
+
+def _keep(recording: Recording | None, judge: Judge) -> None:
+    if recording is not None:
+        recording.close()
+    judge.close()

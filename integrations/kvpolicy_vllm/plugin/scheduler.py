@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.versions import UnsupportedEngine
+from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_offloading
 
 if TYPE_CHECKING:
     from kvpolicy.events import Cause
@@ -27,6 +27,7 @@ class Asking:
     kvpolicy: Controller
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_offloading(kwargs["vllm_config"] if "vllm_config" in kwargs else args[0])
         super().__init__(*args, **kwargs)
         connector = getattr(self, "connector", None)
         if not isinstance(connector, KVPolicyConnector) or connector.controller is None:
@@ -35,8 +36,7 @@ class Asking:
                 f"--scheduler-cls kvpolicy_vllm.AdaptiveScheduler needs its own connector and {found}: "
                 "--kv-transfer-config "
                 '\'{"kv_connector": "KVPolicyConnector", "kv_role": "kv_producer", '
-                '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"policy": "..."}}\'; '
-                "--kv-offloading-size puts another one in its place"
+                '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"policy": "..."}}\''
             )
         self.kvpolicy = connector.controller
         self._cause: Cause = "reset"  # outside schedule() nothing is preempted for want of memory

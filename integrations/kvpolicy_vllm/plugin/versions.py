@@ -65,13 +65,18 @@ def _refuse_transfer_settings(config: VllmConfig) -> None:
             f"--kv-transfer-config: kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, should be "
             '"recompute": otherwise a failed load ends its request'
         )
-    if getattr(config.cache_config, "kv_offloading_size", None) is not None:
-        raise UnsupportedEngine("--kv-offloading-size brings a connector of its own; leave it out with kvpolicy")
+    refuse_offloading(config)
     if not is_adaptive(config.scheduler_config.scheduler_cls):
         raise UnsupportedEngine(
             f"--scheduler-cls is {config.scheduler_config.scheduler_cls}, but KVPolicyConnector needs "
             "--scheduler-cls kvpolicy_vllm.AdaptiveScheduler: without it nothing is ever saved"
         )
+
+
+def refuse_offloading(config: VllmConfig) -> None:
+    """Some versions put the offloading connector in the place of ours: told before it is made."""
+    if getattr(config.cache_config, "kv_offloading_size", None) is not None:
+        raise UnsupportedEngine("--kv-offloading-size brings a connector of its own; leave it out with kvpolicy")
 
 
 def is_adaptive(scheduler_cls: Any) -> bool:

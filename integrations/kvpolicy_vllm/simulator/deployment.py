@@ -78,6 +78,7 @@ def _configuration(server: Server) -> Any:
     config.cache_config.num_gpu_blocks = server.device_blocks + NULL_BLOCK
     # The CPU platform turns it off; the scheduler alone needs no platform.
     config.scheduler_config.async_scheduling = server.asynchronous
+    config.scheduler_config.watermark = server.watermark
     return config
 
 

@@ -25,7 +25,7 @@ from kvpolicy.trace import Header
 from kvpolicy.workload import Request, Source
 from kvpolicy_vllm.plugin.versions import engine_version
 from kvpolicy_vllm.simulator.clock import VirtualClock
-from kvpolicy_vllm.simulator.controlling import name_of, number_of, take_control
+from kvpolicy_vllm.simulator.controlling import name_of, take_control
 from kvpolicy_vllm.simulator.copying import VirtualWorker, load_of
 from kvpolicy_vllm.simulator.deployment import NULL_BLOCK, scheduler_for
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
@@ -58,7 +58,7 @@ class VllmScheduler:
         if server.rules != self.rules:
             raise ValueError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
         began = self._wall()
-        core = core_name(requests, policy, server, seed)
+        core = core_name(requests, policy, server, times, seed)
         begin = getattr(sink, "begin", None)
         if begin is not None:
             begin(core, self._header(core, requests, policy, server, times, seed))
@@ -85,9 +85,9 @@ class VllmScheduler:
         )
 
 
-def core_name(requests: Source, policy: Policy, server: Server, seed: int) -> str:
+def core_name(requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> str:
     """The same for equal runs, different for others, so that their traces can be read together."""
-    told = repr((vllm.__version__, requests.name, requests.seed, policy.name, server, seed))
+    told = repr((vllm.__version__, requests.name, requests.seed, policy.name, server, times.source, seed))
     return f"vllm-{blake2b(told.encode(), digest_size=6).hexdigest()}"
 
 
@@ -136,7 +136,7 @@ class Engine:
         self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink)
         self.worker = VirtualWorker(server, times)
         self.arrivals = Arrivals(requests, self._refuse)
-        self.tallied = Tallied()
+        self.tallied = Tallied(times)
         self._served: dict[str, Served] = {}
         self._hasher: Any = None
         if server.prefix_caching:
@@ -193,6 +193,8 @@ class Engine:
         output = self.scheduler.schedule()
         requests = self.scheduler.requests
         load = load_of(output, requests)
+        if self.tallied.beyond is not None and load.scheduled_tokens:
+            self.tallied.beyond.add(load)
         ends_s = self.worker.execute(output.kv_connector_metadata, load, self.clock.now_s)
         sampled = {name: not requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         return Flight(output, sampled, self.controller.disturbed, ends_s)
@@ -233,8 +235,10 @@ class Engine:
 
     def _token(self, name: str) -> int:
         """The next token of a request; any where it has finished and the engine ran ahead."""
-        request = self.scheduler.requests.get(name)
-        return 0 if request is None else token_at(number_of(name), request.num_tokens)
+        request, served = self.scheduler.requests.get(name), self._served.get(name)
+        if request is None or served is None:
+            return 0
+        return token_at(served.request, served.number, request.num_tokens)
 
     def _tell(self, output: Any) -> None:
         served, now_s = self._served[output.request_id], self.clock.now_s

@@ -23,6 +23,10 @@ def prompt_of(request: Request, number: int) -> list[int]:
     return found
 
 
-def token_at(number: int, position: int) -> int:
-    """What request ``number`` has at a position beyond its prefix."""
+def token_at(request: Request, number: int, position: int) -> int:
+    """What request ``number`` has at a position: its ids may go on past the prompt, into what it generates."""
+    size = request.prefix_block_tokens
+    if position < len(request.prefix) * size:
+        block, offset = divmod(position, size)
+        return 2 * (request.prefix[block] * size + offset)
     return 2 * (number * MOST_TOKENS + position) + 1

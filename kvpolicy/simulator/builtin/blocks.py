@@ -1,8 +1,9 @@
 """KV blocks of the device: a count where no two requests can share one, vLLM's own bookkeeping where they can.
 
-With prefix caching every full block has a content. Contents that others may have too (those of prompts with prefix
-ids) are known by a key from the start. All others belong to one request, which alone can find them again, and only
-after it was preempted: they are entered into the cache then, at no cost before.
+With prefix caching every full block has a content. Contents that others may have too (those with prefix ids: prompts,
+and answers that a session's next turn repeats) are known by a key from the start. All others belong to one request,
+which alone can find them again, and only after it was preempted: they are entered into the cache then, at no cost
+before.
 """
 
 from __future__ import annotations
@@ -209,12 +210,12 @@ def pool_for(blocks: int, block_size: int, prefix_caching: bool) -> Pool:
 
 
 def shared_keys(request: Request, block_size: int) -> tuple[int, ...]:
-    """Keys of the leading full blocks whose tokens the request's prefix ids determine; even and not 0.
+    """Keys of the leading full blocks whose tokens the request's prefix ids determine, generated ones too; even, not 0.
 
     A block's key follows from all ids up to its last token, so that equal keys mean equal tokens from the start.
     """
     size = request.prefix_block_tokens
-    known = min(request.prompt_tokens, len(request.prefix) * size)
+    known = min(request.total_tokens, len(request.prefix) * size)
     keys: list[int] = []
     state = blake2b(size.to_bytes(8, "little"), digest_size=8)
     entered = 0

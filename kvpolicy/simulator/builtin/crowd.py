@@ -106,7 +106,6 @@ class Crowd:
         live.computed = live.request.prompt_tokens + scheduled - 1
         live.outputs = scheduled - self._ahead
         live.placeholders = live.in_flight = self._ahead
-        if self.clock - live.joined > self._ahead:
-            live.last_s = self.last_s
+        live.last_s = self.last_s
         pool.cache(live, live.computed - live.placeholders)
         return live.computed

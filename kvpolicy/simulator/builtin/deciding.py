@@ -12,12 +12,9 @@ from kvpolicy.simulator.builtin import ledger
 from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.live import Account, Copy, Live, Step
-from kvpolicy.simulator.builtin.scheduler import Scheduler
+from kvpolicy.simulator.builtin.scheduler import NULL_BLOCK, Scheduler
 from kvpolicy.simulator.protocol import Server
 from kvpolicy.simulator.summary import Tallied
-
-NULL_BLOCK = 1
-"""vLLM counts a block that nobody can have."""
 
 
 class Preemptions:

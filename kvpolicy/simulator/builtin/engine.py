@@ -13,10 +13,10 @@ from kvpolicy.simulator.builtin import costs, ledger
 from kvpolicy.simulator.builtin.arrivals import Arrivals
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
 from kvpolicy.simulator.builtin.copies import CopyBook, LinkQueues
-from kvpolicy.simulator.builtin.deciding import NULL_BLOCK, Preemptions
+from kvpolicy.simulator.builtin.deciding import Preemptions
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.live import Live, Status, Step
-from kvpolicy.simulator.builtin.scheduler import Scheduler
+from kvpolicy.simulator.builtin.scheduler import NULL_BLOCK, Scheduler
 from kvpolicy.simulator.builtin.stepping import Stepper
 from kvpolicy.simulator.builtin.victims import Victims
 from kvpolicy.simulator.protocol import Server, Times
@@ -44,7 +44,7 @@ class Engine:
         self.server = server
         self.times = times
         self.journal = journal
-        self.tallied = Tallied()
+        self.tallied = Tallied(times)
         self.now_s = 0.0
         self.arrivals = Arrivals(source, self._refuse)
         self.copies = CopyBook(server)
@@ -267,6 +267,8 @@ class Engine:
         if step.scheduled_tokens or step.lost or step.saves or self.present:
             self.tallied.steps += 1
             self.tallied.recomputed_tokens += step.recomputed_tokens
+            if self.tallied.beyond is not None and step.scheduled_tokens:
+                self.tallied.beyond.add(costs.load_of(step))
             self.journal.step(step)
 
     # ---- many steps at once ----
@@ -288,7 +290,7 @@ class Engine:
         until it is known that ``next_s`` has passed."""
         times, stepper = self.times, self.stepper
         first_s = times.step_s(stepper.load(0))
-        if next_s < inf:
+        if next_s < inf and first_s > 0.0:
             most = min(most, max(0, int((next_s - began_s) / first_s)) + 2)
         if most > FEW_STEPS:
             ends_s = np.cumsum(np.concatenate([[began_s], times.steps_s(stepper.loads(most))]))

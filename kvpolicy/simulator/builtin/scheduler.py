@@ -14,6 +14,9 @@ from kvpolicy.simulator.builtin.queues import Queue, queue_for
 from kvpolicy.simulator.builtin.victims import Victims
 from kvpolicy.simulator.protocol import Server
 
+NULL_BLOCK = 1
+"""vLLM counts a block that nobody can have."""
+
 
 class Scheduler:
     """Running and waiting requests of one engine core."""
@@ -44,6 +47,7 @@ class Scheduler:
         self._preempting = preempting
         self._admitted = admitted
         self._turns = 0
+        self._watermark_blocks = int(server.watermark * (server.device_blocks + NULL_BLOCK))
 
     @property
     def waiting_requests(self) -> int:
@@ -163,8 +167,8 @@ class Scheduler:
     def _place(self, live: Live, budget: int) -> int | None:
         """Give it blocks: for its next chunk, whose tokens are returned, or (0) for what is to be loaded first.
 
-        None where the whole sequence as it is known does not fit (``scheduler_reserve_full_isl``), or a load would
-        take blocks that prefills on their way still need.
+        None where the whole sequence as it is known does not fit (``scheduler_reserve_full_isl``) above the watermark,
+        or a load would take blocks that prefills on their way still need.
         """
         fresh = live.computed == 0
         hits = self.pool.hits(live) if fresh else ()
@@ -174,7 +178,7 @@ class Scheduler:
         new = 0 if loads else min(live.tokens - computed, budget)
         held = live.held + len(hits)
         taken = self.pool.idle(hits)
-        free = self.pool.free - taken
+        free = self.pool.free - taken - (self._watermark_blocks if self.running else 0)
         if max(self._blocks(live.tokens) - held, 0) > free:
             return None
         missing = max(self._blocks(computed + new) - held, 0)

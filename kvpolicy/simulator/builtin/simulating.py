@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvpolicy.policy import Policy
-from kvpolicy.simulator.builtin.deciding import NULL_BLOCK
 from kvpolicy.simulator.builtin.engine import Engine
 from kvpolicy.simulator.builtin.journal import Journal
+from kvpolicy.simulator.builtin.scheduler import NULL_BLOCK
 from kvpolicy.simulator.builtin.victims import Victims, VllmVictims
 from kvpolicy.simulator.protocol import Run, Server, Sink, Times
 from kvpolicy.trace import Header
@@ -39,11 +39,11 @@ class Builtin:
     def run(
         self, requests: Source, policy: Policy, server: Server, times: Times, seed: int = 0, sink: Sink | None = None
     ) -> Run:
-        """See :class:`kvpolicy.simulator.Simulator`. Raises ValueError for rules of a version it does not have."""
-        if server.rules not in RULES:
-            raise ValueError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
+        """See :class:`kvpolicy.simulator.Simulator`. Raises ValueError for a server that cannot be, or rules of a
+        version that it does not have."""
+        _refuse_impossible(server)
         began = self.wall()
-        core = core_name(requests, policy, server, seed)
+        core = core_name(requests, policy, server, times, seed)
         begin = getattr(sink, "begin", None)
         if begin is not None:
             begin(core, self._header(core, requests, policy, server, times, seed))
@@ -74,7 +74,19 @@ class Builtin:
         )
 
 
-def core_name(requests: Source, policy: Policy, server: Server, seed: int) -> str:
+def _refuse_impossible(server: Server) -> None:
+    if server.rules not in RULES:
+        raise ValueError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
+    for name in ("block_size", "block_bytes", "device_blocks", "token_budget", "max_running", "max_model_len"):
+        if getattr(server, name) < 1:
+            raise ValueError(f"server.{name} is {getattr(server, name)}, should be 1 or more")
+    if not 0 <= server.watermark < 1:
+        raise ValueError(f"server.watermark is {server.watermark:g}, should be from 0, below 1: a share of the blocks")
+    if server.host_blocks < 0 or server.link.slowdown < 0:
+        raise ValueError(f"server: host_blocks {server.host_blocks} and {server.link}: nothing should be below 0")
+
+
+def core_name(requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> str:
     """The same for equal runs, different for others, so that their traces can be read together."""
-    told = repr((requests.name, requests.seed, policy.name, server, seed))
+    told = repr((requests.name, requests.seed, policy.name, server, times.source, seed))
     return f"sim-{blake2b(told.encode(), digest_size=6).hexdigest()}"

@@ -28,14 +28,18 @@ class Stepper:
         self._scheduler = scheduler
         self._outside: list[Live] = []
         """Running requests that are not of the crowd, in their order."""
+        self._through: list[Live] = []
+        """Those who have just left it, their last token being on its way."""
 
     def schedule(self, step: Step, flying: Sequence[Step]) -> bool:
         """Fill ``step``; False, and nothing done, where the plain scheduler has to."""
+        if self._server.asynchronous:  # before anything is counted: they take neither budget nor blocks
+            self._through += self.crowd.through(self._scheduler.pool)
         prefills = self._gather(flying)
         if prefills is None or not self._fits(prefills):
             return False
         scheduler, crowd = self._scheduler, self.crowd
-        step.through = crowd.through(scheduler.pool) if self._server.asynchronous else []
+        step.through, self._through = self._through, []
         step.crowd = len(crowd)
         step.crowd_read = crowd.read_tokens + step.crowd
         crowd.step(scheduler.pool)
@@ -57,13 +61,13 @@ class Stepper:
         """Nobody is of the crowd any more: the plain scheduler finds everything as it left it."""
         asynchronous = self._server.asynchronous
         clock = self.crowd.clock
-        members = list(self.crowd.dissolve(self._scheduler.pool))
+        members = sorted([*self.crowd.dissolve(self._scheduler.pool), *self._through], key=lambda live: live.turn)
         for step in flying if asynchronous else ():
             listed = {live: 1 for live in members if live.joined < clock}
             step.scheduled = listed | step.scheduled
             step.sampling |= set(listed)
             step.crowd = 0
-        self._outside = []
+        self._outside, self._through = [], []
 
     def stood_back(self) -> None:
         """The plain scheduler has taken a step."""
@@ -87,7 +91,10 @@ class Stepper:
         return prefills
 
     def _regular(self, live: Live, flying: Sequence[Step]) -> bool:
-        """Whether it has a token in, or from, the step before this one, as the crowd has."""
+        """Whether it has a token in, or from, the step before this one, as the crowd has, and others can look for
+        nothing that it has yet to compute: the crowd enters nothing into the cache while it decodes."""
+        if live.cached < len(live.keys):
+            return False
         if self._server.asynchronous:
             return bool(flying) and live in flying[-1].sampling
         return live.last_s == self.crowd.last_s

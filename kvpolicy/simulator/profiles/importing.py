@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvpolicy.simulator.profiles.grids import Attention
 from kvpolicy.simulator.profiles.opened import Opened, opened, with_operator
 from kvpolicy.simulator.profiles.operators import Products, Told
 
+TENSOR_PARALLEL = re.compile(r"(?<![a-z0-9])tp(\d+)(?![a-z0-9])", re.IGNORECASE)
 LLMSERVINGSIM_DENSE = ("llmservingsim dense", "llmservingsim layers")
 
 
@@ -74,11 +76,14 @@ def import_profile(
     if shape.expert_weight_bytes:
         raise ValueError(f"{geometry}: a mixture of experts: no table in a known layout holds experts' times")
     engine = _engine(step_s, chunk_step_s, uneven, engine_source)
+    if link or device:  # what can be told to be wrong without the tables is, before they are read
+        _copies(link, known_sheet(device))
+    _refuse_other_ranks(tables, ranks)
     files = opened(tables)
     named = next((one.device for one in files if one.device), None)
     sheet = known_sheet(device or named)
-    made = _whole(files, Geometry.of_shape(shape, ranks), ranks, sheet)
     copies, copies_source = _copies(link, sheet)
+    made = _whole(files, Geometry.of_shape(shape, ranks), ranks, sheet)
     tokens, sequences, attention = made
     model = HardwareModel(
         device=device or named or "unnamed in the tables",
@@ -96,6 +101,14 @@ def import_profile(
         notes=_notes(files, made, ranks),
     )
     return Imported(model, model.write(out))
+
+
+def _refuse_other_ranks(tables: Sequence[Path], ranks: int) -> None:
+    """Not every layout has a column for it; names of files and their folders tell, where anything does."""
+    for file in tables:
+        told = [int(number) for part in file.parts[-2:] for number in TENSOR_PARALLEL.findall(part)]
+        if told and told[-1] != ranks:
+            raise TableError(f"{file}: its name says tp{told[-1]}, --ranks is {ranks}: both should be the same")
 
 
 def _engine(step_s: float, chunk_step_s: float, uneven: float, source: str) -> Engine:

@@ -1,0 +1,66 @@
+"""The built-in simulator beside vLLM's own scheduler over cases drawn from seeds: anything that they tell differently.
+
+    python benchmarks/simulators_agree.py --seeds FROM TO [--requests N]
+
+Cases and comparison are those of ``tests/vllm/agreement.py``, read from the same checkout; vLLM has to be installed.
+Ends with 1 where a case differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import vllm
+from rich.console import Console
+from rich.progress import track
+
+
+class Compared(NamedTuple):
+    """One case."""
+
+    steps: int
+    """That compute."""
+    preemptions: int
+    differences: list[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs=2, required=True, metavar=("FROM", "TO"), help="both included")
+    parser.add_argument("--requests", type=int, default=60, help="of each case")
+    asked = parser.parse_args(arguments)
+    first, last = asked.seeds
+    if not 0 <= first <= last:
+        parser.error(f"--seeds {first} {last}: should be 0 <= FROM <= TO")
+    if asked.requests < 1:
+        parser.error(f"--requests {asked.requests}: should be 1 or more")
+    total: Counter[str] = Counter()
+    for seed in track(range(first, last + 1), "cases", console=Console(stderr=True)):
+        one = compared(seed, asked.requests)
+        total.update(cases=1, steps=one.steps, preemptions=one.preemptions, differing=bool(one.differences))
+        for difference in one.differences:
+            print(f"seed {seed}: {difference}")
+    print(
+        f"vllm {vllm.__version__}, seeds {first} to {last}: {total['cases']} cases of {asked.requests} requests, "
+        f"{total['steps']} steps, {total['preemptions']} preemptions, {total['differing']} cases differ"
+    )
+    return 1 if total["differing"] else 0
+
+
+def compared(seed: int, requests: int) -> Compared:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tests.vllm.agreement import account, differences, drawn
+
+    case = drawn(seed, requests)
+    builtin = account("builtin", case)
+    preempted = sum(builtin.run.summary.preemptions.values())
+    return Compared(len(builtin.scheduled), preempted, differences(builtin, account("vllm", case)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""What traces hold of situations, windows and transfers, as columns: records are made where one is asked for.
+
+A million rows as Python records take gigabytes and minutes; most of them are only counted, checked or drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Option, Preemption
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+Objects = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One kept window: a situation, what was done, what it cost."""
+
+    situation: Preemption
+    kind: Kind
+    engine_s: float
+    """Measured; noise can bring a small cost below 0."""
+    core: str
+    repeat: int
+    preemption_id: str
+    victim_delay_s: float | None = None
+    others_delay_s: float | None = None
+
+    @property
+    def option(self) -> Option:
+        if self.kind == "recompute":
+            return Option("recompute")
+        return Option("swap", self.situation.computed_tokens, "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One finished transfer, one rank's part of it."""
+
+    core: str
+    preemption_id: str
+    direction: str
+    size_bytes: int
+    segments: int
+    duration_s: float
+
+
+def key(core: str, preemption_id: str) -> str:
+    """A text that tells preemptions of all cores apart; no name of a folder holds its separator."""
+    return f"{core}\0{preemption_id}"
+
+
+def keys(core: pa.ChunkedArray, preemption_id: pa.ChunkedArray) -> pa.Array:
+    """:func:`key` of each row."""
+    made = pc.binary_join_element_wise(core, preemption_id, "\0")
+    return made.combine_chunks() if isinstance(made, pa.ChunkedArray) else made
+
+
+def reals(table: pa.Table, column: str) -> Floats:
+    """Empty values as NaN."""
+    return np.asarray(table[column].to_numpy(), np.float64)
+
+
+def wholes(table: pa.Table, column: str) -> Whole:
+    return np.asarray(table[column].to_numpy(), np.int64)
+
+
+def coded(table: pa.Table, column: str) -> tuple[Whole, list[str]]:
+    """Each row's number among the different texts, and those, in alphabetical order."""
+    codes = pc.dictionary_encode(table[column].combine_chunks())
+    codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
+    words = codes.dictionary.to_pylist()
+    order = sorted(range(len(words)), key=words.__getitem__)
+    place = np.empty(len(words), np.int64)
+    place[order] = np.arange(len(words))
+    return place[np.asarray(codes.indices, np.int64)], [words[at] for at in order]
+
+
+def texts(table: pa.Table, column: str) -> Objects:
+    """Each different text is one object."""
+    codes = pc.dictionary_encode(table[column].combine_chunks())
+    codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
+    return np.array(codes.dictionary.to_pylist(), object)[np.asarray(codes.indices, np.int64)]
+
+
+class Situations(Sequence[Preemption]):
+    """Situations out of rows of the ``decisions`` table."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._columns = {
+            name: texts(table, name) if pa.types.is_string(table.schema.field(name).type)
+            # Whole numbers stay whole.
+            else np.asarray(table[name].to_numpy())
+            for name in SITUATION_FIELDS
+        }  # fmt: skip
+        self._length = int(table.num_rows)
+
+    @classmethod
+    def of(cls, some: Sequence[Preemption]) -> Situations:
+        if isinstance(some, Situations):
+            return some
+        return cls(pa.table({name: [getattr(one, name) for one in some] for name in SITUATION_FIELDS}))
+
+    def column(self, name: str) -> NDArray[Any]:
+        return self._columns[name]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def between(self, start: int, stop: int) -> list[Preemption]:
+        """Those rows, which have to be there."""
+        return [Preemption(*row) for row in zip(*(c[start:stop].tolist() for c in self._columns.values()), strict=True)]
+
+    @overload
+    def __getitem__(self, at: int) -> Preemption: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Preemption]: ...
+
+    def __getitem__(self, at: int | slice) -> Preemption | Sequence[Preemption]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        start = range(self._length)[at]
+        return self.between(start, start + 1)[0]
+
+    def features(self, kind: Kind) -> dict[str, Floats]:
+        """What :func:`kvpolicy.features.features_of` gives for each of them, by feature.
+
+        Counts are 0 or above, as in every trace that was read.
+        """
+        got = {name: self._columns[name].astype(np.float64) for name in _FEATURE_SOURCES}
+        nothing = np.zeros(len(self))
+        tokens, shared, held = got["computed_tokens"], got["shared_blocks"], got["held_blocks"]
+        found = dict.fromkeys(_COPY_FEATURES, nothing) if kind == "recompute" else {
+            "segment_bytes": got["segment_bytes"],
+            "queued_save_bytes": got["queued_save_bytes"],
+            "queued_load_bytes": got["queued_load_bytes"],
+        }  # fmt: skip
+        if kind == "recompute":
+            kept = np.minimum(shared * got["block_size"], tokens)
+            found |= {
+                "recomputed_tokens": tokens - kept,
+                "recomputed_pairs": (tokens * (tokens + 1) - kept * (kept + 1)) / 2,
+            }
+        else:
+            pieces = np.maximum(got["block_bytes"] // np.maximum(got["segment_bytes"], 1.0), 1.0)
+            back = np.maximum(held - shared, 0.0)
+            found |= {
+                "recomputed_tokens": nothing,
+                "recomputed_pairs": nothing,
+                "save_bytes": held * got["block_bytes"],
+                "load_bytes": back * got["block_bytes"],
+                "save_segments": held * pieces,
+                "load_segments": back * pieces,
+            }
+        surroundings = ("running_requests", "batch_tokens", "free_blocks", "waiting_requests")
+        return found | {name: got[name] for name in ("computed_tokens", *surroundings)}
+
+
+_COPY_FEATURES = (
+    "save_bytes", "load_bytes", "save_segments", "load_segments", "segment_bytes", "queued_save_bytes",
+    "queued_load_bytes",
+)  # fmt: skip
+_FEATURE_SOURCES = (
+    "computed_tokens", "shared_blocks", "held_blocks", "block_size", "block_bytes", "segment_bytes",
+    "queued_save_bytes", "queued_load_bytes", "running_requests", "batch_tokens", "free_blocks", "waiting_requests",
+)  # fmt: skip
+
+
+class Moves(Sequence[Move]):
+    """Finished transfers."""
+
+    def __init__(self, table: pa.Table) -> None:
+        """``table``: ``core``, ``preemption_id`` and the numbers of a :class:`Move`."""
+        self._table = table
+        self._keys = keys(table["core"], table["preemption_id"])
+
+    @classmethod
+    def of(cls, some: Sequence[Move]) -> Moves:
+        if isinstance(some, Moves):
+            return some
+        columns = {name: pa.array([getattr(one, name) for one in some], kind) for name, kind in _MOVE.items()}
+        return cls(pa.table(columns))
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Move: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Move]: ...
+
+    def __getitem__(self, at: int | slice) -> Move | Sequence[Move]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return next(iter(_moves(self._table.slice(range(len(self))[at], 1))))
+
+    def __iter__(self) -> Iterator[Move]:
+        return iter(_moves(self._table))
+
+    def of_preemptions(self, wanted: Iterable[str]) -> Moves:
+        """Those of preemptions with these keys, in the order they have here."""
+        return Moves(self._table.filter(pc.is_in(self._keys, value_set=pa.array(wanted, pa.string()))))
+
+    def measured(self, direction: str) -> tuple[Floats, Floats, Floats]:
+        """Bytes, segments and seconds of one direction."""
+        mine = self._table.filter(pc.equal(self._table["direction"], direction))
+        return reals(mine, "size_bytes"), reals(mine, "segments"), reals(mine, "duration_s")
+
+
+_MOVE = {
+    "core": pa.string(), "preemption_id": pa.string(), "direction": pa.string(), "size_bytes": pa.int64(),
+    "segments": pa.int64(), "duration_s": pa.float64(),
+}  # fmt: skip
+
+
+def _moves(table: pa.Table) -> list[Move]:
+    return [Move(*row) for row in zip(*(table[name].to_pylist() for name in _MOVE), strict=True)]
+
+
+class Windows:
+    """Kept windows, those of a state side by side: in the order of option, repeat and core, which is that of time."""
+
+    def __init__(self, table: pa.Table) -> None:
+        """``table``: rows of ``decisions`` with ``engine_s``, ``victim_delay_s`` and ``others_delay_s``."""
+        self._situations = Situations(table)
+        self._core, self._id = texts(table, "core"), texts(table, "preemption_id")
+        self._repeat = wholes(table, "repeat")
+        self._engine_s = reals(table, "engine_s")
+        self._delays_s = reals(table, "victim_delay_s"), reals(table, "others_delay_s")
+
+    def samples(self, kind: Kind, start: int, stop: int) -> tuple[Sample, ...]:
+        rows = zip(
+            self._situations.between(start, stop), [kind] * (stop - start), self.costs_s(start, stop),
+            self._core[start:stop].tolist(), self._repeat[start:stop].tolist(), self._id[start:stop].tolist(),
+            *([None if isnan(one) else one for one in delay[start:stop].tolist()] for delay in self._delays_s),
+            strict=True,
+        )  # fmt: skip
+        return tuple(Sample(*row) for row in rows)
+
+    def costs_s(self, start: int, stop: int) -> list[float]:
+        costs: list[float] = self._engine_s[start:stop].tolist()
+        return costs
+
+    def computed_tokens(self, start: int, stop: int) -> list[int]:
+        tokens: list[int] = self._situations.column("computed_tokens")[start:stop].tolist()
+        return tokens
+
+    def cores(self, start: int, stop: int) -> frozenset[str]:
+        return frozenset(self._core[start:stop].tolist())
+
+
+class Arms(Mapping[Kind, tuple[Sample, ...]]):
+    """One state's samples by option: rows from the first bound to the second are recomputes, from there on swaps."""
+
+    __slots__ = ("_bounds", "_made", "_windows")
+
+    def __init__(self, windows: Windows, bounds: tuple[int, int, int]) -> None:
+        self._windows, self._bounds = windows, bounds
+        self._made: dict[Kind, tuple[Sample, ...]] = {}
+
+    def __getitem__(self, kind: Kind) -> tuple[Sample, ...]:
+        if kind not in self._made:
+            self._made[kind] = self._windows.samples(kind, *self._span(kind))
+        return self._made[kind]
+
+    def __iter__(self) -> Iterator[Kind]:
+        return iter(KINDS)
+
+    def __len__(self) -> int:
+        return len(KINDS)
+
+    def costs_s(self, kind: Kind) -> list[float]:
+        return self._windows.costs_s(*self._span(kind))
+
+    def computed_tokens(self) -> list[int]:
+        return self._windows.computed_tokens(self._bounds[0], self._bounds[2])
+
+    def cores(self) -> frozenset[str]:
+        return self._windows.cores(self._bounds[0], self._bounds[2])
+
+    def _span(self, kind: Kind) -> tuple[int, int]:
+        at = KINDS.index(kind)
+        return self._bounds[at], self._bounds[at + 1]

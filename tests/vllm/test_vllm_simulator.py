@@ -1,0 +1,164 @@
+"""vLLM's scheduler as a simulator, by itself: time, texts, sessions, refusals, what it leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+import pytest
+
+from kvpolicy import policy
+from kvpolicy.events import Preemption
+from kvpolicy.policy import PolicyState
+from kvpolicy.policy.fixed import Always
+from kvpolicy.simulator import Server, Simulator
+from kvpolicy.simulator.sinks import MemorySink
+from kvpolicy.simulator.times import ConstantTimes
+from kvpolicy.trace import Trace
+from kvpolicy.workload import Request, Workload
+from kvpolicy_vllm.simulator import VllmScheduler
+from kvpolicy_vllm.simulator.controlling import ROWS
+from kvpolicy_vllm.simulator.texts import prompt_of, token_at
+from tests.vllm.agreement import drawn
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # vLLM's own
+SERVER = Server(block_size=16, block_bytes=65536, device_blocks=64, host_blocks=64, max_model_len=1024)
+TIMES = ConstantTimes(fixed_s=0.01, per_part_s=(0.0,) * 6)
+"""Ten milliseconds a step."""
+
+
+def served(*requests: Request, server: Server = SERVER) -> Trace:
+    work = Workload("by hand", requests, 0)
+    trace = VllmScheduler().run(work, policy.load("always-recompute"), server, TIMES, 0, MemorySink()).trace
+    assert trace is not None
+    return trace
+
+
+def test_it_is_a_simulator() -> None:
+    simulator: Simulator = VllmScheduler()
+    assert simulator.name == "vllm"
+
+
+def test_time_passes_by_steps_alone() -> None:
+    """Prefill at 1.5, then nine more tokens, ten milliseconds each; nothing before it arrives."""
+    (row,) = served(Request(1.5, 20, 10)).rows("requests")
+    assert (row["arrival_s"], row["first_token_s"]) == (1.5, pytest.approx(1.51))
+    assert row["last_token_s"] == pytest.approx(1.60)
+
+
+def test_a_request_that_comes_while_a_step_runs_waits_for_its_end() -> None:
+    rows = {row["request"]: row for row in served(Request(0.0, 20, 3), Request(0.004, 20, 1)).rows("requests")}
+    assert rows["1"]["arrival_s"] == 0.004
+    assert rows["1"]["first_token_s"] == pytest.approx(0.02)
+
+
+def test_thinking_begins_when_the_turn_before_is_through() -> None:
+    turns = (Request(0.0, 20, 2, session="a"), Request(0.0, 30, 1, session="a", think_s=0.5))
+    rows = {row["request"]: row for row in served(*turns).rows("requests")}
+    assert rows["1"]["arrival_s"] == pytest.approx(0.02 + 0.5)
+
+
+def test_prompts_share_what_their_ids_say_and_nothing_else() -> None:
+    first = Request(0.0, 50, 5, prefix=(7, 8, 9), prefix_block_tokens=16)
+    second = Request(0.0, 60, 5, prefix=(7, 8, 5), prefix_block_tokens=16)
+    one, other = prompt_of(first, 0), prompt_of(second, 1)
+    assert len(one) == 50 and len(other) == 60
+    assert one[:32] == other[:32] and not set(one[32:]) & set(other[32:])
+    assert token_at(first, 0, 50) not in {*one, *other} and token_at(first, 0, 50) != token_at(second, 1, 50)
+    assert [token_at(first, 0, at) for at in range(50)] == one, "ids first, then the request's own"
+
+
+def test_an_answer_has_the_tokens_of_the_turn_that_repeats_it() -> None:
+    turn = Request(0.0, 20, 30, prefix=(7, 8, 9), prefix_block_tokens=16)
+    again = prompt_of(Request(0.0, 60, 5, prefix=(7, 8, 9), prefix_block_tokens=16), 1)
+    assert [token_at(turn, 0, at) for at in range(20, 48)] == again[20:48]
+    assert token_at(turn, 0, 48) != again[48]
+
+
+def test_part_of_a_prefix_is_shared_too() -> None:
+    one = prompt_of(Request(0.0, 50, 5, prefix=(7, 8, 9), prefix_block_tokens=16), 0)
+    partly = prompt_of(Request(0.0, 20, 5, prefix=(7, 8), prefix_block_tokens=16), 2)
+    assert partly == one[:20]
+
+
+def test_shared_prefixes_hit() -> None:
+    """The second prefills what is not shared: 64 of 80 tokens are in the cache."""
+    head = {"prefix": (1, 2), "prefix_block_tokens": 32}
+    steps = served(Request(0.0, 80, 1, **head), Request(1.0, 80, 1, **head)).rows("steps")
+    assert [row["scheduled_tokens"] for row in steps if row["scheduled_tokens"]] == [80, 16]
+    off = served(Request(0.0, 80, 1, **head), Request(1.0, 80, 1, **head), server=replace(SERVER, prefix_caching=False))
+    assert [row["scheduled_tokens"] for row in off.rows("steps") if row["scheduled_tokens"]] == [80, 80]
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (Request(0.0, 1000, 25), "request 0 has 1025 tokens.*max_model_len is 1024"),
+        (Request(0.0, 1000, 24), "request 0 needs 64 blocks.*device_blocks is 40"),
+    ],
+)
+def test_what_can_never_fit_is_refused(request_: Request, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        served(request_, server=replace(SERVER, device_blocks=40))
+
+
+def test_rules_of_another_version_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rules are '0.1', but vLLM 0\.\d+ is installed: give '0\.\d+'"):
+        served(Request(0.0, 20, 3), server=replace(SERVER, rules="0.1"))
+
+
+def test_equal_runs_give_equal_traces() -> None:
+    case = drawn(3, 30)
+    chooser = policy.load("random:0.5")
+    traces = [VllmScheduler().run(case.work, chooser, case.server, case.times, 7, MemorySink()).trace for _ in range(2)]
+    assert traces[0] is not None and traces[1] is not None
+    assert traces[0].digest() == traces[1].digest()
+    (header,) = traces[0].headers.values()
+    assert header.engine.startswith("vllm 0.") and header.source == "simulation" and header.policy == "random:0.5"
+
+
+class Wrong(Always):
+    """A policy with a mistake in it."""
+
+    def assess(self, situation: Preemption, options: object, state: PolicyState) -> object:  # type: ignore[override]
+        raise ZeroDivisionError("a mistake")
+
+
+def test_a_policys_mistake_is_told() -> None:
+    """A server would go on and recompute; who simulates wants to know."""
+    case = drawn(2, 30)
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        VllmScheduler().run(case.work, Wrong("wrong", "swap"), case.server, case.times)
+
+
+def test_without_a_sink_there_is_a_summary_alone() -> None:
+    case = drawn(2, 30)
+    chooser = policy.load("always-swap")
+    bare = VllmScheduler(wall=iter((0.0, 2.0)).__next__).run(case.work, chooser, case.server, case.times)
+    kept = VllmScheduler(wall=iter((0.0, 2.0)).__next__).run(
+        case.work, chooser, case.server, case.times, 0, MemorySink()
+    )
+    assert bare.trace is None and kept.trace is not None
+    assert bare.summary == kept.summary and bare.summary.simulator_wall_s == 2.0
+
+
+def test_rows_are_handed_over_in_parts() -> None:
+    class Counting(MemorySink):
+        most = 0
+
+        def add(self, table: str, rows: list[dict[str, object]]) -> None:
+            self.most = max(self.most, len(rows))
+            super().add(table, rows)
+
+    sink = Counting()
+    work = Workload("long", (Request(0.0, 10, 600), Request(20.0, 10, 900)), 0)
+    VllmScheduler().run(work, policy.load("always-recompute"), SERVER, TIMES, 0, sink)
+    assert sink.most == ROWS
+
+
+def test_nothing_of_the_process_is_changed() -> None:
+    """vLLM sets variables for the engine that it expects to start: a real one, started later, would inherit them."""
+    before, level = dict(os.environ), logging.root.manager.disable
+    served(Request(0.0, 20, 3), server=replace(SERVER, max_running=17))
+    assert dict(os.environ) == before and logging.root.manager.disable == level
