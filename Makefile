@@ -1,6 +1,7 @@
 # make demo       the main job on a real engine, in an environment made for it
 # make test       the environment if need be, then every test
 # make check      ruff, mypy and the tests that start no engine
+# make fuzz       the properties, held against twenty times as many examples, new ones at every run
 # make test-024   the engine tests on vLLM 0.24, in an environment of its own
 # PYTHON=...      the Python to build on: 3.11 or newer. One that has a CUDA vLLM and a device is built on top of.
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 OUT ?= out/demo
 PYTEST_FLAGS ?=
 
-.PHONY: demo test check test-024 environment clean
+.PHONY: demo test check fuzz test-024 environment clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.made
@@ -22,6 +23,9 @@ check: .venv/.made
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/python -m pytest --ignore=tests/vllm $(PYTEST_FLAGS)
+
+fuzz: .venv/.made
+	KVPOLICY_FUZZ=20 .venv/bin/python -m pytest --ignore=tests/vllm -m hypothesis $(PYTEST_FLAGS)
 
 test-024: .venv-024/.made
 	KVPOLICY_REQUIRE_VLLM=1 .venv-024/bin/python -m pytest tests/vllm $(PYTEST_FLAGS)

@@ -9,6 +9,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.fuzzing import FACTOR
+
 ENGINE_TESTS = Path(__file__).parent / "vllm"
 
 
@@ -26,6 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="vllm is not installed here; `make test` installs it"))
 
 
-# Machines that share their cores are slow at times; that is no fault of an example.
-hypothesis.settings.register_profile("patient", deadline=None)
+# Machines that share their cores are slow at times; that is no fault of an example. What passes once passes again:
+# new examples are for `make fuzz`.
+hypothesis.settings.register_profile("patient", deadline=None, derandomize=FACTOR == 1, max_examples=100 * FACTOR)
 hypothesis.settings.load_profile("patient")

@@ -7,10 +7,11 @@ import math
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.rowtext import BATCH_ROWS, row_texts
+from tests.fuzzing import examples
 from tests.synthetic import make_trace
 from tests.synthetic_steps import with_steps
 
@@ -47,7 +48,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ROWS, st.integers(0, 3))
 def test_any_rows_give_the_text_of_their_json(rows: list[dict[str, object]], skipped: int) -> None:
     table = pa.Table.from_pylist(rows, schema=SCHEMA)

@@ -10,12 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy import trace as traces
 from kvpolicy.events import CAUSES, ENDINGS, KINDS, Cost, Decision, Option, Outcome, Preemption, situation_of
 from kvpolicy.trace import SCHEMAS, Header, Trace, TraceError, from_rows, read, with_core
+from tests.fuzzing import examples
 
 HEADER = Header(
     run_id="run",
@@ -99,7 +100,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_every_table_comes_back_as_it_was_written(name: str, data: st.DataObject) -> None:
     rows = data.draw(rows_of(name))
     with tempfile.TemporaryDirectory() as scratch:

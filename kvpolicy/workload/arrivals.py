@@ -169,7 +169,7 @@ class Think:
         if not self.mean_s or not self.variation:
             return self.mean_s
         shape = 1.0 / self.variation**2
-        return rng.gammavariate(shape, self.mean_s / shape)
+        return rng.gammavariate(shape, 1.0) * (self.mean_s / shape)
 
 
 def stream(seed: int, purpose: str) -> random.Random:

@@ -165,7 +165,7 @@ def _short(value: Any) -> str:
 
 
 def record(line: str) -> Mapping[str, Any]:
-    """One line of a JSONL file. Raises :class:`DamagedRow`."""
+    """A row that is a JSON object. Raises :class:`DamagedRow`."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.workload.arrivals import AtOnce, Think, stream
-from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, chunks, member
+from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, chunks, member, record
 from kvpolicy.workload.requests import Request, WorkloadError
 from kvpolicy.workload.sessions import Beginning, Session, Starting, Turn, history, served
 
@@ -118,10 +117,7 @@ class ShareGPT:
 
 def _messages(text: str) -> tuple[str, list[tuple[bool, str]]]:
     """A conversation's name, and of each message whether it answers and what it says. Raises :class:`DamagedRow`."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedRow(f"not JSON: {error}") from error
+    found = record(text)
     said = member(found, "conversations")
     if not isinstance(said, list):
         raise DamagedRow("conversations should be a list")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.cost import jitted, model, pricing
@@ -137,7 +137,6 @@ def assert_same(ours: Sequence[Cost], theirs: Sequence[Cost]) -> None:
             assert mine == wanted or isclose(mine, wanted, rel_tol=1e-9, abs_tol=1e-12), name
 
 
-@settings(deadline=None)  # making and packing a model takes its time, once each
 @given(one=situations, seed=st.integers(0, 11))
 def test_any_model_predicts_the_same_when_compiled(one: Preemption, seed: int) -> None:
     plain, fast = warmed(seed)
@@ -147,14 +146,12 @@ def test_any_model_predicts_the_same_when_compiled(one: Preemption, seed: int) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None)
 @given(one=situations)
 def test_every_family_predicts_the_same_when_compiled(family: str, one: Preemption) -> None:
     plain, fast = warmed(family)
     assert_same(fast.predict(one, options_for(one)), plain.predict(one, options_for(one)))
 
 
-@settings(deadline=None)
 @given(one=situations, seed=st.integers(0, 2))
 def test_trees_that_are_too_large_for_a_table_are_walked(one: Preemption, seed: int) -> None:
     plain, fast = warmed(seed, 12, 200)

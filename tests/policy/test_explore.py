@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.cost.online import Online
 from kvpolicy.events import Cost, Decision, Option, Preemption
 from kvpolicy.policy import Policy, decide, load
 from kvpolicy.policy.explore import Explore, Explored, predicted_regret
+from tests.fuzzing import examples
 from tests.synthetic import fitted_model, options_for, situation
 
 Told = tuple[float, float, float, float]
@@ -56,7 +57,7 @@ several = st.lists(st.tuples(seconds, seconds, st.floats(-5, 1), st.floats(-1, 5
 
 
 @given(told=several, budget=st.floats(0, 10), seed=st.integers(0, 9))
-@settings(max_examples=150)
+@examples(150)
 def test_a_budget_in_seconds_is_never_exceeded(told: list[Told], budget: float, seed: int) -> None:
     policy, model = exploring(f",budget={budget!r}")
     made, state = played(policy, model, told, seed)
@@ -71,7 +72,7 @@ def test_a_budget_in_seconds_is_never_exceeded(told: list[Told], budget: float, 
 
 
 @given(told=several, percent=st.floats(0, 50), seed=st.integers(0, 9))
-@settings(max_examples=150)
+@examples(150)
 def test_a_budget_as_a_share_is_never_exceeded_at_any_time(told: list[Told], percent: float, seed: int) -> None:
     policy, model = exploring(f",budget={percent!r}%")
     for upto in range(0, len(told) + 1, 5):
@@ -83,7 +84,7 @@ def test_a_budget_as_a_share_is_never_exceeded_at_any_time(told: list[Told], per
 
 
 @given(told=several, seed=st.integers(0, 9))
-@settings(max_examples=50)
+@examples(50)
 def test_a_budget_that_is_ample_changes_nothing(told: list[Told], seed: int) -> None:
     (free, one), (bound, other) = exploring(""), exploring(",budget=1e9")
     without, _ = played(free, one, told, seed)

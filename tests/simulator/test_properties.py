@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
 from kvpolicy import policy
 from kvpolicy.simulator import Builtin, Link, MemorySink, Server
@@ -18,10 +18,11 @@ from kvpolicy.simulator.builtin.engine import Engine
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.victims import VllmVictims
 from kvpolicy.workload import Request, Source, Workload
+from tests.fuzzing import examples
 from tests.simulator.worlds import LINEAR, random_workload, run, worlds
 
 World = tuple[Workload, Server, str]
-some = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+some = examples(25, suppress_health_check=[HealthCheck.too_slow])
 
 
 @some

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvpolicy.workload import (
@@ -24,6 +24,7 @@ from kvpolicy.workload import (
     TimedFile,
     WorkloadError,
 )
+from tests.fuzzing import examples
 from tests.workload import written
 
 SKIP = Care(skip_damaged=True)
@@ -65,7 +66,7 @@ def outcome(source: Source) -> list[Request] | str:
 
 @pytest.mark.parametrize("kind", READERS)
 @given(edits=EDITS, packed=st.booleans())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_read_or_refused(
     tmp_path: Path, kind: str, edits: list[tuple[float, bytes, int]], packed: bool
 ) -> None:

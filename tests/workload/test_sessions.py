@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.workload import (
@@ -32,6 +32,7 @@ from kvpolicy.workload import (
 )
 from kvpolicy.workload.sessions import history
 from kvpolicy.workload.sharegpt import items
+from tests.fuzzing import examples
 from tests.workload import written
 
 HAND = [
@@ -124,7 +125,7 @@ CONVERSATIONS = st.builds(
 
 
 @given(CONVERSATIONS)
-@settings(max_examples=40)
+@examples(40)
 def test_conversations_grow_and_share_what_they_repeat(source: Conversations) -> None:
     requests = list(source)
     assert requests == list(source)
@@ -295,6 +296,7 @@ def test_conversations_are_found_whatever_the_pieces(tmp_path: Path, chunk_bytes
     ("text", "reason"),
     [
         ('[{"id": "x"}]', "line 1, conversation 1: conversations is missing"),
+        ('[["id", "conversations"]]', "line 1, conversation 1: should be a JSON object, is"),
         ('[{"conversations": 3}]', "conversation 1: conversations should be a list"),
         ('[{"conversations": [3]}]', "conversation 1: message 0 should be an object"),
         ('[{"conversations": [{"from": "robot", "value": "x"}]}]', "conversation 1: message 0 is from 'robot', known"),
