@@ -91,10 +91,7 @@ class Stepper:
         return prefills
 
     def _regular(self, live: Live, flying: Sequence[Step]) -> bool:
-        """Whether it has a token in, or from, the step before this one, as the crowd has, and others can look for
-        nothing that it has yet to compute: the crowd enters nothing into the cache while it decodes."""
-        if live.cached < len(live.keys):
-            return False
+        """Whether it has a token in, or from, the step before this one, as the crowd has."""
         if self._server.asynchronous:
             return bool(flying) and live in flying[-1].sampling
         return live.last_s == self.crowd.last_s
