@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     total: Counter[str] = Counter()
     for seed in track(range(first, last + 1), "cases", console=Console(stderr=True)):
         one = compared(seed, asked.requests)
-        total.update(cases=1, steps=one.steps, preemptions=one.preemptions, differing=bool(one.differences))
+        total.update(cases=1, steps=one.steps, preemptions=one.preemptions, differing=int(bool(one.differences)))
         for difference in one.differences:
             print(f"seed {seed}: {difference}")
     print(

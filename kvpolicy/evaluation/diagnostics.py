@@ -21,7 +21,10 @@ LEAST_EFFECTIVE = 0.2
 WEIGHT_LIMITS = (0.9, 1.1)
 """The 95% interval of the mean weight should lie within: its mean is 1 where logged probabilities are right."""
 MOST_UNSUPPORTED = 0.01
-"""Of the target policy's probability, on actions the logging policy could not have taken."""
+"""Of the target policy's probability, on actions without support."""
+LEAST_SUPPORT = 0.01
+"""Chance that the logging policy must have given an action. What it hardly ever did it did too few times to be told:
+a few dear situations may all be missing from the log, and neither weights nor intervals would show it."""
 MOST_UNKNOWN = 0.1
 """Of the records, those whose cost is not known."""
 FEWEST_CLUSTERS = 20
@@ -141,7 +144,7 @@ def support(
     effective = total**2 / squares if squares > 0 else 0.0
     low, high = bootstrap(Terms(weight), drawn) if drawn.groups > 1 else (0.0, float("inf"))
     known = np.nan_to_num(known_share) > 0
-    unsupported = float(np.where((probability > 0) & known, 0.0, target).sum()) / n
+    unsupported = float(np.where((probability >= LEAST_SUPPORT) & known, 0.0, target).sum()) / n
     told = Support(effective, effective / n, total / n, low, high, unsupported, ())
     return Support(effective, effective / n, total / n, low, high, unsupported, _refusals(told, n))
 
@@ -151,7 +154,8 @@ def _refusals(one: Support, n: int) -> tuple[str, ...]:
     if one.unsupported_share > MOST_UNSUPPORTED:
         refused.append(
             f"{one.unsupported_share:.1%} of what it would do has no support, over {MOST_UNSUPPORTED:.0%}: the log's "
-            "policy never does that there; outside what it leaves to chance it says nothing of other policies"
+            f"policy does that there with a chance under {LEAST_SUPPORT:.0%}, if at all; outside what it leaves to "
+            "chance it says nothing of other policies"
         )
     if one.effective_share < LEAST_EFFECTIVE:
         refused.append(

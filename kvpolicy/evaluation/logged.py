@@ -145,6 +145,7 @@ def log_of(given: Mapping[str, Trace], objective: Objective = ENGINE, cluster: s
         if doubled:
             raise TraceError(f"{folder}: core {doubled[0]} is in another of the traces too; is one given twice?")
         headers |= trace.headers
+        _count_others(headers, trace, counts)
         refuse_doubled(folder, trace)
         parts.append(_read_one(folder, attributed(trace), objective, cluster, counts))
     names = np.concatenate([part["cluster"] for part in parts])
@@ -162,6 +163,16 @@ def log_of(given: Mapping[str, Trace], objective: Objective = ENGINE, cluster: s
         headers=headers,
         counts=dict(counts),
     )
+
+
+def _count_others(headers: Mapping[str, Header], trace: Trace, counts: Counter[str]) -> None:
+    """Decisions of cores that are not like the first one: what is estimated is a mean over all of them."""
+    first, like = next(iter(headers.items()))
+    for core, header in trace.headers.items():
+        for what, same in (("link", header.link == like.link), ("hardware", header.hardware == like.hardware)):
+            if not same:
+                mine = pc.sum(pc.equal(trace.table("decisions")["core"], core)).as_py() or 0
+                counts[f"pooled with those of {first}, though their {what} is another"] += mine
 
 
 def situation_columns(decisions: pa.Table) -> Floats:

@@ -54,14 +54,16 @@ class Advice:
     seeds_differ: bool
     """Whether every seed of a part was a pair of its own, or all of them one."""
     best: str
-    """The best of all in the mean."""
+    """The best in the mean of those told to be better by more than ``least_gain``, or of all where none is."""
     deploy: str
-    """The best, where it is told to be better by more than ``least_gain``; else ``always-recompute``."""
+    """``best``, where it is told to be better by more than ``least_gain``; else ``always-recompute``."""
     reason: str
     config_line: str
     """The command that prints the flags; empty where nothing is to be changed."""
     compared: tuple[Compared, ...]
     warnings: tuple[str, ...]
+    whole: str = ""
+    """What the workload as one run came to; empty where the parts are the whole."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,6 +88,8 @@ class Advice:
         ]
         if self.config_line:
             lines.append(f"  {self.config_line}")
+        if self.whole:
+            lines.append(f"the whole workload as one run, without an interval: {self.whole}")
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 

@@ -116,7 +116,7 @@ def sweep(cells: Sequence[Cell], workers: Workers, progress: Progress | None = N
     taken_up, tell = len(results), progress or _silent
     tell(taken_up, len(digests), f"{taken_up} taken up")
     todo = [cell for cell in digests if cell not in results]
-    tasks = [Task(cell, _folder(workers, digests[cell])) for cell in todo]
+    tasks = [Task(cell, digests[cell], _folder(workers, digests[cell])) for cell in todo]
     for done, (number, outcome) in enumerate(_run_all(tasks, workers), taken_up + 1):
         cell = todo[number]
         if isinstance(outcome, BaseException):
@@ -133,11 +133,15 @@ class Task:
     """What travels to a worker."""
 
     cell: Cell
+    digest: str
     out: Path | None
 
 
 def work(task: Task) -> Result:
-    """One cell, its trace put in place by rename once it is whole."""
+    """One cell, its trace put in place by rename once it is whole. Raises ValueError where what it names is not what
+    it was when the grid began: its result would be kept for what was there before."""
+    if task.cell.digest(contents(task.cell)) != task.digest:
+        raise ValueError("its workload, hardware or cost model changed while the grid ran; run it again")
     if task.out is None:
         return run(task.cell)
     scratch = task.out.with_name(f".{task.out.name}.{os.getpid()}")

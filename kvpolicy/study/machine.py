@@ -16,6 +16,7 @@ from kvpolicy.hardware import Geometry
 from kvpolicy.simulator import Times
 from kvpolicy.simulator.hardware import FILE, load_hardware
 from kvpolicy.simulator.times import law_times
+from kvpolicy.study.digests import path_digest
 
 KEPT = 16
 """Machines that a process keeps open."""
@@ -27,7 +28,7 @@ PROBE_BYTES = 2**28
 """Bytes of the copy that a link's bandwidth is told by: so many that its latency does not matter."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Machine:
     """One device with one model on it."""
 
@@ -77,9 +78,15 @@ class Machine:
         return min(1.0, rate / sheet.memory_bytes_per_s)
 
 
-@lru_cache(maxsize=KEPT)
 def open_machine(spec: str) -> Machine:
     """The machine of that name. Raises ValueError, naming file and field, for what cannot be opened."""
+    place = next((Path(one) for one in (spec, spec.partition(":")[2]) if one and Path(one).exists()), None)
+    return _opened(spec, "" if place is None else path_digest(place))
+
+
+@lru_cache(maxsize=KEPT)
+def _opened(spec: str, digest: str) -> Machine:
+    """``digest``: of what it is read from, which tells it from what was there before."""
     if (Path(spec) / FILE).is_file() or Path(spec).name == FILE:
         return _imported(spec)
     if Path(spec).is_dir() or spec in cost.shipped():

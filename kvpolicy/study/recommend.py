@@ -7,16 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 
 from kvpolicy.study.advice import DEFAULT, JUDGED, Advice, Compared, extrapolation_warning, figure_of
 from kvpolicy.study.cells import DEFAULT_HOST_GIB
+from kvpolicy.study.digests import workload_digest
 from kvpolicy.study.grid import Progress, simulate
 from kvpolicy.study.kept import Result
 from kvpolicy.study.machine import open_machine
 from kvpolicy.study.opening import opened
 from kvpolicy.study.paired import Ratio, geometric_means, paired_ratio
 from kvpolicy.study.report import beyond_warning, figures, server_words
-from kvpolicy.study.running import NATIVE, seeded, workload_digest
+from kvpolicy.study.running import NATIVE, ORACLE, seeded
 from kvpolicy.workload import Source
 
 SHARES = (0.25, 0.5, 0.75, 0.9)
@@ -27,6 +29,8 @@ FEWER_USERS = (
     "a closed loop in parts: each has its share of the users and so of the load; with --parts 1 and --seeds all of "
     "them are there, where the seed draws their sessions"
 )
+UNLIKE = 1.2
+"""Times by which the whole workload may differ from the mean of its parts before it is said."""
 INTERVALS = 4
 """That are shown per policy: what it is judged by, throughput and two tails."""
 
@@ -70,35 +74,66 @@ def recommend(
     machine = open_machine(hardware)
     source = opened(seeded(workload, 0), workload_digest(workload))
     tried = candidates(source, machine.own_model, block_size, policies)
-    report = simulate(
-        workloads=[workload],
-        policies=tried,
-        kv_blocks=[kv_blocks],
-        hardware=hardware,
-        links=[link],
-        engine=engine,
-        block_size=block_size,
-        host_gib=host_gib,
-        token_budget=token_budget,
-        max_num_seqs=max_num_seqs,
-        prefix_caching=prefix_caching,
-        scheduling=scheduling,
-        asynchronous=asynchronous,
-        watermark=watermark,
-        seeds=seeds,
-        parts=parts,
-        jobs=jobs,
-        ray=ray,
-        cache=cache,
-        progress=progress,
-    )
-    if report.failed:
-        raise ValueError(f"{len(report.failed)} cells failed, the first: {report.failed[0].text()}")
-    runs = {policy: [one for one in report.results if one["inputs"]["policy"] == policy] for policy in tried}
+
+    def run(policies: Sequence[str], seeds: int, parts: int) -> Sequence[Result]:
+        report = simulate(
+            workloads=[workload],
+            policies=policies,
+            kv_blocks=[kv_blocks],
+            hardware=hardware,
+            links=[link],
+            engine=engine,
+            block_size=block_size,
+            host_gib=host_gib,
+            token_budget=token_budget,
+            max_num_seqs=max_num_seqs,
+            prefix_caching=prefix_caching,
+            scheduling=scheduling,
+            asynchronous=asynchronous,
+            watermark=watermark,
+            seeds=seeds,
+            parts=parts,
+            jobs=jobs,
+            ray=ray,
+            cache=cache,
+            progress=progress,
+        )
+        if report.failed:
+            raise ValueError(f"{len(report.failed)} cells failed, the first: {report.failed[0].text()}")
+        return report.results
+
+    results = run(tried, seeds, parts)
+    runs = {policy: [one for one in results if one["inputs"]["policy"] == policy] for policy in tried}
     found = advise(runs, judge_by, host_gib, least_gain, seeds == 1 or drawn(workload))
     if parts > 1 and closed(source):
-        return replace(found, warnings=(*found.warnings, FEWER_USERS))
-    return found
+        found = replace(found, warnings=(*found.warnings, FEWER_USERS))
+    if parts == 1:
+        return found
+    whole = run([DEFAULT, found.best], 1, 1)
+    told, warning = uncut(whole, runs[DEFAULT], judge_by)
+    return replace(found, whole=told, warnings=(*found.warnings, *([warning] if warning else [])))
+
+
+def uncut(whole: Sequence[Result], parts: Sequence[Result], judge_by: str) -> tuple[str, str]:
+    """What the workload as one run came to, under the default and the best; and a warning, or nothing, where its parts
+    are no picture of it. One run each: there is no interval."""
+    name, which = JUDGED[judge_by]
+    default, best = whole[0], whole[-1]
+    was, becomes = figure_of(default, name, which), figure_of(best, name, which)
+    unit = "tokens/s" if judge_by == "throughput" else "s"
+    gain = becomes / was if judge_by == "throughput" else was / becomes
+    preempted = sum(default["preemptions"].values())
+    told = f"{DEFAULT} {was:.4g} {unit}, {preempted} preemptions"
+    if best["inputs"]["policy"] != DEFAULT:
+        told += f"; {best['inputs']['policy']} {becomes:.4g} {unit}, {gain:.3f} times better"
+    pieces = fmean(figure_of(one, name, which) for one in parts)
+    if 1 / UNLIKE <= was / pieces <= UNLIKE:
+        return told, ""
+    return told, (
+        f"under {DEFAULT} the workload as one run comes to {was:.4g} {unit}, its parts to {pieces:.4g} {unit}: every "
+        "part begins with an empty server, so the intervals are of shorter and calmer runs; fewer --parts are more "
+        "like it"
+    )
 
 
 def closed(source: Source) -> bool:
@@ -157,10 +192,12 @@ def advise(
     least_gain: float = LEAST_GAIN,
     seeds_differ: bool = True,
 ) -> Advice:
-    """What follows from the runs; see :class:`Pairs`. A change is advised where the whole interval of the gain lies
-    above ``1 + least_gain``."""
+    """What follows from the runs; see :class:`Pairs`. A change is advised where the whole interval of a gain lies above
+    ``1 + least_gain``, to the best in the mean of those; the oracle is no policy that a server could have."""
     pairs = Pairs(runs, seeds_differ)
-    best = max(runs, key=lambda policy: _gain(pairs, policy, DEFAULT, judge_by).value)
+    gains = {policy: _gain(pairs, policy, DEFAULT, judge_by) for policy in runs if policy != ORACLE}
+    surely = [policy for policy, gain in gains.items() if gain.low is not None and gain.low > 1.0 + least_gain]
+    best = max(surely or gains, key=lambda policy: gains[policy].value)
     compared = tuple(_compared(pairs, policy, best, judge_by) for policy in runs)
     mine = next(one for one in compared if one.policy == best)
     told = mine.gain.low is not None and mine.gain.low > 1.0 + least_gain
@@ -174,7 +211,7 @@ def advise(
         workload=given["workload"],
         hardware=given["hardware"],
         kv_blocks=given["kv_blocks"],
-        server=server_words(given["serving"]),
+        server=server_words(given["serving"], runs[best][0]["device"]),
         judge_by=judge_by,
         least_gain=least_gain,
         seeds_differ=seeds_differ,

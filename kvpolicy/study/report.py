@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from kvpolicy.cost.sheets import known_sheet
 from kvpolicy.study.cells import Cell
 from kvpolicy.study.kept import Result
 
@@ -126,12 +127,26 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
-def server_words(serving: Mapping[str, Any]) -> str:
+def server_words(serving: Mapping[str, Any], device: str) -> str:
     """What the server may take at a time; where no flag says it, as vLLM has it by the device."""
+    known = known_sheet(device) is not None or device == "cpu"
+    own = "vLLM 0.32's own for this device" if known else f"{device} is not known here: as for the smallest GPU"
     ahead = "one step ahead" if serving["asynchronous"] else "step by step"
     return (
         f"at most {serving['token_budget']} tokens a step and {serving['max_num_seqs']} requests, scheduling {ahead} "
-        "(vLLM 0.32's own for this device, unless a flag says otherwise)"
+        f"({own}, unless a flag says otherwise)"
+    )
+
+
+def left_out(one: Result) -> str | None:
+    """Rows of the workload's file that made no request."""
+    rows = one["rows"] or {}
+    damaged, empty = rows.get("damaged", 0), rows.get("empty", 0)
+    if not damaged and not empty:
+        return None
+    return (
+        f"{one['inputs']['workload']}: of {rows['read']} rows read, {damaged} damaged ones were skipped and {empty} "
+        "left out in which nothing was asked or answered"
     )
 
 
@@ -149,10 +164,11 @@ def beyond_warning(results: Sequence[Result]) -> str | None:
 
 def _notes(results: Sequence[Result]) -> list[str]:
     """What nobody measured and what cost models warned of, each once."""
-    told = [f"server: {server_words(one['inputs']['serving'])}" for one in results]
+    told = [f"server: {server_words(one['inputs']['serving'], one['device'])}" for one in results]
     told += [f"hardware: {fact}" for one in results for fact in one["facts"]]
     told += [f"not measured: {note}" for one in results for note in one["unmeasured"]]
     told += [f"warning: {note}" for one in results for note in one["warnings"]]
+    told += [f"warning: {note}" for one in results if (note := left_out(one)) is not None]
     beyond = beyond_warning(results)
     told += [] if beyond is None else [f"warning: {beyond}"]
     return list(dict.fromkeys(told))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from dataclasses import asdict
-from functools import cache, lru_cache
-from importlib import resources
-from importlib.metadata import PackageNotFoundError, version
+from functools import lru_cache
 from math import isnan
 from pathlib import Path
 from typing import Any
 
-from kvpolicy import __version__
 from kvpolicy import policy as policies
 from kvpolicy.cost import Engine, ModelWarning
 from kvpolicy.policy import Policy
@@ -21,16 +17,22 @@ from kvpolicy.simulator.oracle import Oracle
 from kvpolicy.simulator.sinks import FolderSink
 from kvpolicy.simulator.watched import Watched
 from kvpolicy.study.cells import Cell, Serving
+from kvpolicy.study.digests import path_digest, program_digest, workload_digest
 from kvpolicy.study.engine import rules_of, simulator_of
 from kvpolicy.study.links import Behind, GivenLink
 from kvpolicy.study.machine import Machine, open_machine
 from kvpolicy.study.opening import opened
 from kvpolicy.study.parts import Part
 from kvpolicy.workload import Source
+from kvpolicy.workload.files import FileSource
 
 NATIVE = "native"
 ORACLE = "oracle"
 """A policy by name in simulations alone: the cheaper option by the simulator's own times."""
+SURVIVORS = (
+    "oracle: prices a recompute as if nothing of the victim survived in the prefix cache; what does makes it cheaper, "
+    "so that it may swap where a recompute would have cost less: with prefix caching it is no bound"
+)
 KEEP_MODELS = 32
 """Opened cost models and machines that a process keeps: cells that follow each other use the same ones."""
 
@@ -49,7 +51,9 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
     )
     return {
         "inputs": cell.inputs(),
+        "device": str(machine.hardware.get("device")),
         **numbers(done.summary),
+        "rows": rows_of(source),
         "choices": watched.seen.choices,
         "extrapolated": watched.seen.extrapolated,
         "facts": list(machine.facts),
@@ -77,6 +81,17 @@ def source_of(cell: Cell) -> Source:
     """Its workload, drawn by the cell's seed unless the workload names one itself."""
     whole = opened(seeded(cell.workload, cell.seed), workload_digest(cell.workload))
     return whole if cell.parts == 1 else Part(whole, cell.part, cell.parts)
+
+
+def rows_of(source: Source) -> dict[str, int] | None:
+    """What became of the rows of the file that a workload is read from, after it was; None where there is no file."""
+    while not isinstance(source, FileSource):
+        inner = getattr(source, "inner", None) or getattr(source, "whole", None)
+        if inner is None:
+            return None
+        source = inner
+    counts = source.counts
+    return {"read": counts.rows, "damaged": counts.damaged, "empty": counts.empty}
 
 
 def seeded(workload: str, seed: int) -> str:
@@ -134,13 +149,20 @@ def policy_of(cell: Cell) -> tuple[Policy, tuple[str, ...]]:
     """
     if cell.policy == ORACLE:
         machine = machine_of(cell)
-        return Oracle(times_of(cell, machine), server_of(cell, machine)), ()
-    return _loaded(cell.policy, cell.hardware, cell.link, cell.serving)
+        told = (SURVIVORS,) if cell.serving.prefix_caching else ()
+        return Oracle(times_of(cell, machine), server_of(cell, machine)), told
+    return _loaded(cell.policy, model_digest(cell.policy), machine_of(cell), cell.link, cell.serving)
+
+
+def model_digest(policy: str) -> str:
+    """Of the folder of the cost model that a policy names; empty for one that ships, or none."""
+    folder = Path(policy.partition(":")[2].partition(",")[0] or "analytic")
+    return path_digest(folder) if folder.is_dir() else ""
 
 
 @lru_cache(maxsize=KEEP_MODELS)
-def _loaded(policy: str, hardware: str, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
-    machine = open_machine(hardware)
+def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
+    """``digest``: of its cost model's folder, which tells it from what was there before."""
     told_link = machine.link if link == NATIVE else GivenLink.parse(link).to_dict()
     block_bytes = machine.block_bytes(serving.block_size)
     with warnings.catch_warnings(record=True) as caught:
@@ -177,52 +199,3 @@ def contents(cell: Cell) -> dict[str, str]:
         "cost model": "" if model is None else model.digest,
         "workload": workload_digest(cell.workload),
     }
-
-
-def workload_place(workload: str) -> Path | None:
-    """The file, or folder of a trace, that a workload is read from; None where it is made up."""
-    place, _, _ = workload.partition("?")
-    found = (Path(one) for one in (place, place.partition(":")[2]) if one)
-    return next((path for path in found if path.exists()), None)
-
-
-def workload_digest(workload: str) -> str:
-    """SHA-256 of the file, or of all files below the folder, that it is read from; empty where it is made up."""
-    place = workload_place(workload)
-    if place is None:
-        return ""
-    files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
-    told = hashlib.sha256()
-    for file in files:
-        told.update(_file_digest(file, file.stat().st_mtime_ns, file.stat().st_size).encode())
-    return told.hexdigest()
-
-
-@cache
-def _file_digest(path: Path, changed_ns: int, size_bytes: int) -> str:
-    """Read once per process, unless it was changed since."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@cache
-def program_digest(engine: str) -> str:
-    """SHA-256 over this package's sources, and the version of the engine where that is another's: a result of an
-    older program is not taken up by a newer one."""
-    told = hashlib.sha256(__version__.encode())
-    for path in sorted(_sources(Path(str(resources.files("kvpolicy"))))):
-        told.update(path.name.encode() + path.read_bytes())
-    if engine != "builtin":
-        told.update(_installed(engine).encode())
-    return told.hexdigest()
-
-
-def _sources(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.suffix in (".py", ".json") and "shipped" not in path.parts]
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

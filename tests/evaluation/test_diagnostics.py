@@ -47,6 +47,15 @@ def test_what_was_never_done_has_no_support() -> None:
     assert not told(np.where(np.arange(N) < 0.005 * N, 0.0, 0.5), np.ones(N)).refused
 
 
+def test_what_was_hardly_ever_done_has_no_support() -> None:
+    """A few dear situations in which the action was never drawn: weights are 1 on average, and say nothing of them."""
+    hardly = np.where(np.arange(N) < 0.03 * N, 1e-6, 0.5)
+    found = told(hardly, np.ones(N))
+    assert found.unsupported_share == pytest.approx(0.03)
+    assert any("with a chance under 1%, if at all" in why for why in found.refused)
+    assert told(np.full(N, 1e-3), np.zeros(N)).unsupported_share == 0.0
+
+
 def test_an_action_whose_costs_are_all_unknown_has_no_support() -> None:
     probability, target = np.full((N, 2), 0.5), np.column_stack([np.zeros(N), np.ones(N)])
     found = support(

@@ -16,8 +16,9 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.evaluation import OffPolicyReport, evaluate
+from kvpolicy.evaluation.estimators import ESTIMATORS
 from kvpolicy.evaluation.logged import Log, log_of, logged
-from kvpolicy.evaluation.offpolicy import estimate, heaviest_weight, judge
+from kvpolicy.evaluation.offpolicy import Estimate, estimate, heaviest_weight, judge
 from kvpolicy.events import KINDS
 from kvpolicy.policy import feasible_options, load
 from kvpolicy.policy.objective import parse
@@ -327,3 +328,18 @@ def test_bernstein_is_as_wide_where_the_dearest_weight_was_not_drawn() -> None:
         return one.high_s - one.low_s
 
     assert width(replace(log, probability=rare)) > 2 * width(log)
+
+
+def test_what_tuning_may_have_left_out_widens_the_interval_to_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_of({"log": make_log(2, PLAN)})
+    target = {"always-swap": log.targets(load("always-swap"))}
+
+    def switch() -> Estimate:
+        return judge(log, target, 2, ("switch-dr",)).policies[0].estimates[0]
+
+    plain, as_it_is = switch(), ESTIMATORS["switch-dr"]
+    monkeypatch.setitem(ESTIMATORS, "switch-dr", lambda records: replace(as_it_is(records), bias_s=0.25))
+    wider = switch()
+    assert plain.low_s is not None and plain.high_s is not None
+    assert (wider.value_s, wider.bias_s, plain.bias_s) == (plain.value_s, 0.25, 0.0)
+    assert wider.low_s == pytest.approx(plain.low_s - 0.25) and wider.high_s == pytest.approx(plain.high_s + 0.25)

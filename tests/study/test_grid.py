@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import astuple
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from kvpolicy import cost
 from kvpolicy.study import grid, running
 from kvpolicy.study.cells import Cell, Serving
 from kvpolicy.study.defaults import server_defaults
-from kvpolicy.study.report import SweepReport
+from kvpolicy.study.report import SweepReport, server_words
 from kvpolicy.trace import read
+from tests.study.conftest import CONFIG
 from tests.synthetic import options_for, situation
 
 WORKLOAD = "azure-conversation-2023?n=30&context=1024"
@@ -251,3 +253,59 @@ def test_a_link_that_is_named_with_the_device_counts(hardware: str, tmp_path: Pa
 
 def _priced(hardware: str) -> Cell:
     return Cell(WORKLOAD, "cheapest:analytic", TIGHT, "native", 0, hardware)
+
+
+def test_hardware_that_changed_is_read_again(tmp_path: Path) -> None:
+    """Nothing that is open in memory, and nothing that was kept, is of the file that was there before."""
+    config = tmp_path / "config.json"
+    speeds = []
+    for layers in (8, 32, 8):
+        config.write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+        report = simulate(f"H100-SXM:{config}", tmp_path / "c", policies=["always-recompute", "cheapest:analytic"])
+        speeds.append([one["throughput_tok_s"] for one in report.results])
+        taken_up = report.taken_up
+    assert speeds[1][0] < 0.95 * speeds[0][0] and speeds[2] == speeds[0]
+    assert taken_up == 2
+
+
+def test_a_cost_model_that_changed_is_read_again(hardware: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    copytree(Path(__file__).resolve().parents[2] / "models" / "cpu-llama-native", model)
+    first = running.policy_of(Cell(WORKLOAD, f"cheapest:{model}", TIGHT, "native", 0, str(model)))[0].cost_model
+    card = json.loads((model / "model.json").read_text())
+    (model / "model.json").write_text(json.dumps(card, indent=3))
+    again = running.policy_of(Cell(WORKLOAD, f"cheapest:{model}", TIGHT, "native", 0, str(model)))[0].cost_model
+    assert again is not first
+
+
+def test_what_changes_while_a_grid_runs_is_not_kept(hardware: str, tmp_path: Path) -> None:
+    cell = Cell(WORKLOAD, "always-recompute", TIGHT, "native", 0, hardware)
+    with pytest.raises(ValueError, match="changed while the grid ran"):
+        grid.work(grid.Task(cell, "another digest", None))
+
+
+def test_rows_that_made_no_request_are_told(hardware: str, tmp_path: Path) -> None:
+    file = tmp_path / "w.csv"
+    file.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,100,20\n0.5,x,30\n0.6,50,30\n")
+    given = {"workloads": [f"{file}?skip_damaged=true&speed=2"], "policies": ["always-recompute"]}
+    for parts in (1, 2):
+        report = simulate(hardware, tmp_path / "c", **given, parts=parts)
+        assert report.results[0]["rows"] == {"read": 3, "damaged": 1, "empty": 0}
+        assert "of 3 rows read, 1 damaged ones were skipped" in report.text()
+    assert simulate(hardware, tmp_path / "c").results[0]["rows"] is None
+
+
+def test_a_device_that_nobody_knows_is_said_to_be(tmp_path: Path) -> None:
+    serving = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
+    assert "vLLM 0.32's own for this device" in server_words(serving, "H100-SXM")
+    assert "Some Card is not known here: as for the smallest GPU" in server_words(serving, "Some Card")
+
+
+def test_copies_beside_a_step_slow_it_by_their_share_of_the_memory(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    cell = Cell(WORKLOAD, "always-swap", TIGHT, "native", 0, f"H100-SXM@pcie5:{config}")
+    machine = running.machine_of(cell)
+    slowdown = running.server_of(cell, machine).link.slowdown
+    rate = 1e9 / machine.times.copy_s("load", 10**9, 1, 10**9)
+    assert slowdown == pytest.approx(rate / 3.35e12, rel=0.02) and slowdown > 0.01

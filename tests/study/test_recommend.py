@@ -10,7 +10,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.study.paired import paired_ratio
-from kvpolicy.study.recommend import advise, candidates, closed, drawn
+from kvpolicy.study.recommend import advise, candidates, closed, drawn, uncut
 from kvpolicy.workload import Request, Workload
 from tests.study.test_grid import TIGHT, WORKLOAD
 
@@ -23,6 +23,8 @@ def result(
     tail = {"mean": e2e_s, "p50": e2e_s, "p99": 2 * e2e_s}
     return {
         "inputs": {"workload": "w", "hardware": "h", "kv_blocks": 100, "policy": policy, "part": 0, "serving": SERVING},
+        "device": "NVIDIA H100",
+        "rows": None,
         "throughput_tok_s": 100.0 / e2e_s,
         "e2e_s": tail,
         "ttft_s": tail,
@@ -67,6 +69,30 @@ def test_the_default_may_be_the_best() -> None:
     told = advise(runs(always_recompute=[9.0, 18.0], always_swap=[10.0, 20.0]), "throughput", 4.0)
     assert told.deploy == told.best == "always-recompute"
     assert "no other policy did better" in told.reason
+
+
+def test_what_is_told_is_taken_before_what_looks_better() -> None:
+    some = runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.5, 19.0, 38.01], random=[6.0, 24.0, 36.0])
+    told = advise(some, "e2e", 4.0)
+    means = {one.policy: one.gain.value for one in told.compared}
+    assert means["random"] > means["always-swap"]
+    assert (told.best, told.deploy) == ("always-swap", "always-swap")
+
+
+def test_the_oracle_is_shown_and_never_deployed() -> None:
+    told = advise(runs(always_recompute=[10.0, 20.0, 40.0], oracle=[5.0, 10.0, 20.0]), "e2e", 4.0)
+    assert (told.best, told.deploy) == ("always-recompute", "always-recompute")
+    assert [one.policy for one in told.compared] == ["always-recompute", "oracle"]
+
+
+def test_the_whole_workload_is_told_beside_its_parts() -> None:
+    parts = [result("always-recompute", one) for one in (5.0, 5.5)]
+    told, warning = uncut([result("always-recompute", 5.5), result("always-swap", 5.0)], parts, "e2e")
+    assert told == "always-recompute 5.5 s, 5 preemptions; always-swap 5 s, 1.100 times better"
+    assert warning == ""
+    told, warning = uncut([result("always-recompute", 20.0)], parts, "e2e")
+    assert told == "always-recompute 20 s, 5 preemptions"
+    assert "comes to 20 s, its parts to 5.25 s: every part begins with an empty server" in warning
 
 
 def test_looking_for_the_best_of_many_asks_for_more() -> None:

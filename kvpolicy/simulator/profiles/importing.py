@@ -19,6 +19,8 @@ from kvpolicy.simulator.profiles.grids import Attention
 from kvpolicy.simulator.profiles.opened import Opened, opened, with_operator
 from kvpolicy.simulator.profiles.operators import Products, Told
 
+SHAPELESS = "llmservingsim"
+"""Layouts whose operators are named, but not how wide they are or for how many heads."""
 TENSOR_PARALLEL = re.compile(r"(?<![a-z0-9])tp(\d+)(?![a-z0-9])", re.IGNORECASE)
 LLMSERVINGSIM_DENSE = ("llmservingsim dense", "llmservingsim layers")
 
@@ -129,6 +131,9 @@ def _notes(files: Sequence[Opened], made: tuple[Told, Told, Attention], ranks: i
     devices = sorted({one.device for one in files if one.device})
     if len(devices) > 1:
         notes.append(f"tables of several devices: {', '.join(devices)}")
+    shapeless = [one.file.name for one in files if one.file in used and one.layout.startswith(SHAPELESS)]
+    if shapeless:
+        notes.append(f"{', '.join(shapeless)}: no column tells the shape; that it is this model's is taken on trust")
     if ranks > 1:
         notes.append(f"{ranks} ranks: their communication is in no table and not counted")
     return tuple(dict.fromkeys(notes))
