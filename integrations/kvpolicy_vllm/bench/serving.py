@@ -95,6 +95,7 @@ class Serving:
         self._plugin.set(job["policy"] is not None)
         if job["policy"] is not None:
             self._core.scheduler.kvpolicy.adopt(job["policy"])
+        held = self._hold_back(job.get("device_blocks"))
         prompts = self._prompts(job)
         number = next(self._names)
         waiting = [(f"{number}-{i}", *request) for i, request in enumerate(job["requests"])]
@@ -117,7 +118,7 @@ class Serving:
                 told = self._clock()
                 news({"tokens": sum(len(one.tokens) for one in progress.values())})
         makespan_s = self._clock() - start
-        self._settle()
+        self._settle(held)
         return self._result(progress, makespan_s, before)
 
     def _prompts(self, job: dict[str, Any]) -> list[list[int]]:
@@ -148,17 +149,28 @@ class Serving:
             if completion.logprobs:
                 one.gaps += [_gap(entry) for entry in completion.logprobs]
 
-    def _settle(self) -> None:
-        """Let late reports in, and start the next run from an empty prefix cache."""
+    def _hold_back(self, device_blocks: int | None) -> list[Any]:
+        """Take memory out of play until ``device_blocks`` are left, vLLM's own one among them; None: take none."""
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        if device_blocks is None:
+            return []
+        if not 1 < device_blocks <= pool.num_gpu_blocks:
+            raise ValueError(f"device_blocks is {device_blocks}, the engine has {pool.num_gpu_blocks}")
+        return list(pool.get_new_blocks(pool.num_gpu_blocks - device_blocks))
+
+    def _settle(self, held: list[Any]) -> None:
+        """Let late reports in, give back what was held, and start the next run from an empty prefix cache."""
         for _ in range(SETTLING_STEPS):
             if not self._core.scheduler.has_requests():
                 break
             self._core.step_fn()
+        self._core.scheduler.kv_cache_manager.block_pool.free_blocks(held)
         self.llm.reset_prefix_cache()
 
     def _stats(self) -> dict[str, float]:
-        connector = self._core.scheduler.connector
-        return {} if connector is None else connector.stats()
+        """The plugin's; other connectors have none of the kind."""
+        stats = getattr(self._core.scheduler.connector, "stats", None)
+        return {} if stats is None else stats()
 
     def _result(self, progress: dict[str, Progress], makespan_s: float, before: dict[str, float]) -> dict[str, Any]:
         after = self._stats()
