@@ -149,11 +149,23 @@ class Checks:
                 raise RuntimeError(f"{served['preemptions']} preemptions with memory for all: that is no reference")
             return found | {"tokens": served["tokens"], "gaps": served["gaps"]}
         found |= self.compared(case, served)
-        wrong = faults(case, found, served)
+        wrong = faults(case, found, served) + self.not_as_asked(case, started)
         if wrong:
             write_json(self.out / "wrong" / f"{case.name}.json", found)
             raise RuntimeError("; ".join(wrong))
         return found
+
+    def not_as_asked(self, case: Case, started: dict[str, Any]) -> list[str]:
+        """Where the engine is another one than the case is about."""
+        if self.place.on_cpu:
+            return []
+        asked = {"async_scheduling": case.asynchronous, "prefix_caching": case.prefix_caching}
+        asked |= {} if case.runner is None else {"runner": case.runner}
+        found = started | {"runner": runner_of(started)}
+        wrong = [f"{name} is {found[name]}, asked for was {value}" for name, value in asked.items() if found[name] != value]
+        if case.graphs == started["graphs"].endswith("NONE"):
+            wrong.append(f"CUDA graphs: {started['graphs']}, asked for was {'some' if case.graphs else 'none'}")
+        return wrong
 
     def engine(self, case: Case) -> dict[str, Any]:
         load = self.load
@@ -198,6 +210,11 @@ class Checks:
             "wrong": list(compared.wrong[:5]),
             "widest_gap": widest_gap(reference, served["tokens"]),
         }
+
+
+def runner_of(engine: dict[str, Any]) -> str:
+    """vLLM's second model runner lives in a package, the first in a module."""
+    return "v2" if ".gpu.model_runner" in engine["runner"] else "v1"
 
 
 def environment_of(case: Case) -> dict[str, str]:
@@ -261,7 +278,7 @@ def show(console: Console, place: Place, cases: list[Case], done: Any) -> None:
         served, engine = found["served"], found["engine"]
         table.add_row(
             case.name,
-            "v2" if ".gpu.model_runner" in engine["runner"] else "v1",
+            runner_of(engine),
             str(engine["async_scheduling"]),
             engine["graphs"].removeprefix("CUDAGraphMode."),
             str(executed(served, "swap")),

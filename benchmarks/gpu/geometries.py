@@ -35,7 +35,7 @@ EIGHT_B = Geometry("llama-8b", 4096, 14336, 32, 32, 8, 128, 128256, 131072)
 """Llama-3.1-8B's."""
 SEVEN_B_MHA = Geometry("llama-7b-mha", 4096, 11008, 32, 32, 32, 128, 32000, 131072)
 """Yarn-Llama-2-7B-128k's: as many KV heads as heads."""
-TINY = Geometry("llama-tiny", 64, 128, 2, 4, 2, 16, 2048, 16384)
+TINY = Geometry("llama-tiny", 128, 256, 2, 4, 2, 32, 2048, 16384)
 """To try programs out without a GPU."""
 
 GEOMETRIES = (EIGHT_B, ONE_B, SEVEN_B_MHA)
