@@ -162,7 +162,8 @@ class Checks:
         asked = {"async_scheduling": case.asynchronous, "prefix_caching": case.prefix_caching}
         asked |= {} if case.runner is None else {"runner": case.runner}
         found = started | {"runner": runner_of(started)}
-        wrong = [f"{name} is {found[name]}, asked for was {value}" for name, value in asked.items() if found[name] != value]
+        other = [name for name, value in asked.items() if found[name] != value]
+        wrong = [f"{name} is {found[name]}, asked for was {asked[name]}" for name in other]
         if case.graphs == started["graphs"].endswith("NONE"):
             wrong.append(f"CUDA graphs: {started['graphs']}, asked for was {'some' if case.graphs else 'none'}")
         return wrong
@@ -258,10 +259,12 @@ def faults(case: Case, found: dict[str, Any], served: dict[str, Any]) -> list[st
 
 
 def executed(served: dict[str, Any], kind: str) -> int:
-    labels = [key.split("|") for key in served["stats"]]
-    found = sum(
-        served["stats"]["|".join(parts)] for parts in labels if parts[0] == "preemptions" and f"executed={kind}" in parts
-    )
+    """How many preemptions were carried out that way."""
+    found = 0.0
+    for key, value in served["stats"].items():
+        what, *labels = key.split("|")
+        if what == "preemptions" and f"executed={kind}" in labels:
+            found += value
     return round(found)
 
 

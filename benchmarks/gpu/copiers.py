@@ -18,7 +18,7 @@ FACTOR = 1_000_003
 
 
 def block_digests(segments: list[torch.Tensor], block_ids: tuple[int, ...]) -> torch.Tensor:
-    """One 64-bit number per block, computed where the blocks are: equal bits give equal numbers, wherever a block is."""
+    """One 64-bit number per block, computed where the blocks are. Equal bits give equal numbers, wherever they are."""
     ids = torch.tensor(block_ids, device=segments[0].device)
     total = torch.zeros(len(block_ids), dtype=torch.int64, device=segments[0].device)
     for number, segment in enumerate(segments):

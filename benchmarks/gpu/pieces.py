@@ -1,4 +1,4 @@
-"""Work cut into pieces: each writes its part at once, what is done is not done again, and no piece is begun too late."""
+"""Work cut into pieces: each writes its part at once, what is done is not done again, none is begun too late."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_pieces(
         left_s = end_s - clock()
         if left_s <= 0 or (begun and left_s < piece.seconds):
             left.append(piece.name)
-            say(f"{head}: left for the next time, {max(0.0, left_s):.0f} s remain and it takes about {piece.seconds:.0f}")
+            say(f"{head}: left for the next time, it takes about {piece.seconds:.0f} s")
             continue
         begun, start_s = True, clock()
         say(f"{head} ...")

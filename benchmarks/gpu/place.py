@@ -113,7 +113,8 @@ def chosen(pieces: list[Any], options: argparse.Namespace) -> list[Any]:
     """Those that ``--only`` asks for. Raises SystemExit for names that nothing has, and after ``--list``."""
     kept = [one for one in pieces if not options.only or any(part in one.name for part in options.only)]
     if not kept:
-        raise SystemExit(f"--only {' '.join(options.only)}: no such piece; there are {', '.join(p.name for p in pieces)}")
+        names = ", ".join(one.name for one in pieces)
+        raise SystemExit(f"--only {' '.join(options.only)}: no such piece; there are {names}")
     if options.list:
         print("\n".join(f"{one.name}  about {one.seconds:.0f} s" for one in kept))
         raise SystemExit(0)

@@ -130,7 +130,7 @@ class Run:
             gaps=tuple(map(tuple, result["gaps"])),
             preemptions=executed,
             recomputed_tokens=result["recomputed_tokens"],
-            moved_bytes=_total(stats, "copy_bytes"),
+            moved_bytes=_total(stats, "copy_bytes") + result.get("offloaded_bytes", 0),
         )
 
 
