@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,24 @@ def test_a_part_is_whole_or_not_there(tmp_path: Path) -> None:
     assert read_part(tmp_path, "a") is not None and read_part(tmp_path, "b") is None
     assert work.run(tmp_path, work.piece("a"), work.piece("b")).whole
     assert work.done == ["a", "b"]
+
+
+def test_what_hangs_is_ended(tmp_path: Path) -> None:
+    """And stops nobody else: an engine that never answers is waited for in a read."""
+    work = Work()
+
+    def hang(left_s: float) -> dict[str, Any]:
+        read, write = os.pipe()
+        try:
+            os.read(read, 1)
+        finally:
+            os.close(read)
+            os.close(write)
+        return {}
+
+    done = work.run(tmp_path, Piece("a", -19.9, hang), work.piece("b"))
+    assert "TimeoutError: it was ended after 0 s" in done.failed["a"]
+    assert set(done.results) == {"b"}
 
 
 def test_parts_of_two_places_are_not_mixed(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class Overload:
         self.scale = scale_of(place)
         self.refused: dict[str, str] = {}
         self._arms = arms
-        self._started = False
+        self._started = self._hangs = False
 
     def workload(self, block: int) -> Workload:
         scale = self.scale
@@ -132,7 +132,7 @@ class Overload:
     def targets(self) -> dict[str, Any]:
         """What counts as served well: how stock vLLM serves the first block with memory for all."""
         self.start()
-        run = self._arms.serve(STOCK, self.workload(0), 0, device_blocks=self.enough_blocks)
+        run = self._serve(STOCK, 0, self.enough_blocks)
         ttft_s = mean_and_percentiles(run.ttft_s)
         itl_s = mean_and_percentiles([gap for request in run.itl_s for gap in request])
         return {
@@ -150,7 +150,7 @@ class Overload:
             present = [name for name in self.names if name in self._arms.names]
             order = random.Random(f"{self.seed}/{share}/{block}").sample(present, len(present))
             blocks = self.device_blocks(share)
-            runs = [self._arms.serve(name, self.workload(block), block, device_blocks=blocks) for name in order]
+            runs = [self._serve(name, block, blocks) for name in order]
             return {
                 "share": share,
                 "block": block,
@@ -165,6 +165,8 @@ class Overload:
 
     def start(self) -> None:
         """The plugin's engine, with which stock vLLM shares a process, and one for each of vLLM's own connectors."""
+        if self._hangs:
+            raise RuntimeError("an engine of this call hangs; what is left is for the next call")
         if self._started:
             return
         self._started = True
@@ -183,7 +185,15 @@ class Overload:
                 self._arms.stop(name)
                 print(f"    {name} does not start here: {self.refused[name]}", flush=True)
         for name in self._arms.names:  # whatever an engine does only once; not counted
-            self._arms.serve(name, self.workload(-1), -1, device_blocks=self.device_blocks(max(SHARES)))
+            self._serve(name, -1, self.device_blocks(max(SHARES)))
+
+    def _serve(self, name: str, block: int, device_blocks: int) -> Run:
+        """An engine that was left in the middle of a workload would answer the next question with the last one's."""
+        try:
+            return self._arms.serve(name, self.workload(block), block, device_blocks=device_blocks)
+        except TimeoutError:
+            self._hangs = True
+            raise
 
 
 def reason(said: str) -> str:

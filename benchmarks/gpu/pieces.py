@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from kvpolicy_vllm.bench.engine import EngineFailed
@@ -30,6 +33,11 @@ class Piece:
     """What it is thought to take. One is begun only where so much is left; the first always."""
     do: Callable[[float], dict[str, Any]]
     """Told how many seconds are left."""
+
+    @property
+    def most_s(self) -> float:
+        """What takes so much longer than it is thought to is taken to hang."""
+        return 3 * self.seconds + 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,8 @@ def run_pieces(
         begun, start_s = True, clock()
         say(f"{head} ...")
         try:
-            results[piece.name] = piece.do(left_s)
+            with ended_after(min(left_s, piece.most_s)):
+                results[piece.name] = piece.do(left_s)
         except (EngineFailed, RuntimeError, ValueError, OSError) as error:
             failed[piece.name] = f"{type(error).__name__}: {error}"
             say(f"{head}: FAILED after {clock() - start_s:.0f} s\n{failed[piece.name]}")
@@ -92,6 +101,22 @@ def run_pieces(
         write_json(part_of(out, piece.name), results[piece.name])
         say(f"{head}: done in {clock() - start_s:.0f} s")
     return Done(results, failed, tuple(left))
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the middle of whatever goes on for longer. Main thread only."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it was ended after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def open_folder(out: Path, place: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ class CudaCopier(Copier):
         if not ended.query():
             return None
         del self._saves[job.copy_id]
-        return began.elapsed_time(ended) / 1e3
+        return float(began.elapsed_time(ended)) / 1e3
 
     def copy_in(self, job: Job) -> None:
         self._load_stream.wait_stream(self._save_stream)
