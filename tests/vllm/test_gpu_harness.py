@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from benchmarks.gpu.overload import TARGETS, goodput, summarised
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.profile import shares_of
 from benchmarks.gpu.swap import settings_of
+from kvpolicy_vllm.bench.job import Job as MeasuringJob
+from kvpolicy_vllm.bench.measuring import Measurement
+from kvpolicy_vllm.bench.states import Span, State, check_states, grid
+from kvpolicy_vllm.bench.windows import Window
 from kvpolicy_vllm.plugin.copier import unique_segments
 from kvpolicy_vllm.plugin.jobs import Job
 from kvpolicy_vllm.plugin.staging import STAGED_BYTES, StagedCopier, Staging, host_arena, runs_of
@@ -194,3 +200,39 @@ def test_a_digesting_copier_finds_what_was_changed_on_the_way() -> None:
     copier.load(job)
     copier.poll()
     assert copier.told() == {"restored_blocks": 4, "different_blocks": 1}
+
+
+class TimedDriver:
+    """Windows take ten seconds each, by its own clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.windows: list[tuple[str, str]] = []
+        self.controller = self.recorder = self
+
+    def add(self, table: str, row: dict[str, Any]) -> None:
+        """As a recorder does."""
+
+    def measure(self, state: State, arm: str, repeat: int, attempt: int = 0, pause: int = 1) -> Window:
+        self.now_s += 10.0
+        if repeat >= 0:
+            self.windows.append((state.state_id, arm))
+        return Window(state.state_id, arm, repeat, state.cause, 0, 1, 10.0, None, "")
+
+    def undisturbed(self, state: State, repeat: int, steps: int) -> Window:
+        self.now_s += 1.0 + 0.001 * repeat
+        return Window(state.state_id, "undisturbed", repeat, state.cause, 0, 1, 1.0 + 0.001 * repeat, None, "noise")
+
+
+def test_measuring_ends_in_time_and_leaves_no_state_half_measured() -> None:
+    span = Span(64, 256, 3, 1000, 1024)
+    states = grid(32, 8, span, random.Random(0))
+    job = MeasuringJob({}, states, check_states(32, span), 2, 1, 0, 0, most_s=160.0)
+    timed: Any = TimedDriver()
+    Measurement(timed, job, lambda values: None, lambda: timed.now_s).run()
+    assert 130 < timed.now_s < 200
+    measured = {state for state, _ in timed.windows}
+    assert 2 <= len(measured) < 8 and len(timed.windows) == 3 * len(measured)
+    everything: Any = TimedDriver()
+    Measurement(everything, replace(job, most_s=None), lambda values: None, lambda: everything.now_s).run()
+    assert len(everything.windows) == 3 * 8 + 2 * 2 * 2

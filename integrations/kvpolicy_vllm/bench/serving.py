@@ -165,7 +165,8 @@ class Serving:
     def _settle(self, held: list[Any]) -> None:
         """Let late reports in, give back what was held, and start the next run from an empty prefix cache."""
         for _ in range(SETTLING_STEPS):
-            if not self._core.scheduler.has_requests():
+            # With asynchronous scheduling a step can still be on the way when nobody is left.
+            if not self._core.scheduler.has_requests() and not self._core.batch_queue:
                 break
             self._core.step_fn()
         self._core.scheduler.kv_cache_manager.block_pool.free_blocks(held)
