@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,43 @@ def place(device: str, scale: str) -> Place:
 def test_a_device_has_a_short_name(device: str, name: str) -> None:
     assert place(device, "full").short_name == name
     assert place(device, "tiny").short_name == f"{name}-tiny"
+
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+shift; what=${1#benchmarks.gpu.}; mkdir -p out/gpu/$what/unfinished
+echo "$@" >> out/gpu/$what/asked; echo half > out/gpu/$what/unfinished/half
+[ $what != swap ]
+"""
+
+
+def session(where: Path, results: Path, *steps: str, minutes: str = "9") -> subprocess.CompletedProcess[str]:
+    where.mkdir(exist_ok=True)
+    python = where / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    script = Path(__file__).parents[1] / "tools" / "gpu_session.sh"
+    return subprocess.run(
+        ["bash", str(script), str(results), *steps],
+        cwd=where,
+        env=os.environ | {"PYTHON": str(python), "MINUTES": minutes},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_session_goes_on_elsewhere(tmp_path: Path) -> None:
+    """What is there is packed although a step fails, half a piece is not, and another machine takes it up."""
+    first = session(tmp_path / "one", tmp_path / "results", "check-first", "swap")
+    assert first.returncode == 1 and "== swap ended with 1" in first.stdout
+    second = session(tmp_path / "two", tmp_path / "results", "check")
+    assert second.returncode == 0, second.stderr
+    asked = (tmp_path / "two" / "out" / "gpu" / "check" / "asked").read_text().splitlines()
+    assert len(asked) == 2 and "--only plain" in asked[0] and "--minutes " in asked[1]
+    assert (tmp_path / "two" / "out" / "gpu" / "swap" / "asked").exists()
+    assert not (tmp_path / "two" / "out" / "gpu" / "swap" / "unfinished").exists()
+
+
+def test_a_session_begins_no_step_without_time(tmp_path: Path) -> None:
+    done = session(tmp_path / "one", tmp_path / "results", "check", minutes="0")
+    assert done.returncode == 3 and "check: no time left" in done.stdout
+    assert session(tmp_path / "one", tmp_path / "results", "chek").returncode == 2

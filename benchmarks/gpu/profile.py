@@ -41,7 +41,9 @@ EXTENT = Extent(
     most_extra=1,
 )
 """Of one piece: 256 to 32K tokens, batches of 1 to 64."""
-LONG = replace(EXTENT, states=8, check_pairs=0, most_tokens=98304, most_others=3, most_batch_tokens=131072)
+LONG = replace(
+    EXTENT, states=8, check_pairs=0, most_tokens=65536, most_others=3, most_batch_tokens=131072, model_tokens=131072
+)
 TINY_EXTENT = replace(
     EXTENT, states=8, check_pairs=1, most_tokens=512, most_others=4, most_batch_tokens=1500, model_tokens=2048
 )
