@@ -117,9 +117,8 @@ class Profile:
         folder = self.out / "unfinished" / share.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        llm = self.out / "llm" / share.geometry.name
-        if not (llm / "config.json").exists():
-            write_model(llm, share.geometry, "float32" if self.place.on_cpu else "bfloat16")
+        dtype = "float32" if self.place.on_cpu else "bfloat16"
+        llm = write_model(self.out / "llm" / share.geometry.name, share.geometry, dtype)
         traces = self.traces(share.geometry)
         traces.mkdir(parents=True, exist_ok=True)
         told_s = [time.monotonic()]
