@@ -120,7 +120,7 @@ class Checks:
         self.load = ON_CPU if place.on_cpu else ON_DEVICE
 
     def piece(self, case: Case) -> Piece:
-        return Piece(case.name, 20 if self.place.on_cpu else 45, lambda left_s: self.run(case))
+        return Piece(case.name, 40 if self.place.on_cpu else 45, lambda left_s: self.run(case))
 
     def model(self) -> str:
         """Made once, from the seed."""
