@@ -256,8 +256,11 @@ def faults(case: Case, found: dict[str, Any], served: dict[str, Any]) -> list[st
         wrong.append(f"{served['different_blocks']} of {served['restored_blocks']} blocks came back different")
     if not served.get("restored_blocks"):
         wrong.append("no block came back")
-    errors = sum(value for key, value in served["stats"].items() if key.startswith("fallbacks|reason=error"))
-    return [*wrong, f"{errors:g} copies failed"] if errors else wrong
+    for reason, what in (("error", "decisions"), ("load_failed", "loads")):
+        failed = served["stats"].get(f"fallbacks|reason={reason}", 0)
+        if failed:
+            wrong.append(f"{failed:g} {what} failed")
+    return wrong
 
 
 def executed(served: dict[str, Any], kind: str) -> int:

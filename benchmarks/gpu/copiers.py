@@ -29,24 +29,27 @@ def block_digests(segments: list[torch.Tensor], block_ids: tuple[int, ...]) -> t
 
 
 class Digests:
-    """Before whichever copier: what was saved and what came back, by copy and position, as tensors on the device."""
+    """Before whichever copier: what was saved and whether that came back, by copy and host slot; numbers stay on the
+    device. A load may ask for a part of what was saved: what is still in the prefix cache need not come back."""
 
     device_segments: list[torch.Tensor]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.saved: dict[int, torch.Tensor] = {}
+        self.saved: dict[int, tuple[Job, torch.Tensor]] = {}
         self.compared: list[torch.Tensor] = []
 
     def copy_out(self, job: Job) -> None:
-        self.saved[job.copy_id] = block_digests(self.device_segments, job.block_ids)
+        self.saved[job.copy_id] = (job, block_digests(self.device_segments, job.block_ids))
         super().copy_out(job)  # type: ignore[misc]  # a mixin's super is a copier
 
     def copied_in(self, job: Job) -> bool:
         """Nobody has been told yet that the blocks are back, so nobody has written into them."""
         there = bool(super().copied_in(job))  # type: ignore[misc]
         if there:
-            self.compared.append(block_digests(self.device_segments, job.block_ids) == self.saved[job.copy_id])
+            was, digests = self.saved[job.copy_id]
+            places = torch.tensor([was.slots.index(slot) for slot in job.slots], device=digests.device)
+            self.compared.append(block_digests(self.device_segments, job.block_ids) == digests[places])
         return there
 
     def told(self) -> dict[str, int]:

@@ -80,6 +80,13 @@ def test_an_arm_that_misses_a_block_is_left_out() -> None:
     assert set(summarised(results, seed=0)["0.4"]["arms"]) == {"vllm"}
 
 
+def passing() -> dict[str, Any]:
+    return {
+        "blocks_in_use": 0, "host_slots_used": 0, "open_preemptions": 0, "restored_blocks": 9, "different_blocks": 0,
+        "preemptions": 4, "stats": {"preemptions|executed=swap|cause=memory": 2, "preemptions|executed=recompute": 2},
+    }  # fmt: skip
+
+
 def harness(what: str, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"benchmarks.gpu.{what}", "--out", str(out), "--scale", "tiny", *arguments]
     return subprocess.run(command, env=os.environ | environment(), cwd=ROOT, capture_output=True, text=True)
@@ -109,13 +116,6 @@ def test_gpu_swap_ends_here(tmp_path: Path) -> None:
             )
 
 
-def passing() -> dict[str, Any]:
-    return {
-        "blocks_in_use": 0, "host_slots_used": 0, "open_preemptions": 0, "restored_blocks": 9, "different_blocks": 0,
-        "preemptions": 4, "stats": {"preemptions|executed=swap|cause=memory": 2, "preemptions|executed=recompute": 2},
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -125,6 +125,7 @@ def passing() -> dict[str, Any]:
         ({"different_blocks": 2}, "2 of 9 blocks came back different"),
         ({"restored_blocks": 0}, "no block came back"),
         ({"stats": {"preemptions|executed=swap": 4}}, "0 preemptions by recompute"),
+        ({"stats": passing()["stats"] | {"fallbacks|reason=load_failed": 2}}, "2 loads failed"),
     ],
 )
 def test_a_case_fails_for_whatever_is_wrong(change: dict[str, Any], said: str) -> None:
@@ -200,6 +201,17 @@ def test_a_digesting_copier_finds_what_was_changed_on_the_way() -> None:
     copier.load(job)
     copier.poll()
     assert copier.told() == {"restored_blocks": 4, "different_blocks": 1}
+
+
+def test_a_part_of_a_copy_is_held_against_its_own_part() -> None:
+    """What is still in the prefix cache does not come back, and what does goes to other blocks."""
+    segments = made_segments((torch.bfloat16,))
+    copier: Any = copiers.digesting(segments, 8, False, None)
+    copier.save(Job(1, "r", (3, 4, 5), (0, 1, 2)))
+    copier.load(Job(1, "r", (9,), (2,)))
+    copier.load(Job(1, "r", (7, 8), (1, 2)))
+    copier.poll()
+    assert copier.told() == {"restored_blocks": 3, "different_blocks": 0}
 
 
 class TimedDriver:
