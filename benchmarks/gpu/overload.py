@@ -10,36 +10,31 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry, write_model
+from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, kept, show, summarised
 from benchmarks.gpu.pieces import Done, Piece, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.cost.dataset import measured
 from kvpolicy.hardware import available_memory_bytes
-from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
+from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, scale_to
 from kvpolicy_vllm.bench.engine import EngineFailed
 from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
-from kvpolicy_vllm.bench.ratios import FEWEST_BLOCKS, mean_and_percentiles, paired_ratio
+from kvpolicy_vllm.bench.ratios import mean_and_percentiles
 from kvpolicy_vllm.plugin.settings import GIB
 
-NATIVE, SIMPLE = "vllm-offloading", "vllm-simple-offload"
+NATIVE = "vllm-offloading"
 SWAP, THRESHOLD, LEARNED = "always-swap", "threshold", "learned"
 CONNECTORS = {NATIVE: "OffloadingConnector", SIMPLE: "SimpleCPUOffloadConnector"}
-UNCOUNTED = (SIMPLE,)
-"""Arms whose moved bytes nobody counts."""
 SHARES = (0.4, 0.25, 0.6)
 """Memory, as a share of what all requests of a block take at their longest."""
 ITL_FACTOR = 1.25
-TARGETS = "targets"
-ROUNDED_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +77,13 @@ class Scale:
     step_tokens: int
     serve_s: float
     """What one arm's pass is thought to take."""
+    lengths: float | None = None
+    """What the trace's lengths are multiplied by; None: so that nearly all fit the context."""
 
 
 def scale_of(place: Place) -> Scale:
     if place.on_cpu or place.tiny:
-        return Scale(TINY, 16, 384, 32, 2, 16, 2048, 4.0)
+        return Scale(TINY, 16, 384, 32, 2, 16, 2048, 4.0, 0.12)
     roomy = place.memory_bytes is not None and place.memory_bytes > 100e9
     return Scale(EIGHT_B, 128 if roomy else 72, 8192, 16, 6, 128, 8192, 12.0)
 
@@ -103,9 +100,11 @@ class Overload:
         self._arms = arms
         self._started = self._hangs = False
 
-    def workload(self, block: int) -> Workload:
+    def workload(self, block: int, share: float = 1.0) -> Workload:
+        """The same lengths at every limit, but not the same prompts: an offloading engine would still know them."""
         scale = self.scale
-        return all_at_once(DEEPSEEK_R1, scale.requests, self.seed + block, scale.context_tokens)
+        made = all_at_once(DEEPSEEK_R1, scale.requests, self.seed + block, scale.context_tokens, scale.lengths)
+        return replace(made, seed=1000 * (made.seed + 1) + round(100 * share))
 
     def device_blocks(self, share: float) -> int:
         """Of the largest block of requests; never less than the longest request needs."""
@@ -140,8 +139,23 @@ class Overload:
             "itl_s": ITL_FACTOR * itl_s["mean"],
             "preemptions": sum(run.preemptions.values()),
             "enough_blocks": self.enough_blocks,
+            "workload": self.told(),
             "from": "the first block with memory for all: 99th percentile of times to first token, "
             f"{ITL_FACTOR:g} times the mean time between tokens",
+        }
+
+    def told(self) -> dict[str, Any]:
+        """What is served."""
+        requests = [one for block in range(self.scale.blocks) for one in self.workload(block).requests]
+        return {
+            "source": DEEPSEEK_R1.source,
+            "scale": self.scale.lengths or scale_to(DEEPSEEK_R1, self.scale.context_tokens),
+            "requests": self.scale.requests,
+            "blocks": self.scale.blocks,
+            "arrivals": "all at once",
+            "mean_prompt_tokens": sum(one.prompt_tokens for one in requests) / len(requests),
+            "mean_output_tokens": sum(one.output_tokens for one in requests) / len(requests),
+            "context_tokens": self.scale.context_tokens,
         }
 
     def cell(self, share: float, block: int) -> Callable[[float], dict[str, Any]]:
@@ -150,7 +164,7 @@ class Overload:
             present = [name for name in self.names if name in self._arms.names]
             order = random.Random(f"{self.seed}/{share}/{block}").sample(present, len(present))
             blocks = self.device_blocks(share)
-            runs = [self._serve(name, block, blocks) for name in order]
+            runs = [self._serve(name, block, blocks, share) for name in order]
             return {
                 "share": share,
                 "block": block,
@@ -187,10 +201,10 @@ class Overload:
         for name in self._arms.names:  # whatever an engine does only once; not counted
             self._serve(name, -1, self.device_blocks(max(SHARES)))
 
-    def _serve(self, name: str, block: int, device_blocks: int) -> Run:
+    def _serve(self, name: str, block: int, device_blocks: int, share: float = 1.0) -> Run:
         """An engine that was left in the middle of a workload would answer the next question with the last one's."""
         try:
-            return self._arms.serve(name, self.workload(block), block, device_blocks=device_blocks)
+            return self._arms.serve(name, self.workload(block, share), block, device_blocks=device_blocks)
         except TimeoutError:
             self._hangs = True
             raise
@@ -202,37 +216,6 @@ def reason(said: str) -> str:
     return lines[-1] if lines else said.splitlines()[-1]
 
 
-def kept(run: Run) -> dict[str, Any]:
-    """A run without its tokens. Times between tokens are counted by tenths of a millisecond: there are very many."""
-    gaps = [gap for request in run.itl_s for gap in request]
-    return {
-        "makespan_s": run.makespan_s,
-        "output_tokens": run.output_tokens,
-        "ttft_s": [round(one, 6) for one in run.ttft_s],
-        "mean_itl_s": [round(sum(request) / len(request), 6) if request else 0.0 for request in run.itl_s],
-        "itl_counts": dict(sorted(Counter(round(gap / ROUNDED_S) for gap in gaps).items())),
-        "itl_p99_s": mean_and_percentiles(gaps)["p99"],
-        "preemptions": dict(run.preemptions),
-        "recomputed_tokens": run.recomputed_tokens,
-        "moved_bytes": None if run.arm in UNCOUNTED else run.moved_bytes,
-    }
-
-
-def goodput(run: dict[str, Any], targets: dict[str, Any]) -> float:
-    """Requests a second that met both targets."""
-    pairs = zip(run["ttft_s"], run["mean_itl_s"], strict=True)
-    return sum(a <= targets["ttft_s"] and b <= targets["itl_s"] for a, b in pairs) / run["makespan_s"]
-
-
-def figures(run: dict[str, Any], targets: dict[str, Any]) -> dict[str, float]:
-    return {
-        "throughput_tok_s": run["output_tokens"] / run["makespan_s"],
-        "goodput_req_s": goodput(run, targets),
-        "ttft_mean_s": sum(run["ttft_s"]) / len(run["ttft_s"]),
-        "itl_p99_s": run["itl_p99_s"],
-    }
-
-
 def best_threshold(trace: Path) -> str:
     """The policy name of the threshold under which the states of a profile cost least together."""
     states = [(one.computed_tokens, one.mean_s["recompute"], one.mean_s["swap"]) for one in measured([trace]).states]
@@ -242,66 +225,6 @@ def best_threshold(trace: Path) -> str:
         return sum(swap if tokens >= edge else recompute for tokens, recompute, swap in states)
 
     return f"threshold:{min(edges, key=cost_s)}"
-
-
-def summarised(results: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
-    """By limit and arm: means over blocks, sums of what was counted, and the ratios of every arm to every other one."""
-    targets = results[TARGETS]
-    cells: dict[float, list[dict[str, Any]]] = {}
-    for name, result in results.items():
-        if name != TARGETS:
-            cells.setdefault(result["share"], []).append(result)
-    found: dict[str, Any] = {}
-    for share, some in sorted(cells.items()):
-        names = [name for name in some[0]["arms"] if all(name in one["arms"] for one in some)]
-        by_arm = {name: [figures(one["arms"][name], targets) for one in some] for name in names}
-        found[f"{share:g}"] = {
-            "blocks": len(some),
-            "device_blocks": some[0]["device_blocks"],
-            "arms": {name: _arm(by_arm[name], [one["arms"][name] for one in some]) for name in names},
-            "ratios": _ratios(by_arm, random.Random(f"{seed}/bootstrap/{share}")),
-        }
-    return found
-
-
-def _arm(rows: list[dict[str, float]], runs: list[dict[str, Any]]) -> dict[str, Any]:
-    means = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
-    moved = [run["moved_bytes"] for run in runs]
-    return means | {
-        "swapped": sum(run["preemptions"]["swap"] for run in runs),
-        "recomputed": sum(run["preemptions"]["recompute"] for run in runs),
-        "recomputed_tokens": sum(run["recomputed_tokens"] for run in runs),
-        "moved_bytes": None if None in moved else sum(moved),
-    }
-
-
-def _ratios(by_arm: dict[str, list[dict[str, float]]], rng: random.Random) -> dict[str, Any]:
-    """Of one arm over another; only where both are above 0 in every block, and there are blocks enough."""
-    found: dict[str, Any] = {}
-    for above in by_arm:
-        for below in by_arm:
-            for key in by_arm[above][0]:
-                pair = [[row[key] for row in by_arm[name]] for name in (above, below)]
-                if above != below and len(pair[0]) >= FEWEST_BLOCKS and min(map(min, pair)) > 0:
-                    found[f"{key} {above} / {below}"] = paired_ratio(pair[0], pair[1], rng, resamples=2000).to_dict()
-    return found
-
-
-def show(console: Console, place: Place, summary: dict[str, Any]) -> None:
-    table = Table(title=f"gpu-overload on {place.text()}")
-    for name in ("limit", "arm", "tok/s", "goodput", "ttft s", "itl p99 s", "swapped", "recomp.", "tokens again", "MB"):
-        table.add_column(name)
-    table.add_column("throughput over vllm")
-    for share, found in summary.items():
-        for name, one in found["arms"].items():
-            ratio = found["ratios"].get(f"throughput_tok_s {name} / {STOCK}")
-            table.add_row(
-                share, name, f"{one['throughput_tok_s']:.1f}", f"{one['goodput_req_s']:.2f}",
-                f"{one['ttft_mean_s']:.3f}", f"{one['itl_p99_s']:.4f}", str(one["swapped"]), str(one["recomputed"]),
-                str(one["recomputed_tokens"]), "?" if one["moved_bytes"] is None else f"{one['moved_bytes'] / 1e6:.0f}",
-                "" if ratio is None else f"{ratio['value']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
-            )  # fmt: skip
-    console.print(table)
 
 
 def policies_of(place: Place, profile: Path, geometry: Geometry, say: Callable[[str], None]) -> dict[str, str]:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu import copiers
 from benchmarks.gpu.check import REFERENCE, cases_of, faults, widest_gap
-from benchmarks.gpu.overload import TARGETS, goodput, summarised
+from benchmarks.gpu.overload_summary import TARGETS, goodput, summarised
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.profile import shares_of
 from benchmarks.gpu.swap import settings_of
