@@ -35,6 +35,8 @@ CONNECTORS = {NATIVE: "OffloadingConnector", SIMPLE: "SimpleCPUOffloadConnector"
 SHARES = (0.4, 0.25, 0.6)
 """Memory, as a share of what all requests of a block take at their longest."""
 ITL_FACTOR = 1.25
+STARTS_S = 400.0
+"""What the start of all engines may take at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +122,12 @@ class Overload:
         return self.device_blocks(1.0) + self.scale.requests
 
     def pieces(self) -> list[Piece]:
-        found = [Piece(TARGETS, 30 + 2 * self.scale.serve_s, lambda left_s: self.targets())]
+        found = [Piece(TARGETS, 30 + 2 * self.scale.serve_s, lambda left_s: self.targets(), STARTS_S)]
         seconds = len(self.names) * self.scale.serve_s
         for block in range(self.scale.blocks):
             found += [
-                Piece(f"limit{round(100 * share)}-block{block}", seconds, self.cell(share, block)) for share in SHARES
+                Piece(f"limit{round(100 * share)}-block{block}", seconds, self.cell(share, block), STARTS_S)
+                for share in SHARES
             ]
         return found
 
@@ -164,7 +167,14 @@ class Overload:
             present = [name for name in self.names if name in self._arms.names]
             order = random.Random(f"{self.seed}/{share}/{block}").sample(present, len(present))
             blocks = self.device_blocks(share)
-            runs = [self._serve(name, block, blocks, share) for name in order]
+            runs = []
+            for name in order:
+                try:
+                    runs.append(self._serve(name, block, blocks, share))
+                except EngineFailed as error:
+                    if name not in CONNECTORS:
+                        raise
+                    self._leave_out(name, error)
             return {
                 "share": share,
                 "block": block,
@@ -180,10 +190,17 @@ class Overload:
     def start(self) -> None:
         """The plugin's engine, with which stock vLLM shares a process, and one for each of vLLM's own connectors."""
         if self._hangs:
-            raise RuntimeError("an engine of this call hangs; what is left is for the next call")
+            raise RuntimeError("an engine of this call hangs, or did not start; what is left is for the next call")
         if self._started:
             return
         self._started = True
+        try:
+            self._start()
+        except (TimeoutError, EngineFailed):
+            self._hangs = True
+            raise
+
+    def _start(self) -> None:
         host_gib = min(0.5 if self.place.tiny else 24.0, 0.3 * available_memory_bytes() / GIB)
         ours = [Arm(STOCK, None, host_gib=host_gib)]
         ours += [Arm(name, spec, host_gib=host_gib) for name, spec in self.policies.items() if name in self.names]
@@ -195,11 +212,15 @@ class Overload:
             try:
                 self._arms.start(ConnectorArm(name, None, None, host_gib, 0, most, connector))
             except EngineFailed as error:
-                self.refused[name] = reason(str(error))
-                self._arms.stop(name)
-                print(f"    {name} does not start here: {self.refused[name]}", flush=True)
+                self._leave_out(name, error)
         for name in self._arms.names:  # whatever an engine does only once; not counted
             self._serve(name, -1, self.device_blocks(max(SHARES)))
+
+    def _leave_out(self, name: str, error: EngineFailed) -> None:
+        """An engine of vLLM's own that fails: the others go on without it."""
+        self.refused[name] = reason(str(error))
+        self._arms.stop(name)
+        print(f"    {name} is left out: {self.refused[name]}", flush=True)
 
     def _serve(self, name: str, block: int, device_blocks: int, share: float = 1.0) -> Run:
         """An engine that was left in the middle of a workload would answer the next question with the last one's."""

@@ -33,11 +33,13 @@ class Piece:
     """What it is thought to take. One is begun only where so much is left; the first always."""
     do: Callable[[float], dict[str, Any]]
     """Told how many seconds are left."""
+    grace_s: float = 60.0
+    """What it may take beyond that, as where engines start with whichever piece comes first."""
 
     @property
     def most_s(self) -> float:
         """What takes so much longer than it is thought to is taken to hang."""
-        return 3 * self.seconds + 60
+        return 3 * self.seconds + self.grace_s
 
 
 @dataclass(frozen=True, slots=True)
