@@ -3,13 +3,19 @@
 # make check      ruff, mypy and the tests that start no engine
 # make fuzz       the properties, held against twenty times as many examples, new ones at every run
 # make test-024   the engine tests on vLLM 0.24, in an environment of its own
+# make gpu-check gpu-swap gpu-profile gpu-overload
+#                 measurements on a GPU in pieces, each call under ten minutes and taken up again by the next;
+#                 without one the same programs at a tiny scale. GPU_FLAGS="--minutes 5 --only b16", see docs/gpu.md
 # PYTHON=...      the Python to build on: 3.11 or newer. One that has a CUDA vLLM and a device is built on top of.
 
 PYTHON ?= python3
 OUT ?= out/demo
 PYTEST_FLAGS ?=
+# A machine with a GPU brings its own engine as often as not, and may have no network to make an environment from.
+GPU_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
+GPU_FLAGS ?=
 
-.PHONY: demo test check fuzz test-024 environment clean
+.PHONY: demo test check fuzz test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .DELETE_ON_ERROR:
 
 demo: .venv/.made
@@ -29,6 +35,10 @@ fuzz: .venv/.made
 
 test-024: .venv-024/.made
 	KVPOLICY_REQUIRE_VLLM=1 .venv-024/bin/python -m pytest tests/vllm $(PYTEST_FLAGS)
+
+gpu-check gpu-swap gpu-profile gpu-overload: gpu-%:
+	PYTHONPATH="$(CURDIR):$(CURDIR)/integrations$${PYTHONPATH:+:$$PYTHONPATH}" \
+	$(GPU_PYTHON) -m benchmarks.gpu.$* $(GPU_FLAGS)
 
 environment: .venv/.made
 

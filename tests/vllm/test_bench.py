@@ -174,15 +174,17 @@ def test_arrivals_are_kept_and_idle_engines_rest(model: str, tmp_path: Path) -> 
 
 
 def test_the_plugin_can_be_taken_out_and_put_back(model: str, tmp_path: Path) -> None:
-    """Without it the scheduler is vLLM's own, does what a stock engine does, and reports nothing of ours."""
+    """Without it the scheduler is vLLM's own, does what a stock engine does, and reports nothing of ours. Nor does it
+    matter whether an engine has so little memory, or some is held out of play."""
     engine = Settings(model, on_cpu=True, device_blocks=12, context_tokens=256).arguments()
     job = {"do": "serve", "requests": [[0.0, 60, 60]] * 6, "seed": 1, "gaps": False}
     with EngineProcess(SERVING, tmp_path / "stock.log") as process:
         process.ask({"do": "start", "engine": engine})
         stock = process.ask(job | {"policy": None})
     with EngineProcess(SERVING, tmp_path / "ours.log") as process:
-        process.ask({"do": "start", "engine": engine | plugin_arguments("always-swap")})
-        runs = [process.ask(job | {"policy": policy}) for policy in (None, "always-swap", None)]
+        larger = engine | {"num_gpu_blocks_override": 20}
+        process.ask({"do": "start", "engine": larger | plugin_arguments("always-swap")})
+        runs = [process.ask(job | {"policy": policy, "device_blocks": 12}) for policy in (None, "always-swap", None)]
     assert stock["preemptions"] > 2
     for run in (runs[0], runs[2]):
         assert run["scheduler"] == ["SilentScheduler", "Silent", *stock["scheduler"]]

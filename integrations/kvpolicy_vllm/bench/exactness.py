@@ -29,12 +29,16 @@ class Comparison:
 
 
 def compare(
-    reference: Sequence[Sequence[int]], gaps: Sequence[Sequence[float]], other: Sequence[Sequence[int]], name: str
+    reference: Sequence[Sequence[int]],
+    gaps: Sequence[Sequence[float]],
+    other: Sequence[Sequence[int]],
+    name: str,
+    tie_gap: float = TIE_GAP,
 ) -> Comparison:
     """Greedy tokens by request. After a tie two texts rightly go apart, so only the first difference counts.
 
     ``gaps``: by request and token, the reference's best log-probability less its second best. ``name`` stands in the
-    messages. Raises ValueError where the requests are not as many.
+    messages; closer than ``tie_gap`` is a tie. Raises ValueError where the requests are not as many.
     """
     ties, wrong = 0, []
     for number, (expected, gap, got) in enumerate(zip(reference, gaps, other, strict=True)):
@@ -44,7 +48,7 @@ def compare(
         at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b), None)
         if at is None:
             continue
-        if gap[at] < TIE_GAP:
+        if gap[at] < tie_gap:
             ties += 1
         else:
             wrong.append(f"{name}, request {number}: token {at} is {got[at]}, should be {expected[at]}")

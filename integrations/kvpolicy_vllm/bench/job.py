@@ -32,6 +32,8 @@ class Job:
     seed: int
     most_extra: int = MOST_EXTRA
     """Repeats are multiplied by that at most where the machine is noisy."""
+    most_s: float | None = None
+    """What is not measured so many seconds after the engine was up is left out; None: nothing is."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,7 +9,9 @@ answer says what the trace's tables do not hold.
 from __future__ import annotations
 
 import functools
+import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -32,10 +34,18 @@ CHECKED: tuple[Arm, Arm] = ("recompute", "swap")
 class Measurement:
     """Everything one engine measures, in order."""
 
-    def __init__(self, driver: WindowDriver, job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        driver: WindowDriver,
+        job: Job,
+        tell: Callable[[dict[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._driver = driver
         self._job = job
         self._tell = tell
+        self._clock = clock
+        self._end_s = math.inf if job.most_s is None else clock() + job.most_s
         self._rng = random.Random(f"{job.seed}/order/{job.first_repeat}")
         self._steps_out: dict[tuple[str, str], int] = {}
         self.discarded: dict[str, int] = {}
@@ -48,10 +58,14 @@ class Measurement:
         self._tell({"windows": repeats * len(self._job.states) * len(ARMS) + 2 * pairs * len(self._job.checks)})
         for repeat in range(repeats):
             for state in self._shuffled(self._job.states):
+                if self._clock() > self._end_s:
+                    return noise
                 for arm in self._shuffled(ARMS):
                     self._measure(state, arm, self._job.first_repeat + repeat)
         for state, arm in zip(self._job.checks, CHECKED, strict=True):
             for pair in range(pairs):
+                if self._clock() > self._end_s:
+                    return noise
                 # Alternating, and which is first alternates too.
                 order: tuple[Arm, Arm] = ("none", arm) if pair % 2 else (arm, "none")
                 for each in order:

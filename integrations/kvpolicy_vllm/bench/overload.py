@@ -130,7 +130,7 @@ class Run:
             gaps=tuple(map(tuple, result["gaps"])),
             preemptions=executed,
             recomputed_tokens=result["recomputed_tokens"],
-            moved_bytes=_total(stats, "copy_bytes"),
+            moved_bytes=_total(stats, "copy_bytes") + result.get("offloaded_bytes", 0),
         )
 
 
@@ -198,8 +198,17 @@ class Arms:
     def names(self) -> tuple[str, ...]:
         return tuple(self._arms)
 
-    def serve(self, name: str, workload: Workload, block: int, gaps: bool = False, told: Told | None = None) -> Run:
-        """Serve a workload; its prompts are drawn from its seed, so every arm gets the same."""
+    def serve(
+        self,
+        name: str,
+        workload: Workload,
+        block: int,
+        gaps: bool = False,
+        told: Told | None = None,
+        device_blocks: int | None = None,
+    ) -> Run:
+        """Serve a workload; its prompts are drawn from its seed, so every arm gets the same. ``device_blocks``: so many
+        of the engine's, None all."""
         arm = self._arms[name]
         job = {
             "do": "serve",
@@ -207,6 +216,7 @@ class Arms:
             "seed": workload.seed,
             "gaps": gaps,
             "policy": arm.policy,
+            "device_blocks": device_blocks,
         }
 
         def news(values: dict[str, Any]) -> None:

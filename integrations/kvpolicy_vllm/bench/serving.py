@@ -28,6 +28,8 @@ FIRST_TOKEN_ID = 10
 """Prompts take no lower token: those are special."""
 NEWS_EVERY_S = 0.2
 SETTLING_STEPS = 1000
+OFFLOADED = ("vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes")
+"""What vLLM's own offloading counts, where the engine keeps statistics."""
 
 
 @dataclass(slots=True)
@@ -95,12 +97,13 @@ class Serving:
         self._plugin.set(job["policy"] is not None)
         if job["policy"] is not None:
             self._core.scheduler.kvpolicy.adopt(job["policy"])
+        held = self._hold_back(job.get("device_blocks"))
         prompts = self._prompts(job)
         number = next(self._names)
         waiting = [(f"{number}-{i}", *request) for i, request in enumerate(job["requests"])]
         progress = {name: Progress(arrival_s) for name, arrival_s, _, _ in waiting}
         self._counted = Counted()
-        before = self._stats()
+        before, offloaded = self._stats(), self._offloaded_bytes()
         start = told = self._clock()
         arrived = 0
         while arrived < len(waiting) or self.llm.llm_engine.has_unfinished_requests():
@@ -117,8 +120,10 @@ class Serving:
                 told = self._clock()
                 news({"tokens": sum(len(one.tokens) for one in progress.values())})
         makespan_s = self._clock() - start
-        self._settle()
-        return self._result(progress, makespan_s, before)
+        self._settle(held)
+        return self._result(progress, makespan_s, before) | {
+            "offloaded_bytes": self._offloaded_bytes() - offloaded,
+        }
 
     def _prompts(self, job: dict[str, Any]) -> list[list[int]]:
         rng = random.Random(job["seed"])
@@ -148,17 +153,35 @@ class Serving:
             if completion.logprobs:
                 one.gaps += [_gap(entry) for entry in completion.logprobs]
 
-    def _settle(self) -> None:
-        """Let late reports in, and start the next run from an empty prefix cache."""
+    def _hold_back(self, device_blocks: int | None) -> list[Any]:
+        """Take memory out of play until ``device_blocks`` are left, vLLM's own one among them; None: take none."""
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        if device_blocks is None:
+            return []
+        if not 1 < device_blocks <= pool.num_gpu_blocks:
+            raise ValueError(f"device_blocks is {device_blocks}, the engine has {pool.num_gpu_blocks}")
+        return list(pool.get_new_blocks(pool.num_gpu_blocks - device_blocks))
+
+    def _settle(self, held: list[Any]) -> None:
+        """Let late reports in, give back what was held, and start the next run from an empty prefix cache."""
         for _ in range(SETTLING_STEPS):
-            if not self._core.scheduler.has_requests():
+            # With asynchronous scheduling a step can still be on the way when nobody is left.
+            if not self._core.scheduler.has_requests() and not self._core.batch_queue:
                 break
             self._core.step_fn()
+        self._core.scheduler.kv_cache_manager.block_pool.free_blocks(held)
         self.llm.reset_prefix_cache()
 
     def _stats(self) -> dict[str, float]:
-        connector = self._core.scheduler.connector
-        return {} if connector is None else connector.stats()
+        """The plugin's; other connectors have none of the kind."""
+        stats = getattr(self._core.scheduler.connector, "stats", None)
+        return {} if stats is None else stats()
+
+    def _offloaded_bytes(self) -> int:
+        """Moved by a connector of vLLM's own since the start; 0 where nobody counts it."""
+        if not self.llm.llm_engine.log_stats:
+            return 0
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name in OFFLOADED)
 
     def _result(self, progress: dict[str, Progress], makespan_s: float, before: dict[str, float]) -> dict[str, Any]:
         after = self._stats()

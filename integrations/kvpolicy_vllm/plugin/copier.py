@@ -83,8 +83,8 @@ class Copier(ABC):
     ) -> None:
         self.device_segments = device_segments
         self.pinned = pin_memory and device_segments[0].device.type != "cpu"
-        self.host_segments = [self.host_memory((slots, segment.shape[1]), segment.dtype) for segment in device_segments]
         self.block_bytes = sum(segment.shape[1] * segment.element_size() for segment in device_segments)
+        self.host_segments = self.host_pool(slots)
         self.segment_bytes = device_segments[0].shape[1] * device_segments[0].element_size()
         self.transfers: list[Transfer] = []
         self._link = link
@@ -96,9 +96,9 @@ class Copier(ABC):
         self._saving: deque[tuple[Job, float, float, float]] = deque()
         self._failed_loads: list[Job] = []
 
-    def host_memory(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host pool for one segment."""
-        return torch.empty(shape, dtype=dtype)
+    def host_pool(self, slots: int) -> list[torch.Tensor]:
+        """Memory of the host pool by segment, each of shape (slots, elements)."""
+        return [torch.empty((slots, segment.shape[1]), dtype=segment.dtype) for segment in self.device_segments]
 
     @abstractmethod
     def copy_out(self, job: Job) -> None:
@@ -224,7 +224,7 @@ class IndexingCopier(Copier):
 def copier_for(device_segments: list[torch.Tensor], slots: int, pin_memory: bool, link: Link | None) -> Copier:
     """The copier for the device the KV cache is on."""
     if device_segments[0].device.type == "cuda":
-        from kvpolicy_vllm.plugin.cuda_copier import CudaCopier
+        from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
 
-        return CudaCopier(device_segments, slots, pin_memory, link)
+        return (CudaCopier if pin_memory else StagedCudaCopier)(device_segments, slots, pin_memory, link)
     return IndexingCopier(device_segments, slots, pin_memory, link)

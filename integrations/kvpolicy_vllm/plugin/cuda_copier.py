@@ -1,9 +1,10 @@
-"""Copies on CUDA: the engine's own batched copy operation, on side streams ordered by events."""
+"""Copies on CUDA, on side streams ordered by events: piece by piece in one call, or through a staging buffer."""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from vllm import _custom_ops as ops
 
 from kvpolicy_vllm.plugin.copier import Copier
 from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.staging import Staging, host_arena, offsets_of, segments_in
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
@@ -20,8 +22,10 @@ class CudaCopier(Copier):
     """One side stream per direction, so that a save never waits for the loads before it.
 
     A save waits for what is on the compute stream and the compute stream waits for the save: the blocks it reads are
-    overwritten by whatever is launched next. A load waits for its own save, and for the compute stream too: it writes
-    into blocks whose last readers may still be in flight (see the `kv_producer` role).
+    overwritten by whatever is launched next. A load waits for all saves, its own among them, and for the compute stream
+    too: it writes into blocks whose last readers may still be in flight (see the `kv_producer` role).
+
+    Pieces are copied as they lie, by the engine's own batched copy: one driver call however many there are.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -33,36 +37,31 @@ class CudaCopier(Copier):
         self._loads: dict[int, Events] = {}
         # Host memory of pointer tables must outlive the copies that read them.
         self._tables: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
+        self._new_tables: tuple[torch.Tensor, ...] = ()
         self._device_base = np.array([s.data_ptr() for s in self.device_segments], dtype=np.int64)
-        self._host_base = np.array([s.data_ptr() for s in self.host_segments], dtype=np.int64)
         self._piece_bytes = np.array([s.shape[1] * s.element_size() for s in self.device_segments], dtype=np.int64)
+        self._piece_offset = np.array(offsets_of(self.device_segments)[:-1], dtype=np.int64)
 
-    def host_memory(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Pages are locked afterwards: torch's own pinned allocations are rounded up to a power of two."""
-        memory = super().host_memory(shape, dtype)
+    def host_pool(self, slots: int) -> list[torch.Tensor]:
+        self.arena = host_arena(slots, self.block_bytes)
         if self.pinned:
-            size = memory.numel() * memory.element_size()
-            status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
-            if status != 0:
-                raise RuntimeError(
-                    f"{size} bytes of the host pool could not be page-locked (CUDA error {status}); "
-                    'give less host_gib, or "pin_memory": false'
-                )
-        return memory
+            _page_lock(self, self.arena)
+        return segments_in(self.arena, self.device_segments)
 
     def copy_out(self, job: Job) -> None:
-        device, host = self._pointers(job)
-        self._saves[job.copy_id] = self._submit(self._save_stream, device, host)
+        self._saves[job.copy_id] = self._on(self._save_stream, self.move_out, job)
         torch.cuda.current_stream().wait_stream(self._save_stream)
 
     def save_seconds(self, job: Job, called_s: float) -> float | None:
         began, ended = self._saves[job.copy_id]
-        return began.elapsed_time(ended) / 1e3 if ended.query() else None
+        if not ended.query():
+            return None
+        del self._saves[job.copy_id]
+        return float(began.elapsed_time(ended)) / 1e3
 
     def copy_in(self, job: Job) -> None:
-        device, host = self._pointers(job)
-        self._load_stream.wait_event(self._saves[job.copy_id][1])
-        self._loads[job.copy_id] = self._submit(self._load_stream, host, device)
+        self._load_stream.wait_stream(self._save_stream)
+        self._loads[job.copy_id] = self._on(self._load_stream, self.move_in, job)
 
     def copied_in(self, job: Job) -> bool:
         if not self._loads[job.copy_id][1].query():
@@ -70,30 +69,67 @@ class CudaCopier(Copier):
         del self._loads[job.copy_id]
         return True
 
-    def drop(self, copy_ids: Iterable[int]) -> None:
-        copy_ids = list(copy_ids)
-        super().drop(copy_ids)
-        saving = {job.copy_id for job, *_ in self._saving}
-        for copy_id in copy_ids:
-            if copy_id not in saving:
-                self._saves.pop(copy_id, None)
+    def move_out(self, job: Job) -> None:
+        """Device blocks to host slots, on the current stream."""
+        device, host = self._pointers(job)
+        self._move(device, host)
 
-    def _pointers(self, job: Job) -> tuple[np.ndarray, np.ndarray]:
-        blocks, slots = np.asarray(job.block_ids, dtype=np.int64), np.asarray(job.slots, dtype=np.int64)
-        device = (self._device_base[:, None] + blocks * self._piece_bytes[:, None]).ravel()
-        host = (self._host_base[:, None] + slots * self._piece_bytes[:, None]).ravel()
-        return device, host
+    def move_in(self, job: Job) -> None:
+        """Host slots to device blocks, on the current stream."""
+        device, host = self._pointers(job)
+        self._move(host, device)
 
-    def _submit(self, stream: torch.cuda.Stream, source: np.ndarray, target: np.ndarray) -> Events:
-        sizes = np.repeat(self._piece_bytes, len(source) // len(self._piece_bytes))
-        tables = tuple(torch.from_numpy(table) for table in (source, target, sizes))
+    def _on(self, stream: torch.cuda.Stream, move: Callable[[Job], None], job: Job) -> Events:
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             began.record()
-            ops.swap_blocks_batch(*tables)
+            move(job)
             ended.record()
-        self._tables.append((ended, tables))
+        self._tables.append((ended, self._new_tables))
         while len(self._tables) > 1 and self._tables[0][0].query():
             self._tables.popleft()
         return began, ended
+
+    def _pointers(self, job: Job) -> tuple[np.ndarray, np.ndarray]:
+        blocks, slots = np.asarray(job.block_ids, dtype=np.int64), np.asarray(job.slots, dtype=np.int64)
+        device = (self._device_base[:, None] + blocks * self._piece_bytes[:, None]).ravel()
+        host = (self.arena.data_ptr() + self._piece_offset[:, None] + slots * self.block_bytes).ravel()
+        return device, host
+
+    def _move(self, source: np.ndarray, target: np.ndarray) -> None:
+        sizes = np.repeat(self._piece_bytes, len(source) // len(self._piece_bytes))
+        self._new_tables = tuple(torch.from_numpy(table) for table in (source, target, sizes))
+        ops.swap_blocks_batch(*self._new_tables)
+
+
+class StagedCudaCopier(CudaCopier):
+    """Gathered on the device first: one piece a block crosses the link, and stretches of slots together.
+
+    It takes two buffers of device memory and one launch a layer; pageable host memory goes through here, because a
+    batch of pieces is defined for page-locked memory only.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._outward = Staging(self.device_segments, self.arena)
+        self._inward = Staging(self.device_segments, self.arena)
+
+    def move_out(self, job: Job) -> None:
+        self._outward.out(job)
+
+    def move_in(self, job: Job) -> None:
+        self._inward.back(job)
+
+
+def _page_lock(owner: object, memory: torch.Tensor) -> None:
+    """Page-lock ``memory`` until ``owner`` is gone. Afterwards, because torch's own page-locked allocations are rounded
+    up to a power of two. Raises RuntimeError where the driver refuses."""
+    runtime = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0).value
+    if status != 0:
+        raise RuntimeError(
+            f"{memory.nbytes} bytes of the host pool could not be page-locked (CUDA error {status}); "
+            'give less host_gib, or "pin_memory": false'
+        )
+    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

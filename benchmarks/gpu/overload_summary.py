@@ -1,0 +1,111 @@
+"""What is kept of a run through an overload, and what runs say together: by limit and arm, with ratios."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.place import Place
+from kvpolicy_vllm.bench.overload import STOCK, Run
+from kvpolicy_vllm.bench.ratios import FEWEST_BLOCKS, mean_and_percentiles, paired_ratio
+
+TARGETS = "targets"
+SIMPLE = "vllm-simple-offload"
+UNCOUNTED = (SIMPLE,)
+"""Arms whose moved bytes nobody counts."""
+ROUNDED_S = 1e-4
+
+
+def kept(run: Run) -> dict[str, Any]:
+    """A run without its tokens. Times between tokens are counted by tenths of a millisecond: there are very many."""
+    gaps = [gap for request in run.itl_s for gap in request]
+    return {
+        "makespan_s": run.makespan_s,
+        "output_tokens": run.output_tokens,
+        "ttft_s": [round(one, 6) for one in run.ttft_s],
+        "mean_itl_s": [round(sum(request) / len(request), 6) if request else 0.0 for request in run.itl_s],
+        "itl_counts": dict(sorted(Counter(round(gap / ROUNDED_S) for gap in gaps).items())),
+        "itl_p99_s": mean_and_percentiles(gaps)["p99"],
+        "preemptions": dict(run.preemptions),
+        "recomputed_tokens": run.recomputed_tokens,
+        "moved_bytes": None if run.arm in UNCOUNTED else run.moved_bytes,
+    }
+
+
+def goodput(run: dict[str, Any], targets: dict[str, Any]) -> float:
+    """Requests a second that met both targets."""
+    pairs = zip(run["ttft_s"], run["mean_itl_s"], strict=True)
+    return sum(a <= targets["ttft_s"] and b <= targets["itl_s"] for a, b in pairs) / run["makespan_s"]
+
+
+def figures(run: dict[str, Any], targets: dict[str, Any]) -> dict[str, float]:
+    return {
+        "throughput_tok_s": run["output_tokens"] / run["makespan_s"],
+        "goodput_req_s": goodput(run, targets),
+        "ttft_mean_s": sum(run["ttft_s"]) / len(run["ttft_s"]),
+        "itl_p99_s": run["itl_p99_s"],
+    }
+
+
+def summarised(results: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
+    """By limit and arm: means over blocks, sums of what was counted, and the ratios of every arm to every other one."""
+    targets = results[TARGETS]
+    cells: dict[float, list[dict[str, Any]]] = {}
+    for name, result in results.items():
+        if name != TARGETS:
+            cells.setdefault(result["share"], []).append(result)
+    found: dict[str, Any] = {}
+    for share, some in sorted(cells.items()):
+        names = sorted(set.intersection(*(set(one["arms"]) for one in some)), key=lambda name: (name != STOCK, name))
+        by_arm = {name: [figures(one["arms"][name], targets) for one in some] for name in names}
+        found[f"{share:g}"] = {
+            "blocks": len(some),
+            "device_blocks": some[0]["device_blocks"],
+            "arms": {name: _arm(by_arm[name], [one["arms"][name] for one in some]) for name in names},
+            "ratios": _ratios(by_arm, random.Random(f"{seed}/bootstrap/{share}")),
+        }
+    return found
+
+
+def _arm(rows: list[dict[str, float]], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    means = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
+    moved = [run["moved_bytes"] for run in runs]
+    return means | {
+        "swapped": sum(run["preemptions"]["swap"] for run in runs),
+        "recomputed": sum(run["preemptions"]["recompute"] for run in runs),
+        "recomputed_tokens": sum(run["recomputed_tokens"] for run in runs),
+        "moved_bytes": None if None in moved else sum(moved),
+    }
+
+
+def _ratios(by_arm: dict[str, list[dict[str, float]]], rng: random.Random) -> dict[str, Any]:
+    """Of one arm over another; only where both are above 0 in every block, and there are blocks enough."""
+    found: dict[str, Any] = {}
+    for above in by_arm:
+        for below in by_arm:
+            for key in by_arm[above][0]:
+                pair = [[row[key] for row in by_arm[name]] for name in (above, below)]
+                if above != below and len(pair[0]) >= FEWEST_BLOCKS and min(map(min, pair)) > 0:
+                    found[f"{key} {above} / {below}"] = paired_ratio(pair[0], pair[1], rng, resamples=2000).to_dict()
+    return found
+
+
+def show(console: Console, place: Place, summary: dict[str, Any]) -> None:
+    table = Table(title=f"gpu-overload on {place.text()}")
+    for name in ("limit", "arm", "tok/s", "goodput", "ttft s", "itl p99 s", "swapped", "recomp.", "tokens again", "MB"):
+        table.add_column(name)
+    table.add_column("throughput over vllm")
+    for share, found in summary.items():
+        for name, one in found["arms"].items():
+            ratio = found["ratios"].get(f"throughput_tok_s {name} / {STOCK}")
+            table.add_row(
+                share, name, f"{one['throughput_tok_s']:.1f}", f"{one['goodput_req_s']:.2f}",
+                f"{one['ttft_mean_s']:.3f}", f"{one['itl_p99_s']:.4f}", str(one["swapped"]), str(one["recomputed"]),
+                str(one["recomputed_tokens"]), "?" if one["moved_bytes"] is None else f"{one['moved_bytes'] / 1e6:.0f}",
+                "" if ratio is None else f"{ratio['value']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
+            )  # fmt: skip
+    console.print(table)

@@ -1,0 +1,158 @@
+"""Work cut into pieces: each writes its part at once, what is done is not done again, none is begun too late."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kvpolicy_vllm.bench.engine import EngineFailed
+
+PARTS = "parts"
+PLACE = "place.json"
+
+Say = Callable[[str], None]
+
+
+class Begun(ValueError):
+    """A folder that was begun somewhere else, or with something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One thing to do; its result is what JSON can hold."""
+
+    name: str
+    seconds: float
+    """What it is thought to take. One is begun only where so much is left; the first always."""
+    do: Callable[[float], dict[str, Any]]
+    """Told how many seconds are left."""
+    grace_s: float = 60.0
+    """What it may take beyond that, as where engines start with whichever piece comes first."""
+
+    @property
+    def most_s(self) -> float:
+        """What takes so much longer than it is thought to is taken to hang."""
+        return 3 * self.seconds + self.grace_s
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What has come of some pieces, this time and earlier."""
+
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+    """Not begun for want of time."""
+
+    @property
+    def whole(self) -> bool:
+        return not self.failed and not self.left
+
+
+def run_pieces(
+    out: Path,
+    place: dict[str, Any],
+    pieces: Sequence[Piece],
+    minutes: float,
+    say: Say = print,
+    clock: Callable[[], float] = time.monotonic,
+) -> Done:
+    """Do what is not done yet, in order. A piece that fails is told of and tried again the next time; others go on.
+
+    Raises :class:`Begun` where ``out`` was begun at another ``place``, ValueError where two pieces share a name.
+    """
+    names = [piece.name for piece in pieces]
+    if len(set(names)) < len(names):
+        raise ValueError(f"pieces share a name: {sorted(name for name in names if names.count(name) > 1)[0]}")
+    open_folder(out, place)
+    end_s = clock() + 60 * minutes
+    results: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    left: list[str] = []
+    begun = False
+    for number, piece in enumerate(pieces, start=1):
+        head = f"[{number}/{len(pieces)}] {piece.name}"
+        there = read_part(out, piece.name)
+        if there is not None:
+            results[piece.name] = there
+            say(f"{head}: there already")
+            continue
+        left_s = end_s - clock()
+        if left_s <= 0 or (begun and left_s < piece.seconds):
+            left.append(piece.name)
+            say(f"{head}: left for the next time, it takes about {piece.seconds:.0f} s")
+            continue
+        begun, start_s = True, clock()
+        say(f"{head} ...")
+        try:
+            with ended_after(min(left_s, piece.most_s)):
+                results[piece.name] = piece.do(left_s)
+        except (EngineFailed, RuntimeError, ValueError, OSError) as error:
+            failed[piece.name] = f"{type(error).__name__}: {error}"
+            say(f"{head}: FAILED after {clock() - start_s:.0f} s\n{failed[piece.name]}")
+            write_json(failure_of(out, piece.name), {"error": failed[piece.name]})
+            continue
+        failure_of(out, piece.name).unlink(missing_ok=True)
+        write_json(part_of(out, piece.name), results[piece.name])
+        say(f"{head}: done in {clock() - start_s:.0f} s")
+    return Done(results, failed, tuple(left))
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the middle of whatever goes on for longer. Main thread only."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it was ended after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def open_folder(out: Path, place: dict[str, Any]) -> None:
+    """Begin, or take up what was begun at the same place."""
+    path = out / PLACE
+    if path.exists():
+        begun = json.loads(path.read_text())
+        for name, value in json.loads(json.dumps(place)).items():
+            if begun.get(name) != value:
+                raise Begun(f"{out}: was begun with {name} {begun.get(name)!r}, here it is {value!r}; give a new --out")
+    else:
+        write_json(path, place)
+
+
+def part_of(out: Path, name: str) -> Path:
+    return out / PARTS / f"{name}.json"
+
+
+def failure_of(out: Path, name: str) -> Path:
+    return out / PARTS / f"{name}.failed.json"
+
+
+def read_part(out: Path, name: str) -> dict[str, Any] | None:
+    """None where there is none, or where what is there was damaged: then the piece is done again."""
+    try:
+        found = json.loads(part_of(out, name).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """At once: whoever reads finds the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(json.dumps(values, indent=1) + "\n")
+    scratch.replace(path)

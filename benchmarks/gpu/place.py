@@ -1,0 +1,121 @@
+"""Where a measurement is made: device, driver, versions, and how large it is to be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpolicy_vllm.bench.engine import environment
+
+MINUTES = 9.0
+TINY, FULL = "tiny", "full"
+ASKING = """
+import json, torch, vllm
+cuda = torch.cuda.is_available()
+p = torch.cuda.get_device_properties(0) if cuda else None
+print("PLACE " + json.dumps({
+    "vllm": vllm.__version__, "torch": torch.__version__, "cuda": torch.version.cuda if cuda else None,
+    "device": p.name if cuda else "cpu", "memory_bytes": p.total_memory if cuda else None,
+    "capability": f"{p.major}.{p.minor}" if cuda else None}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One machine with one engine, at one scale."""
+
+    device: str
+    """The accelerator's name, or ``cpu``."""
+    memory_bytes: int | None
+    """Of the accelerator."""
+    capability: str | None
+    driver: str | None
+    cuda: str | None
+    torch: str
+    vllm: str
+    python: str
+    scale: str
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def tiny(self) -> bool:
+        return self.scale == TINY
+
+    @property
+    def short_name(self) -> str:
+        """For folders: ``h200``, ``h100``, ``cpu-tiny``."""
+        words = [word for word in self.device.lower().replace("-", " ").split() if any(c.isdigit() for c in word)]
+        name = words[0] if words else self.device.lower().replace(" ", "-")
+        return f"{name}-tiny" if self.tiny else name
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        cuda = "no CUDA device" if self.on_cpu else f"CUDA {self.cuda}, driver {self.driver}"
+        warning = "; TINY SCALE: these figures try the program out and say nothing of a GPU" if self.tiny else ""
+        return f"{self.device} ({cuda}), vLLM {self.vllm}, torch {self.torch}, scale {self.scale}{warning}"
+
+
+def find_place(scale: str | None) -> Place:
+    """CUDA where torch sees a device, else the CPU. ``scale``: None takes ``full`` on a device and ``tiny`` on a CPU.
+
+    Asked of another process: importing vLLM takes seconds and binds this one to cores. Raises RuntimeError with what
+    that process said where vLLM cannot be imported.
+    """
+    asked = subprocess.run([sys.executable, "-c", ASKING], env=environment(), capture_output=True, text=True)
+    lines = [line for line in asked.stdout.splitlines() if line.startswith("PLACE ")]
+    if not lines:
+        raise RuntimeError(f"vLLM could not be imported by {sys.executable}:\n{asked.stderr[-2000:]}")
+    found = json.loads(lines[-1].removeprefix("PLACE "))
+    return Place(
+        **found,
+        driver=None if found["device"] == "cpu" else _driver(),
+        python=platform.python_version(),
+        scale=scale or (TINY if found["device"] == "cpu" else FULL),
+    )
+
+
+def _driver() -> str | None:
+    """As the driver's own tool says; None where it is not there."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    asked = subprocess.run(
+        [tool, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, env=os.environ
+    )
+    return asked.stdout.strip().splitlines()[0] if asked.returncode == 0 and asked.stdout.strip() else None
+
+
+def arguments(what: str, description: str) -> argparse.ArgumentParser:
+    """Options that all programs here share."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.gpu.{what}", description=description)
+    parser.add_argument("--out", type=Path, default=Path("out/gpu") / what, help="parts are kept here, and taken up")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="nothing is begun that would take longer")
+    parser.add_argument("--scale", choices=(TINY, FULL), help="by default full on a CUDA device, else tiny")
+    parser.add_argument("--only", action="append", default=[], help="pieces whose name holds this; may be repeated")
+    parser.add_argument("--list", action="store_true", help="name the pieces and end")
+    return parser
+
+
+def chosen(pieces: list[Any], options: argparse.Namespace) -> list[Any]:
+    """Those that ``--only`` asks for. Raises SystemExit for names that nothing has, and after ``--list``."""
+    kept = [one for one in pieces if not options.only or any(part in one.name for part in options.only)]
+    if not kept:
+        names = ", ".join(one.name for one in pieces)
+        raise SystemExit(f"--only {' '.join(options.only)}: no such piece; there are {names}")
+    if options.list:
+        print("\n".join(f"{one.name}  about {one.seconds:.0f} s" for one in kept))
+        raise SystemExit(0)
+    return kept

@@ -1,0 +1,182 @@
+"""The CUDA copiers' order of streams, on a pretended device: nothing runs but what its waits allow, in any order.
+
+Streams are queues that nobody works off by himself; a drawn schedule takes from whichever may go on. What the copiers
+do not say must wait for what will then come out wrong in some of the schedules. It is the copiers' own code that runs;
+only streams, events and the moves themselves are stand-ins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from kvpolicy_vllm.plugin import cuda_copier
+from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
+from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.staging import Staging
+
+SCHEDULES = 60
+OLD, NEW, OTHER = 3.0, 4.0, 5.0
+
+
+@dataclass(eq=False)
+class Stream:
+    """What is launched waits here; a wait names a stream and how far it must have come."""
+
+    device: Any = None
+    launched: list[Callable[[], None] | tuple[Stream, int]] = field(default_factory=list)
+    done: int = 0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.launched.append((other, len(other.launched)))
+
+    @property
+    def ready(self) -> bool:
+        if self.done == len(self.launched):
+            return False
+        first = self.launched[self.done]
+        return callable(first) or first[0].done >= first[1]
+
+    def go_on(self) -> None:
+        first = self.launched[self.done]
+        if callable(first):
+            first()
+        self.done += 1
+
+
+class Device:
+    """Stands in for ``torch.cuda`` where the copiers ask for it."""
+
+    def __init__(self) -> None:
+        self.compute = self._current = Stream()
+        self.streams = [self.compute]
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.stream, self.at = device.compute, 0
+
+            def record(self) -> None:
+                self.stream, self.at = device._current, len(device._current.launched)
+
+            def query(self) -> bool:
+                return self.stream.done >= self.at
+
+            def elapsed_time(self, other: Event) -> float:
+                return 1.0
+
+        self.Event = Event
+
+    def made_stream(self, device: Any = None) -> Stream:
+        self.streams.append(Stream())
+        return self.streams[-1]
+
+    def current_stream(self) -> Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+    def launch(self, what: Callable[[], None]) -> None:
+        self._current.launched.append(what)
+
+    def run(self, rng: random.Random, most: int | None = None) -> None:
+        """Let the device do ``most`` things, None: all."""
+        while (most is None or most > 0) and (ready := [stream for stream in self.streams if stream.ready]):
+            rng.choice(ready).go_on()
+            most = None if most is None else most - 1
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+    pretended = {"Event": device.Event, "Stream": device.made_stream}
+    pretended |= {"current_stream": device.current_stream, "stream": device.stream}
+    for name, stand_in in pretended.items():
+        monkeypatch.setattr(cuda_copier.torch.cuda, name, stand_in)
+
+    def move_pieces(source: torch.Tensor, target: torch.Tensor, sizes: torch.Tensor) -> None:
+        pieces = list(zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True))
+        for a, b, size in pieces:  # each by itself, as a copy engine may be interrupted between any two
+            device.launch(lambda a=a, b=b, size=size: ctypes.memmove(b, a, size))  # type: ignore[misc]
+
+    monkeypatch.setattr(cuda_copier.ops, "swap_blocks_batch", move_pieces)
+    out, back = Staging.out, Staging.back
+    monkeypatch.setattr(Staging, "out", lambda self, job: device.launch(lambda: out(self, job)))
+    monkeypatch.setattr(Staging, "back", lambda self, job: device.launch(lambda: back(self, job)))
+    return device
+
+
+def filled(device: Device, segments: list[torch.Tensor], blocks: tuple[int, ...], value: float) -> None:
+    """A step that writes ``value`` into blocks."""
+
+    def write() -> None:
+        for segment in segments:
+            segment[list(blocks)] = value
+
+    device.launch(write)
+
+
+@pytest.mark.parametrize("kind", [CudaCopier, StagedCudaCopier])
+def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], device: Device) -> None:
+    """A victim's blocks are written to as soon as its save is launched; its load goes into blocks that a step in flight
+    still reads; its host slots go to the next save as soon as it is back."""
+    for seed in range(SCHEDULES):
+        rng = random.Random(seed)
+        segments = [torch.zeros(12, 16) for _ in range(3)]
+        copier = kind(segments, 8, False, None)
+        saved, loaded, slots = (1, 5, 2), (7, 3, 9), (4, 5, 0)
+        read: list[torch.Tensor] = []
+        filled(device, segments, saved, OLD)
+        filled(device, segments, loaded, OTHER)
+        copier.save(Job(1, "r", saved, slots))
+        filled(device, segments, saved, NEW)
+        device.run(rng, rng.randrange(12))
+        device.launch(lambda read=read, segments=segments: read.append(segments[0][7].clone()))  # type: ignore[misc]
+        copier.load(Job(1, "r", loaded, slots))
+        finished = []
+        while not finished:
+            device.run(rng, 1)
+            finished = copier.poll()
+        assert finished[0].ok
+        assert read and (read[0] == OTHER).all(), "the load came before a step that still read its blocks"
+        for segment in segments:
+            assert (segment[list(loaded)] == OLD).all(), "what came back is not what was saved"
+            assert (segment[list(saved)] == NEW).all()
+        copier.drop([1])
+        copier.save(Job(2, "s", saved, slots))
+        copier.load(Job(2, "s", (10, 11, 8), slots))
+        device.run(rng)
+        assert [done.ok for done in copier.poll()] == [True]
+        assert all((segment[[10, 11, 8]] == NEW).all() for segment in segments)
+        assert len(copier.transfers) == 4 and all(transfer.ok for transfer in copier.transfers)
+        assert not copier._saves and not copier._loads, "events of finished copies are kept"
+
+
+@pytest.mark.parametrize("forgotten", ["wait before a save", "wait after a save", "wait before a load"])
+def test_the_schedules_find_a_forgotten_wait(forgotten: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test above is worth: each wait that is left out is found."""
+    waits = Stream.wait_stream
+
+    def wait(self: Stream, other: Stream) -> None:
+        save = device.streams[-2]  # of the copier that was made last: its load stream comes after it
+        pair = {"wait before a save": (save, device.compute), "wait after a save": (device.compute, save)}
+        left_out = (self, other) == pair.get(forgotten)
+        if forgotten == "wait before a load":
+            left_out = self is device.streams[-1]
+        if not left_out:
+            waits(self, other)
+
+    monkeypatch.setattr(Stream, "wait_stream", wait)
+    with pytest.raises(AssertionError):
+        test_no_schedule_of_the_device_mixes_anything_up(CudaCopier, device)

@@ -1,0 +1,250 @@
+"""The GPU harness on whatever engine is here, at its smallest scale, and what it plans and sums up."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import copiers
+from benchmarks.gpu.check import REFERENCE, cases_of, faults, widest_gap
+from benchmarks.gpu.overload_summary import TARGETS, goodput, summarised
+from benchmarks.gpu.place import Place
+from benchmarks.gpu.profile import shares_of
+from benchmarks.gpu.swap import settings_of
+from kvpolicy_vllm.bench.job import Job as MeasuringJob
+from kvpolicy_vllm.bench.measuring import Measurement
+from kvpolicy_vllm.bench.states import Span, State, check_states, grid
+from kvpolicy_vllm.bench.windows import Window
+from kvpolicy_vllm.plugin.copier import unique_segments
+from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.staging import STAGED_BYTES, StagedCopier, Staging, host_arena, runs_of
+from tests.vllm.harness import ROOT, environment
+
+
+def place(device: str, scale: str) -> Place:
+    return Place(device, None, None, None, None, "2.11.0", "0.24.0", "3.12.0", scale)
+
+
+@pytest.mark.parametrize("there", [place("cpu", "tiny"), place("cpu", "full"), place("NVIDIA H200", "full")])
+def test_every_plan_names_its_pieces_apart_and_the_most_telling_first(there: Place) -> None:
+    plans: list[list[Any]] = [list(shares_of(there)), list(settings_of(there)), list(cases_of(there.on_cpu))]
+    for plan in plans:
+        names = [one.name for one in plan]
+        assert len(set(names)) == len(names)
+    assert plans[2][0].name == REFERENCE and plans[2][0].memory_enough
+    if not there.on_cpu:
+        assert [one.name for one in plans[0][:2]] == ["llama-8b-b16-pass0", "llama-8b-b64-pass0"]
+        assert {case.runner for case in plans[2]} == {None, "v1", "v2"}
+
+
+def test_the_clearest_difference_is_told() -> None:
+    reference = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8]], "gaps": [[1.0, 0.2, 9.0], [1.0, 0.5, 1.0], [1.0, 1.0]]}
+    assert widest_gap(reference, [[1, 9, 9], [4, 9, 9], [7, 8]]) == 0.5
+    assert widest_gap(reference, reference["tokens"]) == 0.0
+
+
+def cell(share: float, block: int, makespans: dict[str, float]) -> dict[str, Any]:
+    def run(makespan_s: float) -> dict[str, Any]:
+        return {
+            "makespan_s": makespan_s, "output_tokens": 100, "ttft_s": [0.5, 2.0], "mean_itl_s": [0.01, 0.01],
+            "itl_p99_s": 0.02, "preemptions": {"swap": 1, "recompute": 2}, "recomputed_tokens": 7, "moved_bytes": 5,
+        }  # fmt: skip
+
+    arms = {name: run(makespan_s) for name, makespan_s in makespans.items()}
+    return {"share": share, "block": block, "device_blocks": 10, "arms": arms}
+
+
+def test_overload_is_summed_up_by_limit() -> None:
+    targets = {"ttft_s": 1.0, "itl_s": 0.1}
+    results = {TARGETS: targets, "x": cell(0.4, 0, {"vllm": 4.0, "learned": 2.0})}
+    results["y"] = cell(0.4, 1, {"learned": 4.0, "vllm": 8.0})
+    found = summarised(results, seed=0)["0.4"]
+    assert found["blocks"] == 2
+    assert found["ratios"]["throughput_tok_s learned / vllm"]["value"] == pytest.approx(2.0)
+    assert found["arms"]["vllm"]["recomputed_tokens"] == 14 and found["arms"]["vllm"]["moved_bytes"] == 10
+    assert goodput(results["x"]["arms"]["vllm"], targets) == pytest.approx(1 / 4.0)
+
+
+def test_an_arm_that_misses_a_block_is_left_out() -> None:
+    results = {TARGETS: {"ttft_s": 1.0, "itl_s": 0.1}, "x": cell(0.4, 0, {"vllm": 4.0, "learned": 2.0})}
+    results["y"] = cell(0.4, 1, {"vllm": 8.0})
+    assert set(summarised(results, seed=0)["0.4"]["arms"]) == {"vllm"}
+
+
+def passing() -> dict[str, Any]:
+    return {
+        "blocks_in_use": 0, "host_slots_used": 0, "open_preemptions": 0, "restored_blocks": 9, "different_blocks": 0,
+        "preemptions": 4, "stats": {"preemptions|executed=swap|cause=memory": 2, "preemptions|executed=recompute": 2},
+    }  # fmt: skip
+
+
+def harness(what: str, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.gpu.{what}", "--out", str(out), "--scale", "tiny", *arguments]
+    return subprocess.run(command, env=os.environ | environment(), cwd=ROOT, capture_output=True, text=True)
+
+
+def test_gpu_check_passes_here(tmp_path: Path) -> None:
+    """Blocks that come back late and bit for bit, texts as with memory enough, and nothing left behind."""
+    done = harness("check", tmp_path / "check", "--only", "slow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "check" / "check.json").read_text())
+    assert found["passed"] == ["reference", "slow"] and not found["failed"]
+    part = json.loads((tmp_path / "check" / "parts" / "slow.json").read_text())
+    assert part["served"]["restored_blocks"] > 0 == part["served"]["different_blocks"]
+    assert "TINY SCALE" in done.stdout or torch.cuda.is_available()
+
+
+def test_gpu_swap_ends_here(tmp_path: Path) -> None:
+    done = harness("swap", tmp_path / "swap", "--only", "b16", "--turns", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "swap" / "swap.json").read_text())
+    assert {piece["block_size"] for piece in found["pieces"].values()} == {16}
+    for piece in found["pieces"].values():
+        for row in piece["rows"]:
+            assert row["gb_per_s"] > 0
+            assert (
+                row["way"] == "large" or row["of_large"]["low"] <= row["of_large"]["value"] <= row["of_large"]["high"]
+            )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"blocks_in_use": 3}, "3 device blocks leaked"),
+        ({"host_slots_used": 1}, "1 host slots leaked"),
+        ({"open_preemptions": 1}, "1 preemptions stay open"),
+        ({"different_blocks": 2}, "2 of 9 blocks came back different"),
+        ({"restored_blocks": 0}, "no block came back"),
+        ({"stats": {"preemptions|executed=swap": 4}}, "0 preemptions by recompute"),
+        ({"stats": passing()["stats"] | {"fallbacks|reason=load_failed": 2}}, "2 loads failed"),
+    ],
+)
+def test_a_case_fails_for_whatever_is_wrong(change: dict[str, Any], said: str) -> None:
+    case = next(case for case in cases_of(True) if case.name == "plain")
+    assert faults(case, {"ties": 0, "tokens": 1, "ties_allowed": 1}, passing()) == []
+    (wrong,) = faults(case, {"ties": 0, "tokens": 1, "ties_allowed": 1}, passing() | change)
+    assert said in wrong
+
+
+def made_segments(dtypes: tuple[torch.dtype, ...], blocks: int = 24) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    caches = {
+        f"layer.{i}": torch.randn((blocks, 2, 4, 2, 8), generator=generator).to(dtype) for i, dtype in enumerate(dtypes)
+    }
+    return unique_segments(caches, blocks)
+
+
+@pytest.mark.parametrize("most_bytes", [STAGED_BYTES, 1, 3000])
+def test_staged_blocks_come_back_and_touch_no_other(most_bytes: int) -> None:
+    """Through a buffer for all of them, for one, for a few; slots that follow each other and slots that do not."""
+    segments = made_segments((torch.bfloat16, torch.float32, torch.bfloat16))
+    copier = StagedCopier(segments, 16, False, None)
+    copier.staging = Staging(segments, copier.arena, most_bytes)
+    job = Job(1, "r", (3, 19, 1, 4, 17, 8), (2, 3, 4, 9, 8, 15))
+    before = [segment.clone() for segment in segments]
+    copier.save(job)
+    for host, was in zip(copier.host_segments, before, strict=True):
+        assert torch.equal(host[list(job.slots)], was[list(job.block_ids)])
+    for segment in segments:
+        segment[list(job.block_ids)] = 0
+    copier.load(job)
+    assert [done.ok for done in copier.poll()] == [True]
+    assert all(torch.equal(segment, was) for segment, was in zip(segments, before, strict=True))
+
+
+def test_slots_that_follow_each_other_go_together() -> None:
+    assert list(runs_of((2, 3, 4, 9, 8))) == [(0, 2, 3), (3, 9, 1), (4, 8, 1)]
+    assert list(runs_of(())) == []
+
+
+def test_the_host_pool_begins_on_a_page_of_its_own() -> None:
+    """Page-locking goes by whole pages; pools that shared one could not both be locked."""
+    arenas = [host_arena(3, 1000) for _ in range(4)]
+    assert all(arena.data_ptr() % 4096 == 0 for arena in arenas)
+    assert len({arena.data_ptr() for arena in arenas}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_digests_know_blocks_apart(dtype: torch.dtype) -> None:
+    """Equal bits elsewhere give the same number; one bit, another place or another layer another one."""
+    segments = made_segments((dtype, dtype), blocks=6)
+    for segment in segments:
+        segment[1] = segment[0]
+    first, same, other = copiers.block_digests(segments, (0, 1, 2))
+    assert first == same != other
+    segments[0].view(torch.int16)[1, 5] ^= 1
+    assert copiers.block_digests(segments, (1,)) != first
+    segments[0][1] = segments[0][0].flip(0)
+    assert copiers.block_digests(segments, (1,)) != first
+    segments[0][1], segments[1][1] = segments[1][0].clone(), segments[0][0].clone()
+    assert copiers.block_digests(segments, (1,)) != first
+
+
+def test_a_digesting_copier_finds_what_was_changed_on_the_way() -> None:
+    segments = made_segments((torch.bfloat16,))
+    copier: Any = copiers.staged_digesting(segments, 8, False, None)
+    job = Job(1, "r", (3, 4), (0, 1))
+    copier.save(job)
+    copier.load(job)
+    copier.poll()
+    assert copier.told() == {"restored_blocks": 2, "different_blocks": 0}
+    copier.arena[1, 7] ^= 1
+    copier.load(job)
+    copier.poll()
+    assert copier.told() == {"restored_blocks": 4, "different_blocks": 1}
+
+
+def test_a_part_of_a_copy_is_held_against_its_own_part() -> None:
+    """What is still in the prefix cache does not come back, and what does goes to other blocks."""
+    segments = made_segments((torch.bfloat16,))
+    copier: Any = copiers.digesting(segments, 8, False, None)
+    copier.save(Job(1, "r", (3, 4, 5), (0, 1, 2)))
+    copier.load(Job(1, "r", (9,), (2,)))
+    copier.load(Job(1, "r", (7, 8), (1, 2)))
+    copier.poll()
+    assert copier.told() == {"restored_blocks": 3, "different_blocks": 0}
+
+
+class TimedDriver:
+    """Windows take ten seconds each, by its own clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.windows: list[tuple[str, str]] = []
+        self.controller = self.recorder = self
+
+    def add(self, table: str, row: dict[str, Any]) -> None:
+        """As a recorder does."""
+
+    def measure(self, state: State, arm: str, repeat: int, attempt: int = 0, pause: int = 1) -> Window:
+        self.now_s += 10.0
+        if repeat >= 0:
+            self.windows.append((state.state_id, arm))
+        return Window(state.state_id, arm, repeat, state.cause, 0, 1, 10.0, None, "")
+
+    def undisturbed(self, state: State, repeat: int, steps: int) -> Window:
+        self.now_s += 1.0 + 0.001 * repeat
+        return Window(state.state_id, "undisturbed", repeat, state.cause, 0, 1, 1.0 + 0.001 * repeat, None, "noise")
+
+
+def test_measuring_ends_in_time_and_leaves_no_state_half_measured() -> None:
+    span = Span(64, 256, 3, 1000, 1024)
+    states = grid(32, 8, span, random.Random(0))
+    job = MeasuringJob({}, states, check_states(32, span), 2, 1, 0, 0, most_s=160.0)
+    timed: Any = TimedDriver()
+    Measurement(timed, job, lambda values: None, lambda: timed.now_s).run()
+    assert 130 < timed.now_s < 200
+    measured = {state for state, _ in timed.windows}
+    assert 2 <= len(measured) < 8 and len(timed.windows) == 3 * len(measured)
+    everything: Any = TimedDriver()
+    Measurement(everything, replace(job, most_s=None), lambda values: None, lambda: everything.now_s).run()
+    assert len(everything.windows) == 3 * 8 + 2 * 2 * 2
