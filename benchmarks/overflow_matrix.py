@@ -284,7 +284,7 @@ def constants(machines: Sequence[str]) -> list[str]:
         lines += [
             f"{machine} with {MACHINES[machine]['_name_or_path']} (16-bit)",
             f"  {sheet.bf16_flops / 1e12:g} Tflop/s, {sheet.memory_bytes_per_s / 1e9:g} GB/s: {sheet.source}",
-            f"  server: {server_words(asdict(serving_of(machine)))}",
+            f"  server: {server_words(asdict(serving_of(machine)), machine)}",
             f"  host link {link.name}, {link.bytes_per_s / 1e9:g} GB/s each way: {link.source}",
         ]
     shares = ("linear_share", "attention_share", "weight_share", "kv_share")
