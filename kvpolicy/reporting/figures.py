@@ -8,6 +8,7 @@ from io import BytesIO
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
@@ -28,6 +29,8 @@ LEARNED = "#0c8558"
 MARKERS = {"recompute": "o", "swap": "s"}
 WIDTH_IN = 5.6
 """Two side by side on a wide page, one on a phone, letters legible on both."""
+SCALING_LETTERS = 84
+"""On a line of small print."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 11.5,
@@ -219,6 +222,7 @@ def _memory(material: Material) -> Figure:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     legend(rows[0])
     rows[-1].set_xlabel(f"KV memory, % of what holds all {runs[0].requests} requests at full length")
+    _scaling(figure, runs)
     return figure
 
 
@@ -233,7 +237,16 @@ def _timeline(material: Material) -> Figure:
         for axes in rows[3 * number : 3 * number + 3]:
             axes.set_xlim(0.0, end_s)
     rows[-1].set_xlabel("seconds since the first step")
+    _scaling(figure, first)
     return figure
+
+
+def _scaling(figure: Figure, runs: Sequence[ServedRun]) -> None:
+    """What was served here, under the figure."""
+    told = sorted({run.scaling for run in runs if run.scaling})
+    if told:
+        lines = [line for one in told for line in wrap(one, SCALING_LETTERS)]
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=9.5, color=MUTED)
 
 
 def _panel(rows: Sequence[Axes], run: ServedRun) -> None:

@@ -83,6 +83,8 @@ class ServedRun:
     preemptions: Mapping[str, int]
     """By what was executed."""
     requests: int
+    scaling: str
+    """What was served, beside what the paper served; empty where the trace does not say."""
     end_s: tuple[float, ...]
     """When each step ended, since the run began."""
     duration_s: tuple[float, ...]
@@ -233,7 +235,9 @@ class _Served:
         ended = [(row, self._outcomes.get((core, row["preemption_id"]))) for row in taken]
         costs = [one["engine_s"] for _, one in ended if one is not None and one["engine_s"] is not None]
         began = steps[0]["start_s"]
-        blocks = self._trace.headers[core].device_blocks
+        header = self._trace.headers[core]
+        # One engine serves under several memories.
+        blocks = header.noise.get("device_blocks", {}).get(window["state_id"], header.device_blocks)
         last = steps[-1]["start_s"] + steps[-1]["duration_s"]
         end_s = [row["start_s"] + row["duration_s"] - began for row in steps]
         return ServedRun(
@@ -246,6 +250,7 @@ class _Served:
             unattributed=len(taken) - len(costs),
             preemptions={kind: sum(row["executed"] == kind for row in taken) for kind in KINDS},
             requests=sum(began <= (row["last_token_s"] or 0.0) <= last + SETTLING_S for row in self._finished[core]),
+            scaling=header.notes,
             end_s=tuple(end_s),
             duration_s=tuple(row["duration_s"] for row in steps),
             decoded=tuple(row["decode_requests"] for row in steps),

@@ -100,7 +100,7 @@ def test_what_is_named_after_a_level() -> None:
     assert overflow.figure_and_level(overflow.state_id("memory", 30)) == ("memory", 30)
     assert overflow.figure_and_level("b32-003") is None and overflow.figure_and_level("memory/much") is None
     assert overflow.named(["all"]) == overflow.MEASURED
-    with pytest.raises(ValueError, match="--figure is heat, should be block-size, sequence-length or all"):
+    with pytest.raises(ValueError, match="--figure is heat, should be block-size, evicted-tokens, "):
         overflow.named(["heat"])
 
 
@@ -112,7 +112,7 @@ def served_run(**more: Any) -> ServedRun:
     used = [rng.uniform(0.5, 1.0) for _ in slow]
     made = ServedRun(
         figure="timeline", level=12, arm="swap", repeat=0, makespan_s=sum(duration_s), overhead_s=1.0, unattributed=0,
-        preemptions={"recompute": 0, "swap": 3}, requests=32, end_s=tuple(np.cumsum(duration_s).tolist()),
+        preemptions={"recompute": 0, "swap": 3}, requests=32, scaling="", end_s=tuple(np.cumsum(duration_s).tolist()),
         duration_s=tuple(duration_s), decoded=(4,) * 200, used_share=tuple(used),
         host_bytes=tuple((1 - one) * 2**26 for one in used), running=(4,) * 200, waiting=(0,) * 200,
         returning=tuple(slow), taken=(), resumed=(),
