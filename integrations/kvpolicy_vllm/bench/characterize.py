@@ -21,6 +21,7 @@ from kvpolicy import trace as traces
 from kvpolicy.overflow import SERVED
 from kvpolicy.trace import Header
 from kvpolicy.training import train
+from kvpolicy_vllm.bench.demo import SHAPE
 from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.parts import Rig, model_length
 from kvpolicy_vllm.bench.profile import Tell, measure_part, prepare, scratch_of, take_up, telling, write_plan
@@ -94,7 +95,7 @@ def characterize(
     study = Study(out, asked, done, seed, tuple(figures))
     try:
         with scratch_of(out) as scratch, telling(progress, "characterize") as tell:
-            rig = prepare(scratch, llm, link, seed, quick, None)
+            rig = prepare(scratch, llm, link, seed, quick, None, SHAPE)
             reach = (QUICK if quick else FULL_DEVICE if rig.device else FULL_CPU) if reach is None else reach
             study.measure(replace(rig, extent=reach.learning), reach, scratch, tell, clock)
     except KeyboardInterrupt:

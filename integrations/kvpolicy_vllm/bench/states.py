@@ -76,11 +76,17 @@ class State:
 
 
 def running_for(victims: int, blocks_each: int) -> int:
-    """Requests that must run and each need a block in one step, so that ``victims`` of them have to go.
-
-    Every victim that goes gives its blocks to those that stay; all but the last must not be enough for them.
-    """
+    """Requests that must run and each need a block in one step, so that ``victims`` of them have to go."""
     return victims + 1 + (victims - 1) * blocks_each
+
+
+def free_blocks_for(victims: int, running: int, blocks_each: int) -> int:
+    """With which exactly so many have to go where all running requests need a block in one step.
+
+    Every victim gives its blocks to those that stay: what is free and those of all victims but the last leave one of
+    them without. Below 0 where too few run; see :func:`running_for`.
+    """
+    return running - victims - 1 - (victims - 1) * blocks_each
 
 
 @dataclass(frozen=True, slots=True)

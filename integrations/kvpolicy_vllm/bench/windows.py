@@ -15,7 +15,7 @@ from typing import Any, Literal
 from vllm import SamplingParams
 from vllm.v1.request import RequestStatus
 
-from kvpolicy_vllm.bench.states import State, running_for, waiting_prompt_tokens
+from kvpolicy_vllm.bench.states import State, free_blocks_for, running_for, waiting_prompt_tokens
 
 Arm = Literal["none", "recompute", "swap"]
 ARMS: tuple[Arm, ...] = ("none", "recompute", "swap")
@@ -289,9 +289,8 @@ class Scene:
         if victims == 1:
             # All but one of those who need a block find one: exactly one allocation fails.
             return len(self._in_need()) - 1
-        # All but one of those who stay find one, once all but one of the victims are gone.
         blocks = len(self.driver.held_by(self.victims[-1]))
-        found = len(self.others) - 1 - (victims - 1) * blocks
+        found = free_blocks_for(victims, len(self.others) + victims, blocks)
         if found < 0:
             wanted = running_for(victims, blocks)
             raise WindowError(f"state {self.state.state_id}: {victims} victims want {wanted} running requests")
