@@ -142,8 +142,8 @@ def flat(x: Sequence[float], y: Sequence[float], of: str = "windows", margin: fl
 def lowest_at(runs: Mapping[int, Sequence[float]], wanted: Sequence[int], rng: np.random.Generator) -> Evidence:
     """Whether the level with the lowest mean is one of ``wanted``: the share of draws of the means that say so.
 
-    Each level's mean is drawn from Student's t about the mean of its runs. Resampled runs would not do: of three they
-    take far too few values, and two levels that are truly alike are told apart in every third case.
+    Each level's mean is drawn from Student's t about the mean of its runs. Resampled runs would not do: with
+    three of each, they decide between two levels that are truly alike in over a quarter of cases.
     """
     test = "means drawn from the t distribution of each level's runs"
     effect = f"of the draws have the lowest mean at {' or '.join(map(str, wanted))}"

@@ -43,6 +43,8 @@ from kvpolicy_vllm.bench.served import ServedJob, serve_part
 from kvpolicy_vllm.bench.states import Span
 from kvpolicy_vllm.plugin.settings import Link
 
+NEXT = ", "
+"""Between the names of what one core holds."""
 MODEL = "learned"
 """Folder, beside the trace's cores, of the cost model that the learned policy goes by."""
 
@@ -105,8 +107,8 @@ def characterize(
 
 def whole_parts(out: Path, done: Mapping[str, str]) -> dict[str, str]:
     """The parts that are done, core by name: also one that was killed between moving a core in and noting it."""
-    found = {str(Header.read(path).noise.get("part")): path.parent.name for path in out.glob("*/header.json")}
-    return found | dict(done)
+    cores = {path.parent.name: str(Header.read(path).noise.get("part", "")) for path in out.glob("*/header.json")}
+    return {name: core for core, names in cores.items() for name in names.split(NEXT)} | dict(done)
 
 
 class Study:
@@ -121,30 +123,33 @@ class Study:
         self._steps: list[Step] = []
 
     def measure(self, rig: Rig, reach: Reach, scratch: Path, tell: Tell, clock: Callable[[], float]) -> None:
-        self._steps = steps = steps_of(reach, self.figures, rig.device)
-        skipped = [step for step in steps if step.name in self._done]
+        self._steps = steps_of(reach, self.figures, rig.device)
+        steps = [step.without(self._done) for step in self._steps]
         began = clock()
         for number, step in enumerate(steps):
-            if step.figure in SERVED and not (self._out / MODEL).exists():
-                self._learn(scratch)
-            if step in skipped:
+            if not step.figures:
                 continue
+            if step.figures[0] in SERVED and not (self._out / MODEL).exists():
+                self._learn(scratch)
 
-            def told(done: int, of: int, number: int = number, name: str = step.name) -> None:
-                left = time_left(steps, number, done / of if of else 0.0, skipped, clock() - began)
+            def told(done: int, of: int, number: int = number, name: str = step.title) -> None:
+                left = time_left(steps, number, done / of if of else 0.0, clock() - began)
                 tell(f"{name} ({number + 1} of {len(steps)}{_worded(left)})", done, of)
 
-            folder = scratch / step.name
+            folder = scratch / step.title
             folder.mkdir()
-            self._done[step.name] = self._measure(step, rig, reach, folder, told)
+            core = self._measure(step, rig, reach, folder, told)
+            self._done |= dict.fromkeys(step.names, core)
             write_plan(self._out, {"asked": self._asked, "done": self._done})
 
     def _measure(self, step: Step, rig: Rig, reach: Reach, folder: Path, told: Callable[[int, int], None]) -> str:
-        if step.figure in SERVED:
+        part = NEXT.join(step.names)
+        if step.figures[0] in SERVED:
             served = served_job(rig, reach, step, folder, f"cheapest:{self._out / MODEL}")
-            return serve_part(served, self._out, folder, step.name, told)
-        job = rig.job(step.part, folder) if step.figure == LEARNING else study_job(rig, reach, step, folder)
-        return measure_part(job, self._out, folder, step.name, told)
+            return serve_part(served, self._out, folder, part, told)
+        learns = step.figures == (LEARNING,)
+        job = rig.job(step.part, folder) if learns else study_job(rig, reach, step, folder)
+        return measure_part(job, self._out, folder, part, told)
 
     def _learn(self, scratch: Path) -> None:
         """Train the learned policy on its own profile alone: not on what happens to have been measured before."""
@@ -159,7 +164,7 @@ class Study:
 
     def interrupted(self) -> str:
         """What is kept and how to go on."""
-        names = [step.name for step in self._steps]
+        names = [name for step in self._steps for name in step.names]
         of = f" of {len(names)}" if names else ""
         kept = len([name for name in names if name in self._done]) if names else len(self._done)
         return (
@@ -177,10 +182,10 @@ def _worded(left_s: float | None) -> str:
 def study_job(rig: Rig, reach: Reach, step: Step, folder: Path) -> Job:
     """What the part's engine is to do; its trace goes into ``folder``. Raises ValueError for too short a model."""
     part = step.part
-    states = study_states(reach, step.figure, part.block_size)
+    states = tuple(state for figure in step.figures for state in study_states(reach, figure, part.block_size))
     longest = max(state.prompt_tokens for state in states)
     wanted = 2 * longest + 4 * part.block_size
-    _refuse_short(rig, step.figure, wanted, longest)
+    _refuse_short(rig, step.title, wanted, longest)
     requests = 1 + max(len(state.other_prompts) for state in states)
     span = Span(DECODED, longest, requests - 1, 0, wanted)
     blocks = max(max(state.device_blocks for state in states), -(-wanted // part.block_size) + 1)
@@ -201,7 +206,7 @@ def served_job(rig: Rig, reach: Reach, step: Step, folder: Path, learned: str) -
     """What the part's engine is to serve; ``learned``: the learned policy. Raises ValueError for too short a model."""
     load, part = reach.load, step.part
     wanted = load.total_tokens + load.block_size
-    _refuse_short(rig, step.figure, wanted, load.total_tokens)
+    _refuse_short(rig, step.title, wanted, load.total_tokens)
     span = Span(DECODED, load.total_tokens, load.requests - 1, 0, wanted)
     policies = {"recompute": "always-recompute", "swap": "always-swap", "learned": learned}
     assert set(policies) == set(ARMS)
@@ -210,15 +215,15 @@ def served_job(rig: Rig, reach: Reach, step: Step, folder: Path, learned: str) -
         engine=engine | {"max_num_seqs": max(load.requests, engine["max_num_seqs"])},
         load=load,
         policies=policies,
-        runs=tuple(runs_of(reach, step.figure, part.number, rig.seed)),
+        runs=tuple(run for figure in step.figures for run in runs_of(reach, figure, part.number, rig.seed)),
         seed=rig.seed,
     )
 
 
-def _refuse_short(rig: Rig, figure: str, wanted: int, longest: int) -> None:
+def _refuse_short(rig: Rig, what: str, wanted: int, longest: int) -> None:
     has = model_length(rig.llm)
     if has < wanted:
-        raise ValueError(f"--llm holds {has} tokens, figure {figure} needs {wanted} for sequences of {longest}")
+        raise ValueError(f"--llm holds {has} tokens, {what} needs {wanted} for sequences of {longest}")
 
 
 def _told(out: Path, figures: tuple[str, ...]) -> Measured:

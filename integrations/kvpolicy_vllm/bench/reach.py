@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, SERVED, TIMELINE, state_id
@@ -46,6 +46,10 @@ class Load:
     def all_blocks(self) -> int:
         """That hold every request at full length, and one that vLLM keeps for itself."""
         return self.requests * self.blocks_each + 1
+
+    @property
+    def all_output_tokens(self) -> int:
+        return self.requests * self.output_tokens
 
     def blocks_at(self, level: int) -> int:
         """Of an engine with ``level`` percent of the memory; one request must fit."""
@@ -106,7 +110,7 @@ class Reach:
 _LEARNING = {"repeats": 1, "check_pairs": 0, "most_extra": 1, "most_others": 20}
 QUICK = Reach(
     lengths=(64, 128, 256, 512), length_requests=16, block_sizes=(32, 64, 128), block_size_tokens=384,
-    victims=(1, 2, 4, 8), victim_tokens=128, passes=2, repeats=2,
+    victims=(1, 2, 4, 8), victim_tokens=128, passes=2, repeats=3,
     scale=1 / 8, served_requests=PAPER_REQUESTS, levels=(10, 20, 30, 40, 50, 60),
     served_passes=1, served_repeats=3, timeline_repeats=2,
     learning=Extent((32,), states=48, passes=1, most_tokens=512, most_batch_tokens=4000, model_tokens=2048,
@@ -131,21 +135,6 @@ FULL_DEVICE = Reach(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One engine's share of the study."""
-
-    figure: str
-    """Or :data:`LEARNING`."""
-    part: Part
-    expected_s: float
-    """Very roughly, on two cores: only shares of the whole are made of it."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.figure}-{self.part.name}"
-
-
 ENGINE_S = 18.0
 """To start an engine, warm it up and write its trace."""
 WINDOW_S = 0.2
@@ -153,35 +142,64 @@ SERVED_S_PER_TOKEN = 0.0004
 """Of output, at the memory levels of the study."""
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One engine's share of the study."""
+
+    part: Part
+    work_s: Mapping[str, float]
+    """By what is measured, a figure or :data:`LEARNING`: very roughly how long it takes on two cores. Only shares of
+    the whole are made of it."""
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        return tuple(self.work_s)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what is measured, in the study's plan."""
+        return tuple(f"{figure}-{self.part.name}" for figure in self.work_s)
+
+    @property
+    def title(self) -> str:
+        return f"{'+'.join(self.work_s)}-{self.part.name}"
+
+    @property
+    def expected_s(self) -> float:
+        """0 where there is nothing to do."""
+        return ENGINE_S + sum(self.work_s.values()) if self.work_s else 0.0
+
+    def without(self, done: Container[str]) -> Step:
+        """What is left of it."""
+        left = {f: s for f, s in self.work_s.items() if f"{f}-{self.part.name}" not in done}
+        return replace(self, work_s=left)
+
+
 def steps_of(reach: Reach, figures: Sequence[str], device: bool) -> list[Step]:
-    """Single overflows first, passes interleaved over figures and block sizes, every other one backwards; then what the
-    learned policy is trained on; then what is served."""
-    kinds: list[tuple[str, int, bool]] = []
-    for figure in (SEQUENCE_LENGTH, EVICTED_TOKENS):
-        kinds += [(figure, STUDY_BLOCK_SIZE, True)] if figure in figures else []
+    """Single overflows first, passes interleaved over engines, every other one backwards; then what the learned policy
+    is trained on; then what is served."""
+    single = tuple(figure for figure in (SEQUENCE_LENGTH, EVICTED_TOKENS) if figure in figures)
+    kinds: list[tuple[tuple[str, ...], int, bool]] = [(single, STUDY_BLOCK_SIZE, True)] if single else []
     if BLOCK_SIZE in figures:
-        kinds += [(BLOCK_SIZE, size, pinned) for size in reach.block_sizes for pinned in (True, False)[: 1 + device]]
+        kinds += [((BLOCK_SIZE,), size, pin) for size in reach.block_sizes for pin in (True, False)[: 1 + device]]
     found = []
     for number in range(reach.passes):
-        for figure, size, pinned in kinds if number % 2 == 0 else reversed(kinds):
-            windows = 3 * reach.repeats * len(study_states(reach, figure, size))
-            found.append(_step(figure, number, size, pinned, WINDOW_S * windows))
-    served = [figure for figure in SERVED if figure in figures]
+        for some, size, pinned in kinds if number % 2 == 0 else reversed(kinds):
+            work_s = {one: 3 * reach.repeats * WINDOW_S * len(study_states(reach, one, size)) for one in some}
+            found.append(_step(number, work_s, size, pinned))
+    served = tuple(figure for figure in SERVED if figure in figures)
     if not served:
         return found
     for number in range(reach.learning.passes):
-        windows = 3 * reach.learning.repeats * reach.learning.states
-        found.append(_step(LEARNING, number, STUDY_BLOCK_SIZE, True, WINDOW_S * windows))
+        found.append(_step(number, {LEARNING: 3 * reach.learning.repeats * WINDOW_S * reach.learning.states}))
     for number in range(reach.served_passes):
-        for figure in served if number % 2 == 0 else reversed(served):
-            tokens = len(runs_of(reach, figure, number, 0)) * reach.load.requests * reach.load.output_tokens
-            found.append(_step(figure, number, STUDY_BLOCK_SIZE, True, SERVED_S_PER_TOKEN * tokens))
+        tokens = {one: len(runs_of(reach, one, number, 0)) * reach.load.all_output_tokens for one in served}
+        found.append(_step(number, {one: SERVED_S_PER_TOKEN * count for one, count in tokens.items()}))
     return found
 
 
-def _step(figure: str, number: int, size: int, pinned: bool, work_s: float) -> Step:
-    name = f"b{size}-pass{number}" + ("" if pinned else PAGEABLE)
-    return Step(figure, Part(name, number, size, pinned), ENGINE_S + work_s)
+def _step(number: int, work_s: Mapping[str, float], size: int = STUDY_BLOCK_SIZE, pinned: bool = True) -> Step:
+    return Step(Part(f"b{size}-pass{number}" + ("" if pinned else PAGEABLE), number, size, pinned), work_s)
 
 
 def study_states(reach: Reach, figure: str, block_size: int) -> tuple[State, ...]:
@@ -257,11 +275,11 @@ def runs_of(reach: Reach, figure: str, number: int, seed: int) -> list[ServedRun
     ]
 
 
-def time_left(steps: Sequence[Step], at: int, share: float, skipped: Sequence[Step], elapsed_s: float) -> float | None:
+def time_left(steps: Sequence[Step], at: int, share: float, elapsed_s: float) -> float | None:
     """Seconds, from how long what was done took beside what was expected; None while nothing is done.
 
-    ``at``: the step at work, ``share`` of it done. ``skipped``: those found done at the start.
+    ``at``: the step at work, ``share`` of it done.
     """
-    done = sum(step.expected_s for step in steps[:at] if step not in skipped) + share * steps[at].expected_s
-    left = sum(step.expected_s for step in steps[at:] if step not in skipped) - share * steps[at].expected_s
+    done = sum(step.expected_s for step in steps[:at]) + share * steps[at].expected_s
+    left = sum(step.expected_s for step in steps[at:]) - share * steps[at].expected_s
     return None if done <= 0 else elapsed_s / done * left
