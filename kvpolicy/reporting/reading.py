@@ -249,7 +249,9 @@ class _Served:
             unattributed=len(taken) - len(costs),
             preemptions={kind: sum(row["executed"] == kind for row in taken) for kind in KINDS},
             # They come after whatever was served before, and before this run's last step.
-            requests=sum(max(before, default=-inf) < row["arrival_s"] < began + end_s[-1] for row in self._asked[core]),
+            requests=sum(
+                max(before, default=-inf) <= row["arrival_s"] < began + end_s[-1] for row in self._asked[core]
+            ),
             scaling=header.notes,
             end_s=tuple(end_s),
             duration_s=tuple(row["duration_s"] for row in steps),
