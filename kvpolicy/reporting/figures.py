@@ -220,6 +220,7 @@ def _memory(material: Material) -> Figure:
             )  # fmt: skip
         axes.set_ylabel(name)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.set_xticks(sorted({run.level for run in runs}))
     legend(rows[0])
     rows[-1].set_xlabel(f"KV memory, % of what holds all {runs[0].requests} requests at full length")
     _scaling(figure, runs)
@@ -254,8 +255,8 @@ def _panel(rows: Sequence[Axes], run: ServedRun) -> None:
     edges = np.linspace(0.0, run.end_s[-1], MOMENTS + 1)
     tokens, _ = np.histogram(run.end_s, edges, weights=run.decoded)
     throughput.stairs(tokens / np.diff(edges), edges, color=colour(run.arm), linewidth=1.4)
-    throughput.set(ylabel="tokens/s", title=f"{run.arm} at {run.level}% memory")
-    throughput.title.set_color(colour(run.arm))
+    throughput.set_ylabel("tokens/s")
+    throughput.set_title(f"{run.arm} at {run.level}% memory", color=colour(run.arm))
     memory.plot(run.end_s, [100 * share for share in run.used_share], color=INK, linewidth=1.2, label="device KV, %")
     memory.set(ylabel="device KV, %", ylim=(0, 105))
     host = memory.twinx()
