@@ -134,7 +134,7 @@ class Study:
 
             def told(done: int, of: int, number: int = number, name: str = step.title) -> None:
                 left = time_left(steps, number, done / of if of else 0.0, clock() - began)
-                tell(f"{name} ({number + 1} of {len(steps)}{_worded(left)})", done, of)
+                tell(f"{name} ({number + 1}/{len(steps)}{_worded(left)})", done, of)
 
             folder = scratch / step.title
             folder.mkdir()
@@ -176,7 +176,7 @@ class Study:
 def _worded(left_s: float | None) -> str:
     if left_s is None:
         return ""
-    return f", about {left_s / 60:.0f} min left" if left_s >= 90 else f", about {left_s:.0f} s left"
+    return f", ~{left_s / 60:.0f} min left" if left_s >= 90 else f", ~{left_s:.0f} s left"
 
 
 def study_job(rig: Rig, reach: Reach, step: Step, folder: Path) -> Job:
