@@ -172,7 +172,7 @@ def characterize(
         list[str] | None, typer.Option(help=f"{', '.join(MEASURED)} or all. May be given several times.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer levels and repeats: under ten minutes instead of most of an hour.")
+        bool, typer.Option("--quick", help="Fewer levels and repeats: on two cores a quarter of an hour.")
     ] = False,
     llm: Annotated[Path | None, typer.Option(help="Folder of a model; without it a small one is made.")] = None,
     link: Annotated[
