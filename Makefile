@@ -19,7 +19,7 @@ demo: .venv/.made
 	.venv/bin/kvpolicy demo --out $(OUT)
 
 # Interrupted, it goes on where it was: each study is taken up in its own folder. The simulated link is the one that
-# `make demo` was shown with: break-even lies within the measured lengths on a machine of two cores.
+# `make demo` was shown with: there break-even lay within the measured lengths.
 characterize: .venv/.made
 	.venv/bin/kvpolicy characterize --quick --out $(STUDY)/native
 	.venv/bin/kvpolicy report $(STUDY)/native --out $(STUDY)/native.html --figures $(STUDY)/native-figures \
