@@ -1,4 +1,5 @@
 # make demo       the main job on a real engine, in an environment made for it
+# make characterize  the overflow study, quick: over the native link, then behind a simulated one; a report of each
 # make test       the environment if need be, then every test
 # make check      ruff, mypy and the tests that start no engine
 # make fuzz       the properties, held against twenty times as many examples, new ones at every run
@@ -10,16 +11,28 @@
 
 PYTHON ?= python3
 OUT ?= out/demo
+STUDY ?= out/study
+STUDY_LINK ?= 1e8,7.5e-3
 PYTEST_FLAGS ?=
 # A machine with a GPU brings its own engine as often as not, and may have no network to make an environment from.
 GPU_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 GPU_FLAGS ?=
 
-.PHONY: demo test check fuzz test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
+.PHONY: demo characterize test check fuzz test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .DELETE_ON_ERROR:
 
 demo: .venv/.made
 	.venv/bin/kvpolicy demo --out $(OUT)
+
+# Interrupted, it goes on where it was: each study is taken up in its own folder. The simulated link is the one that
+# `make demo` was shown with: there break-even lay within the measured lengths.
+characterize: .venv/.made
+	.venv/bin/kvpolicy characterize --quick --out $(STUDY)/native
+	.venv/bin/kvpolicy report $(STUDY)/native --out $(STUDY)/native.html --figures $(STUDY)/native-figures \
+		--json $(STUDY)/native.json
+	.venv/bin/kvpolicy characterize --quick --link $(STUDY_LINK) --out $(STUDY)/simulated
+	.venv/bin/kvpolicy report $(STUDY)/simulated --out $(STUDY)/simulated.html --figures $(STUDY)/simulated-figures \
+		--json $(STUDY)/simulated.json
 
 test: .venv/.made
 	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest $(PYTEST_FLAGS)

@@ -46,6 +46,9 @@ Jobs = Annotated[int | None, typer.Option(help="Processes; one per core without 
 OnRay = Annotated[str | None, typer.Option("--ray", metavar="ADDRESS", help="Run on that Ray cluster, or auto.")]
 Cache = Annotated[Path | None, typer.Option(help="Folder of finished runs; the user's cache folder without it.")]
 
+INTERRUPTED = 130
+"""What shells make of a program that Ctrl-C ended."""
+
 
 def simulate(
     policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
@@ -175,7 +178,9 @@ def characterize(
     figure: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(MEASURED)} or all. May be given several times.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer levels and fewer repeats.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer levels and repeats: on two cores a quarter of an hour.")
+    ] = False,
     llm: Annotated[Path | None, typer.Option(help="Folder of a model; without it a small one is made.")] = None,
     link: Annotated[
         str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LATENCY_S]; native without it.")
@@ -183,7 +188,11 @@ def characterize(
     seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
 ) -> None:
     """Measure what the overflow study's figures are drawn from, on a live engine."""
-    found = kvpolicy.characterize(out=out, figures=figure or ["all"], quick=quick, llm=llm, link=link, seed=seed)
+    try:
+        found = kvpolicy.characterize(out=out, figures=figure or ["all"], quick=quick, llm=llm, link=link, seed=seed)
+    except KeyboardInterrupt as stopped:
+        typer.echo(f"\nkvpolicy: {stopped}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     typer.echo(found.text())
 
 

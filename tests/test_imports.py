@@ -37,6 +37,8 @@ INTEGRATION = {
     "bench": _DECIDE | {"overflow", "workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
     "bench.demo": _DECIDE | {"workload", "simulator", "training", "evaluation"},
+    # The learned policy it serves with is trained on the way.
+    "bench.characterize": _DECIDE | {"overflow", "workload", "simulator", "training"},
 }
 """Parts of kvpolicy_vllm, and the parts of kvpolicy each may import."""
 

@@ -37,6 +37,7 @@ OUTCOME_COLUMNS = ("core", "preemption_id", "ended", "victim_delay_s", "wait_blo
 MEASURED = ("engine_s", "victim_delay_s", "others_delay_s")
 
 REASONS = (
+    "preemptions beside the one that a window names",
     "windows that were discarded",
     "preemptions whose outcome is not whole",
     "preemptions whose cost could not be attributed",
@@ -136,10 +137,14 @@ def _refuse_rows(folder: str, decisions: pa.Table, labelled: Flags, kept: Flags)
 
 def _why_not(decisions: pa.Table, windows: pa.Table, outcomes: pa.Table) -> Whole:
     """Which of :data:`REASONS` holds of each decision; -1 of one that counts. Its window and outcome beside it."""
-    there = pc.and_(pc.is_valid(windows["discarded"]), pc.equal(windows["discarded"], ""))
+    named = pc.is_valid(windows["discarded"])
+    counts = pc.equal(windows["discarded"], "")
     resumed = pc.equal(outcomes["ended"], "resumed")
     executed = pc.equal(decisions["executed"], decisions["arm"])
-    fine = [_flags(pc.fill_null(one, False)) for one in (there, resumed, pc.is_valid(outcomes["engine_s"]), executed)]
+    fine = [
+        _flags(pc.fill_null(one, False))
+        for one in (named, counts, resumed, pc.is_valid(outcomes["engine_s"]), executed)
+    ]
     reason = np.full(decisions.num_rows, -1, np.int64)
     for number in reversed(range(len(REASONS))):
         reason[~fine[number]] = number

@@ -8,6 +8,7 @@ from io import BytesIO
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
@@ -28,6 +29,8 @@ LEARNED = "#0c8558"
 MARKERS = {"recompute": "o", "swap": "s"}
 WIDTH_IN = 5.6
 """Two side by side on a wide page, one on a phone, letters legible on both."""
+SCALING_LETTERS = 84
+"""On a line of small print."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 11.5,
@@ -217,8 +220,10 @@ def _memory(material: Material) -> Figure:
             )  # fmt: skip
         axes.set_ylabel(name)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.set_xticks(sorted({run.level for run in runs}))
     legend(rows[0])
     rows[-1].set_xlabel(f"KV memory, % of what holds all {runs[0].requests} requests at full length")
+    _scaling(figure, runs)
     return figure
 
 
@@ -233,7 +238,16 @@ def _timeline(material: Material) -> Figure:
         for axes in rows[3 * number : 3 * number + 3]:
             axes.set_xlim(0.0, end_s)
     rows[-1].set_xlabel("seconds since the first step")
+    _scaling(figure, first)
     return figure
+
+
+def _scaling(figure: Figure, runs: Sequence[ServedRun]) -> None:
+    """What was served here, under the figure."""
+    told = sorted({run.scaling for run in runs if run.scaling})
+    if told:
+        lines = [line for one in told for line in wrap(one, SCALING_LETTERS)]
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=9.5, color=MUTED)
 
 
 def _panel(rows: Sequence[Axes], run: ServedRun) -> None:
@@ -241,8 +255,8 @@ def _panel(rows: Sequence[Axes], run: ServedRun) -> None:
     edges = np.linspace(0.0, run.end_s[-1], MOMENTS + 1)
     tokens, _ = np.histogram(run.end_s, edges, weights=run.decoded)
     throughput.stairs(tokens / np.diff(edges), edges, color=colour(run.arm), linewidth=1.4)
-    throughput.set(ylabel="tokens/s", title=f"{run.arm} at {run.level}% memory")
-    throughput.title.set_color(colour(run.arm))
+    throughput.set_ylabel("tokens/s")
+    throughput.set_title(f"{run.arm} at {run.level}% memory", color=colour(run.arm))
     memory.plot(run.end_s, [100 * share for share in run.used_share], color=INK, linewidth=1.2, label="device KV, %")
     memory.set(ylabel="device KV, %", ylim=(0, 105))
     host = memory.twinx()

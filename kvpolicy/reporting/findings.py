@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, FIGURES, MEASURED, MEMORY, SEQUENCE_LENGTH, TIMELINE
+from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, FIGURES, MEMORY, SEQUENCE_LENGTH, TIMELINE
 from kvpolicy.reporting.evidence import Evidence, cheaper, coincide, flat, lower, lowest_at, trend
 from kvpolicy.reporting.reading import Material, Overflow, ServedRun
 
@@ -90,8 +90,7 @@ def missing(material: Material, figure: str) -> str:
     """Why these traces cannot fill a figure; empty where they can."""
     if figure not in FIGURES:
         raise ValueError(f"figure {figure}: should be one of {', '.join(FIGURES)}")
-    how = f"`kvpolicy characterize --figure {figure}` measures it"
-    measure = how if figure in MEASURED else "no command measures it yet"
+    measure = f"`kvpolicy characterize --figure {figure}` measures it"
     if figure == SEQUENCE_LENGTH:
         return "" if lengths(material) else f"no state was measured under both options; {measure}"
     if figure in (BLOCK_SIZE, EVICTED_TOKENS):

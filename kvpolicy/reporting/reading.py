@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 from typing import Any
 
 from kvpolicy.cost.steps import attribute, step_time_models
@@ -26,8 +27,6 @@ STEPS = (
 )  # fmt: skip
 WINDOWS = ("core", "state_id", "arm", "repeat", "first_step", "last_step", "duration_s", "preemption_id", "discarded")
 PINNED = ("core", "preemption_id", "pinned")
-SETTLING_S = 0.5
-"""A run's last tokens are recorded up to that long after its last step."""
 OUTCOMES = ("core", "preemption_id", "ended", "closed_s", "engine_s", "recomputed_tokens", "loaded_tokens")
 
 
@@ -83,6 +82,8 @@ class ServedRun:
     preemptions: Mapping[str, int]
     """By what was executed."""
     requests: int
+    scaling: str
+    """What was served, beside what the paper served; empty where the trace does not say."""
     end_s: tuple[float, ...]
     """When each step ended, since the run began."""
     duration_s: tuple[float, ...]
@@ -213,7 +214,7 @@ class _Served:
         self._decisions = _by_core(decisions)
         self._steps = _by_core(trace.rows("steps", STEPS))
         self._transfers = _by_core(trace.rows("transfers", ("core", "preemption_id", "direction", "bytes", "end_s")))
-        self._finished = _by_core(trace.rows("requests", ("core", "last_token_s")))
+        self._asked = _by_core(trace.rows("requests", ("core", "arrival_s")))
 
     def runs(self, windows: Iterable[Row]) -> tuple[ServedRun, ...]:
         wanted = [row for row in windows if _served_figure(row["state_id"]) and row["preemption_id"] is None]
@@ -233,8 +234,10 @@ class _Served:
         ended = [(row, self._outcomes.get((core, row["preemption_id"]))) for row in taken]
         costs = [one["engine_s"] for _, one in ended if one is not None and one["engine_s"] is not None]
         began = steps[0]["start_s"]
-        blocks = self._trace.headers[core].device_blocks
-        last = steps[-1]["start_s"] + steps[-1]["duration_s"]
+        header = self._trace.headers[core]
+        # One engine serves under several memories.
+        blocks = header.noise.get("device_blocks", {}).get(window["state_id"], header.device_blocks)
+        before = [row["start_s"] + row["duration_s"] for row in self._steps[core] if row["step"] < numbers.start]
         end_s = [row["start_s"] + row["duration_s"] - began for row in steps]
         return ServedRun(
             figure=figure,
@@ -245,7 +248,11 @@ class _Served:
             overhead_s=sum(costs),
             unattributed=len(taken) - len(costs),
             preemptions={kind: sum(row["executed"] == kind for row in taken) for kind in KINDS},
-            requests=sum(began <= (row["last_token_s"] or 0.0) <= last + SETTLING_S for row in self._finished[core]),
+            # They come after whatever was served before, and before this run's last step.
+            requests=sum(
+                max(before, default=-inf) <= row["arrival_s"] < began + end_s[-1] for row in self._asked[core]
+            ),
+            scaling=header.notes,
             end_s=tuple(end_s),
             duration_s=tuple(row["duration_s"] for row in steps),
             decoded=tuple(row["decode_requests"] for row in steps),

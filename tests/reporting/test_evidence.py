@@ -131,3 +131,24 @@ def test_intervals_of_the_slope_hold_the_truth() -> None:
         assert found.low is not None and found.high is not None
         held += found.low <= 3 <= found.high
     assert held / ROUNDS >= 0.9
+
+
+def _known_levels(means: dict[int, float], runs: int, spread: float) -> Callable[[np.random.Generator], Evidence]:
+    """Runs of levels whose true means are known; the claim is that 30 or 50 has the lowest."""
+    return lambda r: lowest_at({at: r.normal(mean, spread, runs).tolist() for at, mean in means.items()}, (30, 50), r)
+
+
+@pytest.mark.parametrize("runs", [3, 5, 10])
+def test_the_lowest_of_levels_far_apart_is_found(runs: int) -> None:
+    lowest_is_30 = {10: 9.0, 20: 7.0, 30: 5.0, 40: 6.5, 50: 7.0, 60: 7.5}
+    lowest_is_40 = lowest_is_30 | {30: 6.5, 40: 5.0}
+    assert _share("yes", _known_levels(lowest_is_30, runs, 0.25)) >= 0.95
+    assert _share("no", _known_levels(lowest_is_40, runs, 0.25)) >= 0.95
+
+
+@pytest.mark.parametrize("runs", [3, 5, 10])
+def test_a_tie_for_the_lowest_is_rarely_decided(runs: int) -> None:
+    """30 and 40 are truly alike: neither answer is right, and each may be given in no more than about 5% of cases."""
+    tie = {10: 9.0, 20: 7.0, 30: 5.0, 40: 5.0, 50: 7.0, 60: 7.5}
+    for answer in ("yes", "no"):
+        assert _share(answer, _known_levels(tie, runs, 0.5)) <= 0.09, (runs, answer)

@@ -24,6 +24,7 @@ from kvpolicy.reporting.reading import Mark, Material, ServedRun, material
 from kvpolicy.reporting.writing import report
 from kvpolicy.trace import Trace, TraceError
 from tests.synthetic import CostLaw, make_trace
+from tests.synthetic_steps import with_steps
 
 
 def told(found: Material, figure: str) -> dict[str, Finding]:
@@ -100,7 +101,7 @@ def test_what_is_named_after_a_level() -> None:
     assert overflow.figure_and_level(overflow.state_id("memory", 30)) == ("memory", 30)
     assert overflow.figure_and_level("b32-003") is None and overflow.figure_and_level("memory/much") is None
     assert overflow.named(["all"]) == overflow.MEASURED
-    with pytest.raises(ValueError, match="--figure is heat, should be block-size, sequence-length or all"):
+    with pytest.raises(ValueError, match="--figure is heat, should be block-size, evicted-tokens, "):
         overflow.named(["heat"])
 
 
@@ -112,7 +113,7 @@ def served_run(**more: Any) -> ServedRun:
     used = [rng.uniform(0.5, 1.0) for _ in slow]
     made = ServedRun(
         figure="timeline", level=12, arm="swap", repeat=0, makespan_s=sum(duration_s), overhead_s=1.0, unattributed=0,
-        preemptions={"recompute": 0, "swap": 3}, requests=32, end_s=tuple(np.cumsum(duration_s).tolist()),
+        preemptions={"recompute": 0, "swap": 3}, requests=32, scaling="", end_s=tuple(np.cumsum(duration_s).tolist()),
         duration_s=tuple(duration_s), decoded=(4,) * 200, used_share=tuple(used),
         host_bytes=tuple((1 - one) * 2**26 for one in used), running=(4,) * 200, waiting=(0,) * 200,
         returning=tuple(slow), taken=(), resumed=(),
@@ -221,6 +222,34 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         report([tmp_path], tmp_path / "a.txt")
     with pytest.raises(TraceError, match="no such folder"):
         report([tmp_path / "nothing"], tmp_path / "a.html")
+
+
+def test_a_served_run_has_its_own_memory_and_its_own_requests() -> None:
+    """One engine serves under several memories, one run after the other: the header has the largest."""
+    given = with_steps(make_trace(states=12, repeats=1))
+    core, header = next(iter(given.headers.items()))
+    steps = sorted((row for row in given.rows("steps") if row["core"] == core), key=lambda row: row["step"])
+    half = len(steps) // 2
+    window = {
+        "state_id": "memory/10", "arm": "recompute", "repeat": 0, "cause": "memory", "duration_s": 1.0,
+        "first_step": steps[half]["step"], "last_step": steps[-1]["step"], "preemption_id": None, "discarded": "",
+        "core": core,
+    }  # fmt: skip
+    arrivals_s = [steps[0]["start_s"] - 1, steps[half]["start_s"], steps[half + 1]["start_s"]]
+    asked = {
+        "first_token_s": None, "last_token_s": None, "prompt_tokens": 8, "output_tokens": 8, "preemptions": 0,
+        "recomputed_tokens": 0, "loaded_tokens": 0, "finish": "length", "core": core,
+    }  # fmt: skip
+    requests = [asked | {"request": f"r{number}", "arrival_s": at} for number, at in enumerate(arrivals_s)]
+    tables = dict(given.tables) | {
+        "windows": with_cores("windows", [*given.rows("windows"), window]),
+        "requests": with_cores("requests", requests),
+    }
+    told = replace(header, noise=dict(header.noise) | {"device_blocks": {"memory/10": 40}}, notes="scaled by half")
+    (run,) = material(Trace(dict(given.headers) | {core: told}, tables)).runs
+    assert run.used_share == pytest.approx([row["used_blocks"] / 40 for row in steps[half:]])
+    assert run.scaling == "scaled by half"
+    assert run.requests == 2, "the first was served before"
 
 
 def test_every_figure_can_be_drawn() -> None:

@@ -1,57 +1,52 @@
 """`kvpolicy characterize`: what the overflow study's figures are drawn from, measured on a live engine.
 
-States and windows are a profile's, named after the figure they are for (:mod:`kvpolicy.overflow`); so are passes,
-noise and how an interrupted one is taken up.
+Single overflows are measured as a profile measures them, in states named after the figure they are for
+(:mod:`kvpolicy.overflow`). What is served to its end is served by :mod:`kvpolicy_vllm.bench.pressure`, under recompute,
+swap and a policy that is learned from a small profile of this very machine and link. Every part, an engine each, is in
+the trace once it is whole: an interrupted study goes on with the next.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvpolicy import trace as traces
-from kvpolicy.overflow import BLOCK_SIZE, SEQUENCE_LENGTH, state_id
+from kvpolicy.overflow import SERVED
+from kvpolicy.trace import Header
+from kvpolicy.training import train
+from kvpolicy_vllm.bench.demo import SHAPE
 from kvpolicy_vllm.bench.job import Job
-from kvpolicy_vllm.bench.parts import PAGEABLE, Part, Rig, model_length
-from kvpolicy_vllm.bench.profile import (
-    Tell,
-    measure_part,
-    prepare,
-    scratch_of,
-    take_up,
-    telling,
-    write_plan,
+from kvpolicy_vllm.bench.parts import Rig, model_length
+from kvpolicy_vllm.bench.profile import Tell, measure_part, prepare, scratch_of, take_up, telling, write_plan
+from kvpolicy_vllm.bench.reach import (
+    ARMS,
+    DECODED,
+    FULL_CPU,
+    FULL_DEVICE,
+    LEARNING,
+    QUICK,
+    Reach,
+    Step,
+    runs_of,
+    steps_of,
+    study_states,
+    time_left,
 )
-from kvpolicy_vllm.bench.states import Span, State
+from kvpolicy_vllm.bench.served import ServedJob, serve_part
+from kvpolicy_vllm.bench.states import Span
 from kvpolicy_vllm.plugin.settings import Link
 
-DECODED = 4
-"""Tokens that everybody has emitted, at least, before the overflow is brought about."""
-LENGTH_BLOCK_SIZE = 32
-"""Of the engine whose sequences grow; a CPU engine wants a multiple of 32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """How much of each figure is measured."""
-
-    lengths: tuple[int, ...]
-    length_requests: int
-    block_sizes: tuple[int, ...]
-    block_size_tokens: int
-    """Length of both requests."""
-    passes: int
-    repeats: int
-    """Of every arm and level, per pass."""
-
-
-QUICK = Reach((64, 128, 256, 512), 16, (32, 64, 128), 384, 2, 2)
-FULL_CPU = Reach((64, 128, 256, 512, 1024), 16, (32, 64, 128, 256), 768, 3, 4)
-FULL_DEVICE = Reach((256, 512, 1024, 2048, 4096, 8192), 16, (16, 32, 64, 128), 4096, 3, 4)
+NEXT = ", "
+"""Between the names of what one core holds."""
+MODEL = "learned"
+"""Folder, beside the trace's cores, of the cost model that the learned policy goes by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,8 @@ class Measured:
 
     def text(self) -> str:
         lines = [f"{self.out}: {sum(self.windows.values())} windows that count, for {', '.join(self.figures)}"]
-        lines += [f"  {state}: {count}" for state, count in self.windows.items()]
+        lines += [f"  {state}: {count}" for state, count in self.windows.items() if "/" in state]
+        lines += [f"  {others} of a profile"] if (others := sum("/" not in state for state in self.windows)) else []
         lines += [f"  discarded: {count} x {reason}" for reason, count in self.discarded.items()]
         return "\n".join([*lines, f"the figures: kvpolicy report {self.out} --out report.html --figures figures"])
 
@@ -81,11 +77,13 @@ def characterize(
     seed: int = 0,
     progress: Tell | None = None,
     reach: Reach | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Measured:
-    """Measure ``figures`` (see :data:`kvpolicy.overflow.MEASURED`) and write a trace to ``out``.
+    """Measure ``figures`` (see :data:`kvpolicy.overflow.FIGURES`) and write a trace to ``out``.
 
     ``reach``: instead of what ``quick`` says. Raises ValueError as :func:`kvpolicy_vllm.bench.profile` does, and for a
-    level the model is too short for; EngineFailed where an engine ends badly.
+    level the model is too short for; EngineFailed where an engine ends badly; KeyboardInterrupt, which says what is
+    kept, where it is interrupted.
     """
     if link is not None:
         Link.parse(link)
@@ -93,71 +91,107 @@ def characterize(
         model_length(llm)
     how_much = ("quick" if quick else "full") if reach is None else asdict(reach)
     asked = {"llm": None if llm is None else str(llm.resolve()), "link": link, "seed": seed, "study": how_much}
+    asked = json.loads(json.dumps(asked))
     # The figures may differ from one call to the next: what is there stays.
-    done = take_up(out, json.loads(json.dumps(asked)))
-    with scratch_of(out) as scratch, telling(progress, "characterize") as tell:
-        rig = prepare(scratch, llm, link, seed, quick, None)
-        reach = (QUICK if quick else FULL_DEVICE if rig.device else FULL_CPU) if reach is None else reach
-        parts = study_parts(reach, figures, rig.device)
-        for number, (figure, part) in enumerate(parts, start=1):
-            name = f"{figure}-{part.name}"
-            if name in done:
+    done = whole_parts(out, take_up(out, asked))
+    study = Study(out, asked, done, seed, tuple(figures))
+    try:
+        with scratch_of(out) as scratch, telling(progress, "characterize") as tell:
+            rig = prepare(scratch, llm, link, seed, quick, None, SHAPE)
+            reach = (QUICK if quick else FULL_DEVICE if rig.device else FULL_CPU) if reach is None else reach
+            study.measure(replace(rig, extent=reach.learning), reach, scratch, tell, clock)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(study.interrupted()) from None
+    return _told(out, study.figures)
+
+
+def whole_parts(out: Path, done: Mapping[str, str]) -> dict[str, str]:
+    """The parts that are done, core by name: also one that was killed between moving a core in and noting it."""
+    cores = {path.parent.name: str(Header.read(path).noise.get("part", "")) for path in out.glob("*/header.json")}
+    return {name: core for core, names in cores.items() for name in names.split(NEXT)} | dict(done)
+
+
+class Study:
+    """The parts of a study, measured one after the other."""
+
+    def __init__(self, out: Path, asked: dict[str, Any], done: dict[str, str], seed: int, figures: tuple[str, ...]):
+        self.figures = figures
+        self._out = out
+        self._asked = asked
+        self._done = done
+        self._seed = seed
+        self._steps: list[Step] = []
+
+    def measure(self, rig: Rig, reach: Reach, scratch: Path, tell: Tell, clock: Callable[[], float]) -> None:
+        self._steps = steps_of(reach, self.figures, rig.device)
+        steps = [step.without(self._done) for step in self._steps]
+        began = clock()
+        for number, step in enumerate(steps):
+            if not step.figures:
                 continue
-            folder = scratch / name
+            if step.figures[0] in SERVED and not (self._out / MODEL).exists():
+                self._learn(scratch)
+
+            def told(done: int, of: int, number: int = number, name: str = step.title) -> None:
+                left = time_left(steps, number, done / of if of else 0.0, clock() - began)
+                tell(f"{name} ({number + 1}/{len(steps)}{_worded(left)})", done, of)
+
+            folder = scratch / step.title
             folder.mkdir()
-            job = study_job(rig, reach, figure, part, folder)
-            done[name] = measure_part(job, out, folder, name, partial(tell, f"{name} ({number} of {len(parts)})"))
-            write_plan(out, {"asked": asked, "done": done})
-    return _told(out, tuple(figures))
+            core = self._measure(step, rig, reach, folder, told)
+            self._done |= dict.fromkeys(step.names, core)
+            write_plan(self._out, {"asked": self._asked, "done": self._done})
 
+    def _measure(self, step: Step, rig: Rig, reach: Reach, folder: Path, told: Callable[[int, int], None]) -> str:
+        part = NEXT.join(step.names)
+        if step.figures[0] in SERVED:
+            served = served_job(rig, reach, step, folder, f"cheapest:{self._out / MODEL}")
+            return serve_part(served, self._out, folder, part, told)
+        learns = step.figures == (LEARNING,)
+        job = rig.job(step.part, folder) if learns else study_job(rig, reach, step, folder)
+        return measure_part(job, self._out, folder, part, told)
 
-def study_parts(reach: Reach, figures: Sequence[str], device: bool) -> list[tuple[str, Part]]:
-    """An engine each: passes interleaved over figures and block sizes, every other one backwards."""
-    kinds: list[tuple[str, int, bool]] = []
-    if SEQUENCE_LENGTH in figures:
-        kinds.append((SEQUENCE_LENGTH, LENGTH_BLOCK_SIZE, True))
-    if BLOCK_SIZE in figures:
-        kinds += [(BLOCK_SIZE, size, pinned) for size in reach.block_sizes for pinned in (True, False)[: 1 + device]]
-    found = []
-    for number in range(reach.passes):
-        for figure, size, pinned in kinds if number % 2 == 0 else reversed(kinds):
-            name = f"b{size}-pass{number}" + ("" if pinned else PAGEABLE)
-            found.append((figure, Part(name, number, size, pinned)))
-    return found
+    def _learn(self, scratch: Path) -> None:
+        """Train the learned policy on its own profile alone: not on what happens to have been measured before."""
+        cores = [core for name, core in self._done.items() if name.startswith(f"{LEARNING}-")]
+        folder = scratch / LEARNING
+        for core in cores:
+            shutil.copytree(self._out / core, folder / core)
+        made = scratch / MODEL
+        # A noisy machine is told of in the report; it does not end the study.
+        train([folder], made, force=True, seed=self._seed)
+        made.replace(self._out / MODEL)
 
-
-def study_states(reach: Reach, figure: str, block_size: int) -> tuple[State, ...]:
-    """Real preemptions, for want of memory: everybody is as long as the victim, which is the last that was admitted."""
-    if figure == SEQUENCE_LENGTH:
-        levels = [(tokens, tokens, reach.length_requests) for tokens in reach.lengths]
-    else:
-        levels = [(block_size, reach.block_size_tokens, 2)]
-    return tuple(
-        State(
-            state_id=state_id(figure, level),
-            block_size=block_size,
-            cause="memory",
-            prompt_tokens=tokens - DECODED,
-            decoded_tokens=DECODED,
-            other_prompts=(tokens - DECODED,) * (requests - 1),
-            waiting=0,
-            spare_blocks=0,
+    def interrupted(self) -> str:
+        """What is kept and how to go on."""
+        names = [name for step in self._steps for name in step.names]
+        of = f" of {len(names)}" if names else ""
+        kept = len([name for name in names if name in self._done]) if names else len(self._done)
+        return (
+            f"interrupted: {kept}{of} parts are measured and kept in {self._out}; the same command again goes on with "
+            "the next, and measures nothing twice"
         )
-        for level, tokens, requests in levels
-    )
 
 
-def study_job(rig: Rig, reach: Reach, figure: str, part: Part, folder: Path) -> Job:
+def _worded(left_s: float | None) -> str:
+    if left_s is None:
+        return ""
+    return f", ~{left_s / 60:.0f} min left" if left_s >= 90 else f", ~{left_s:.0f} s left"
+
+
+def study_job(rig: Rig, reach: Reach, step: Step, folder: Path) -> Job:
     """What the part's engine is to do; its trace goes into ``folder``. Raises ValueError for too short a model."""
-    states = study_states(reach, figure, part.block_size)
+    part = step.part
+    states = tuple(state for figure in step.figures for state in study_states(reach, figure, part.block_size))
     longest = max(state.prompt_tokens for state in states)
-    wanted, has = 2 * longest + 4 * part.block_size, model_length(rig.llm)
-    if has < wanted:
-        raise ValueError(f"--llm holds {has} tokens, figure {figure} needs {wanted} for sequences of {longest}")
-    span = Span(DECODED, longest, len(states[0].other_prompts), 0, wanted)
+    wanted = 2 * longest + 4 * part.block_size
+    _refuse_short(rig, step.title, wanted, longest)
+    requests = 1 + max(len(state.other_prompts) for state in states)
+    span = Span(DECODED, longest, requests - 1, 0, wanted)
     blocks = max(max(state.device_blocks for state in states), -(-wanted // part.block_size) + 1)
+    engine = rig.engine_arguments(part, folder / "trace", span, blocks)
     return Job(
-        engine=rig.engine_arguments(part, folder / "trace", span, blocks),
+        engine=engine | {"max_num_seqs": max(requests, engine["max_num_seqs"])},
         states=states,
         checks=(states[0], states[0]),
         check_pairs=0,
@@ -168,8 +202,32 @@ def study_job(rig: Rig, reach: Reach, figure: str, part: Part, folder: Path) -> 
     )
 
 
+def served_job(rig: Rig, reach: Reach, step: Step, folder: Path, learned: str) -> ServedJob:
+    """What the part's engine is to serve; ``learned``: the learned policy. Raises ValueError for too short a model."""
+    load, part = reach.load, step.part
+    wanted = load.total_tokens + load.block_size
+    _refuse_short(rig, step.title, wanted, load.total_tokens)
+    span = Span(DECODED, load.total_tokens, load.requests - 1, 0, wanted)
+    policies = {"recompute": "always-recompute", "swap": "always-swap", "learned": learned}
+    assert set(policies) == set(ARMS)
+    engine = rig.engine_arguments(part, folder / "trace", span, load.all_blocks)
+    return ServedJob(
+        engine=engine | {"max_num_seqs": max(load.requests, engine["max_num_seqs"])},
+        load=load,
+        policies=policies,
+        runs=tuple(run for figure in step.figures for run in runs_of(reach, figure, part.number, rig.seed)),
+        seed=rig.seed,
+    )
+
+
+def _refuse_short(rig: Rig, what: str, wanted: int, longest: int) -> None:
+    has = model_length(rig.llm)
+    if has < wanted:
+        raise ValueError(f"--llm holds {has} tokens, {what} needs {wanted} for sequences of {longest}")
+
+
 def _told(out: Path, figures: tuple[str, ...]) -> Measured:
     windows = traces.read(out).rows("windows", ("state_id", "arm", "discarded"))
     count = Counter(row["state_id"] for row in windows if not row["discarded"])
     reasons = Counter(row["discarded"] for row in windows) - Counter(("", "warm-up", "noise") * len(windows))
-    return Measured(out, figures, dict(count), dict(reasons))
+    return Measured(out, figures, dict(sorted(count.items())), dict(reasons))

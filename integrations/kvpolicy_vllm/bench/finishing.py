@@ -56,20 +56,23 @@ class ProfileReport:
         return "\n".join(lines + [f"  self-check: {check.line()}" for check in self.checks])
 
 
-def finish_core(core: Path, seed: int, noise: Mapping[str, Any]) -> None:
+def finish_core(core: Path, seed: int, noise: Mapping[str, Any], notes: str = "") -> None:
     """Enter what was measured about the measuring, and take the labels off decisions whose window does not count."""
     header = Header.read(core / "header.json")
-    replace(header, seed=seed, noise=dict(noise)).write(core)
+    replace(header, seed=seed, noise=dict(noise), notes=notes).write(core)
     windows = pa.concat_tables(list(traces.iter_parts(core, "windows")))
-    counting = windows.filter(pc.equal(windows["discarded"], ""))["preemption_id"]
-    for number, path in enumerate(sorted((core / "decisions").glob("part-*.parquet"))):
-        decisions = traces.read_part(path, "decisions")
-        traces.write_part(core, "decisions", number, _unlabelled(decisions, counting))
+    counting = windows.filter(pc.equal(windows["discarded"], ""))["preemption_id"].drop_null()
+    parts = [traces.read_part(path, "decisions") for path in sorted((core / "decisions").glob("part-*.parquet"))]
+    # A window names one victim; those that went with it share its overflow.
+    mine = [part.filter(pc.is_in(part["preemption_id"], value_set=counting))["overflow_id"] for part in parts]
+    overflows = pa.chunked_array([chunk for one in mine for chunk in one.chunks], pa.string())
+    for number, part in enumerate(parts):
+        traces.write_part(core, "decisions", number, _unlabelled(part, overflows))
 
 
-def _unlabelled(decisions: pa.Table, counting: pa.ChunkedArray) -> pa.Table:
-    """``decisions`` with empty labels where the preemption is not in ``counting``."""
-    keep = pc.is_in(decisions["preemption_id"], value_set=counting)
+def _unlabelled(decisions: pa.Table, overflows: pa.ChunkedArray) -> pa.Table:
+    """``decisions`` with empty labels where the overflow is not in ``overflows``."""
+    keep = pc.is_in(decisions["overflow_id"], value_set=overflows)
     for name in LABELS:
         at = decisions.schema.get_field_index(name)
         field = decisions.schema.field(at)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -67,8 +67,17 @@ def profile(
     return finish_profile(out, list(done.values()))
 
 
-def prepare(scratch: Path, llm: Path | None, link: str | None, seed: int, quick: bool, extent: Extent | None) -> Rig:
-    job = {"llm": None if llm is None else str(llm), "make": str(scratch / "llm"), "seed": seed}
+def prepare(
+    scratch: Path,
+    llm: Path | None,
+    link: str | None,
+    seed: int,
+    quick: bool,
+    extent: Extent | None,
+    shape: Mapping[str, Any] | None = None,
+) -> Rig:
+    """What all parts share. ``shape``: of the model that is made where none is given."""
+    job = {"llm": None if llm is None else str(llm), "make": str(scratch / "llm"), "seed": seed, "shape": shape or {}}
     with EngineProcess("kvpolicy_vllm.bench.preparing", scratch / "preparing.log") as process:
         found = process.ask(job)
     device = bool(found["device"])

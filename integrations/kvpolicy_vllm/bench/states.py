@@ -42,6 +42,9 @@ class State:
     """Requests that wait, too long to be admitted."""
     spare_blocks: int
     """Free blocks beyond what the running requests can come to need."""
+    victims: int = 1
+    """Evicted in one step: the victim, and the last of those that run beside it. Several want all alike in length, and
+    as many requests as :func:`running_for` says."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,6 +73,20 @@ class State:
     def _blocks(self, prompt_tokens: int) -> int:
         most = prompt_tokens + self.decoded_tokens + 2 * self.block_size
         return math.ceil(most / self.block_size)
+
+
+def running_for(victims: int, blocks_each: int) -> int:
+    """Requests that must run and each need a block in one step, so that ``victims`` of them have to go."""
+    return victims + 1 + (victims - 1) * blocks_each
+
+
+def free_blocks_for(victims: int, running: int, blocks_each: int) -> int:
+    """With which exactly so many have to go where all running requests need a block in one step.
+
+    Every victim gives its blocks to those that stay: what is free and those of all victims but the last leave one of
+    them without. Below 0 where too few run; see :func:`running_for`.
+    """
+    return running - victims - 1 - (victims - 1) * blocks_each
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from vllm import SamplingParams
 from vllm.v1.request import RequestStatus
 
-from kvpolicy_vllm.bench.states import State, waiting_prompt_tokens
+from kvpolicy_vllm.bench.states import State, free_blocks_for, running_for, waiting_prompt_tokens
 
 Arm = Literal["none", "recompute", "swap"]
 ARMS: tuple[Arm, ...] = ("none", "recompute", "swap")
@@ -179,13 +179,14 @@ class WindowDriver:
 
 
 class Scene:
-    """The requests of one window, running and decoding, the victim last."""
+    """The requests of one window, running and decoding, the victims last."""
 
     def __init__(self, driver: WindowDriver, state: State, others: list[Any], victim: Any, rng: random.Random) -> None:
         self.driver = driver
         self.state = state
-        self.others = others
-        self.victim = victim
+        staying = len(others) - (state.victims - 1)
+        self.others = others[:staying]
+        self.victims = [*others[staying:], victim]
         self.waiting: list[Any] = []
         self._rng = rng
         self._steps_out = 0
@@ -193,8 +194,8 @@ class Scene:
     def play(self, arm: Arm, repeat: int, pause_steps: int) -> Window:
         driver, state = self.driver, self.state
         self._await_the_moment()
-        emitted = self.victim.num_output_tokens
-        lost = driver.held_by(self.victim)
+        enough = [victim.num_output_tokens + WINDOW_TOKENS for victim in self.victims]
+        lost = [block for victim in self.victims for block in driver.held_by(victim)]
         if arm != "none":
             labels = {"state_id": state.state_id, "arm": arm, "repeat": repeat}
             driver.controller.pin(arm, labels)
@@ -203,15 +204,16 @@ class Scene:
         driver.controller.pin(None, None)
         deadline = began + MOST_WINDOW_S
         trouble = self._trouble(arm)
-        while not trouble and self.victim.num_output_tokens < emitted + WINDOW_TOKENS:
+        while not trouble and any(v.num_output_tokens < n for v, n in zip(self.victims, enough, strict=True)):
             driver.keep_free(state.growth_blocks)
             driver.step()
-            self._steps_out += self.victim not in driver.scheduler.running
+            self._steps_out += any(victim not in driver.scheduler.running for victim in self.victims)
             trouble = self._trouble(arm) or ("no end" if driver.now_s > deadline else "")
         took = driver.now_s - began
-        if not trouble and opened is not None and opened.executed != arm:
-            trouble = f"{opened.executed} was executed"
-        preemption_id = None if opened is None else opened.preemption_id
+        if not trouble and any(one.executed != arm for one in opened):
+            trouble = f"{next(one.executed for one in opened if one.executed != arm)} was executed"
+        # The first that was taken is the last that was admitted.
+        preemption_id = opened[-1].preemption_id if opened else None
         return Window(
             state.state_id, arm, repeat, state.cause, first, driver.next_step - 1, took, preemption_id, trouble,
             self._steps_out,
@@ -228,47 +230,81 @@ class Scene:
         tokens = waiting_prompt_tokens(driver.model_tokens)
         self.waiting = [driver.add(tokens, self._rng) for _ in range(state.waiting)]
         driver.step()
+        if state.victims > 1:
+            self._align()
+            return
         for _ in range(driver.block_size):
             if state.cause == "forced" or self._in_need():
                 return
             driver.step()
         raise WindowError(f"state {state.state_id}: nobody came to need a block in {driver.block_size} steps")
 
-    def _in_need(self) -> list[Any]:
-        return [request for request in (*self.others, self.victim) if self.driver.needs_block(request)]
+    def _align(self) -> None:
+        """Keep whoever needs a block out of the batch until everybody does: then all ask for one in the same step."""
+        driver, everybody = self.driver, [*self.others, *self.victims]
+        for _ in range(2 * driver.block_size):
+            for request in self._in_need():
+                if request in driver.scheduler.running:
+                    driver.scheduler.pause_at_next_step(request.request_id)
+            if not driver.scheduler.running:
+                for request in everybody:
+                    driver.scheduler.resume_request(request.request_id)
+                return
+            driver.step()
+        raise WindowError(f"state {self.state.state_id}: not everybody came to need a block at a time")
 
-    def _take(self, arm: Arm, lost: list[int], pause_steps: int) -> Any:
-        """The step in which the victim is taken; returns the preemption that was opened, None for arm ``none``."""
+    def _in_need(self) -> list[Any]:
+        return [request for request in (*self.others, *self.victims) if self.driver.needs_block(request)]
+
+    def _take(self, arm: Arm, lost: list[int], pause_steps: int) -> list[Any]:
+        """The step in which the victims are taken; returns the preemptions that were opened, none for arm ``none``."""
         driver, state = self.driver, self.state
-        name = self.victim.request_id
+        names = [victim.request_id for victim in self.victims]
         if arm == "none":
-            driver.scheduler.pause_at_next_step(name)
+            for name in names:
+                driver.scheduler.pause_at_next_step(name)
             for _ in range(max(1, pause_steps)):
                 driver.step()
                 self._steps_out += 1
-            driver.scheduler.resume_request(name)
-            return None
+            for name in names:
+                driver.scheduler.resume_request(name)
+            return []
         if state.cause == "memory":
-            # All but one of those who need a block find one: exactly one allocation fails.
-            driver.leave_free(len(self._in_need()) - 1)
+            driver.leave_free(self._too_few())
         else:
-            driver.scheduler.preempt_at_next_step(name)
+            for name in names:
+                driver.scheduler.preempt_at_next_step(name)
         driver.step()
         self._steps_out += 1
         # Under pressure others take what was freed; here nobody does, so the cached blocks are made to go.
         driver.pool.evict_blocks(set(lost))
         if state.cause == "memory":
             driver.leave_free(len(lost) + state.growth_blocks + state.spare_blocks)
-        return driver.controller.ledger.of(name)
+        opened = [driver.controller.ledger.of(name) for name in names]
+        return [one for one in opened if one is not None]
+
+    def _too_few(self) -> int:
+        """Free blocks with which exactly so many victims have to go."""
+        victims = self.state.victims
+        if victims == 1:
+            # All but one of those who need a block find one: exactly one allocation fails.
+            return len(self._in_need()) - 1
+        blocks = len(self.driver.held_by(self.victims[-1]))
+        found = free_blocks_for(victims, len(self.others) + victims, blocks)
+        if found < 0:
+            wanted = running_for(victims, blocks)
+            raise WindowError(f"state {self.state.state_id}: {victims} victims want {wanted} running requests")
+        return found
 
     def _trouble(self, arm: Arm) -> str:
         """Why this window is worthless; empty where it is not."""
         expected = 0 if arm == "none" else 1
-        if self.victim.num_preemptions != expected:
-            return f"the victim was preempted {self.victim.num_preemptions} times, not {expected}"
+        for victim in self.victims:
+            if victim.num_preemptions != expected:
+                return f"the victim was preempted {victim.num_preemptions} times, not {expected}"
         if any(other.num_preemptions for other in self.others):
             return "another request was preempted"
-        if any(request.is_finished() for request in (*self.others, self.victim)):
+        if any(request.is_finished() for request in (*self.others, *self.victims)):
             return "a request finished"
         if any(request.status == RequestStatus.RUNNING for request in self.waiting):
             return "a waiting request was admitted"
