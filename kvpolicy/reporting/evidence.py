@@ -67,10 +67,11 @@ def trend(x: Sequence[float], y: Sequence[float], rises: bool, effect: str, of: 
     found = stats.kendalltau(xs, ys)
     slope, _, low, high = map(float, stats.theilslopes(ys, xs, 0.95))
     p = float(found.pvalue)
-    settled = p < LEVEL
+    ranked = p < LEVEL
+    settled = ranked and slope * found.statistic > 0
     answer: Answer = ("yes" if (found.statistic > 0) == rises else "no") if settled else "cannot tell"
-    why = "" if settled else "the points are compatible with no trend"
-    return Evidence(answer, test, effect, len(xs), of, slope, low, high, p, why=why)
+    why = "the median slope is 0, though ranks go together" if ranked else "the points are compatible with no trend"
+    return Evidence(answer, test, effect, len(xs), of, slope, low, high, p, why="" if settled else why)
 
 
 def cheaper(one: Sequence[float], other: Sequence[float], rng: np.random.Generator, of: str = "pairs") -> Evidence:

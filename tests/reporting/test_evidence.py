@@ -25,6 +25,14 @@ def test_five_points_in_order_by_hand() -> None:
     assert trend([1, 2, 3, 4, 5], [10, 8, 6, 4, 2], rises=False, effect="s").answer == "yes"
 
 
+def test_a_trend_without_a_slope_is_none() -> None:
+    """A pool that is empty but for the last moments: ranks go together, and between most moments nothing changes."""
+    x, y = list(range(120)), [0.0] * 100 + [float(one) for one in range(20)]
+    found = trend(x, y, rises=True, effect="MiB")
+    assert found.p is not None and found.p < 1e-4 and found.value == 0.0
+    assert found.answer == "cannot tell" and "median slope is 0" in found.why
+
+
 def test_six_pairs_by_hand() -> None:
     """All six agree: p is 2 / 2**6; the totals are 6 and 12."""
     found = cheaper([1.0] * 6, [1.5, 1.6, 1.7, 2.2, 2.4, 2.6], rng())
