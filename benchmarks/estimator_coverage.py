@@ -39,7 +39,7 @@ Found = tuple[bool, float, float]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=1200)
     parser.add_argument("--records", type=int, default=10_000)
     parser.add_argument("--unknown", type=float, default=0.05, help="share of swaps whose cost is not known")
     parser.add_argument("--truth-draws", type=int, default=TRUTH_DRAWS)

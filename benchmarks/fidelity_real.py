@@ -171,9 +171,12 @@ def calibrated(steps: Rows, transfers: Rows) -> FittedTimes:
     seconds = np.array([row["duration_s"] for row in calm])
     per_part = _scaled(design, seconds)
     error = float(np.abs(design @ per_part - seconds).mean() / seconds.mean())
-    copies = {direction: _channel(transfers, direction) for direction in ("save", "load")}
+    copies: dict[Direction, tuple[float, float]] = {
+        "save": _channel(transfers, "save"),
+        "load": _channel(transfers, "load"),
+    }
     source = f"{len(calm)} steps and {len(transfers)} copies of real runs"
-    return FittedTimes(float(per_part[0]), (*map(float, per_part[1:]), 0.0), copies, source, len(calm), error)  # type: ignore[arg-type]  # the keys are directions
+    return FittedTimes(float(per_part[0]), (*map(float, per_part[1:]), 0.0), copies, source, len(calm), error)
 
 
 def _prefills(row: dict[str, Any]) -> int:

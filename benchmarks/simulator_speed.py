@@ -1,9 +1,10 @@
 """How much faster than real time the built-in simulator is, and how much memory many requests take.
 
-    python benchmarks/simulator_speed.py [--requests N] [--flat N] [--repeats N]
+    python benchmarks/simulator_speed.py [--requests N] [--workload W] [--flat N] [--repeats N]
 
 Llama-3.1-8B on an H100 by its data sheet, lengths of a public trace (first 30 minutes of Azure's conversations of 2023)
-with Poisson arrivals, memory enough and too little, prefix caching and asynchronous scheduling on and off. ``--flat``
+with Poisson arrivals, or another workload, as `kvpolicy simulate` takes it; memory enough and too little, prefix
+caching and asynchronous scheduling on and off. ``--flat``
 serves that many requests from a stream, without a sink, and prints the process's memory as it goes. The bar is 200
 times real time, the aim 1000; exits 1 where a case is below the bar. Times are those of whatever else the machine does.
 """
@@ -98,6 +99,7 @@ def _peak_mb() -> float:
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--requests", type=int, default=5000)
+    asked.add_argument("--workload", help="another one instead, as for `kvpolicy simulate`")
     asked.add_argument("--flat", type=int, default=0, metavar="N", help="serve so many, and tell the memory instead")
     asked.add_argument("--repeats", type=int, default=3)
     given = asked.parse_args()
@@ -111,14 +113,10 @@ def main() -> int:
         )
         print(f"{given.flat} requests: {words}; {_peak_mb():.0f} MB at the most")
         return 0
+    source = open_workload(given.workload) if given.workload else requests(given.requests, RATE_PER_S)
     below = 0
     for blocks, caching, asynchronous in itertools.product((AMPLE, TIGHT), (False, True), (False, True)):
-        speed, words = case(
-            machine,
-            requests(given.requests, RATE_PER_S),
-            server_of(machine, blocks, caching, asynchronous),
-            given.repeats,
-        )
+        speed, words = case(machine, source, server_of(machine, blocks, caching, asynchronous), given.repeats)
         below += speed < BAR
         told = f"{blocks} blocks, caching {'on' if caching else 'off'}, {'a' if asynchronous else ''}synchronous"
         print(f"{told:40} {words}")

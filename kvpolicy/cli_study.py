@@ -38,6 +38,9 @@ Scheduling = Annotated[str, typer.Option(help="fcfs or priority")]
 Asynchronous = Annotated[
     bool | None, typer.Option("--async/--no-async", help="Schedule one step ahead; as vLLM does, on all but CPUs.")
 ]
+Watermark = Annotated[
+    float, typer.Option(help="Share of the blocks that stays free when a request is admitted beside others.")
+]
 Parts = Annotated[int, typer.Option(help="Cut every workload into so many successive parts, a run each.")]
 Jobs = Annotated[int | None, typer.Option(help="Processes; one per core without it, 0 for none but this one.")]
 OnRay = Annotated[str | None, typer.Option("--ray", metavar="ADDRESS", help="Run on that Ray cluster, or auto.")]
@@ -65,6 +68,7 @@ def simulate(
     no_prefix_caching: NoPrefixCaching = False,
     scheduling: Scheduling = "fcfs",
     asynchronous: Asynchronous = None,
+    watermark: Watermark = 0.0,
     seeds: Annotated[int, typer.Option(help="Runs of each, drawn by seeds 0, 1, ...")] = 1,
     parts: Parts = 1,
     jobs: Jobs = None,
@@ -91,6 +95,7 @@ def simulate(
             prefix_caching=not no_prefix_caching,
             scheduling=scheduling,
             asynchronous=asynchronous,
+            watermark=watermark,
             seeds=seeds,
             parts=parts,
             jobs=jobs,
@@ -123,6 +128,7 @@ def recommend(
     no_prefix_caching: NoPrefixCaching = False,
     scheduling: Scheduling = "fcfs",
     asynchronous: Asynchronous = None,
+    watermark: Watermark = 0.0,
     seeds: Annotated[int, typer.Option(help="Runs of each part, drawn by seeds 0, 1, ...")] = 1,
     parts: Parts = 8,
     judge_by: Annotated[str, typer.Option(help="e2e, ttft, itl (mean seconds) or throughput")] = "e2e",
@@ -150,6 +156,7 @@ def recommend(
             prefix_caching=not no_prefix_caching,
             scheduling=scheduling,
             asynchronous=asynchronous,
+            watermark=watermark,
             seeds=seeds,
             parts=parts,
             judge_by=judge_by,

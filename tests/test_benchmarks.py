@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import pytest
 
 from kvpolicy.cost.intervals import unbounded
 from kvpolicy.events import Option
+from kvpolicy.trace import Trace, from_rows, with_core
 from tests.synthetic import fitted_model, make_trace
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -292,3 +293,45 @@ def test_the_simulators_speed_is_printed_case_by_case() -> None:
     assert done.stdout.count(" us a step") == 8, done.stderr
     flat = run("simulator_speed.py", "--flat", "30")
     assert "30 requests: " in flat.stdout and flat.returncode == 0
+
+
+def test_served_blocks_are_told_apart_by_time_and_held_beside_the_estimates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Three runs of the simulator put one after the other in one record, as an engine that changes policy writes it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    exploration, served = import_module("exploration"), import_module("exploration_served")
+    decisions: list[dict[str, object]] = []
+    outcomes: list[dict[str, object]] = []
+    parts, counts = [], {}
+    for number, policy in enumerate(("random:0.5", "always-recompute", "always-swap")):
+        run, trace = exploration.served(exploration.made_up(1, 900), policy, 1)
+        begin_s, middle_s = 1e4 * number, 1e4 * number + run.summary.makespan_s / 2
+        for row in trace.rows("decisions"):
+            ids = {name: f"{policy}/{row[name]}" for name in ("preemption_id", "overflow_id")}
+            decisions.append(row | ids | {"time_s": row["time_s"] + begin_s})
+        outcomes += [row | {"preemption_id": f"{policy}/{row['preemption_id']}"} for row in trace.rows("outcomes")]
+        parts += [served.Part(policy, 0, begin_s, middle_s, 1.0), served.Part(policy, 1, middle_s, begin_s + 9e3, 3.0)]
+        counts[policy] = len(trace.rows("decisions"))
+    (core,) = trace.headers
+    tables = {"decisions": decisions, "outcomes": outcomes}
+    for row in (*decisions, *outcomes):
+        del row["core"]
+    made = Trace(trace.headers, {name: with_core(from_rows(name, rows), core) for name, rows in tables.items()})
+    assert served._without_costs(made).table("outcomes")["engine_s"].null_count == len(outcomes)
+    made.write(tmp_path / "trace")
+    (tmp_path / "parts.json").write_text(json.dumps([asdict(part) for part in parts]))
+    monkeypatch.setattr(
+        served, "_without_costs", lambda trace: trace
+    )  # the simulator tells costs, and no steps are here
+    rows = served.compared(tmp_path, "random:0.5", 0)
+    served.show(rows)
+    assert [row["policy"] for row in rows] == ["always-recompute", "always-swap"]
+    for row in rows:
+        assert row["explored"]["preemptions"] == counts["random:0.5"]
+        assert row["served"]["preemptions"] == counts[row["policy"]]
+        assert row["served"]["throughput_tok_s"] == 2.0
+        assert row["served"]["low_s"] < row["served"]["value_s"] < row["served"]["high_s"]
+        for one in row["estimates"]:
+            assert one["gap_low_s"] < one["gap_s"] == one["value_s"] - row["served"]["value_s"] < one["gap_high_s"]
+            assert abs(one["gap_s"]) < 0.5 * row["served"]["value_s"]

@@ -52,10 +52,10 @@ def relative_fit(design: Floats, seconds: Floats, floor_s: float) -> Floats:
     expected = np.maximum(seconds, max(floor_s, 0.05 * float(np.median(np.abs(seconds)))))
     huber = np.ones(len(seconds))
     coefficients = np.zeros(design.shape[1])
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         before = coefficients
         coefficients = nonnegative_fit(design, seconds, huber / expected**2)
-        if np.allclose(coefficients, before, rtol=1e-6, atol=0.0):
+        if number and np.allclose(coefficients, before, rtol=1e-6, atol=0.0):
             break
         expected = np.maximum(design @ coefficients, floor_s)
         missed = np.abs(seconds - design @ coefficients) / expected

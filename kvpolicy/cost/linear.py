@@ -14,6 +14,8 @@ from kvpolicy.events import KINDS, Kind
 
 Floats = NDArray[np.float64]
 
+ROUNDS = 10
+
 INPUTS: dict[Kind, tuple[str, ...]] = {
     "recompute": ("recomputed_tokens", "running_requests", "batch_tokens"),
     "swap": ("save_bytes", "load_bytes", "load_segments", "running_requests", "batch_tokens"),
@@ -37,11 +39,14 @@ def relative_sum(design: Floats, seconds: Floats, weight: Floats) -> Floats:
 
 
 def _fit(examples: Sequence[Example], inputs: tuple[str, ...], floor_s: float) -> LinearLaw:
-    """Errors count relative to the measured cost, or to the floor where that is more."""
+    """Errors count relative to what is predicted, or to the floor where that is more: relative to what was measured,
+    single preemptions that noise made cheap would count for all others."""
     cost = np.array([example.engine_s for example in examples])
     design = np.array([[1.0, *(getattr(example.x, name) for name in inputs)] for example in examples])
-    weight = 1.0 / np.maximum(cost, max(floor_s, 0.05 * float(np.median(np.abs(cost))))) ** 2
-    coefficients = relative_sum(design, cost, weight)
+    expected = np.maximum(cost, max(floor_s, 0.05 * float(np.median(np.abs(cost)))))
+    for _ in range(ROUNDS):
+        coefficients = relative_sum(design, cost, 1.0 / expected**2)
+        expected = np.maximum(design @ coefficients, floor_s)
     return LinearLaw(
         float(coefficients[0]), {name: float(c) for name, c in zip(inputs, coefficients[1:], strict=True) if c > 0}
     )

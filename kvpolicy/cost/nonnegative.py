@@ -23,10 +23,10 @@ def robust_nonnegative_fit(design: Floats, seconds: Floats) -> Floats:
     expected = np.maximum(seconds, np.quantile(seconds, 0.05))
     coefficients = np.zeros(design.shape[1])
     huber = np.ones(len(seconds))
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         before = coefficients
         coefficients = nonnegative_fit(design, seconds, huber / expected**2)
-        if np.allclose(coefficients, before, rtol=1e-6, atol=0.0):
+        if number and np.allclose(coefficients, before, rtol=1e-6, atol=0.0):
             break
         predicted = design @ coefficients
         expected = np.maximum(predicted, 0.05 * np.median(seconds))

@@ -74,6 +74,10 @@ class Link:
     a GPU and behind a simulated link, since what the step computes may overwrite the blocks."""
 
 
+NULL_BLOCK = 1
+"""vLLM counts a block that nobody can have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """One engine core: memory, scheduling, link. Names and meanings are those of vLLM's flags where it has one."""

@@ -27,6 +27,8 @@ class Serving:
     prefix_caching: bool = True
     scheduling: str = "fcfs"
     asynchronous: bool = False
+    watermark: float = 0.0
+    """Share of the device's blocks that stays free when a request is admitted beside running ones."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "token_budget", "max_num_seqs"):
@@ -39,6 +41,8 @@ class Serving:
             raise ValueError(f"host memory is {host}: should be a number, 0 or above")
         if self.scheduling not in ("fcfs", "priority"):
             raise ValueError(f"scheduling {self.scheduling!r}: should be fcfs or priority")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark is {self.watermark}: should be a share of the blocks, from 0, below 1")
 
     def host_blocks_of(self, block_bytes: int) -> int:
         """How many blocks of that size the host memory holds."""

@@ -59,6 +59,7 @@ def simulate(
     prefix_caching: bool = True,
     scheduling: str = "fcfs",
     asynchronous: bool | None = None,
+    watermark: float = 0.0,
     seeds: int = 1,
     parts: int = 1,
     jobs: int | None = None,
@@ -90,6 +91,7 @@ def simulate(
         prefix_caching,
         scheduling,
         usual.asynchronous if asynchronous is None else asynchronous,
+        watermark,
     )
     for name, number in (("seeds", seeds), ("parts", parts)):
         if number < 1:

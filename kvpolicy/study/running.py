@@ -118,6 +118,7 @@ def server_of(cell: Cell, machine: Machine) -> Server:
         prefix_caching=serving.prefix_caching,
         scheduling="priority" if serving.scheduling == "priority" else "fcfs",
         asynchronous=serving.asynchronous,
+        watermark=serving.watermark,
         segment_bytes=machine.segment_bytes(serving.block_size),
         link=copies,
         rules=rules_of(cell.engine),

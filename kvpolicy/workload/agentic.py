@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpolicy.workload.arrivals import AtOnce, stream
-from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, block_ids, lines, member, real, record, whole
+from kvpolicy.workload.files import (
+    Care,
+    Counts,
+    DamagedFile,
+    DamagedRow,
+    FileSource,
+    block_ids,
+    lines,
+    member,
+    real,
+    record,
+    whole,
+)
 from kvpolicy.workload.requests import Request, WorkloadError
 from kvpolicy.workload.sessions import ID_BITS, Beginning, Session, Starting, Turn, Users, served
 
@@ -43,7 +55,7 @@ class Gap:
     """Pause and service of calls that were left out since the last one that was not."""
 
 
-class AgentSessions:
+class AgentSessions(FileSource):
     """Sessions of one file: a :class:`kvpolicy.workload.Source`.
 
     The data has no starts of sessions: ``beginning`` gives them. As a closed loop (``closed``) a call comes after its
@@ -69,18 +81,10 @@ class AgentSessions:
             raise WorkloadError(
                 f"{path}: users wait for their answers; recorded times (closed=false) need starts instead"
             )
-        self.path = Path(path)
+        super().__init__(path, care, seed)
         self.beginning = beginning or Starting(AtOnce())
-        self.care = care or Care()
-        self.seed = seed
         self.closed = closed
         self.count = count
-        self.counts = Counts()
-        """Of the latest iteration, as far as it has come."""
-
-    @property
-    def name(self) -> str:
-        return self.path.name.removesuffix(".gz")
 
     @property
     def source(self) -> str:

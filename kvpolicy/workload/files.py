@@ -63,6 +63,21 @@ class Counts:
         self.first_damage = self.first_damage or message
 
 
+class FileSource:
+    """What every :class:`kvpolicy.workload.Source` that reads one file has."""
+
+    def __init__(self, path: Path | str, care: Care | None, seed: int) -> None:
+        self.path = Path(path)
+        self.care = care or Care()
+        self.seed = seed
+        self.counts = Counts()
+        """Of the latest iteration, as far as it has come."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name.removesuffix(".gz")
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """The file's bytes, unpacked where they are gzip, whatever its name. Raises :class:`WorkloadError`."""

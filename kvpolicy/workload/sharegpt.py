@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.workload.arrivals import AtOnce, Think, stream
-from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, chunks, member, record
+from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, FileSource, chunks, member, record
 from kvpolicy.workload.requests import Request, WorkloadError
 from kvpolicy.workload.sessions import Beginning, Session, Starting, Turn, history, served
 
@@ -24,11 +24,12 @@ LONGEST_ITEM_BYTES = 64 * 2**20
 """A conversation longer than this is taken for a file whose brackets do not close."""
 
 
-class ShareGPT:
+class ShareGPT(FileSource):
     """Conversations of one file: a :class:`kvpolicy.workload.Source`.
 
     A request is made of every answer: its prompt is all that was said before it. Messages without an answer are part
     of the next prompt, or left out at the end. The data has no times: pauses are drawn, ``beginning`` gives the starts.
+    Rows counted are conversations, requests their answers; empty are conversations without.
     """
 
     def __init__(
@@ -48,21 +49,13 @@ class ShareGPT:
             raise WorkloadError(
                 f"tokens_per_word {tokens_per_word} and block_tokens {block_tokens}: both should be above 0"
             )
-        self.path = Path(path)
+        super().__init__(path, care, seed)
         self.think = think
         self.beginning = beginning or Starting(AtOnce())
-        self.care = care or Care()
-        self.seed = seed
         self.tokens_per_word = tokens_per_word
         self.tokenizer = tokenizer
         self.block_tokens = block_tokens
         self.count = count
-        self.counts = Counts()
-        """Of the latest iteration: rows are conversations, requests their answers; empty are conversations without."""
-
-    @property
-    def name(self) -> str:
-        return self.path.name.removesuffix(".gz")
 
     @property
     def source(self) -> str:

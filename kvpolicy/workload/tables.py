@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvpolicy.workload.arrivals import Arrivals, AtOnce, stream
-from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, cells, lines, places, tokens
+from kvpolicy.workload.files import Care, Counts, DamagedFile, DamagedRow, FileSource, cells, lines, places, tokens
 from kvpolicy.workload.requests import Request, WorkloadError
 
 COLUMNS = ("prompt_tokens", "output_tokens")
 
 
-class LengthTable:
+class LengthTable(FileSource):
     """Requests with the lengths of a table's rows: a :class:`kvpolicy.workload.Source`.
 
     In the file's order, each row once; or, with ``draw``, that many rows drawn with replacement from the seed, for
@@ -30,17 +30,9 @@ class LengthTable:
     ) -> None:
         if draw is not None and draw < 0:
             raise WorkloadError(f"{path}: draw is {draw}, should be 0 or more")
-        self.path = Path(path)
+        super().__init__(path, care, seed)
         self.arrivals = arrivals or AtOnce()
-        self.care = care or Care()
-        self.seed = seed
         self.draw = draw
-        self.counts = Counts()
-        """Of the latest iteration, as far as it has come."""
-
-    @property
-    def name(self) -> str:
-        return self.path.name.removesuffix(".gz")
 
     @property
     def source(self) -> str:

@@ -14,6 +14,7 @@ from kvpolicy.workload.files import (
     Counts,
     DamagedFile,
     DamagedRow,
+    FileSource,
     block_ids,
     cells,
     lines,
@@ -64,21 +65,13 @@ class Layout:
     block_tokens: int = 0
 
 
-class TimedFile:
+class TimedFile(FileSource):
     """Requests of one trace file, read anew at every iteration: a :class:`kvpolicy.workload.Source`."""
 
     def __init__(self, path: Path | str, layout: Layout, care: Care | None = None, seed: int = 0) -> None:
         """``seed``: for whoever draws the requests' text; nothing else here is drawn."""
-        self.path = Path(path)
+        super().__init__(path, care, seed)
         self.layout = layout
-        self.care = care or Care()
-        self.seed = seed
-        self.counts = Counts()
-        """Of the latest iteration, as far as it has come."""
-
-    @property
-    def name(self) -> str:
-        return self.path.name.removesuffix(".gz")
 
     @property
     def source(self) -> str:

@@ -52,6 +52,22 @@ def test_outliers_and_costs_below_zero_do_not_carry_the_fit_away() -> None:
     assert relative_fit(design, seconds, 1e-4) == pytest.approx([1e-3, 2e-5], rel=0.1)
 
 
+@pytest.mark.parametrize("family", ["analytic", "linear"])
+def test_noise_as_large_as_the_costs_does_not_make_them_nothing(family: str) -> None:
+    """Single preemptions on a busy machine: many cost less than nothing, some next to nothing, their mean is right."""
+    made = examples_of(dataset_of({"made": make_trace(noise=0.0)}).states)
+    rng = np.random.default_rng(0)
+    noisy = {
+        kind: tuple(replace(one, engine_s=one.engine_s * rng.normal(1.0, 0.8)) for one in some for _ in range(20))
+        for kind, some in made.items()
+    }
+    fitted = fit_analytic(noisy, (), FLOORS) if family == "analytic" else fit_linear(noisy, FLOORS)
+    for kind in KINDS:
+        assert sum(one.engine_s < 0 for one in noisy[kind]) > 100
+        predicted_s = sum(sum(fitted[kind].parts(one.x)) for one in made[kind])
+        assert predicted_s == pytest.approx(sum(one.engine_s for one in made[kind]), rel=0.25)
+
+
 def test_one_regime_alone_is_not_split_in_two() -> None:
     """Two states in which nobody else runs cannot tell what that costs; they must not make a load free there."""
     data = dataset_of({"made": make_trace(noise=0.0)})

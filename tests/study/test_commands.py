@@ -22,6 +22,7 @@ SERVER = {
     "prefix_caching": True,
     "scheduling": "fcfs",
     "asynchronous": None,
+    "watermark": 0.0,
     "seeds": 1,
     "jobs": None,
     "ray": None,
@@ -81,7 +82,7 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
         "--requests r.csv --policy p --kv-blocks 10 --kv-blocks 20 --hardware h --link native --link 1e9,0.1 "
         "--engine vllm --block-size 32 --host-blocks 7 --token-budget 2048 --max-num-seqs 64 --no-prefix-caching "
-        "--scheduling priority --async --seeds 3 --parts 2 --jobs 4 --out o --cache c --fresh"
+        "--scheduling priority --async --watermark 0.05 --seeds 3 --parts 2 --jobs 4 --out o --cache c --fresh"
     )
     found = called(monkeypatch, "simulate", *line.split())
     assert found == SERVER | {
@@ -100,6 +101,7 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "prefix_caching": False,
         "scheduling": "priority",
         "asynchronous": True,
+        "watermark": 0.05,
         "seeds": 3,
         "parts": 2,
         "jobs": 4,

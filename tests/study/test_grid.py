@@ -132,7 +132,14 @@ def test_nothing_that_can_begin_is_an_error(hardware: str, tmp_path: Path) -> No
         simulate("H100", tmp_path / "c")
     with pytest.raises(ValueError, match="no such file"):
         simulate(hardware, tmp_path / "c", workloads=["nowhere.csv"])
-    for wrong in ({"seeds": 0}, {"parts": 0}, {"kv_blocks": [0]}, {"host_blocks": -1}, {"scheduling": "lifo"}):
+    for wrong in (
+        {"seeds": 0},
+        {"parts": 0},
+        {"kv_blocks": [0]},
+        {"host_blocks": -1},
+        {"scheduling": "lifo"},
+        {"watermark": 1.0},
+    ):
         with pytest.raises(ValueError, match="should be"):
             simulate(hardware, tmp_path / "c", **wrong)
 

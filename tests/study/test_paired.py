@@ -8,8 +8,8 @@ from math import exp, log, sqrt
 import pytest
 
 from kvpolicy import policy
-from kvpolicy.simulator import Link, Server
-from kvpolicy.simulator.builtin.simulating import core_name
+from kvpolicy.simulator import Link, Server, Times
+from kvpolicy.simulator.identity import Identity
 from kvpolicy.simulator.times import ConstantTimes
 from kvpolicy.study.links import Behind, GivenLink
 from kvpolicy.study.paired import paired_ratio
@@ -103,10 +103,13 @@ def test_runs_that_differ_in_times_or_link_alone_have_cores_of_their_own() -> No
     server, rule = Server(16, 1, 10, 10), policy.load("always-swap")
     source = Workload("w", (Request(0.0, 10, 5),), seed=0)
     several = [ConstantTimes(), ConstantTimes(source="others"), *(behind(link) for link in ("1e9", "2e9", "1e9,0.1"))]
-    assert len({core_name(source, rule, server, times, 0) for times in several}) == len(several)
-    servers = server, replace(server, link=Link(slowdown=0.1))
-    assert len({core_name(source, rule, one, several[0], 0) for one in servers}) == 2
-    assert core_name(source, rule, server, behind("1e9"), 0) == core_name(source, rule, server, behind("1e9"), 0)
+
+    def core(server: Server, times: Times) -> str:
+        return Identity(source, rule, server, times, 0).core("sim")
+
+    assert len({core(server, times) for times in several}) == len(several)
+    assert len({core(one, several[0]) for one in (server, replace(server, link=Link(slowdown=0.1)))}) == 2
+    assert core(server, behind("1e9")) == core(server, behind("1e9"))
 
 
 def behind(link: str) -> Behind:

@@ -106,9 +106,14 @@ def drawn(seed: int, count: int = 60) -> Case:
 
 
 def account(engine: str, case: Case) -> Account:
-    simulator: Simulator = Builtin(leap=False) if engine == "builtin" else VllmScheduler()
+    """vLLM's scheduler goes by the rules of the version that is installed, whatever the case says."""
+    simulator: Simulator = Builtin(leap=False)
+    server = case.server
+    if engine != "builtin":
+        simulator = VllmScheduler()
+        server = replace(server, rules=simulator.rules)
     with _watched() as scheduled:
-        run = simulator.run(case.work, policy.load(case.policy), case.server, case.times, case.seed, MemorySink())
+        run = simulator.run(case.work, policy.load(case.policy), server, case.times, case.seed, MemorySink())
     return Account(run, scheduled)
 
 

@@ -20,10 +20,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpolicy.simulator import Server
+from kvpolicy.simulator.protocol import NULL_BLOCK
 from kvpolicy_vllm.plugin import NAME, register
 
-NULL_BLOCK = 1
-"""vLLM counts a block that nobody can have."""
 HEADS, HEAD_DIM = 1, 16
 """Of the made-up model. Scheduling depends on none of it: bytes and times are the server's own."""
 

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import vllm
@@ -20,17 +19,15 @@ from kvpolicy.events import KINDS
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.arrivals import Arrivals
+from kvpolicy.simulator.identity import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import Tallied
-from kvpolicy.trace import Header
 from kvpolicy.workload import Request, Source
 from kvpolicy_vllm.plugin.versions import engine_version
 from kvpolicy_vllm.simulator.clock import VirtualClock
 from kvpolicy_vllm.simulator.controlling import name_of, take_control
 from kvpolicy_vllm.simulator.copying import VirtualWorker, load_of
-from kvpolicy_vllm.simulator.deployment import NULL_BLOCK, scheduler_for
+from kvpolicy_vllm.simulator.deployment import scheduler_for
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
-
-FIXED_DAY = "1970-01-01T00:00:00Z"
 
 
 class VllmScheduler:
@@ -58,37 +55,14 @@ class VllmScheduler:
         if server.rules != self.rules:
             raise ValueError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
         began = self._wall()
-        core = core_name(requests, policy, server, times, seed)
+        identity = Identity(requests, policy, server, times, seed)
+        core = identity.core("vllm")
         begin = getattr(sink, "begin", None)
         if begin is not None:
-            begin(core, self._header(core, requests, policy, server, times, seed))
+            begin(core, identity.header(core, f"vllm {vllm.__version__}, its scheduler alone", self._created))
         tallied = Engine(core, requests, policy, server, times, seed, sink).serve()
         trace = None if sink is None else sink.finish()
         return Run(tallied.summary(self._wall() - began), trace)
-
-    def _header(self, core: str, requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> Header:
-        return Header(
-            run_id=core,
-            source="simulation",
-            created=self._created,
-            engine=f"vllm {vllm.__version__}, its scheduler alone",
-            hardware=dict(server.hardware),
-            geometry=dict(server.geometry),
-            block_size=server.block_size,
-            block_bytes=server.block_bytes,
-            device_blocks=server.device_blocks + NULL_BLOCK,
-            host_blocks=server.host_blocks,
-            policy=policy.name,
-            seed=seed,
-            notes=f"workload {requests.name}; times: {times.source}",
-            token_budget=server.token_budget,
-        )
-
-
-def core_name(requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> str:
-    """The same for equal runs, different for others, so that their traces can be read together."""
-    told = repr((vllm.__version__, requests.name, requests.seed, policy.name, server, times.source, seed))
-    return f"vllm-{blake2b(told.encode(), digest_size=6).hexdigest()}"
 
 
 class Flight(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Protocol
 from kvpolicy.simulator.builtin.live import Held, Live
 from kvpolicy.workload import Request
 
+ID_BYTES = 16
 PRIVATE_BITS = 24
 """Room for the index of a block in its request within a private key."""
 
@@ -212,18 +213,17 @@ def pool_for(blocks: int, block_size: int, prefix_caching: bool) -> Pool:
 def shared_keys(request: Request, block_size: int) -> tuple[int, ...]:
     """Keys of the leading full blocks whose tokens the request's prefix ids determine, generated ones too; even, not 0.
 
-    A block's key follows from all ids up to its last token, so that equal keys mean equal tokens from the start.
+    A block's key follows from the key before it and the ids of its own tokens, so that equal keys mean equal tokens
+    from the start.
     """
     size = request.prefix_block_tokens
     known = min(request.total_tokens, len(request.prefix) * size)
+    ids = b"".join([one.to_bytes(ID_BYTES, "little", signed=True) for one in request.prefix])
     keys: list[int] = []
-    state = blake2b(size.to_bytes(8, "little"), digest_size=8)
-    entered = 0
+    so_far, entered = size.to_bytes(8, "little"), 0
     for end in range(block_size, known + 1, block_size):
-        for at in range(entered, -(-end // size)):
-            state.update(request.prefix[at].to_bytes(16, "little", signed=True))
-        entered = -(-end // size)
-        block = state.copy()
-        block.update(end.to_bytes(8, "little"))
-        keys.append((int.from_bytes(block.digest(), "little") | 1) << 1)
+        upto = -(-end // size) * ID_BYTES
+        so_far = blake2b(so_far + ids[entered:upto], digest_size=8).digest()
+        entered = upto
+        keys.append((int.from_bytes(so_far, "little") | 1) << 1)
     return tuple(keys)

@@ -12,8 +12,8 @@ from kvpolicy.simulator.builtin import ledger
 from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.live import Account, Copy, Live, Step
-from kvpolicy.simulator.builtin.scheduler import NULL_BLOCK, Scheduler
-from kvpolicy.simulator.protocol import Server
+from kvpolicy.simulator.builtin.scheduler import Scheduler
+from kvpolicy.simulator.protocol import NULL_BLOCK, Server
 from kvpolicy.simulator.summary import Tallied
 
 

@@ -16,10 +16,10 @@ from kvpolicy.simulator.builtin.copies import CopyBook, LinkQueues
 from kvpolicy.simulator.builtin.deciding import Preemptions
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.live import Live, Status, Step
-from kvpolicy.simulator.builtin.scheduler import NULL_BLOCK, Scheduler
+from kvpolicy.simulator.builtin.scheduler import Scheduler
 from kvpolicy.simulator.builtin.stepping import Stepper
 from kvpolicy.simulator.builtin.victims import Victims
-from kvpolicy.simulator.protocol import Server, Times
+from kvpolicy.simulator.protocol import NULL_BLOCK, Server, Times
 from kvpolicy.simulator.summary import Tallied
 from kvpolicy.workload import Request, Source
 

@@ -12,10 +12,7 @@ from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.live import Live, Status, Step
 from kvpolicy.simulator.builtin.queues import Queue, queue_for
 from kvpolicy.simulator.builtin.victims import Victims
-from kvpolicy.simulator.protocol import Server
-
-NULL_BLOCK = 1
-"""vLLM counts a block that nobody can have."""
+from kvpolicy.simulator.protocol import NULL_BLOCK, Server
 
 
 class Scheduler:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.builtin.engine import Engine
 from kvpolicy.simulator.builtin.journal import Journal
-from kvpolicy.simulator.builtin.scheduler import NULL_BLOCK
 from kvpolicy.simulator.builtin.victims import Victims, VllmVictims
+from kvpolicy.simulator.identity import FIXED_DAY, Identity
 from kvpolicy.simulator.protocol import Run, Server, Sink, Times
-from kvpolicy.trace import Header
 from kvpolicy.workload import Source
 
-FIXED_DAY = "1970-01-01T00:00:00Z"
 RULES = ("0.32",)
 
 
@@ -43,10 +40,11 @@ class Builtin:
         version that it does not have."""
         _refuse_impossible(server)
         began = self.wall()
-        core = core_name(requests, policy, server, times, seed)
+        identity = Identity(requests, policy, server, times, seed)
+        core = identity.core("sim")
         begin = getattr(sink, "begin", None)
         if begin is not None:
-            begin(core, self._header(core, requests, policy, server, times, seed))
+            begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
         journal = Journal(core, sink)
         victims = self.victims or VllmVictims(server.scheduling)
         engine = Engine(requests, policy, server, times, seed, journal, victims, self.leap)
@@ -54,24 +52,6 @@ class Builtin:
         journal.flush()
         trace = None if sink is None else sink.finish()
         return Run(engine.tallied.summary(self.wall() - began), trace)
-
-    def _header(self, core: str, requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> Header:
-        return Header(
-            run_id=core,
-            source="simulation",
-            created=self.created,
-            engine=f"kvpolicy builtin, rules of vllm {server.rules}",
-            hardware=dict(server.hardware),
-            geometry=dict(server.geometry),
-            block_size=server.block_size,
-            block_bytes=server.block_bytes,
-            device_blocks=server.device_blocks + NULL_BLOCK,
-            host_blocks=server.host_blocks,
-            policy=policy.name,
-            seed=seed,
-            notes=f"workload {requests.name}; times: {times.source}",
-            token_budget=server.token_budget,
-        )
 
 
 def _refuse_impossible(server: Server) -> None:
@@ -84,9 +64,3 @@ def _refuse_impossible(server: Server) -> None:
         raise ValueError(f"server.watermark is {server.watermark:g}, should be from 0, below 1: a share of the blocks")
     if server.host_blocks < 0 or server.link.slowdown < 0:
         raise ValueError(f"server: host_blocks {server.host_blocks} and {server.link}: nothing should be below 0")
-
-
-def core_name(requests: Source, policy: Policy, server: Server, times: Times, seed: int) -> str:
-    """The same for equal runs, different for others, so that their traces can be read together."""
-    told = repr((requests.name, requests.seed, policy.name, server, times.source, seed))
-    return f"sim-{blake2b(told.encode(), digest_size=6).hexdigest()}"
