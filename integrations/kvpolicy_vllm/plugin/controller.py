@@ -124,8 +124,8 @@ class Controller:
 
     @property
     def unsettled(self) -> bool:
-        """Whether an idle engine should go on stepping: something is still to be told."""
-        return self.tally.urgent
+        """Whether an idle or paused engine should go on stepping: a load is under way, or something is to be told."""
+        return self.tally.urgent or self.copies.loading > 0
 
     # ---- from the scheduler ----
 
