@@ -146,7 +146,8 @@ class Controller:
             kind = self._decide(request, cause, preemption_id)
         # The one boundary between a policy and a server: whatever is wrong with deciding, vLLM's own way is safe.
         except Exception:  # noqa: BLE001
-            self._complain("error", "deciding failed; recomputing")
+            self._fell_back("error")
+            self._complain("deciding failed; recomputing (counted as fallback 'error')")
             self.tally.add("preemptions", intended="recompute", executed="recompute", cause=cause)
         (self._step.lost if self._scheduling else self._between_steps).append(preemption_id)
         opened = OpenPreemption(
@@ -189,10 +190,12 @@ class Controller:
         try:
             for cost in self.accounts.done(step, output, self._scheduler, now):
                 self.judge.learn(cost)
-        # As with deciding: whatever is wrong with measuring and learning, serving goes on, without them.
+                self.accounts.observed()
+        # As with deciding: whatever is wrong with measuring and learning, serving goes on.
         except Exception:  # noqa: BLE001
-            self._complain("error", "measuring a preemption failed; no more are measured")
-            self.accounts.measure_by(None)
+            self._complain("a preemption's cost could not be measured or learned from (counted as measuring_failed)")
+            if not self.accounts.begin_afresh():
+                self._complain("measuring failed too often in a row: no more costs are measured and learned from")
 
     def _closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         self.judge.closed(outcome)
@@ -385,11 +388,10 @@ class Controller:
     def _fell_back(self, reason: str) -> None:
         self.tally.add("fallbacks", reason=reason)
 
-    def _complain(self, reason: str, what: str) -> None:
-        self._fell_back(reason)
-        if reason not in self._complained:
-            self._complained.add(reason)
-            logger.exception("kvpolicy: %s (told once; counted as fallback %r)", what, reason)
+    def _complain(self, what: str) -> None:
+        if what not in self._complained:
+            self._complained.add(what)
+            logger.exception("kvpolicy: %s (told once)", what)
 
     def _count_dropped(self) -> None:
         assert self.journal is not None
