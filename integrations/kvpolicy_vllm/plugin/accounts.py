@@ -13,7 +13,6 @@ from kvpolicy_vllm.plugin.journal import Journal
 from kvpolicy_vllm.plugin.ledger import OpenPreemption, Step, StepClock, compose
 from kvpolicy_vllm.plugin.metrics import Tally
 
-
 MOST_FAILURES = 5
 """So many failures with no cost told in between, and measuring is given up."""
 
