@@ -39,6 +39,11 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.launched.append((other, len(other.launched)))
 
+    def synchronize(self) -> None:
+        """Until all that was launched here is done, others going on beside it."""
+        while self.done < len(self.launched):
+            self.device.run(random.Random(self.done), 1)
+
     @property
     def ready(self) -> bool:
         if self.done == len(self.launched):
@@ -170,6 +175,47 @@ def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], dev
         assert all((segment[[10, 11, 8]] == NEW).all() for segment in segments)
         assert len(copier.transfers) == 4 and all(transfer.ok for transfer in copier.transfers)
         assert not copier._saves and not copier._loads, "events of finished copies are kept"
+
+
+def test_a_load_that_fails_half_way_writes_no_more(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks go to somebody else at once, whose step must not be written over by what had been launched of it."""
+    segments = [torch.zeros(12, 16) for _ in range(3)]
+    copier = CudaCopier(segments, 8, False, None)
+    job, move = Job(1, "r", (1, 2), (0, 1)), cuda_copier.ops.swap_blocks_batch
+
+    def half(*tables: torch.Tensor) -> None:
+        move(*(table[: len(table) // 2] for table in tables))
+        raise RuntimeError("made to fail")
+
+    copier.save(job)
+    monkeypatch.setattr(cuda_copier.ops, "swap_blocks_batch", half)
+    copier.load(job)
+    assert [done.ok for done in copier.poll()] == [False]
+    for segment in segments:
+        segment[[1, 2]] = OTHER
+    device.run(random.Random(0))
+    assert all((segment[[1, 2]] == OTHER).all() for segment in segments)
+    assert not copier._loads
+
+
+def test_events_of_what_is_dropped_or_breaks_off_are_not_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = CudaCopier([torch.zeros(12, 16)], 8, False, None)
+    job = Job(1, "r", (1, 2), (0, 1))
+    copier.save(job)
+    copier.drop([1])  # its save still runs
+    device.run(random.Random(0))
+    assert copier.poll() == [] and not copier._saves and not copier._saving
+    copier.save(Job(2, "r", (1, 2), (0, 1)))
+    device.run(random.Random(0))
+    copier.load(Job(2, "r", (1, 2), (0, 1)))
+
+    def lost(event: Any) -> bool:
+        raise RuntimeError("the device is lost")
+
+    copier.poll()
+    monkeypatch.setattr(device.Event, "query", lost)
+    assert [done.ok for done in copier.poll()] == [False]
+    assert not copier._loads and not copier._loading
 
 
 def test_copies_are_timed_by_the_device_not_by_who_asks(device: Device) -> None:

@@ -62,10 +62,18 @@ class CudaCopier(Copier):
 
     def copy_in(self, job: Job) -> None:
         self._load_stream.wait_stream(self._save_stream)
-        self._loads[job.copy_id] = self._on(self._load_stream, self.move_in, job)
+        try:
+            self._loads[job.copy_id] = self._on(self._load_stream, self.move_in, job)
+        except RuntimeError:
+            self._load_stream.synchronize()  # its blocks are given away now: what was launched of it must have ended
+            raise
 
     def copied_in(self, job: Job) -> bool:
-        return bool(self._loads[job.copy_id][2].query())
+        try:
+            return bool(self._loads[job.copy_id][2].query())
+        except RuntimeError:
+            del self._loads[job.copy_id]
+            raise
 
     def load_span(self, job: Job) -> Span | None:
         return _span(self._loads.pop(job.copy_id))
