@@ -101,3 +101,28 @@ def test_measuring_is_given_up_where_it_never_works(
     engine.steps(2 * MOST_FAILURES)
     assert harness.total(engine.controller.stats(), "measuring_failed") == MOST_FAILURES
     assert caplog.text.count("no more costs are measured") == 1
+
+
+def test_a_load_that_fails_before_its_save_is_confirmed_settles_the_decision(engine: Engine) -> None:
+    def transfer(copy_id: int, direction: Any, ok: bool) -> Transfer:
+        return Transfer(copy_id, direction, ok, 1, 1, 1, False, 0, 0.0, 0.0, 0.0)
+
+    def only_the_load_fails(jobs: Any) -> KVConnectorOutput | None:
+        if not jobs.loads:
+            return None
+        told = Transfers([transfer(job.copy_id, "load", False) for job in jobs.loads])
+        finished = {job.request_id for job in jobs.loads}
+        return KVConnectorOutput(finished_recving=finished, kv_connector_worker_meta=told, **_failures([*jobs.loads]))
+
+    engine.preempt()
+    (save,) = engine.step(only_the_load_fails).saves
+    while not engine.step(only_the_load_fails).loads:
+        pass
+    late = Transfers([transfer(save.copy_id, "save", True)])
+    engine.step(lambda jobs: KVConnectorOutput(kv_connector_worker_meta=late))
+    engine.steps(20)
+    stats = engine.controller.stats()
+    assert not engine.controller._undecided
+    assert harness.total(stats, "preemptions", executed="swap") == 1
+    assert harness.total(stats, "fallbacks", reason="load_failed") == 1
+    assert stats["host_slots_used"] == 0

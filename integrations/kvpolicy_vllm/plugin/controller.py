@@ -248,7 +248,10 @@ class Controller:
             self._count_transfer(settled)
             if settled.direction == "save":
                 self._saved(settled)
-            elif settled.ok and not settled.copy.orphan:
+                continue
+            if settled.copy.copy_id in self._undecided:  # nobody waits for what ranks have still to say of the save
+                self._settle_early(settled.copy.copy_id)
+            if settled.ok and not settled.copy.orphan:
                 self.tally.add("loaded_tokens", settled.copy.load_tokens)
                 if self.journal is not None:
                     self.journal.loaded(settled.copy.request_id, settled.copy.load_tokens)
@@ -415,7 +418,7 @@ class Controller:
             self._settle_early(copy.copy_id)
 
     def _settle_early(self, copy_id: int) -> None:
-        """A copy was forgotten before its save was confirmed: the decision stands as executed."""
+        """A copy was forgotten, or its load has ended, before its save was confirmed: the decision stands as executed."""
         situation, decision, identity = self._undecided.pop(copy_id)
         self._count(decision, situation.cause)
         self._write(situation, decision, identity)
