@@ -219,7 +219,7 @@ def test_events_of_what_is_dropped_or_breaks_off_are_not_kept(device: Device, mo
 
 
 def test_copies_are_timed_by_the_device_not_by_who_asks(device: Device) -> None:
-    """A millisecond a thing: two steps are under way when a copy of six pieces is asked for, and the poll comes late."""
+    """A millisecond a thing: two steps are under way when a copy of six pieces begins, and the poll comes late."""
     segments = [torch.zeros(12, 4) for _ in range(2)]
     copier = CudaCopier(segments, 8, False, None, lambda: 1.0 + device.now_ms / 1e3)
     rng = random.Random(0)

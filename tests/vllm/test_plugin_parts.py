@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from kvpolicy import trace
 from kvpolicy.hardware import Geometry
 from kvpolicy.trace import Header
-from kvpolicy_vllm.plugin.copier import IndexingCopier, segments_of, unique_segments
+from kvpolicy_vllm.plugin.copier import IDLE_NAP_S, IndexingCopier, segments_of, unique_segments
 from kvpolicy_vllm.plugin.copies import CopyBook
 from kvpolicy_vllm.plugin.jobs import Job, Transfer
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, StepClock, compose, pairs
@@ -175,6 +175,23 @@ def test_the_simulated_link_serves_one_transfer_at_a_time() -> None:
     assert [done.job.request_id for done in copier.poll()] == ["b"]
     load = copier.transfers[-1]
     assert (load.submit_s, load.start_s, load.end_s, load.queued_bytes) == (4.0, 5.0, 6.5, 2000)
+
+
+def test_an_idle_engine_naps_while_only_the_device_knows() -> None:
+    """Without a simulated link nobody can tell when a load ends: a nap each time it is asked for, none when busy."""
+    clock, there = Clock(), []
+
+    class Slow(IndexingCopier):
+        def copied_in(self, job: Job) -> bool:
+            return bool(there)
+
+    copier = Slow([torch.ones(8, 250)], 8, False, None, clock, clock.sleep)
+    copier.save(Job(1, "a", (0,), (0,)))
+    copier.load(Job(1, "a", (3,), (0,)))
+    assert copier.poll() == [] and clock.now == 0.0
+    assert copier.poll(idle=True) == [] and clock.now == IDLE_NAP_S
+    there.append(True)
+    assert [done.ok for done in copier.poll(idle=True)] == [True] and clock.now == IDLE_NAP_S
 
 
 def test_a_copy_that_was_dropped_cannot_be_loaded() -> None:

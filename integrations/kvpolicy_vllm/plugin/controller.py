@@ -418,7 +418,7 @@ class Controller:
             self._settle_early(copy.copy_id)
 
     def _settle_early(self, copy_id: int) -> None:
-        """A copy was forgotten, or its load has ended, before its save was confirmed: the decision stands as executed."""
+        """A copy was forgotten or its load ended before its save was confirmed: the decision stands as executed."""
         situation, decision, identity = self._undecided.pop(copy_id)
         self._count(decision, situation.cause)
         self._write(situation, decision, identity)

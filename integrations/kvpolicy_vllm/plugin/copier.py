@@ -17,6 +17,9 @@ import torch
 from kvpolicy_vllm.plugin.jobs import Direction, Job, Transfer
 from kvpolicy_vllm.plugin.settings import Link
 
+IDLE_NAP_S = 0.001
+"""So long an engine with nothing to compute waits for a load before it asks again."""
+
 Span = tuple[float, float]
 """When a copy began and ended, seconds after it was submitted."""
 
@@ -171,7 +174,7 @@ class Copier(ABC):
         finished = [Finished(job, False) for job in self._failed_loads]
         self._failed_loads = []
         if idle and self._loading and not finished:
-            self._sleep(min(0.001, max(0.0, self._loading[0][3] - self._clock())))
+            self._sleep(min(IDLE_NAP_S, max(0.0, self._loading[0][3] - self._clock())))
         while self._loading:
             job, submit, start, end, queued = self._loading[0]
             try:
@@ -188,6 +191,8 @@ class Copier(ABC):
                 self._record(job, "load", False, submit, start, self._clock(), queued, str(error))
                 finished.append(Finished(job, False))
             self._loading.popleft()
+        if idle and self._loading and not finished and self._loading[0][3] <= self._clock():
+            self._sleep(IDLE_NAP_S)  # only the device knows when
         return finished
 
     def _promise(self, direction: Direction, blocks: int, now: float) -> tuple[float, float]:
