@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from kvpolicy import trace
 from kvpolicy.hardware import Geometry
 from kvpolicy.trace import Header
+from kvpolicy_vllm.plugin.connector import cores_here
 from kvpolicy_vllm.plugin.copier import IDLE_NAP_S, IndexingCopier, segments_of, unique_segments
 from kvpolicy_vllm.plugin.copies import CopyBook
 from kvpolicy_vllm.plugin.jobs import Job, Transfer
@@ -290,6 +292,28 @@ def test_counters_add_up_and_gauges_stand() -> None:
 def test_settings_name_what_is_wrong(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Settings.read(extra)
+
+
+class TestHostMemory:
+    @pytest.fixture(autouse=True)
+    def sixteen_gib(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvpolicy_vllm.plugin.settings.available_memory_bytes", lambda: 16 << 30)
+
+    def test_every_core_of_this_machine_has_a_pool(self) -> None:
+        settings = Settings(policy="always-swap", host_gib=4.0)
+        settings.refuse_too_much_memory(cores=2)
+        with pytest.raises(ValueError, match=r"4 for each of 3 .* engine cores here, 12 in all, .* give at most 2.7"):
+            settings.refuse_too_much_memory(cores=3)
+        Settings(policy="always-swap", host_gib=4.0, force_host_gib=True).refuse_too_much_memory(cores=3)
+
+    @pytest.mark.parametrize(("size_local", "rank_local", "cores"), [(1, None, 1), (4, 0, 4), (1, 3, 4), (0, None, 1)])
+    def test_cores_are_counted_where_each_is_told_that_it_is_alone(
+        self, size_local: int, rank_local: int | None, cores: int
+    ) -> None:
+        """Of a dense model vLLM tells every core that it is the only one, but leaves it its rank."""
+        parallel = SimpleNamespace(data_parallel_size_local=size_local, data_parallel_rank_local=rank_local)
+        config: Any = SimpleNamespace(parallel_config=parallel)
+        assert cores_here(config) == cores
 
 
 OPT = {
