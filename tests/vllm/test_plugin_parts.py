@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from kvpolicy import trace
 from kvpolicy.hardware import Geometry
 from kvpolicy.trace import Header
+from kvpolicy_vllm.plugin import recording
 from kvpolicy_vllm.plugin.connector import cores_here
 from kvpolicy_vllm.plugin.copier import IDLE_NAP_S, IndexingCopier, segments_of, unique_segments
 from kvpolicy_vllm.plugin.copies import CopyBook
@@ -261,6 +264,21 @@ class TestRecorder:
         recorder.close()
         assert recorder.dropped == 7
         assert trace.read(tmp_path / "trace").table("requests").num_rows == 3
+
+    def test_a_disk_that_hangs_keeps_nobody_at_the_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As a network folder whose server is gone: neither raises nor returns."""
+        back = threading.Event()
+        monkeypatch.setattr(recording, "write_part", lambda *arguments: back.wait())
+        recorder = Recorder(tmp_path / "trace" / "core", header(), part_rows=2, close_s=0.2)
+        for _ in range(5):
+            recorder.add("requests", ROW)
+        with caplog.at_level(logging.WARNING):
+            recorder.close()
+        back.set()
+        assert recorder.dropped == 5
+        assert "dropping 5 records" in caplog.text
 
 
 def test_counters_add_up_and_gauges_stand() -> None:

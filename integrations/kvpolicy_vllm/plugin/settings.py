@@ -46,7 +46,7 @@ class Settings:
 
     policy: str
     host_gib: float = 4.0
-    """Host memory for saved KV blocks in all, over the ranks of one engine core, GiB. Each data-parallel core has as much."""
+    """Host memory for saved KV blocks in all, over the ranks of one engine core, GiB. Each core has its own."""
     force_host_gib: bool = False
     """Accept a ``host_gib`` of more than half of the memory that is available now."""
     pin_memory: bool = True
