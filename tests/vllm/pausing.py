@@ -21,7 +21,7 @@ class Core:
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.model_executor = MagicMock()
+        self.model_executor = self.output_queue = MagicMock()
         self._idle_state_callbacks: list[Callable[[Any], None]] = []
         self.batch_queue: None = None
         self.engines_running = self.reject_new_requests = False
