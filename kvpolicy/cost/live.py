@@ -21,6 +21,9 @@ from kvpolicy.events import Ending, Kind
 Parts = tuple[float, float, float, float]
 """What a step, or somebody's part of it, is made of, in the order of :data:`kvpolicy.cost.undisturbed.PARTS`."""
 
+IDLE_S = 0.02
+"""So long steps that compute nothing are taken together, seconds."""
+
 MOST_WAITING = 512
 """So many steps wait for a copy to end; then it is given up, and what its preemption cost stays unknown."""
 
@@ -142,6 +145,8 @@ class LiveCosts:
         ``parts`` and ``requests``: all that was scheduled in it. ``preempted``: who lost blocks in it. ``repeated``:
         by preemption, the part of it that computes lost tokens again.
         """
+        if requests == 0 and not preempted and not repeated and self._idles_on(parts, start_s, end_s):
+            return ()
         number = self._seen
         self._seen += 1
         if self._calm and not preempted and not repeated:
@@ -169,6 +174,21 @@ class LiveCosts:
         for name, parts in repeated:
             own[name] = plus(own.get(name, NOTHING), parts)
         return own
+
+    def _idles_on(self, parts: Parts, start_s: float, end_s: float) -> bool:
+        """Whether a step that computes nothing only lengthens one that waits for a copy: an idle engine makes a
+        thousand of them a second. As many stay apart as an aftermath lasts, and none grows beyond :data:`IDLE_S`, so
+        that hardly any time is taken for a copy's in which there was none."""
+        waiting = self._waiting
+        if parts != NOTHING or len(waiting) < AFTERMATH_STEPS or self._seen in self._flying.values():
+            return False
+        last = waiting[-1]
+        if not self._may_be_overlapped(last.number) or last.end_s != start_s or end_s - last.start_s > IDLE_S:
+            return False
+        if any(waiting[-n].parts != NOTHING or waiting[-n].own for n in range(1, AFTERMATH_STEPS + 1)):
+            return False
+        last.end_s = end_s
+        return True
 
     def _may_be_overlapped(self, number: int) -> bool:
         return bool(self._flying) and min(self._flying.values()) <= number

@@ -24,6 +24,7 @@ from kvpolicy.cost.online import (
 from kvpolicy.events import KINDS
 
 SCHEMA_VERSION = 2
+BEGINS = b'{"schema_version": '
 DIGEST_SHOWN = 12
 """Characters of a digest in a file's name."""
 
@@ -36,6 +37,10 @@ class OtherModelError(ModelError):
             f"{path}: model_digest is {digest!r}, should be {wanted!r}: it was learned with another cost model"
         )
         self.digest = digest
+
+
+class DamagedError(ModelError):
+    """What begins as a state, or is empty as after a crash, and cannot be read as one of this version."""
 
 
 def save(online: Online, model_digest: str, path: Path) -> None:
@@ -61,10 +66,15 @@ def save(online: Online, model_digest: str, path: Path) -> None:
 def load(path: Path, model_digest: str) -> Online:
     """What :func:`save` wrote.
 
-    Raises :class:`OtherModelError` for what is whole but of another cost model, :class:`ModelError`, naming file and
-    field, for anything else.
+    Raises :class:`OtherModelError` for what is whole but of another cost model, :class:`DamagedError` for what was a
+    state, :class:`ModelError` for anything else; each names file and field.
     """
-    digest, online = _read(path)
+    try:
+        digest, online = _read(path)
+    except ModelError as error:
+        if _was_state(path):
+            raise DamagedError(str(error)) from error
+        raise
     if digest != model_digest:
         raise OtherModelError(path, digest, model_digest)
     return online
@@ -76,6 +86,22 @@ def set_aside(path: Path, digest: str) -> Path:
     An older one set aside under the same name is replaced. Raises OSError where it cannot be renamed.
     """
     return path.replace(path.with_name(f"{path.name}.other-{digest[:DIGEST_SHOWN]}"))
+
+
+def set_damaged_aside(path: Path) -> Path:
+    """Rename what is no longer a state. An older one under the same name is replaced. Raises OSError where it cannot be
+    renamed."""
+    return path.replace(path.with_name(f"{path.name}.damaged"))
+
+
+def _was_state(path: Path) -> bool:
+    """Whether the file is empty, or begins as :func:`save` writes: nobody else's file is taken for a damaged state."""
+    try:
+        with path.open("rb") as source:
+            begins = source.read(len(BEGINS))
+    except OSError:
+        return False
+    return begins == BEGINS or not begins.strip(b"\0")
 
 
 def _read(path: Path) -> tuple[str, Online]:

@@ -127,6 +127,23 @@ def test_a_copy_whose_end_is_never_told_is_given_up_and_nothing_is_made_up() -> 
     assert [cost.engine_s for cost in engine.until_told()] == [pytest.approx(1e-3, rel=1e-6)]
 
 
+@pytest.mark.parametrize("steps", [3, 2000])
+def test_an_idle_engine_waits_for_a_load_however_long(steps: int) -> None:
+    """Its steps compute nothing, a thousand a second; all of the wait is the load's cost, and it is told."""
+    engine = Engine()
+    engine.calm()
+    engine.step(preempted=("p",))
+    engine.live.copy_begins("p", "load")
+    began = engine.now_s
+    for _ in range(steps):
+        assert engine.step((0, 0, 0, 0), extra_s=1e-3, requests=0) == ()
+    engine.live.copy_ends("p", "load", began, engine.now_s)
+    engine.live.closed("p", "swap", "resumed")
+    (cost,) = engine.until_told()
+    assert engine.live.given_up == 0
+    assert cost.engine_s == pytest.approx(steps * 1e-3, rel=1e-6)
+
+
 def test_one_step_is_priced_as_a_table_of_steps() -> None:
     rows = np.array([[300.0, 2, 500, 44000], [5, 5, 900, 0], [0, 0, 0, 0], [64, 4, 700, 1800], [3, 3, 40, 0]])
     wanted, before = MODEL.predict(rows), [0.0, 0.0]

@@ -218,6 +218,10 @@ def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     if "refusals" in job:
         result: Any = {"messages": refusals(job)}
+    elif "mode" in job:
+        from tests.vllm.pausing import pause  # here: it needs the plugin, which stock vLLM does without
+
+        result = {"runs": [pause(job | {"seed": seed}) for seed in job["seeds"]]}
     elif "seeds" in job:
         result = {"runs": [run(job | {"seed": seed}) for seed in job["seeds"]]}
     else:

@@ -33,9 +33,16 @@ class Stream:
     device: Any = None
     launched: list[Callable[[], None] | tuple[Stream, int]] = field(default_factory=list)
     done: int = 0
+    passed: list[float] = field(default_factory=lambda: [0.0])
+    """When so much of it was done, in milliseconds of the device."""
 
     def wait_stream(self, other: Stream) -> None:
         self.launched.append((other, len(other.launched)))
+
+    def synchronize(self) -> None:
+        """Until all that was launched here is done, others going on beside it."""
+        while self.done < len(self.launched):
+            self.device.run(random.Random(self.done), 1)
 
     @property
     def ready(self) -> bool:
@@ -47,35 +54,42 @@ class Stream:
     def go_on(self) -> None:
         first = self.launched[self.done]
         if callable(first):
+            self.device.now_ms += 1.0
             first()
         self.done += 1
+        self.passed.append(self.device.now_ms)
 
 
 class Device:
     """Stands in for ``torch.cuda`` where the copiers ask for it."""
 
     def __init__(self) -> None:
-        self.compute = self._current = Stream()
+        self.now_ms = 0.0
+        self.compute = self._current = Stream(self)
         self.streams = [self.compute]
         device = self
 
         class Event:
             def __init__(self, enable_timing: bool = False) -> None:
-                self.stream, self.at = device.compute, 0
+                self.stream, self.at, self.recorded_ms = device.compute, 0, 0.0
 
             def record(self) -> None:
                 self.stream, self.at = device._current, len(device._current.launched)
+                self.recorded_ms = device.now_ms
 
             def query(self) -> bool:
                 return self.stream.done >= self.at
 
             def elapsed_time(self, other: Event) -> float:
-                return 1.0
+                return other.passed_ms() - self.passed_ms()
+
+            def passed_ms(self) -> float:
+                return max(self.recorded_ms, self.stream.passed[self.at])
 
         self.Event = Event
 
     def made_stream(self, device: Any = None) -> Stream:
-        self.streams.append(Stream())
+        self.streams.append(Stream(self))
         return self.streams[-1]
 
     def current_stream(self) -> Stream:
@@ -163,17 +177,78 @@ def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], dev
         assert not copier._saves and not copier._loads, "events of finished copies are kept"
 
 
+def test_a_load_that_fails_half_way_writes_no_more(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks go to somebody else at once, whose step must not be written over by what had been launched of it."""
+    segments = [torch.zeros(12, 16) for _ in range(3)]
+    copier = CudaCopier(segments, 8, False, None)
+    job, move = Job(1, "r", (1, 2), (0, 1)), cuda_copier.ops.swap_blocks_batch
+
+    def half(*tables: torch.Tensor) -> None:
+        move(*(table[: len(table) // 2] for table in tables))
+        raise RuntimeError("made to fail")
+
+    copier.save(job)
+    monkeypatch.setattr(cuda_copier.ops, "swap_blocks_batch", half)
+    copier.load(job)
+    assert [done.ok for done in copier.poll()] == [False]
+    for segment in segments:
+        segment[[1, 2]] = OTHER
+    device.run(random.Random(0))
+    assert all((segment[[1, 2]] == OTHER).all() for segment in segments)
+    assert not copier._loads
+
+
+def test_events_of_what_is_dropped_or_breaks_off_are_not_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = CudaCopier([torch.zeros(12, 16)], 8, False, None)
+    job = Job(1, "r", (1, 2), (0, 1))
+    copier.save(job)
+    copier.drop([1])  # its save still runs
+    device.run(random.Random(0))
+    assert copier.poll() == [] and not copier._saves and not copier._saving
+    copier.save(Job(2, "r", (1, 2), (0, 1)))
+    device.run(random.Random(0))
+    copier.load(Job(2, "r", (1, 2), (0, 1)))
+
+    def lost(event: Any) -> bool:
+        raise RuntimeError("the device is lost")
+
+    copier.poll()
+    monkeypatch.setattr(device.Event, "query", lost)
+    assert [done.ok for done in copier.poll()] == [False]
+    assert not copier._loads and not copier._loading
+
+
+def test_copies_are_timed_by_the_device_not_by_who_asks(device: Device) -> None:
+    """A millisecond a thing: two steps are under way when a copy of six pieces begins, and the poll comes late."""
+    segments = [torch.zeros(12, 4) for _ in range(2)]
+    copier = CudaCopier(segments, 8, False, None, lambda: 1.0 + device.now_ms / 1e3)
+    rng = random.Random(0)
+    for job, begin in (
+        (Job(1, "r", (1, 2, 3), (0, 1, 2)), copier.save),
+        (Job(1, "r", (4, 5, 6), (0, 1, 2)), copier.load),
+    ):
+        filled(device, segments, (9,), NEW)
+        filled(device, segments, (9,), NEW)
+        begin(job)
+        device.run(rng)
+        device.now_ms += 50.0
+        copier.poll()
+    for transfer, submitted_s in zip(copier.transfers, (1.0, 1.058), strict=True):
+        told = (transfer.submit_s, transfer.start_s, transfer.end_s)
+        assert told == pytest.approx((submitted_s, submitted_s + 0.002, submitted_s + 0.008)), transfer.direction
+
+
 @pytest.mark.parametrize("forgotten", ["wait before a save", "wait after a save", "wait before a load"])
 def test_the_schedules_find_a_forgotten_wait(forgotten: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above is worth: each wait that is left out is found."""
     waits = Stream.wait_stream
 
     def wait(self: Stream, other: Stream) -> None:
-        save = device.streams[-2]  # of the copier that was made last: its load stream comes after it
+        save = device.streams[-3]  # of the copier that was made last: its load stream comes after it, then the idle one
         pair = {"wait before a save": (save, device.compute), "wait after a save": (device.compute, save)}
         left_out = (self, other) == pair.get(forgotten)
         if forgotten == "wait before a load":
-            left_out = self is device.streams[-1]
+            left_out = self is device.streams[-2]
         if not left_out:
             waits(self, other)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,45 @@ def test_a_state_of_the_same_model_is_resumed(tmp_path: Path) -> None:
     assert begun.policy.learned(begun._state) == Online(events=7)
 
 
-def test_a_damaged_state_is_refused_and_stays(tmp_path: Path) -> None:
-    state = tmp_path / "state.json"
-    remembered.save(Online(), "abc123", state)
+def cut_off(state: Path) -> str:
+    state.write_text(state.read_text()[:100])
+    return "cannot be read"
+
+
+def emptied(state: Path) -> str:
+    state.write_bytes(b"")
+    return "cannot be read"
+
+
+def without_rooms(state: Path) -> str:
     state.write_text(json.dumps(json.loads(state.read_text()) | {"room": {}}))
-    with pytest.raises(ModelError, match=r"state.json: field room.recompute is None"):
+    return "field room.recompute is None"
+
+
+def of_another_version(state: Path) -> str:
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"schema_version": 1}))
+    return "schema_version is 1"
+
+
+@pytest.mark.parametrize("damage", [cut_off, emptied, without_rooms, of_another_version])
+def test_a_damaged_state_is_set_aside_with_a_warning(
+    damage: Callable[[Path], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = tmp_path / "state.json"
+    remembered.save(Online(events=7), cost.load("cpu-llama-native").digest, state)
+    why = damage(state)
+    left = state.read_bytes()
+    with caplog.at_level(logging.WARNING):
+        begun = judge(state)
+    begun.close()
+    assert begun.policy.learned(begun._state) == Online()
+    assert why in caplog.text and "state.json.damaged" in caplog.text
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("state.json.damaged", left)]
+
+
+def test_a_file_that_never_was_a_state_is_refused_and_stays(tmp_path: Path) -> None:
+    state = tmp_path / "notes.json"
+    state.write_text('{"mine": 1}')
+    with pytest.raises(ModelError, match=r"notes.json: schema_version is None"):
         judge(state)
-    assert state.exists()
+    assert state.read_text() == '{"mine": 1}'

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,9 @@ from vllm.engine.arg_utils import EngineArgs
 from kvpolicy import trace
 from kvpolicy.hardware import Geometry
 from kvpolicy.trace import Header
-from kvpolicy_vllm.plugin.copier import IndexingCopier, segments_of, unique_segments
+from kvpolicy_vllm.plugin import recording
+from kvpolicy_vllm.plugin.connector import cores_here
+from kvpolicy_vllm.plugin.copier import IDLE_NAP_S, IndexingCopier, segments_of, unique_segments
 from kvpolicy_vllm.plugin.copies import CopyBook
 from kvpolicy_vllm.plugin.jobs import Job, Transfer
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, StepClock, compose, pairs
@@ -177,6 +182,23 @@ def test_the_simulated_link_serves_one_transfer_at_a_time() -> None:
     assert (load.submit_s, load.start_s, load.end_s, load.queued_bytes) == (4.0, 5.0, 6.5, 2000)
 
 
+def test_an_idle_engine_naps_while_only_the_device_knows() -> None:
+    """Without a simulated link nobody can tell when a load ends: a nap each time it is asked for, none when busy."""
+    clock, there = Clock(), []
+
+    class Slow(IndexingCopier):
+        def copied_in(self, job: Job) -> bool:
+            return bool(there)
+
+    copier = Slow([torch.ones(8, 250)], 8, False, None, clock, clock.sleep)
+    copier.save(Job(1, "a", (0,), (0,)))
+    copier.load(Job(1, "a", (3,), (0,)))
+    assert copier.poll() == [] and clock.now == 0.0
+    assert copier.poll(idle=True) == [] and clock.now == IDLE_NAP_S
+    there.append(True)
+    assert [done.ok for done in copier.poll(idle=True)] == [True] and clock.now == IDLE_NAP_S
+
+
 def test_a_copy_that_was_dropped_cannot_be_loaded() -> None:
     copier = IndexingCopier([torch.ones(8, 250)], 8, False, None)
     copier.save(Job(1, "a", (0,), (0,)))
@@ -243,6 +265,21 @@ class TestRecorder:
         assert recorder.dropped == 7
         assert trace.read(tmp_path / "trace").table("requests").num_rows == 3
 
+    def test_a_disk_that_hangs_keeps_nobody_at_the_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As a network folder whose server is gone: neither raises nor returns."""
+        back = threading.Event()
+        monkeypatch.setattr(recording, "write_part", lambda *arguments: back.wait())
+        recorder = Recorder(tmp_path / "trace" / "core", header(), part_rows=2, close_s=0.2)
+        for _ in range(5):
+            recorder.add("requests", ROW)
+        with caplog.at_level(logging.WARNING):
+            recorder.close()
+        back.set()
+        assert recorder.dropped == 5
+        assert "dropping 5 records" in caplog.text
+
 
 def test_counters_add_up_and_gauges_stand() -> None:
     tally = Tally()
@@ -273,6 +310,28 @@ def test_counters_add_up_and_gauges_stand() -> None:
 def test_settings_name_what_is_wrong(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Settings.read(extra)
+
+
+class TestHostMemory:
+    @pytest.fixture(autouse=True)
+    def sixteen_gib(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvpolicy_vllm.plugin.settings.available_memory_bytes", lambda: 16 << 30)
+
+    def test_every_core_of_this_machine_has_a_pool(self) -> None:
+        settings = Settings(policy="always-swap", host_gib=4.0)
+        settings.refuse_too_much_memory(cores=2)
+        with pytest.raises(ValueError, match=r"4 for each of 3 .* engine cores here, 12 in all, .* give at most 2.7"):
+            settings.refuse_too_much_memory(cores=3)
+        Settings(policy="always-swap", host_gib=4.0, force_host_gib=True).refuse_too_much_memory(cores=3)
+
+    @pytest.mark.parametrize(("size_local", "rank_local", "cores"), [(1, None, 1), (4, 0, 4), (1, 3, 4), (0, None, 1)])
+    def test_cores_are_counted_where_each_is_told_that_it_is_alone(
+        self, size_local: int, rank_local: int | None, cores: int
+    ) -> None:
+        """Of a dense model vLLM tells every core that it is the only one, but leaves it its rank."""
+        parallel = SimpleNamespace(data_parallel_size_local=size_local, data_parallel_rank_local=rank_local)
+        config: Any = SimpleNamespace(parallel_config=parallel)
+        assert cores_here(config) == cores
 
 
 OPT = {

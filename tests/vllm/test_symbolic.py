@@ -77,3 +77,16 @@ def test_nothing_of_old_weights_is_read_after_a_reset(
         assert found["resets"] > 0
     # That moment is rare and easily got wrong.
     assert sum(found["reset_when_loaded_and_waiting"] for found in done), "no reset met a loaded request that waits"
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@sources
+def test_a_pause_that_clears_caches_waits_for_loads(mode: str, source: str, model: str, tmp_path: Path) -> None:
+    """vLLM's own pause, as in `sleep`: it must end, leave no block held, and nobody may read what was there before."""
+    plugin = harness.plugin("always-swap")
+    size = {"requests": 12, "blocks": 140, "budget": 512, "prefix_caching": True}
+    job = BASE | size | {"model": model, "plugin": plugin, "mode": mode, "seeds": [*range(1, 9)]}
+    for found in run_alone(job, tmp_path, source)["runs"]:
+        assert found["paused"]["done"], "the pause failed or never came to its end"
+        assert (found["paused"]["held_blocks"], found["paused"]["host_slots_used"]) == (0, 0)
+        assert_right(found)

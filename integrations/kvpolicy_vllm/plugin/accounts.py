@@ -13,6 +13,9 @@ from kvpolicy_vllm.plugin.journal import Journal
 from kvpolicy_vllm.plugin.ledger import OpenPreemption, Step, StepClock, compose
 from kvpolicy_vllm.plugin.metrics import Tally
 
+MOST_FAILURES = 5
+"""So many failures with no cost told in between, and measuring is given up."""
+
 
 class Accounts:
     """Of one engine core. Where nothing is recorded and no d0 is known, a step costs nothing here."""
@@ -22,10 +25,26 @@ class Accounts:
         self._tally = tally
         self._clock = StepClock()
         self._live: LiveCosts | None = None
+        self._failures = 0
 
     def measure_by(self, step_time: StepTimeModel | None) -> None:
         """Measure what preemptions cost by this d0 from now on; None: by none, so not at all."""
         self._live = None if step_time is None else LiveCosts(step_time)
+        self._failures = 0
+
+    def observed(self) -> None:
+        """A cost was measured, told and learned from."""
+        self._failures = 0
+
+    def begin_afresh(self) -> bool:
+        """Measuring failed: what was being measured is dropped. False where it failed too often and is given up."""
+        self._tally.add("measuring_failed")
+        self._failures += 1
+        if self._live is None or self._failures >= MOST_FAILURES:
+            self._live = None
+            return False
+        self._live = LiveCosts(self._live.model)
+        return True
 
     def leave_out(self, seconds: float) -> None:
         """Time since the last step that a tool took for itself: it is no part of the next one."""

@@ -43,7 +43,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self.copier: Copier | None = None
         if role == KVConnectorRole.WORKER:
             # Here, because the workers come first: the scheduler would see the memory that they have taken.
-            self.settings.refuse_too_much_memory()
+            self.settings.refuse_too_much_memory(cores_here(vllm_config))
         else:
             self.controller = Controller(self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes)
         self._failed_blocks: set[int] = set()
@@ -206,6 +206,13 @@ def block_bytes(kv_cache: KVCacheConfig) -> int:
     """Bytes of one KV block over all layers of one rank."""
     group = kv_cache.kv_cache_groups[0]
     return int(group.kv_cache_spec.page_size_bytes * len(group.layer_names))
+
+
+def cores_here(vllm_config: VllmConfig) -> int:
+    """Data-parallel engine cores on this machine, as far as this one can tell: of a dense model, where each is told
+    that it is alone, the last one can tell by its rank, and that one refuses for all."""
+    parallel = vllm_config.parallel_config
+    return max(int(parallel.data_parallel_size_local), int(parallel.data_parallel_rank_local or 0) + 1, 1)
 
 
 def host_slots(settings: Settings, block_bytes: int, ranks: int) -> int:

@@ -124,8 +124,8 @@ class Controller:
 
     @property
     def unsettled(self) -> bool:
-        """Whether an idle engine should go on stepping: something is still to be told."""
-        return self.tally.urgent
+        """Whether an idle or paused engine should go on stepping: a load is under way, or something is to be told."""
+        return self.tally.urgent or self.copies.loading > 0
 
     # ---- from the scheduler ----
 
@@ -146,7 +146,8 @@ class Controller:
             kind = self._decide(request, cause, preemption_id)
         # The one boundary between a policy and a server: whatever is wrong with deciding, vLLM's own way is safe.
         except Exception:  # noqa: BLE001
-            self._complain("error", "deciding failed; recomputing")
+            self._fell_back("error")
+            self._complain("deciding failed; recomputing (counted as fallback 'error')")
             self.tally.add("preemptions", intended="recompute", executed="recompute", cause=cause)
         (self._step.lost if self._scheduling else self._between_steps).append(preemption_id)
         opened = OpenPreemption(
@@ -189,10 +190,12 @@ class Controller:
         try:
             for cost in self.accounts.done(step, output, self._scheduler, now):
                 self.judge.learn(cost)
-        # As with deciding: whatever is wrong with measuring and learning, serving goes on, without them.
+                self.accounts.observed()
+        # As with deciding: whatever is wrong with measuring and learning, serving goes on.
         except Exception:  # noqa: BLE001
-            self._complain("error", "measuring a preemption failed; no more are measured")
-            self.accounts.measure_by(None)
+            self._complain("a preemption's cost could not be measured or learned from (counted as measuring_failed)")
+            if not self.accounts.begin_afresh():
+                self._complain("measuring failed too often in a row: no more costs are measured and learned from")
 
     def _closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         self.judge.closed(outcome)
@@ -245,7 +248,10 @@ class Controller:
             self._count_transfer(settled)
             if settled.direction == "save":
                 self._saved(settled)
-            elif settled.ok and not settled.copy.orphan:
+                continue
+            if settled.copy.copy_id in self._undecided:  # nobody waits for what ranks have still to say of the save
+                self._settle_early(settled.copy.copy_id)
+            if settled.ok and not settled.copy.orphan:
                 self.tally.add("loaded_tokens", settled.copy.load_tokens)
                 if self.journal is not None:
                     self.journal.loaded(settled.copy.request_id, settled.copy.load_tokens)
@@ -385,11 +391,10 @@ class Controller:
     def _fell_back(self, reason: str) -> None:
         self.tally.add("fallbacks", reason=reason)
 
-    def _complain(self, reason: str, what: str) -> None:
-        self._fell_back(reason)
-        if reason not in self._complained:
-            self._complained.add(reason)
-            logger.exception("kvpolicy: %s (told once; counted as fallback %r)", what, reason)
+    def _complain(self, what: str) -> None:
+        if what not in self._complained:
+            self._complained.add(what)
+            logger.exception("kvpolicy: %s (told once)", what)
 
     def _count_dropped(self) -> None:
         assert self.journal is not None
@@ -413,7 +418,7 @@ class Controller:
             self._settle_early(copy.copy_id)
 
     def _settle_early(self, copy_id: int) -> None:
-        """A copy was forgotten before its save was confirmed: the decision stands as executed."""
+        """A copy was forgotten or its load ended before its save was confirmed: the decision stands as executed."""
         situation, decision, identity = self._undecided.pop(copy_id)
         self._count(decision, situation.cause)
         self._write(situation, decision, identity)

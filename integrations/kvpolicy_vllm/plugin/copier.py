@@ -17,6 +17,12 @@ import torch
 from kvpolicy_vllm.plugin.jobs import Direction, Job, Transfer
 from kvpolicy_vllm.plugin.settings import Link
 
+IDLE_NAP_S = 0.001
+"""So long an engine with nothing to compute waits for a load before it asks again."""
+
+Span = tuple[float, float]
+"""When a copy began and ended, seconds after it was submitted."""
+
 
 class CopyError(RuntimeError):
     """A copy that could not be made. The request it was for is recomputed."""
@@ -108,9 +114,13 @@ class Copier(ABC):
     def copy_in(self, job: Job) -> None:
         """Host slots to device blocks, ordered after every step that was launched."""
 
-    def save_seconds(self, job: Job, called_s: float) -> float | None:
-        """What ``copy_out`` of this job took; None while it still runs. ``called_s``: how long the call took."""
-        return called_s
+    def save_span(self, job: Job, called_s: float) -> Span | None:
+        """When ``copy_out`` of this job ran; None while it still runs. ``called_s``: how long the call took."""
+        return 0.0, called_s
+
+    def load_span(self, job: Job) -> Span | None:
+        """When ``copy_in`` of this job ran, asked once it has; None: from the call to the poll that saw it done."""
+        return None
 
     def copied_in(self, job: Job) -> bool:
         """Whether ``copy_in`` of this job has finished. Raises :class:`CopyError` where it failed on the way."""
@@ -134,10 +144,10 @@ class Copier(ABC):
     def _record_saved(self) -> None:
         while self._saving:
             job, submit, start, called_s = self._saving[0]
-            took = self.save_seconds(job, called_s)
-            if took is None:
+            span = self.save_span(job, called_s)
+            if span is None:
                 return
-            self._record(job, "save", True, submit, start, start + took, 0)
+            self._record(job, "save", True, submit, start + span[0], start + span[1], 0)
             self._saving.popleft()
 
     def load(self, job: Job) -> None:
@@ -164,18 +174,25 @@ class Copier(ABC):
         finished = [Finished(job, False) for job in self._failed_loads]
         self._failed_loads = []
         if idle and self._loading and not finished:
-            self._sleep(min(0.001, max(0.0, self._loading[0][3] - self._clock())))
+            self._sleep(min(IDLE_NAP_S, max(0.0, self._loading[0][3] - self._clock())))
         while self._loading:
             job, submit, start, end, queued = self._loading[0]
             try:
                 if self._clock() < end or not self.copied_in(job):
                     break
-                self._record(job, "load", True, submit, start, max(end, self._clock()), queued)
+                now, span = self._clock(), self.load_span(job)
+                if span is None or self._link is not None:
+                    self._record(job, "load", True, submit, start, max(end, now), queued)
+                else:  # the device's clock and the host's are not quite one
+                    end = min(now, submit + span[1])
+                    self._record(job, "load", True, submit, min(end, submit + span[0]), end, queued)
                 finished.append(Finished(job, True))
             except RuntimeError as error:
                 self._record(job, "load", False, submit, start, self._clock(), queued, str(error))
                 finished.append(Finished(job, False))
             self._loading.popleft()
+        if idle and self._loading and not finished and self._loading[0][3] <= self._clock():
+            self._sleep(IDLE_NAP_S)  # only the device knows when
         return finished
 
     def _promise(self, direction: Direction, blocks: int, now: float) -> tuple[float, float]:

@@ -64,6 +64,8 @@ class CopyBook:
         self._saves: list[Job] = []
         self._loads: list[Job] = []
         self._dropped: list[int] = []
+        self.loading = 0
+        """Copies that are being loaded, those of requests that are gone among them: somebody must ask for their end."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -104,6 +106,7 @@ class CopyBook:
         """Queue the load of ``tokens`` tokens into ``block_ids``, from block ``first_block`` of the copy on."""
         copy = self._of_request[request_id]
         copy.stage = Stage.LOADING
+        self.loading += 1
         copy.load_tokens, copy.load_blocks = tokens, len(block_ids)
         slots = copy.slots[first_block : first_block + len(block_ids)]
         self._loads.append(Job(copy.copy_id, request_id, block_ids, slots))
@@ -159,6 +162,7 @@ class CopyBook:
         else:
             if current:
                 del self._of_request[copy.request_id]
+            self.loading -= 1
             self._release(copy)
 
     def _release(self, copy: Copy) -> None:

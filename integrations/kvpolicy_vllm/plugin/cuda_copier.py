@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from vllm import _custom_ops as ops
 
-from kvpolicy_vllm.plugin.copier import Copier
+from kvpolicy_vllm.plugin.copier import Copier, Span
 from kvpolicy_vllm.plugin.jobs import Job
 from kvpolicy_vllm.plugin.staging import Staging, host_arena, offsets_of, segments_in
 
-Events = tuple[torch.cuda.Event, torch.cuda.Event]
+Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
+"""Submitted, begun and ended, on the device's clock."""
 
 
 class CudaCopier(Copier):
@@ -33,6 +34,8 @@ class CudaCopier(Copier):
         device = self.device_segments[0].device
         self._save_stream = torch.cuda.Stream(device=device)
         self._load_stream = torch.cuda.Stream(device=device)
+        # Nothing is ever launched here, so that an event on it tells when it was recorded.
+        self._idle_stream = torch.cuda.Stream(device=device)
         self._saves: dict[int, Events] = {}
         self._loads: dict[int, Events] = {}
         # Host memory of pointer tables must outlive the copies that read them.
@@ -52,22 +55,28 @@ class CudaCopier(Copier):
         self._saves[job.copy_id] = self._on(self._save_stream, self.move_out, job)
         torch.cuda.current_stream().wait_stream(self._save_stream)
 
-    def save_seconds(self, job: Job, called_s: float) -> float | None:
-        began, ended = self._saves[job.copy_id]
-        if not ended.query():
+    def save_span(self, job: Job, called_s: float) -> Span | None:
+        if not self._saves[job.copy_id][2].query():
             return None
-        del self._saves[job.copy_id]
-        return float(began.elapsed_time(ended)) / 1e3
+        return _span(self._saves.pop(job.copy_id))
 
     def copy_in(self, job: Job) -> None:
         self._load_stream.wait_stream(self._save_stream)
-        self._loads[job.copy_id] = self._on(self._load_stream, self.move_in, job)
+        try:
+            self._loads[job.copy_id] = self._on(self._load_stream, self.move_in, job)
+        except RuntimeError:
+            self._load_stream.synchronize()  # its blocks are given away now: what was launched of it must have ended
+            raise
 
     def copied_in(self, job: Job) -> bool:
-        if not self._loads[job.copy_id][1].query():
-            return False
-        del self._loads[job.copy_id]
-        return True
+        try:
+            return bool(self._loads[job.copy_id][2].query())
+        except RuntimeError:
+            del self._loads[job.copy_id]
+            raise
+
+    def load_span(self, job: Job) -> Span | None:
+        return _span(self._loads.pop(job.copy_id))
 
     def move_out(self, job: Job) -> None:
         """Device blocks to host slots, on the current stream."""
@@ -80,7 +89,9 @@ class CudaCopier(Copier):
         self._move(host, device)
 
     def _on(self, stream: torch.cuda.Stream, move: Callable[[Job], None], job: Job) -> Events:
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        submitted, began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        with torch.cuda.stream(self._idle_stream):
+            submitted.record()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             began.record()
@@ -89,7 +100,7 @@ class CudaCopier(Copier):
         self._tables.append((ended, self._new_tables))
         while len(self._tables) > 1 and self._tables[0][0].query():
             self._tables.popleft()
-        return began, ended
+        return submitted, began, ended
 
     def _pointers(self, job: Job) -> tuple[np.ndarray, np.ndarray]:
         blocks, slots = np.asarray(job.block_ids, dtype=np.int64), np.asarray(job.slots, dtype=np.int64)
@@ -120,6 +131,11 @@ class StagedCudaCopier(CudaCopier):
 
     def move_in(self, job: Job) -> None:
         self._inward.back(job)
+
+
+def _span(events: Events) -> Span:
+    submitted, began, ended = events
+    return float(submitted.elapsed_time(began)) / 1e3, float(submitted.elapsed_time(ended)) / 1e3
 
 
 def _page_lock(owner: object, memory: torch.Tensor) -> None:

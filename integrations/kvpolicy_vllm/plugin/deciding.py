@@ -25,6 +25,8 @@ Loader = Callable[[str], CostModel]
 MOST_AWAITED = 4096
 """Decisions whose cost may be outstanding; the oldest beyond are no longer learned from."""
 KEEP_EVERY_S = 5.0
+CLOSE_S = 10.0
+"""So long the end of a server waits for the disk."""
 
 
 @dataclass(slots=True)
@@ -54,12 +56,14 @@ class Memory:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(timeout=10.0)
-        self._write()
+        self._thread.join(timeout=CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("kvpolicy: what was learned was not written to %s within %g s", self._path, CLOSE_S)
 
     def _run(self) -> None:
         while not self._stop.wait(KEEP_EVERY_S):
             self._write()
+        self._write()
 
     def _write(self) -> None:
         latest, self._latest = self._latest, None
@@ -191,6 +195,9 @@ class Judge:
             except remembered.OtherModelError as error:  # a new model is no reason not to serve
                 aside = remembered.set_aside(path, error.digest)
                 logger.warning("kvpolicy: %s; nothing of it is used, and it is kept as %s", error, aside.name)
+            except remembered.DamagedError as error:  # nor is a file that a crash cut off
+                aside = remembered.set_damaged_aside(path)
+                logger.warning("kvpolicy: %s; begun afresh, and what is left of it is kept as %s", error, aside.name)
         self._memory = Memory(path, self.digest)
 
     def close(self) -> None:

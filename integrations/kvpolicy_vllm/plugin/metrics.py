@@ -24,6 +24,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "victim_delay_microseconds": ("Measured delay of preempted requests, less their wait for blocks.", ("executed",)),
     "wait_blocks_microseconds": ("Measured wait of preempted requests for free blocks.", ("executed",)),
     "fallbacks": ("Recomputed for another reason than that the policy chose to.", ("reason",)),
+    "measuring_failed": ("Times that measuring preemptions' costs, or learning from one, failed.", ()),
     "records_dropped": ("Trace rows that could not be written.", ()),
     "extrapolated": ("Decisions outside what the cost model was trained on.", ()),
 }

@@ -45,6 +45,7 @@ class Recorder:
         part_rows: int = 5000,
         part_s: float = 2.0,
         most_waiting: int = 100_000,
+        close_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
@@ -53,12 +54,15 @@ class Recorder:
         self._part_rows = part_rows
         self._part_s = part_s
         self._most_waiting = most_waiting
+        self._close_s = close_s
         self._clock = clock
         self._waiting: dict[str, deque[Row]] = {name: deque() for name in SCHEMAS}
         self._parts = dict.fromkeys(SCHEMAS, 0)
         self._has_header = False
         self._complained = False
         self._writing = threading.Lock()
+        self._writing_rows = 0
+        """Taken off the queue, but not yet on the disk."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpolicy-trace", daemon=True)
         self._thread.start()
@@ -72,16 +76,23 @@ class Recorder:
             waiting.append(row)
 
     def flush(self) -> None:
-        """Write all rows added so far. For tests, tools and shutdown: waits for the disk."""
+        """Write all rows added so far. For tests and tools: waits for the disk."""
         with self._writing:
             for name in SCHEMAS:
                 while self._waiting[name]:
                     self._write(name)
 
     def close(self) -> None:
+        """Once. Waits ``close_s`` for the disk; what is not written by then is dropped and counted."""
         self._stop.set()
-        self._thread.join(timeout=10.0)
-        self.flush()
+        self._thread.join(timeout=self._close_s)
+        if self._thread.is_alive():
+            unwritten = self._writing_rows + sum(map(len, self._waiting.values()))
+            self.dropped += unwritten
+            logger.warning(
+                "kvpolicy: trace %s was not written within %g s at the end, dropping %d records",
+                self.core, self._close_s, unwritten,
+            )  # fmt: skip
 
     def _run(self) -> None:
         last = self._clock()
@@ -90,10 +101,12 @@ class Recorder:
             if due or any(len(rows) >= self._part_rows for rows in self._waiting.values()):
                 last = self._clock()
                 self.flush()
+        self.flush()  # here, not where it is closed: a disk that is gone must not keep anybody else
 
     def _write(self, name: str) -> None:
         waiting = self._waiting[name]
         rows = [waiting.popleft() for _ in range(min(len(waiting), self._part_rows))]
+        self._writing_rows = len(rows)
         try:
             if not self._has_header:
                 self._header.write(self.core)
@@ -108,3 +121,4 @@ class Recorder:
             if not self._complained:
                 self._complained = True
                 logger.warning("kvpolicy: cannot write trace %s, dropping records: %s", self.core, error)
+        self._writing_rows = 0

@@ -69,15 +69,28 @@ class Asking:
         self.kvpolicy.forget_saved()
         for request in self.requests.values():
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                # Its load may be on the way: let it end as a failed one.
-                request.num_computed_tokens = 0
-                self.failed_recving_kv_req_ids.add(request.request_id)
+                self._unload(request)
             elif request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0:
                 # Loaded, but not yet admitted for want of a block: vLLM's own reset would leave it what it holds.
-                self.kv_cache_manager.free(request)
-                self._inflight_prefills.discard(request)
-                request.num_computed_tokens = 0
+                self._take_blocks(request)
         return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
+
+    def _unload(self, request: Any) -> None:
+        """Nothing of its load is used. One that may be on the way ends as a failed one; of one that has ended, the
+        blocks are free at once: while the engine is paused nobody admits, which is where vLLM would free them."""
+        if request.request_id not in self.finished_recving_kv_req_ids:
+            request.num_computed_tokens = 0
+            self.failed_recving_kv_req_ids.add(request.request_id)
+            return
+        self.finished_recving_kv_req_ids.remove(request.request_id)
+        self.failed_recving_kv_req_ids.discard(request.request_id)
+        self._take_blocks(request)
+        request.status = RequestStatus.PREEMPTED
+
+    def _take_blocks(self, request: Any) -> None:
+        self.kv_cache_manager.free(request)
+        self._inflight_prefills.discard(request)
+        request.num_computed_tokens = 0
 
     # ---- for tools that drive an engine in process ----
 
@@ -85,6 +98,7 @@ class Asking:
     running: list[Any]
     waiting: Any
     failed_recving_kv_req_ids: set[str]
+    finished_recving_kv_req_ids: set[str]
     kv_cache_manager: Any
     _inflight_prefills: set[Any]
 

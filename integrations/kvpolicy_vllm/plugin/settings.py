@@ -46,7 +46,7 @@ class Settings:
 
     policy: str
     host_gib: float = 4.0
-    """Host memory for saved KV blocks in all, over the ranks of one engine core, GiB."""
+    """Host memory for saved KV blocks in all, over the ranks of one engine core, GiB. Each core has its own."""
     force_host_gib: bool = False
     """Accept a ``host_gib`` of more than half of the memory that is available now."""
     pin_memory: bool = True
@@ -90,14 +90,21 @@ class Settings:
         given = {key: known[key](key, value) for key, value in extra.items() if value is not None}
         return cls(**given)
 
-    def refuse_too_much_memory(self) -> None:
-        """Raises ValueError where the host pool would take more than half of the available memory, unless forced."""
+    def refuse_too_much_memory(self, cores: int = 1) -> None:
+        """Raises ValueError where the host pools would take more than half of the available memory, unless forced.
+
+        ``cores``: data-parallel engine cores on this machine; each has a pool of its own.
+        """
         available = available_memory_bytes()
-        if self.host_gib * GIB > available / 2 and not self.force_host_gib:
-            raise ValueError(
-                f"host_gib is {self.host_gib:g}, more than half of the {available / GIB:.1f} GiB available now; "
-                f'give at most {available / 2 / GIB:.1f}, or "force_host_gib": true'
-            )
+        if self.host_gib * cores * GIB <= available / 2 or self.force_host_gib:
+            return
+        asked = f"host_gib is {self.host_gib:g}"
+        if cores > 1:
+            asked += f" for each of {cores} data-parallel engine cores here, {self.host_gib * cores:g} in all"
+        raise ValueError(
+            f"{asked}, more than half of the {available / GIB:.1f} GiB available now; "
+            f'give at most {available / 2 / cores / GIB:.1f}, or "force_host_gib": true'
+        )
 
 
 def _text(key: str, value: Any) -> str:

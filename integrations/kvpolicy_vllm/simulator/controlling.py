@@ -94,7 +94,7 @@ class SimulatedController(Controller):
         if self.journal is not None:
             self.journal.arrived(request, request.arrival_time)
 
-    def _complain(self, reason: str, what: str) -> None:
+    def _complain(self, what: str) -> None:
         raise  # called while an exception is handled
 
 
