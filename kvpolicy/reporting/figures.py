@@ -268,7 +268,9 @@ def _panel(rows: Sequence[Axes], run: ServedRun) -> None:
     requests.plot(run.end_s, run.running, color=INK, linewidth=1.2, label="running")
     requests.plot(run.end_s, run.waiting, color=MUTED, linewidth=1.2, linestyle="--", label="waiting")
     requests.set_ylabel("requests")
-    requests.yaxis.set_major_locator(MaxNLocator(integer=True))
+    requests.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    # Below 0 are the marks of preemptions, not requests.
+    requests.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}" if value >= 0 else "")
     _marks(requests, run)
     requests.legend(loc="upper right", ncols=2, fontsize=9, borderaxespad=0.1, columnspacing=1.0)
 

@@ -63,9 +63,16 @@ class Finding:
 
 
 def _sized(one: Evidence) -> str:
+    assert one.value is not None
     if one.low is None or one.high is None:
-        return f"{one.value:.3g} {one.effect}"
-    return f"{one.value:.3g} {one.effect} ({one.confidence:.0%} interval {one.low:.3g} to {one.high:.3g})"
+        return f"{_figures(one.value)} {one.effect}"
+    low, high = _figures(one.low), _figures(one.high)
+    return f"{_figures(one.value)} {one.effect} ({one.confidence:.0%} interval {low} to {high})"
+
+
+def _figures(value: float) -> str:
+    """Three significant ones, written out where a person would."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def _p(one: Evidence) -> str:
