@@ -311,8 +311,8 @@ def page_locking(asked: Callable[[], str | None], say: Callable[[str], None]) ->
     else:
         say(
             f"PAGE-LOCKING FAILS, for 1 MiB already: {refused}\n"
-            'All cases but "pageable" will fail for it. See `ulimit -l` and the container\'s limits; the plugin runs with '
-            '"pin_memory": false.'
+            'All cases but "pageable" will fail for it. See `ulimit -l` and the container\'s limits; '
+            'the plugin runs with "pin_memory": false.'
         )
     return refused
 

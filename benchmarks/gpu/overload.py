@@ -41,7 +41,7 @@ is preempted there, as only so many run at once."""
 ITL_FACTOR = 1.25
 MOST_HOST_GIB = 8.0
 SLOWER = 1.5
-"""A pass at a limit, as a multiple of stock vLLM's with memory for all: what a piece is thought to take until it ran."""
+"""A pass at a limit is thought to take so many times what stock vLLM takes with memory for all."""
 STARTS_S = 400.0
 """What the start of all engines may take at most."""
 
