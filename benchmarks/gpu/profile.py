@@ -39,7 +39,8 @@ EXTENT = Extent(
     model_tokens=66560,
     most_extra=1,
 )
-"""Of one piece: 256 to 32K tokens, batches of 1 to 64."""
+"""Of one piece. 20 states are dealt from the lowest numbers of others up, so that nobody has more than 19 beside him;
+docs/gpu.md says how far the lengths go."""
 LONG = replace(
     EXTENT, states=8, check_pairs=0, most_tokens=65536, most_others=3, most_batch_tokens=131072, model_tokens=131072
 )
