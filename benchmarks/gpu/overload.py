@@ -25,6 +25,8 @@ from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, kept, show, summari
 from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.cost.dataset import measured
+from kvpolicy.cost.model import ModelError
+from kvpolicy.cost.sheets import device_sheet
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, scale_to
 from kvpolicy_vllm.bench.engine import EngineFailed
@@ -300,10 +302,16 @@ def best_threshold(trace: Path) -> str:
 
 
 def policies_of(place: Place, profile: Path, geometry: Geometry, say: Callable[[str], None]) -> dict[str, str]:
-    """Arms of the plugin. Without a model from gpu-profile the analytic one stands in, and there is no threshold."""
+    """Arms of the plugin. Without a model from gpu-profile the analytic one stands in, where there is a sheet of the
+    device, and there is no threshold."""
     name = f"{place.short_name}-{geometry.name}"
     trace, model = profile / "traces" / name, profile / "models" / name
     if not (model / "model.json").exists():
+        try:
+            device_sheet(place.device)
+        except ModelError as error:  # the one engine of all our arms would not start for it
+            say(f"no cost model in {model}: neither {LEARNED} nor {THRESHOLD}. {error}")
+            return {SWAP: SWAP}
         say(f"no cost model in {model}: {LEARNED} is cheapest:analytic, and there is no best threshold")
         return {SWAP: SWAP, LEARNED: "cheapest:analytic"}
     return {SWAP: SWAP, THRESHOLD: best_threshold(trace), LEARNED: f"cheapest:{model.resolve()}"}

@@ -18,9 +18,19 @@ import torch
 
 from benchmarks.gpu import copiers, leftovers, pagelock
 from benchmarks.gpu.check import REFERENCE, Case, Checks, cases_of, faults, page_locking, widest_gap
-from benchmarks.gpu.geometries import write_model
+from benchmarks.gpu.geometries import EIGHT_B, TINY, write_model
 from benchmarks.gpu.intervals import interval_text, ratio_of
-from benchmarks.gpu.overload import CONNECTORS, LEARNED, NATIVE, SHARES, SLOWER, SWAP, ConnectorArm, Overload
+from benchmarks.gpu.overload import (
+    CONNECTORS,
+    LEARNED,
+    NATIVE,
+    SHARES,
+    SLOWER,
+    SWAP,
+    ConnectorArm,
+    Overload,
+    policies_of,
+)
 from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, goodput, summarised
 from benchmarks.gpu.pieces import Done, part_of, write_json
 from benchmarks.gpu.place import Place
@@ -123,6 +133,15 @@ def test_a_model_that_was_trained_anew_makes_other_pieces(tmp_path: Path) -> Non
     moved = tmp_path / "elsewhere" / "model"
     shutil.copytree(model, moved)
     assert names(f"cheapest:{moved}") == anew
+
+
+def test_an_arm_that_no_engine_could_start_with_is_left_out(tmp_path: Path) -> None:
+    """All our arms share an engine: one policy that cannot be made would take the others with it."""
+    said: list[str] = []
+    h200 = policies_of(place("NVIDIA H200", "full"), tmp_path, EIGHT_B, said.append)
+    assert h200 == {SWAP: SWAP, LEARNED: "cheapest:analytic"}
+    assert policies_of(place("cpu", "tiny"), tmp_path, TINY, said.append) == {SWAP: SWAP}
+    assert "no hardware sheet for device 'cpu'" in said[1]
 
 
 def test_every_cell_overloads_but_the_control(tmp_path: Path) -> None:
