@@ -30,9 +30,10 @@ from benchmarks.gpu.overload import (
     ConnectorArm,
     Overload,
     policies_of,
+    report,
 )
 from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, goodput, summarised
-from benchmarks.gpu.pieces import Done, part_of, write_json
+from benchmarks.gpu.pieces import Done, part_of, run_pieces, write_json
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.profile import PIECE_S, TRAINING_S, shares_of, status_of
 from benchmarks.gpu.swap import settings_of
@@ -40,7 +41,7 @@ from kvpolicy.policy import load
 from kvpolicy.simulator import Builtin, ConstantTimes, Server
 from kvpolicy_vllm.bench.job import Job as MeasuringJob
 from kvpolicy_vllm.bench.measuring import Measurement
-from kvpolicy_vllm.bench.overload import STOCK
+from kvpolicy_vllm.bench.overload import STOCK, Run
 from kvpolicy_vllm.bench.parts import Rig
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
 from kvpolicy_vllm.bench.windows import Window
@@ -159,6 +160,35 @@ def test_every_cell_overloads_but_the_control(tmp_path: Path) -> None:
             )
             assert sum(run.summary.preemptions.values()) >= 10, (share, block)
     assert max(one.output_tokens for block in range(6) for one in work.workload(block).requests) < 2048
+
+
+class PretendedArms:
+    """Engines that serve at once: an arm's speed is its name's length."""
+
+    names: tuple[str, ...] = ()
+
+    def start(self, *arms: Any) -> None:
+        self.names = (*self.names, *(arm.name for arm in arms))
+
+    def serve(self, name: str, workload: Any, block: int, device_blocks: int) -> Run:
+        requests = len(workload.requests)
+        times: Any = ((0.5,) * requests, ((0.01, 0.02),) * requests, ((1, 2, 3),) * requests, ())
+        return Run(name, block, float(len(name)), *times, {"swap": 1, "recompute": 2}, 3, 4)
+
+
+def test_an_overload_goes_from_its_targets_to_a_report(tmp_path: Path) -> None:
+    """All but the engines: parts, what later pieces learn, and ratios of this plan's pieces alone."""
+    arms: Any = PretendedArms()
+    there = place("cpu", "tiny")
+    work = Overload(tmp_path, there, 0, {SWAP: SWAP}, [STOCK, SWAP], arms)
+    pieces = work.pieces()
+    write_json(part_of(tmp_path, "limit25-block0-other"), {"share": 0.25, "arms": {}})
+    done = run_pieces(tmp_path, there.to_dict(), pieces, 9.0, lambda line: None)
+    assert done.whole and pieces[1].expected_s == 2 * SLOWER * len(STOCK)
+    found = report(tmp_path, there, done, pieces, 0)
+    assert set(found["limits"]) == {"0.25", "0.15", "0.33"} and found["targets"]["makespan_s"] == len(STOCK)
+    ratio = found["limits"]["0.25"]["ratios"][f"throughput_tok_s {STOCK} / {SWAP}"]
+    assert ratio["value"] == pytest.approx(len(SWAP) / len(STOCK)) and ratio["low"] is None and ratio["blocks"] == 2
 
 
 def test_what_a_cell_takes_is_learned_from_the_targets(tmp_path: Path) -> None:
