@@ -6,7 +6,7 @@
 # make test-024   the engine tests on vLLM 0.24, in an environment of its own
 # make gpu-check gpu-swap gpu-profile gpu-overload
 #                 measurements on a GPU in pieces, each call under ten minutes and taken up again by the next;
-#                 without one the same programs at a tiny scale. GPU_FLAGS="--minutes 5 --only b16", see docs/gpu.md
+#                 without one the same programs at a tiny scale. GPU_FLAGS="--minutes 5 --only b16*", see docs/gpu.md
 # PYTHON=...      the Python to build on: 3.11 or newer. One that has a CUDA vLLM and a device is built on top of.
 
 PYTHON ?= python3

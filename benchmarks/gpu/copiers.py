@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,16 @@ FACTOR = 1_000_003
 """Odd, so that multiplying by its powers loses nothing of a 64-bit value."""
 
 
+def numbers_on(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Whole numbers on a device without waiting for it. From pageable memory the call would wait for all that the
+    stream has still to do, and a copier that forgot to wait for the same would pass."""
+    made = torch.tensor(numbers, dtype=torch.int64)
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+
 def block_digests(segments: list[torch.Tensor], block_ids: tuple[int, ...]) -> torch.Tensor:
     """One 64-bit number per block, computed where the blocks are. Equal bits give equal numbers, wherever they are."""
-    ids = torch.tensor(block_ids, device=segments[0].device)
+    ids = numbers_on(block_ids, segments[0].device)
     total = torch.zeros(len(block_ids), dtype=torch.int64, device=segments[0].device)
     for number, segment in enumerate(segments):
         values = segment.view(torch.int16 if segment.element_size() == 2 else torch.int32)[ids].to(torch.int64)
@@ -48,7 +56,7 @@ class Digests:
         there = bool(super().copied_in(job))  # type: ignore[misc]
         if there:
             was, digests = self.saved[job.copy_id]
-            places = torch.tensor([was.slots.index(slot) for slot in job.slots], device=digests.device)
+            places = numbers_on([was.slots.index(slot) for slot in job.slots], digests.device)
             self.compared.append(block_digests(self.device_segments, job.block_ids) == digests[places])
         return there
 

@@ -7,21 +7,26 @@ play, so no engine is started anew. Ratios are paired by block, with 95% bootstr
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from benchmarks.gpu import leftovers
 from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry, write_model
 from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, kept, show, summarised
-from benchmarks.gpu.pieces import Done, Piece, read_part, run_pieces, write_json
+from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.cost.dataset import measured
+from kvpolicy.cost.model import ModelError
+from kvpolicy.cost.sheets import device_sheet
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, scale_to
 from kvpolicy_vllm.bench.engine import EngineFailed
@@ -32,9 +37,13 @@ from kvpolicy_vllm.plugin.settings import GIB
 NATIVE = "vllm-offloading"
 SWAP, THRESHOLD, LEARNED = "always-swap", "threshold", "learned"
 CONNECTORS = {NATIVE: "OffloadingConnector", SIMPLE: "SimpleCPUOffloadConnector"}
-SHARES = (0.4, 0.25, 0.6)
-"""Memory, as a share of what all requests of a block take at their longest."""
+SHARES = (0.25, 0.15, 0.33)
+"""Memory, as a share of what all requests of a block take at their longest. The last is the control: hardly anybody
+is preempted there, as only so many run at once."""
 ITL_FACTOR = 1.25
+MOST_HOST_GIB = 8.0
+SLOWER = 1.5
+"""A pass at a limit is thought to take so many times what stock vLLM takes with memory for all."""
 STARTS_S = 400.0
 """What the start of all engines may take at most."""
 
@@ -45,6 +54,11 @@ class ConnectorArm(Arm):
 
     connector: str = ""
 
+    def more(self) -> dict[str, Any]:
+        """By default 0.24's OffloadingConnector keeps prompts only, and what was decoded is recomputed: here nearly
+        all that is lost was decoded, so that it would be left without what it is measured for."""
+        return {"offload_prompt_only": False} if self.connector == CONNECTORS[NATIVE] else {}
+
     def arguments(self) -> dict[str, Any]:
         return {
             "num_gpu_blocks_override": self.device_blocks,
@@ -53,7 +67,7 @@ class ConnectorArm(Arm):
             "kv_transfer_config": {
                 "kv_connector": self.connector,
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"cpu_bytes_to_use": int(self.host_gib * GIB)},
+                "kv_connector_extra_config": {"cpu_bytes_to_use": int(self.host_gib * GIB)} | self.more(),
             },
         }
 
@@ -62,7 +76,7 @@ class Deployment(Settings):
     """Dummy weights, and room on the device for the other engines."""
 
     def arguments(self) -> dict[str, Any]:
-        device = {} if self.on_cpu else {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+        device = {} if self.on_cpu else {"dtype": "bfloat16", "gpu_memory_utilization": 0.25}
         return Settings.arguments(self) | device | {"load_format": "dummy", "seed": 0, "enable_prefix_caching": True}
 
 
@@ -78,7 +92,7 @@ class Scale:
     running: int
     step_tokens: int
     serve_s: float
-    """What one arm's pass is thought to take."""
+    """What one arm's pass is thought to take, as long as the targets' piece has not told."""
     lengths: float | None = None
     """What the trace's lengths are multiplied by; None: so that nearly all fit the context."""
 
@@ -86,8 +100,32 @@ class Scale:
 def scale_of(place: Place) -> Scale:
     if place.on_cpu or place.tiny:
         return Scale(TINY, 16, 384, 32, 2, 16, 2048, 4.0, 0.12)
-    roomy = place.memory_bytes is not None and place.memory_bytes > 100e9
-    return Scale(EIGHT_B, 128 if roomy else 72, 8192, 16, 6, 128, 8192, 12.0)
+    return ON_DEVICE
+
+
+ON_DEVICE = Scale(EIGHT_B, 256, 2048, 16, 6, 128, 8192, 15.0)
+"""Three engines of 15 GiB of weights, one of them with 8 GiB of KV cache for all requests, the others with 3, fit an
+80 GB device."""
+
+
+def identity_of(scale: Scale, policies: dict[str, str], names: Sequence[str]) -> dict[str, Any]:
+    """What must be the same for two runs to be put into one ratio: what is served, and what each arm's name means. A
+    model counts by its contents: a folder's name stays when the model in it is trained anew."""
+    meant = {name: spec for name, spec in policies.items() if name in names}
+    for name, spec in meant.items():
+        kind, _, where = spec.partition(":")
+        if where and Path(where).is_dir():
+            meant[name] = f"{kind}:{digest_of(Path(where))}"
+    return {"scale": asdict(scale), "policies": meant, "connectors": CONNECTORS}
+
+
+def digest_of(folder: Path) -> str:
+    """SHA-256 over names and contents of the files of a folder."""
+    found = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        found.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 class Overload:
@@ -98,8 +136,11 @@ class Overload:
     ) -> None:
         self.out, self.place, self.seed, self.policies, self.names = out, place, seed, policies, names
         self.scale = scale_of(place)
+        self.identity = identity_of(self.scale, policies, names)
         self.refused: dict[str, str] = {}
         self._arms = arms
+        most_gib = 0.5 if place.tiny else MOST_HOST_GIB
+        self.host_gib = min(most_gib, 0.3 * available_memory_bytes() / GIB)
         self._started = self._hangs = False
 
     def workload(self, block: int, share: float = 1.0) -> Workload:
@@ -122,14 +163,23 @@ class Overload:
         return self.device_blocks(1.0) + self.scale.requests
 
     def pieces(self) -> list[Piece]:
-        found = [Piece(TARGETS, 30 + 2 * self.scale.serve_s, lambda left_s: self.targets(), STARTS_S)]
+        """Their names carry what they are runs of: with other policies, or at another scale, they are other pieces."""
+        whole = json.dumps(self.identity, sort_keys=True).encode()
+        scale = json.dumps(self.identity["scale"], sort_keys=True).encode()
+        self.targets_name = f"{TARGETS}-{hashlib.sha256(scale).hexdigest()[:6]}"
+        found = [Piece(self.targets_name, 30 + 2 * self.scale.serve_s, lambda left_s: self.targets(), STARTS_S)]
         seconds = len(self.names) * self.scale.serve_s
+        mark = hashlib.sha256(whole).hexdigest()[:6]
         for block in range(self.scale.blocks):
-            found += [
-                Piece(f"limit{round(100 * share)}-block{block}", seconds, self.cell(share, block), STARTS_S)
-                for share in SHARES
-            ]
+            for share in SHARES:
+                name = f"limit{round(100 * share)}-block{block}-{mark}"
+                found.append(Piece(name, seconds, self.cell(share, block), STARTS_S, self.cell_s))
         return found
+
+    def cell_s(self) -> float | None:
+        """What a pass through all arms takes, judged by the targets' own."""
+        targets = read_part(self.out, self.targets_name)
+        return None if targets is None else len(self.names) * SLOWER * float(targets["makespan_s"])
 
     def targets(self) -> dict[str, Any]:
         """What counts as served well: how stock vLLM serves the first block with memory for all."""
@@ -140,6 +190,7 @@ class Overload:
         return {
             "ttft_s": ttft_s["p99"],
             "itl_s": ITL_FACTOR * itl_s["mean"],
+            "makespan_s": run.makespan_s,
             "preemptions": sum(run.preemptions.values()),
             "enough_blocks": self.enough_blocks,
             "workload": self.told(),
@@ -181,7 +232,8 @@ class Overload:
                 "device_blocks": blocks,
                 "order": order,
                 "refused": self.refused,
-                "policies": self.policies,
+                "policies": self.identity["policies"],
+                "host_gib": self.host_gib,
                 "arms": {run.arm: kept(run) for run in runs},
             }
 
@@ -201,7 +253,7 @@ class Overload:
             raise
 
     def _start(self) -> None:
-        host_gib = min(0.5 if self.place.tiny else 24.0, 0.3 * available_memory_bytes() / GIB)
+        host_gib = self.host_gib
         ours = [Arm(STOCK, None, host_gib=host_gib)]
         ours += [Arm(name, spec, host_gib=host_gib) for name, spec in self.policies.items() if name in self.names]
         self._arms.start(*ours)
@@ -211,6 +263,7 @@ class Overload:
             most = self.device_blocks(max(SHARES))
             try:
                 self._arms.start(ConnectorArm(name, None, None, host_gib, 0, most, connector))
+                leftovers.note(self.out, self._arms.pid(name))
             except EngineFailed as error:
                 self._leave_out(name, error)
         for name in self._arms.names:  # whatever an engine does only once; not counted
@@ -249,10 +302,16 @@ def best_threshold(trace: Path) -> str:
 
 
 def policies_of(place: Place, profile: Path, geometry: Geometry, say: Callable[[str], None]) -> dict[str, str]:
-    """Arms of the plugin. Without a model from gpu-profile the analytic one stands in, and there is no threshold."""
+    """Arms of the plugin. Without a model from gpu-profile the analytic one stands in, where there is a sheet of the
+    device, and there is no threshold."""
     name = f"{place.short_name}-{geometry.name}"
     trace, model = profile / "traces" / name, profile / "models" / name
     if not (model / "model.json").exists():
+        try:
+            device_sheet(place.device)
+        except ModelError as error:  # the one engine of all our arms would not start for it
+            say(f"no cost model in {model}: neither {LEARNED} nor {THRESHOLD}. {error}")
+            return {SWAP: SWAP}
         say(f"no cost model in {model}: {LEARNED} is cheapest:analytic, and there is no best threshold")
         return {SWAP: SWAP, LEARNED: "cheapest:analytic"}
     return {SWAP: SWAP, THRESHOLD: best_threshold(trace), LEARNED: f"cheapest:{model.resolve()}"}
@@ -281,15 +340,20 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
     with Arms(settings, options.out / "logs") as arms:
         work = Overload(options.out, place, options.seed, policies, names, arms)
         at = place.to_dict() | {"arms": names}
+        if gone := leftovers.remove(options.out):
+            say(f"removed from {leftovers.SHARED}, left there by engines of an earlier call: {' '.join(gone)}")
         pieces = work.pieces()
         done = run_pieces(options.out, at, chosen(pieces, options), options.minutes, say)
     summary = report(options.out, place, done, pieces, options.seed)
-    write_json(options.out / "overload.json", {"place": at, "policies": policies, **summary})
+    write_json(options.out / "overload.json", {"place": at, **work.identity, **summary})
     return 1 if done.failed else 3 if done.left else 0
 
 
 def report(out: Path, place: Place, done: Done, pieces: list[Piece], seed: int) -> dict[str, Any]:
-    results = {piece.name: found for piece in pieces if (found := read_part(out, piece.name)) is not None}
+    found = {piece.name: read_part(out, piece.name) for piece in pieces}
+    results = {name: part for name, part in found.items() if part is not None}
+    if pieces[0].name in results:
+        results = {TARGETS: results.pop(pieces[0].name), **results}
     if TARGETS not in results:
         return {"failed": done.failed, "left": list(done.left), "limits": {}}
     limits = summarised(results, seed)
@@ -302,4 +366,4 @@ def report(out: Path, place: Place, done: Done, pieces: list[Piece], seed: int) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

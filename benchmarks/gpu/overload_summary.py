@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.intervals import interval_text, ratio_of
 from benchmarks.gpu.place import Place
 from kvpolicy_vllm.bench.overload import STOCK, Run
-from kvpolicy_vllm.bench.ratios import FEWEST_BLOCKS, mean_and_percentiles, paired_ratio
+from kvpolicy_vllm.bench.ratios import mean_and_percentiles
 
 TARGETS = "targets"
 SIMPLE = "vllm-simple-offload"
@@ -52,7 +53,10 @@ def figures(run: dict[str, Any], targets: dict[str, Any]) -> dict[str, float]:
 
 
 def summarised(results: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
-    """By limit and arm: means over blocks, sums of what was counted, and the ratios of every arm to every other one."""
+    """By limit and arm: means over blocks, sums of what was counted, and the ratios of every arm to every other one.
+
+    Raises ValueError where parts of one limit were measured with different policies.
+    """
     targets = results[TARGETS]
     cells: dict[float, list[dict[str, Any]]] = {}
     for name, result in results.items():
@@ -60,6 +64,9 @@ def summarised(results: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
             cells.setdefault(result["share"], []).append(result)
     found: dict[str, Any] = {}
     for share, some in sorted(cells.items()):
+        policies = [one["policies"] for one in some]
+        if any(one != policies[0] for one in policies):
+            raise ValueError(f"parts at limit {share:g} are of different policies, under the same names: {policies}")
         names = sorted(set.intersection(*(set(one["arms"]) for one in some)), key=lambda name: (name != STOCK, name))
         by_arm = {name: [figures(one["arms"][name], targets) for one in some] for name in names}
         found[f"{share:g}"] = {
@@ -83,14 +90,14 @@ def _arm(rows: list[dict[str, float]], runs: list[dict[str, Any]]) -> dict[str, 
 
 
 def _ratios(by_arm: dict[str, list[dict[str, float]]], rng: random.Random) -> dict[str, Any]:
-    """Of one arm over another; only where both are above 0 in every block, and there are blocks enough."""
+    """Of one arm over another; only where both are above 0 in every block."""
     found: dict[str, Any] = {}
     for above in by_arm:
         for below in by_arm:
             for key in by_arm[above][0]:
                 pair = [[row[key] for row in by_arm[name]] for name in (above, below)]
-                if above != below and len(pair[0]) >= FEWEST_BLOCKS and min(map(min, pair)) > 0:
-                    found[f"{key} {above} / {below}"] = paired_ratio(pair[0], pair[1], rng, resamples=2000).to_dict()
+                if above != below and min(map(min, pair)) > 0:
+                    found[f"{key} {above} / {below}"] = ratio_of(pair[0], pair[1], rng)
     return found
 
 
@@ -106,6 +113,6 @@ def show(console: Console, place: Place, summary: dict[str, Any]) -> None:
                 share, name, f"{one['throughput_tok_s']:.1f}", f"{one['goodput_req_s']:.2f}",
                 f"{one['ttft_mean_s']:.3f}", f"{one['itl_p99_s']:.4f}", str(one["swapped"]), str(one["recomputed"]),
                 str(one["recomputed_tokens"]), "?" if one["moved_bytes"] is None else f"{one['moved_bytes'] / 1e6:.0f}",
-                "" if ratio is None else f"{ratio['value']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
+                "" if ratio is None else f"{ratio['value']:.3f} ({interval_text(ratio)})",
             )  # fmt: skip
     console.print(table)

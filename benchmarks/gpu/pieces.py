@@ -16,6 +16,8 @@ from kvpolicy_vllm.bench.engine import EngineFailed
 
 PARTS = "parts"
 PLACE = "place.json"
+HARMLESS = ("memory_bytes", "capability", "driver", "cuda", "python")
+"""In which two machines of one kind may differ: parts are put together all the same, and say so."""
 
 Say = Callable[[str], None]
 
@@ -35,11 +37,18 @@ class Piece:
     """Told how many seconds are left."""
     grace_s: float = 60.0
     """What it may take beyond that, as where engines start with whichever piece comes first."""
+    learned_s: Callable[[], float | None] | None = None
+    """What earlier pieces say that it takes, asked when its turn comes; None: ``seconds`` stands."""
+
+    @property
+    def expected_s(self) -> float:
+        learned_s = self.learned_s() if self.learned_s is not None else None
+        return self.seconds if learned_s is None else learned_s
 
     @property
     def most_s(self) -> float:
         """What takes so much longer than it is thought to is taken to hang."""
-        return 3 * self.seconds + self.grace_s
+        return 3 * self.expected_s + self.grace_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +72,21 @@ def run_pieces(
     minutes: float,
     say: Say = print,
     clock: Callable[[], float] = time.monotonic,
+    then: Callable[[], None] = lambda: None,
 ) -> Done:
     """Do what is not done yet, in order. A piece that fails is told of and tried again the next time; others go on.
+
+    ``then`` is called after every piece whose part was just written. A part made where the machine differs from the one
+    that the folder was begun on, in what does not forbid it, says so under ``elsewhere``.
 
     Raises :class:`Begun` where ``out`` was begun at another ``place``, ValueError where two pieces share a name.
     """
     names = [piece.name for piece in pieces]
     if len(set(names)) < len(names):
         raise ValueError(f"pieces share a name: {sorted(name for name in names if names.count(name) > 1)[0]}")
-    open_folder(out, place)
+    elsewhere = open_folder(out, place)
+    if elsewhere:
+        say(f"{out} was begun on a machine that differs; new parts say so: {elsewhere}")
     end_s = clock() + 60 * minutes
     results: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -85,15 +100,15 @@ def run_pieces(
             say(f"{head}: there already")
             continue
         left_s = end_s - clock()
-        if left_s <= 0 or (begun and left_s < piece.seconds):
+        if left_s <= 0 or (begun and left_s < piece.expected_s):
             left.append(piece.name)
-            say(f"{head}: left for the next time, it takes about {piece.seconds:.0f} s")
+            say(f"{head}: left for the next time, it takes about {piece.expected_s:.0f} s")
             continue
         begun, start_s = True, clock()
         say(f"{head} ...")
         try:
             with ended_after(min(left_s, piece.most_s)):
-                results[piece.name] = piece.do(left_s)
+                results[piece.name] = piece.do(left_s) | ({"elsewhere": elsewhere} if elsewhere else {})
         except (EngineFailed, RuntimeError, ValueError, OSError) as error:
             failed[piece.name] = f"{type(error).__name__}: {error}"
             say(f"{head}: FAILED after {clock() - start_s:.0f} s\n{failed[piece.name]}")
@@ -102,6 +117,7 @@ def run_pieces(
         failure_of(out, piece.name).unlink(missing_ok=True)
         write_json(part_of(out, piece.name), results[piece.name])
         say(f"{head}: done in {clock() - start_s:.0f} s")
+        then()
     return Done(results, failed, tuple(left))
 
 
@@ -121,16 +137,27 @@ def ended_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def open_folder(out: Path, place: dict[str, Any]) -> None:
-    """Begin, or take up what was begun at the same place."""
-    path = out / PLACE
-    if path.exists():
-        begun = json.loads(path.read_text())
-        for name, value in json.loads(json.dumps(place)).items():
-            if begun.get(name) != value:
-                raise Begun(f"{out}: was begun with {name} {begun.get(name)!r}, here it is {value!r}; give a new --out")
-    else:
+def open_folder(out: Path, place: dict[str, Any]) -> dict[str, Any]:
+    """Begin, or take up what was begun at the same place. Returns what is another one here but does no harm."""
+    path, here = out / PLACE, json.loads(json.dumps(place))
+    if not path.exists():
         write_json(path, place)
+        return {}
+    begun = json.loads(path.read_text())
+    other = {name: value for name, value in here.items() if begun.get(name) != value}
+    for name, value in other.items():
+        if name not in HARMLESS:
+            raise Begun(f"{out}: was begun with {name} {begun.get(name)!r}, here it is {value!r}; give a new --out")
+    return other
+
+
+def ended(main: Callable[[], int]) -> int:
+    """A program's exit status; 2 with a sentence where its folder was begun with something else."""
+    try:
+        return main()
+    except Begun as error:
+        print(error, flush=True)
+        return 2
 
 
 def part_of(out: Path, name: str) -> Path:

@@ -104,18 +104,28 @@ def arguments(what: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("out/gpu") / what, help="parts are kept here, and taken up")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="nothing is begun that would take longer")
     parser.add_argument("--scale", choices=(TINY, FULL), help="by default full on a CUDA device, else tiny")
-    parser.add_argument("--only", action="append", default=[], help="pieces whose name holds this; may be repeated")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        help="a piece's name, or how names begin with a * behind; may be repeated",
+    )
     parser.add_argument("--list", action="store_true", help="name the pieces and end")
     return parser
 
 
 def chosen(pieces: list[Any], options: argparse.Namespace) -> list[Any]:
     """Those that ``--only`` asks for. Raises SystemExit for names that nothing has, and after ``--list``."""
-    kept = [one for one in pieces if not options.only or any(part in one.name for part in options.only)]
-    if not kept:
-        names = ", ".join(one.name for one in pieces)
-        raise SystemExit(f"--only {' '.join(options.only)}: no such piece; there are {names}")
+    for asked in options.only:
+        if not any(_means(asked, one.name) for one in pieces):
+            names = ", ".join(one.name for one in pieces)
+            raise SystemExit(f"--only {asked}: no such piece; there are {names}")
+    kept = [one for one in pieces if not options.only or any(_means(asked, one.name) for asked in options.only)]
     if options.list:
         print("\n".join(f"{one.name}  about {one.seconds:.0f} s" for one in kept))
         raise SystemExit(0)
     return kept
+
+
+def _means(asked: str, name: str) -> bool:
+    return name.startswith(asked[:-1]) if asked.endswith("*") else name == asked

@@ -1,8 +1,8 @@
 """gpu-profile: both options in the same states on models of known shapes with dummy weights, an engine a piece.
 
 A piece is a shape, a block size, a kind of host memory and a pass; what is most telling comes first. Traces are in
-`OUT/traces/DEVICE-SHAPE` after every piece; cost models in `OUT/models/DEVICE-SHAPE` are made anew at the end of every
-run from whatever is there, with their errors on states that were held out.
+`OUT/traces/DEVICE-SHAPE` and cost models in `OUT/models/DEVICE-SHAPE` after every piece, made anew from whatever is
+there, with their errors on states that were held out.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.geometries import EIGHT_B, ONE_B, SEVEN_B_MHA, TINY, Geometry, write_model
-from benchmarks.gpu.pieces import Piece, read_part, run_pieces, write_json
+from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.hardware import available_memory_bytes
-from kvpolicy.trace import TraceError
 from kvpolicy.training import train
 from kvpolicy_vllm.bench.finishing import finish_profile
 from kvpolicy_vllm.bench.job import Job
@@ -40,7 +39,8 @@ EXTENT = Extent(
     model_tokens=66560,
     most_extra=1,
 )
-"""Of one piece: 256 to 32K tokens, batches of 1 to 64."""
+"""Of one piece. 20 states are dealt from the lowest numbers of others up, so that nobody has more than 19 beside him;
+docs/gpu.md says how far the lengths go."""
 LONG = replace(
     EXTENT, states=8, check_pairs=0, most_tokens=65536, most_others=3, most_batch_tokens=131072, model_tokens=131072
 )
@@ -51,7 +51,10 @@ FULL_CPU_EXTENT = replace(EXTENT, states=12, most_tokens=1500, most_others=7, mo
 START_S = 90.0
 """What an engine's start may take of a piece's time, compiling and capturing included."""
 RESERVE_S = 20.0
-PIECE_S = 240.0
+PIECE_S = 200.0
+"""Two of them, their checks and their models, within a call of 9 minutes."""
+TRAINING_S = 60.0
+"""Kept at the end of a call."""
 LEAST_S = 20.0
 
 
@@ -154,13 +157,13 @@ class Profile:
         for name in sorted({result["trace"] for result in results.values()}):
             folder = self.out / "traces" / name
             cores = [result["core"] for result in results.values() if result["trace"] == name]
-            report = finish_profile(folder, cores)
-            self.say(report.text())
             try:
+                report = finish_profile(folder, cores)
+                self.say(report.text())
                 trained = train([folder], self.out / "models" / name, force=True, seed=self.seed)
-            except TraceError as error:
+            except ValueError as error:  # a trace that is too little; the next piece may add what it lacks
                 self.say(f"{name}: no model: {error}")
-                found[name] = {"profile": report.text(), "no_model": str(error)}
+                found[name] = {"no_model": str(error)}
                 continue
             self.say(trained.text())
             found[name] = {"profile": report.text(), "model": trained.to_dict()}
@@ -183,12 +186,36 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
     work = Profile(options.out, place, options.seed, options.synchronous, say)
     pieces = [work.piece(share) for share in shares_of(place)]
     at = place.to_dict() | {"synchronous": options.synchronous}
-    done = run_pieces(options.out, at, chosen(pieces, options), options.minutes, say)
+    wanted, found = chosen(pieces, options), Found()
+
+    def finish() -> None:
+        """After every piece: whatever ends this call, a model of what was finished is there."""
+        found.models = work.finish(run_results(options.out, pieces))
+        found.made = True
+
+    minutes = max(options.minutes - TRAINING_S / 60, options.minutes / 2)
+    done = run_pieces(options.out, at, wanted, minutes, say, then=finish)
     results = run_results(options.out, pieces)
-    summary = {"place": at, "pieces": results, "failed": done.failed, "left": list(done.left)}
-    summary["found"] = work.finish(results) if results else {}
+    if results and not found.made:
+        finish()
+    summary = {"place": at, "pieces": results, "failed": done.failed, "left": list(done.left), "found": found.models}
     write_json(options.out / "profile.json", json.loads(json.dumps(summary, default=str)))
-    return 1 if done.failed else 3 if done.left else 0
+    return status_of(done, results, found.models)
+
+
+@dataclass(slots=True)
+class Found:
+    """What the last finish said."""
+
+    models: dict[str, Any] = field(default_factory=dict)
+    made: bool = False
+
+
+def status_of(done: Done, results: dict[str, Any], models: dict[str, Any]) -> int:
+    """1 where something failed, also where there are pieces and no model could be trained of any shape; 3 where
+    pieces are left; else 0."""
+    untrained = bool(results) and not any("model" in one for one in models.values())
+    return 1 if done.failed or untrained else 3 if done.left else 0
 
 
 def run_results(out: Path, pieces: list[Piece]) -> dict[str, dict[str, Any]]:
@@ -197,4 +224,4 @@ def run_results(out: Path, pieces: list[Piece]) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

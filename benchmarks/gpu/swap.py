@@ -22,9 +22,9 @@ from rich.table import Table
 
 from benchmarks.gpu import copiers
 from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry
-from benchmarks.gpu.pieces import Done, Piece, run_pieces, write_json
+from benchmarks.gpu.intervals import interval_text, ratio_of
+from benchmarks.gpu.pieces import Done, Piece, ended, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
-from kvpolicy_vllm.bench.ratios import paired_ratio
 from kvpolicy_vllm.plugin.copier import Copier, unique_segments
 from kvpolicy_vllm.plugin.jobs import Job
 
@@ -165,7 +165,7 @@ def row(
         "seconds": seconds,
     }
     if name != "large":
-        found["of_large"] = paired_ratio([done for done, _ in taken["large"][way]], seconds, rng).to_dict()
+        found["of_large"] = ratio_of([done for done, _ in taken["large"][way]], seconds, rng)
     return found
 
 
@@ -180,7 +180,7 @@ def show(console: Console, place: Place, done: Done) -> None:
                 name, str(found["pieces"]), str(found["piece_bytes"]), one["way"], one["direction"],
                 f"{one['gb_per_s']:.1f}", f"{one['call_ms']:.2f}",
                 "" if ratio is None else f"{ratio['value']:.3f}{'' if ratio['value'] >= AIM else ' (below the aim)'}",
-                "" if ratio is None else f"{ratio['low']:.3f} to {ratio['high']:.3f}",
+                "" if ratio is None else interval_text(ratio),
             )  # fmt: skip
     console.print(table)
 
@@ -208,4 +208,4 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

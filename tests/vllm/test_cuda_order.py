@@ -20,7 +20,7 @@ import torch
 from kvpolicy_vllm.plugin import cuda_copier
 from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
 from kvpolicy_vllm.plugin.jobs import Job
-from kvpolicy_vllm.plugin.staging import Staging
+from kvpolicy_vllm.plugin.staging import Staging, host_arena, runs_of, segments_in
 
 SCHEDULES = 60
 OLD, NEW, OTHER = 3.0, 4.0, 5.0
@@ -72,6 +72,7 @@ class Device:
         class Event:
             def __init__(self, enable_timing: bool = False) -> None:
                 self.stream, self.at, self.recorded_ms = device.compute, 0, 0.0
+                self.timed = enable_timing
 
             def record(self) -> None:
                 self.stream, self.at = device._current, len(device._current.launched)
@@ -81,6 +82,8 @@ class Device:
                 return self.stream.done >= self.at
 
             def elapsed_time(self, other: Event) -> float:
+                if not (self.timed and other.timed):
+                    raise RuntimeError("both events must be made with enable_timing=True")  # as CUDA's own do
                 return other.passed_ms() - self.passed_ms()
 
             def passed_ms(self) -> float:
@@ -104,6 +107,10 @@ class Device:
     def launch(self, what: Callable[[], None]) -> None:
         self._current.launched.append(what)
 
+    def in_steps(self, steps: Iterator[Callable[[], None]]) -> None:
+        for step in steps:
+            self.launch(step)
+
     def run(self, rng: random.Random, most: int | None = None) -> None:
         """Let the device do ``most`` things, None: all."""
         while (most is None or most > 0) and (ready := [stream for stream in self.streams if stream.ready]):
@@ -125,10 +132,36 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
             device.launch(lambda a=a, b=b, size=size: ctypes.memmove(b, a, size))  # type: ignore[misc]
 
     monkeypatch.setattr(cuda_copier.ops, "swap_blocks_batch", move_pieces)
-    out, back = Staging.out, Staging.back
-    monkeypatch.setattr(Staging, "out", lambda self, job: device.launch(lambda: out(self, job)))
-    monkeypatch.setattr(Staging, "back", lambda self, job: device.launch(lambda: back(self, job)))
+    monkeypatch.setattr(Staging, "out", lambda self, job: device.in_steps(out_steps(self, job)))
+    monkeypatch.setattr(Staging, "back", lambda self, job: device.in_steps(back_steps(self, job)))
     return device
+
+
+def out_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
+    """What `Staging.out` launches, launch by launch: between any two another stream may write into its buffer."""
+    for blocks, slots in staging._parts(job):
+        for piece, segment in pieces_of(staging, len(slots)):
+            yield lambda piece=piece, segment=segment, blocks=blocks: piece.copy_(segment[blocks])  # type: ignore[misc]
+        for at, first, count in runs_of(slots):
+            host, buffer = staging._arena[first : first + count], staging._buffer[at : at + count]
+            yield lambda host=host, buffer=buffer: host.copy_(buffer)  # type: ignore[misc]
+
+
+def back_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
+    """The same of `Staging.back`."""
+    for blocks, slots in staging._parts(job):
+        for at, first, count in runs_of(slots):
+            host, buffer = staging._arena[first : first + count], staging._buffer[at : at + count]
+            yield lambda host=host, buffer=buffer: buffer.copy_(host)  # type: ignore[misc]
+        for piece, segment in pieces_of(staging, len(slots)):
+            yield lambda piece=piece, segment=segment, blocks=blocks: segment.index_copy_(0, blocks, piece)  # type: ignore[misc]
+
+
+def pieces_of(staging: Staging, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a buffer, with the segment each belongs to."""
+    edges = staging._edges
+    for number, segment in enumerate(staging._segments):
+        yield staging._buffer[:count, edges[number] : edges[number + 1]], segment
 
 
 def filled(device: Device, segments: list[torch.Tensor], blocks: tuple[int, ...], value: float) -> None:
@@ -139,6 +172,22 @@ def filled(device: Device, segments: list[torch.Tensor], blocks: tuple[int, ...]
             segment[list(blocks)] = value
 
     device.launch(write)
+
+
+def both_ways_at_once(copier: CudaCopier, device: Device, segments: list[torch.Tensor], rng: random.Random) -> None:
+    """A load is still under way when the next save begins: what each direction uses is its own."""
+    filled(device, segments, (0,), OTHER)
+    copier.save(Job(3, "t", (0,), (6,)))
+    device.run(rng)
+    filled(device, segments, (6,), OLD)
+    copier.load(Job(3, "t", (4,), (6,)))
+    device.run(rng, rng.randrange(8))
+    copier.save(Job(4, "u", (6,), (7,)))
+    device.run(rng)
+    assert [done.ok for done in copier.poll()] == [True]
+    for segment, host in zip(segments, copier.host_segments, strict=True):
+        assert (segment[4] == OTHER).all(), "what came back is what went out meanwhile"
+        assert (host[7] == OLD).all(), "what went out is what came back meanwhile"
 
 
 @pytest.mark.parametrize("kind", [CudaCopier, StagedCudaCopier])
@@ -168,12 +217,13 @@ def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], dev
             assert (segment[list(loaded)] == OLD).all(), "what came back is not what was saved"
             assert (segment[list(saved)] == NEW).all()
         copier.drop([1])
+        both_ways_at_once(copier, device, segments, rng)
         copier.save(Job(2, "s", saved, slots))
         copier.load(Job(2, "s", (10, 11, 8), slots))
         device.run(rng)
         assert [done.ok for done in copier.poll()] == [True]
         assert all((segment[[10, 11, 8]] == NEW).all() for segment in segments)
-        assert len(copier.transfers) == 4 and all(transfer.ok for transfer in copier.transfers)
+        assert len(copier.transfers) == 7 and all(transfer.ok for transfer in copier.transfers)
         assert not copier._saves and not copier._loads, "events of finished copies are kept"
 
 
@@ -255,3 +305,47 @@ def test_the_schedules_find_a_forgotten_wait(forgotten: str, device: Device, mon
     monkeypatch.setattr(Stream, "wait_stream", wait)
     with pytest.raises(AssertionError):
         test_no_schedule_of_the_device_mixes_anything_up(CudaCopier, device)
+
+
+def test_the_schedules_find_a_buffer_that_both_directions_share(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shared(StagedCudaCopier):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._inward = self._outward
+
+    with pytest.raises(AssertionError, match="meanwhile"):
+        test_no_schedule_of_the_device_mixes_anything_up(Shared, device)
+
+
+def test_a_time_is_never_asked_of_an_event_that_takes_none(device: Device) -> None:
+    """As CUDA raises, so does the stand-in: a copier that forgot `enable_timing` would not pass here."""
+    timed, untimed = device.Event(enable_timing=True), device.Event()
+    assert timed.elapsed_time(timed) == 0.0
+    with pytest.raises(RuntimeError, match="enable_timing"):
+        timed.elapsed_time(untimed)
+
+
+def test_the_launches_written_out_here_are_those_of_the_staging() -> None:
+    """Otherwise the schedules would be those of something else."""
+    generator = torch.Generator().manual_seed(0)
+    segments = [torch.randn((12, 16), generator=generator) for _ in range(3)]
+    job = Job(1, "r", (3, 9, 1, 4, 8), (2, 3, 6, 5, 0))
+    arenas = [host_arena(8, 3 * 16 * 4).zero_() for _ in range(2)]
+    staged = [Staging(segments, arena, 500) for arena in arenas]
+    staged[0].out(job)
+    for step in out_steps(staged[1], job):
+        step()
+    assert torch.equal(*arenas)
+    assert torch.equal(segments_in(arenas[1], segments)[2][6], segments[2][1])
+    before = [segment.clone() for segment in segments]
+    for way in range(2):
+        for segment in segments:
+            segment[list(job.block_ids)] = 0.0
+        if way == 0:
+            staged[0].back(job)
+        else:
+            for step in back_steps(staged[1], job):
+                step()
+        assert all(torch.equal(segment, was) for segment, was in zip(segments, before, strict=True))
