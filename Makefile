@@ -14,11 +14,13 @@ OUT ?= out/demo
 STUDY ?= out/study
 STUDY_LINK ?= 1e8,7.5e-3
 PYTEST_FLAGS ?=
+# Where flags choose some tests, one half may hold none of them: pytest says 5 then.
+NOTHING_FOUND = $(if $(PYTEST_FLAGS),|| test $$? -eq 5)
 # A machine with a GPU brings its own engine as often as not, and may have no network to make an environment from.
 GPU_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 GPU_FLAGS ?=
 
-.PHONY: demo characterize test check fuzz test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
+.PHONY: demo characterize test test-engines test-offline check fuzz test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .DELETE_ON_ERROR:
 
 demo: .venv/.made
@@ -34,8 +36,15 @@ characterize: .venv/.made
 	.venv/bin/kvpolicy report $(STUDY)/simulated --out $(STUDY)/simulated.html --figures $(STUDY)/simulated-figures \
 		--json $(STUDY)/simulated.json
 
+# Engines take one core each, and most of the time; what starts none runs beside them.
 test: .venv/.made
-	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest $(PYTEST_FLAGS)
+	$(MAKE) --no-print-directory --keep-going -j2 test-engines test-offline
+
+test-engines: .venv/.made
+	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm $(PYTEST_FLAGS) $(NOTHING_FOUND)
+
+test-offline: .venv/.made
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --ignore=tests/vllm $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
 check: .venv/.made
 	.venv/bin/ruff check .
