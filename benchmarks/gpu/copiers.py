@@ -49,11 +49,11 @@ class Digests:
 
     def copy_out(self, job: Job) -> None:
         self.saved[job.copy_id] = (job, block_digests(self.device_segments, job.block_ids))
-        super().copy_out(job)  # type: ignore[misc]  # a mixin's super is a copier
+        super().copy_out(job)  # a mixin's super is a copier
 
     def copied_in(self, job: Job) -> bool:
         """Nobody has been told yet that the blocks are back, so nobody has written into them."""
-        there = bool(super().copied_in(job))  # type: ignore[misc]
+        there = bool(super().copied_in(job))
         if there:
             was, digests = self.saved[job.copy_id]
             places = numbers_on([was.slots.index(slot) for slot in job.slots], digests.device)
@@ -75,7 +75,7 @@ class SlowOnHost:
 
     def copied_in(self, job: Job) -> bool:
         self._asked[job.copy_id] = self._asked.get(job.copy_id, 0) + 1
-        return self._asked[job.copy_id] > LATE_POLLS and bool(super().copied_in(job))  # type: ignore[misc]
+        return self._asked[job.copy_id] > LATE_POLLS and bool(super().copied_in(job))
 
 
 class SlowOnDevice:
@@ -86,11 +86,11 @@ class SlowOnDevice:
 
     def move_out(self, job: Job) -> None:
         torch.cuda._sleep(SLEEP_CYCLES)
-        super().move_out(job)  # type: ignore[misc]
+        super().move_out(job)
 
     def move_in(self, job: Job) -> None:
         torch.cuda._sleep(SLEEP_CYCLES)
-        super().move_in(job)  # type: ignore[misc]
+        super().move_in(job)
 
 
 def _made(arguments: tuple[Any, ...], mixins: tuple[type, ...], staged: bool) -> Copier:

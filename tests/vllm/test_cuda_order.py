@@ -129,7 +129,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     def move_pieces(source: torch.Tensor, target: torch.Tensor, sizes: torch.Tensor) -> None:
         pieces = list(zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True))
         for a, b, size in pieces:  # each by itself, as a copy engine may be interrupted between any two
-            device.launch(lambda a=a, b=b, size=size: ctypes.memmove(b, a, size))  # type: ignore[misc]
+            device.launch(lambda a=a, b=b, size=size: ctypes.memmove(b, a, size))
 
     monkeypatch.setattr(cuda_copier.ops, "swap_blocks_batch", move_pieces)
     monkeypatch.setattr(Staging, "out", lambda self, job: device.in_steps(out_steps(self, job)))
@@ -141,10 +141,10 @@ def out_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
     """What `Staging.out` launches, launch by launch: between any two another stream may write into its buffer."""
     for blocks, slots in staging._parts(job):
         for piece, segment in pieces_of(staging, len(slots)):
-            yield lambda piece=piece, segment=segment, blocks=blocks: piece.copy_(segment[blocks])  # type: ignore[misc]
+            yield lambda piece=piece, segment=segment, blocks=blocks: piece.copy_(segment[blocks])
         for at, first, count in runs_of(slots):
             host, buffer = staging._arena[first : first + count], staging._buffer[at : at + count]
-            yield lambda host=host, buffer=buffer: host.copy_(buffer)  # type: ignore[misc]
+            yield lambda host=host, buffer=buffer: host.copy_(buffer)
 
 
 def back_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
@@ -152,9 +152,9 @@ def back_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
     for blocks, slots in staging._parts(job):
         for at, first, count in runs_of(slots):
             host, buffer = staging._arena[first : first + count], staging._buffer[at : at + count]
-            yield lambda host=host, buffer=buffer: buffer.copy_(host)  # type: ignore[misc]
+            yield lambda host=host, buffer=buffer: buffer.copy_(host)
         for piece, segment in pieces_of(staging, len(slots)):
-            yield lambda piece=piece, segment=segment, blocks=blocks: segment.index_copy_(0, blocks, piece)  # type: ignore[misc]
+            yield lambda piece=piece, segment=segment, blocks=blocks: segment.index_copy_(0, blocks, piece)
 
 
 def pieces_of(staging: Staging, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -205,7 +205,7 @@ def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], dev
         copier.save(Job(1, "r", saved, slots))
         filled(device, segments, saved, NEW)
         device.run(rng, rng.randrange(12))
-        device.launch(lambda read=read, segments=segments: read.append(segments[0][7].clone()))  # type: ignore[misc]
+        device.launch(lambda read=read, segments=segments: read.append(segments[0][7].clone()))
         copier.load(Job(1, "r", loaded, slots))
         finished = []
         while not finished:

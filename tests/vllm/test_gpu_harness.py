@@ -152,7 +152,7 @@ def test_the_shipped_copier_has_cases_of_its_own() -> None:
     shipped = {case.name for there in (True, False) for case in cases_of(there) if case.policy and not case.copier}
     assert shipped == {"plain", "v2-plain", "v1-plain"}
     checks = Checks(Path("nowhere"), place("cpu", "tiny"), 0)
-    checks.model = lambda: "model"  # type: ignore[method-assign]
+    checks.model = lambda: "model"
     extra = [
         checks.engine(Case("x", copier=copier))["kv_transfer_config"]["kv_connector_extra_config"]
         for copier in (None, "slow")
