@@ -7,35 +7,25 @@ from collections.abc import Sequence
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
 from kvpolicy.explaining import Explanation
+from kvpolicy.explaining.drawing import MOST_LOG, draw_choices
 from kvpolicy.reporting.figures import COLOURS, INK, MUTED, STYLE, colour, legend, marker, new_figure, plain_log
 from kvpolicy.reporting.learned import Predicted
 
-MOST_LOG = 1.5
-"""Colours are full where one option costs 4.5 times the other."""
 CHOICE = LinearSegmentedColormap.from_list("choice", [COLOURS["swap"], "#eceff4", COLOURS["recompute"]])
 
 
 def draw_boundary(found: Explanation) -> Figure:
-    grid, one = found.grid, found.asked.situation
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure, (axes,) = new_figure(3.9)
-        norm = TwoSlopeNorm(0.0, -MOST_LOG, MOST_LOG)
-        shown = axes.pcolormesh(grid.tokens, grid.running, grid.log_ratio, norm=norm, cmap=CHOICE, shading="nearest")
+        shown = draw_choices(axes, found, CHOICE, INK)
         shown.set_rasterized(True)
-        lowest, highest = (of(value for row in grid.log_ratio for value in row) for of in (min, max))
-        if lowest < 0 < highest:
-            axes.contour(grid.tokens, grid.running, grid.log_ratio, levels=[0.0], colors="#1b1d23", linewidths=1.6)
-        outside = [[float(value) for value in row] for row in grid.extrapolated]
-        if any(value for row in outside for value in row):
-            axes.contourf(grid.tokens, grid.running, outside, levels=[0.5, 1.5], colors="none", hatches=["..."])
-        axes.plot([one.computed_tokens], [one.running_requests], marker="o", color="#1b1d23", markerfacecolor="white")
         plain_log(axes)
         axes.set(xlabel="computed tokens of the victim", ylabel="running requests beside it")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
