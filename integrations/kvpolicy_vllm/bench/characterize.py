@@ -8,7 +8,6 @@ the trace once it is whole: an interrupted study goes on with the next.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from kvpolicy.training import train
 from kvpolicy_vllm.bench.demo import SHAPE
 from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.parts import Rig, model_length
-from kvpolicy_vllm.bench.profile import Tell, measure_part, prepare, scratch_of, take_up, telling, write_plan
+from kvpolicy_vllm.bench.profile import Tell, asked_for, measure_part, prepare, scratch_of, take_up, telling, write_plan
 from kvpolicy_vllm.bench.reach import (
     ARMS,
     DECODED,
@@ -41,7 +40,6 @@ from kvpolicy_vllm.bench.reach import (
 )
 from kvpolicy_vllm.bench.served import ServedJob, serve_part
 from kvpolicy_vllm.bench.states import Span
-from kvpolicy_vllm.plugin.settings import Link
 
 NEXT = ", "
 """Between the names of what one core holds."""
@@ -85,13 +83,7 @@ def characterize(
     level the model is too short for; EngineFailed where an engine ends badly; KeyboardInterrupt, which says what is
     kept, where it is interrupted.
     """
-    if link is not None:
-        Link.parse(link)
-    if llm is not None:
-        model_length(llm)
-    how_much = ("quick" if quick else "full") if reach is None else asdict(reach)
-    asked = {"llm": None if llm is None else str(llm.resolve()), "link": link, "seed": seed, "study": how_much}
-    asked = json.loads(json.dumps(asked))
+    asked = asked_for(llm, link, seed, study=("quick" if quick else "full") if reach is None else asdict(reach))
     # The figures may differ from one call to the next: what is there stays.
     done = whole_parts(out, take_up(out, asked))
     study = Study(out, asked, done, seed, tuple(figures))

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvpolicy_vllm.bench.ending import Counted, run_to_its_end
 from kvpolicy_vllm.bench.engine import EngineProcess
-from kvpolicy_vllm.bench.finishing import ProfileReport, finish_core, finish_profile
-from kvpolicy_vllm.bench.job import NOISE_LIMIT, Job
+from kvpolicy_vllm.bench.finishing import ProfileReport, finish_profile
+from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.parts import Extent, Rig, extent_of, model_length, parts_of
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.plugin.settings import Link
@@ -26,6 +27,7 @@ from kvpolicy_vllm.plugin.settings import Link
 Tell = Callable[[str, int, int], None]
 """Told what is being measured, windows done, windows in all; 0 in all while an engine starts."""
 
+MEASURING = "kvpolicy_vllm.bench.measuring"
 PLAN = "profile.json"
 UNFINISHED = "unfinished"
 
@@ -45,13 +47,7 @@ def profile(
     ``progress`` replaces the progress bar. Raises ValueError for a wrong link, for an ``out`` that holds something
     else and for one begun with other arguments, EngineFailed where an engine ends badly.
     """
-    if link is not None:
-        Link.parse(link)
-    if llm is not None:
-        model_length(llm)
-    how_much = ("quick" if quick else "full") if extent is None else asdict(extent)
-    asked = {"llm": None if llm is None else str(llm.resolve()), "link": link, "seed": seed, "extent": how_much}
-    asked = json.loads(json.dumps(asked))
+    asked = asked_for(llm, link, seed, extent=("quick" if quick else "full") if extent is None else asdict(extent))
     done = take_up(out, asked)
     with scratch_of(out) as scratch, telling(progress) as tell:
         rig = prepare(scratch, llm, link, seed, quick, extent)
@@ -82,6 +78,16 @@ def prepare(
         found = process.ask(job)
     device = bool(found["device"])
     return Rig(Path(found["llm"]), extent_of(quick, device) if extent is None else extent, link, seed, device)
+
+
+def asked_for(llm: Path | None, link: str | None, seed: int, **how_much: Any) -> dict[str, Any]:
+    """What a study was asked for, as its plan keeps it. Raises ValueError for a wrong link, or what is no model."""
+    if link is not None:
+        Link.parse(link)
+    if llm is not None:
+        model_length(llm)
+    asked = {"llm": None if llm is None else str(llm.resolve()), "link": link, "seed": seed} | how_much
+    return dict(json.loads(json.dumps(asked)))
 
 
 def take_up(out: Path, asked: dict[str, Any]) -> dict[str, str]:
@@ -130,28 +136,10 @@ def telling(progress: Tell | None, what: str = "profile") -> Iterator[Tell]:
             yield bar.tell
 
 
-def measure_part(job: Job, out: Path, folder: Path, name: str, tell: Callable[[int, int], None]) -> str:
+def measure_part(job: Job, out: Path, folder: Path, name: str, tell: Counted) -> str:
     """Run one engine to its end; returns the name of the core that is now in the trace."""
-    counted = {"windows": 0, "done": 0}
 
-    def news(values: dict[str, int]) -> None:
-        for key, value in values.items():
-            counted[key] += value
-        tell(counted["done"], counted["windows"])
+    def more(result: Mapping[str, Any]) -> dict[str, Any]:
+        return {"repeats": result["repeats"], "asked_repeats": job.repeats, "discarded": result["discarded"]}
 
-    tell(0, 0)
-    with EngineProcess("kvpolicy_vllm.bench.measuring", folder / "engine.log") as engine:
-        result = engine.ask(job.to_dict(), news)
-    core = str(result["core"])
-    noise = result["noise"] | {
-        "limit": NOISE_LIMIT,
-        "above_limit": result["noise"]["variation"] > NOISE_LIMIT,
-        "repeats": result["repeats"],
-        "asked_repeats": job.repeats,
-        "discarded": result["discarded"],
-        "records_dropped": result["records_dropped"],
-        "part": name,
-    }
-    finish_core(folder / "trace" / core, job.seed, noise)
-    (folder / "trace" / core).replace(out / core)
-    return core
+    return run_to_its_end(MEASURING, job.to_dict(), out, folder, name, tell, more)
