@@ -1,7 +1,8 @@
 """The scheduler: vLLM's own, which asks the controller before a request loses its blocks.
 
-Only `schedule`, `update_from_output`, `_preempt_request` and `reset_prefix_cache` are extended, each by calling the
-original; nothing of vLLM's scheduling is repeated here, so `always-recompute` schedules exactly as stock vLLM does.
+Only `schedule`, `update_from_output`, `_preempt_request`, `reset_prefix_cache` and, up to vLLM 0.30,
+`_select_waiting_queue_for_scheduling` are extended, each by calling the original. Nothing of vLLM's scheduling is
+repeated here, so `always-recompute` schedules exactly as stock vLLM does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.controller import Controller
+from kvpolicy_vllm.plugin.returning import Returning
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_offloading
 
 if TYPE_CHECKING:
@@ -41,19 +43,28 @@ class Asking:
         self.kvpolicy = connector.controller
         self._cause: Cause = "reset"  # outside schedule() nothing is preempted for want of memory
         self._forced_out: list[str] = []
+        self.returning = Returning(self)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.kvpolicy.step_begins(self)
         aside = self._force_out()
         self._cause = "memory"
         try:
-            output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
+            with self.returning.places_held():
+                output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
         finally:
             self._cause = "reset"
             for request in reversed(aside):
                 self.waiting.prepend_request(request)
         self.kvpolicy.step_scheduled(output)
         return output
+
+    def _select_waiting_queue_for_scheduling(self) -> Any:
+        """vLLM 0.24 to 0.30 ask here for every admission; later versions drain the holders of blocks first by
+        themselves. Whoever was loaded and waits for a last block must come before anybody who cannot be allocated:
+        that one ends the scan, and where nobody runs its memory is with those behind it, for good."""
+        with_holder = self.returning.in_front(self.skipped_waiting)
+        return super()._select_waiting_queue_for_scheduling() if with_holder is None else with_holder  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -97,6 +108,8 @@ class Asking:
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
+    skipped_waiting: Any
+    returning: Returning
     failed_recving_kv_req_ids: set[str]
     finished_recving_kv_req_ids: set[str]
     kv_cache_manager: Any

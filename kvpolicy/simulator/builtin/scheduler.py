@@ -44,6 +44,8 @@ class Scheduler:
         self._preempting = preempting
         self._admitted = admitted
         self._turns = 0
+        self._loading = 0
+        """Waiting requests whose load is under way, or ended and was not yet asked after."""
         self._watermark_blocks = int(server.watermark * (server.device_blocks + NULL_BLOCK))
 
     @property
@@ -128,7 +130,7 @@ class Scheduler:
         """Admit who waits, in their order, until somebody does not fit."""
         waiting: list[Live] = []
         holding: list[Live] = []
-        while budget > 0 and len(self.running) < self._server.max_running:
+        while budget > 0 and len(self.running) < self._places():
             queue = self.holding if len(self.holding) else self.waiting
             if not len(queue):
                 break
@@ -151,12 +153,17 @@ class Scheduler:
         self.holding.put_back(holding)
         self.waiting.put_back(waiting)
 
+    def _places(self) -> int:
+        """How many may run: who is being loaded keeps its place; who is loaded comes first and takes it itself."""
+        return self._server.max_running - self._loading + len(self.loaded)
+
     def _ready(self, live: Live) -> bool:
         """Whether it can be admitted now, as far as it lies with the request."""
         if live.status is Status.LOADING:
             if live not in self.loaded:
                 return False
             self.loaded.discard(live)
+            self._loading -= 1
             self.pool.cache(live, live.computed)
             live.status = Status.PREEMPTED if live.preemptions else Status.WAITING
         return live.stale == 0
@@ -189,6 +196,7 @@ class Scheduler:
         self._admitted(live, loads)
         if loads:
             live.status = Status.LOADING
+            self._loading += 1
             self._prefills[live] = None
         else:
             self._cache_chunk(live, computed + new)

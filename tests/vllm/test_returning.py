@@ -1,0 +1,64 @@
+"""Who returns by a load keeps its place among the running, and is admitted before anybody who holds nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
+
+from tests.vllm import alone, harness
+from tests.vllm.test_same_schedule import BASE
+
+PLACES = 3
+
+
+def steps_of(model: str, scheduling: str) -> tuple[list[tuple[int, int, int]], dict[str, float]]:
+    """Per step, after it was scheduled: running, being loaded, loaded and waiting. Few places, loads take 5 steps."""
+    job = BASE | {"model": model, "plugin": harness.plugin("always-swap"), "scheduling": scheduling}
+    job |= {"requests": 24, "blocks": 80, "budget": 512, "sequences": PLACES}
+    scheduler, worker = alone.scheduler_for(job), alone.Worker(late=5)
+    for request in alone.made_requests(job):
+        scheduler.add_request(request)
+    seen = []
+    while scheduler.has_requests():
+        if len(seen) % 7 == 3 and scheduler.running:
+            scheduler.preempt_at_next_step(scheduler.running[0].request_id)
+        output = scheduler.schedule()
+        sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        seen.append(occupation(scheduler))
+        scheduler.update_from_output(output, worker.execute(output, sampled))
+    return seen, scheduler.kvpolicy.stats()
+
+
+def occupation(scheduler: Any) -> tuple[int, int, int]:
+    requests = scheduler.requests.values()
+    loading = sum(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests)
+    return len(scheduler.running), loading, alone.loaded_and_waiting(scheduler)
+
+
+@pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
+def test_newcomers_wait_for_whoever_is_being_loaded(model: str, scheduling: str) -> None:
+    seen, stats = steps_of(model, scheduling)
+    assert harness.total(stats, "loaded_tokens") > 0
+    assert any(loading and running + loading == PLACES for running, loading, _ in seen), "no place was ever held"
+    over = [step for step in seen if sum(step) > PLACES]
+    assert not over, f"{len(over)} of {len(seen)} steps with more than {PLACES} running, being loaded and loaded"
+
+
+def test_the_limit_is_as_configured_after_every_step(model: str) -> None:
+    job = BASE | {"model": model, "plugin": harness.plugin("always-swap"), "requests": 6, "blocks": 200}
+    scheduler, worker = alone.scheduler_for(job | {"sequences": PLACES, "budget": 512}), alone.Worker(late=5)
+    for request in alone.made_requests(job):
+        scheduler.add_request(request)
+    limit = scheduler.returning._limit
+    for number in range(30):
+        if number == 3:
+            scheduler.preempt_at_next_step(scheduler.running[0].request_id)
+        output = scheduler.schedule()
+        sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        scheduler.update_from_output(output, worker.execute(output, sampled))
+        assert getattr(scheduler, limit) == PLACES
