@@ -1,6 +1,7 @@
 """How long collecting the state takes: `situation_of` on vLLM's own scheduler, without an engine.
 
-Requests of 1 to 4096 blocks are given blocks by vLLM's KVCacheManager; nothing is executed. Needs vllm.
+Requests of 1 to 4096 blocks are given blocks by vLLM's KVCacheManager; nothing is executed. Measured is the first
+preemption of a step, which looks through all running requests; the others of the step do not. Needs vllm.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpolicy_vllm.plugin.copies import CopyBook
-from kvpolicy_vllm.plugin.situation import situation_of
+from kvpolicy_vllm.plugin.situation import RunningView, situation_of
 
 BLOCK, LAYERS, KV_HEADS, HEAD = 16, 4, 4, 32
 MOST_BLOCKS = 4096
 LENGTHS = (1, 16, 64, 256, 512, 1024, 2048, 3072, MOST_BLOCKS)
-RUNNING = (0, 1, 4, 16, 64, 128, 256)
+RUNNING = (0, 1, 4, 16, 64, 256, 512, 1024)
 CALLS = 200
 
 Interval = Callable[[Sequence[float], random.Random], dict[str, float]]
@@ -65,7 +66,8 @@ def _median_us(scheduler: Any, copies: CopyBook, victim: Request) -> float:
     spans = []
     for _ in range(CALLS):
         begun = perf_counter_ns()
-        situation_of(victim, scheduler, "memory", copies, copies.block_bytes // LAYERS, 0.0)
+        view = RunningView(scheduler, victim)
+        situation_of(victim, scheduler, view, "memory", copies, copies.block_bytes // LAYERS, 0.0)
         spans.append(perf_counter_ns() - begun)
     return median(spans) / 1e3
 

@@ -155,6 +155,15 @@ class Outcome:
     others_delay_s: float | None = None
 
 
+def copy_was_used(executed: Kind, loaded_tokens: int, recomputed_tokens: int) -> bool:
+    """Whether a resumed preemption did what was executed: False for a swap of which nothing was loaded, because that
+    failed or the engine would not, and tokens were computed again. What it cost is the cost of neither option.
+
+    One recomputed token is no sign of it: the last token known is always computed, to sample the next.
+    """
+    return executed != "swap" or loaded_tokens > 0 or recomputed_tokens <= 1
+
+
 def as_row(record: Any) -> dict[str, Any]:
     """A record's own fields by name, not descending into nested records."""
     return {field.name: getattr(record, field.name) for field in fields(record)}

@@ -196,6 +196,8 @@ class Header:
     notes: str = ""
     token_budget: int | None = None
     """Most tokens of a step (``max_num_batched_tokens``); None in headers written before it was recorded."""
+    draw_seed: int | None = None
+    """Seed of the policy's draws in this engine core; None where nothing was drawn or it was not recorded."""
     schema_version: int = SCHEMA_VERSION
 
     def write(self, core: Path) -> None:
@@ -216,7 +218,7 @@ class Header:
             found = values["schema_version"]
             raise TraceError(f"{path}: schema_version is {found}, this kvpolicy reads {SCHEMA_VERSION}")
         names = {f.name for f in fields(cls)}
-        missing = sorted(names - values.keys() - {"token_budget"})
+        missing = sorted(names - values.keys() - {"token_budget", "draw_seed"})
         if missing:
             raise TraceError(f"{path}: field {missing[0]} is missing")
         for name in ("block_size", "block_bytes"):
@@ -228,6 +230,9 @@ class Header:
         budget = values.setdefault("token_budget", None)
         if budget is not None and (type(budget) is not int or budget < 1):
             raise TraceError(f"{path}: field token_budget is {budget!r}, should be a whole number above 0, or null")
+        draw_seed = values.setdefault("draw_seed", None)
+        if draw_seed is not None and type(draw_seed) is not int:
+            raise TraceError(f"{path}: field draw_seed is {draw_seed!r}, should be a whole number, or null")
         return cls(**{name: values[name] for name in names})
 
 

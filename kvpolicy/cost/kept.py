@@ -32,7 +32,10 @@ Flags = NDArray[np.bool_]
 
 DECISION_COLUMNS = (*SITUATION_FIELDS, "core", "preemption_id", "state_id", "arm", "repeat", "executed")
 WINDOW_COLUMNS = ("core", "preemption_id", "duration_s", "discarded")
-OUTCOME_COLUMNS = ("core", "preemption_id", "ended", "victim_delay_s", "wait_blocks_s", "engine_s", "others_delay_s")
+OUTCOME_COLUMNS = (
+    "core", "preemption_id", "ended", "victim_delay_s", "wait_blocks_s", "loaded_tokens", "recomputed_tokens",
+    "engine_s", "others_delay_s",
+)  # fmt: skip
 """What is read of the tables; the lists in them are most of what they hold."""
 MEASURED = ("engine_s", "victim_delay_s", "others_delay_s")
 
@@ -42,6 +45,7 @@ REASONS = (
     "preemptions whose outcome is not whole",
     "preemptions whose cost could not be attributed",
     "preemptions in which something else was executed",
+    "swaps of which nothing was loaded",
 )
 """For which a window does not count; the first that holds is told."""
 
@@ -141,9 +145,11 @@ def _why_not(decisions: pa.Table, windows: pa.Table, outcomes: pa.Table) -> Whol
     counts = pc.equal(windows["discarded"], "")
     resumed = pc.equal(outcomes["ended"], "resumed")
     executed = pc.equal(decisions["executed"], decisions["arm"])
+    used = pc.or_(pc.greater(outcomes["loaded_tokens"], 0), pc.less_equal(outcomes["recomputed_tokens"], 1))
+    used = pc.or_(used, pc.equal(decisions["executed"], "recompute"))  # as events.copy_was_used has it
     fine = [
         _flags(pc.fill_null(one, False))
-        for one in (named, counts, resumed, pc.is_valid(outcomes["engine_s"]), executed)
+        for one in (named, counts, resumed, pc.is_valid(outcomes["engine_s"]), executed, used)
     ]
     reason = np.full(decisions.num_rows, -1, np.int64)
     for number in reversed(range(len(REASONS))):

@@ -33,7 +33,8 @@ class LiveCost:
     """What one preemption cost, whole."""
 
     preemption_id: str
-    executed: Kind
+    executed: Kind | None
+    """None where it is the cost of neither option alone."""
     ended: Ending
     engine_s: float
     others_delay_s: float
@@ -95,9 +96,9 @@ class LiveCosts:
     _landed: list[_Copy] = field(default_factory=list, repr=False)
     """Copies that may overlap steps to come."""
     _accounts: dict[str, _Account] = field(default_factory=dict, repr=False)
-    _closed: dict[str, tuple[Kind, Ending, int]] = field(default_factory=dict, repr=False)
+    _closed: dict[str, tuple[Kind | None, Ending, int]] = field(default_factory=dict, repr=False)
     """What was executed, how it ended, and the step it ended in, of those not yet told."""
-    _early: dict[str, tuple[Kind, Ending]] = field(default_factory=dict, repr=False)
+    _early: dict[str, tuple[Kind | None, Ending]] = field(default_factory=dict, repr=False)
     """Those that closed before the step in which they lost their blocks was told."""
     _recent: deque[frozenset[str]] = field(default_factory=lambda: deque(maxlen=AFTERMATH_STEPS), repr=False)
     """Who had to do with the last settled steps."""
@@ -121,7 +122,7 @@ class LiveCosts:
         if self._flying.pop((preemption_id, direction), None) is not None:
             self._forget(preemption_id)
 
-    def closed(self, preemption_id: str, executed: Kind, ended: Ending) -> None:
+    def closed(self, preemption_id: str, executed: Kind | None, ended: Ending) -> None:
         """Its outcome closed with the step that is told next, which may be the one it lost its blocks in."""
         if preemption_id in self._accounts:
             self._closed[preemption_id] = executed, ended, self._seen

@@ -21,7 +21,7 @@ from kvpolicy.cost.examples import LEAST_FLOOR_S, Example, option_of
 from kvpolicy.cost.impossible import refuse_doubled, refuse_situation, refuse_sizes
 from kvpolicy.cost.steps import attribute, common_step_time
 from kvpolicy.cost.undisturbed import StepTimeModel
-from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption, situation_of
+from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption, copy_was_used, situation_of
 from kvpolicy.features import features_of
 from kvpolicy.hardware import Geometry
 from kvpolicy.trace import Header, Trace, TraceError
@@ -144,7 +144,7 @@ def attributed(trace: Trace) -> Trace:
 
 
 def _records(folder: str, trace: Trace, left_out: Counter[str]) -> list[Record]:
-    columns = ("core", "preemption_id", "ended", "engine_s")
+    columns = ("core", "preemption_id", "ended", "engine_s", "loaded_tokens", "recomputed_tokens")
     outcomes = {(row["core"], row["preemption_id"]): row for row in trace.rows("outcomes", columns)}
     found = []
     for number, row in enumerate(trace.rows("decisions", DECISION_COLUMNS)):
@@ -176,6 +176,8 @@ def _why_not(row: Row, outcome: Row | None) -> str:
     chosen = row["chosen"]
     if not 0 <= chosen < len(row["options"]) or row["options"][chosen]["kind"] != row["executed"]:
         return "preemptions in which something else was executed than was chosen"
+    if not copy_was_used(row["executed"], outcome["loaded_tokens"], outcome["recomputed_tokens"]):
+        return "swaps of which nothing was loaded"
     return ""
 
 

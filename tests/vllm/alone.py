@@ -188,22 +188,40 @@ def accounts_left(scheduler: Any) -> int:
     return 0 if live is None else len(live._accounts) + len(live._early)
 
 
-def watch_counts(scheduler: Any) -> list[tuple[int, int, int, int]]:
-    """Shared and hashed blocks of every victim from now on: as the plugin tells them, then counted one by one."""
-    from kvpolicy_vllm.plugin.situation import situation_of
+def watch_counts() -> list[tuple[list[int], list[int]]]:
+    """Of every victim from now on, what is counted of it and of those who run: as the plugin tells it, and one by one.
 
-    controller, seen = scheduler.kvpolicy, []
-    preempting = controller.preempting
+    Shared blocks, hashed blocks, tokens of the others, and blocks that the failed allocation lacked.
+    """
+    from kvpolicy_vllm.plugin import controller
 
-    def watched(request: Any, cause: Any) -> None:
-        told = situation_of(request, scheduler, cause, controller.copies, 1, 0.0)
-        blocks = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: told.held_blocks]
+    seen: list[tuple[list[int], list[int]]] = []
+    situation_of = controller.situation_of
+
+    def watched(request: Any, of: Any, running: Any, cause: Any, *rest: Any) -> Any:
+        blocks = of.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+        blocks = blocks[: -(-request.num_computed_tokens // BLOCK)]
         shared, hashed = sum(b.ref_cnt > 1 for b in blocks), sum(b.block_hash is not None for b in blocks)
-        seen.append((told.shared_blocks, told.hashed_blocks, shared, hashed))
-        preempting(request, cause)
+        others = sum(other.num_computed_tokens for other in of.running)
+        by_hand = [shared, hashed, others, lacking_blocks(of, request) if cause == "memory" else 0]
+        told = situation_of(request, of, running, cause, *rest)
+        seen.append(([told.shared_blocks, told.hashed_blocks, told.batch_tokens, told.short_blocks], by_hand))
+        return told
 
-    controller.preempting = watched
+    controller.situation_of = watched
     return seen
+
+
+def lacking_blocks(scheduler: Any, victim: Any) -> int:
+    """Blocks lacked by the first running request that has not enough of them, looked for from the first one on."""
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    for request in [*scheduler.running, victim]:
+        ahead = max(1, request.num_tokens + request.num_output_placeholders - request.num_computed_tokens)
+        computed = request.num_computed_tokens + min(ahead, scheduler.max_num_scheduled_tokens)
+        held = len(scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+        if -(-computed // BLOCK) - held > free:
+            return -(-computed // BLOCK) - held - free
+    return 0
 
 
 def loaded_and_waiting(scheduler: Any) -> int:
@@ -240,7 +258,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     # What was scheduled is executed at once and in order, as in an engine; only the answer may be read later.
     flying = deque[tuple[Any, ModelRunnerOutput]]()
     schedule: list[Any] = []
-    counts = watch_counts(scheduler) if job.get("counts") else []
+    counts = watch_counts() if job.get("counts") else []
     if job.get("measured"):
         scheduler.kvpolicy.accounts.measure_by(STEP_TIME)
     depth = 2 if job["asynchronous"] else 1

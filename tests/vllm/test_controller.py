@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,20 @@ pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvpolicy.trace import Header
 from kvpolicy_vllm.plugin.accounts import MOST_FAILURES
+from kvpolicy_vllm.plugin.copy_health import FIRST_SUSPENSION_S, MAX_FAILURES_IN_A_ROW
 from kvpolicy_vllm.plugin.jobs import Transfer, Transfers
+from kvpolicy_vllm.plugin.situation import RunningView
 from tests.vllm import alone, harness
 from tests.vllm.symbolic import _failures
 from tests.vllm.test_same_schedule import BASE
 
 Answer = Callable[[Any], KVConnectorOutput | None]
+REQUEST_ROW = {
+    "request": "a", "arrival_s": 0.0, "first_token_s": None, "last_token_s": None, "prompt_tokens": 1,
+    "output_tokens": 0, "preemptions": 0, "recomputed_tokens": 0, "loaded_tokens": 0, "finish": "abort",
+}  # fmt: skip
 
 
 class Engine:
@@ -103,10 +112,124 @@ def test_measuring_is_given_up_where_it_never_works(
     assert caplog.text.count("no more costs are measured") == 1
 
 
-def test_a_load_that_fails_before_its_save_is_confirmed_settles_the_decision(engine: Engine) -> None:
-    def transfer(copy_id: int, direction: Any, ok: bool) -> Transfer:
-        return Transfer(copy_id, direction, ok, 1, 1, 1, False, 0, 0.0, 0.0, 0.0)
+def transfer(copy_id: int, direction: Any, ok: bool) -> Transfer:
+    return Transfer(copy_id, direction, ok, 1, 1, 1, False, 0, 0.0, 0.0, 0.0, "" if ok else "made up")
 
+
+def loads_fail(jobs: Any) -> KVConnectorOutput | None:
+    """Every save is made, every load fails at once."""
+    told = [transfer(job.copy_id, "save", True) for job in jobs.saves]
+    told += [transfer(job.copy_id, "load", False) for job in jobs.loads]
+    finished = {job.request_id for job in jobs.loads} or None
+    return KVConnectorOutput(
+        finished_recving=finished,
+        kv_connector_worker_meta=Transfers(told) if told else None,
+        **_failures([*jobs.loads]),
+    )
+
+
+def saves_fail(jobs: Any) -> KVConnectorOutput | None:
+    told = [transfer(job.copy_id, "save", False) for job in jobs.saves]
+    return KVConnectorOutput(kv_connector_worker_meta=Transfers(told)) if told else None
+
+
+@pytest.mark.parametrize(("answer", "reason"), [(loads_fail, "load_failed"), (saves_fail, "save_failed")])
+def test_what_a_failed_copy_cost_is_neither_options(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, answer: Answer, reason: str
+) -> None:
+    learned: list[Any] = []
+    engine.controller.accounts.measure_by(alone.STEP_TIME)
+    monkeypatch.setattr(engine.controller.judge, "learn", learned.append)
+    engine.preempt()
+    for _ in range(20):
+        engine.step(answer)
+    stats = engine.controller.stats()
+    assert harness.total(stats, "fallbacks", reason=reason) == 1
+    assert harness.total(stats, "resumed", executed="recompute") == 1
+    assert harness.total(stats, "resumed", executed="swap") == 0
+    assert harness.total(stats, "measured_preemptions") == 0 and learned == []
+    assert alone.accounts_left(engine.scheduler) == 0
+    engine.preempt()
+    engine.steps(20)
+    stats = engine.controller.stats()
+    assert [cost.executed for cost in learned] == ["swap"], "the next one counts"
+    assert harness.total(stats, "measured_preemptions", executed="swap") == 1
+
+
+def test_a_copy_that_vllm_would_not_load_was_a_recompute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM 0.33 does where it collects routed experts: it asks, and then loads nothing."""
+    monkeypatch.setattr(type(engine.controller), "loadable_tokens", lambda self, request, local_tokens: 0)
+    engine.controller.accounts.measure_by(alone.STEP_TIME)
+    engine.preempt()
+    engine.steps(20)
+    stats = engine.controller.stats()
+    assert harness.total(stats, "fallbacks", reason="not_loaded") == 1
+    assert harness.total(stats, "resumed", executed="recompute") == 1
+    assert harness.total(stats, "measured_preemptions") == 0
+    assert stats["host_slots_used"] == 0
+
+
+def test_copies_that_keep_failing_suspend_swapping(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(engine.controller, "clock", lambda: now)
+
+    def preempt_and_save() -> None:
+        engine.preempt()
+        for _ in range(4):
+            engine.step(saves_fail)
+
+    for _ in range(MAX_FAILURES_IN_A_ROW):
+        preempt_and_save()
+    preempt_and_save()
+    stats = engine.controller.stats()
+    assert harness.total(stats, "fallbacks", reason="save_failed") == MAX_FAILURES_IN_A_ROW
+    assert harness.total(stats, "fallbacks", reason="copies_failing") == 1
+    assert caplog.text.count("of copy") == 1, "one warning, not one per copy"
+    now = FIRST_SUSPENSION_S
+    engine.preempt()
+    engine.steps(20)
+    assert harness.total(engine.controller.stats(), "resumed", executed="swap") == 1
+
+
+def test_no_two_starts_draw_alike_and_the_header_says_what_was_drawn_from(model: str, tmp_path: Path) -> None:
+    job = BASE | {"model": model, "blocks": 140, "budget": 512}
+    job |= {"plugin": harness.plugin("random:0.5", seed=7, trace=str(tmp_path))}
+    draws = []
+    for _ in range(2):
+        controller = alone.scheduler_for(job).kvpolicy
+        controller.recorder.add("requests", REQUEST_ROW)
+        controller.close()
+        header = Header.read(tmp_path / controller.core / "header.json")
+        assert header.seed == 7 and header.draw_seed is not None
+        draws.append([controller.judge._rng.random() for _ in range(4)])
+        again = random.Random(header.draw_seed)
+        assert draws[-1] == [again.random() for _ in range(4)]
+    assert draws[0] != draws[1]
+
+
+def test_running_requests_are_looked_through_once_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RunningView] = []
+    views = RunningView
+
+    def counted(*arguments: Any) -> RunningView:
+        made.append(views(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("kvpolicy_vllm.plugin.controller.RunningView", counted)
+    for request in list(engine.scheduler.running)[:3]:
+        engine.scheduler.preempt_at_next_step(request.request_id)
+    engine.step()
+    assert harness.total(engine.controller.stats(), "preemptions") == 3
+    assert len(made) == 1
+    engine.steps(20)
+    engine.preempt()
+    engine.step()
+    assert len(made) == 2
+
+
+def test_a_load_that_fails_before_its_save_is_confirmed_settles_the_decision(engine: Engine) -> None:
     def only_the_load_fails(jobs: Any) -> KVConnectorOutput | None:
         if not jobs.loads:
             return None

@@ -22,7 +22,7 @@ POLICY = "cheapest:cpu-llama-native,online=on"
 
 def judge(state: Path, policy: str = POLICY) -> Judge:
     fits = dict.fromkeys(("block_size", "block_bytes", "geometry", "hardware"))
-    return Judge(Settings(policy=policy, online_state=state), fits, cost.load, rank=0)
+    return Judge(Settings(policy=policy, online_state=state), fits, cost.load, rank=0, draw_seed=0)
 
 
 @pytest.fixture(autouse=True)

@@ -88,9 +88,12 @@ def test_aborts_and_resets_at_any_moment(
     assert ours["accounts"] <= 5, "those of the last two steps"
 
 
+@pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
-def test_shared_and_hashed_blocks_are_counted_right(source: str, model: str, tmp_path: Path) -> None:
+def test_a_situation_is_counted_right(source: str, scheduling: str, model: str, tmp_path: Path) -> None:
+    """Shared and hashed blocks, tokens of the others, blocks that lacked: what is counted once a step as one by one."""
     job = BASE | {"model": model, "plugin": harness.plugin("random:0.5"), "prefix_caching": True, "counts": True}
-    counts = run_alone(job | {"harry": True}, tmp_path, source)["counts"]
-    assert len(counts) > 50 and any(shared for shared, *_ in counts) and len({hashed for _, hashed, *_ in counts}) > 5
-    assert [told[:2] for told in counts] == [told[2:] for told in counts]
+    counts = run_alone(job | {"harry": True, "scheduling": scheduling}, tmp_path, source)["counts"]
+    shared, hashed, others, lacking = zip(*(by_hand for _, by_hand in counts), strict=True)
+    assert len(counts) > 50 and any(shared) and len(set(hashed)) > 5 and len(set(others)) > 5 and len(set(lacking)) > 1
+    assert [told for told, _ in counts] == [by_hand for _, by_hand in counts]

@@ -71,8 +71,10 @@ class Accounts:
             return ()
         repeated = [(part.preemption_id, part.parts) for part in step.repeated]
         costs = self._live.step(step.parts, step.scheduled_requests, began_s, now, step.lost, repeated)
-        whole = tuple(cost for cost in costs if cost.ended == "resumed")  # until an abort it is a part of a cost
+        # Until an abort it is a part of a cost; where a copy failed it is that of both options.
+        whole = tuple(cost for cost in costs if cost.ended == "resumed" and cost.executed is not None)
         for cost in whole:
+            assert cost.executed is not None
             self._tally.add("measured_preemptions", executed=cost.executed)
             self._tally.raise_by("measured_cost_microseconds", cost.engine_s * 1e6, executed=cost.executed)
         return whole
@@ -81,7 +83,7 @@ class Accounts:
 
     def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         if self._live is not None:
-            self._live.closed(opened.preemption_id, opened.executed, outcome.ended)
+            self._live.closed(opened.preemption_id, None if opened.mixed else opened.executed, outcome.ended)
         if self.journal is not None:
             self.journal.outcome(outcome)
 

@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy import policy as policies
-from kvpolicy.events import Cause, Decision, Kind, Outcome, Preemption
+from kvpolicy.events import Cause, Decision, Kind, Outcome, Preemption, copy_was_used
 from kvpolicy.trace import decision_row
 from kvpolicy_vllm.plugin.accounts import Accounts
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.copy_health import CopyHealth
 from kvpolicy_vllm.plugin.deciding import Judge
 from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
 from kvpolicy_vllm.plugin.journal import Journal, header_link, header_of
@@ -27,7 +28,7 @@ from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step
 from kvpolicy_vllm.plugin.metrics import Tally
 from kvpolicy_vllm.plugin.recording import Recorder, Recording
 from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.situation import engine_shape, model_loader, page_bytes, situation_of
+from kvpolicy_vllm.plugin.situation import RunningView, engine_shape, model_loader, page_bytes, situation_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,9 +59,12 @@ class Controller:
         self.clock = clock
         self.core = f"core-{uuid.uuid4().hex[:12]}"
         self.copies = CopyBook(slots, vllm_config.parallel_config.world_size, block_bytes)
+        self.health = CopyHealth()
         self.ledger = Ledger()
         self._segment_bytes = page_bytes(kv_cache)
         self._scheduler: Any = None
+        self._running_view: RunningView | None = None
+        """Of the step that is being scheduled; made at its first preemption."""
         self._step = Step(-1, clock())
         self._steps = 0
         self._scheduling = False
@@ -76,9 +80,11 @@ class Controller:
         rank = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
         found = vllm_config, kv_cache, block_bytes
         loader = model_loader(*found, settings.pin_memory, header_link(settings.link))
-        self.judge = Judge(settings, engine_shape(*found), loader, rank, policy)
+        draw_seed = self._draw_seed(rank)
+        self.judge = Judge(settings, engine_shape(*found), loader, rank, draw_seed, policy)
         if recording is None and settings.trace is not None:
             header = header_of(settings, vllm_config, kv_cache, self.core, settings.policy, slots, block_bytes)
+            header = replace(header, draw_seed=draw_seed)
             recording = Recorder(settings.trace / self.core, header)
         self.journal = None if recording is None else Journal(recording, self.anonymous)
         self.accounts = Accounts(self.tally, self.journal)
@@ -130,7 +136,7 @@ class Controller:
     # ---- from the scheduler ----
 
     def step_begins(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._running_view = scheduler, None
         self._step = Step(self._steps, self.clock(), lost=self._between_steps)
         self._steps += 1
         self._scheduling, self._between_steps = True, []
@@ -146,6 +152,7 @@ class Controller:
             kind = self._decide(request, cause, preemption_id)
         # The one boundary between a policy and a server: whatever is wrong with deciding, vLLM's own way is safe.
         except Exception:  # noqa: BLE001
+            self._running_view = None
             self._fell_back("error")
             self._complain("deciding failed; recomputing (counted as fallback 'error')")
             self.tally.add("preemptions", intended="recompute", executed="recompute", cause=cause)
@@ -160,7 +167,7 @@ class Controller:
 
     def step_scheduled(self, output: Any) -> None:
         """After ``schedule()``: computed tokens are advanced, jobs are taken."""
-        self._scheduling = False
+        self._scheduling, self._running_view = False, None
         scheduled = output.num_scheduled_tokens
         step, scheduler = self._step, self._scheduler
         self.ledger.count(step, scheduled, scheduler.requests)
@@ -176,6 +183,7 @@ class Controller:
             return
         now = self.clock()
         for opened in step.back:
+            self._check_use(opened)
             outcome = opened.close("resumed", now)
             self.tally.add("resumed", executed=opened.executed)
             self.tally.add("victim_delay_microseconds", outcome.victim_delay_s * 1e6, executed=opened.executed)
@@ -198,8 +206,17 @@ class Controller:
                 self._complain("measuring failed too often in a row: no more costs are measured and learned from")
 
     def _closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
-        self.judge.closed(outcome)
+        if opened.mixed:
+            self.judge.forget(outcome.preemption_id)
+        else:
+            self.judge.closed(outcome)
         self.accounts.closed(opened, outcome)
+
+    def _check_use(self, opened: OpenPreemption) -> None:
+        """A swap whose copy was not loaded, because that failed or vLLM would not, was a recompute in the end."""
+        if not copy_was_used(opened.executed, opened.loaded_tokens, opened.recomputed_tokens):
+            self._fell_back("not_loaded")
+            opened.executed, opened.mixed = "recompute", True
 
     def forget_saved(self) -> None:
         """Everything saved or queued is stale, as after a change of weights."""
@@ -218,7 +235,14 @@ class Controller:
         """Tokens to load beyond the local hit. Asked at every admission attempt; changes nothing."""
         if request.skip_reading_prefix_cache:
             return 0
-        return self.copies.loadable_tokens(request.request_id, request.num_tokens - 1, local_tokens)
+        return self.copies.loadable_tokens(request.request_id, self._restorable_tokens(request), local_tokens)
+
+    def _restorable_tokens(self, request: Any) -> int:
+        """Most tokens that a load may bring ``request`` to. The last one known is computed, to sample the next."""
+        tokens = int(request.num_tokens) - 1
+        if self._captures_routed_experts:  # vLLM collects them by whole blocks from where a request resumes
+            tokens -= tokens % self._block_size
+        return tokens
 
     def admitted(self, request: Any, block_ids: list[int], load_tokens: int) -> None:
         """The request has blocks again; ``load_tokens`` of them are to be loaded (0: none)."""
@@ -226,10 +250,11 @@ class Controller:
         copy = self.copies.of(request_id)
         opened = self.ledger.of(request_id)
         if load_tokens > 0 and copy is not None:
-            total = min(copy.tokens, request.num_tokens - 1)
+            total = min(copy.tokens, self._restorable_tokens(request))
             first = (total - load_tokens) // self._block_size
             last = -(-total // self._block_size)
             self.copies.begin_load(request_id, first, tuple(block_ids[first:last]), load_tokens)
+            self._scheduler.returning.load_begins(request)
         elif copy is not None and copy.load_tokens == 0:
             # It fits what is cached locally, or vLLM would not load: the copy has served.
             self._forget(request_id)
@@ -260,6 +285,9 @@ class Controller:
                     opened.loaded_tokens = settled.copy.load_tokens
             elif not settled.ok and not settled.copy.orphan:
                 self._fell_back("load_failed")
+                opened = self.ledger.of(settled.copy.request_id)
+                if opened is not None:
+                    opened.executed, opened.mixed = "recompute", True
         self._set_gauges()
 
     def finished(self, request: Any) -> None:
@@ -286,7 +314,11 @@ class Controller:
     # ---- deciding ----
 
     def _decide(self, request: Any, cause: Cause, preemption_id: str) -> Kind:
-        situation = situation_of(request, self._scheduler, cause, self.copies, self._segment_bytes, self.clock())
+        if self._running_view is None:
+            self._running_view = RunningView(self._scheduler, request)
+        situation = situation_of(
+            request, self._scheduler, self._running_view, cause, self.copies, self._segment_bytes, self.clock()
+        )
         why_not = self._why_no_swap(request, situation)
         options = policies.feasible_options(situation, swap_possible=not why_not)
         decision = self.judge.decide(situation, options)
@@ -308,6 +340,11 @@ class Controller:
             return "nothing_computed"
         if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
             return "not_loadable"
+        if self._reads_routed_experts and request.num_output_tokens == 0:
+            # Up to vLLM 0.30 a prompt's experts are read, when it is computed, from where its blocks lie.
+            return "not_loadable"
+        if self.health.suspended(situation.time_s):
+            return "copies_failing"
         if situation.free_host_blocks < situation.held_blocks:
             return "host_full"
         return ""
@@ -336,7 +373,7 @@ class Controller:
             decision = replace(decision, executed="recompute", reason="save_failed")
             opened = self.ledger.of(settled.copy.request_id)
             if opened is not None and opened.preemption_id == identity["preemption_id"]:
-                opened.executed = "recompute"
+                opened.executed, opened.mixed = "recompute", True
         self._count(decision, situation.cause)
         self._write(situation, decision, identity)
 
@@ -384,9 +421,11 @@ class Controller:
         self.tally.add("copy_bytes", moved, direction=settled.direction)
         self.tally.add("copy_microseconds", (slowest.end_s - slowest.start_s) * 1e6, direction=settled.direction)
         self.accounts.copied(settled, slowest, moved, self._step.number)
-        if not settled.ok:
+        if settled.ok:
+            self.health.succeeded()
+        else:
             first = next(transfer for transfer in settled.transfers if not transfer.ok)
-            logger.warning("kvpolicy: %s of copy %d failed: %s", first.direction, first.copy_id, first.error)
+            self.health.failed(f"{first.direction} of copy {first.copy_id} failed: {first.error}", self.clock())
 
     def _fell_back(self, reason: str) -> None:
         self.tally.add("fallbacks", reason=reason)
@@ -424,7 +463,23 @@ class Controller:
         self._write(situation, decision, identity)
         self.accounts.copies_lost([identity["preemption_id"]])
 
-    # ---- at start-up ----
+    # ---- at start-up, and what the engine is ----
+
+    def _draw_seed(self, rank: int) -> int:
+        """Seed of the policy's draws: another one for each engine core and each start, so that no two logs share
+        their coins. Recorded in the trace's header."""
+        text = f"{self.settings.seed}/{rank}/{self.core}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+    @property
+    def _captures_routed_experts(self) -> bool:
+        """vLLM 0.31 and later, with ``--enable-return-routed-experts``."""
+        return getattr(self._scheduler, "aux_output_connector", None) is not None
+
+    @property
+    def _reads_routed_experts(self) -> bool:
+        """vLLM 0.24 to 0.30, with ``--enable-return-routed-experts``."""
+        return bool(getattr(self._scheduler, "enable_return_routed_experts", False))
 
     @property
     def _step_number(self) -> int:

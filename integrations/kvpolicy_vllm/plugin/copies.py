@@ -66,6 +66,7 @@ class CopyBook:
         self._dropped: list[int] = []
         self.loading = 0
         """Copies that are being loaded, those of requests that are gone among them: somebody must ask for their end."""
+        self._queued_blocks: dict[Direction, int] = {"save": 0, "load": 0}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -79,11 +80,7 @@ class CopyBook:
 
     def queued_bytes(self, direction: Direction) -> int:
         """Bytes of one rank that are on their way or wait for the link."""
-        if direction == "save":
-            blocks = sum(len(copy.slots) for copy in self._by_id.values() if len(copy.acks["save"]) < self.ranks)
-        else:
-            blocks = sum(copy.load_blocks for copy in self._by_id.values() if copy.stage is Stage.LOADING)
-        return blocks * self.block_bytes
+        return self._queued_blocks[direction] * self.block_bytes
 
     def save(self, request_id: str, preemption_id: str, tokens: int, block_ids: tuple[int, ...]) -> Copy:
         """Queue a save. The caller has seen that enough slots are free."""
@@ -92,6 +89,7 @@ class CopyBook:
         copy = Copy(self._next_id, request_id, preemption_id, tokens, self.pool.take(len(block_ids)))
         self._of_request[request_id] = copy
         self._by_id[copy.copy_id] = copy
+        self._queued_blocks["save"] += len(copy.slots)
         self._saves.append(Job(copy.copy_id, request_id, block_ids, copy.slots))
         return copy
 
@@ -108,6 +106,7 @@ class CopyBook:
         copy.stage = Stage.LOADING
         self.loading += 1
         copy.load_tokens, copy.load_blocks = tokens, len(block_ids)
+        self._queued_blocks["load"] += copy.load_blocks
         slots = copy.slots[first_block : first_block + len(block_ids)]
         self._loads.append(Job(copy.copy_id, request_id, block_ids, slots))
         return copy
@@ -157,17 +156,21 @@ class CopyBook:
         copy = settled.copy
         current = self._of_request.get(copy.request_id) is copy
         if settled.direction == "save":
+            self._queued_blocks["save"] -= len(copy.slots)
             if current and not settled.ok and copy.stage is not Stage.LOADING:
                 self.forget(copy.request_id)
         else:
             if current:
                 del self._of_request[copy.request_id]
             self.loading -= 1
+            self._queued_blocks["load"] -= copy.load_blocks
             self._release(copy)
 
     def _release(self, copy: Copy) -> None:
         del self._by_id[copy.copy_id]
         self.pool.give_back(copy.slots)
+        if len(copy.acks["save"]) < self.ranks:  # nobody will confirm it
+            self._queued_blocks["save"] -= len(copy.slots)
         if copy.stage is Stage.QUEUED:
             self._saves = [job for job in self._saves if job.copy_id != copy.copy_id]
         else:

@@ -90,12 +90,13 @@ class Judge:
         engine_shape: Mapping[str, Any],
         loader: Loader,
         rank: int,
+        draw_seed: int,
         policy: Policy | None = None,
     ) -> None:
         self._settings = settings
         self._engine_shape = engine_shape
         self._loader = loader
-        self._rng = random.Random(settings.seed)
+        self._rng = random.Random(draw_seed)
         self._pinned: Kind | None = None
         self.labels: Mapping[str, Any] = {}
         """Recorded with every decision that is pinned."""
@@ -172,10 +173,14 @@ class Judge:
         else:  # what was spent until then is not what the option costs
             del self._awaited[outcome.preemption_id]
 
+    def forget(self, preemption_id: str) -> None:
+        """What it cost is neither option's: a copy failed, or was not used."""
+        self._awaited.pop(preemption_id, None)
+
     def learn(self, cost: LiveCost) -> None:
         """A preemption's cost is known in full."""
         awaited = self._awaited.pop(cost.preemption_id, None)
-        if awaited is None or cost.executed != awaited.option.kind:  # a failed save is neither option's cost
+        if awaited is None:
             return
         feedback = Feedback(awaited.situation, awaited.option, cost.engine_s, awaited.victim_delay_s)
         self._state = self.policy.observe(self._state, feedback)

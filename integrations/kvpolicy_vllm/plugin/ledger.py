@@ -31,6 +31,8 @@ class OpenPreemption:
     loaded_tokens: int = 0
     recomputed_tokens: int = 0
     last_step: int = 0
+    mixed: bool = False
+    """A copy failed or was not used: what the preemption costs is the cost of neither option."""
 
     def close(self, ended: Ending, now: float) -> Outcome:
         admitted = now if self.admitted_s is None else self.admitted_s

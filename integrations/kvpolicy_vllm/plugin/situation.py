@@ -19,15 +19,71 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+class RunningView:
+    """What preemptions of one step ask of all running requests, looked through once. O(running requests) to make.
+
+    ``first``: the step's first victim. Victims have already been taken out of ``scheduler.running``.
+    """
+
+    def __init__(self, scheduler: Any, first: Any) -> None:
+        self._scheduler = scheduler
+        self._computed_tokens = first.num_computed_tokens + sum(
+            other.num_computed_tokens for other in scheduler.running
+        )
+        self._covered = 0
+        """So many running requests from the first on have the blocks for what they compute in this step."""
+
+    def take_out(self, victim: Any) -> int:
+        """Computed tokens of the others, without ``victim`` and those before it."""
+        self._computed_tokens -= victim.num_computed_tokens
+        return int(self._computed_tokens)
+
+    def short_blocks(self, victim: Any) -> int:
+        """Blocks the failed allocation lacked.
+
+        vLLM does not say whose allocation failed: it is the first running request, in scheduling order, whose blocks
+        do not yet cover what it has to compute next. Exact for a decode; for a prefill chunk an upper bound, since what
+        was left of the token budget is not known here. Whoever had its blocks at an earlier preemption of the step has
+        them still, so each search goes on where the last one ended.
+        """
+        running = self._scheduler.running
+        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        # Victims may have stood before the place where the last search ended.
+        self._covered = max(0, min(self._covered - 1, len(running)))
+        for place in range(self._covered, len(running)):
+            lacking = self._lacking(running[place])
+            if lacking > free:
+                return int(lacking - free)
+            if lacking <= 0 and self._covered == place:
+                self._covered += 1
+        lacking = self._lacking(victim)
+        return max(0, int(lacking - free))
+
+    def _lacking(self, request: Any) -> int:
+        computed, size = request.num_computed_tokens, self._scheduler.block_size
+        known = request.num_tokens + request.num_output_placeholders
+        ahead = min(max(1, known - computed), self._scheduler.max_num_scheduled_tokens)
+        needed = -(-(computed + ahead) // size)
+        if needed == -(-computed // size):  # as of nearly every decode; to count its blocks takes far longer
+            return 0
+        blocks = len(self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+        return int(needed - blocks)
+
+
 def situation_of(
-    request: Any, scheduler: Any, cause: Cause, copies: CopyBook, segment_bytes: int, now: float
+    request: Any,
+    scheduler: Any,
+    running: RunningView,
+    cause: Cause,
+    copies: CopyBook,
+    segment_bytes: int,
+    now: float,
 ) -> Preemption:
-    """What is known about ``request``, already taken out of ``scheduler.running``. O(its blocks + running requests)."""
+    """What is known about ``request``, already taken out of ``scheduler.running``. O(its blocks), but for the view."""
     pool = scheduler.kv_cache_manager.block_pool
     size = scheduler.block_size
     computed = request.num_computed_tokens
     held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
-    others = [other for other in scheduler.running if other is not request]
     waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
     return Preemption(
         time_s=now,
@@ -42,12 +98,12 @@ def situation_of(
         hashed_blocks=bisect_left(held, True, key=_is_unhashed),
         device_blocks=pool.num_gpu_blocks,
         free_blocks=pool.get_num_free_blocks(),
-        short_blocks=_short_blocks(request, others, scheduler) if cause == "memory" else 0,
+        short_blocks=running.short_blocks(request) if cause == "memory" else 0,
         host_blocks=copies.pool.total,
         free_host_blocks=copies.pool.free,
-        running_requests=len(others),
+        running_requests=len(scheduler.running),
         waiting_requests=max(0, waiting),
-        batch_tokens=sum(other.num_computed_tokens for other in others),
+        batch_tokens=running.take_out(request),
         queued_save_bytes=copies.queued_bytes("save"),
         queued_load_bytes=copies.queued_bytes("load"),
         earlier_preemptions=request.num_preemptions,
@@ -59,24 +115,6 @@ def situation_of(
 def _is_unhashed(block: Any) -> bool:
     """Full blocks are hashed in their order, so the count of those that are is a boundary, found by bisection."""
     return block.block_hash is None
-
-
-def _short_blocks(victim: Any, others: list[Any], scheduler: Any) -> int:
-    """Blocks the failed allocation lacked.
-
-    vLLM does not say whose allocation failed: it is the first running request, in scheduling order, whose blocks do
-    not yet cover what it has to compute next. Exact for a decode; for a prefill chunk an upper bound, since what was
-    left of the token budget is not known here.
-    """
-    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    for request in [*others, victim]:
-        known = request.num_tokens + request.num_output_placeholders
-        ahead = min(max(1, known - request.num_computed_tokens), scheduler.max_num_scheduled_tokens)
-        blocks = len(scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
-        lacking = -(-(request.num_computed_tokens + ahead) // scheduler.block_size) - blocks
-        if lacking > free:
-            return int(lacking - free)
-    return 0
 
 
 def page_bytes(kv_cache: KVCacheConfig) -> int:

@@ -76,6 +76,10 @@ class SimulatedController(Controller):
         self.core = core
         self._segment_bytes = server.segment_bytes or server.block_bytes
 
+    def _draw_seed(self, rank: int) -> int:
+        """The given one: the built-in simulator draws alike."""
+        return self.settings.seed
+
     @property
     def disturbed(self) -> bool:
         """Whether the step just scheduled took somebody's blocks or brings saves."""
