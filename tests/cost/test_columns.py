@@ -125,6 +125,19 @@ def test_each_window_left_out_is_counted_under_its_first_reason() -> None:
     assert left_out == dict(expected)
 
 
+def test_a_swap_of_which_nothing_was_loaded_is_left_out() -> None:
+    """Where a load failed, or the engine would not load: it was saved and computed again, which is neither option."""
+    made = make_trace(states=20)
+    executed = {row["preemption_id"]: row["executed"] for row in made.rows("decisions")}
+    outcomes = made.rows("outcomes")
+    swaps = [row for row in outcomes if executed[row["preemption_id"]] == "swap"]
+    swaps[0] |= {"loaded_tokens": 0, "recomputed_tokens": 40}
+    swaps[1] |= {"loaded_tokens": 0, "recomputed_tokens": 1}  # all of it was found on the device
+    swaps[2] |= {"loaded_tokens": 32, "recomputed_tokens": 8}
+    left_out = dataset_of({"made": changed(made, "outcomes", outcomes)}).left_out
+    assert left_out["swaps of which nothing was loaded"] == 1
+
+
 def test_a_state_with_one_option_left_is_no_state() -> None:
     made = make_trace(states=12)
     name = made.rows("decisions")[0]["state_id"]

@@ -272,6 +272,16 @@ def test_a_missing_probability_is_never_one(log: Trace, shares: list[float | Non
         records_of({"there": reworked(log, decisions=some)})
 
 
+def test_a_swap_of_which_nothing_was_loaded_teaches_nothing(log: Trace) -> None:
+    executed = {row["preemption_id"]: row["executed"] for row in log.rows("decisions")}
+    outcomes = log.rows("outcomes")
+    for row in [row for row in outcomes if executed[row["preemption_id"]] == "swap"][:3]:
+        row |= {"loaded_tokens": 0, "recomputed_tokens": 40}
+    before, after = records_of({"log": log}), records_of({"log": reworked(log, outcomes=outcomes)})
+    assert after.left_out["swaps of which nothing was loaded"] == 3
+    assert len(after.under("swap")) == len(before.under("swap")) - 3
+
+
 def test_an_option_that_was_hardly_taken_is_named(tmp_path: Path) -> None:
     make_log(5, decisions=200, policy="random:0.02").write(tmp_path / "log")
     with pytest.raises(TraceError, match="records to learn swap from, at least 30 are needed"):
