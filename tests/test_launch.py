@@ -40,7 +40,15 @@ def following(command: list[str], flag: str) -> str:
 
 def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     wanted = ["--policy", "random:0.5", "--shadow", "--host-gib", "0.5", "--trace", str(tmp_path / "trace")]
-    wanted += ["--policy-seed", "7", "--link", "2e9,0.001", "--no-pin-memory", "--force-host-gib"]
+    wanted += [
+        "--policy-seed",
+        "7",
+        "--link",
+        "2e9,0.001",
+        "--no-pin-memory",
+        "--force-host-gib",
+        "--allow-untested-version",
+    ]
     assert run("config", *wanted) == 0
     from_yaml = yaml.safe_load(capsys.readouterr().out)
     command = dry_run(capsys, "some/llm", *wanted)
@@ -62,6 +70,7 @@ def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str
             "shadow": True,
             "seed": 7,
             "link": "2e9,0.001",
+            "allow_untested_version": True,
         },
     }
 

@@ -40,6 +40,7 @@ def options(
     seed: int | None = None,
     link: str | None = None,
     online_state: Path | None = None,
+    allow_untested_version: bool = False,
 ) -> dict[str, Any]:
     """The plugin's ``kv_connector_extra_config``: what is given, and nothing else, so that its defaults have one home.
 
@@ -56,6 +57,7 @@ def options(
         "seed": seed,
         "link": link,
         "online_state": None if online_state is None else str(online_state.absolute()),
+        "allow_untested_version": allow_untested_version or None,
     }
     extra = {key: value for key, value in given.items() if value is not None}
     unknown = policies.needs_engine(policy)  # only the engine knows its model and its device
