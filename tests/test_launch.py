@@ -61,6 +61,7 @@ def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str
         "kv_connector": "KVPolicyConnector",
         "kv_role": "kv_producer",
         "kv_load_failure_policy": "recompute",
+        "kv_connector_module_path": "kvpolicy_vllm.connector",
         "kv_connector_extra_config": {
             "policy": "random:0.5",
             "host_gib": 0.5,

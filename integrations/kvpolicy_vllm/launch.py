@@ -70,22 +70,18 @@ def options(
     return extra
 
 
-def transfer_config(extra: Mapping[str, Any], module_path: bool = False) -> dict[str, Any]:
-    """``--kv-transfer-config`` for these options.
-
-    ``module_path`` names the connector's module as well, for a vLLM that loads no plugins (``VLLM_PLUGINS``).
-    """
-    config: dict[str, Any] = {
+def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """``--kv-transfer-config`` for these options."""
+    return {
         "kv_connector": CONNECTOR,
         # A consumer role makes asynchronous scheduling defer block frees, and with that preempt far more.
         "kv_role": "kv_producer",
         # vLLM's default ends every request whose load fails; this one computes it again.
         "kv_load_failure_policy": "recompute",
+        # The entry point is not loaded where VLLM_PLUGINS names others.
+        "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_connector_extra_config": dict(extra),
     }
-    if module_path:
-        config["kv_connector_module_path"] = CONNECTOR_MODULE
-    return config
 
 
 def flags(extra: Mapping[str, Any]) -> list[str]:
