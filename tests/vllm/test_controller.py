@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvpolicy import trace as traces
 from kvpolicy.trace import Header
 from kvpolicy_vllm.plugin.accounts import MOST_FAILURES
 from kvpolicy_vllm.plugin.copy_health import FIRST_SUSPENSION_S, MAX_FAILURES_IN_A_ROW
@@ -207,6 +209,26 @@ def test_no_two_starts_draw_alike_and_the_header_says_what_was_drawn_from(model:
         again = random.Random(header.draw_seed)
         assert draws[-1] == [again.random() for _ in range(4)]
     assert draws[0] != draws[1]
+
+
+def test_what_was_recorded_is_on_the_disk_soon_after_the_last_answer(model: str, tmp_path: Path) -> None:
+    """Whatever ends the engine then: neither the two seconds of a part nor the end of the server is waited for."""
+    job = BASE | {"model": model, "blocks": 140, "budget": 512, "requests": 3}
+    scheduler = alone.scheduler_for(job | {"plugin": harness.plugin("always-swap", trace=str(tmp_path))})
+    recorder = scheduler.kvpolicy.recorder
+    recorder._part_s = 1e9
+    worker = alone.Worker(late=0)
+    for request in alone.made_requests(job):
+        scheduler.add_request(request)
+    while scheduler.has_requests():
+        output = scheduler.schedule()
+        sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        scheduler.update_from_output(output, worker.execute(output, sampled))
+    patience = time.monotonic() + 60
+    while not list(tmp_path.glob("*/requests/*.parquet")) and time.monotonic() < patience:
+        time.sleep(0.01)
+    assert traces.read(tmp_path).table("requests").num_rows == 3
+    scheduler.kvpolicy.close()
 
 
 def test_running_requests_are_looked_through_once_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,20 @@ def test_a_state_of_the_same_model_is_resumed(tmp_path: Path) -> None:
     begun = judge(state)
     begun.close()
     assert begun.policy.learned(begun._state) == Online(events=7)
+
+
+def test_an_idle_engine_has_what_was_learned_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy_vllm.plugin.deciding.KEEP_EVERY_S", 1e6)
+    state = tmp_path / "state.json"
+    begun = judge(state)
+    assert begun._memory is not None
+    begun._memory.keep(Online(events=3))
+    begun.keep_soon()
+    patience = time.monotonic() + 60
+    while not state.exists() and time.monotonic() < patience:
+        time.sleep(0.01)
+    assert remembered.load(state, cost.load("cpu-llama-native").digest).events == 3
+    begun.close()
 
 
 def cut_off(state: Path) -> str:

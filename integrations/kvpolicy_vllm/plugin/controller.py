@@ -192,6 +192,11 @@ class Controller:
         self._account(step, output, now)
         if self.journal is not None:
             self._count_dropped()
+        if self._scheduler.get_num_unfinished_requests() == 0:
+            # A server may be ended now, and vLLM's default does not let it close.
+            self.judge.keep_soon()
+            if self.journal is not None:
+                self.journal.recorder.flush_soon()
         self._set_gauges()
 
     def _account(self, step: Step, output: Any, now: float) -> None:

@@ -48,20 +48,28 @@ class Memory:
         self._latest: Online | None = None
         self._complained = False
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpolicy-memory", daemon=True)
         self._thread.start()
 
     def keep(self, learned: Online) -> None:
         self._latest = learned
 
+    def write_soon(self) -> None:
+        """Have the thread write the latest state, as where the engine has nothing left to do. Does not wait."""
+        self._wake.set()
+
     def close(self) -> None:
         self._stop.set()
+        self._wake.set()
         self._thread.join(timeout=CLOSE_S)
         if self._thread.is_alive():
             logger.warning("kvpolicy: what was learned was not written to %s within %g s", self._path, CLOSE_S)
 
     def _run(self) -> None:
-        while not self._stop.wait(KEEP_EVERY_S):
+        while not self._stop.is_set():
+            self._wake.wait(KEEP_EVERY_S)
+            self._wake.clear()  # before it is written: what is asked for meanwhile may be of a later state
             self._write()
         self._write()
 
@@ -204,6 +212,11 @@ class Judge:
                 aside = remembered.set_damaged_aside(path)
                 logger.warning("kvpolicy: %s; begun afresh, and what is left of it is kept as %s", error, aside.name)
         self._memory = Memory(path, self.digest)
+
+    def keep_soon(self) -> None:
+        """The engine has nothing left to do, and may be ended without warning: have what was learned written."""
+        if self._memory is not None:
+            self._memory.write_soon()
 
     def close(self) -> None:
         if self._memory is not None:
