@@ -70,12 +70,19 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Called again with other memory, nothing saved before can be loaded any more."""
         segments = unique_segments(kv_caches, self._kv_cache_config.num_blocks)
         found = sum(segment.shape[1] * segment.element_size() for segment in segments)
         if found != self.block_bytes:
             raise ValueError(f"a KV block takes {found} bytes in this worker, {self.block_bytes} were configured")
+        if self.copier is not None and self.copier.copies_on(segments):
+            return
+        leftover = None if self.copier is None else self.copier.give_up()
+        self.copier = None  # its host memory goes before the next one's comes
         make = resolve_obj_by_qualname(self.settings.copier)
-        self.copier = make(segments, self.slots, self.settings.pin_memory, self.settings.link)
+        self.copier = made = make(segments, self.slots, self.settings.pin_memory, self.settings.link)
+        if leftover is not None:
+            made.take_over(leftover)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._save(kv_connector_metadata)
