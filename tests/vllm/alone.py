@@ -6,12 +6,12 @@ use instead of the installed package: the scheduler is pure Python, so versions 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +22,12 @@ if os.environ.get("KVPOLICY_VLLM_SOURCE"):
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms._current_platform = CpuPlatform()
+    from vllm.model_executor.models import registry
+
+    # In a process of its own the model would be looked at in the installed vLLM, and would take ten seconds longer.
+    registry._LazyRegisteredModel.inspect_model_cls = lambda model: registry._ModelInfo.from_model_cls(
+        model.load_model_cls()
+    )
 
 import torch
 import vllm
@@ -33,23 +39,28 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import Platform, PlatformEnum
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpolicy.cost.undisturbed import HeldOutError, StepTimeModel
+from tests.vllm.disturbances import Disturbances, Shares
 
 BLOCK = 16
+MAX_STEPS = 200_000
 STEP_TIME = StepTimeModel(1e-4, (1e-6,) * 6, "nothing", 100, HeldOutError(0.0, 0.0, 0.0))
 """Any d0 does where it only matters who is accounted for."""
 
 
-def scheduler_for(job: dict[str, Any], groups: int = 1) -> Any:
+def scheduler_for(job: dict[str, Any], groups: int = 1, grammars: Any = None) -> Any:
+    """``job["engine"]``: further engine arguments. ``grammars`` takes the place of vLLM's structured outputs."""
     arguments = EngineArgs(
         model=job["model"], dtype="float32", skip_tokenizer_init=True, block_size=BLOCK, max_model_len=2048,
         max_num_seqs=job["sequences"], max_num_batched_tokens=job["budget"],
-        enable_prefix_caching=job["prefix_caching"], scheduling_policy=job["scheduling"], **(job["plugin"] or {}),
+        enable_prefix_caching=job["prefix_caching"], scheduling_policy=job["scheduling"],
+        **job.get("engine", {}), **(job["plugin"] or {}),
     )  # fmt: skip
     config = arguments.create_engine_config()
     config.cache_config.num_gpu_blocks = job["blocks"]
@@ -66,27 +77,29 @@ def scheduler_for(job: dict[str, Any], groups: int = 1) -> Any:
     if job.get("worker_first"):  # as in an engine, where workers set up before the scheduler
         KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
     return config.scheduler_config.get_scheduler_cls()(
-        vllm_config=config, kv_cache_config=cache, structured_output_manager=StructuredOutputManager(config),
+        vllm_config=config, kv_cache_config=cache,
+        structured_output_manager=StructuredOutputManager(config) if grammars is None else grammars,
         block_size=BLOCK, log_stats=True,
     )  # fmt: skip
 
 
 def made_requests(job: dict[str, Any]) -> list[Request]:
     rng = random.Random(job["seed"])
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
     head = [rng.randrange(1000) for _ in range(64)]
     found = []
     for i in range(job["requests"]):
         prompt = (head if i % 2 else []) + [rng.randrange(1000) for _ in range(rng.randint(20, 300))]
         parameters = SamplingParams(temperature=0.0, max_tokens=rng.randint(20, 200), ignore_eos=True)
-        parameters.update_from_generation_config({}, eos_token_id=2047) if hasattr(
-            parameters, "update_from_generation_config"
-        ) else None
-        found.append(
-            Request(f"r{i}", prompt, parameters, None, arrival_time=float(i), priority=i % 3, block_hasher=hasher)
-        )
+        found.append(made_request(i, prompt, parameters, priority=i % 3))
     return found
+
+
+def made_request(number: int, prompt: list[int], parameters: SamplingParams, **more: Any) -> Request:
+    """As an engine makes it of what a client asked for; later numbers arrived later."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    parameters.update_from_generation_config({}, eos_token_id=2047)
+    return Request(f"r{number}", prompt, parameters, None, arrival_time=float(number), block_hasher=hasher, **more)
 
 
 class Worker:
@@ -110,7 +123,7 @@ class Worker:
             kv_connector_output=self._copies(output.kv_connector_metadata),
         )
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, loaded_and_waiting: int = 0) -> None:
         """Nothing here depends on weights."""
 
     def found(self) -> dict[str, Any]:
@@ -195,21 +208,6 @@ def with_policy(plugin: dict[str, Any], policy: str, **more: Any) -> dict[str, A
     return plugin | {"kv_transfer_config": plugin["kv_transfer_config"] | extra}
 
 
-def harry(scheduler: Any, worker: Any, rng: random.Random, resets: bool) -> None:
-    """Now and then somebody is aborted, forced out, or everything is reset, whatever is in flight."""
-    chance = rng.random()
-    alive = [name for name, request in scheduler.requests.items() if not request.is_finished()]
-    if chance < 0.02 and alive:
-        scheduler.finish_requests(rng.choice(alive), RequestStatus.FINISHED_ABORTED)
-    elif chance < 0.10 and scheduler.running:
-        scheduler.preempt_at_next_step(rng.choice(scheduler.running).request_id)
-    elif resets and (chance < 0.105 or (chance > 0.5 and loaded_and_waiting(scheduler))):
-        worker.weights_changed()
-        # vLLM gives up on a reset while somebody is being loaded; whoever asked would try again.
-        with contextlib.suppress(RuntimeError):
-            scheduler.reset_prefix_cache(reset_running_requests=True)
-
-
 def accounts_left(scheduler: Any) -> int:
     """Preemptions the plugin still keeps an account of."""
     live = scheduler.kvpolicy.accounts._live if hasattr(scheduler, "kvpolicy") else None
@@ -252,14 +250,6 @@ def lacking_blocks(scheduler: Any, victim: Any) -> int:
     return 0
 
 
-def loaded_and_waiting(scheduler: Any) -> int:
-    """How many have been loaded but found no further block. Rare, and a reset then easily goes wrong."""
-    return sum(
-        request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0
-        for request in scheduler.requests.values()
-    )
-
-
 def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     if "refusals" in job:
@@ -283,32 +273,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         from tests.vllm.symbolic import SymbolicWorker  # here: it needs the plugin, which stock vLLM does without
 
         worker = SymbolicWorker(scheduler, list(arriving), BLOCK, job["seed"])
-    # What was scheduled is executed at once and in order, as in an engine; only the answer may be read later.
-    flying = deque[tuple[Any, ModelRunnerOutput]]()
     schedule: list[Any] = []
     counts = watch_counts() if job.get("counts") else []
     if job.get("measured"):
         scheduler.kvpolicy.accounts.measure_by(STEP_TIME)
-    depth = 2 if job["asynchronous"] else 1
-    rng = random.Random(job["seed"])
-    for _ in range(200_000):
-        for _ in range(2):
-            if arriving:
-                scheduler.add_request(arriving.popleft())
-        if not arriving and not scheduler.has_requests():
-            if not flying:
-                break
-            scheduler.update_from_output(*flying.popleft())
-            continue
-        if job.get("harry"):
-            harry(scheduler, worker, rng, job.get("resets", True))
-        output = scheduler.schedule()
-        sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+    disturb = _disturbances(job, scheduler, worker)
+    for output in drive(scheduler, arriving, worker.execute, job["asynchronous"], disturb):
         preempted = sorted(getattr(output, "preempted_req_ids", None) or ())
         schedule.append([dict(sorted(output.num_scheduled_tokens.items())), preempted])
-        flying.append((output, worker.execute(output, sampled)))
-        if len(flying) == depth:
-            scheduler.update_from_output(*flying.popleft())
+        if len(schedule) == MAX_STEPS:
+            break
     pool = scheduler.kv_cache_manager.block_pool
     return {
         "version": vllm.__version__,
@@ -321,6 +295,45 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "counts": counts,
         "accounts": accounts_left(scheduler),
     } | worker.found()
+
+
+def drive(
+    scheduler: Any,
+    arriving: deque[Request],
+    execute: Callable[[Any, dict[str, bool]], ModelRunnerOutput],
+    asynchronous: bool,
+    before_step: Callable[[], None] = lambda: None,
+) -> Iterator[Any]:
+    """Step until everything is served, with two arrivals a step; yields what each step scheduled, already executed.
+
+    What was scheduled is executed at once and in order, as in an engine; only the answer may be read later.
+    """
+    flying = deque[tuple[Any, ModelRunnerOutput]]()
+    depth = 2 if asynchronous else 1
+    while True:
+        for _ in range(2):
+            if arriving:
+                scheduler.add_request(arriving.popleft())
+        paused = scheduler.pause_state != PauseState.UNPAUSED
+        if not arriving and not scheduler.has_requests() and not paused:
+            if not flying:
+                return
+            scheduler.update_from_output(*flying.popleft())
+            continue
+        before_step()
+        output = scheduler.schedule()
+        sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        flying.append((output, execute(output, sampled)))
+        yield output
+        if len(flying) == depth:
+            scheduler.update_from_output(*flying.popleft())
+
+
+def _disturbances(job: dict[str, Any], scheduler: Any, worker: Any) -> Callable[[], None]:
+    if not job.get("harry"):
+        return lambda: None
+    shares = Shares(aborts=0.02, forced=0.08, resets=0.005 if job.get("resets", True) else 0.0, resets_when_loaded=0.5)
+    return Disturbances(scheduler, [worker], job["seed"], shares).before_step
 
 
 if __name__ == "__main__":

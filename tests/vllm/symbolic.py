@@ -16,20 +16,36 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvpolicy_vllm.plugin.jobs import Direction, Job, StepJobs, Transfer, Transfers
-from tests.vllm.alone import loaded_and_waiting
 
-SAVE_FAILS, LOAD_FAILS, MOST_LATE = 0.1, 0.15, 4
 NOTHING, HALF_COPIED = -1, -2
 POSITIONS, TOKENS = 1 << 12, 1 << 12
 WRONG_SHOWN = 20
 
 
-class SymbolicWorker:
-    """Executes each step when it is scheduled, as an engine's worker does; draws its faults from ``seed``."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong with copies: shares of saves and loads that fail, and by how many steps a load is late."""
 
-    def __init__(self, scheduler: Any, requests: list[Request], block: int, seed: int) -> None:
-        self._scheduler, self._requests, self._block = scheduler, requests, block
-        self._rng = random.Random(f"faults {seed}")
+    saves_failing: float = 0.1
+    loads_failing: float = 0.15
+    max_late_steps: int = 4
+
+
+class SymbolicWorker:
+    """Executes each step when it is scheduled, as an engine's worker does; draws its faults from ``seed`` and
+    ``rank``."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        requests: list[Request],
+        block: int,
+        seed: int,
+        rank: int = 0,
+        faults: Faults = Faults(),
+    ) -> None:
+        self._scheduler, self._requests, self._block, self._faults = scheduler, requests, block, faults
+        self._rng = random.Random(f"faults {seed} {rank}")
         self._texts = {request.request_id: _text(request) for request in requests}
         self._device = np.full((scheduler.kv_cache_manager.block_pool.num_gpu_blocks, block), NOTHING)
         self._host = np.full((scheduler.kvpolicy.copies.pool.total, block), NOTHING)
@@ -40,11 +56,22 @@ class SymbolicWorker:
         self._wrong: list[str] = []
         self._counts = {"positions_read": 0, "partial_loads": 0, "resets": 0, "reset_when_loaded_and_waiting": 0}
 
-    def weights_changed(self) -> None:
-        """To be called right before the reset that goes with it."""
+    def weights_changed(self, loaded_and_waiting: int = 0) -> None:
+        """No step may come between this and the reset that goes with it. ``loaded_and_waiting``: requests that were
+        loaded and not yet admitted when it came."""
         self._weights += 1
         self._counts["resets"] += 1
-        self._counts["reset_when_loaded_and_waiting"] += loaded_and_waiting(self._scheduler) > 0
+        self._counts["reset_when_loaded_and_waiting"] += loaded_and_waiting > 0
+
+    @property
+    def loading(self) -> int:
+        """Loads that are not yet reported."""
+        return len(self._loading)
+
+    @property
+    def copies(self) -> int:
+        """Whole copies that may still be loaded."""
+        return len(self._saved)
 
     def found(self) -> dict[str, Any]:
         """What was wrong, and how often something worth testing came about."""
@@ -96,7 +123,7 @@ class SymbolicWorker:
         return end
 
     def _save(self, job: Job) -> Transfer:
-        ok = self._rng.random() >= SAVE_FAILS
+        ok = self._rng.random() >= self._faults.saves_failing
         self._host[list(job.slots)] = self._device[list(job.block_ids)] if ok else HALF_COPIED
         if ok:
             self._saved[job.copy_id] = job.slots
@@ -105,8 +132,8 @@ class SymbolicWorker:
     def _begin_load(self, job: Job) -> None:
         whole = self._saved.get(job.copy_id)
         self._counts["partial_loads"] += whole is not None and whole[0] != job.slots[0]
-        ok = whole is not None and self._rng.random() >= LOAD_FAILS
-        self._loading.append((self._steps + self._rng.randint(0, MOST_LATE), job, ok))
+        ok = whole is not None and self._rng.random() >= self._faults.loads_failing
+        self._loading.append((self._steps + self._rng.randint(0, self._faults.max_late_steps), job, ok))
 
     def _finished(self, done: list[Transfer]) -> KVConnectorOutput:
         """Loads touch host and device as late as they may, so that nothing may be given away before."""
@@ -139,7 +166,7 @@ def _text(request: Request) -> np.ndarray:
 def _failures(failed: list[Job]) -> dict[str, Any]:
     """vLLM 0.32 and later take failures by request, earlier versions by block."""
     if any(field.name == "failed_recving" for field in dataclasses.fields(KVConnectorOutput)):
-        return {"failed_recving": {job.request_id for job in failed} or None}
+        return {"failed_recving": {job.request_id for job in failed}}
     return {"invalid_block_ids": {block for job in failed for block in job.block_ids}}
 
 

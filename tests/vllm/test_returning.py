@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from tests.vllm import alone, harness
+from tests.vllm.disturbances import loaded_and_waiting
 from tests.vllm.test_same_schedule import BASE
 
 PLACES = 3
@@ -37,7 +38,7 @@ def steps_of(model: str, scheduling: str) -> tuple[list[tuple[int, int, int]], d
 def occupation(scheduler: Any) -> tuple[int, int, int]:
     requests = scheduler.requests.values()
     loading = sum(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests)
-    return len(scheduler.running), loading, alone.loaded_and_waiting(scheduler)
+    return len(scheduler.running), loading, loaded_and_waiting(scheduler)
 
 
 @pytest.mark.parametrize("scheduling", ["fcfs", "priority"])

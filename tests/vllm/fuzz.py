@@ -1,0 +1,328 @@
+"""Drawn schedules over vLLM's scheduler alone, each run to its end and looked at for whatever may not be.
+
+`tests.vllm.soak` starts this in a process of its own, ``python -m tests.vllm.fuzz JOB RESULTS``, with
+``KVPOLICY_VLLM_SOURCE`` naming the vLLM; see there for a command. RESULTS gets a line of JSON per schedule.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import sys
+import traceback
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.vllm import alone, harness  # first: it finds the vLLM that is asked for
+
+# isort: split
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from tests.vllm.disturbances import Disturbances, Shares, loaded_and_waiting
+from tests.vllm.models import write_llama
+from tests.vllm.setups import BLOCK, MAX_SHARED_TOKENS, Setup
+from tests.vllm.symbolic import Faults, SymbolicWorker
+
+MAX_STEPS = 60_000
+MAX_IDLE_STEPS = 40
+"""So long nothing may be scheduled though nothing is paused, loading or compiling."""
+MAX_GRAMMAR_STEPS = 60
+MAX_ACCOUNTS = 6
+"""Preemptions of the last steps, whose costs no later step has closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one schedule."""
+
+    setup: str
+    problems: tuple[str, ...]
+    steps: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    waits: tuple[int, ...] = ()
+    """Steps that each loaded request held its blocks and was not scheduled."""
+
+
+class Grammars:
+    """Structured output without a compiler: a grammar becomes ready some steps after its request came, and accepts
+    everything."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(f"grammars {seed}")
+        self._ready_at: dict[str, int] = {}
+        self._steps = 0
+
+    def step(self, requests: dict[str, Request]) -> int:
+        """Another step begins; returns how many requests still wait for their grammar."""
+        self._steps += 1
+        compiling = 0
+        for name, request in requests.items():
+            wanted = request.structured_output_request
+            if wanted is None or request.is_finished() or wanted.grammar is not None:
+                continue
+            ready_at = self._ready_at.setdefault(name, self._steps + self._rng.randint(0, MAX_GRAMMAR_STEPS))
+            if self._steps < ready_at:
+                compiling += 1
+            else:
+                wanted.grammar = self
+        return compiling
+
+    def should_advance(self, request: Any) -> bool:
+        return False
+
+    def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
+        return True
+
+
+class Schedule:
+    """One drawn schedule on its way to its end."""
+
+    def __init__(self, setup: Setup, model: Path) -> None:
+        self.setup = setup
+        self.grammars = Grammars(setup.seed)
+        self.scheduler = alone.scheduler_for(_job(setup, model), grammars=self.grammars if setup.grammars else None)
+        self.scheduler.kvpolicy.accounts.measure_by(alone.STEP_TIME)
+        self.requests = drawn_requests(setup)
+        faults = Faults(max_late_steps=setup.max_late_steps)
+        if not setup.copies_fail:
+            faults = Faults(0.0, 0.0, setup.max_late_steps)
+        self.workers = [
+            SymbolicWorker(self.scheduler, self.requests, BLOCK, setup.seed, rank, faults)
+            for rank in range(setup.ranks)
+        ]
+        self._aggregator = KVOutputAggregator(setup.ranks)
+        self.disturbances = Disturbances(self.scheduler, self.workers, setup.seed, _shares(setup))
+        self.steps = self.tokens = 0
+        self.stalled = ""
+        self.waits: list[int] = []
+        self._idle_steps = self._compiling = 0
+        self._waiting: Counter[str] = Counter()
+
+    def run(self) -> None:
+        """Step to the end, or to the first stall."""
+        arriving = deque(self.requests)
+        steps = alone.drive(self.scheduler, arriving, self._execute, self.setup.asynchronous, self._before_step)
+        for output in steps:
+            self.steps += 1
+            self.tokens += output.total_num_scheduled_tokens
+            self._watch(output)
+            if self.stalled:
+                return
+
+    def _before_step(self) -> None:
+        self._compiling = self.grammars.step(self.scheduler.requests)
+        self.disturbances.before_step()
+
+    def _execute(self, output: Any, sampled: dict[str, bool]) -> ModelRunnerOutput:
+        results = [worker.execute(output, sampled) for worker in self.workers]
+        return results[0] if len(results) == 1 else self._aggregator.aggregate(results, 0)
+
+    def _watch(self, output: Any) -> None:
+        if self.steps == MAX_STEPS:
+            self.stalled = f"no end after {MAX_STEPS} steps"
+        if self.scheduler.pause_state != PauseState.UNPAUSED:
+            self._idle_steps = 0
+            return
+        loading = any(worker.loading for worker in self.workers)
+        excused = output.total_num_scheduled_tokens or loading or self._compiling or not self.scheduler.requests
+        self._idle_steps = 0 if excused else self._idle_steps + 1
+        if self._idle_steps > MAX_IDLE_STEPS:
+            self.stalled = f"nothing scheduled for {MAX_IDLE_STEPS} steps: {self._situation()}"
+        self._count_waits(output)
+
+    def _count_waits(self, output: Any) -> None:
+        for name in output.num_scheduled_tokens.keys() & self._waiting.keys():
+            self.waits.append(self._waiting.pop(name))
+        if loaded_and_waiting(self.scheduler) or self.scheduler.finished_recving_kv_req_ids:
+            for name, request in self.scheduler.requests.items():
+                if _loaded(request, self.scheduler):
+                    self._waiting[name] += 1
+
+    def _situation(self) -> str:
+        manager = self.scheduler.kv_cache_manager
+        told = []
+        for name, request in self.scheduler.requests.items():
+            held = len(manager.get_block_ids(name)[0])
+            told.append((-held, f"{name} {request.status.name} {request.num_tokens} tokens, holds {held} blocks"))
+        free = manager.block_pool.get_num_free_blocks()
+        shown = ", ".join(text for _, text in sorted(told)[:6])
+        return f"{free} of {self.setup.blocks - 1} blocks free, {len(told)} requests: {shown}"
+
+    def problems(self) -> Iterator[str]:
+        """Whatever may not be at the end."""
+        if self.stalled:
+            yield self.stalled
+            return
+        yield from _wrong_contents(self.workers)
+        yield from _left_behind(self.scheduler, self.workers)
+        yield from _miscounted(self.scheduler, self.requests)
+        yield from _ended_badly(self.requests, self.disturbances.aborted)
+
+    def outcome(self) -> Outcome:
+        stats = self.scheduler.connector.stats()
+        return Outcome(
+            setup=repr(self.setup),
+            problems=tuple(self.problems()),
+            steps=self.steps,
+            tokens=self.tokens,
+            preemptions=int(harness.total(stats, "preemptions")),
+            swaps=int(harness.total(stats, "preemptions", executed="swap")),
+            waits=tuple(self.waits),
+        )
+
+
+def _loaded(request: Request, scheduler: Any) -> bool:
+    """Whether its load has ended and it holds its blocks, but is not in the batch."""
+    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return request.request_id in scheduler.finished_recving_kv_req_ids
+    return request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0
+
+
+def _job(setup: Setup, model: Path) -> dict[str, Any]:
+    engine: dict[str, Any] = {"tensor_parallel_size": setup.ranks}
+    if setup.adapters:
+        engine |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": setup.adapters}
+    return {
+        "model": str(model),
+        "sequences": setup.max_running,
+        "budget": max(setup.token_budget, setup.max_running),
+        "prefix_caching": setup.prefix_caching,
+        "scheduling": setup.scheduling,
+        "blocks": setup.blocks,
+        "asynchronous": setup.asynchronous,
+        "engine": engine,
+        "plugin": harness.plugin(setup.policy, seed=setup.seed, host_gib=setup.host_gib),
+    }
+
+
+def _shares(setup: Setup) -> Shares:
+    return Shares(
+        aborts=0.01 if setup.harried else 0.0,
+        forced=0.05 if setup.harried else 0.0,
+        resets=0.01 if setup.resets == "weights" else 0.0,
+        resets_when_loaded=0.05 if setup.resets == "weights" else 0.0,
+        clearings=0.01 if setup.resets == "cache" else 0.0,
+        pauses=0.01 if setup.pauses else 0.0,
+    )
+
+
+def drawn_requests(setup: Setup) -> list[Request]:
+    rng = random.Random(f"requests {setup.seed}")
+    head = [rng.randrange(1, 1000) for _ in range(MAX_SHARED_TOKENS)]
+    return [_drawn_request(number, head, rng, setup) for number in range(setup.requests)]
+
+
+def _drawn_request(number: int, head: list[int], rng: random.Random, setup: Setup) -> Request:
+    own = rng.randint(5, setup.max_prompt_tokens)
+    prompt = head[: rng.choice([0, 32, 64, 96])] + [rng.randrange(1, 1000) for _ in range(own)]
+    special: dict[str, Any] = {}
+    if setup.stops and rng.random() < 0.5:
+        special["stop_token_ids"] = [rng.randrange(1, 1000) for _ in range(10)]
+    if setup.prompt_logprobs and rng.random() < 0.2:
+        special["prompt_logprobs"] = 1
+    if setup.grammars and rng.random() < 0.4:
+        special["structured_outputs"] = StructuredOutputsParams(choice=["yes", "no"])
+    outputs = rng.randint(1, setup.max_output_tokens)
+    parameters = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, **special)
+    adapter = rng.randint(0, setup.adapters)
+    lora = LoRARequest(f"adapter-{adapter}", adapter, "/nowhere") if adapter else None
+    return alone.made_request(number, prompt, parameters, priority=rng.randrange(4), lora_request=lora)
+
+
+def _wrong_contents(workers: list[SymbolicWorker]) -> Iterator[str]:
+    for rank, worker in enumerate(workers):
+        found = worker.found()
+        if found["wrong"]:
+            yield f"rank {rank} read a wrong position: {found['wrong'][0]}"
+    garbled = workers[0].found()["garbled"]
+    if garbled:
+        yield f"tokens lost or repeated: {', '.join(garbled[:5])}"
+
+
+def _left_behind(scheduler: Any, workers: list[SymbolicWorker]) -> Iterator[str]:
+    """Blocks, slots, copies and accounts that nobody gave back."""
+    controller, pool = scheduler.kvpolicy, scheduler.kv_cache_manager.block_pool
+    # A copy forgotten last is dropped by the workers in a step that does not come any more.
+    to_drop = len(controller.copies._dropped)
+    accounts = alone.accounts_left(scheduler)
+    left = {
+        "device blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # one is vLLM's null block
+        "host slots": controller.copies.pool.used,
+        "copies": len(controller.copies._by_id) + len(controller.copies._of_request),
+        "copies in a worker": max(max(0, worker.copies - to_drop) for worker in workers),
+        "copies loading": controller.copies.loading,
+        "open preemptions": len(controller.ledger),
+        "decisions awaited": len(controller.judge._awaited),
+        "steps in flight": len(controller._in_flight),
+        "accounts": accounts if accounts > MAX_ACCOUNTS else 0,
+    }
+    for what, count in left.items():
+        if count:
+            yield f"{count} {what} left"
+
+
+def _miscounted(scheduler: Any, requests: list[Request]) -> Iterator[str]:
+    controller, stats = scheduler.kvpolicy, scheduler.connector.stats()
+    if controller._undecided:
+        yield f"{len(controller._undecided)} decisions never counted"
+    happened = sum(request.num_preemptions for request in requests)
+    counted = int(harness.total(stats, "preemptions"))
+    if happened != counted + len(controller._undecided):
+        yield f"{happened} preemptions, {counted} counted"
+    for name, labels in (("fallbacks", {"reason": "error"}), ("measuring_failed", {})):
+        if harness.total(stats, name, **labels):
+            yield f"counted {name} {labels or ''}".strip()
+
+
+def _ended_badly(requests: list[Request], aborted: set[str]) -> Iterator[str]:
+    right = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
+    for request in requests:
+        name, status = request.request_id, request.status
+        if status == RequestStatus.FINISHED_ABORTED and name in aborted:
+            continue
+        if status not in right:
+            yield f"{name} is {status.name}"
+        elif status == RequestStatus.FINISHED_LENGTH_CAPPED and request.num_output_tokens != request.max_tokens:
+            yield f"{name} ended after {request.num_output_tokens} of {request.max_tokens} tokens"
+
+
+def run(setup: Setup, model: Path) -> Outcome:
+    """One schedule to its end, whatever goes wrong."""
+    schedule = None
+    try:
+        schedule = Schedule(setup, model)
+        schedule.run()
+        return schedule.outcome()
+    except Exception as error:  # noqa: BLE001  # whatever is raised is what is looked for
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
+        return Outcome(repr(setup), (told,), schedule.steps if schedule else 0)
+
+
+def main(job_path: str, results_path: str) -> None:
+    """JOB: ``setups``, each as its `repr`. Each outcome is written as soon as it is there."""
+    logging.disable(logging.ERROR)
+    job = json.loads(Path(job_path).read_text())
+    results = Path(results_path)
+    model = write_llama(results.parent / "model")
+    with results.open("a") as lines:
+        for text in job["setups"]:
+            outcome = run(Setup.parse(text), model)
+            lines.write(json.dumps(asdict(outcome)) + "\n")
+            lines.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,31 @@
+"""Model configurations without weights: all that a scheduler asks of a model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 16384,
+    "vocab_size": 2048,
+    "torch_dtype": "float32",
+}
+
+
+def write_llama(folder: Path) -> Path:
+    """Write the configuration to ``folder`` and return it; processes that share the folder may do so at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f".config-{os.getpid()}"
+    unfinished.write_text(json.dumps(LLAMA))
+    unfinished.replace(folder / "config.json")
+    return folder

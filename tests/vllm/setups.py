@@ -1,0 +1,108 @@
+"""Drawn configurations of a scheduler, its requests, its workers and what befalls it. Needs no vLLM."""
+
+from __future__ import annotations
+
+import ast
+import random
+from dataclasses import dataclass, fields
+from typing import Any
+
+BLOCK = 16
+MAX_SHARED_TOKENS = 96
+"""Prompts begin alike up to here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One schedule. Its `repr` is one line that :meth:`parse` makes it from again."""
+
+    seed: int
+    """Of the requests, the workers' faults and the disturbances."""
+    # The engine.
+    scheduling: str
+    asynchronous: bool
+    prefix_caching: bool
+    token_budget: int
+    max_running: int
+    spare_blocks: int
+    """KV blocks beyond those that the longest possible request takes."""
+    ranks: int
+    # The plugin.
+    policy: str
+    host_gib: float
+    # The requests.
+    requests: int
+    max_prompt_tokens: int
+    max_output_tokens: int
+    stops: bool
+    """Half of the requests end at one of some tokens."""
+    prompt_logprobs: bool
+    """Some requests may read no cached prefix."""
+    adapters: int
+    """LoRA adapters, of which a batch holds one; 0: none."""
+    grammars: bool
+    """Some requests wait for a grammar."""
+    # The workers.
+    copies_fail: bool
+    max_late_steps: int
+    # What comes from outside.
+    harried: bool
+    """Aborts and forced preemptions."""
+    resets: str
+    """``none``, ``weights`` or ``cache``."""
+    pauses: bool
+
+    @classmethod
+    def draw(cls, seed: int, **fixed: Any) -> Setup:
+        """Every seed draws one. ``fixed`` fields are as given; the others are what they would be without."""
+        rng = random.Random(f"setup {seed}")
+        drawn = {name: draw(rng) for name, draw in _DRAWS.items()}
+        return cls(**{"seed": seed} | drawn | fixed)
+
+    @classmethod
+    def parse(cls, text: str) -> Setup:
+        """From its `repr`; fields may be changed or left out, but for the seed. Raises ValueError naming what is
+        wrong."""
+        try:
+            call = ast.parse(text.strip(), mode="eval").body
+            assert isinstance(call, ast.Call)
+            given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        except (SyntaxError, AssertionError, ValueError) as error:
+            raise ValueError(f"{text!r} is not of the form Setup(seed=1, ...)") from error
+        unknown = given.keys() - {field.name for field in fields(cls)}
+        if unknown or "seed" not in given:
+            wrong = f"unknown {sorted(unknown)}" if unknown else "no seed"
+            raise ValueError(f"{text!r}: {wrong}; the fields are {', '.join(field.name for field in fields(cls))}")
+        return cls.draw(**given)
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of the device, vLLM's own null block among them."""
+        longest = MAX_SHARED_TOKENS + self.max_prompt_tokens + self.max_output_tokens
+        return longest // BLOCK + 2 + self.spare_blocks
+
+
+_DRAWS = {
+    "scheduling": lambda rng: rng.choice(["fcfs", "priority"]),
+    "asynchronous": lambda rng: rng.random() < 0.6,
+    "prefix_caching": lambda rng: rng.random() < 0.6,
+    "token_budget": lambda rng: rng.choice([48, 128, 512, 2048]),
+    "max_running": lambda rng: rng.choice([4, 16, 48]),
+    # Two of three have memory for one or two of the longest requests.
+    "spare_blocks": lambda rng: rng.randint(0, 8) if rng.random() < 2 / 3 else rng.randint(20, 140),
+    "ranks": lambda rng: rng.choice([1, 1, 2]),
+    "policy": lambda rng: rng.choice(["always-swap", "random:0.7"]),
+    "host_gib": lambda rng: rng.choice([0.25, 0.25, 0.02, 0.005]),
+    "requests": lambda rng: rng.choice([12, 60]),
+    "max_prompt_tokens": lambda rng: rng.choice([100, 300]),
+    "max_output_tokens": lambda rng: rng.choice([30, 200]),
+    "stops": lambda rng: rng.random() < 0.5,
+    "prompt_logprobs": lambda rng: rng.random() < 0.3,
+    "adapters": lambda rng: rng.choice([0, 0, 2, 4]),
+    "grammars": lambda rng: rng.random() < 0.3,
+    "copies_fail": lambda rng: rng.random() < 0.5,
+    "max_late_steps": lambda rng: rng.choice([0, 1, 4, 12]),
+    "harried": lambda rng: rng.random() < 0.5,
+    "resets": lambda rng: rng.choice(["none", "none", "weights", "cache"]),
+    "pauses": lambda rng: rng.random() < 0.3,
+}

@@ -1,0 +1,38 @@
+"""The vLLM versions that tests run: what is installed, and sources that `tools/vllm_sources.py` unpacked."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+FETCHED = ROOT / ".vllm-sources"
+INSTALLED = "installed"
+
+
+def tool() -> ModuleType:
+    """`tools/vllm_sources.py`, which is no package."""
+    spec = importlib.util.spec_from_file_location("vllm_sources", ROOT / "tools" / "vllm_sources.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CLAIMED: tuple[str, ...] = tool().VERSIONS
+"""One of each minor version that kvpolicy claims to serve, oldest first."""
+
+
+def named_sources() -> list[str]:
+    """Folders that ``KVPOLICY_VLLM_SOURCES`` names, separated as in PATH."""
+    return [folder for folder in os.environ.get("KVPOLICY_VLLM_SOURCES", "").split(os.pathsep) if folder]
+
+
+def source_of(version: str) -> str | None:
+    """The folder of a version's sources, empty for what is installed; None where there is none."""
+    if version == INSTALLED:
+        return ""
+    folders = [FETCHED / version, *(Path(folder) for folder in named_sources())]
+    return next((str(folder) for folder in folders if folder.name == version and folder.is_dir()), None)
