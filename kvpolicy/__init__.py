@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.version import __version__
+
 if TYPE_CHECKING:
     from kvpolicy.engines import characterize, demo, profile
     from kvpolicy.evaluation import evaluate
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from kvpolicy.study import recommend, simulate
     from kvpolicy.training import calibrate, train
 
-__version__ = "0.1.0"
 __all__ = [
     "__version__",
     "calibrate",

@@ -8,7 +8,7 @@ from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvpolicy import __version__
+from kvpolicy.version import __version__
 
 
 def workload_place(workload: str) -> Path | None:

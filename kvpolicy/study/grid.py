@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvpolicy import __version__
 from kvpolicy.study.cells import DEFAULT_HOST_GIB, Cell, Serving
 from kvpolicy.study.defaults import server_defaults
 from kvpolicy.study.kept import Kept, Result, usual_folder
@@ -20,6 +19,7 @@ from kvpolicy.study.opening import MEASURED
 from kvpolicy.study.processes import in_processes
 from kvpolicy.study.report import Failed, SweepReport
 from kvpolicy.study.running import NATIVE, contents, run
+from kvpolicy.version import __version__
 
 Progress = Callable[[int, int, str], None]
 """Told the cells that are done, the cells in all, and the latest one in words."""
