@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import CAUSES, ENDINGS, KINDS, Decision, Outcome, Preemption, as_row
 from kvpolicy.rowtext import row_texts
 
@@ -34,7 +35,7 @@ _TEXT = pa.string()
 _FLAG = pa.bool_()
 
 
-class TraceError(ValueError):
+class TraceError(KVPolicyError):
     """A trace that cannot be read as one; the message names the file and what would be right."""
 
 

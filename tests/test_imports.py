@@ -15,7 +15,7 @@ import kvpolicy
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("version",),
+    ("errors", "version"),
     ("events", "overflow", "rowtext", "shape"),
     ("features", "hardware", "trace", "workload", "drafts"),
     ("cost",),
@@ -28,7 +28,7 @@ LAYERS = (
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
-_DECIDE = {"events", "features", "drafts", "shape", "hardware", "trace", "cost", "policy"}
+_DECIDE = {"errors", "events", "features", "drafts", "shape", "hardware", "trace", "cost", "policy"}
 INTEGRATION = {
     "": set(),
     "connector": set(),

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+from kvpolicy.errors import KVPolicyError
+
 NUMERICAL_DECISIONS = frozenset({0, 2})
 """LightGBM's ``decision_type``: no category, no special treatment of missing values; bit 1 is the default direction."""
 
 
-class ForestError(ValueError):
+class ForestError(KVPolicyError):
     """A text that is not a LightGBM forest of plain numerical splits; the message names the field."""
 
 

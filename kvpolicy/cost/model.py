@@ -20,6 +20,7 @@ from kvpolicy.cost.laws import Law, RecomputeRoofline
 from kvpolicy.cost.packed import Check, Packed, pack
 from kvpolicy.cost.pricing import Predictor
 from kvpolicy.cost.undisturbed import StepTimeModel
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, Features, features_of
 from kvpolicy.hardware import Geometry
@@ -31,7 +32,7 @@ POWERS = {"recomputed_pairs": 2.0}
 """Of length, that a feature grows with; 1 for all others."""
 
 
-class ModelError(ValueError):
+class ModelError(KVPolicyError):
     """A cost model that cannot be read, or does not fit; the message names the file and the field."""
 
 

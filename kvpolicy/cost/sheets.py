@@ -9,7 +9,11 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from kvpolicy.cost.model import ModelError
+from kvpolicy.errors import KVPolicyError
+
+
+class SheetError(KVPolicyError):
+    """There is no sheet of that device or link; the message lists those there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +62,13 @@ def links() -> Mapping[str, LinkSheet]:
 
 
 def device_sheet(device: str) -> DeviceSheet:
-    """The sheet of a device by its short name or the name its driver gives. Raises ModelError where there is none."""
+    """The sheet of a device by its short name or the name its driver gives. Raises SheetError where there is none."""
     wanted = device.strip().casefold()
     for name, sheet in devices().items():
         if wanted == name.casefold() or wanted in map(str.casefold, sheet.device_names):
             return sheet
-    raise ModelError(
-        f"analytic: there is no hardware sheet for device {device!r} (there are {', '.join(devices())}); "
+    raise SheetError(
+        f"there is no hardware sheet for device {device!r} (there are {', '.join(devices())}); "
         "measure this machine instead: `kvpolicy profile`, then `kvpolicy train`"
     )
 
@@ -73,14 +77,14 @@ def known_sheet(device: object) -> DeviceSheet | None:
     """As :func:`device_sheet`; None of a device without a sheet."""
     try:
         return device_sheet(str(device))
-    except ModelError:
+    except SheetError:
         return None
 
 
 def link_sheet(link: str) -> LinkSheet:
-    """Raises ModelError for a name that is none."""
+    """Raises SheetError for a name that is none."""
     if link.casefold() not in links():
-        raise ModelError(f"analytic: there is no link {link!r}; there are {', '.join(links())}")
+        raise SheetError(f"there is no link {link!r}; there are {', '.join(links())}")
     return links()[link.casefold()]
 
 

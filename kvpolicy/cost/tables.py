@@ -18,6 +18,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kvpolicy.cost.layouts import LAYOUTS, Layout, Rows, Times
+from kvpolicy.errors import KVPolicyError
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -25,7 +26,7 @@ Whole = NDArray[np.int64]
 ENDINGS = (".parquet", ".csv", ".csv.gz")
 
 
-class TableError(ValueError):
+class TableError(KVPolicyError):
     """A table of times that cannot be read; the message names the file, and the row where there is one."""
 
 

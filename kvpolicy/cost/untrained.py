@@ -17,7 +17,7 @@ from kvpolicy.cost.intervals import unbounded
 from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.model import FittedModel, ModelError, Provenance
 from kvpolicy.cost.physics import ASSUMED, Assumptions
-from kvpolicy.cost.sheets import DeviceSheet, LinkSheet, device_sheet, known_sheet, link_sheet
+from kvpolicy.cost.sheets import DeviceSheet, LinkSheet, SheetError, device_sheet, known_sheet, link_sheet
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
@@ -172,13 +172,27 @@ def _load(name: str | Path, engine: Engine, kv_cache_dtype: str) -> FittedModel:
             "as analytic:H100-SXM@pcie5:path/to/config.json"
         )
     place, _, link = device.partition("@")
-    shape, sheet = _shape(config, kv_cache_dtype), device_sheet(place)
+    shape, sheet = _shape(config, kv_cache_dtype), _sheet(place)
     geometry = Geometry.of_shape(shape, engine.ranks)
     if engine.geometry is not None:  # 16 bits are 16 bits: which of the types they are is the engine's to say
         geometry = replace(geometry, dtype=engine.geometry.dtype)
     same = engine.hardware is not None and known_sheet(engine.hardware.get("device")) == sheet
     here = replace(engine, geometry=geometry, block_bytes=None, hardware=engine.hardware if same else None)
-    return replace(untrained(shape, sheet, link_sheet(link) if link else None, here), name=str(name))
+    return replace(untrained(shape, sheet, _link(link) if link else None, here), name=str(name))
+
+
+def _sheet(device: str) -> DeviceSheet:
+    try:
+        return device_sheet(device)
+    except SheetError as error:
+        raise ModelError(f"analytic: {error}") from error
+
+
+def _link(link: str) -> LinkSheet:
+    try:
+        return link_sheet(link)
+    except SheetError as error:
+        raise ModelError(f"analytic: {error}") from error
 
 
 def _shape(config: str, kv_cache_dtype: str) -> ModelShape:
@@ -210,6 +224,6 @@ def engine_loader(
             shape = ModelShape.from_config(config, kv_cache_dtype)
         except ConfigError as error:
             raise ModelError(f"analytic: the model's configuration: {error}") from error
-        return untrained(shape, device_sheet(str(device)), engine=engine)
+        return untrained(shape, _sheet(str(device)), engine=engine)
 
     return find

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpolicy.cost.laws import Channel
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware import Geometry
 from kvpolicy.simulator.interpolation import TERMS, compiled
 from kvpolicy.simulator.protocol import Direction, Floats, StepLoad
@@ -23,7 +24,7 @@ KIND = "kvpolicy hardware model"
 SCHEMA_VERSION = 1
 
 
-class HardwareError(ValueError):
+class HardwareError(KVPolicyError):
     """A hardware model that cannot be used; the message names file and field."""
 
 

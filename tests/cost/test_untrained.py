@@ -13,7 +13,7 @@ import pytest
 
 from kvpolicy.cost import Engine, ModelError, engine_loader, load, untrained
 from kvpolicy.cost.physics import ASSUMED, Constant, constants_of, implausible
-from kvpolicy.cost.sheets import device_sheet, devices, link_sheet, links
+from kvpolicy.cost.sheets import SheetError, device_sheet, devices, link_sheet, links
 from kvpolicy.events import KINDS, Option, Preemption
 from kvpolicy.hardware import Geometry
 from kvpolicy.policy import load as load_policy
@@ -75,12 +75,12 @@ def test_devices_are_found_by_what_drivers_call_them() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H1000", ""])
 def test_a_device_without_a_sheet_says_what_to_do(device: str) -> None:
-    with pytest.raises(ModelError, match=r"no hardware sheet.*kvpolicy profile"):
+    with pytest.raises(SheetError, match=r"no hardware sheet.*kvpolicy profile"):
         device_sheet(device)
 
 
 def test_a_link_that_is_none_lists_those_there_are() -> None:
-    with pytest.raises(ModelError, match=r"no link 'pcie9'.*nvlink-c2c"):
+    with pytest.raises(SheetError, match=r"no link 'pcie9'.*nvlink-c2c"):
         link_sheet("pcie9")
 
 

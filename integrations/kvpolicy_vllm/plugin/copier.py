@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.plugin.jobs import Direction, Job, Transfer
 from kvpolicy_vllm.plugin.settings import Link
 
@@ -24,7 +25,7 @@ Span = tuple[float, float]
 """When a copy began and ended, seconds after it was submitted."""
 
 
-class CopyError(RuntimeError):
+class CopyError(KVPolicyError, RuntimeError):
     """A copy that could not be made. The request it was for is recomputed."""
 
 
