@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("errors", "version"),
-    ("events", "overflow", "rowtext", "shape"),
+    ("events", "overflow", "shape"),
     ("features", "hardware", "trace", "workload", "drafts"),
     ("cost",),
     ("policy",),

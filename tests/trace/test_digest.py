@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.rowtext import BATCH_ROWS, row_texts
+from kvpolicy.trace.digest import BATCH_ROWS, row_texts
 from tests.fuzzing import examples
 from tests.synthetic import make_trace
 from tests.synthetic_steps import with_steps

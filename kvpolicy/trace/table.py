@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import CAUSES, ENDINGS, KINDS, Decision, Outcome, Preemption, as_row
-from kvpolicy.rowtext import row_texts
+from kvpolicy.trace.digest import row_texts
 
 SCHEMA_VERSION = 1
 
