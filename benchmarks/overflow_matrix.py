@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any
 
 from kvpolicy.cost.physics import ASSUMED
-from kvpolicy.cost.sheets import device_sheet, link_sheet
+from kvpolicy.hardware.sheets import device_sheet, link_sheet
 from kvpolicy.study.cells import Cell, Serving
 from kvpolicy.study.defaults import server_defaults
 from kvpolicy.study.digests import workload_digest

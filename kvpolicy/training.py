@@ -21,7 +21,6 @@ from kvpolicy.cost.logged import holds_logs
 from kvpolicy.cost.loggedtraining import LogTrainReport, train_logged
 from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
 from kvpolicy.cost.physics import implausible
-from kvpolicy.cost.sheets import known_sheet
 from kvpolicy.cost.transfer import (
     ErrorByCount,
     carry,
@@ -34,6 +33,7 @@ from kvpolicy.cost.transfer import (
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import fingerprint
+from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
 
 FEWEST_STATES = 12

@@ -1,7 +1,7 @@
 """The constants behind the laws: what each means, which values are plausible, what is assumed before any measurement.
 
-Facts (a device's peak rates) are in :mod:`kvpolicy.cost.sheets`. What share of them is reached is never a fact: it is
-calibrated from a trace, or assumed.
+Facts (a device's peak rates) are in :mod:`kvpolicy.hardware.sheets`. What share of them is reached is never a fact: it
+is calibrated from a trace, or assumed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvpolicy.cost.laws import Law, RecomputeRoofline, SwapRoofline
-from kvpolicy.cost.sheets import DeviceSheet
 from kvpolicy.events import Kind
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.sheets import DeviceSheet
 
 
 @dataclass(frozen=True, slots=True)

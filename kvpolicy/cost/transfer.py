@@ -22,11 +22,11 @@ from kvpolicy.cost.intervals import calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import Law, RecomputeRoofline
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.scaling import ELSEWHERE, Spreads, carry_law
-from kvpolicy.cost.sheets import known_sheet
 from kvpolicy.cost.store import ForestText, forest_of
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import same_machine
+from kvpolicy.hardware.sheets import known_sheet
 
 UNCHANGED_SPREAD = 0.05
 """Of both scales of a law where neither machine, model nor (for copies) link has changed."""

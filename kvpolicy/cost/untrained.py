@@ -17,10 +17,10 @@ from kvpolicy.cost.intervals import unbounded
 from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.model import FittedModel, ModelError, Provenance
 from kvpolicy.cost.physics import ASSUMED, Assumptions
-from kvpolicy.cost.sheets import DeviceSheet, LinkSheet, SheetError, device_sheet, known_sheet, link_sheet
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.sheets import DeviceSheet, LinkSheet, SheetError, device_sheet, known_sheet, link_sheet
 from kvpolicy.shape import ConfigError, ModelShape
 
 ANALYTIC = "analytic"

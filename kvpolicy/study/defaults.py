@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpolicy.cost.sheets import known_sheet
+from kvpolicy.hardware.sheets import known_sheet
 
 GIB = 2**30
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvpolicy import cost
 from kvpolicy.cost import Engine, FittedModel, ModelError
-from kvpolicy.cost.sheets import known_sheet
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import Times
 from kvpolicy.simulator.hardware import FILE, load_hardware
 from kvpolicy.simulator.times import law_times

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from kvpolicy.cost.sheets import known_sheet
+from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.study.cells import Cell
 from kvpolicy.study.kept import Result
 

@@ -13,9 +13,9 @@ import pytest
 
 from kvpolicy.cost import Engine, ModelError, engine_loader, load, untrained
 from kvpolicy.cost.physics import ASSUMED, Constant, constants_of, implausible
-from kvpolicy.cost.sheets import SheetError, device_sheet, devices, link_sheet, links
 from kvpolicy.events import KINDS, Option, Preemption
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.sheets import SheetError, device_sheet, devices, link_sheet, links
 from kvpolicy.policy import load as load_policy
 from kvpolicy.policy import needs_engine
 from kvpolicy.shape import ModelShape

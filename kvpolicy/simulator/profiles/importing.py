@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kvpolicy.cost.laws import Channel
 from kvpolicy.cost.physics import ASSUMED
-from kvpolicy.cost.sheets import DeviceSheet, devices, known_sheet, link_sheet, links
 from kvpolicy.cost.tables import TableError
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.sheets import DeviceSheet, devices, known_sheet, link_sheet, links
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator.hardware import Engine, HardwareModel
 from kvpolicy.simulator.profiles import grids, operators

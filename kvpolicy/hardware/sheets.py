@@ -89,7 +89,7 @@ def link_sheet(link: str) -> LinkSheet:
 
 
 def _read() -> dict[str, Any]:
-    text = resources.files("kvpolicy.cost").joinpath("sheets.json").read_text(encoding="utf-8")
+    text = resources.files("kvpolicy.hardware").joinpath("sheets.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
