@@ -15,7 +15,7 @@ from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Re
 from numpy.typing import NDArray
 
 from kvpolicy import policy
-from kvpolicy.cost.nonnegative import robust_nonnegative_fit
+from kvpolicy.regression.nnls import robust_nonnegative_fit
 from kvpolicy.simulator import Link, Server, Simulator, StepLoad, Summary, Tail
 from kvpolicy.simulator.protocol import Direction
 from kvpolicy.simulator.times import linear

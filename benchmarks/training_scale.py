@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 
 import kvpolicy
 from kvpolicy.cost.boosted import FEWEST_STATES
-from kvpolicy.cost.ceilings import LAUNCH, Ceilings
 from kvpolicy.cost.dataset import measured
-from kvpolicy.cost.estimator import BoostedRegressor
 from kvpolicy.cost.examples import drawn
 from kvpolicy.cost.fitting import fit, held_out_scores, misses_of
 from kvpolicy.events import KINDS
+from kvpolicy.regression.ceilings import LAUNCH, Ceilings
+from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.training import MOST_STATES, provenance_of, split
 
 Floats = NDArray[np.float64]

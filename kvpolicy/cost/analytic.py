@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from kvpolicy.cost.columns import Move, Moves
 from kvpolicy.cost.examples import Example, Examples, log_miss
 from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline, recompute_seconds
-from kvpolicy.cost.nonnegative import nonnegative_fit
 from kvpolicy.events import Kind
 from kvpolicy.features import Features
+from kvpolicy.regression.nnls import nonnegative_fit
 
 Floats = NDArray[np.float64]
 

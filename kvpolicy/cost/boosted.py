@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from kvpolicy.cost.examples import Example, log_miss
 from kvpolicy.cost.laws import Law
-from kvpolicy.cost.residual import TREE_COUNTS, Growth, Unseen, grow
-from kvpolicy.cost.residual import choose_tree_count as fewest_trees
 from kvpolicy.cost.store import ForestText
 from kvpolicy.events import Kind
 from kvpolicy.features import GROWING
+from kvpolicy.regression.residual import TREE_COUNTS, Growth, Unseen, grow
+from kvpolicy.regression.residual import choose_tree_count as fewest_trees
 
 FEWEST_STATES = 40
 """With fewer training states the residual is left out: it would learn noise."""

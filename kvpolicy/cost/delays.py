@@ -10,8 +10,8 @@ import numpy as np
 from kvpolicy.cost.dataset import State
 from kvpolicy.cost.examples import Example
 from kvpolicy.cost.laws import Law, LinearLaw
-from kvpolicy.cost.nonnegative import robust_nonnegative_fit
 from kvpolicy.events import KINDS, Kind
+from kvpolicy.regression.nnls import robust_nonnegative_fit
 
 INPUTS: dict[Kind, tuple[str, ...]] = {
     "recompute": ("recomputed_tokens", "recomputed_pairs", "running_requests", "batch_tokens"),

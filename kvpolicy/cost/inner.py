@@ -13,14 +13,14 @@ from math import inf, isinf, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
-from kvpolicy.cost.beyond import SHARES, Room, carries, excess, growth_of
 from kvpolicy.cost.coverage import share_held
 from kvpolicy.cost.dataset import State
 from kvpolicy.cost.examples import examples_of
-from kvpolicy.cost.intervals import CONFIDENCE, PREDICTED, Intervals, Misses, calibrate, kept_of
+from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of
 from kvpolicy.cost.model import FittedModel
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import GROWING, Features
+from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, excess, growth_of
 
 FEWEST_SHORT = 12
 """States up to an inner edge: with fewer no law is told."""

@@ -12,12 +12,13 @@ import numba
 from numba.extending import register_jitable
 
 from kvpolicy import features
-from kvpolicy.cost import beyond, laws, pricing
+from kvpolicy.cost import laws, pricing
 from kvpolicy.cost.pricing import Pair
+from kvpolicy.regression import conformal
 
 PARTS: tuple[Callable[..., Any], ...] = (
     features.recompute_row, features.swap_row, features.usable, laws.recompute_seconds, laws.swap_seconds,
-    laws.linear_seconds, laws.linear_parts, beyond.distance_beyond, beyond.grown,
+    laws.linear_seconds, laws.linear_parts, conformal.distance_beyond, conformal.grown,
     pricing.law_parts, pricing.to_edge, pricing.how_far, pricing.table_value,
     pricing.forest_value, pricing.price, pricing.bin_at, pricing.room_at, pricing.times_exp, pricing.option_cost,
     pricing.fill,

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from kvpolicy.cost.ceilings import LAUNCH, Ceilings
+from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]

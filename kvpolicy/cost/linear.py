@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
-from sklearn.linear_model import LinearRegression
 
 from kvpolicy.cost.examples import Example, Examples
 from kvpolicy.cost.laws import Law, LinearLaw
 from kvpolicy.events import KINDS, Kind
-
-Floats = NDArray[np.float64]
+from kvpolicy.regression.nnls import relative_sum
 
 ROUNDS = 10
 
@@ -25,17 +22,6 @@ INPUTS: dict[Kind, tuple[str, ...]] = {
 def fit_linear(examples: Examples, floor_s: dict[Kind, float]) -> dict[Kind, Law]:
     """One law per option."""
     return {kind: _fit(examples[kind], INPUTS[kind], floor_s[kind]) for kind in KINDS}
-
-
-def relative_sum(design: Floats, seconds: Floats, weight: Floats) -> Floats:
-    """Coefficients c >= 0 with ``design @ c`` near ``seconds`` under ``weight``; ``design``: (rows, columns)."""
-    scale = np.abs(design).max(axis=0)
-    scale[scale == 0] = 1.0
-    # Weights of order one: the solver's tolerance is absolute.
-    fitted = LinearRegression(positive=True, fit_intercept=False).fit(
-        design / scale, seconds, sample_weight=weight / weight.mean()
-    )
-    return np.asarray(np.maximum(fitted.coef_ / scale, 0.0), np.float64)
 
 
 def _fit(examples: Sequence[Example], inputs: tuple[str, ...], floor_s: float) -> LinearLaw:

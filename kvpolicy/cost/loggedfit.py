@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 from math import floor, inf
 
 from kvpolicy.cost.analytic import fit_analytic
-from kvpolicy.cost.beyond import Room
 from kvpolicy.cost.boosted import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 from kvpolicy.cost.coverage import share_held
 from kvpolicy.cost.doublyrobust import Average, Term, average
 from kvpolicy.cost.examples import Example, log_miss, option_of, ranges_of
-from kvpolicy.cost.intervals import CONFIDENCE, FEWEST_PER_BIN, PREDICTED, Intervals, conformal_room, unbounded
+from kvpolicy.cost.intervals import FEWEST_PER_BIN, PREDICTED, Intervals, conformal_room, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.linear import fit_linear
 from kvpolicy.cost.logged import Record, Records
@@ -35,6 +34,7 @@ from kvpolicy.cost.scaling import scaled_by
 from kvpolicy.cost.store import ForestText, forest_of
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
+from kvpolicy.regression.conformal import CONFIDENCE, Room
 from kvpolicy.trace import TraceError
 
 FOLDS = 5

@@ -13,7 +13,6 @@ from math import inf, log
 from typing import Any, Protocol
 
 from kvpolicy.cost import pricing
-from kvpolicy.cost.beyond import Room
 from kvpolicy.cost.compiled import Forest
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import Law, RecomputeRoofline
@@ -24,6 +23,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, Features, features_of
 from kvpolicy.hardware import Geometry
+from kvpolicy.regression.conformal import Room
 
 FAMILIES = ("boosted", "linear", "analytic")
 LENGTH: Mapping[Kind, str] = {"recompute": "recomputed_tokens", "swap": "save_bytes"}

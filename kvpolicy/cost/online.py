@@ -25,9 +25,9 @@ from functools import cached_property
 from math import exp, inf, isfinite, log, sqrt
 from typing import Any, Literal
 
-from kvpolicy.cost.intervals import CONFIDENCE
 from kvpolicy.cost.pricing import times_exp
 from kvpolicy.events import KINDS, Cost, Kind, Option
+from kvpolicy.regression.conformal import CONFIDENCE
 
 Quantity = Literal["engine", "victim"]
 QUANTITIES: tuple[Quantity, ...] = ("engine", "victim")

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, MutableSequence, Sequence
 from math import exp, inf, log
 
-from kvpolicy.cost.beyond import distance_beyond, grown
 from kvpolicy.cost.laws import Parts, linear_parts, recompute_seconds, swap_seconds
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.features import FEATURES, Row, recompute_row, swap_row, usable
+from kvpolicy.regression.conformal import distance_beyond, grown
 
 COUNT = len(FEATURES)
 RECOMPUTE, SWAP, RATIO = 0, 1, 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpolicy.cost.nonnegative import robust_nonnegative_fit
 from kvpolicy.cost.undisturbed import (
     AFTERMATH_STEPS,
     PARTS,
@@ -15,6 +14,7 @@ from kvpolicy.cost.undisturbed import (
     medians,
     with_aftermath,
 )
+from kvpolicy.regression.nnls import robust_nonnegative_fit
 from kvpolicy.trace import TraceError
 
 __all__ = [

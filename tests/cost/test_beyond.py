@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpolicy.cost.beyond import carries, distance_beyond, excess, grown, growth_of
 from kvpolicy.cost.dataset import dataset_of
-from kvpolicy.cost.estimator import BoostedRegressor
 from kvpolicy.cost.inner import Beyond, carried, growing, inner_coverage, unsteady
-from kvpolicy.cost.intervals import CONFIDENCE, PREDICTED, Misses, calibrate
+from kvpolicy.cost.intervals import PREDICTED, Misses, calibrate
 from kvpolicy.events import KINDS
+from kvpolicy.regression.conformal import CONFIDENCE, carries, distance_beyond, excess, grown, growth_of
+from kvpolicy.regression.estimator import BoostedRegressor
 from tests.synthetic import fitted_model, make_trace, options_for, situation
 
 

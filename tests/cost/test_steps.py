@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from kvpolicy import trace as traces
-from kvpolicy.cost.nonnegative import nonnegative_fit, robust_nonnegative_fit
 from kvpolicy.cost.steps import attribute, step_time_models
 from kvpolicy.cost.steptime import PARTS, fit_step_time, with_aftermath
+from kvpolicy.regression.nnls import nonnegative_fit, robust_nonnegative_fit
 from kvpolicy.trace import Header, Trace, TraceError
 
 FIXED_S, TOKEN_S, DECODE_S, READ_S, PAIR_S = 2e-3, 3e-5, 1e-4, 1e-7, 2e-9

@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from kvpolicy.cost.ceilings import relative_fit
-from kvpolicy.cost.estimator import BoostedRegressor
 from kvpolicy.cost.layouts import NATIVE_DTYPE, Rows
 from kvpolicy.cost.tables import Table, TableError, rows_of, subsampled
 from kvpolicy.hardware import Geometry
+from kvpolicy.regression.ceilings import relative_fit
+from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.simulator.hardware import AXES, Grid
 from kvpolicy.simulator.interpolation import TERMS
 from kvpolicy.simulator.profiles.opened import Opened, medians

@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from kvpolicy.cost.estimator import BoostedRegressor
 from kvpolicy.cost.layouts import NATIVE_DTYPE, VIDUR_OPERATORS, Rows
 from kvpolicy.cost.physics import ASSUMED
 from kvpolicy.cost.tables import TableError, rows_of, subsampled
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import DeviceSheet
+from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.simulator.hardware import Curve
 from kvpolicy.simulator.profiles.opened import Opened, medians
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from kvpolicy.cost.ceilings import LAUNCH, Ceilings
-from kvpolicy.cost.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
+from kvpolicy.regression.ceilings import LAUNCH, Ceilings
+from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
 
 Floats = NDArray[np.float64]
 COLUMNS = ("tokens", "pairs", "batch")

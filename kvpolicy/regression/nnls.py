@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.linear_model import LinearRegression
 
 Floats = NDArray[np.float64]
 
@@ -58,3 +59,14 @@ def nonnegative_fit(design: Floats, values: Floats, weights: Floats) -> Floats:
                 best = np.zeros(len(scale))
                 best[support] = found
     return np.asarray(best / scale, dtype=np.float64)
+
+
+def relative_sum(design: Floats, seconds: Floats, weight: Floats) -> Floats:
+    """Coefficients c >= 0 with ``design @ c`` near ``seconds`` under ``weight``; ``design``: (rows, columns)."""
+    scale = np.abs(design).max(axis=0)
+    scale[scale == 0] = 1.0
+    # Weights of order one: the solver's tolerance is absolute.
+    fitted = LinearRegression(positive=True, fit_intercept=False).fit(
+        design / scale, seconds, sample_weight=weight / weight.mean()
+    )
+    return np.asarray(np.maximum(fitted.coef_ / scale, 0.0), np.float64)

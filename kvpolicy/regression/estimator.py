@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, validate_data
 
-from kvpolicy.cost.beyond import SHARES, Room, carries, excess, growth_of
-from kvpolicy.cost.ceilings import Calibrated, Ceilings, Constant, Physics
-from kvpolicy.cost.intervals import CONFIDENCE
-from kvpolicy.cost.linear import relative_sum
-from kvpolicy.cost.residual import TREE_COUNTS, Growth, Unseen, choose_tree_count, grow
+from kvpolicy.regression.ceilings import Calibrated, Ceilings, Constant, Physics
+from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, excess, growth_of
+from kvpolicy.regression.nnls import relative_sum
+from kvpolicy.regression.residual import TREE_COUNTS, Growth, Unseen, choose_tree_count, grow
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -100,7 +99,10 @@ class LinearRegressor(_Times):
 
 
 class AnalyticRegressor(_Times):
-    """Physics alone, its constants calibrated. ``physics``: :class:`~kvpolicy.cost.ceilings.Ceilings` where None."""
+    """Physics alone, its constants calibrated.
+
+    ``physics``: :class:`~kvpolicy.regression.ceilings.Ceilings` where None.
+    """
 
     def __init__(self, physics: Physics | None = None, columns: Sequence[str] | None = None) -> None:
         self.physics = physics
@@ -128,7 +130,8 @@ class BoostedRegressor(AnalyticRegressor):
     How many trees, at most ``max_trees``, is decided by grouped cross-validation; none, where they do not help on
     groups that they have not seen. Beyond the trained range either the forest goes on saying what it says at the
     range's edge (``carried_``), or physics is alone, never below the prediction at the edge: whichever missed less in
-    inner extrapolation (:mod:`kvpolicy.cost.beyond`) where ``fit`` was given ``lengths``; carried where it was not.
+    inner extrapolation (:mod:`kvpolicy.regression.conformal`) where ``fit`` was given ``lengths``; carried where it
+    was not.
 
     After ``fit``: ``trees_``, ``physics_``, ``constants_``, ``unseen_misses_`` (log(measured / predicted) of each row
     with weight by a fit without its group; NaN for rows not drawn, None where there were too few groups), ``inner_``

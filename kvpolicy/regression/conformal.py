@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, log
 
+CONFIDENCE = 0.9
 SHARES = (0.25, 0.5)
 """Of the longest length in training: up to there the fits of inner extrapolation learn."""
 FEWEST_BEYOND = 9
