@@ -136,7 +136,8 @@ class Decision:
 class Outcome:
     """What became of one preemption. Times are measured; nothing here is a prediction.
 
-    ``engine_s`` and ``others_delay_s`` come from the step table (:mod:`kvpolicy.cost.steps`); ``None`` until then.
+    ``engine_s`` and ``others_delay_s`` come from the step table (:mod:`kvpolicy.attribution.offline`); ``None`` until
+    then.
     """
 
     preemption_id: str

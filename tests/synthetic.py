@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow as pa
 
 from kvpolicy import trace as traces
+from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from kvpolicy.cost.dataset import dataset_of
 from kvpolicy.cost.fitting import fit
 from kvpolicy.cost.model import FittedModel
-from kvpolicy.cost.undisturbed import HeldOutError, StepTimeModel
 from kvpolicy.events import KINDS, Decision, Kind, Option, Outcome, Preemption
 from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry

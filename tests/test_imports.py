@@ -18,6 +18,7 @@ LAYERS = (
     ("errors", "version"),
     ("events", "overflow", "shape", "regression"),
     ("features", "hardware", "trace", "workload", "drafts"),
+    ("attribution",),
     ("cost",),
     ("policy",),
     ("evaluation", "simulator", "training", "explaining"),
@@ -28,7 +29,7 @@ LAYERS = (
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
-_DECIDE = {"errors", "events", "features", "drafts", "shape", "hardware", "trace", "cost", "policy"}
+_DECIDE = {"errors", "events", "features", "drafts", "shape", "hardware", "trace", "attribution", "cost", "policy"}
 INTEGRATION = {
     "": set(),
     "connector": set(),
@@ -54,7 +55,13 @@ INTEGRATION_INSIDE = {
 """Parts of kvpolicy_vllm, and the other parts of it each may import."""
 
 ENGINE_PACKAGES = {"vllm", "transformers", "tokenizers"}
-LIVE_PATH = ("kvpolicy.events", "kvpolicy.features", "kvpolicy.cost.compiled", "kvpolicy.policy")
+LIVE_PATH = (
+    "kvpolicy.events",
+    "kvpolicy.features",
+    "kvpolicy.attribution",
+    "kvpolicy.cost.compiled",
+    "kvpolicy.policy",
+)
 HEAVY = ("pandas", "sklearn", "lightgbm", "pyarrow", "torch", "vllm")
 
 
@@ -166,7 +173,7 @@ def test_the_rule_sees_what_breaks_it(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("kvpolicy.trace", "import json\nfrom kvpolicy.events import Preemption"),
-        ("kvpolicy.cost.linear", "from kvpolicy.cost.steps import fit\nfrom kvpolicy import features"),
+        ("kvpolicy.cost.linear", "from kvpolicy.attribution.offline import fit\nfrom kvpolicy import features"),
         ("kvpolicy.cost.linear", "from .steps import fit"),
         ("kvpolicy_vllm.plugin.scheduler", "import vllm\nfrom kvpolicy.policy import load"),
         ("kvpolicy_vllm.bench.profile", "from kvpolicy_vllm.plugin import settings\nfrom kvpolicy import workload"),

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kvpolicy import trace as traces
+from kvpolicy.attribution.offline import attribute, common_step_time, step_time_models
+from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.cost.columns import Arms, Move, Moves, Sample, Situations, key
 from kvpolicy.cost.floor import Floor, floor_of
 from kvpolicy.cost.impossible import refuse_doubled
 from kvpolicy.cost.kept import all_moves, kept_windows
-from kvpolicy.cost.steps import attribute, common_step_time, step_time_models
-from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption
 from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any
 
-from kvpolicy.cost.undisturbed import HeldOutError, StepTimeModel
+from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from kvpolicy.trace import Header, TraceError
 
 VERDICTS = ("agrees", "disagrees", "cannot tell")

@@ -12,13 +12,13 @@ from importlib import import_module
 from math import inf, log
 from typing import Any, Protocol
 
+from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.cost import pricing
 from kvpolicy.cost.compiled import Forest
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import Law, RecomputeRoofline
 from kvpolicy.cost.packed import Check, Packed, pack
 from kvpolicy.cost.pricing import Predictor
-from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, Features, features_of

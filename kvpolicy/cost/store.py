@@ -14,12 +14,12 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.cost import strictly
 from kvpolicy.cost.compiled import Forest, ForestError
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import Law, LinearLaw, RecomputeRoofline, SwapRoofline, law_from_dict
 from kvpolicy.cost.model import FAMILIES, FittedModel, ModelError, ModelWarning, Provenance
-from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry

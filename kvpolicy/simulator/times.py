@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvpolicy.cost import FittedModel, StepTimeModel
+from kvpolicy.attribution import StepTimeModel
+from kvpolicy.attribution.step_time import FULL_AFTERMATH_TOKENS
+from kvpolicy.cost import FittedModel
 from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
-from kvpolicy.cost.undisturbed import FULL_AFTERMATH_TOKENS
 from kvpolicy.simulator.protocol import LOAD, Direction, Floats, StepLoad
 
 

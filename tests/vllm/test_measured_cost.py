@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvpolicy import cost, trace
+from kvpolicy.attribution.offline import attribute, common_step_time
 from kvpolicy.cost import remembered
 from kvpolicy.cost.intervals import unbounded
 from kvpolicy.cost.online import Online
-from kvpolicy.cost.steps import attribute, common_step_time
 from kvpolicy.cost.store import save
 from kvpolicy.hardware import Geometry
 from tests.vllm import harness

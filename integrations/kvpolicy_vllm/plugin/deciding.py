@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import policy as policies
-from kvpolicy.cost import CostModel, LiveCost, StepTimeModel, remembered
+from kvpolicy.attribution import LiveCost, StepTimeModel
+from kvpolicy.cost import CostModel, remembered
 from kvpolicy.cost.online import Online
 from kvpolicy.events import Decision, Kind, Option, Outcome, Preemption
 from kvpolicy.policy import Feedback, Policy, PolicyState

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from kvpolicy import trace as traces
-from kvpolicy.cost.steps import attribute, step_time_models
-from kvpolicy.cost.steptime import PARTS, fit_step_time, with_aftermath
+from kvpolicy.attribution.offline import attribute, step_time_models
+from kvpolicy.attribution.step_time_fit import PARTS, fit_step_time, with_aftermath
 from kvpolicy.regression.nnls import nonnegative_fit, robust_nonnegative_fit
 from kvpolicy.trace import Header, Trace, TraceError
 

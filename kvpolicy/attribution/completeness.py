@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.cost.steptime import AFTERMATH_STEPS, Floats, Whole
+from kvpolicy.attribution.step_time_fit import AFTERMATH_STEPS, Floats, Whole
 
 Flags = NDArray[np.bool_]
 

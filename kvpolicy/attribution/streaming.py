@@ -1,4 +1,4 @@
-"""What preemptions cost, measured while the engine runs: :mod:`kvpolicy.cost.steps` with the past alone.
+"""What preemptions cost, measured while the engine runs: :mod:`kvpolicy.attribution.offline` with the past alone.
 
 The definition is the same: of every step a preemption is involved in, the time beyond d0 of what the step would have
 been made of without the victims' repeated tokens, split by what each of them did in it. Two things differ. d0 is that
@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from kvpolicy.cost.undisturbed import AFTERMATH_STEPS, NEIGHBOURS, StepTimeModel, aftermath, step_seconds
+from kvpolicy.attribution.step_time import AFTERMATH_STEPS, NEIGHBOURS, StepTimeModel, aftermath, step_seconds
 from kvpolicy.events import Ending, Kind
 
 Parts = tuple[float, float, float, float]
-"""What a step, or somebody's part of it, is made of, in the order of :data:`kvpolicy.cost.undisturbed.PARTS`."""
+"""What a step, or somebody's part of it, is made of, in the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
 
 IDLE_S = 0.02
 """So long steps that compute nothing are taken together, seconds."""

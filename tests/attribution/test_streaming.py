@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvpolicy import trace as traces
-from kvpolicy.cost.live import MOST_WAITING, LiveCost, LiveCosts, Parts
-from kvpolicy.cost.steps import REPEATED_PARTS, attribute, common_step_time
-from kvpolicy.cost.undisturbed import PARTS, HeldOutError, StepTimeModel, aftermath, step_seconds
+from kvpolicy.attribution.offline import REPEATED_PARTS, attribute, common_step_time
+from kvpolicy.attribution.step_time import PARTS, HeldOutError, StepTimeModel, aftermath, step_seconds
+from kvpolicy.attribution.streaming import MOST_WAITING, LiveCost, LiveCosts, Parts
 from kvpolicy.trace import Trace
 
 ROOT = __file__.rsplit("/tests/", 1)[0]

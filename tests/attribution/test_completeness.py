@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pytest
 
 from kvpolicy import trace as traces
-from kvpolicy.cost.steps import attribute
+from kvpolicy.attribution.offline import attribute
 from kvpolicy.events import Decision, Option
 from kvpolicy.trace import Trace
 from tests.cost.test_steps import Row, calm_steps, chained, costs, made, outcome, repeated, step, transfer

@@ -1,10 +1,10 @@
-"""Fitting d0, the law of :mod:`kvpolicy.cost.undisturbed`, to a trace's undisturbed steps."""
+"""Fitting d0, the law of :mod:`kvpolicy.attribution.step_time`, to a trace's undisturbed steps."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvpolicy.cost.undisturbed import (
+from kvpolicy.attribution.step_time import (
     AFTERMATH_STEPS,
     PARTS,
     Floats,

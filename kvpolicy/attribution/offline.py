@@ -27,8 +27,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from kvpolicy.cost.completeness import Span, Timeline, unbroken
-from kvpolicy.cost.steptime import AFTERMATH_STEPS, PARTS, Floats, StepTimeModel, Whole, fit_step_time, with_aftermath
+from kvpolicy.attribution.completeness import Span, Timeline, unbroken
+from kvpolicy.attribution.step_time_fit import (
+    AFTERMATH_STEPS,
+    PARTS,
+    Floats,
+    StepTimeModel,
+    Whole,
+    fit_step_time,
+    with_aftermath,
+)
 from kvpolicy.hardware import fingerprint
 from kvpolicy.trace import Trace, TraceError
 
@@ -59,7 +67,7 @@ def attribute(trace: Trace, models: Mapping[str, StepTimeModel] | None = None) -
     """The trace with ``engine_s`` and ``others_delay_s`` of its outcomes, where empty, from its steps and transfers.
 
     An outcome whose steps or transfers are not all in the trace (dropped, or lost with a killed server) keeps them
-    empty: a part of a cost is no cost; see :mod:`kvpolicy.cost.completeness`. ``models``: what
+    empty: a part of a cost is no cost; see :mod:`kvpolicy.attribution.completeness`. ``models``: what
     :func:`step_time_models` returns for this trace, fitted here without it. Raises TraceError, naming table and row,
     for steps that contradict themselves.
     """
