@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 import kvpolicy
 from kvpolicy.cost.boosted import FEWEST_STATES
-from kvpolicy.cost.dataset import measured
-from kvpolicy.cost.examples import drawn
 from kvpolicy.cost.fitting import fit, held_out_scores, misses_of
+from kvpolicy.datasets.examples import drawn
+from kvpolicy.datasets.profiles import measured
 from kvpolicy.events import KINDS
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 from kvpolicy.regression.estimator import BoostedRegressor

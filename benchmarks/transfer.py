@@ -31,9 +31,9 @@ from rich.table import Table
 
 from kvpolicy import training
 from kvpolicy.cost.analytic import fit_recompute
-from kvpolicy.cost.examples import Example, log_miss
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.scaling import carry_law
+from kvpolicy.datasets.examples import Example, log_miss
 from kvpolicy.features import FEATURES, Features
 
 SHIPPED = ("traces/cpu-llama-native", "traces/cpu-llama-simulated-link")

@@ -12,12 +12,7 @@ import numpy as np
 
 from kvpolicy.cost import load, store
 from kvpolicy.cost.analytic import untold_loads
-from kvpolicy.cost.columns import Situations
-from kvpolicy.cost.dataset import Dataset, State, measured, one_option_always_wins
-from kvpolicy.cost.examples import dealt, drawn, examples_of
 from kvpolicy.cost.fitting import Fit, fit, held_out_scores
-from kvpolicy.cost.floor import Floor
-from kvpolicy.cost.logged import holds_logs
 from kvpolicy.cost.loggedtraining import LogTrainReport, train_logged
 from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
 from kvpolicy.cost.physics import implausible
@@ -30,6 +25,11 @@ from kvpolicy.cost.transfer import (
     spread,
     unknown_beforehand,
 )
+from kvpolicy.datasets.examples import dealt, drawn, examples_of
+from kvpolicy.datasets.logs import holds_logs
+from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins
+from kvpolicy.datasets.quality import Floor
+from kvpolicy.datasets.tables import Situations
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import fingerprint

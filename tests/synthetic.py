@@ -13,9 +13,9 @@ import pyarrow as pa
 
 from kvpolicy import trace as traces
 from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
-from kvpolicy.cost.dataset import dataset_of
 from kvpolicy.cost.fitting import fit
 from kvpolicy.cost.model import FittedModel
+from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS, Decision, Kind, Option, Outcome, Preemption
 from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry

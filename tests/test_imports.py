@@ -19,6 +19,7 @@ LAYERS = (
     ("events", "overflow", "shape", "regression"),
     ("features", "hardware", "trace", "workload", "drafts"),
     ("attribution",),
+    ("datasets",),
     ("cost",),
     ("policy",),
     ("evaluation", "simulator", "training", "explaining"),
@@ -36,11 +37,11 @@ INTEGRATION = {
     "launch": {"policy", "engines"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"workload", "simulator"},
-    "bench": _DECIDE | {"overflow", "workload", "simulator"},
+    "bench": _DECIDE | {"datasets", "overflow", "workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
-    "bench.demo": _DECIDE | {"workload", "simulator", "training", "evaluation"},
+    "bench.demo": _DECIDE | {"datasets", "workload", "simulator", "training", "evaluation"},
     # The learned policy it serves with is trained on the way.
-    "bench.characterize": _DECIDE | {"overflow", "workload", "simulator", "training"},
+    "bench.characterize": _DECIDE | {"datasets", "overflow", "workload", "simulator", "training"},
 }
 """Parts of kvpolicy_vllm, and the parts of kvpolicy each may import."""
 

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvpolicy import cost, trace
-from kvpolicy.cost.dataset import dataset_of, measured
 from kvpolicy.cost.model import FAMILIES
+from kvpolicy.datasets.profiles import dataset_of, measured
 from kvpolicy.trace import TraceError
 from kvpolicy.training import TrainReport, split, train
 from tests.synthetic import CostLaw, Plan, changed, make_trace, without

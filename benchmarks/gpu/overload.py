@@ -24,7 +24,7 @@ from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry, write_model
 from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, kept, show, summarised
 from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
-from kvpolicy.cost.dataset import measured
+from kvpolicy.datasets.profiles import measured
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.hardware.sheets import SheetError, device_sheet
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, scale_to

@@ -8,9 +8,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.cost.columns import Move, Moves
-from kvpolicy.cost.examples import Example, Examples, log_miss
 from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline, recompute_seconds
+from kvpolicy.datasets.examples import Example, Examples, log_miss
+from kvpolicy.datasets.tables import Move, Moves
 from kvpolicy.events import Kind
 from kvpolicy.features import Features
 from kvpolicy.regression.nnls import nonnegative_fit

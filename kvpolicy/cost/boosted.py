@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.cost.examples import Example, log_miss
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.store import ForestText
+from kvpolicy.datasets.examples import Example, log_miss
 from kvpolicy.events import Kind
 from kvpolicy.features import GROWING
 from kvpolicy.regression.residual import TREE_COUNTS, Growth, Unseen, grow

@@ -7,9 +7,9 @@ from statistics import fmean, median
 
 import numpy as np
 
-from kvpolicy.cost.dataset import State
-from kvpolicy.cost.examples import Example
 from kvpolicy.cost.laws import Law, LinearLaw
+from kvpolicy.datasets.examples import Example
+from kvpolicy.datasets.profiles import State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.regression.nnls import robust_nonnegative_fit
 

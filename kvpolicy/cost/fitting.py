@@ -12,15 +12,15 @@ from kvpolicy.cost.analytic import fit_analytic
 from kvpolicy.cost.boosted import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 from kvpolicy.cost.compiled import Forest
 from kvpolicy.cost.coverage import coverage
-from kvpolicy.cost.dataset import Dataset, State
 from kvpolicy.cost.delays import fit_others_shares, fit_victim_delays, victim_delay_misses
-from kvpolicy.cost.examples import Example, dealt, examples_of, examples_under, log_miss, noise_floors, ranges_of
 from kvpolicy.cost.inner import beyond, carried, growing, inner_coverage, unsteady
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.linear import fit_linear
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText
+from kvpolicy.datasets.examples import Example, dealt, examples_of, examples_under, log_miss, noise_floors, ranges_of
+from kvpolicy.datasets.profiles import Dataset, State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, Features
 

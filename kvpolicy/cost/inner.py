@@ -14,10 +14,10 @@ from statistics import fmean, median
 from typing import Any
 
 from kvpolicy.cost.coverage import share_held
-from kvpolicy.cost.dataset import State
-from kvpolicy.cost.examples import examples_of
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of
 from kvpolicy.cost.model import FittedModel
+from kvpolicy.datasets.examples import examples_of
+from kvpolicy.datasets.profiles import State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import GROWING, Features
 from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, excess, growth_of

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvpolicy.cost.examples import Example, Examples
 from kvpolicy.cost.laws import Law, LinearLaw
+from kvpolicy.datasets.examples import Example, Examples
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.regression.nnls import relative_sum
 

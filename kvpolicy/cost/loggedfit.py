@@ -24,14 +24,14 @@ from kvpolicy.cost.analytic import fit_analytic
 from kvpolicy.cost.boosted import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 from kvpolicy.cost.coverage import share_held
 from kvpolicy.cost.doublyrobust import Average, Term, average
-from kvpolicy.cost.examples import Example, log_miss, option_of, ranges_of
 from kvpolicy.cost.intervals import FEWEST_PER_BIN, PREDICTED, Intervals, conformal_room, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.linear import fit_linear
-from kvpolicy.cost.logged import Record, Records
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.scaling import scaled_by
 from kvpolicy.cost.store import ForestText, forest_of
+from kvpolicy.datasets.examples import Example, log_miss, option_of, ranges_of
+from kvpolicy.datasets.logs import Record, Records
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.regression.conformal import CONFIDENCE, Room

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvpolicy.cost import store
 from kvpolicy.cost.doublyrobust import Average
-from kvpolicy.cost.logged import Record, Records, read_records
 from kvpolicy.cost.loggedfit import MOST_WEIGHT, clipped, dealt_requests, fit_logged, held_out_scores
 from kvpolicy.cost.model import Provenance
+from kvpolicy.datasets.logs import Record, Records, read_records
 from kvpolicy.events import KINDS, Kind
 
 HANDS = 4
@@ -85,7 +85,7 @@ def train_logged(
 ) -> LogTrainReport:
     """Fit a cost model to production logs and write it to folder ``out``. One request in four is held out.
 
-    Raises TraceError as :func:`kvpolicy.cost.logged.read_records`, and naming the option that has too few records;
+    Raises TraceError as :func:`kvpolicy.datasets.logs.read_records`, and naming the option that has too few records;
     FileExistsError where ``out`` holds something that is no cost model.
     """
     replaced = store.holds_model(Path(out))

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from kvpolicy.cost.dataset import Move
-from kvpolicy.cost.examples import Example
 from kvpolicy.cost.laws import CHANNEL_FIELDS, Channel, Law, LinearLaw, RecomputeRoofline, SwapRoofline
+from kvpolicy.datasets.examples import Example
+from kvpolicy.datasets.profiles import Move
 
 Floats = NDArray[np.float64]
 Scales = Mapping[str, float]

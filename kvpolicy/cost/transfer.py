@@ -14,15 +14,15 @@ from itertools import pairwise
 from math import exp, inf
 from typing import Any
 
-from kvpolicy.cost.dataset import Dataset, Move, State
 from kvpolicy.cost.delays import FEWEST_STATES, fit_others_shares, fit_victim_delays, victim_delay_examples
-from kvpolicy.cost.examples import Example, examples_of, log_miss, noise_floors, ranges_of
 from kvpolicy.cost.fitting import misses_of
 from kvpolicy.cost.intervals import calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import Law, RecomputeRoofline
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.scaling import ELSEWHERE, Spreads, carry_law
 from kvpolicy.cost.store import ForestText, forest_of
+from kvpolicy.datasets.examples import Example, examples_of, log_miss, noise_floors, ranges_of
+from kvpolicy.datasets.profiles import Dataset, Move, State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import same_machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvpolicy.cost.dataset import Sample, State
+from kvpolicy.datasets.profiles import Sample, State
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import TraceError
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.cost.dataset import Dataset, Sample, State, measured, one_option_always_wins
-from kvpolicy.cost.floor import Floor
+from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_option_always_wins
+from kvpolicy.datasets.quality import Floor
 from kvpolicy.evaluation.judged import judged_by
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.policy import Policy, feasible_options, load

@@ -13,7 +13,7 @@ from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute
 from kvpolicy.events import Decision, Option
 from kvpolicy.trace import Trace
-from tests.cost.test_steps import Row, calm_steps, chained, costs, made, outcome, repeated, step, transfer
+from tests.attribution.test_offline import Row, calm_steps, chained, costs, made, outcome, repeated, step, transfer
 from tests.synthetic import situation
 
 SHIPPED = sorted(path.parent for path in Path(__file__).resolve().parents[2].glob("traces/*/*/header.json"))

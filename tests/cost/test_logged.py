@@ -13,9 +13,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cost import load
-from kvpolicy.cost.examples import Example
 from kvpolicy.cost.intervals import conformal_room
-from kvpolicy.cost.logged import Record, holds_logs, records_of
 from kvpolicy.cost.loggedfit import (
     MOST_WEIGHT,
     RATIO_CONFIDENCE,
@@ -27,6 +25,8 @@ from kvpolicy.cost.loggedfit import (
     weight_of,
 )
 from kvpolicy.cost.loggedtraining import LogTrainReport, train_logged
+from kvpolicy.datasets.examples import Example
+from kvpolicy.datasets.logs import Record, holds_logs, records_of
 from kvpolicy.evaluation import OffPolicyReport, evaluate
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.cost.dataset import Sample, State
+from kvpolicy.datasets.profiles import Sample, State
 from kvpolicy.evaluation import evaluate
 from kvpolicy.evaluation.judged import judged_by
 from kvpolicy.events import KINDS

@@ -20,10 +20,10 @@ import pyarrow.compute as pc
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute, common_step_time, step_time_models
 from kvpolicy.attribution.step_time import StepTimeModel
-from kvpolicy.cost.columns import Arms, Move, Moves, Sample, Situations, key
-from kvpolicy.cost.floor import Floor, floor_of
-from kvpolicy.cost.impossible import refuse_doubled
-from kvpolicy.cost.kept import all_moves, kept_windows
+from kvpolicy.datasets.quality import Floor, floor_of
+from kvpolicy.datasets.tables import Arms, Move, Moves, Sample, Situations, key
+from kvpolicy.datasets.validation import refuse_doubled
+from kvpolicy.datasets.windows import all_moves, kept_windows
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption
 from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
@@ -71,7 +71,7 @@ class State:
 
     @cached_property
     def preemptions(self) -> tuple[str, ...]:
-        """As :func:`kvpolicy.cost.columns.key` tells them apart."""
+        """As :func:`kvpolicy.datasets.tables.key` tells them apart."""
         return tuple(key(one.core, one.preemption_id) for some in self.samples.values() for one in some)
 
     @property

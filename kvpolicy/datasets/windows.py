@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from kvpolicy.cost.columns import Moves, Whole, Windows, coded, keys, reals, texts, wholes
-from kvpolicy.cost.impossible import (
+from kvpolicy.datasets.tables import Moves, Whole, Windows, coded, keys, reals, texts, wholes
+from kvpolicy.datasets.validation import (
     CLOCK_ROUNDING_S,
     COUNTS,
     SIZES,

@@ -18,9 +18,9 @@ from typing import Any
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute, common_step_time
 from kvpolicy.attribution.step_time import StepTimeModel
-from kvpolicy.cost.dataset import refuse_mixture
-from kvpolicy.cost.examples import LEAST_FLOOR_S, Example, option_of
-from kvpolicy.cost.impossible import refuse_doubled, refuse_situation, refuse_sizes
+from kvpolicy.datasets.examples import LEAST_FLOOR_S, Example, option_of
+from kvpolicy.datasets.profiles import refuse_mixture
+from kvpolicy.datasets.validation import refuse_doubled, refuse_situation, refuse_sizes
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption, situation_of
 from kvpolicy.features import features_of
 from kvpolicy.hardware import Geometry

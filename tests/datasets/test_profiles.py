@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.cost.dataset import dataset_of
-from kvpolicy.cost.examples import examples_of, option_of
-from kvpolicy.cost.impossible import COUNTS
+from kvpolicy.datasets.examples import examples_of, option_of
+from kvpolicy.datasets.profiles import dataset_of
+from kvpolicy.datasets.validation import COUNTS
 from kvpolicy.events import KINDS
 from kvpolicy.trace import Trace, TraceError
 from tests.synthetic import changed, make_trace

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.cost.columns import Move, Moves, Situations, key
-from kvpolicy.cost.dataset import dataset_of
-from kvpolicy.cost.examples import drawn, option_of
+from kvpolicy.datasets.examples import drawn, option_of
+from kvpolicy.datasets.profiles import dataset_of
+from kvpolicy.datasets.tables import Move, Moves, Situations, key
 from kvpolicy.events import KINDS, Kind, Preemption, situation_of
 from kvpolicy.features import FEATURES, features_of
 from kvpolicy.trace import Trace, TraceError

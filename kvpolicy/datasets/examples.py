@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import log, sqrt
 from statistics import median
 
-from kvpolicy.cost.dataset import State
+from kvpolicy.datasets.profiles import State
 from kvpolicy.events import KINDS, Kind, Option
 from kvpolicy.features import FEATURES, Features
 
