@@ -15,7 +15,6 @@ from lightgbm import LGBMRegressor
 from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
-from kvpolicy.cost.fitting import fit
 from kvpolicy.cost.model import FAMILIES
 from kvpolicy.datasets.examples import LEAST_FLOOR_S, dealt, examples_of, noise_floors, option_of
 from kvpolicy.datasets.profiles import Dataset, State, measured
@@ -25,6 +24,7 @@ from kvpolicy.policy import load
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
 from kvpolicy.training import provenance_of
+from kvpolicy.training.fit import fit
 
 Floats = NDArray[np.float64]
 Seconds = dict[Kind, float]

@@ -4,9 +4,9 @@ All of it is told by *inner extrapolation*: a fit on what is up to a quarter, an
 longest length in training is judged on the rest. A miss out there is held against the room inside the range; what
 sticks out, over the distance, is a score, and a conformal quantile of the scores is how much room is added per unit of
 distance (cost models take the larger of the two fits', and no less than what fits to parts of the states disagree by,
-see :mod:`kvpolicy.cost.inner`). Misses of one fit lean to the same side together and there are two fits, so that which
-side the next one leans to is not told: the room that is added is the same below and above, the room inside stays
-lopsided.
+see :mod:`kvpolicy.training.extrapolation`). Misses of one fit lean to the same side together and there are two fits,
+so that which side the next one leans to is not told: the room that is added is the same below and above, the room
+inside stays lopsided.
 """
 
 from __future__ import annotations

@@ -11,20 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvpolicy.cost import load, store
-from kvpolicy.cost.analytic import untold_loads
-from kvpolicy.cost.fitting import Fit, fit, held_out_scores
-from kvpolicy.cost.loggedtraining import LogTrainReport, train_logged
 from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
 from kvpolicy.cost.physics import implausible
-from kvpolicy.cost.transfer import (
-    ErrorByCount,
-    carry,
-    carry_once,
-    doubling,
-    error_by_count,
-    spread,
-    unknown_beforehand,
-)
 from kvpolicy.datasets.examples import dealt, drawn, examples_of
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins
@@ -35,6 +23,18 @@ from kvpolicy.features import FEATURES
 from kvpolicy.hardware import fingerprint
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
+from kvpolicy.training.fit import Fit, fit, held_out_scores
+from kvpolicy.training.laws import untold_loads
+from kvpolicy.training.loggedtraining import LogTrainReport, train_logged
+from kvpolicy.training.transfer import (
+    ErrorByCount,
+    carry,
+    carry_once,
+    doubling,
+    error_by_count,
+    spread,
+    unknown_beforehand,
+)
 
 FEWEST_STATES = 12
 """Fewer leave nothing to judge a fit by once it is made."""
@@ -58,7 +58,7 @@ class TrainReport:
     training_states: int
     held_out_states: int
     held_out: Mapping[str, Any]
-    """See :func:`kvpolicy.cost.fitting.held_out_scores`."""
+    """See :func:`kvpolicy.training.fit.held_out_scores`."""
     trees: Mapping[Kind, int]
     variation: float | None
     """Of identical undisturbed windows, the worst core's; None where a forced trace does not tell."""
@@ -173,7 +173,7 @@ def train(
     """Fit a cost model to the states that ``traces`` measured under both options and write it to folder ``out``.
 
     Of production logs, in which each situation was met with one option, each option is learned from its own records
-    (:mod:`kvpolicy.cost.loggedfit`).
+    (:mod:`kvpolicy.training.logs`).
 
     A model that is there already is replaced once the new one is whole, and the report says so. A part of the states
     is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Of either part no more than

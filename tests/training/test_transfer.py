@@ -14,14 +14,14 @@ import pytest
 from kvpolicy.cost import load
 from kvpolicy.cost.laws import LinearLaw, RecomputeRoofline
 from kvpolicy.cost.model import Provenance
-from kvpolicy.cost.scaling import carry_law
 from kvpolicy.cost.store import forest_of, forest_texts
-from kvpolicy.cost.transfer import damped, doubling, rebased, spread, unknown_beforehand
 from kvpolicy.datasets.examples import examples_of
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS
 from kvpolicy.trace import TraceError
 from kvpolicy.training import calibrate, train
+from kvpolicy.training.scaling import carry_law
+from kvpolicy.training.transfer import damped, doubling, rebased, spread, unknown_beforehand
 from tests.cost.test_laws import victim
 from tests.synthetic import GEOMETRY, HARDWARE, CostLaw, fitted_model, make_trace, options_for
 

@@ -7,10 +7,10 @@ from math import sqrt
 
 import pytest
 
-from kvpolicy.cost.doublyrobust import Average, Term, average
 from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
-from kvpolicy.cost.scaling import scaled_by
 from kvpolicy.features import FEATURES, Features
+from kvpolicy.training.doublyrobust import Average, Term, average
+from kvpolicy.training.scaling import scaled_by
 
 
 def test_an_average_worked_by_hand() -> None:

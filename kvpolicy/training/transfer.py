@@ -1,6 +1,6 @@
 """A model carried to another LLM, GPU or link by a handful of states measured there.
 
-Its laws are scaled (:mod:`kvpolicy.cost.scaling`), after what the shapes of both models and the sheets of both
+Its laws are scaled (:mod:`kvpolicy.training.scaling`), after what the shapes of both models and the sheets of both
 devices tell beforehand; what was learned beyond the laws is kept, by half, or not at all.
 """
 
@@ -14,12 +14,9 @@ from itertools import pairwise
 from math import exp, inf
 from typing import Any
 
-from kvpolicy.cost.delays import FEWEST_STATES, fit_others_shares, fit_victim_delays, victim_delay_examples
-from kvpolicy.cost.fitting import misses_of
 from kvpolicy.cost.intervals import calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import Law, RecomputeRoofline
 from kvpolicy.cost.model import FittedModel, Provenance
-from kvpolicy.cost.scaling import ELSEWHERE, Spreads, carry_law
 from kvpolicy.cost.store import ForestText, forest_of
 from kvpolicy.datasets.examples import Example, examples_of, log_miss, noise_floors, ranges_of
 from kvpolicy.datasets.profiles import Dataset, Move, State
@@ -27,6 +24,9 @@ from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import same_machine
 from kvpolicy.hardware.sheets import known_sheet
+from kvpolicy.training.delays import FEWEST_STATES, fit_others_shares, fit_victim_delays, victim_delay_examples
+from kvpolicy.training.fit import misses_of
+from kvpolicy.training.scaling import ELSEWHERE, Spreads, carry_law
 
 UNCHANGED_SPREAD = 0.05
 """Of both scales of a law where neither machine, model nor (for copies) link has changed."""

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpolicy.cost.inner import Beyond, carried, growing, inner_coverage, unsteady
 from kvpolicy.cost.intervals import PREDICTED, Misses, calibrate
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS
 from kvpolicy.regression.conformal import CONFIDENCE, carries, distance_beyond, excess, grown, growth_of
 from kvpolicy.regression.estimator import BoostedRegressor
+from kvpolicy.training.extrapolation import Beyond, carried, growing, inner_coverage, unsteady
 from tests.synthetic import fitted_model, make_trace, options_for, situation
 
 

@@ -13,7 +13,6 @@ from math import inf, isinf, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
-from kvpolicy.cost.coverage import share_held
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of
 from kvpolicy.cost.model import FittedModel
 from kvpolicy.datasets.examples import examples_of
@@ -21,6 +20,7 @@ from kvpolicy.datasets.profiles import State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import GROWING, Features
 from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, excess, growth_of
+from kvpolicy.training.coverage import share_held
 
 FEWEST_SHORT = 12
 """States up to an inner edge: with fewer no law is told."""

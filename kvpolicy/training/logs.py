@@ -5,7 +5,7 @@ which the logging policy liked the option; that matters where no law is quite ri
 :data:`MOST_WEIGHT`, and how many were more is told. Weights enter as copies of a record, as the fits know no others.
 
 What the model then says on average over all situations is held against the doubly robust answer, and scaled to it where
-they differ by more than chance (:mod:`kvpolicy.cost.doublyrobust`).
+they differ by more than chance (:mod:`kvpolicy.training.doublyrobust`).
 
 Intervals are split conformal by option, from records of requests unseen in fitting. No situation is seen under both
 options, so the interval of the log ratio is put together from the two: each at 95%, which holds both, and so the
@@ -20,15 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
 
-from kvpolicy.cost.analytic import fit_analytic
-from kvpolicy.cost.boosted import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
-from kvpolicy.cost.coverage import share_held
-from kvpolicy.cost.doublyrobust import Average, Term, average
 from kvpolicy.cost.intervals import FEWEST_PER_BIN, PREDICTED, Intervals, conformal_room, unbounded
 from kvpolicy.cost.laws import Law
-from kvpolicy.cost.linear import fit_linear
 from kvpolicy.cost.model import FittedModel, Provenance
-from kvpolicy.cost.scaling import scaled_by
 from kvpolicy.cost.store import ForestText, forest_of
 from kvpolicy.datasets.examples import Example, log_miss, option_of, ranges_of
 from kvpolicy.datasets.logs import Record, Records
@@ -36,6 +30,12 @@ from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.regression.conformal import CONFIDENCE, Room
 from kvpolicy.trace import TraceError
+from kvpolicy.training.coverage import share_held
+from kvpolicy.training.doublyrobust import Average, Term, average
+from kvpolicy.training.laws import fit_analytic
+from kvpolicy.training.linear import fit_linear
+from kvpolicy.training.residual_fit import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
+from kvpolicy.training.scaling import scaled_by
 
 FOLDS = 5
 FEWEST_RECORDS = 30

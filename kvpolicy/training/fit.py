@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from kvpolicy.cost.analytic import fit_analytic
-from kvpolicy.cost.boosted import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 from kvpolicy.cost.compiled import Forest
-from kvpolicy.cost.coverage import coverage
-from kvpolicy.cost.delays import fit_others_shares, fit_victim_delays, victim_delay_misses
-from kvpolicy.cost.inner import beyond, carried, growing, inner_coverage, unsteady
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import Law
-from kvpolicy.cost.linear import fit_linear
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import Example, dealt, examples_of, examples_under, log_miss, noise_floors, ranges_of
 from kvpolicy.datasets.profiles import Dataset, State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, Features
+from kvpolicy.training.coverage import coverage
+from kvpolicy.training.delays import fit_others_shares, fit_victim_delays, victim_delay_misses
+from kvpolicy.training.extrapolation import beyond, carried, growing, inner_coverage, unsteady
+from kvpolicy.training.laws import fit_analytic
+from kvpolicy.training.linear import fit_linear
+from kvpolicy.training.residual_fit import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 
 FOLDS = 5
 FEWEST_TO_GROW = 20
@@ -38,7 +38,7 @@ class Fit:
     trees: Mapping[Kind, int]
     notes: tuple[str, ...]
     inner_coverage: Mapping[str, Any]
-    """See :func:`kvpolicy.cost.inner.inner_coverage`."""
+    """See :func:`kvpolicy.training.extrapolation.inner_coverage`."""
 
 
 def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Provenance, seed: int) -> Fit:

@@ -14,7 +14,14 @@ import pytest
 import kvpolicy
 from kvpolicy.cost import load
 from kvpolicy.cost.intervals import conformal_room
-from kvpolicy.cost.loggedfit import (
+from kvpolicy.datasets.examples import Example
+from kvpolicy.datasets.logs import Record, holds_logs, records_of
+from kvpolicy.evaluation import OffPolicyReport, evaluate
+from kvpolicy.events import KINDS, Kind
+from kvpolicy.features import features_of
+from kvpolicy.trace import Trace, TraceError
+from kvpolicy.training.loggedtraining import LogTrainReport, train_logged
+from kvpolicy.training.logs import (
     MOST_WEIGHT,
     RATIO_CONFIDENCE,
     clipped,
@@ -24,13 +31,6 @@ from kvpolicy.cost.loggedfit import (
     ratio_room,
     weight_of,
 )
-from kvpolicy.cost.loggedtraining import LogTrainReport, train_logged
-from kvpolicy.datasets.examples import Example
-from kvpolicy.datasets.logs import Record, holds_logs, records_of
-from kvpolicy.evaluation import OffPolicyReport, evaluate
-from kvpolicy.events import KINDS, Kind
-from kvpolicy.features import features_of
-from kvpolicy.trace import Trace, TraceError
 from tests.synthetic import CostLaw, make_trace, options_for, situation, true_cost_s
 from tests.synthetic_logs import make_log, reworked
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.cost import store
-from kvpolicy.cost.doublyrobust import Average
-from kvpolicy.cost.loggedfit import MOST_WEIGHT, clipped, dealt_requests, fit_logged, held_out_scores
 from kvpolicy.cost.model import Provenance
 from kvpolicy.datasets.logs import Record, Records, read_records
 from kvpolicy.events import KINDS, Kind
+from kvpolicy.training.doublyrobust import Average
+from kvpolicy.training.logs import MOST_WEIGHT, clipped, dealt_requests, fit_logged, held_out_scores
 
 HANDS = 4
 """Requests are dealt to so many; one of them is held out."""
@@ -30,7 +30,7 @@ class LogTrainReport:
     """Trained on."""
     held_out_records: int
     held_out: Mapping[str, Any]
-    """See :func:`kvpolicy.cost.loggedfit.held_out_scores`."""
+    """See :func:`kvpolicy.training.logs.held_out_scores`."""
     trees: Mapping[Kind, int]
     clipped: Mapping[Kind, int]
     """Training records that stand for more situations than a weight may."""
