@@ -44,7 +44,7 @@ from kvpolicy.policy import Assessment, Policy, PolicyState
 from kvpolicy.policy.protocol import PolicyBase, all_on
 from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
 from kvpolicy.trace import Trace, from_rows, with_core
-from kvpolicy.training.loggedtraining import LogTrainReport, train_logged
+from kvpolicy.training.logs import LogTrainReport, train_logged
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, random_arrivals
 
 GEOMETRY = Geometry(

@@ -34,7 +34,7 @@ from kvpolicy.cost.laws import Law
 from kvpolicy.datasets.examples import Example, log_miss
 from kvpolicy.features import FEATURES, Features
 from kvpolicy.training.laws import fit_recompute
-from kvpolicy.training.scaling import carry_law
+from kvpolicy.training.transfer import carry_law
 
 SHIPPED = ("traces/cpu-llama-native", "traces/cpu-llama-simulated-link")
 COUNTS = (1, 2, 4, 8, 16)

@@ -18,10 +18,8 @@ from kvpolicy.datasets.profiles import Dataset, State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, Features
 from kvpolicy.training.coverage import coverage
-from kvpolicy.training.delays import fit_others_shares, fit_victim_delays, victim_delay_misses
 from kvpolicy.training.extrapolation import beyond, carried, growing, inner_coverage, unsteady
-from kvpolicy.training.laws import fit_analytic
-from kvpolicy.training.linear import fit_linear
+from kvpolicy.training.laws import fit_analytic, fit_linear, fit_others_shares, fit_victim_delays, victim_delay_misses
 from kvpolicy.training.residual_fit import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 
 FOLDS = 5

@@ -1,11 +1,20 @@
-"""A cost model from logs: each option's law and residual from its own records, which stand for 1 / chance situations.
+"""Training from production logs: records in, a model folder and a report out.
+
+Each option's law and residual come from its own records, which stand for 1 / chance situations.
 
 The direct method, importance-weighted: with weights the law is the best one for all situations, not only for those in
 which the logging policy liked the option; that matters where no law is quite right. A weight is at most
 :data:`MOST_WEIGHT`, and how many were more is told. Weights enter as copies of a record, as the fits know no others.
 
 What the model then says on average over all situations is held against the doubly robust answer, and scaled to it where
-they differ by more than chance (:mod:`kvpolicy.training.doublyrobust`).
+they differ by more than chance. The direct method answers by the model alone, ``mean m(x, a)``. The doubly robust
+answer adds what the records of option ``a`` say of the model's misses, each for as many situations as it stands for
+(Robins, Rotnitzky and Zhao, 1994; Dudik, Langford and Li, 2011):
+
+    mean of  m(x_i, a) + [a_i = a] / p_i x (y_i - m(x_i, a))
+
+It is right where the logged probabilities are or the model is. ``m`` is fitted without the record's own request. Where
+an option had no chance at all the model stands alone.
 
 Intervals are split conformal by option, from records of requests unseen in fitting. No situation is seen under both
 options, so the interval of the log ratio is put together from the two: each at 95%, which holds both, and so the
@@ -17,25 +26,91 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import floor, inf
+from dataclasses import asdict, dataclass, replace
+from math import floor, inf, log
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+from scipy.stats import t as student
+
+from kvpolicy.cost import store
 from kvpolicy.cost.intervals import FEWEST_PER_BIN, PREDICTED, Intervals, conformal_room, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText, forest_of
 from kvpolicy.datasets.examples import Example, log_miss, option_of, ranges_of
-from kvpolicy.datasets.logs import Record, Records
+from kvpolicy.datasets.logs import Record, Records, read_records
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.regression.conformal import CONFIDENCE, Room
 from kvpolicy.trace import TraceError
 from kvpolicy.training.coverage import share_held
-from kvpolicy.training.doublyrobust import Average, Term, average
-from kvpolicy.training.laws import fit_analytic
-from kvpolicy.training.linear import fit_linear
+from kvpolicy.training.laws import fit_analytic, fit_linear
 from kvpolicy.training.residual_fit import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
-from kvpolicy.training.scaling import scaled_by
+from kvpolicy.training.transfer import scaled_by
+
+AVERAGE_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One situation of the log, and one option."""
+
+    request: str
+    """What happens to one request is not independent."""
+    predicted_s: float
+    """By a model that was fitted without this request."""
+    weight: float
+    """Situations the record stands for, clipped; 0 where another option was taken."""
+    measured_s: float
+    """0 where another option was taken."""
+
+    @property
+    def robust_s(self) -> float:
+        return self.predicted_s + self.weight * (self.measured_s - self.predicted_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """Seconds per preemption over all situations of a log."""
+
+    direct_s: float
+    robust_s: float
+    low_s: float
+    """95% interval of ``robust_s``, by requests."""
+    high_s: float
+
+    @property
+    def factor(self) -> float:
+        """What the model is to be multiplied by: 1 where its own answer is within the interval, or nothing above 0."""
+        if self.low_s <= self.direct_s <= self.high_s or self.robust_s <= 0 or self.direct_s <= 0:
+            return 1.0
+        return self.robust_s / self.direct_s
+
+    @property
+    def log_factor(self) -> float:
+        return log(self.factor)
+
+
+def average(terms: Sequence[Term]) -> Average:
+    """Mean over the terms; the interval is Student's over requests, as the linearised mean of clusters of any size.
+
+    Raises ValueError for terms of fewer than two requests: no interval can be told from one.
+    """
+    names = sorted({term.request for term in terms})
+    if len(names) < 2:
+        raise ValueError(f"terms of {len(names)} requests: at least 2 are needed")
+    place = {name: number for number, name in enumerate(names)}
+    cluster = np.array([place[term.request] for term in terms])
+    values = np.array([term.robust_s for term in terms])
+    mean = float(values.mean())
+    sums = np.bincount(cluster, values - mean, len(names))
+    error = float(np.sqrt(len(names) / (len(names) - 1) * np.sum(sums**2))) / len(terms)
+    reach = float(student.ppf((1 + AVERAGE_CONFIDENCE) / 2, len(names) - 1)) * error
+    direct = float(np.mean([term.predicted_s for term in terms]))
+    return Average(direct, mean, mean - reach, mean + reach)
+
 
 FOLDS = 5
 FEWEST_RECORDS = 30
@@ -295,3 +370,126 @@ def _holds(model: FittedModel, record: Record, missed: float) -> bool:
     outside, distance = bool(model.outside(record.kind, x)), model.distance(record.kind, x)
     below, above = model.intervals.room(record.kind, number, outside, distance)
     return -below <= missed <= above
+
+
+HANDS = 4
+"""Requests are dealt to so many; one of them is held out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogTrainReport:
+    """What was trained from logs, and how far it can be trusted."""
+
+    out: str
+    family: str
+    digest: str
+    records: Mapping[Kind, int]
+    """Trained on."""
+    held_out_records: int
+    held_out: Mapping[str, Any]
+    """See :func:`kvpolicy.training.logs.held_out_scores`."""
+    trees: Mapping[Kind, int]
+    clipped: Mapping[Kind, int]
+    """Training records that stand for more situations than a weight may."""
+    least_chance: Mapping[Kind, float]
+    averages: Mapping[Kind, Average]
+    """Over all situations of the logs, directly and doubly robustly; where they differ the model was scaled."""
+    left_out: Mapping[str, int]
+    notes: tuple[str, ...]
+    replaced: bool
+    """Whether a model was in the folder before."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        lines = [
+            f"cost model {self.out} ({self.family}), from logs, digest {self.digest[:12]}",
+            *(["replaces the cost model that was there"] if self.replaced else []),
+            f"records: {', '.join(f'{kind} {count}' for kind, count in self.records.items())} trained on, "
+            f"{self.held_out_records} of other requests held out",
+            "held-out error of single preemptions, |log(measured / predicted)|, weighted by 1 / chance:",
+            f"  {'option':<10} {'mean':>7} {'bias':>7} {'formula alone':>14} {'trees':>6}  90% interval holds",
+        ]
+        for kind in KINDS:
+            score = self.held_out.get(kind)
+            if score is None:
+                lines.append(f"  {kind:<10} no record was held out")
+                continue
+            held = score["coverage"]
+            holds = f"{held['holds']:.0%} of {held['states']} [{held['low']:.0%}, {held['high']:.0%}]"
+            lines.append(
+                f"  {kind:<10} {score['mean_error']:>7.1%} {score['bias']:>+7.1%} {score['law_mean_error']:>14.1%} "
+                f"{self.trees[kind]:>6}  {holds}"
+            )
+        for kind in KINDS:
+            lines.append(
+                f"{kind}: least chance {self.least_chance[kind]:.3g}; {self.clipped[kind]} of {self.records[kind]} "
+                f"records stand for more than {MOST_WEIGHT:g} situations and count as that many"
+            )
+        for kind in KINDS:
+            one = self.averages[kind]
+            lines.append(
+                f"{kind}: over all situations {one.direct_s * 1e3:.3g} ms by the law, {one.robust_s * 1e3:.3g} ms "
+                f"[{one.low_s * 1e3:.3g}, {one.high_s * 1e3:.3g}] doubly robustly"
+            )
+        lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def train_logged(
+    folders: Sequence[Path | str], out: Path | str, family: str, seed: int, mixed_hardware: bool
+) -> LogTrainReport:
+    """Fit a cost model to production logs and write it to folder ``out``. One request in four is held out.
+
+    Raises TraceError as :func:`kvpolicy.datasets.logs.read_records`, and naming the option that has too few records;
+    FileExistsError where ``out`` holds something that is no cost model.
+    """
+    replaced = store.holds_model(Path(out))
+    records = read_records(folders, mixed_hardware)
+    hand = dealt_requests(records.records, HANDS, random.Random(f"held out {seed}"))
+    seen = tuple(record for record in records.records if hand[record.request])
+    held = tuple(record for record in records.records if not hand[record.request])
+    training = replace(records, records=seen)
+    fitted = fit_logged(family, training, _provenance(family, records, seen), seed)
+    notes = (
+        *fitted.notes,
+        "trained from logs, in which no situation was met with both options: the interval of their ratio is put "
+        "together from either's, and is wider than one from a profile",
+        "delays of victims and others are not learned from logs: objective engine only",
+    )
+    scores = held_out_scores(fitted.model, held)
+    made = replace(fitted.model.provenance, held_out=scores, notes=notes)
+    store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))
+    return LogTrainReport(
+        out=str(out),
+        family=family,
+        digest=store.load(Path(out)).digest,
+        records={kind: len(training.under(kind)) for kind in KINDS},
+        held_out_records=len(held),
+        held_out=scores,
+        trees=fitted.trees,
+        clipped={kind: clipped(training.under(kind)) for kind in KINDS},
+        least_chance={kind: min(record.chance for record in training.under(kind)) for kind in KINDS},
+        averages=fitted.averages,
+        left_out=records.left_out,
+        notes=notes,
+        replaced=replaced,
+    )
+
+
+def _provenance(family: str, records: Records, seen: Sequence[Record]) -> Provenance:
+    """``state_ids`` are the requests that were learned from: an estimate must not be made on them again."""
+    header = records.any_header
+    return Provenance(
+        family=family,
+        hardware=dict(header.hardware),
+        geometry=records.geometry,
+        link=dict(header.link),
+        block_sizes=tuple(sorted({one.block_size for one in records.headers.values()})),
+        kv_bytes_per_token=header.block_bytes / header.block_size,
+        trace_digests=records.digests,
+        state_ids=tuple(sorted({record.request for record in seen})),
+        noise={"variation": None},
+        held_out={},
+    )

@@ -25,7 +25,7 @@ from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
 from kvpolicy.training.fit import Fit, fit, held_out_scores
 from kvpolicy.training.laws import untold_loads
-from kvpolicy.training.loggedtraining import LogTrainReport, train_logged
+from kvpolicy.training.logs import LogTrainReport, train_logged
 from kvpolicy.training.transfer import (
     ErrorByCount,
     carry,

@@ -20,15 +20,16 @@ from kvpolicy.evaluation import OffPolicyReport, evaluate
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.trace import Trace, TraceError
-from kvpolicy.training.loggedtraining import LogTrainReport, train_logged
 from kvpolicy.training.logs import (
     MOST_WEIGHT,
     RATIO_CONFIDENCE,
+    LogTrainReport,
     clipped,
     copied,
     dealt_requests,
     intervals_of,
     ratio_room,
+    train_logged,
     weight_of,
 )
 from tests.synthetic import CostLaw, make_trace, options_for, situation, true_cost_s

@@ -20,8 +20,7 @@ from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS
 from kvpolicy.trace import TraceError
 from kvpolicy.training import calibrate, train
-from kvpolicy.training.scaling import carry_law
-from kvpolicy.training.transfer import damped, doubling, rebased, spread, unknown_beforehand
+from kvpolicy.training.transfer import carry_law, damped, doubling, rebased, spread, unknown_beforehand
 from tests.cost.test_laws import victim
 from tests.synthetic import GEOMETRY, HARDWARE, CostLaw, fitted_model, make_trace, options_for
 
