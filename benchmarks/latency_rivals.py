@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sklearn.ensemble import HistGradientBoostingRegressor
 
 from kvpolicy.cost import FittedModel
-from kvpolicy.cost.compiled import Forest, Nodes
+from kvpolicy.cost.forest import Forest, Nodes
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.training.residual_fit import INPUTS

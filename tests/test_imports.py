@@ -59,7 +59,7 @@ LIVE_PATH = (
     "kvpolicy.events",
     "kvpolicy.features",
     "kvpolicy.attribution",
-    "kvpolicy.cost.compiled",
+    "kvpolicy.cost.forest",
     "kvpolicy.policy",
 )
 HEAVY = ("pandas", "sklearn", "lightgbm", "pyarrow", "torch", "vllm")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpolicy.cost.compiled import Nodes
-from kvpolicy.cost.jitted import compiled_pair
+from kvpolicy.cost.compile import compiled_pair
+from kvpolicy.cost.forest import Nodes
+from kvpolicy.cost.kernel import Predictor
 from kvpolicy.cost.masks import arrays
 from kvpolicy.cost.packed import Packed
-from kvpolicy.cost.pricing import Predictor
 from kvpolicy.drafts import draft_of
 from kvpolicy.events import Cost, Option, Preemption
 

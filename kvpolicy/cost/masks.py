@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.cost import pricing
-from kvpolicy.cost.compiled import Nodes
+from kvpolicy.cost import kernel
+from kvpolicy.cost.forest import Nodes
+from kvpolicy.cost.kernel import COUNT, HASH, HASH_SHIFT, LEAVES, MASK, OPTION, OPTION_SIZE, TABLE, TABLE_FEATURE
 from kvpolicy.cost.packed import Packed
-from kvpolicy.cost.pricing import COUNT, HASH, HASH_SHIFT, LEAVES, MASK, OPTION, OPTION_SIZE, TABLE, TABLE_FEATURE
 
 Reals = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -34,17 +34,17 @@ class Tree:
 
 
 def arrays(packed: Packed, forests: Sequence[Nodes | None]) -> tuple[Whole, Reals]:
-    """``n`` and ``c`` with tables, and with what :func:`~kvpolicy.cost.pricing.pair` writes to. ``forests`` by kind."""
+    """``n`` and ``c`` with tables, and with what :func:`~kvpolicy.cost.kernel.pair` writes to. ``forests`` by kind."""
     n, c = list(packed.n), list(packed.c)
     parts, size = [], len(n)
     for option, nodes in enumerate(forests):
         table = None if nodes is None else _table(nodes, size, len(c))
         if table is not None:
-            n[OPTION + option * OPTION_SIZE + pricing.TABLE_AT] = size
+            n[OPTION + option * OPTION_SIZE + kernel.TABLE_AT] = size
             parts.append(table[0])
             size += len(table[0])
             c += table[1]
-    n[pricing.SCRATCH_AT] = len(c)
+    n[kernel.SCRATCH_AT] = len(c)
     return np.concatenate([np.array(n, np.int64), *parts]), np.array(c + [0.0] * (2 * COUNT), np.float64)
 
 

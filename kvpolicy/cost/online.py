@@ -25,7 +25,7 @@ from functools import cached_property
 from math import exp, inf, isfinite, log, sqrt
 from typing import Any, Literal
 
-from kvpolicy.cost.pricing import times_exp
+from kvpolicy.cost.kernel import times_exp
 from kvpolicy.events import KINDS, Cost, Kind, Option
 from kvpolicy.regression.conformal import CONFIDENCE
 

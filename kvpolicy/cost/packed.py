@@ -1,4 +1,4 @@
-"""A whole cost model as two flat rows of numbers, in the order :mod:`kvpolicy.cost.pricing` reads them."""
+"""A whole cost model as two flat rows of numbers, in the order :mod:`kvpolicy.cost.kernel` reads them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvpolicy.cost import pricing
-from kvpolicy.cost.compiled import Forest, Nodes
+from kvpolicy.cost import kernel
+from kvpolicy.cost.forest import Forest, Nodes
 from kvpolicy.cost.intervals import PREDICTED, Intervals
+from kvpolicy.cost.kernel import END, NONE, OPTION, OPTION_SIZE
 from kvpolicy.cost.laws import Law, LinearLaw, RecomputeRoofline, SwapRoofline
-from kvpolicy.cost.pricing import END, NONE, OPTION, OPTION_SIZE
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, GROWING
 
 LAWS: tuple[tuple[type, int], ...] = (
-    (RecomputeRoofline, pricing.RECOMPUTE_ROOFLINE),
-    (SwapRoofline, pricing.SWAP_ROOFLINE),
-    (LinearLaw, pricing.LINEAR),
+    (RecomputeRoofline, kernel.RECOMPUTE_ROOFLINE),
+    (SwapRoofline, kernel.SWAP_ROOFLINE),
+    (LinearLaw, kernel.LINEAR),
 )
 
 Check = tuple[int, float, float, float]
@@ -26,7 +26,7 @@ Check = tuple[int, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """``n`` and ``c`` of :mod:`kvpolicy.cost.pricing`; ``c`` without the rows it ends with to be written to."""
+    """``n`` and ``c`` of :mod:`kvpolicy.cost.kernel`; ``c`` without the rows it ends with to be written to."""
 
     n: tuple[int, ...]
     c: tuple[float, ...]
@@ -65,16 +65,16 @@ def pack(
     _add_intervals(flat, intervals)
     for option, kind in enumerate(KINDS):
         at = OPTION + option * OPTION_SIZE
-        flat.n[at + pricing.LAW : at + pricing.LAW + 3] = _law(flat, laws[kind])
-        flat.n[at + pricing.DELAY : at + pricing.DELAY + 3] = _law(flat, delays.get(kind))
-        flat.n[at + pricing.FLOOR_AT] = flat.real([floor_s[kind]])
-        flat.n[at + pricing.SHARE_AT] = flat.real([others_share[kind]])
-        flat.n[at + pricing.CHECKED] = len(checks[kind])
+        flat.n[at + kernel.LAW : at + kernel.LAW + 3] = _law(flat, laws[kind])
+        flat.n[at + kernel.DELAY : at + kernel.DELAY + 3] = _law(flat, delays.get(kind))
+        flat.n[at + kernel.FLOOR_AT] = flat.real([floor_s[kind]])
+        flat.n[at + kernel.SHARE_AT] = flat.real([others_share[kind]])
+        flat.n[at + kernel.CHECKED] = len(checks[kind])
         growing = [(check[0], int(FEATURES[check[0]] in GROWING)) for check in checks[kind]]
-        flat.n[at + pricing.CHECKED_AT] = flat.whole([value for both in growing for value in both])
-        flat.n[at + pricing.RANGES_AT] = flat.real([edge for _, *edges in checks[kind] for edge in edges])
-        flat.n[at + pricing.CARRIED] = int(carried[kind])
-        flat.n[at + pricing.TABLE_AT] = NONE
+        flat.n[at + kernel.CHECKED_AT] = flat.whole([value for both in growing for value in both])
+        flat.n[at + kernel.RANGES_AT] = flat.real([edge for _, *edges in checks[kind] for edge in edges])
+        flat.n[at + kernel.CARRIED] = int(carried[kind])
+        flat.n[at + kernel.TABLE_AT] = NONE
         if kind in residuals:
             _add_nodes(flat, at, residuals[kind].nodes)
     return Packed(tuple(flat.n), tuple(flat.c))
@@ -89,20 +89,20 @@ def _law(flat: Flat, law: Law | None) -> list[int]:
 
 
 def _add_intervals(flat: Flat, intervals: Intervals) -> None:
-    flat.n[pricing.LENGTHS] = len(intervals.length_edges)
-    flat.n[pricing.LENGTHS_AT] = flat.real(intervals.length_edges)
+    flat.n[kernel.LENGTHS] = len(intervals.length_edges)
+    flat.n[kernel.LENGTHS_AT] = flat.real(intervals.length_edges)
     before = accumulate((len(edges) + 1 for edges in intervals.load_edges), initial=0)
     loads = [(len(edges), flat.real(edges), count) for edges, count in zip(intervals.load_edges, before, strict=False)]
-    flat.n[pricing.LOADS_AT] = flat.whole([value for one in loads for value in one])
-    flat.n[pricing.BINS] = len(intervals.states)
+    flat.n[kernel.LOADS_AT] = flat.whole([value for one in loads for value in one])
+    flat.n[kernel.BINS] = len(intervals.states)
     rooms = [room for of in PREDICTED for where in (intervals.inside, intervals.outside) for room in where[of]]
-    flat.n[pricing.ROOMS_AT] = flat.real([side for room in rooms for side in room])
-    flat.n[pricing.GROWTH_AT] = flat.real([intervals.growth[of] for of in PREDICTED])
+    flat.n[kernel.ROOMS_AT] = flat.real([side for room in rooms for side in room])
+    flat.n[kernel.GROWTH_AT] = flat.real([intervals.growth[of] for of in PREDICTED])
 
 
 def _add_nodes(flat: Flat, at: int, nodes: Nodes) -> None:
     children = zip(nodes.feature, nodes.left, nodes.right, strict=True)
-    flat.n[at + pricing.TREES] = len(nodes.roots)
-    flat.n[at + pricing.NODES_AT] = flat.whole([*nodes.roots, *(value for node in children for value in node)])
-    flat.n[at + pricing.THRESHOLDS_AT] = flat.real(nodes.threshold)
-    flat.n[at + pricing.LEAVES_AT] = flat.real(nodes.leaf)
+    flat.n[at + kernel.TREES] = len(nodes.roots)
+    flat.n[at + kernel.NODES_AT] = flat.whole([*nodes.roots, *(value for node in children for value in node)])
+    flat.n[at + kernel.THRESHOLDS_AT] = flat.real(nodes.threshold)
+    flat.n[at + kernel.LEAVES_AT] = flat.real(nodes.leaf)

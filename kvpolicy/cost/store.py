@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.cost import strictly
-from kvpolicy.cost.compiled import Forest, ForestError
+from kvpolicy.cost.forest import Forest, ForestError
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import Law, LinearLaw, RecomputeRoofline, SwapRoofline, law_from_dict
 from kvpolicy.cost.model import FAMILIES, FittedModel, ModelError, ModelWarning, Provenance

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from kvpolicy.cost.compiled import Forest
+from kvpolicy.cost.forest import Forest
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.model import FittedModel, Provenance

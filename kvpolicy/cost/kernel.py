@@ -1,4 +1,4 @@
-"""What a prediction is made of, as functions of numbers: run as they are, and compiled (:mod:`kvpolicy.cost.jitted`).
+"""What a prediction is made of, as functions of numbers: run as they are, and compiled (:mod:`kvpolicy.cost.compile`).
 
 They read a whole model out of two rows of numbers, whole ones ``n`` and real ones ``c``, written by
 :mod:`kvpolicy.cost.packed`. One home for each rule: the plain and the compiled path cannot drift apart.

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.cost import jitted, model, pricing
-from kvpolicy.cost.compiled import Forest, Nodes
+from kvpolicy.cost import compile, kernel, model
+from kvpolicy.cost.forest import Forest, Nodes
 from kvpolicy.cost.intervals import PREDICTED, Intervals
 from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.masks import MOST_WORDS, arrays
@@ -34,7 +34,7 @@ pytest.importorskip("numba")
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
     """Before anything is timed by hypothesis."""
-    jitted.compiled_pair()
+    compile.compiled_pair()
 
 
 NUMBERS = [field.name for field in fields(Cost)]
@@ -164,24 +164,24 @@ def test_on_the_very_thresholds_the_same_leaf_is_found(seed: int) -> None:
     forest = grown(33, 31, seed)
     one = replace(made(1), residuals=dict.fromkeys(KINDS, forest))
     n, c = arrays(one._packed, [forest.nodes] * 2)
-    at, rng = int(n[pricing.OPTION + pricing.TABLE_AT]), random.Random(seed)
-    assert at != pricing.NONE
+    at, rng = int(n[kernel.OPTION + kernel.TABLE_AT]), random.Random(seed)
+    assert at != kernel.NONE
     for _ in range(300):
         row = [0.0] * len(FEATURES)
         for feature in range(len(FEATURES)):
             on = [t for t, of in zip(forest.nodes.threshold, forest.nodes.feature, strict=True) if of == feature]
             row[feature] = rng.choice(on) * rng.choice([1.0, 1.0, 1.0 + 1e-12, 1.0 - 1e-12])
-        assert pricing.table_value(n, c, at, row) == pytest.approx(forest.predict(row), rel=1e-12, abs=1e-15)
+        assert kernel.table_value(n, c, at, row) == pytest.approx(forest.predict(row), rel=1e-12, abs=1e-15)
 
 
 def test_a_forest_too_large_for_its_table_has_none() -> None:
     forest = grown(100, 31, 0)
     n, _ = arrays(replace(made(1), residuals={"recompute": forest})._packed, [forest.nodes, None])
-    assert n[pricing.OPTION + pricing.TABLE_AT] != pricing.NONE
+    assert n[kernel.OPTION + kernel.TABLE_AT] != kernel.NONE
     assert len(n) < MOST_WORDS
     large = grown(20, 40, 0)
     n, _ = arrays(replace(made(1), residuals={"recompute": large})._packed, [large.nodes, None])
-    assert n[pricing.OPTION + pricing.TABLE_AT] == pricing.NONE
+    assert n[kernel.OPTION + kernel.TABLE_AT] == kernel.NONE
 
 
 @pytest.mark.parametrize("name", ["batch_tokens", "computed_tokens", "shared_blocks", "block_bytes", "held_blocks"])
@@ -210,7 +210,7 @@ def test_the_plain_arithmetic_makes_the_same_pair() -> None:
             one.segment_bytes, one.queued_save_bytes, one.queued_load_bytes, one.running_requests, one.batch_tokens,
             one.free_blocks, one.waiting_requests,
         )  # fmt: skip
-        ours, theirs = jitted.compiled_pair()(n, c, *given), pricing.pair(n, c, *given)
+        ours, theirs = compile.compiled_pair()(n, c, *given), kernel.pair(n, c, *given)
         assert np.allclose(ours, theirs, rtol=1e-12, atol=0)
 
 
@@ -225,10 +225,10 @@ def test_without_numba_it_stays_right_and_says_so(monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_arithmetic_has_another_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = jitted._stamp()
-    assert before == jitted._stamp() > 0
-    monkeypatch.setattr(pricing, "HASH_SHIFT", 26)
-    assert jitted._stamp() != before
+    before = compile._stamp()
+    assert before == compile._stamp() > 0
+    monkeypatch.setattr(kernel, "HASH_SHIFT", 26)
+    assert compile._stamp() != before
 
 
 def _child(code: str, **environment: str) -> str:
@@ -247,7 +247,7 @@ from kvpolicy.policy import decide, feasible_options, load
 from kvpolicy.events import Preemption
 policy = load("cheapest:cpu-llama-native")
 assert policy.cost_model.warm()
-from kvpolicy.cost.jitted import compiled_pair
+from kvpolicy.cost.compile import compiled_pair
 assert len(compiled_pair().signatures) == 1
 one = Preemption(
     1.0, 500, 492, 8, 32, 65536, 16384, 16, 0, 15, 4096, 0, 1, 4096, 4096, 3, 0, 900, 0, 0, 0, 0, "memory"
@@ -284,5 +284,5 @@ def test_a_damaged_cache_is_no_trouble(tmp_path: Path) -> None:
 @given(tokens=st.integers(0, 3000) | st.sampled_from([100, 1000]), running=st.integers(0, 50), seed=st.integers(0, 5))
 def test_bins_are_numbered_as_intervals_number_them(tokens: int, running: int, seed: int) -> None:
     one = made(seed)
-    found = pricing.bin_at(one._packed.n, one._packed.c, tokens, running)
+    found = kernel.bin_at(one._packed.n, one._packed.c, tokens, running)
     assert found == one.intervals.bin_of(tokens, running)

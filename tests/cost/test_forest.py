@@ -9,7 +9,7 @@ import lightgbm
 import numpy as np
 import pytest
 
-from kvpolicy.cost.compiled import Forest, ForestError
+from kvpolicy.cost.forest import Forest, ForestError
 
 COLUMNS = 6
 POSITIONS = [4, 0, 7, 2, 9, 5]

@@ -1,6 +1,6 @@
 """A boosted forest as arrays, walked one row at a time: no LightGBM where decisions are made.
 
-Read from LightGBM's own text format. Decisions read it packed with the rest of a model (:mod:`kvpolicy.cost.pricing`).
+Read from LightGBM's own text format. Decisions read it packed with the rest of a model (:mod:`kvpolicy.cost.kernel`).
 """
 
 from __future__ import annotations

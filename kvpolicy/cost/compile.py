@@ -12,18 +12,18 @@ import numba
 from numba.extending import register_jitable
 
 from kvpolicy import features
-from kvpolicy.cost import laws, pricing
-from kvpolicy.cost.pricing import Pair
+from kvpolicy.cost import kernel, laws
+from kvpolicy.cost.kernel import Pair
 from kvpolicy.regression import conformal
 
 PARTS: tuple[Callable[..., Any], ...] = (
     features.recompute_row, features.swap_row, features.usable, laws.recompute_seconds, laws.swap_seconds,
     laws.linear_seconds, laws.linear_parts, conformal.distance_beyond, conformal.grown,
-    pricing.law_parts, pricing.to_edge, pricing.how_far, pricing.table_value,
-    pricing.forest_value, pricing.price, pricing.bin_at, pricing.room_at, pricing.times_exp, pricing.option_cost,
-    pricing.fill,
+    kernel.law_parts, kernel.to_edge, kernel.how_far, kernel.table_value,
+    kernel.forest_value, kernel.price, kernel.bin_at, kernel.room_at, kernel.times_exp, kernel.option_cost,
+    kernel.fill,
 )  # fmt: skip
-"""All that :func:`~kvpolicy.cost.pricing.pair` calls, callees first."""
+"""All that :func:`~kvpolicy.cost.kernel.pair` calls, callees first."""
 
 _OPTION = (*["float64"] * 7, "boolean", "float64")
 _PAIR = ("boolean", "float64", "float64", *_OPTION, *_OPTION)
@@ -37,7 +37,7 @@ UNREADABLE = (
 
 @cache
 def compiled_pair() -> Callable[..., Pair]:
-    """:func:`~kvpolicy.cost.pricing.pair`, compiled: some seconds, much less from numba's cache on disk."""
+    """:func:`~kvpolicy.cost.kernel.pair`, compiled: some seconds, much less from numba's cache on disk."""
     for part in PARTS:
         register_jitable(part)
     try:
@@ -50,7 +50,7 @@ def _compile(kept: bool) -> Callable[..., Pair]:
     # numba's cache knows this file's age and the numbers below, but not the functions that are called: their digest
     # among those numbers keeps it from serving arithmetic that has changed since.
     stamp = _stamp()
-    whole = register_jitable(pricing.pair)
+    whole = register_jitable(kernel.pair)
 
     def both(n, c, computed, shared, held, size, block, segment, saves, loads, running, batch, free, waiting):  # type: ignore[no-untyped-def]
         assert stamp
@@ -63,7 +63,7 @@ def _compile(kept: bool) -> Callable[..., Pair]:
 def _stamp() -> int:
     """A number that another version of any function here has another of; never 0."""
     told = hashlib.sha256()
-    for part in (*PARTS, pricing.pair):
+    for part in (*PARTS, kernel.pair):
         code = part.__code__
         named = {name: part.__globals__.get(name) for name in code.co_names}
         numbers = {name: value for name, value in named.items() if isinstance(value, int | float | tuple)}
