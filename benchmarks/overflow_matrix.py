@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvpolicy.cost.physics import ASSUMED
+from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.hardware.sheets import device_sheet, link_sheet
 from kvpolicy.study.cells import Cell, Serving
 from kvpolicy.study.defaults import server_defaults

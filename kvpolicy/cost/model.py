@@ -16,9 +16,8 @@ from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.cost import kernel
 from kvpolicy.cost.forest import Forest
 from kvpolicy.cost.intervals import Intervals
-from kvpolicy.cost.kernel import Predictor
+from kvpolicy.cost.kernel import Check, Packed, Predictor, pack
 from kvpolicy.cost.laws import Law, RecomputeRoofline
-from kvpolicy.cost.packed import Check, Packed, pack
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, Features, features_of
@@ -220,7 +219,7 @@ class FittedModel:
     def warm(self) -> bool:
         """Compile, some seconds; False where numba is missing, and then nothing changes but speed."""
         try:
-            fast: Any = import_module("kvpolicy.cost.fast")
+            fast: Any = import_module("kvpolicy.cost.compile")
         except ImportError:
             return False
         nodes = [self.residuals[kind].nodes if kind in self.residuals else None for kind in KINDS]

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvpolicy.cost import load, store
+from kvpolicy.cost.analytic import implausible
 from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
-from kvpolicy.cost.physics import implausible
 from kvpolicy.datasets.examples import dealt, drawn, examples_of
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins

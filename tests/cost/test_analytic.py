@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.cost import Engine, ModelError, analytic, engine_loader, load
-from kvpolicy.cost.physics import ASSUMED, Constant, constants_of, implausible
+from kvpolicy.cost import Engine, ModelError, engine_loader, load, untrained
+from kvpolicy.cost.analytic import ASSUMED, Constant, constants_of, implausible
 from kvpolicy.events import KINDS, Option, Preemption
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import SheetError, device_sheet, devices, link_sheet, links
@@ -33,7 +33,7 @@ def victim(tokens: int, running: int = 8, **more: Any) -> Preemption:
 
 
 def costs(one: Preemption, **more: Any) -> tuple[float, float]:
-    model = analytic(LLAMA, more.pop("sheet", H100), **more)
+    model = untrained(LLAMA, more.pop("sheet", H100), **more)
     recompute, swap = model.predict(one, [Option("recompute"), Option("swap", one.computed_tokens, "host")])
     return recompute.engine_s, swap.engine_s
 
@@ -124,14 +124,14 @@ def test_choices_are_sensible() -> None:
 
 
 def test_tensor_parallel_ranks_share_the_work_and_the_kv() -> None:
-    one, two = (analytic(LLAMA, H100, engine=Engine(ranks=ranks)) for ranks in (1, 2))
+    one, two = (untrained(LLAMA, H100, engine=Engine(ranks=ranks)) for ranks in (1, 2))
     assert two.provenance.kv_bytes_per_token == one.provenance.kv_bytes_per_token / 2
     assert two.laws["recompute"].coefficients[2] == one.laws["recompute"].coefficients[2] / 2
 
 
 @pytest.mark.parametrize("config", [DEEPSEEK_V3, QWEN3_30B_A3B, GEMMA_2_9B])
 def test_other_kinds_of_models_have_costs_too(config: dict[str, Any]) -> None:
-    model = analytic(ModelShape.from_config(config), H100)
+    model = untrained(ModelShape.from_config(config), H100)
     line = [
         model.predict(victim(tokens), [Option("recompute"), Option("swap", tokens, "host")])
         for tokens in (100, 1000, 10_000, 100_000)
@@ -144,18 +144,18 @@ def test_other_kinds_of_models_have_costs_too(config: dict[str, Any]) -> None:
 
 def test_nothing_is_promised() -> None:
     for one in (victim(1), victim(5000), victim(64, running=0)):
-        for cost in analytic(LLAMA, H100).predict(one, [Option("recompute"), Option("swap", 64, "host")]):
+        for cost in untrained(LLAMA, H100).predict(one, [Option("recompute"), Option("swap", 64, "host")]):
             assert cost.extrapolated
             assert (cost.low_s, cost.high_s) == (0.0, inf)
-    told = " ".join(analytic(LLAMA, H100).provenance.notes)
+    told = " ".join(untrained(LLAMA, H100).provenance.notes)
     for said in ("nothing was measured", "NVIDIA H100", "PCI Express", "assumed"):
         assert said in told
 
 
 def test_the_digest_tells_assumptions_apart() -> None:
     slower = replace(ASSUMED, linear_share=replace(ASSUMED.linear_share, value=0.4))
-    digests = {analytic(LLAMA, H100).digest, analytic(LLAMA, H100, assumed=slower).digest}
-    assert len(digests | {analytic(LLAMA, H100).digest}) == 2
+    digests = {untrained(LLAMA, H100).digest, untrained(LLAMA, H100, assumed=slower).digest}
+    assert len(digests | {untrained(LLAMA, H100).digest}) == 2
 
 
 # ---- by name ----
@@ -268,9 +268,9 @@ def test_every_assumption_is_plausible_itself() -> None:
 
 
 def test_no_calibrated_rate_can_beat_its_data_sheet() -> None:
-    law = analytic(LLAMA, H100).laws["recompute"]
+    law = untrained(LLAMA, H100).laws["recompute"]
     geometry = Geometry.from_config(LLAMA_31_8B)
     assert constants_of(law, geometry, H100)["linear layers"].plausible
     fast = replace(law, s_per_token=1e-9)  # type: ignore[type-var]  # a roofline
     assert not constants_of(fast, geometry, H100)["linear layers"].plausible
-    assert set(KINDS) == set(analytic(LLAMA, H100).laws)
+    assert set(KINDS) == set(untrained(LLAMA, H100).laws)

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.cost import compile, kernel, model
+from kvpolicy.cost.compile import MOST_WORDS, arrays
 from kvpolicy.cost.forest import Forest, Nodes
 from kvpolicy.cost.intervals import PREDICTED, Intervals
 from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
-from kvpolicy.cost.masks import MOST_WORDS, arrays
 from kvpolicy.cost.model import FAMILIES, FittedModel
 from kvpolicy.events import KINDS, Cost, Preemption
 from kvpolicy.features import FEATURES

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.cost.laws import Channel
-from kvpolicy.cost.physics import ASSUMED
 from kvpolicy.cost.tables import TableError
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import DeviceSheet, devices, known_sheet, link_sheet, links

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.cost.layouts import NATIVE_DTYPE, VIDUR_OPERATORS, Rows
-from kvpolicy.cost.physics import ASSUMED
 from kvpolicy.cost.tables import TableError, rows_of, subsampled
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import DeviceSheet
