@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
 from kvpolicy.cost.intervals import conformal_room
-from kvpolicy.cost.tables import Table, bins_of
 from kvpolicy.regression.conformal import grown
 from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
+from kvpolicy.simulator.hardware.operator_tables import Table, bins_of
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpolicy.evaluation import evaluate
     from kvpolicy.explaining import explain
     from kvpolicy.reporting.writing import report
-    from kvpolicy.simulator.profiles import import_profile
+    from kvpolicy.simulator.hardware.import_profile import import_profile
     from kvpolicy.study import recommend, simulate
     from kvpolicy.training import calibrate, train
 
@@ -44,7 +44,7 @@ _HOMES = {
     "demo": "kvpolicy.engines",
     "evaluate": "kvpolicy.evaluation",
     "explain": "kvpolicy.explaining",
-    "import_profile": "kvpolicy.simulator.profiles",
+    "import_profile": "kvpolicy.simulator.hardware.import_profile",
     "profile": "kvpolicy.engines",
     "recommend": "kvpolicy.study.recommend",
     "report": "kvpolicy.reporting.writing",

@@ -14,8 +14,8 @@ from kvpolicy.cost import Engine, FittedModel, ModelError
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import Times
-from kvpolicy.simulator.hardware import FILE, load_hardware
-from kvpolicy.simulator.times import law_times
+from kvpolicy.simulator.hardware.law_times import law_times
+from kvpolicy.simulator.hardware.table_times import FILE, load_hardware
 from kvpolicy.study.digests import path_digest
 
 KEPT = 16

@@ -9,8 +9,8 @@ import pytest
 
 from kvpolicy import policy
 from kvpolicy.simulator import Link, Server, Times
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.identity import Identity
-from kvpolicy.simulator.times import ConstantTimes
 from kvpolicy.study.links import Behind, GivenLink
 from kvpolicy.study.paired import paired_ratio
 from kvpolicy.study.parts import Part, dealt

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpolicy.simulator.times import ConstantTimes
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from tests.vllm import agreement
 from tests.vllm.agreement import Account, Case, account, differences, drawn
 

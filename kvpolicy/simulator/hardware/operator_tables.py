@@ -17,8 +17,8 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from kvpolicy.cost.layouts import LAYOUTS, Layout, Rows, Times
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.simulator.hardware.layouts import LAYOUTS, Layout, Rows, Times
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.cost.layouts import WHOLE, Rows
-from kvpolicy.cost.tables import Table, TableError, read_table, rows_of
+from kvpolicy.simulator.hardware.layouts import WHOLE, Rows
+from kvpolicy.simulator.hardware.operator_tables import Table, TableError, read_table, rows_of
 
 Floats = NDArray[np.float64]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvpolicy.cost.laws import Channel
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware import Geometry
-from kvpolicy.simulator.interpolation import TERMS, compiled
+from kvpolicy.simulator.hardware.interpolation import TERMS, compiled
 from kvpolicy.simulator.protocol import Direction, Floats, StepLoad
 
 FILE = "hardware.json"
@@ -45,7 +45,7 @@ class Grid:
     axes: Mapping[str, tuple[float, ...]]
     seconds: tuple[float, ...]
     constants: tuple[float, ...]
-    """Of :data:`~kvpolicy.simulator.interpolation.TERMS`: by these it goes on beyond its edges."""
+    """Of :data:`~kvpolicy.simulator.hardware.interpolation.TERMS`: by these it goes on beyond its edges."""
     measured: float
     """Share of its points that were measured; a regressor fitted to those that were told the others."""
     unseen_error: float | None = None
@@ -268,7 +268,9 @@ def _outside(grid: Grid, values: tuple[Floats, ...]) -> NDArray[np.bool_]:
 
 
 def _packed(model: HardwareModel) -> tuple[Floats, NDArray[np.int64]]:
-    """The parts of :data:`~kvpolicy.simulator.interpolation.PARTS`, one after the other, and where each begins."""
+    """The parts of :data:`~kvpolicy.simulator.hardware.interpolation.PARTS`, one after the other, and where each
+    begins.
+    """
     mixed = model.mixed
     engine = model.engine
     parts = (

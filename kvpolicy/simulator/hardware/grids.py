@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from kvpolicy.cost.layouts import NATIVE_DTYPE, Rows
-from kvpolicy.cost.tables import Table, TableError, rows_of, subsampled
 from kvpolicy.hardware import Geometry
 from kvpolicy.regression.ceilings import relative_fit
 from kvpolicy.regression.estimator import BoostedRegressor
-from kvpolicy.simulator.hardware import AXES, Grid
-from kvpolicy.simulator.interpolation import TERMS
-from kvpolicy.simulator.profiles.opened import Opened, medians
+from kvpolicy.simulator.hardware.interpolation import TERMS
+from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE, Rows
+from kvpolicy.simulator.hardware.opened import Opened, medians
+from kvpolicy.simulator.hardware.operator_tables import Table, TableError, rows_of, subsampled
+from kvpolicy.simulator.hardware.table_times import AXES, Grid
 
 Floats = NDArray[np.float64]
 
@@ -46,7 +46,7 @@ class Points:
 
 
 def terms(tokens: Floats, context: Floats, requests: Floats, decoded: Floats) -> Floats:
-    """Columns of :data:`~kvpolicy.simulator.interpolation.TERMS`."""
+    """Columns of :data:`~kvpolicy.simulator.hardware.interpolation.TERMS`."""
     pairs = tokens * context + tokens * (tokens + 1) / 2
     read = np.where(tokens > 0, tokens + context, 0.0)
     return np.column_stack([np.ones(len(tokens)), pairs, tokens, read, requests * decoded, decoded, requests])

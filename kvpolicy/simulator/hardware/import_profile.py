@@ -9,15 +9,15 @@ from pathlib import Path
 
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.cost.laws import Channel
-from kvpolicy.cost.tables import TableError
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import DeviceSheet, devices, known_sheet, link_sheet, links
 from kvpolicy.shape import ModelShape
-from kvpolicy.simulator.hardware import Engine, HardwareModel
-from kvpolicy.simulator.profiles import grids, operators
-from kvpolicy.simulator.profiles.grids import Attention
-from kvpolicy.simulator.profiles.opened import Opened, opened, with_operator
-from kvpolicy.simulator.profiles.operators import Products, Told
+from kvpolicy.simulator.hardware import grids, operators
+from kvpolicy.simulator.hardware.grids import Attention
+from kvpolicy.simulator.hardware.opened import Opened, opened, with_operator
+from kvpolicy.simulator.hardware.operator_tables import TableError
+from kvpolicy.simulator.hardware.operators import Products, Told
+from kvpolicy.simulator.hardware.table_times import Engine, HardwareModel
 
 SHAPELESS = "llmservingsim"
 """Layouts whose operators are named, but not how wide they are or for how many heads."""
@@ -71,8 +71,8 @@ def import_profile(
     rank's share, and communication is not counted. ``device``: its name, where the tables do not tell it or
     leave out what its data sheet can tell. ``link``: by name, or BYTES_PER_S[,LATENCY_S]; the device's usual one
     without it. ``step_s``, ``chunk_step_s``, ``uneven``: what no table holds, as
-    :class:`~kvpolicy.simulator.hardware.Engine`, and ``engine_source``: where they are from. Raises ValueError for
-    what is missing, and for a mixture of experts.
+    :class:`~kvpolicy.simulator.hardware.table_times.Engine`, and ``engine_source``: where they are from. Raises
+    ValueError for what is missing, and for a mixture of experts.
     """
     shape = geometry if isinstance(geometry, ModelShape) else ModelShape.read(geometry)
     if shape.expert_weight_bytes:

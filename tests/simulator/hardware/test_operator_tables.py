@@ -12,8 +12,8 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from kvpolicy.cost.layouts import TILE, WHOLE
-from kvpolicy.cost.tables import TableError, read_table, subsampled, tables_in
+from kvpolicy.simulator.hardware.layouts import TILE, WHOLE
+from kvpolicy.simulator.hardware.operator_tables import TableError, read_table, subsampled, tables_in
 
 ATTENTION: dict[str, Any] = {
     "op_name": "context_attention", "kernel_source": "flash", "device": "NVIDIA H100 80GB HBM3", "batch_size": 2,
