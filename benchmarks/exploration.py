@@ -41,7 +41,7 @@ from kvpolicy.evaluation.offpolicy import Estimate, Judgement, judge
 from kvpolicy.events import KINDS, Decision, Option, Preemption
 from kvpolicy.hardware import Geometry
 from kvpolicy.policy import Assessment, Policy, PolicyState
-from kvpolicy.policy.protocol import PolicyBase, all_on
+from kvpolicy.policy.base import PolicyBase, all_on
 from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
 from kvpolicy.trace import Trace, from_rows, with_core
 from kvpolicy.training.logs import LogTrainReport, train_logged

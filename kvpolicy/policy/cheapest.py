@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvpolicy.cost.model import CostModel
 from kvpolicy.cost.online import Online, corrected
 from kvpolicy.events import Cost, Option, Preemption
+from kvpolicy.policy.base import Assessment, Feedback, NoState, PolicyBase, PolicyState, all_on
 from kvpolicy.policy.objective import ENGINE, Objective
-from kvpolicy.policy.protocol import Assessment, Feedback, NoState, PolicyBase, PolicyState, all_on
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kvpolicy.cost import CostModel, FittedModel
 from kvpolicy.cost.laws import SwapRoofline
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.features import features_of
-from kvpolicy.policy.protocol import Assessment, PolicyBase, PolicyState, all_on
+from kvpolicy.policy.base import Assessment, PolicyBase, PolicyState, all_on
 
 OWN_SHARE = 0.5
 """Of the victim's memory, held on the mean while chunks fill it evenly."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpolicy.events import Option, Preemption
-from kvpolicy.policy.protocol import Assessment, PolicyBase, PolicyState, all_on, first_of
+from kvpolicy.policy.base import Assessment, PolicyBase, PolicyState, all_on, first_of
 
 
 @dataclass(frozen=True)

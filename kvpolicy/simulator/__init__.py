@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvpolicy.simulator.base import LOAD, Link, Run, Server, Simulator, Sink, StepLoad, Summary, Tail, Times
 from kvpolicy.simulator.builtin import Builtin, Victims
 from kvpolicy.simulator.hardware.law_times import ConstantTimes, LawTimes, law_times
-from kvpolicy.simulator.protocol import LOAD, Link, Run, Server, Simulator, Sink, StepLoad, Summary, Tail, Times
 from kvpolicy.simulator.sinks import FolderSink, MemorySink
 
 __all__ = [

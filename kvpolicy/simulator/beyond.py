@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.simulator.protocol import Floats, StepLoad, Times
+from kvpolicy.simulator.base import Floats, StepLoad, Times
 
 WAITING = 4096
 """Steps that are kept before they are looked at, which is cheaper than one by one."""
@@ -15,7 +15,7 @@ WAITING = 4096
 
 @runtime_checkable
 class Bounded(Protocol):
-    """Times that know where they were measured; ``beyond``: rows of :data:`~kvpolicy.simulator.protocol.LOAD` columns
+    """Times that know where they were measured; ``beyond``: rows of :data:`~kvpolicy.simulator.base.LOAD` columns
     in, whether each lies outside."""
 
     def beyond(self, loads: Floats) -> NDArray[np.bool_]: ...

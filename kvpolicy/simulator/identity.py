@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvpolicy.policy import Policy
-from kvpolicy.simulator.protocol import NULL_BLOCK, Server, Times
+from kvpolicy.simulator.base import NULL_BLOCK, Server, Times
 from kvpolicy.trace import Header
 from kvpolicy.workload import Source
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpolicy.events import KINDS, Kind
+from kvpolicy.simulator.base import Summary, Tail, Times
 from kvpolicy.simulator.beyond import beyond_of
-from kvpolicy.simulator.protocol import Summary, Tail, Times
 
 LOWEST_S = 1e-9
 HIGHEST_S = 1e7

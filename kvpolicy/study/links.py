@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpolicy.simulator import StepLoad, Times
-from kvpolicy.simulator.protocol import Direction, Floats
+from kvpolicy.simulator.base import Direction, Floats
 
 
 @dataclass(frozen=True, slots=True)

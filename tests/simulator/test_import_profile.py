@@ -14,10 +14,10 @@ from kvpolicy import policy
 from kvpolicy.cli import main
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator import Builtin, MemorySink, Server
+from kvpolicy.simulator.base import StepLoad
 from kvpolicy.simulator.hardware.grids import between_neighbours
 from kvpolicy.simulator.hardware.operator_tables import TableError
 from kvpolicy.simulator.hardware.table_times import HardwareError, TableTimes, load_hardware
-from kvpolicy.simulator.protocol import StepLoad
 from kvpolicy.study.links import Behind, GivenLink
 from kvpolicy.workload import Request, Workload
 from tests.simulator import tables

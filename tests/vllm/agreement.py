@@ -11,10 +11,10 @@ from typing import Any
 from kvpolicy import policy
 from kvpolicy.events import SITUATION_FIELDS
 from kvpolicy.simulator import Link, Run, Server, Simulator
+from kvpolicy.simulator.base import Scheduling
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.builtin.engine import Engine as BuiltinEngine
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
-from kvpolicy.simulator.protocol import Scheduling
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.trace import Trace
 from kvpolicy.workload import Request, Workload

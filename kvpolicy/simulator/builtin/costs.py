@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvpolicy.simulator.base import StepLoad, Times
 from kvpolicy.simulator.builtin.copies import Transfer
 from kvpolicy.simulator.builtin.live import Account, Repeated, Step
-from kvpolicy.simulator.protocol import StepLoad, Times
 
 
 def load_of(step: Step) -> StepLoad:

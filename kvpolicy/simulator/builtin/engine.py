@@ -9,6 +9,7 @@ from math import inf
 import numpy as np
 
 from kvpolicy.policy import Policy
+from kvpolicy.simulator.base import NULL_BLOCK, Server, Times
 from kvpolicy.simulator.builtin import costs, ledger
 from kvpolicy.simulator.builtin.arrivals import Arrivals
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
@@ -19,7 +20,6 @@ from kvpolicy.simulator.builtin.live import Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
 from kvpolicy.simulator.builtin.stepping import Stepper
 from kvpolicy.simulator.builtin.victims import Victims
-from kvpolicy.simulator.protocol import NULL_BLOCK, Server, Times
 from kvpolicy.simulator.summary import Tallied
 from kvpolicy.workload import Request, Source
 

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
+from kvpolicy.simulator.base import Scheduling
 from kvpolicy.simulator.builtin.live import Live
-from kvpolicy.simulator.protocol import Scheduling
 
 
 class Queue(Protocol):

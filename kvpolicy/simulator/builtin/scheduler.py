@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvpolicy.simulator.base import NULL_BLOCK, Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.live import Live, Status, Step
 from kvpolicy.simulator.builtin.queues import Queue, queue_for
 from kvpolicy.simulator.builtin.victims import Victims
-from kvpolicy.simulator.protocol import NULL_BLOCK, Server
 
 
 class Scheduler:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpolicy.policy import Policy
+from kvpolicy.simulator.base import Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.engine import Engine
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.victims import Victims, VllmVictims
 from kvpolicy.simulator.identity import FIXED_DAY, Identity
-from kvpolicy.simulator.protocol import Run, Server, Sink, Times
 from kvpolicy.workload import Source
 
 RULES = ("0.32",)

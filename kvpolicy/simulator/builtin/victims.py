@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvpolicy.simulator.base import Scheduling
 from kvpolicy.simulator.builtin.live import Live
-from kvpolicy.simulator.protocol import Scheduling
 
 
 class Victims(Protocol):

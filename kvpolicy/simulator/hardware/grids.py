@@ -15,8 +15,7 @@ from kvpolicy.regression.ceilings import relative_fit
 from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.simulator.hardware.interpolation import TERMS
 from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE, Rows
-from kvpolicy.simulator.hardware.opened import Opened, medians
-from kvpolicy.simulator.hardware.operator_tables import Table, TableError, rows_of, subsampled
+from kvpolicy.simulator.hardware.operator_tables import Opened, Table, TableError, medians, rows_of, subsampled
 from kvpolicy.simulator.hardware.table_times import AXES, Grid
 
 Floats = NDArray[np.float64]

@@ -14,8 +14,7 @@ from kvpolicy.hardware.sheets import DeviceSheet, devices, known_sheet, link_she
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator.hardware import grids, operators
 from kvpolicy.simulator.hardware.grids import Attention
-from kvpolicy.simulator.hardware.opened import Opened, opened, with_operator
-from kvpolicy.simulator.hardware.operator_tables import TableError
+from kvpolicy.simulator.hardware.operator_tables import Opened, TableError, opened, with_operator
 from kvpolicy.simulator.hardware.operators import Products, Told
 from kvpolicy.simulator.hardware.table_times import Engine, HardwareModel
 

@@ -174,7 +174,7 @@ def step(
 
 
 def steps(data: Floats, starts: Whole, loads: Floats, found: Floats) -> None:
-    """:func:`step` of each row of ``loads``, columns as :data:`~kvpolicy.simulator.protocol.LOAD`, into ``found``."""
+    """:func:`step` of each row of ``loads``, columns as :data:`~kvpolicy.simulator.base.LOAD`, into ``found``."""
     for i in range(len(loads)):
         found[i] = step(data, starts, loads[i, 0], loads[i, 1], loads[i, 2], loads[i, 3], loads[i, 4])
 

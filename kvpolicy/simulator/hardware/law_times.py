@@ -11,7 +11,7 @@ from kvpolicy.attribution import StepTimeModel
 from kvpolicy.attribution.step_time import FULL_AFTERMATH_TOKENS
 from kvpolicy.cost import FittedModel
 from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
-from kvpolicy.simulator.protocol import LOAD, Direction, Floats, StepLoad
+from kvpolicy.simulator.base import LOAD, Direction, Floats, StepLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ One file yields one table per operator in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +20,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.simulator.hardware.layouts import LAYOUTS, Layout, Rows, Times
+from kvpolicy.simulator.hardware.layouts import LAYOUTS, WHOLE, Layout, Rows, Times
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -193,3 +195,58 @@ def select(table: Table, rows: Sequence[int] | Whole) -> tuple[Floats, Floats, F
     """(features, plain settings, seconds, groups) of some rows."""
     chosen = np.asarray(rows)
     return table.x[chosen], table.plain[chosen], table.seconds[chosen], table.groups[chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """One file."""
+
+    file: Path
+    layout: str
+    rows: Rows
+    tables: Mapping[str, Table]
+    """By operator."""
+    sha256: str
+
+    def described(self, told: str) -> dict[str, Any]:
+        """For the hardware model's list of inputs."""
+        return {
+            "file": self.file.name, "sha256": self.sha256, "layout": self.layout, "rows": len(self.rows), "told": told,
+        }  # fmt: skip
+
+    @property
+    def device(self) -> str | None:
+        """As the file names it; None where it does not."""
+        if "device" not in self.rows.names:
+            return None
+        return ", ".join(sorted(set(self.rows.text("device").tolist())))
+
+
+def opened(files: Sequence[Path]) -> list[Opened]:
+    """Raises :class:`TableError` for an unknown layout, a time that cannot be, or two files that tell the same."""
+    found: list[Opened] = []
+    for file in files:
+        layout, rows = rows_of(file)
+        tables = {table.operator: table for table in read_table(file) if table.operator != WHOLE}
+        found.append(Opened(file, layout.name, rows, tables, hashlib.sha256(file.read_bytes()).hexdigest()))
+    for number, one in enumerate(found):
+        for other in found[:number]:
+            if other.layout == one.layout and set(other.tables) & set(one.tables):
+                raise TableError(f"{one.file} and {other.file} tell the same ({one.layout}): give one of them")
+    return found
+
+
+def with_operator(files: Iterable[Opened], layout: str, operator: str | None = None) -> Opened | None:
+    """The file in that layout, and with that operator in it; None where none was given."""
+    return next((one for one in files if one.layout == layout and operator in (None, *one.tables)), None)
+
+
+def medians(settings: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+    """Points measured (rows, columns), sorted, and the median time of each."""
+    if not len(seconds):
+        return settings, seconds
+    points, number = np.unique(settings, axis=0, return_inverse=True)
+    order = np.argsort(number.ravel(), kind="stable")
+    starts = np.searchsorted(number.ravel()[order], np.arange(len(points)))
+    times = [np.median(part) for part in np.split(seconds[order], starts[1:])]
+    return points, np.array(times, np.float64)

@@ -14,8 +14,7 @@ from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import DeviceSheet
 from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE, VIDUR_OPERATORS, Rows
-from kvpolicy.simulator.hardware.opened import Opened, medians
-from kvpolicy.simulator.hardware.operator_tables import TableError, rows_of, subsampled
+from kvpolicy.simulator.hardware.operator_tables import Opened, TableError, medians, rows_of, subsampled
 from kvpolicy.simulator.hardware.table_times import Curve
 
 Floats = NDArray[np.float64]

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from kvpolicy.cost.laws import Channel
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware import Geometry
+from kvpolicy.simulator.base import Direction, Floats, StepLoad
 from kvpolicy.simulator.hardware.interpolation import TERMS, compiled
-from kvpolicy.simulator.protocol import Direction, Floats, StepLoad
 
 FILE = "hardware.json"
 KIND = "kvpolicy hardware model"
@@ -205,7 +205,7 @@ def _grid(name: str, told: Mapping[str, Any]) -> Grid:
 
 @dataclass(frozen=True)
 class TableTimes:
-    """Implements :class:`~kvpolicy.simulator.protocol.Times` by a :class:`HardwareModel`."""
+    """Implements :class:`~kvpolicy.simulator.base.Times` by a :class:`HardwareModel`."""
 
     model: HardwareModel
     _data: Floats = field(init=False, repr=False, compare=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvpolicy.drafts import draft_of
 from kvpolicy.events import Decision, Option, Preemption
-from kvpolicy.policy.protocol import Policy, PolicyState
+from kvpolicy.policy.base import Policy, PolicyState
 
 RECOMPUTE = Option("recompute")
 HOST_TIER = "host"

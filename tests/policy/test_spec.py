@@ -10,7 +10,7 @@ import pytest
 from kvpolicy.cost import ModelError
 from kvpolicy.events import Option
 from kvpolicy.policy import FORMS, decide, feasible_options, load
-from kvpolicy.policy.protocol import NoState
+from kvpolicy.policy.base import NoState
 from tests.synthetic import fitted_model, situation
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
+from kvpolicy.policy.base import Policy
 from kvpolicy.policy.cheapest import Cheapest
 from kvpolicy.policy.explore import Budget, Explore
 from kvpolicy.policy.fixed import Always, Coin
 from kvpolicy.policy.minwaste import MinWaste
 from kvpolicy.policy.objective import ENGINE, Objective, parse
-from kvpolicy.policy.protocol import Policy
 from kvpolicy.policy.threshold import Threshold
 
 FORMS = (
