@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "version"),
     ("events", "overflow", "shape", "regression"),
-    ("features", "hardware", "trace", "workload", "drafts"),
+    ("features", "hardware", "trace", "workload"),
     ("attribution",),
     ("cost", "datasets"),
     ("policy", "training"),
@@ -29,7 +29,7 @@ LAYERS = (
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
-_DECIDE = {"errors", "events", "features", "drafts", "shape", "hardware", "trace", "attribution", "cost", "policy"}
+_DECIDE = {"errors", "events", "features", "shape", "hardware", "trace", "attribution", "cost", "policy"}
 INTEGRATION = {
     "": set(),
     "connector": set(),
@@ -154,7 +154,7 @@ def test_imports_point_left(package: str) -> None:
         ("kvpolicy.training.laws", "from kvpolicy import policy"),
         ("kvpolicy.training.laws", "from ..policy import load"),
         ("kvpolicy.features", "import kvpolicy.hardware"),
-        ("kvpolicy.policy.fixed", "def late():\n    from kvpolicy.evaluation import evaluate"),
+        ("kvpolicy.policy.cheapest", "def late():\n    from kvpolicy.evaluation import evaluate"),
         ("kvpolicy.cli", "import kvpolicy_vllm.launch"),
         ("kvpolicy.trace", "import vllm"),
         ("kvpolicy.training.laws", "import torch"),

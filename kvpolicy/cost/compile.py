@@ -35,8 +35,7 @@ from kvpolicy.cost.kernel import (
     Pair,
     Predictor,
 )
-from kvpolicy.drafts import draft_of
-from kvpolicy.events import Cost, Option, Preemption
+from kvpolicy.events import Cost, Option, Preemption, draft_of
 from kvpolicy.regression import conformal
 
 PARTS: tuple[Callable[..., Any], ...] = (

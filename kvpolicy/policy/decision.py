@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kvpolicy.drafts import draft_of
-from kvpolicy.events import Decision, Option, Preemption
+from kvpolicy.events import Decision, Option, Preemption, draft_of
 from kvpolicy.policy.base import Policy, PolicyState
 
 RECOMPUTE = Option("recompute")

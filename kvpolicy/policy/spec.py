@@ -9,12 +9,9 @@ from pathlib import Path
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
 from kvpolicy.policy.base import Policy
-from kvpolicy.policy.cheapest import Cheapest
+from kvpolicy.policy.cheapest import Always, Cheapest, Coin, MinWaste, Threshold
 from kvpolicy.policy.explore import Budget, Explore
-from kvpolicy.policy.fixed import Always, Coin
-from kvpolicy.policy.minwaste import MinWaste
 from kvpolicy.policy.objective import ENGINE, Objective, parse
-from kvpolicy.policy.threshold import Threshold
 
 FORMS = (
     "always-recompute",

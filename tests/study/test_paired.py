@@ -10,7 +10,7 @@ import pytest
 from kvpolicy import policy
 from kvpolicy.simulator import Link, Server, Times
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
-from kvpolicy.simulator.identity import Identity
+from kvpolicy.simulator.sinks import Identity
 from kvpolicy.study.links import Behind, GivenLink
 from kvpolicy.study.paired import paired_ratio
 from kvpolicy.study.parts import Part, dealt

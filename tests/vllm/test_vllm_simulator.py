@@ -11,7 +11,7 @@ import pytest
 from kvpolicy import policy
 from kvpolicy.events import Preemption
 from kvpolicy.policy import PolicyState
-from kvpolicy.policy.fixed import Always
+from kvpolicy.policy.cheapest import Always
 from kvpolicy.simulator import Server, Simulator
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink

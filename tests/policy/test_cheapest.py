@@ -10,7 +10,7 @@ from kvpolicy.cost import FittedModel
 from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
 from kvpolicy.events import Preemption
 from kvpolicy.policy import load, needs_engine
-from kvpolicy.policy.minwaste import copies_s, discard_waste, swap_waste
+from kvpolicy.policy.cheapest import copies_s, discard_waste, swap_waste
 from tests.synthetic import fitted_model, options_for, situation
 
 
