@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from kvpolicy.hardware.sheets import known_sheet
-from kvpolicy.study.cells import Cell
-from kvpolicy.study.kept import Result
+from kvpolicy.study.cache import Result
+from kvpolicy.study.cell import Cell
 
 COLUMNS: Mapping[str, str] = {
     "tok/s": "{throughput_tok_s:.1f}",

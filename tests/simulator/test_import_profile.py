@@ -18,7 +18,7 @@ from kvpolicy.simulator.base import StepLoad
 from kvpolicy.simulator.hardware.grids import between_neighbours
 from kvpolicy.simulator.hardware.operator_tables import TableError
 from kvpolicy.simulator.hardware.table_times import HardwareError, TableTimes, load_hardware
-from kvpolicy.study.links import Behind, GivenLink
+from kvpolicy.study.machine import Behind, GivenLink
 from kvpolicy.workload import Request, Workload
 from tests.simulator import tables
 from tests.simulator.tables import CONFIG, LAYERS

@@ -1,4 +1,8 @@
-"""From a cell's words to a run, and from the run to the numbers that are kept."""
+"""From a cell's words to a run, and from the run to the numbers that are kept.
+
+The simulator of a name is the built-in one, or one that an installed package registers. Workloads by name are those of
+:mod:`kvpolicy.workload`, recorded traces, and requests of measured runs.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,70 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from kvpolicy import engines
 from kvpolicy import policy as policies
 from kvpolicy.cost import Engine, ModelWarning
 from kvpolicy.policy import Policy
-from kvpolicy.simulator import Link, Server, Sink, Summary, Times
+from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
+from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.oracle import Oracle
+from kvpolicy.simulator.recorded import RECORDED
+from kvpolicy.simulator.requests_csv import ARRIVAL, COUNTS, measured_requests
 from kvpolicy.simulator.sinks import FolderSink
 from kvpolicy.simulator.watched import Watched
-from kvpolicy.study.cells import Cell, Serving
-from kvpolicy.study.digests import path_digest, program_digest, workload_digest
-from kvpolicy.study.engine import rules_of, simulator_of
-from kvpolicy.study.links import Behind, GivenLink
-from kvpolicy.study.machine import Machine, open_machine
-from kvpolicy.study.opening import opened
+from kvpolicy.study.cache import path_digest, program_digest, workload_digest
+from kvpolicy.study.cell import Cell, Serving
+from kvpolicy.study.machine import Behind, GivenLink, Machine, open_machine
 from kvpolicy.study.parts import Part
-from kvpolicy.workload import Source
-from kvpolicy.workload.files import FileSource
+from kvpolicy.workload import Format, Source, open_workload
+from kvpolicy.workload.files import FileSource, cells, lines
+from kvpolicy.workload.options import Options
+
+KEPT = 16
+"""Opened workloads that a process keeps: to give one a rate, its file is read through."""
+MEASURED = "requests"
+
+
+def _measured(path: Path, options: Options) -> Source:
+    options.whole("seed", 0)  # every workload may be given one; these are not drawn
+    return measured_requests(path)
+
+
+def _is_measured(path: Path) -> bool:
+    if path.is_dir():
+        return False
+    first = next((line for _, line in lines(path)), "")
+    return {*COUNTS, ARRIVAL} <= {name.strip() for name in cells(first)}
+
+
+FORMATS = {**RECORDED, MEASURED: Format(f"CSV: {', '.join((*COUNTS, ARRIVAL))}", _measured, _is_measured)}
+
+
+@lru_cache(maxsize=KEPT)
+def opened(workload: str, digest: str) -> Source:
+    """The workload of that name. ``digest``: of what it is read from, which tells it from what was there before.
+
+    Raises WorkloadError, a ValueError, for what is not known, listing what is.
+    """
+    return open_workload(workload, FORMATS)
+
+
+BUILTIN_RULES = "0.32"
+"""The version of vLLM whose scheduling rules the built-in one is asked to follow."""
+
+
+def simulator_of(name: str) -> Simulator:
+    """Raises EngineMissing, a ValueError that says what to install, where there is none of that name."""
+    if name == "builtin":
+        return Builtin()
+    found: Simulator = engines.simulator(name)
+    return found
+
+
+def rules_of(name: str) -> str:
+    """What a server's ``rules`` have to be for that simulator: one made of vLLM's own code has those of its version."""
+    return str(getattr(simulator_of(name), "rules", BUILTIN_RULES))
+
 
 NATIVE = "native"
 ORACLE = "oracle"

@@ -11,9 +11,9 @@ from kvpolicy import policy
 from kvpolicy.simulator import Link, Server, Times
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import Identity
-from kvpolicy.study.links import Behind, GivenLink
-from kvpolicy.study.paired import paired_ratio
+from kvpolicy.study.machine import Behind, GivenLink
 from kvpolicy.study.parts import Part, dealt
+from kvpolicy.study.recommend import paired_ratio
 from kvpolicy.workload import Request, Workload
 
 

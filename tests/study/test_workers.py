@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.study.kept import Kept
-from kvpolicy.study.processes import in_processes
+from kvpolicy.study.cache import Kept
+from kvpolicy.study.workers import in_processes
 from tests.study.tasks import double, process_of
 
 

@@ -1,4 +1,7 @@
-"""A cell: everything that one simulation depends on, in words; and its digest, by which its result is kept."""
+"""A cell: everything that one simulation depends on, in words; and its digest, by which its result is kept.
+
+Where a server's flags say nothing, what vLLM 0.32 takes by device: ``EngineArgs.get_batch_defaults``, API server.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from kvpolicy.hardware.sheets import known_sheet
+
 GIB = 2**30
 DEFAULT_HOST_GIB = 4.0
 """The plugin's own."""
@@ -16,7 +21,7 @@ DEFAULT_HOST_GIB = 4.0
 @dataclass(frozen=True, slots=True)
 class Serving:
     """The server around a grid's cells: the same for all of them. vLLM's own defaults go by the device, see
-    :mod:`kvpolicy.study.defaults`; those here are of a large GPU that schedules step by step."""
+    :mod:`kvpolicy.study.cell`; those here are of a large GPU that schedules step by step."""
 
     block_size: int = 16
     host_gib: float | None = DEFAULT_HOST_GIB
@@ -89,3 +94,33 @@ class Cell:
         """SHA-256 of the inputs and of what they name. ``contents``: digests of files, models and program."""
         told = json.dumps({"inputs": self.inputs(), "contents": dict(contents)}, sort_keys=True, allow_nan=False)
         return hashlib.sha256(told.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDefaults:
+    """Flags of one server."""
+
+    token_budget: int
+    max_num_seqs: int
+    asynchronous: bool
+    """Whether it schedules one step ahead."""
+
+
+CPU = ServerDefaults(2048, 128, False)
+LARGEST = ServerDefaults(16384, 1024, True)
+LARGE = ServerDefaults(8192, 1024, True)
+OTHER = ServerDefaults(2048, 256, True)
+"""Also of an A100 of whatever size, and of a device whose memory nobody knows."""
+
+
+def server_defaults(device: str) -> ServerDefaults:
+    """By the name that a trace's header or a data sheet has for it; memory as its data sheet says."""
+    if device == "cpu":
+        return CPU
+    sheet = known_sheet(device)
+    if sheet is None:
+        return OTHER
+    if sheet.memory_bytes >= 160 * GIB:
+        return LARGEST
+    names = " ".join((sheet.name, *sheet.device_names)).casefold()
+    return LARGE if sheet.memory_bytes >= 70 * GIB and "a100" not in names else OTHER
