@@ -24,7 +24,6 @@ LAYERS = (
     ("evaluation", "simulator", "explaining"),
     ("engines",),
     ("study", "reporting"),
-    ("cli_study",),
     ("cli",),
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
@@ -123,11 +122,7 @@ def _reason_inside(mine: list[str], other: list[str]) -> str:
     if len(mine) == 1:
         return ""  # kvpolicy/__init__.py names the public functions for type checkers; see the next test
     if len(other) == 1 or other[1].startswith("__"):
-        return (
-            ""
-            if mine[1] in ("cli", "cli_study") or other[1:]
-            else "the package itself loads everything lazily: name the part"
-        )
+        return "" if mine[1] == "cli" or other[1:] else "the package itself loads everything lazily: name the part"
     rank = {part: number for number, layer in enumerate(LAYERS) for part in layer}
     unknown = next((part for part in (mine[1], other[1]) if part not in rank), None)
     if unknown:

@@ -1,27 +1,17 @@
-"""The command line: options to function calls, errors to one line. Nothing is decided here."""
+"""The commands that measure, train, judge and serve: options to function calls. Nothing is decided here."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 import kvpolicy
-from kvpolicy import cli_study, engines
-from kvpolicy.cost import ModelWarning
-
-app = typer.Typer(
-    help="Recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+from kvpolicy import engines
 
 POLICIES = (
     "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL, explore:COST_MODEL or "
@@ -53,14 +43,6 @@ Link = Annotated[str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LAT
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
 
 
-@app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
-    if version:
-        typer.echo(f"kvpolicy {kvpolicy.__version__}")
-        raise typer.Exit
-
-
-@app.command()
 def profile(
     out: Annotated[Path, typer.Option(help="Folder of the trace; an unfinished profile there is taken up again.")],
     llm: Annotated[Path | None, typer.Option(help="Folder of a model; without it a small one is made.")] = None,
@@ -72,7 +54,6 @@ def profile(
     _show(kvpolicy.profile(out=out, llm=llm, quick=quick, link=link, seed=seed))
 
 
-@app.command()
 def train(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Folders of traces.")],
     out: Annotated[Path, typer.Option(help="Folder of the cost model.")],
@@ -87,7 +68,6 @@ def train(
     _show(kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed, mixed_hardware=mixed_hardware))
 
 
-@app.command()
 def calibrate(
     cost_model: Annotated[
         str,
@@ -103,7 +83,6 @@ def calibrate(
     _show(kvpolicy.calibrate(cost_model=cost_model, traces=trace, out=out, states=states, seed=seed, force=force))
 
 
-@app.command()
 def evaluate(
     trace: Annotated[list[Path], typer.Option(help="Folder of a trace; may be given several times.")],
     policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
@@ -142,7 +121,6 @@ def evaluate(
         json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
 
 
-@app.command()
 def explain(
     cost_model: Annotated[str, typer.Option(help="A folder, the name of one that ships, or analytic:DEVICE:CONFIG.")],
     tokens: Annotated[int, typer.Option(help="Tokens the victim has computed.")],
@@ -186,7 +164,6 @@ def explain(
         raise ValueError(report.not_drawn)
 
 
-@app.command(context_settings=SERVER_FLAGS)
 def serve(
     context: typer.Context,
     llm: Annotated[str, typer.Argument(metavar="LLM", help="The model, as for vllm serve; vLLM's flags after it.")],
@@ -223,7 +200,6 @@ def serve(
     os.execvp(command[0], command)
 
 
-@app.command()
 def config(
     policy: PolicyName,
     shadow: Shadow = False,
@@ -251,7 +227,6 @@ def config(
     typer.echo(launch.config_yaml(options), nl=False)
 
 
-@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for traces, models and demo.json.")] = Path("out/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer states and fewer repeats.")] = False,
@@ -261,7 +236,6 @@ def demo(
     _show(kvpolicy.demo(out=out, quick=quick, seed=seed))
 
 
-@app.command("import-profile")
 def import_profile(
     tables: Annotated[
         list[Path],
@@ -300,46 +274,15 @@ def import_profile(
     )
 
 
-cli_study.add_to(app)
-
-
 def _show(report: Any) -> None:
     if report is not None:
         typer.echo(report.text())
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run a command. Wrong values, unreadable files and a missing engine end in one line on stderr and status 2.
-
-    So does an engine that ended badly, whose last words may take more lines. Warnings of a cost model are one line.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("default", ModelWarning)
-            warnings.showwarning = _plainly(warnings.showwarning)
-            app(args=arguments, prog_name="kvpolicy")
-    except (ValueError, OSError) as error:
-        _end(" ".join(str(error).split()))
-    except RuntimeError as error:
-        _end(str(error).strip())
-
-
-def _plainly(otherwise: Callable[..., None]) -> Callable[..., None]:
-    """How warnings are shown: a cost model's for whoever reads the command line, all others with their source."""
-
-    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, ModelWarning):
-            print(f"kvpolicy: warning: {' '.join(str(message).split())}", file=sys.stderr)
-        else:
-            otherwise(message, category, *where, **more)
-
-    return show
-
-
-def _end(message: str) -> NoReturn:
-    print(f"kvpolicy: error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()
+def add_to(app: typer.Typer) -> None:
+    for command in (profile, train, calibrate, evaluate, explain):
+        app.command()(command)
+    app.command(context_settings=SERVER_FLAGS)(serve)
+    app.command()(config)
+    app.command()(demo)
+    app.command("import-profile")(import_profile)

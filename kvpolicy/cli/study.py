@@ -1,4 +1,4 @@
-"""The commands that simulate and study, for :mod:`kvpolicy.cli`: options to function calls. Nothing is decided here."""
+"""The commands that simulate and study: options to function calls. Nothing is decided here."""
 
 from __future__ import annotations
 
