@@ -36,7 +36,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpolicy.cost.undisturbed import HeldOutError, StepTimeModel
+from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 
 BLOCK = 16
 STEP_TIME = StepTimeModel(1e-4, (1e-6,) * 6, "nothing", 100, HeldOutError(0.0, 0.0, 0.0))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from kvpolicy.errors import KVPolicyError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -19,7 +21,7 @@ OLDEST = (0, 24)
 NEWEST = (0, 33)
 
 
-class UnsupportedEngine(ValueError):
+class UnsupportedEngine(KVPolicyError):
     """The engine is set up in a way the plugin does not serve; the message says what would be right."""
 
 
