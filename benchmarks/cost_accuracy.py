@@ -3,9 +3,10 @@
     python benchmarks/cost_accuracy.py [--trace FOLDER]... [--profiles FOLDER] [--json FILE] [--quick]
 
 Traces: folders of `kvpolicy profile`. Profiles: a folder of measured operator times, layouts as in
-``kvpolicy.cost.layouts``. Errors are |predicted / measured - 1|. In range: grouped cross-validation, repeats of a
-point or state never on both sides. Extrapolated: trained up to a quarter of the longest length, tested on the rest;
-``from 2x`` is the part of it at twice the longest trained length and beyond. Coverage is of finite intervals alone.
+``kvpolicy.simulator.hardware.layouts``. Errors are |predicted / measured - 1|. In range: grouped cross-validation,
+repeats of a point or state never on both sides. Extrapolated: trained up to a quarter of the longest length, tested on
+the rest; ``from 2x`` is the part of it at twice the longest trained length and beyond. Coverage is of finite intervals
+alone.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 
-from kvpolicy.cost.tables import Table, TableError, subsampled, tables_in
 from kvpolicy.events import KINDS
+from kvpolicy.simulator.hardware.operator_tables import Table, TableError, subsampled, tables_in
 from kvpolicy.trace import TraceError
 
 BARS: dict[str, dict[str, Any]] = {

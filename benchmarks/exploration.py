@@ -36,15 +36,15 @@ from rich.table import Table
 from kvpolicy import cost, policy
 from kvpolicy.cost import CostModel, FittedModel
 from kvpolicy.cost.intervals import unbounded
-from kvpolicy.cost.loggedtraining import LogTrainReport, train_logged
 from kvpolicy.evaluation.logged import Floats, Log, log_of
 from kvpolicy.evaluation.offpolicy import Estimate, Judgement, judge
 from kvpolicy.events import KINDS, Decision, Option, Preemption
 from kvpolicy.hardware import Geometry
 from kvpolicy.policy import Assessment, Policy, PolicyState
-from kvpolicy.policy.protocol import PolicyBase, all_on
+from kvpolicy.policy.base import PolicyBase, all_on
 from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
 from kvpolicy.trace import Trace, from_rows, with_core
+from kvpolicy.training.logs import LogTrainReport, train_logged
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, random_arrivals
 
 GEOMETRY = Geometry(

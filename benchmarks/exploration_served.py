@@ -43,11 +43,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy import policy
-from kvpolicy.cost.logged import attributed
-from kvpolicy.cost.loggedtraining import train_logged
+from kvpolicy.datasets.logs import attributed
 from kvpolicy.evaluation.logged import Log, log_of
 from kvpolicy.evaluation.offpolicy import Estimate, judge
 from kvpolicy.trace import Trace, read
+from kvpolicy.training.logs import train_logged
 from kvpolicy_vllm.bench.demo import SHAPE
 from kvpolicy_vllm.bench.engine import EngineProcess
 from kvpolicy_vllm.bench.overload import Arms, Settings

@@ -4,10 +4,10 @@
 
 DIR of runs: LLMServingSim's ``*_meta.json`` with ``*_requests.csv.gz`` and ``*_timeseries.csv.gz`` beside it; DIR of
 profiles: its tables ``lss_<gpu>_<LLM>_tp<n>_*``. Each run is replayed twice: with what the tables alone say; and with
-three numbers that no table holds (:class:`kvpolicy.simulator.hardware.Engine`: the engine's own time per step, more
-of it per step with a chunk, unevenness of contexts), calibrated on the requests that had their last token by second
-S, and judged on those alone that were first scheduled after it. The runs preempted nobody: this judges step times and
-queueing, not preemptions. Inter-token times are means per request, as the runs hold no others.
+three numbers that no table holds (:class:`kvpolicy.simulator.hardware.table_times.Engine`: the engine's own time per
+step, more of it per step with a chunk, unevenness of contexts), calibrated on the requests that had their last token
+by second S, and judged on those alone that were first scheduled after it. The runs preempted nobody: this judges step
+times and queueing, not preemptions. Inter-token times are means per request, as the runs hold no others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvpolicy.policy import load as load_policy
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator import Server
 from kvpolicy.simulator.builtin import Builtin
-from kvpolicy.simulator.hardware import Engine, HardwareModel, TableTimes
+from kvpolicy.simulator.hardware.table_times import Engine, HardwareModel, TableTimes
 from kvpolicy.simulator.requests_csv import MeasuredRun, measured_run
 from kvpolicy.simulator.sinks import MemorySink
 

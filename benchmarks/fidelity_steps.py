@@ -17,7 +17,7 @@ from fidelity_record import Real
 
 from kvpolicy import policy
 from kvpolicy.simulator import Simulator, StepLoad
-from kvpolicy.simulator.protocol import Direction
+from kvpolicy.simulator.base import Direction
 from kvpolicy.simulator.sinks import MemorySink
 
 COLUMNS = (

@@ -11,10 +11,10 @@ from lightgbm import LGBMRegressor
 from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
-from kvpolicy.cost.beyond import grown
-from kvpolicy.cost.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
 from kvpolicy.cost.intervals import conformal_room
-from kvpolicy.cost.tables import Table, bins_of
+from kvpolicy.regression.conformal import grown
+from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
+from kvpolicy.simulator.hardware.operator_tables import Table, bins_of
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]

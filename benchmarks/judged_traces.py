@@ -15,16 +15,16 @@ from lightgbm import LGBMRegressor
 from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
-from kvpolicy.cost.ceilings import LAUNCH, Ceilings
-from kvpolicy.cost.dataset import Dataset, State, measured
-from kvpolicy.cost.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
-from kvpolicy.cost.examples import LEAST_FLOOR_S, dealt, examples_of, noise_floors, option_of
-from kvpolicy.cost.fitting import fit
 from kvpolicy.cost.model import FAMILIES
+from kvpolicy.datasets.examples import LEAST_FLOOR_S, dealt, examples_of, noise_floors, option_of
+from kvpolicy.datasets.profiles import Dataset, State, measured
 from kvpolicy.evaluation.replay import price
 from kvpolicy.events import KINDS, Cost, Kind
 from kvpolicy.policy import load
+from kvpolicy.regression.ceilings import LAUNCH, Ceilings
+from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
 from kvpolicy.training import provenance_of
+from kvpolicy.training.fit import fit
 
 Floats = NDArray[np.float64]
 Seconds = dict[Kind, float]

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from sklearn.ensemble import HistGradientBoostingRegressor
 
 from kvpolicy.cost import FittedModel
-from kvpolicy.cost.boosted import INPUTS
-from kvpolicy.cost.compiled import Forest, Nodes
+from kvpolicy.cost.forest import Forest, Nodes
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
+from kvpolicy.training.residual_fit import INPUTS
 
 Floats = NDArray[np.float64]
 Rows = Sequence[Sequence[Sequence[float]]]

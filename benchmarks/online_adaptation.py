@@ -42,9 +42,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy import cost
-from kvpolicy.cost.dataset import State, measured
 from kvpolicy.cost.model import CostModel
 from kvpolicy.cost.online import Online, corrected
+from kvpolicy.datasets.profiles import State, measured
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.policy import Feedback, Policy, PolicyState, feasible_options
 from kvpolicy.policy.cheapest import Cheapest

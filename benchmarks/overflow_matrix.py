@@ -24,18 +24,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvpolicy.cost.physics import ASSUMED
-from kvpolicy.cost.sheets import device_sheet, link_sheet
-from kvpolicy.study.cells import Cell, Serving
-from kvpolicy.study.defaults import server_defaults
-from kvpolicy.study.digests import workload_digest
+from kvpolicy.cost.analytic import ASSUMED
+from kvpolicy.hardware.sheets import device_sheet, link_sheet
+from kvpolicy.study.cache import Kept, Result, usual_folder, workload_digest
+from kvpolicy.study.cell import Cell, Serving, server_defaults
 from kvpolicy.study.grid import Workers, sweep
-from kvpolicy.study.kept import Kept, Result, usual_folder
-from kvpolicy.study.opening import opened
-from kvpolicy.study.paired import LEVEL, Ratio, paired_ratio
 from kvpolicy.study.progress import bar
+from kvpolicy.study.recommend import LEVEL, Ratio, paired_ratio
 from kvpolicy.study.report import aligned, server_words
-from kvpolicy.study.running import seeded
+from kvpolicy.study.run_cell import opened, seeded
 
 LLAMA_3_1_8B = {
     "_name_or_path": "Llama-3.1-8B",

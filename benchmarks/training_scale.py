@@ -28,14 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvpolicy
-from kvpolicy.cost.boosted import FEWEST_STATES
-from kvpolicy.cost.ceilings import LAUNCH, Ceilings
-from kvpolicy.cost.dataset import measured
-from kvpolicy.cost.estimator import BoostedRegressor
-from kvpolicy.cost.examples import drawn
-from kvpolicy.cost.fitting import fit, held_out_scores, misses_of
+from kvpolicy.datasets.examples import drawn
+from kvpolicy.datasets.profiles import measured
 from kvpolicy.events import KINDS
-from kvpolicy.training import MOST_STATES, provenance_of, split
+from kvpolicy.regression.ceilings import LAUNCH, Ceilings
+from kvpolicy.regression.estimator import BoostedRegressor
+from kvpolicy.training import provenance_of, split
+from kvpolicy.training.fit import fit, held_out_scores, misses_of
+from kvpolicy.training.pipeline import MOST_STATES
+from kvpolicy.training.residual_fit import FEWEST_STATES
 
 Floats = NDArray[np.float64]
 

@@ -30,11 +30,11 @@ from rich.progress import track
 from rich.table import Table
 
 from kvpolicy import training
-from kvpolicy.cost.analytic import fit_recompute
-from kvpolicy.cost.examples import Example, log_miss
 from kvpolicy.cost.laws import Law
-from kvpolicy.cost.scaling import carry_law
+from kvpolicy.datasets.examples import Example, log_miss
 from kvpolicy.features import FEATURES, Features
+from kvpolicy.training.laws import fit_recompute
+from kvpolicy.training.transfer import carry_law
 
 SHIPPED = ("traces/cpu-llama-native", "traces/cpu-llama-simulated-link")
 COUNTS = (1, 2, 4, 8, 16)

@@ -12,16 +12,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.version import __version__
+
 if TYPE_CHECKING:
     from kvpolicy.engines import characterize, demo, profile
     from kvpolicy.evaluation import evaluate
     from kvpolicy.explaining import explain
     from kvpolicy.reporting.writing import report
-    from kvpolicy.simulator.profiles import import_profile
+    from kvpolicy.simulator.hardware.import_profile import import_profile
     from kvpolicy.study import recommend, simulate
     from kvpolicy.training import calibrate, train
 
-__version__ = "0.1.0"
 __all__ = [
     "__version__",
     "calibrate",
@@ -43,7 +44,7 @@ _HOMES = {
     "demo": "kvpolicy.engines",
     "evaluate": "kvpolicy.evaluation",
     "explain": "kvpolicy.explaining",
-    "import_profile": "kvpolicy.simulator.profiles",
+    "import_profile": "kvpolicy.simulator.hardware.import_profile",
     "profile": "kvpolicy.engines",
     "recommend": "kvpolicy.study.recommend",
     "report": "kvpolicy.reporting.writing",

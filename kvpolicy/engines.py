@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import overflow
+from kvpolicy.errors import KVPolicyError
 
 ENGINES = "kvpolicy.engines"
 LAUNCHERS = "kvpolicy.launchers"
@@ -26,7 +27,7 @@ HOW_TO_INSTALL = {
 }
 
 
-class EngineMissing(ValueError):
+class EngineMissing(KVPolicyError):
     """No engine to work with; the message says what to install."""
 
 

@@ -6,9 +6,11 @@ Units are in the names: ``_s`` seconds, ``_bytes`` bytes, ``_tokens`` tokens, ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, Literal, TypeVar, cast
+
+Record = TypeVar("Record")
 
 Kind = Literal["recompute", "swap"]
 Cause = Literal["memory", "forced", "reset"]
@@ -136,7 +138,8 @@ class Decision:
 class Outcome:
     """What became of one preemption. Times are measured; nothing here is a prediction.
 
-    ``engine_s`` and ``others_delay_s`` come from the step table (:mod:`kvpolicy.cost.steps`); ``None`` until then.
+    ``engine_s`` and ``others_delay_s`` come from the step table (:mod:`kvpolicy.attribution.offline`); ``None`` until
+    then.
     """
 
     preemption_id: str
@@ -175,3 +178,21 @@ def situation_of(row: Mapping[str, Any]) -> Preemption:
 
 
 SITUATION_FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Preemption))
+
+
+def draft_of(record: type[Record]) -> Callable[..., Record]:
+    """What builds a ``record`` from the same arguments; equal in everything but time.
+
+    A frozen dataclass sets each field through ``object.__setattr__``, which for a record of ten fields takes longer
+    than computing them. Here a class with the same slots that is not frozen yet takes the values, and then becomes the
+    record.
+
+    ``record``: a frozen dataclass with slots, without default factories or code of its own at construction.
+    """
+
+    def freeze(self: Any) -> None:
+        self.__class__ = record
+
+    given = [(one.name, one.type, field(default=one.default)) for one in fields(cast(Any, record))]
+    draft = make_dataclass(record.__name__, given, slots=True, namespace={"__post_init__": freeze})
+    return cast(Callable[..., Record], draft)

@@ -12,15 +12,15 @@ from typing import Any
 import pyarrow as pa
 
 from kvpolicy import trace as traces
-from kvpolicy.cost.dataset import dataset_of
-from kvpolicy.cost.fitting import fit
+from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from kvpolicy.cost.model import FittedModel
-from kvpolicy.cost.undisturbed import HeldOutError, StepTimeModel
+from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS, Decision, Kind, Option, Outcome, Preemption
 from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry
 from kvpolicy.trace import Header, Trace
 from kvpolicy.training import provenance_of, split
+from kvpolicy.training.fit import fit
 
 GEOMETRY = Geometry(
     layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=688, vocab=2048, weight_bytes=4, kv_bytes=4,

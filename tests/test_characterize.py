@@ -12,7 +12,7 @@ import pytest
 import kvpolicy
 from kvpolicy import trace as traces
 from kvpolicy.cli import main
-from kvpolicy.cost.dataset import dataset_of
+from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, FIGURES, MEMORY, SEQUENCE_LENGTH, TIMELINE, figure_and_level
 from kvpolicy.reporting.reading import material
 from kvpolicy.trace import Trace

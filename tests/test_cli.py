@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy.cli import POLICIES, main
+from kvpolicy.cli import main
+from kvpolicy.cli.measure import POLICIES
 from kvpolicy.cost import ModelWarning
 from kvpolicy.policy import FORMS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,30 +15,31 @@ import kvpolicy
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("events", "overflow", "rowtext", "shape"),
-    ("features", "hardware", "trace", "workload", "drafts"),
-    ("cost",),
-    ("policy",),
-    ("evaluation", "simulator", "measure", "training", "explaining"),
+    ("errors", "version"),
+    ("events", "overflow", "shape", "regression"),
+    ("features", "hardware", "trace", "workload"),
+    ("attribution",),
+    ("cost", "datasets"),
+    ("policy", "training"),
+    ("evaluation", "simulator", "explaining"),
     ("engines",),
     ("study", "reporting"),
-    ("cli_study",),
     ("cli",),
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
-_DECIDE = {"events", "features", "drafts", "shape", "hardware", "trace", "cost", "policy"}
+_DECIDE = {"errors", "events", "features", "shape", "hardware", "trace", "attribution", "cost", "policy"}
 INTEGRATION = {
     "": set(),
     "connector": set(),
     "launch": {"policy", "engines"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"workload", "simulator"},
-    "bench": _DECIDE | {"overflow", "workload", "simulator"},
+    "bench": _DECIDE | {"datasets", "overflow", "workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
-    "bench.demo": _DECIDE | {"workload", "simulator", "training", "evaluation"},
+    "bench.demo": _DECIDE | {"datasets", "workload", "simulator", "training", "evaluation"},
     # The learned policy it serves with is trained on the way.
-    "bench.characterize": _DECIDE | {"overflow", "workload", "simulator", "training"},
+    "bench.characterize": _DECIDE | {"datasets", "overflow", "workload", "simulator", "training"},
 }
 """Parts of kvpolicy_vllm, and the parts of kvpolicy each may import."""
 
@@ -53,7 +54,13 @@ INTEGRATION_INSIDE = {
 """Parts of kvpolicy_vllm, and the other parts of it each may import."""
 
 ENGINE_PACKAGES = {"vllm", "transformers", "tokenizers"}
-LIVE_PATH = ("kvpolicy.events", "kvpolicy.features", "kvpolicy.cost.compiled", "kvpolicy.policy")
+LIVE_PATH = (
+    "kvpolicy.events",
+    "kvpolicy.features",
+    "kvpolicy.attribution",
+    "kvpolicy.cost.forest",
+    "kvpolicy.policy",
+)
 HEAVY = ("pandas", "sklearn", "lightgbm", "pyarrow", "torch", "vllm")
 
 
@@ -65,7 +72,10 @@ def sources(package: Path) -> Iterator[tuple[str, Path]]:
 
 
 def imported(module: str, source: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything a module imports; ``from a import b`` counts as ``a.b``."""
+    """Line and full name of everything a module imports; ``from a import b`` counts as ``a.b``.
+
+    So does ``import_module("a.b")``: an import that a string hides is still one.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -75,6 +85,9 @@ def imported(module: str, source: str, is_package: bool = False) -> Iterator[tup
                 up = module.split(".")[: None if is_package and node.level == 1 else -node.level + is_package]
                 base = ".".join([*up, base]).rstrip(".")
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = (part.value for part in node.args[:1] if isinstance(part, ast.Constant))
+            yield from ((node.lineno, name) for name in names if isinstance(name, str))
 
 
 def faults(module: str, source: str, is_package: bool = False) -> list[str]:
@@ -92,8 +105,8 @@ def _reason(module: str, name: str) -> str:
     if mine[0] == "kvpolicy":
         if other[0] == "kvpolicy_vllm" or other[0] in ENGINE_PACKAGES:
             return "the library imports neither an engine nor its integration"
-        if other[0] == "torch" and mine[1:2] != ["measure"]:
-            return "torch belongs to kvpolicy.measure"
+        if other[0] == "torch":
+            return "the library computes without torch; the integration has it"
         return _reason_inside(mine, other) if other[0] == "kvpolicy" else ""
     part = mine[1] if len(mine) > 1 else ""
     if other[0] == "kvpolicy":
@@ -109,11 +122,7 @@ def _reason_inside(mine: list[str], other: list[str]) -> str:
     if len(mine) == 1:
         return ""  # kvpolicy/__init__.py names the public functions for type checkers; see the next test
     if len(other) == 1 or other[1].startswith("__"):
-        return (
-            ""
-            if mine[1] in ("cli", "cli_study") or other[1:]
-            else "the package itself loads everything lazily: name the part"
-        )
+        return "" if mine[1] == "cli" or other[1:] else "the package itself loads everything lazily: name the part"
     rank = {part: number for number, layer in enumerate(LAYERS) for part in layer}
     unknown = next((part for part in (mine[1], other[1]) if part not in rank), None)
     if unknown:
@@ -137,13 +146,14 @@ def test_imports_point_left(package: str) -> None:
     ("module", "source"),
     [
         ("kvpolicy.events", "from kvpolicy.trace import Trace"),
-        ("kvpolicy.cost.linear", "from kvpolicy import policy"),
-        ("kvpolicy.cost.linear", "from ..policy import load"),
+        ("kvpolicy.training.laws", "from kvpolicy import policy"),
+        ("kvpolicy.training.laws", "from ..policy import load"),
         ("kvpolicy.features", "import kvpolicy.hardware"),
-        ("kvpolicy.policy.fixed", "def late():\n    from kvpolicy.evaluation import evaluate"),
+        ("kvpolicy.policy.cheapest", "def late():\n    from kvpolicy.evaluation import evaluate"),
         ("kvpolicy.cli", "import kvpolicy_vllm.launch"),
         ("kvpolicy.trace", "import vllm"),
-        ("kvpolicy.cost.linear", "import torch"),
+        ("kvpolicy.training.laws", "import torch"),
+        ("kvpolicy.training.laws", "from importlib import import_module\nimport_module('kvpolicy.policy')"),
         ("kvpolicy.unheard_of", "import kvpolicy.events"),
         ("kvpolicy_vllm.plugin.scheduler", "from kvpolicy.training import train"),
         ("kvpolicy_vllm.plugin.scheduler", "from kvpolicy_vllm.bench import profile"),
@@ -158,9 +168,8 @@ def test_the_rule_sees_what_breaks_it(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("kvpolicy.trace", "import json\nfrom kvpolicy.events import Preemption"),
-        ("kvpolicy.cost.linear", "from kvpolicy.cost.steps import fit\nfrom kvpolicy import features"),
-        ("kvpolicy.cost.linear", "from .steps import fit"),
-        ("kvpolicy.measure.copies", "import torch"),
+        ("kvpolicy.training.laws", "from kvpolicy.attribution.offline import fit\nfrom kvpolicy import features"),
+        ("kvpolicy.training.laws", "from .steps import fit"),
         ("kvpolicy_vllm.plugin.scheduler", "import vllm\nfrom kvpolicy.policy import load"),
         ("kvpolicy_vllm.bench.profile", "from kvpolicy_vllm.plugin import settings\nfrom kvpolicy import workload"),
         ("kvpolicy_vllm.bench.demo", "from kvpolicy.training import train"),
@@ -168,6 +177,70 @@ def test_the_rule_sees_what_breaks_it(module: str, source: str) -> None:
 )
 def test_the_rule_lets_pass_what_keeps_it(module: str, source: str) -> None:
     assert not faults(module, source)
+
+
+Graph = dict[str, set[str]]
+
+
+def files_imported(files: dict[str, tuple[str, bool]]) -> Graph:
+    """By file, named as a module, the files it imports itself. ``files``: source, and whether it is a package's."""
+    graph: Graph = {}
+    for module, (source, is_package) in files.items():
+        names = (name for _, name in imported(module, source, is_package))
+        graph[module] = {found for name in names if (found := _file_of(name, files)) and found != module}
+    return graph
+
+
+def _file_of(name: str, files: Container[str]) -> str:
+    """The file that holds ``name``, a module or something in one; empty for what is none of ours."""
+    return next((found for found in (name, name.rpartition(".")[0]) if found in files), "")
+
+
+def circle(graph: Graph) -> list[str]:
+    """Files that import one another in a circle, the first one again at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def below(path: list[str]) -> list[str]:
+        for following in sorted(graph[path[-1]] - done):
+            if following in path:
+                return [*path[path.index(following) :], following]
+            if found := below([*path, following]):
+                return found
+        done.add(path[-1])
+        return []
+
+    return next((found for module in sorted(graph) if (found := below([module]))), [])
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
+    files = {
+        module: (path.read_text(), path.name == "__init__.py")
+        for package in ("kvpolicy", "integrations/kvpolicy_vllm")
+        for module, path in sources(ROOT / package)
+    }
+    assert len(files) > 100
+    assert not (found := circle(files_imported(files))), " -> ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("from kvpolicy.reporting.other import name", "from kvpolicy.reporting import one"),
+        ("import kvpolicy.reporting.other", "import kvpolicy.reporting.one"),
+        ("from kvpolicy.reporting.other import name", "def late():\n    import_module('kvpolicy.reporting.one')"),
+        ("from .other import name", "importlib.import_module('kvpolicy.reporting.one').name"),
+    ],
+)
+def test_a_circle_of_files_is_found(one: str, other: str) -> None:
+    files = {
+        "kvpolicy.reporting": ("from kvpolicy.reporting.one import name", True),
+        "kvpolicy.reporting.one": (one, False),
+        "kvpolicy.reporting.other": (other, False),
+    }
+    found = circle(files_imported(files))
+    assert found == ["kvpolicy.reporting.one", "kvpolicy.reporting.other", "kvpolicy.reporting.one"]
+    files["kvpolicy.reporting.other"] = ("from kvpolicy.events import Kind", False)
+    assert circle(files_imported(files)) == []
 
 
 def _loaded_after(statement: str) -> set[str]:

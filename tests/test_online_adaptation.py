@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from kvpolicy import cost
-from kvpolicy.cost.dataset import measured
+from kvpolicy.datasets.profiles import measured
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "cpu-llama-simulated-link"

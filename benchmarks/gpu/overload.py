@@ -24,10 +24,9 @@ from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry, write_model
 from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, kept, show, summarised
 from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
-from kvpolicy.cost.dataset import measured
-from kvpolicy.cost.model import ModelError
-from kvpolicy.cost.sheets import device_sheet
+from kvpolicy.datasets.profiles import measured
 from kvpolicy.hardware import available_memory_bytes
+from kvpolicy.hardware.sheets import SheetError, device_sheet
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, scale_to
 from kvpolicy_vllm.bench.engine import EngineFailed
 from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
@@ -309,7 +308,7 @@ def policies_of(place: Place, profile: Path, geometry: Geometry, say: Callable[[
     if not (model / "model.json").exists():
         try:
             device_sheet(place.device)
-        except ModelError as error:  # the one engine of all our arms would not start for it
+        except SheetError as error:  # the one engine of all our arms would not start for it
             say(f"no cost model in {model}: neither {LEARNED} nor {THRESHOLD}. {error}")
             return {SWAP: SWAP}
         say(f"no cost model in {model}: {LEARNED} is cheapest:analytic, and there is no best threshold")

@@ -1,21 +1,16 @@
 """Cost models: what an option will cost the engine. Loading one imports nothing that trains one."""
 
-from kvpolicy.cost.live import LiveCost, LiveCosts
+from kvpolicy.cost.analytic import ANALYTIC, Engine, engine_loader, load, untrained
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, ModelWarning
 from kvpolicy.cost.store import holds_model, shipped
-from kvpolicy.cost.undisturbed import StepTimeModel
-from kvpolicy.cost.untrained import ANALYTIC, Engine, engine_loader, load, untrained
 
 __all__ = [
     "ANALYTIC",
     "CostModel",
     "Engine",
     "FittedModel",
-    "LiveCost",
-    "LiveCosts",
     "ModelError",
     "ModelWarning",
-    "StepTimeModel",
     "engine_loader",
     "holds_model",
     "load",

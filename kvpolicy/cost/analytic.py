@@ -1,190 +1,332 @@
-"""Fitting the rooflines: a handful of constants, none below 0, by robust least squares on measured costs."""
+"""A cost model without any measurement: the roofline of a model's shape on a device's data sheet.
+
+Every prediction is flagged as extrapolated and its interval is infinite: nothing here was measured. Facts (a device's
+peak rates) are in :mod:`kvpolicy.hardware.sheets`. What share of them is reached is never a fact: it is calibrated from
+a trace, or assumed, and which values are plausible stands with the assumptions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import inf
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvpolicy.cost.columns import Move, Moves
-from kvpolicy.cost.examples import Example, Examples, log_miss
-from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline, recompute_seconds
-from kvpolicy.cost.nonnegative import nonnegative_fit
-from kvpolicy.events import Kind
-from kvpolicy.features import Features
-
-Floats = NDArray[np.float64]
-
-ROUNDS = 30
-OUTLIER_SCALES = 2.5
-"""Relative residuals beyond that many robust standard deviations count only linearly."""
-FEWEST_MOVES = 10
-FEWEST_PER_REGIME = 3
-"""With fewer states in which nobody else runs (or somebody does) the two are not told apart."""
-ROOFS_TOKENS = (16, 32, 64, 128, 256, 512)
-"""Tokens of a step at which compute takes as long as reading the weights, tried one by one; none at all besides."""
-COLLINEAR = 0.99
-"""Two columns with that share of their variance in common are told apart by noise alone."""
-LEAST_GAIN = 0.05
-"""The share by which a roof must lessen the mean miss to be told from none."""
+from kvpolicy.cost import store
+from kvpolicy.cost.intervals import unbounded
+from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline
+from kvpolicy.cost.model import FittedModel, ModelError, Provenance
+from kvpolicy.events import KINDS, Kind
+from kvpolicy.features import FEATURES
+from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.sheets import DeviceSheet, LinkSheet, SheetError, device_sheet, known_sheet, link_sheet
+from kvpolicy.shape import ConfigError, ModelShape
 
 
-def fit_analytic(
-    examples: Examples, moves: Sequence[Move], floor_s: dict[Kind, float], budget_tokens: float = inf
-) -> dict[Kind, Law]:
-    """Both rooflines. ``moves`` calibrate the copies' own durations where there are enough of them.
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A calibrated or assumed value, and between what a sane machine puts it."""
 
-    ``budget_tokens``: most tokens of a step; infinite where it is not known, which makes every recompute one chunk.
+    value: float
+    unit: str
+    low: float
+    high: float
+
+    @property
+    def plausible(self) -> bool:
+        return self.low < self.value < self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What is taken for granted where nothing was measured.
+
+    The four shares of peak rates are medians over published kernel timings of A100 and H100 (AIConfigurator's tables
+    of GEMM, context and generation attention, bfloat16; GEMMs of 1024 tokens and more for compute, of 16 and fewer
+    for memory): A100 0.89, 0.53, 0.68, 0.59 and H100 0.81, 0.55, 0.79, 0.68, in the order below. The lower of
+    the two is taken, and linear layers at 0.75: beside their GEMMs (0.81) they have operators by element, which added
+    0.06 at 2048 tokens on LLMServingSim's RTX PRO 6000 table. The others are plain assumptions.
     """
-    return {
-        "recompute": fit_recompute(examples["recompute"], floor_s["recompute"], budget_tokens),
-        "swap": _fit_swap(examples["swap"], moves, floor_s["swap"]),
+
+    linear_share: Constant = Constant(0.75, "of peak operations/s", 0.05, 1.0)
+    attention_share: Constant = Constant(0.53, "of peak operations/s", 0.02, 1.0)
+    weight_share: Constant = Constant(0.68, "of memory bytes/s", 0.1, 1.0)
+    kv_share: Constant = Constant(0.59, "of memory bytes/s", 0.05, 1.0)
+    step_s: Constant = Constant(2e-3, "s per step executed for the victim alone", 0.0, 0.1)
+    recompute_s: Constant = Constant(1e-4, "s per recompute", 0.0, 0.1)
+    pinned_share: Constant = Constant(0.8, "of the link's bytes/s, page-locked host memory", 0.05, 1.0)
+    pageable_share: Constant = Constant(0.25, "of the link's bytes/s, pageable host memory", 0.01, 1.0)
+    copy_s: Constant = Constant(5e-5, "s per copy, each direction", 0.0, 0.1)
+    segment_s: Constant = Constant(5e-7, "s per contiguous piece", 0.0, 1e-4)
+    swap_s: Constant = Constant(1e-4, "s per swap", 0.0, 0.1)
+
+
+ASSUMED = Assumptions()
+
+PLAUSIBLE_FLOPS = (1e9, 5e15)
+"""Operations per second of anything that serves models: a CPU core to the largest accelerator."""
+PLAUSIBLE_LINK_BYTES_PER_S = (1e7, 1e12)
+PLAUSIBLE_SEGMENT_S = 1e-4
+PLAUSIBLE_FIXED_S = 0.5
+
+
+def constants_of(law: Law, geometry: Geometry, sheet: DeviceSheet | None = None) -> dict[str, Constant]:
+    """The physical constants that a fitted law implies. A rate is left out where its coefficient is 0.
+
+    ``sheet``: no rate can be above its peaks.
+    """
+    if isinstance(law, RecomputeRoofline):
+        return _of_recompute(law, geometry, sheet)
+    if isinstance(law, SwapRoofline):
+        return _of_swap(law)
+    return {}
+
+
+def _of_recompute(law: RecomputeRoofline, geometry: Geometry, sheet: DeviceSheet | None) -> dict[str, Constant]:
+    low, high = PLAUSIBLE_FLOPS if sheet is None else (0.02 * sheet.bf16_flops, _most_flops(sheet))
+    found = {
+        "fixed_s": Constant(law.fixed_s, "s per recompute", -1.0, PLAUSIBLE_FIXED_S),
+        "alone_s": Constant(law.alone_s, "s per step for the victim alone", -1.0, PLAUSIBLE_FIXED_S),
     }
+    if law.s_per_token:
+        rate = geometry.linear_flops_per_token / law.s_per_token
+        found["linear layers"] = Constant(rate, "operations/s", low, high)
+    if law.s_per_pair:
+        rate = geometry.attention_flops_per_pair / law.s_per_pair
+        found["attention"] = Constant(rate, "operations/s", low / 10, high)
+    return found
 
 
-def relative_fit(design: Floats, seconds: Floats, floor_s: float) -> Floats:
-    """Coefficients c >= 0 with ``design @ c`` near ``seconds`` in relative terms; what is below the floor, in absolute.
+def _most_flops(sheet: DeviceSheet) -> float:
+    return max(sheet.bf16_flops, sheet.fp8_flops or 0.0, sheet.int8_ops or 0.0)
 
-    Iteratively reweighted least squares, Huber's weights (1964). ``seconds`` may hold values below 0.
+
+def _of_swap(law: SwapRoofline) -> dict[str, Constant]:
+    found = {"fixed_s": Constant(law.fixed_s, "s per swap", -1.0, PLAUSIBLE_FIXED_S)}
+    for way, channel in (("save", law.save), ("load", law.load)):
+        found[f"{way} latency"] = Constant(channel.latency_s, "s", -1.0, PLAUSIBLE_FIXED_S)
+        found[f"{way} segment"] = Constant(channel.s_per_segment, "s per contiguous piece", -1.0, PLAUSIBLE_SEGMENT_S)
+        if channel.s_per_byte:
+            found[f"{way} bandwidth"] = Constant(1 / channel.s_per_byte, "bytes/s", *PLAUSIBLE_LINK_BYTES_PER_S)
+    return found
+
+
+def implausible(laws: Mapping[Kind, Law], geometry: Geometry, sheet: DeviceSheet | None = None) -> tuple[str, ...]:
+    """One note for each constant at or beyond the edge of what is plausible."""
+    notes = []
+    for kind, law in laws.items():
+        for name, constant in constants_of(law, geometry, sheet).items():
+            if not constant.plausible:
+                notes.append(
+                    f"{kind}: {name} comes out as {constant.value:.3g} {constant.unit}, plausible is "
+                    f"{constant.low:.3g} to {constant.high:.3g}: the trace may not tell it from other constants"
+                )
+    return tuple(notes)
+
+
+ANALYTIC = "analytic"
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_BUDGET_TOKENS = 2048
+"""vLLM's own token budget of a step where a server is not told another; on large devices it takes more."""
+FLOOR_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What an engine says of itself, as far as the formulas need it."""
+
+    block_size: int = DEFAULT_BLOCK_SIZE
+    token_budget: int = DEFAULT_BUDGET_TOKENS
+    """Most tokens of a step (``max_num_batched_tokens``)."""
+    ranks: int = 1
+    """Tensor parallel; no time is counted for the ranks' communication."""
+    pinned: bool = True
+    block_bytes: int | None = None
+    """On one rank; from the shape where the engine does not say."""
+    geometry: Geometry | None = None
+    """As the engine records it; from the shape where it does not say."""
+    hardware: Mapping[str, Any] | None = None
+    link: Mapping[str, Any] | None = None
+    """As in a trace's header."""
+
+
+def untrained(
+    shape: ModelShape,
+    sheet: DeviceSheet,
+    link: LinkSheet | None = None,
+    engine: Engine = Engine(),
+    assumed: Assumptions = ASSUMED,
+) -> FittedModel:
+    """The roofline of ``shape`` on ``sheet``; ``link``: the device's usual one where none is given."""
+    link = link or link_sheet(sheet.link)
+    laws: dict[Kind, Law] = {
+        "recompute": _recompute(shape, sheet, engine, assumed),
+        "swap": _swap(sheet, link, engine, assumed),
+    }
+    notes = (
+        "untrained: nothing was measured; `kvpolicy profile` and `kvpolicy train` measure this machine",
+        f"device {sheet.name}: {sheet.source}",
+        f"link {link.name}: {link.source}",
+        f"shares of these rates are assumed: {assumed.linear_share.value:g} of compute in linear layers, "
+        f"{assumed.attention_share.value:g} in attention, {assumed.weight_share.value:g} of memory bandwidth, "
+        f"{_link_share(engine, assumed):g} of the link",
+        f"token budget {engine.token_budget}, {engine.ranks} rank{'s' if engine.ranks > 1 else ''}",
+    )
+    made = Provenance(
+        family="analytic",
+        hardware=dict(engine.hardware or {"device": sheet.device_names[0]}),
+        geometry=engine.geometry or Geometry.of_shape(shape, engine.ranks),
+        link=dict(engine.link or {"kind": "native"}),
+        block_sizes=(engine.block_size,),
+        kv_bytes_per_token=_kv_bytes_per_token(shape, engine),
+        trace_digests=(),
+        state_ids=(),
+        noise={"variation": None},
+        held_out={},
+        notes=notes,
+    )
+    # A range that no victim lies in: whatever is predicted is extrapolated.
+    nowhere = {kind: dict.fromkeys(FEATURES, (0.0, 0.0)) for kind in KINDS}
+    model = FittedModel(ANALYTIC, made, laws, {}, nowhere, dict.fromkeys(KINDS, FLOOR_S), unbounded())
+    told = json.dumps([{kind: law.to_dict() for kind, law in laws.items()}, notes], sort_keys=True)
+    return replace(model, digest=hashlib.sha256(told.encode()).hexdigest())
+
+
+def _kv_bytes_per_token(shape: ModelShape, engine: Engine) -> float:
+    if engine.block_bytes is not None:
+        return engine.block_bytes / engine.block_size
+    return shape.kv_bytes_per_token / _kv_parts(shape, engine.ranks)
+
+
+def _kv_parts(shape: ModelShape, ranks: int) -> int:
+    """Over how many ranks the KV is parted: never more than there are KV heads."""
+    return min(ranks, max(1, shape.kinds[0].attention.kv_heads))
+
+
+def _recompute(shape: ModelShape, sheet: DeviceSheet, engine: Engine, assumed: Assumptions) -> RecomputeRoofline:
+    linear_rate = assumed.linear_share.value * sheet.flops(shape.precision.arithmetic) * engine.ranks
+    attention_rate = assumed.attention_share.value * sheet.bf16_flops * engine.ranks
+    weight_rate = assumed.weight_share.value * sheet.memory_bytes_per_s * engine.ranks
+    kv_rate = assumed.kv_share.value * sheet.memory_bytes_per_s * _kv_parts(shape, engine.ranks)
+    window = shape.window_tokens
+    return RecomputeRoofline(
+        fixed_s=assumed.recompute_s.value,
+        alone_s=assumed.step_s.value,
+        s_per_token=shape.linear_flops_per_token / linear_rate,
+        s_per_pair=shape.attention_flops_per_pair / attention_rate,
+        weight_s=shape.steady_weight_bytes / weight_rate,
+        expert_s=shape.expert_weight_bytes / weight_rate,
+        expert_miss=shape.expert_miss,
+        s_per_kv_token=shape.full_kv_bytes_per_token / kv_rate,
+        s_per_window_pair=0.0 if window is None else shape.window_flops_per_pair / attention_rate,
+        window_tokens=float(window or 0),
+        budget_tokens=float(engine.token_budget),
+    )
+
+
+def _link_share(engine: Engine, assumed: Assumptions) -> float:
+    return (assumed.pinned_share if engine.pinned else assumed.pageable_share).value
+
+
+def _swap(sheet: DeviceSheet, link: LinkSheet, engine: Engine, assumed: Assumptions) -> SwapRoofline:
+    """A save is felt in full: the step that needs the blocks waits for it. A load beside others takes from them the
+    memory bandwidth that it uses."""
+    rate = _link_share(engine, assumed) * link.bytes_per_s
+    if engine.link and engine.link.get("kind") == "simulated":
+        rate = min(rate, float(engine.link["bytes_per_s"]))
+    latency = assumed.copy_s.value + float((engine.link or {}).get("latency_s") or 0.0)
+    channel = Channel(latency, 1.0 / rate, assumed.segment_s.value)
+    return SwapRoofline(
+        save=channel,
+        load=channel,
+        fixed_s=assumed.swap_s.value,
+        alone_s=0.0,
+        save_share=1.0,
+        load_alone_share=1.0,
+        load_beside_share=min(1.0, rate / sheet.memory_bytes_per_s),
+        save_queue_share=1.0,
+        load_queue_share=1.0,
+    )
+
+
+# ---- by name ----
+
+
+def load(name: str | Path) -> FittedModel:
+    """A cost model by name or folder, as :func:`kvpolicy.cost.store.load`; or an untrained one:
+    ``analytic:DEVICE[@LINK]:CONFIG``, CONFIG being a config.json or the folder of one.
+
+    Raises ModelError for what cannot be loaded, and for ``analytic`` alone: only a running engine knows the rest.
     """
-    expected = np.maximum(seconds, max(floor_s, 0.05 * float(np.median(np.abs(seconds)))))
-    huber = np.ones(len(seconds))
-    coefficients = np.zeros(design.shape[1])
-    for number in range(ROUNDS):
-        before = coefficients
-        coefficients = nonnegative_fit(design, seconds, huber / expected**2)
-        if number and np.allclose(coefficients, before, rtol=1e-6, atol=0.0):
-            break
-        expected = np.maximum(design @ coefficients, floor_s)
-        missed = np.abs(seconds - design @ coefficients) / expected
-        limit = OUTLIER_SCALES * max(1.4826 * float(np.median(missed)), 1e-9)
-        huber = np.minimum(1.0, limit / np.maximum(missed, 1e-300))
-    return coefficients
+    return _load(name, Engine(), "auto")
 
 
-def _column(examples: Sequence[Example], name: str) -> Floats:
-    return np.array([getattr(example.x, name) for example in examples], np.float64)
+def _load(name: str | Path, engine: Engine, kv_cache_dtype: str) -> FittedModel:
+    """``engine``: what an untrained model is to count with; its shape and device are those of the name."""
+    kind, _, rest = str(name).partition(":")
+    if kind != ANALYTIC or Path(name).is_dir():
+        return store.load(name)
+    device, _, config = rest.partition(":")
+    if not device or not config:
+        raise ModelError(
+            f"cost model {name}: without a running engine it should be analytic:DEVICE[@LINK]:CONFIG, "
+            "as analytic:H100-SXM@pcie5:path/to/config.json"
+        )
+    place, _, link = device.partition("@")
+    shape, sheet = _shape(config, kv_cache_dtype), _sheet(place)
+    geometry = Geometry.of_shape(shape, engine.ranks)
+    if engine.geometry is not None:  # 16 bits are 16 bits: which of the types they are is the engine's to say
+        geometry = replace(geometry, dtype=engine.geometry.dtype)
+    same = engine.hardware is not None and known_sheet(engine.hardware.get("device")) == sheet
+    here = replace(engine, geometry=geometry, block_bytes=None, hardware=engine.hardware if same else None)
+    return replace(untrained(shape, sheet, _link(link) if link else None, here), name=str(name))
 
 
-def _alone(examples: Sequence[Example]) -> Floats:
-    return np.where(_column(examples, "running_requests") == 0, 1.0, 0.0)
+def _sheet(device: str) -> DeviceSheet:
+    try:
+        return device_sheet(device)
+    except SheetError as error:
+        raise ModelError(f"analytic: {error}") from error
 
 
-def _both_regimes(examples: Sequence[Example]) -> bool:
-    alone = int(_alone(examples).sum())
-    return min(alone, len(examples) - alone) >= FEWEST_PER_REGIME
+def _link(link: str) -> LinkSheet:
+    try:
+        return link_sheet(link)
+    except SheetError as error:
+        raise ModelError(f"analytic: {error}") from error
 
 
-def _cost(examples: Sequence[Example]) -> Floats:
-    return np.array([example.engine_s for example in examples], np.float64)
+def _shape(config: str, kv_cache_dtype: str) -> ModelShape:
+    try:
+        return ModelShape.read(config, kv_cache_dtype)
+    except ConfigError as error:
+        raise ModelError(f"analytic: {error}") from error
 
 
-def fit_recompute(examples: Sequence[Example], floor_s: float, budget_tokens: float = inf) -> RecomputeRoofline:
-    """The roofline, its roof where there is one to be seen."""
-    # ``alone_s`` is a column of its own only where both regimes were seen.
-    steps = RecomputeRoofline(0.0, float(_both_regimes(examples)), 0.0, 0.0, budget_tokens=budget_tokens)
-    rows = [example.x for example in examples]
-    alone = _recomputes(steps, rows)
-    plain, missed = _with_roof(examples, rows, alone, floor_s, 0.0, budget_tokens)
-    roofed, least = min(
-        (_with_roof(examples, rows, alone, floor_s, roof, budget_tokens) for roof in ROOFS_TOKENS),
-        key=lambda pair: pair[1],
-    )
-    return roofed if least < (1 - LEAST_GAIN) * missed else plain
+def engine_loader(
+    config: Mapping[str, Any], engine: Engine, kv_cache_dtype: str = "auto"
+) -> Callable[[str], FittedModel]:
+    """For :func:`kvpolicy.policy.load` inside a server: ``analytic`` becomes the untrained model of this engine.
 
-
-def _with_roof(
-    examples: Sequence[Example],
-    rows: Sequence[Features],
-    alone: Floats,
-    floor_s: float,
-    roof_tokens: float,
-    budget_tokens: float,
-) -> tuple[RecomputeRoofline, float]:
-    """The best law with that roof, and its mean miss on the log scale. ``alone``: steps for these tokens only.
-
-    The law itself makes the columns: with the roof in tokens its seconds are linear in all other coefficients.
+    ``config``: the model's Hugging Face configuration as a dictionary. ``engine.hardware["device"]`` finds the sheet.
+    ``analytic:DEVICE:CONFIG`` counts with this engine's token budget, ranks and link; whether that device and that
+    model are the engine's ``check_fit`` tells. Every other name is loaded as always. Raises ModelError, when
+    ``analytic`` is asked for, where the device has no sheet (a CPU), no hardware was given, or the configuration
+    cannot be understood.
     """
-    unit = RecomputeRoofline(0.0, 0.0, 1.0, 0.0, weight_s=roof_tokens, budget_tokens=budget_tokens)
-    columns = [np.ones(len(examples)), alone, _recomputes(unit, rows), _column(examples, "recomputed_pairs")]
-    fixed_s, alone_s, s_per_token, s_per_pair = map(
-        float, relative_fit(np.column_stack(columns), _cost(examples), floor_s)
-    )
-    law = RecomputeRoofline(
-        fixed_s, alone_s, s_per_token, s_per_pair, weight_s=roof_tokens * s_per_token, budget_tokens=budget_tokens
-    )
-    pairs = zip(examples, _recomputes(law, rows).tolist(), strict=True)
-    misses = [abs(log_miss(example.engine_s, seconds, floor_s)) for example, seconds in pairs]
-    return law, sum(misses) / len(misses)
 
+    def find(name: str) -> FittedModel:
+        if name != ANALYTIC:
+            return _load(name, engine, kv_cache_dtype)
+        device = (engine.hardware or {}).get("device")
+        if not device:
+            raise ModelError("analytic: the engine named no device")
+        try:
+            shape = ModelShape.from_config(config, kv_cache_dtype)
+        except ConfigError as error:
+            raise ModelError(f"analytic: the model's configuration: {error}") from error
+        return untrained(shape, _sheet(str(device)), engine=engine)
 
-def _recomputes(law: RecomputeRoofline, rows: Sequence[Features]) -> Floats:
-    """The law's seconds, row by row: fits are to agree with decisions to the last bit."""
-    coefficients = law.coefficients
-    return np.array([recompute_seconds(x, coefficients) for x in rows], np.float64)
-
-
-def _fit_swap(examples: Sequence[Example], moves: Sequence[Move], floor_s: float) -> SwapRoofline:
-    save, load = _channels(examples, moves, floor_s)
-    alone = _alone(examples)
-    save_s, load_s = _durations(save, examples, "save"), _durations(load, examples, "load")
-    columns = {"fixed_s": np.ones(len(examples)), "save_share": save_s}
-    if _both_regimes(examples):
-        columns |= {"alone_s": alone, "load_alone_share": load_s * alone, "load_beside_share": load_s * (1 - alone)}
-    else:
-        columns["load_share"] = load_s
-    for way, channel, felt in (("save", save, np.ones(len(alone))), ("load", load, alone)):
-        waited_s = channel.s_per_byte * _column(examples, f"queued_{way}_bytes") * felt
-        if np.count_nonzero(waited_s) >= FEWEST_PER_REGIME:
-            columns[f"{way}_queue_share"] = waited_s
-    fitted = relative_fit(np.column_stack(list(columns.values())), _cost(examples), floor_s)
-    found = dict(zip(columns, map(float, fitted), strict=True))
-    if "load_share" in found:
-        share = found.pop("load_share")
-        found |= {"alone_s": 0.0, "load_alone_share": share, "load_beside_share": share}
-    return SwapRoofline(save=save, load=load, **found)
-
-
-def untold_loads(law: Law, examples: Sequence[Example]) -> tuple[str, ...]:
-    """A note where all of a swap's cost was put down to saves because loads were as large in every state."""
-    if not isinstance(law, SwapRoofline) or law.load_alone_share or law.load_beside_share or not law.save_share:
-        return ()
-    if not _collinear(_column(examples, "save_bytes"), _column(examples, "load_bytes")):
-        return ()
-    return (
-        "swap: what is saved and what is loaded grow together in every state, and the fit puts all of the cost down to "
-        "saves: a load counts as free, which this trace cannot tell; blocks shared with others would tell them apart",
-    )
-
-
-def _collinear(one: Floats, other: Floats) -> bool:
-    """Whether nearly all of either's spread is the other's."""
-    if len(one) < 2 or not (np.std(one) and np.std(other)):
-        return True
-    return bool(np.corrcoef(one, other)[0, 1] ** 2 > COLLINEAR)
-
-
-def _durations(channel: Channel, examples: Sequence[Example], direction: str) -> Floats:
-    return np.array(
-        [
-            channel.seconds(getattr(one.x, f"{direction}_bytes"), getattr(one.x, f"{direction}_segments"))
-            for one in examples
-        ],
-        np.float64,
-    )
-
-
-def _channels(examples: Sequence[Example], moves: Sequence[Move], floor_s: float) -> tuple[Channel, Channel]:
-    """Each direction's own durations; from the costs themselves, halved, where too few transfers were recorded."""
-    found = []
-    for direction in ("save", "load"):
-        sizes, segments, seconds = Moves.of(moves).measured(direction)
-        floor = 1e-6
-        if len(sizes) < FEWEST_MOVES:
-            sizes, segments = _column(examples, f"{direction}_bytes"), _column(examples, f"{direction}_segments")
-            seconds, floor = _cost(examples) / 2, floor_s / 2
-        design = np.column_stack([np.ones(len(sizes)), sizes, segments])
-        found.append(Channel(*map(float, relative_fit(design, seconds, floor))))
-    return found[0], found[1]
+    return find

@@ -8,7 +8,7 @@ the ceil(0.9 (n + 1))-th smallest miss to either side; with too few for that it 
 could be promised. It covers the typical cost of a situation, not every single preemption.
 
 Outside the trained range room is added per unit of distance, as much as inner extrapolation tells
-(:mod:`kvpolicy.cost.beyond`).
+(:mod:`kvpolicy.regression.conformal`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any
 
-from kvpolicy.cost.beyond import Room, grown
 from kvpolicy.events import KINDS, Kind
+from kvpolicy.regression.conformal import CONFIDENCE, Room, grown
 
-CONFIDENCE = 0.9
 FEWEST_PER_BIN = 30
 
 PREDICTED = ("recompute", "swap", "ratio")
@@ -68,7 +67,7 @@ class Intervals:
     def room(self, of: str, number: int, extrapolated: bool, distance: float = 0.0) -> Room:
         """Of ``recompute``, ``swap`` or ``ratio`` in bin ``number``; ``inf`` where too few states could bound it.
 
-        ``distance``: how far outside the trained range, see :func:`kvpolicy.cost.beyond.distance_beyond`.
+        ``distance``: how far outside the trained range, see :func:`kvpolicy.regression.conformal.distance_beyond`.
         """
         if not extrapolated:
             return self.inside[of][number]

@@ -12,17 +12,17 @@ from importlib import import_module
 from math import inf, log
 from typing import Any, Protocol
 
-from kvpolicy.cost import pricing
-from kvpolicy.cost.beyond import Room
-from kvpolicy.cost.compiled import Forest
+from kvpolicy.attribution.step_time import StepTimeModel
+from kvpolicy.cost import kernel
+from kvpolicy.cost.forest import Forest
 from kvpolicy.cost.intervals import Intervals
+from kvpolicy.cost.kernel import Check, Packed, Predictor, pack
 from kvpolicy.cost.laws import Law, RecomputeRoofline
-from kvpolicy.cost.packed import Check, Packed, pack
-from kvpolicy.cost.pricing import Predictor
-from kvpolicy.cost.undisturbed import StepTimeModel
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, Features, features_of
 from kvpolicy.hardware import Geometry
+from kvpolicy.regression.conformal import Room
 
 FAMILIES = ("boosted", "linear", "analytic")
 LENGTH: Mapping[Kind, str] = {"recompute": "recomputed_tokens", "swap": "save_bytes"}
@@ -31,7 +31,7 @@ POWERS = {"recomputed_pairs": 2.0}
 """Of length, that a feature grows with; 1 for all others."""
 
 
-class ModelError(ValueError):
+class ModelError(KVPolicyError):
     """A cost model that cannot be read, or does not fit; the message names the file and the field."""
 
 
@@ -179,12 +179,12 @@ class FittedModel:
 
     def _predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         n, c, running = self._packed.n, self._packed.c, situation.running_requests
-        number = pricing.bin_at(n, c, situation.computed_tokens, running)
+        number = kernel.bin_at(n, c, situation.computed_tokens, running)
         costs: list[Cost] = []
         first: tuple[Kind, float, bool, float] | None = None
         for option in options:
             kind, x = option.kind, features_of(situation, option)
-            found = pricing.option_cost(n, c, KINDS.index(kind), number, running, x, [0.0] * len(x))
+            found = kernel.option_cost(n, c, KINDS.index(kind), number, running, x, [0.0] * len(x))
             seconds, outside, distance = found[0], found[7], found[9]
             low = high = 0.0
             if first is None:
@@ -202,7 +202,7 @@ class FittedModel:
 
     def seconds(self, kind: Kind, x: Features) -> float:
         """Predicted extra engine time."""
-        return pricing.price(self._packed.n, self._packed.c, KINDS.index(kind), x, [0.0] * len(x))[0]
+        return kernel.price(self._packed.n, self._packed.c, KINDS.index(kind), x, [0.0] * len(x))[0]
 
     def depends_on(self, kind: Kind) -> frozenset[str]:
         """The features that predictions depend on."""
@@ -214,12 +214,12 @@ class FittedModel:
 
     def distance(self, kind: Kind, x: Features) -> float:
         """How far ``x`` is outside, in the feature that is farthest; 0 inside."""
-        return pricing.how_far(self._packed.n, self._packed.c, KINDS.index(kind), x)
+        return kernel.how_far(self._packed.n, self._packed.c, KINDS.index(kind), x)
 
     def warm(self) -> bool:
         """Compile, some seconds; False where numba is missing, and then nothing changes but speed."""
         try:
-            fast: Any = import_module("kvpolicy.cost.fast")
+            fast: Any = import_module("kvpolicy.cost.compile")
         except ImportError:
             return False
         nodes = [self.residuals[kind].nodes if kind in self.residuals else None for kind in KINDS]

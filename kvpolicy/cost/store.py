@@ -1,4 +1,7 @@
-"""Model folders: ``model.json`` and, for learned residuals, LightGBM's own text. Data only, nothing that runs."""
+"""Model folders: ``model.json`` and, for learned residuals, LightGBM's own text. Data only, nothing that runs.
+
+JSON is read so that numbers are numbers: a user can edit these files.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.cost import strictly
-from kvpolicy.cost.compiled import Forest, ForestError
+from kvpolicy.attribution.step_time import StepTimeModel
+from kvpolicy.cost.forest import Forest, ForestError
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import Law, LinearLaw, RecomputeRoofline, SwapRoofline, law_from_dict
 from kvpolicy.cost.model import FAMILIES, FittedModel, ModelError, ModelWarning, Provenance
-from kvpolicy.cost.undisturbed import StepTimeModel
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
@@ -169,7 +172,7 @@ def _read(file: Traversable) -> str:
 def _parsed(folder: Traversable, text: str) -> dict[str, Any]:
     file = folder / CARD
     try:
-        values = strictly.loads(text)
+        values = loads(text)
     except ValueError as error:
         raise ModelError(f"{file}: truncated, or not JSON as it should be: {error}") from error
     if not isinstance(values, dict) or "schema_version" not in values:
@@ -417,3 +420,33 @@ def _card(model: FittedModel, trees: Mapping[Kind, Any]) -> dict[str, Any]:
         "held_out": dict(made.held_out),
         "notes": list(made.notes),
     }
+
+
+MOST_WHOLE = 2**53
+"""Whole numbers beyond it are not exact as floats."""
+SHOWN = 24
+
+
+def loads(text: str) -> Any:
+    """Like ``json.loads``; raises ValueError for what it refuses, and for any NaN, infinite or too large number.
+
+    The error names the field, with dots between the names on the way to it.
+    """
+    value = json.loads(text)
+    for field, number in _numbers(value, ""):
+        if isinstance(number, float) and not isfinite(number):
+            raise ValueError(f"field {field} is {number!r}, which is no number")
+        if abs(number) > MOST_WHOLE and isinstance(number, int):
+            raise ValueError(f"field {field} is {str(number)[:SHOWN]}..., a whole number too large")
+    return value
+
+
+def _numbers(value: Any, field: str) -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, int | float):
+        yield field, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(inner, f"{field}.{name}" if field else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, field)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpolicy.cost.logged import holds_logs
+from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport

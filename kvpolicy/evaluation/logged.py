@@ -27,8 +27,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from kvpolicy import trace as traces
-from kvpolicy.cost.impossible import COUNTS, refuse_doubled
-from kvpolicy.cost.logged import attributed
+from kvpolicy.datasets.logs import attributed
+from kvpolicy.datasets.validation import COUNTS, refuse_doubled
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Option, Preemption
 from kvpolicy.policy import Policy
 from kvpolicy.policy.objective import ENGINE, Objective

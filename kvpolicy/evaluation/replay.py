@@ -8,7 +8,7 @@ averaged. Intervals come from resampling whole states.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, variance
@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.cost.dataset import Dataset, Sample, State, measured, one_option_always_wins
-from kvpolicy.cost.floor import Floor
-from kvpolicy.evaluation.judged import judged_by
+from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_option_always_wins
+from kvpolicy.datasets.quality import Floor
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.policy import Policy, feasible_options, load
-from kvpolicy.policy.objective import ENGINE, parse
+from kvpolicy.policy.objective import ENGINE, Objective, parse
 from kvpolicy.trace import TraceError
 
 Floats = NDArray[np.float64]
@@ -315,3 +314,24 @@ def _cells(
         mine = np.array([one == group for one in groups])
         found.append((group[1], int(mine.sum()), float(regret_s[mine].mean()), float(paid_s[mine].sum())))
     return tuple(found)
+
+
+def judged_by(state: State, objective: Objective) -> State:
+    """The state as if what the objective weighs were its engine time: all that prices options looks at that alone.
+
+    Raises TraceError, naming the preemption, where a delay that counts was not measured.
+    """
+    if objective == ENGINE:
+        return state
+    samples = {
+        kind: tuple(replace(sample, engine_s=_weighed(sample, objective)) for sample in some)
+        for kind, some in state.samples.items()
+    }
+    return State(state.name, state.ids, samples)
+
+
+def _weighed(sample: Sample, objective: Objective) -> float:
+    try:
+        return objective.weigh(sample.engine_s, sample.victim_delay_s, sample.others_delay_s)
+    except ValueError as error:
+        raise TraceError(f"table outcomes, preemption {sample.preemption_id}: {error}") from error

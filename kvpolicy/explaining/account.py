@@ -8,7 +8,7 @@ from typing import Any
 from kvpolicy.cost import FittedModel
 from kvpolicy.events import Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, features_of
-from kvpolicy.policy.choosing import HOST_TIER, RECOMPUTE
+from kvpolicy.policy.decision import HOST_TIER, RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Policies: from a situation and its options to probabilities, and the one place where chance comes in."""
 
-from kvpolicy.policy.choosing import decide, feasible_options
-from kvpolicy.policy.names import COST_MODELS, FORMS, anchored, load, needs_engine
+from kvpolicy.policy.base import Assessment, Feedback, NoState, Policy, PolicyState
+from kvpolicy.policy.decision import decide, feasible_options
 from kvpolicy.policy.objective import Objective
-from kvpolicy.policy.protocol import Assessment, Feedback, NoState, Policy, PolicyState
+from kvpolicy.policy.spec import COST_MODELS, FORMS, anchored, load, needs_engine
 
 __all__ = [
     "COST_MODELS",

@@ -15,9 +15,9 @@ from math import inf
 from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Online, corrected
 from kvpolicy.events import Cost, Decision, Option, Preemption
+from kvpolicy.policy.base import Assessment, Feedback, PolicyBase, PolicyState, all_on
 from kvpolicy.policy.cheapest import lowest
 from kvpolicy.policy.objective import ENGINE, Objective
-from kvpolicy.policy.protocol import Assessment, Feedback, PolicyBase, PolicyState, all_on
 
 
 @dataclass(frozen=True, slots=True)

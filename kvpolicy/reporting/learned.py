@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from scipy import stats
 
 from kvpolicy.cost import ModelError, load
-from kvpolicy.cost.dataset import Dataset, State, measured
+from kvpolicy.datasets.profiles import Dataset, State, measured
 from kvpolicy.evaluation.replay import EvaluationReport, evaluate
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.explaining import Explanation, explain

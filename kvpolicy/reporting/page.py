@@ -12,7 +12,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from kvpolicy import __version__
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
 from kvpolicy.overflow import FIGURES, SERVED
@@ -20,10 +19,11 @@ from kvpolicy.reporting import figures as colours
 from kvpolicy.reporting.drawn import draw_boundary, draw_calibration, draw_regret
 from kvpolicy.reporting.figures import draw, svg, write
 from kvpolicy.reporting.findings import PAPER
+from kvpolicy.reporting.group import Group, link_name
 from kvpolicy.reporting.learned import FIXED, LEARNED_NAME, Learned, coverage
 from kvpolicy.reporting.reading import Material
-from kvpolicy.reporting.writing import Group, link_name
 from kvpolicy.trace import Header
+from kvpolicy.version import __version__
 
 TITLES = {
     "block-size": "Block size",

@@ -9,8 +9,8 @@ from itertools import groupby
 from math import inf
 from typing import Any
 
-from kvpolicy.cost.steps import attribute, step_time_models
-from kvpolicy.cost.undisturbed import StepTimeModel
+from kvpolicy.attribution.offline import attribute, step_time_models
+from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.overflow import SERVED, figure_and_level
 from kvpolicy.trace import Header, Trace, TraceError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,43 +13,13 @@ import numpy as np
 from kvpolicy import trace as traces
 from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
-from kvpolicy.reporting.findings import PAPER, Finding, findings, missing
-from kvpolicy.reporting.learned import Learned, learned
-from kvpolicy.reporting.reading import Material, material
+from kvpolicy.reporting.findings import PAPER, findings, missing
+from kvpolicy.reporting.group import Group, link_name
+from kvpolicy.reporting.learned import learned
+from kvpolicy.reporting.reading import material
 from kvpolicy.trace import Header, TraceError
 
 Answers = tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Traces of one machine, model and link."""
-
-    name: str
-    """The link, and what else tells groups apart."""
-    folders: tuple[Path, ...]
-    material: Material
-    findings: tuple[Finding, ...]
-    missing: tuple[tuple[str, str], ...]
-    """Figures these traces cannot fill, and why."""
-    learned: Learned
-
-    def of(self, figure: str) -> tuple[Finding, ...]:
-        return tuple(one for one in self.findings if one.figure == figure)
-
-    @property
-    def answers(self) -> dict[str, int]:
-        counted = Counter(one.evidence.answer for one in self.findings)
-        return {answer: counted[answer] for answer in ("yes", "no", "cannot tell")}
-
-    def verdict(self) -> str:
-        """In one sentence."""
-        if not self.findings:
-            return "These traces fill none of the study's figures."
-        yes, no, open_ = self.answers.values()
-        tested = f"{len(self.findings)} statements of the study can be tested with these traces"
-        told = f"{yes} {'holds' if yes == 1 else 'hold'} here, {no} {'does' if no == 1 else 'do'} not"
-        return f"{tested}: {told}{f', {open_} cannot be told either way' if open_ else ''}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +110,6 @@ def _key(header: Header) -> tuple[str, str, str]:
     geometry = header.geometry
     model = f"{geometry['layers']} layers of {geometry['hidden']}, {header.block_bytes / header.block_size:g} B/token"
     return fingerprint(header.hardware), model, link_name(header)
-
-
-def link_name(header: Header) -> str:
-    """For a person."""
-    link = header.link
-    if link["kind"] == "native":
-        return "native link"
-    if link["kind"] == "simulated":
-        return f"simulated link, {link['bytes_per_s'] / 1e9:.3g} GB/s and {1e3 * link['latency_s']:.3g} ms"
-    return f"{link['kind']} link"
 
 
 def _group(name: str, folders: Sequence[Path], cost_model: str | None, seed: int) -> Group:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvpolicy.errors import KVPolicyError
+
 Config = Mapping[str, Any]
 
 
-class ConfigError(ValueError):
+class ConfigError(KVPolicyError):
     """A model configuration from which costs cannot be told; the message names the field."""
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvpolicy.simulator.base import LOAD, Link, Run, Server, Simulator, Sink, StepLoad, Summary, Tail, Times
 from kvpolicy.simulator.builtin import Builtin, Victims
-from kvpolicy.simulator.protocol import LOAD, Link, Run, Server, Simulator, Sink, StepLoad, Summary, Tail, Times
+from kvpolicy.simulator.hardware.law_times import ConstantTimes, LawTimes, law_times
 from kvpolicy.simulator.sinks import FolderSink, MemorySink
-from kvpolicy.simulator.times import ConstantTimes, LawTimes, law_times
 
 __all__ = [
     "LOAD",

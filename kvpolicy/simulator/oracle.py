@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from kvpolicy.events import Cost, Decision, Kind, Option, Preemption
 from kvpolicy.policy import Objective, Policy, PolicyState
+from kvpolicy.policy.base import Assessment, PolicyBase, all_on, first_of
 from kvpolicy.policy.cheapest import lowest
 from kvpolicy.policy.objective import ENGINE
-from kvpolicy.policy.protocol import Assessment, PolicyBase, all_on, first_of
-from kvpolicy.simulator.protocol import Server, StepLoad, Summary, Times
+from kvpolicy.simulator.base import Server, StepLoad, Summary, Times
 from kvpolicy.simulator.watched import Watched
 
 # ---- per decision ----

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.csv
 from numpy.typing import NDArray
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.workload import Request, Workload
 
 Floats = NDArray[np.float64]
@@ -24,7 +25,7 @@ ARRIVAL = "client_arrival_s"
 STAMPS = ("scheduled_ts", "first_token_ts", "last_token_ts")
 
 
-class RequestsError(ValueError):
+class RequestsError(KVPolicyError):
     """A file of requests that cannot be replayed; the message names file, row and column."""
 
 

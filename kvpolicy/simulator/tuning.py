@@ -16,7 +16,7 @@ from typing import Any
 from scipy.stats import t as student
 
 from kvpolicy.policy import load
-from kvpolicy.simulator.protocol import Server, Simulator, Summary, Times
+from kvpolicy.simulator.base import Server, Simulator, Summary, Times
 from kvpolicy.workload import Source
 
 Measure = Callable[[Summary], float]

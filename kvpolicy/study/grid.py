@@ -11,15 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvpolicy import __version__
-from kvpolicy.study.cells import DEFAULT_HOST_GIB, Cell, Serving
-from kvpolicy.study.defaults import server_defaults
-from kvpolicy.study.kept import Kept, Result, usual_folder
+from kvpolicy.study.cache import Kept, Result, usual_folder
+from kvpolicy.study.cell import DEFAULT_HOST_GIB, Cell, Serving, server_defaults
 from kvpolicy.study.machine import open_machine
-from kvpolicy.study.opening import MEASURED
-from kvpolicy.study.processes import in_processes
 from kvpolicy.study.report import Failed, SweepReport
-from kvpolicy.study.running import NATIVE, contents, run
+from kvpolicy.study.run_cell import MEASURED, NATIVE, contents, run
+from kvpolicy.study.workers import in_processes
+from kvpolicy.version import __version__
 
 Progress = Callable[[int, int, str], None]
 """Told the cells that are done, the cells in all, and the latest one in words."""

@@ -1,25 +1,186 @@
-"""What to deploy: the user's own workload on the user's hardware under every policy, compared run by run."""
+"""What to deploy: the user's own workload on the user's hardware under every policy, compared run by run.
+
+Two policies on the same runs are compared by the ratio of what they came to, with an interval over the pairs. The
+answer says which policy to deploy, and how much better than vLLM's own it was.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
+from math import exp, isfinite, log, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
+from typing import Any
 
-from kvpolicy.study.advice import DEFAULT, JUDGED, Advice, Compared, extrapolation_warning, figure_of
-from kvpolicy.study.cells import DEFAULT_HOST_GIB
-from kvpolicy.study.digests import workload_digest
+from scipy.stats import t as student
+
+from kvpolicy.study.cache import Result, workload_digest
+from kvpolicy.study.cell import DEFAULT_HOST_GIB
 from kvpolicy.study.grid import Progress, simulate
-from kvpolicy.study.kept import Result
 from kvpolicy.study.machine import open_machine
-from kvpolicy.study.opening import opened
-from kvpolicy.study.paired import Ratio, geometric_means, paired_ratio
-from kvpolicy.study.report import beyond_warning, figures, server_words
-from kvpolicy.study.running import NATIVE, ORACLE, seeded
+from kvpolicy.study.report import aligned, beyond_warning, figures, server_words, written
+from kvpolicy.study.run_cell import NATIVE, ORACLE, opened, seeded
 from kvpolicy.workload import Source
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Geometric mean of the pairs' ratios. The ends are None where a single pair leaves nothing to judge by."""
+
+    value: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    @property
+    def told(self) -> bool:
+        """Whether it is told from 1."""
+        return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
+
+    def text(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.3f} (1 pair, no interval)"
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def geometric_means(values: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """One per group, in the order of their first values. Raises ValueError for values without a logarithm."""
+    logs: dict[int, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        if not (isfinite(value) and value > 0):
+            raise ValueError(f"geometric mean of {list(values)}: numbers above 0 are needed")
+        logs.setdefault(group, []).append(log(value))
+    return [exp(fmean(some)) for some in logs.values()]
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL, comparisons: int = 1) -> Ratio:
+    """Ours over theirs: Student's interval of the mean log ratio over pairs that met the same requests and chance.
+
+    ``comparisons``: of how many such intervals the most favourable will be shown; all of them then hold together with
+    ``level`` (Bonferroni). Raises ValueError for values that have no ratio, or no pairs.
+    """
+    pairs = list(zip(ours, theirs, strict=True))
+    if not pairs or not all(isfinite(a) and isfinite(b) and a > 0 and b > 0 for a, b in pairs):
+        raise ValueError(f"paired ratio of {list(ours)} over {list(theirs)}: pairs of numbers above 0 are needed")
+    logs = [log(a / b) for a, b in pairs]
+    middle = fmean(logs)
+    if len(logs) == 1:
+        return Ratio(exp(middle), None, None, 1)
+    quantile = float(student.ppf(1.0 - (1.0 - level) / (2 * comparisons), len(logs) - 1))
+    half = quantile * stdev(logs) / sqrt(len(logs))
+    return Ratio(exp(middle), exp(middle - half), exp(middle + half), len(logs))
+
+
+DEFAULT = "always-recompute"
+"""What vLLM does by itself."""
+JUDGED: Mapping[str, tuple[str, str | None]] = {
+    "e2e": ("e2e_s", "mean"),
+    "ttft": ("ttft_s", "mean"),
+    "itl": ("itl_s", "mean"),
+    "throughput": ("throughput_tok_s", None),
+}
+"""What policies can be judged by: field of a result, and which of its figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One policy beside vLLM's own, over the same runs."""
+
+    policy: str
+    gain: Ratio
+    """How many times better than vLLM's own behaviour, by what it is judged by; above 1 is better."""
+    to_best: Ratio
+    """The best policy over this one: how many times better the best was."""
+    throughput: Ratio
+    e2e_p99: Ratio
+    ttft_p99: Ratio
+    choices: int
+    """Preemptions at which swap was feasible, in all runs."""
+    extrapolated: int
+    figures: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to deploy, and why."""
+
+    workload: str
+    hardware: str
+    kv_blocks: int
+    server: str
+    """What it may take at a time."""
+    judge_by: str
+    least_gain: float
+    """The share by which a policy has to be better to be worth a change."""
+    seeds_differ: bool
+    """Whether every seed of a part was a pair of its own, or all of them one."""
+    best: str
+    """The best in the mean of those told to be better by more than ``least_gain``, or of all where none is."""
+    deploy: str
+    """``best``, where it is told to be better by more than ``least_gain``; else ``always-recompute``."""
+    reason: str
+    config_line: str
+    """The command that prints the flags; empty where nothing is to be changed."""
+    compared: tuple[Compared, ...]
+    warnings: tuple[str, ...]
+    whole: str = ""
+    """What the workload as one run came to; empty where the parts are the whole."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        pairs = self.compared[0].gain.pairs
+        rows = [["policy", f"{self.judge_by} gain", "throughput", "e2e p99", "ttft p99", *SHOWN]]
+        for one in self.compared:
+            ratios = (one.gain, one.throughput, one.e2e_p99, one.ttft_p99)
+            shown = (written(name, one.figures) for name in SHOWN)
+            rows.append([one.policy, *(ratio.text() for ratio in ratios), *shown])
+        once = "" if self.seeds_differ else "; seeds do not change the requests: the runs of a part are one"
+        lines = [
+            f"{self.workload} on {self.hardware}, {self.kv_blocks} KV blocks: {pairs} pairs of runs per policy{once}",
+            f"ratios against {DEFAULT}: {self.judge_by} gain above 1 is better; throughput above 1, p99 below 1",
+            f"server: {self.server}",
+            f"all intervals shown together at {LEVEL:.0%}; a change is advised where all of the gain's interval lies "
+            f"above {1.0 + self.least_gain:g}",
+            *aligned(rows),
+            "",
+            f"deploy this: {self.deploy}: {self.reason}",
+        ]
+        if self.config_line:
+            lines.append(f"  {self.config_line}")
+        if self.whole:
+            lines.append(f"the whole workload as one run, without an interval: {self.whole}")
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+
+
+SHOWN = ("e2e s", "recompute", "swap", "again tok")
+
+
+def figure_of(result: Result, name: str, which: str | None) -> float:
+    """That figure of a run. Raises ValueError where the run has none, as no inter-token time of single tokens."""
+    value = result[name] if which is None else result[name][which]
+    if value is None:
+        said = name if which is None else f"{name}.{which}"
+        raise ValueError(f"workload {result['inputs']['workload']}: its runs have no {said}, so nothing compares them")
+    return float(value)
+
+
+def extrapolation_warning(one: Compared) -> str | None:
+    """Where a policy's cost model was beyond its training in some of its decisions."""
+    if not one.extrapolated:
+        return None
+    share = one.extrapolated / one.choices
+    return (
+        f"{one.policy}: its cost model was asked beyond what it was trained on in {one.extrapolated} of {one.choices} "
+        f"decisions ({share:.0%}); `kvpolicy profile` and `kvpolicy train` on the serving machine measure there"
+    )
+
 
 SHARES = (0.25, 0.5, 0.75, 0.9)
 """Of requests that are shorter in all: where thresholds are tried."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from kvpolicy.cost.sheets import known_sheet
-from kvpolicy.study.cells import Cell
-from kvpolicy.study.kept import Result
+from kvpolicy.hardware.sheets import known_sheet
+from kvpolicy.study.cache import Result
+from kvpolicy.study.cell import Cell
 
 COLUMNS: Mapping[str, str] = {
     "tok/s": "{throughput_tok_s:.1f}",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.workload.requests import WorkloadError
 
 GZIP = b"\x1f\x8b"
@@ -23,7 +24,7 @@ ID_LIMIT = 2**64
 """Ids of prefix blocks are below."""
 
 
-class DamagedRow(ValueError):
+class DamagedRow(KVPolicyError):
     """A row that cannot be read; says which field and what would be right. Readers add file and line."""
 
 

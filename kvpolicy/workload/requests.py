@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kvpolicy.errors import KVPolicyError
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -33,7 +35,7 @@ class Request:
         return self.prompt_tokens + self.output_tokens
 
 
-class WorkloadError(ValueError):
+class WorkloadError(KVPolicyError):
     """A workload that cannot be read or made; the message names file, line and field, and what would be right."""
 
 

@@ -1,137 +1,276 @@
-"""Fits of a known law: found again, also through noise and outliers; linear and boosted against it."""
+"""Costs without any measurement: facts with sources, a sensible choice, and no promise."""
 
 from __future__ import annotations
 
+import json
+import warnings
 from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from kvpolicy.cost.analytic import fit_analytic, relative_fit, untold_loads
-from kvpolicy.cost.dataset import dataset_of
-from kvpolicy.cost.examples import Example, examples_of, noise_floors
-from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
-from kvpolicy.cost.linear import fit_linear
-from kvpolicy.events import KINDS
-from tests.synthetic import CostLaw, changed, fitted_model, make_trace, without
+from kvpolicy.cost import Engine, ModelError, engine_loader, load, untrained
+from kvpolicy.cost.analytic import ASSUMED, Constant, constants_of, implausible
+from kvpolicy.events import KINDS, Option, Preemption
+from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.sheets import SheetError, device_sheet, devices, link_sheet, links
+from kvpolicy.policy import load as load_policy
+from kvpolicy.policy import needs_engine
+from kvpolicy.shape import ModelShape
+from tests.shape.configs import DEEPSEEK_V3, GEMMA_2_9B, LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
+from tests.synthetic import GEOMETRY, fitted_model, situation
 
-LAW = CostLaw()
-FLOORS = dict.fromkeys(KINDS, 1e-6)
-
-
-def test_without_noise_the_law_itself_is_found() -> None:
-    data = dataset_of({"made": make_trace(noise=0.0)})
-    laws = fit_analytic(examples_of(data.states), data.moves, FLOORS)
-    recompute, swap = laws["recompute"], laws["swap"]
-    assert isinstance(recompute, RecomputeRoofline)
-    assert isinstance(swap, SwapRoofline)
-    assert recompute.fixed_s == pytest.approx(LAW.fixed_s, rel=1e-4)
-    assert recompute.alone_s == pytest.approx(LAW.alone_s, rel=1e-4)
-    assert recompute.s_per_token == pytest.approx(LAW.s_per_token, rel=1e-4)
-    assert recompute.s_per_pair == pytest.approx(LAW.s_per_pair, rel=1e-4)
-    assert swap.save.seconds(1e6, 8) == pytest.approx(LAW.copy_s(1e6, 8), rel=1e-4)
-    assert swap.save_share * swap.save.seconds(1e6, 8) + swap.load_beside_share * swap.load.seconds(
-        1e6, 8
-    ) == pytest.approx(1.5 * LAW.copy_s(1e6, 8), rel=1e-3)
+LLAMA = ModelShape.from_config(LLAMA_31_8B)
+H100 = device_sheet("H100-SXM")
 
 
-def test_costs_alone_calibrate_the_copies_where_no_transfer_was_recorded() -> None:
-    data = dataset_of({"made": without(make_trace(noise=0.0), "transfers")})
-    examples = examples_of(data.states)
-    swap = fit_analytic(examples, data.moves, FLOORS)["swap"]
-    for example in examples["swap"]:
-        assert sum(swap.parts(example.x)) == pytest.approx(example.engine_s, rel=0.02)
+def victim(tokens: int, running: int = 8, **more: Any) -> Preemption:
+    return situation(
+        tokens, 16, running, block_bytes=16 * 131072, segment_bytes=65536, free_host_blocks=10**6, **more
+    )  # fmt: skip
 
 
-def test_outliers_and_costs_below_zero_do_not_carry_the_fit_away() -> None:
-    rng = np.random.default_rng(0)
-    design = np.column_stack([np.ones(400), rng.uniform(1, 1000, 400)])
-    seconds = design @ np.array([1e-3, 2e-5]) * np.exp(0.05 * rng.standard_normal(400))
-    seconds[::40] *= 30
-    seconds[5::80] = -2e-3
-    assert relative_fit(design, seconds, 1e-4) == pytest.approx([1e-3, 2e-5], rel=0.1)
+def costs(one: Preemption, **more: Any) -> tuple[float, float]:
+    model = untrained(LLAMA, more.pop("sheet", H100), **more)
+    recompute, swap = model.predict(one, [Option("recompute"), Option("swap", one.computed_tokens, "host")])
+    return recompute.engine_s, swap.engine_s
 
 
-@pytest.mark.parametrize("family", ["analytic", "linear"])
-def test_noise_as_large_as_the_costs_does_not_make_them_nothing(family: str) -> None:
-    """Single preemptions on a busy machine: many cost less than nothing, some next to nothing, their mean is right."""
-    made = examples_of(dataset_of({"made": make_trace(noise=0.0)}).states)
-    rng = np.random.default_rng(0)
-    noisy = {
-        kind: tuple(replace(one, engine_s=one.engine_s * rng.normal(1.0, 0.8)) for one in some for _ in range(20))
-        for kind, some in made.items()
-    }
-    fitted = fit_analytic(noisy, (), FLOORS) if family == "analytic" else fit_linear(noisy, FLOORS)
-    for kind in KINDS:
-        assert sum(one.engine_s < 0 for one in noisy[kind]) > 100
-        predicted_s = sum(sum(fitted[kind].parts(one.x)) for one in made[kind])
-        assert predicted_s == pytest.approx(sum(one.engine_s for one in made[kind]), rel=0.25)
+# ---- sheets ----
 
 
-def test_one_regime_alone_is_not_split_in_two() -> None:
-    """Two states in which nobody else runs cannot tell what that costs; they must not make a load free there."""
-    data = dataset_of({"made": make_trace(noise=0.0)})
-    examples = examples_of(data.states)
-    busy = {
-        kind: tuple(Example(one.x._replace(running_requests=3), one.engine_s) for one in some)
-        for kind, some in examples.items()
-    }
-    swap = fit_analytic(busy, data.moves, FLOORS)["swap"]
-    assert isinstance(swap, SwapRoofline)
-    assert swap.load_alone_share == swap.load_beside_share
-    assert swap.alone_s == 0.0
+@pytest.mark.parametrize(
+    ("device", "bf16", "memory"),
+    [
+        ("A100-SXM-80GB", 312e12, 2039e9), ("A100-PCIe-80GB", 312e12, 1935e9), ("A100-SXM-40GB", 312e12, 1555e9),
+        ("H100-SXM", 1979e12 / 2, 3350e9), ("H100-PCIe", 1513e12 / 2, 2000e9), ("H200", 1979e12 / 2, 4800e9),
+        ("L40S", 362.05e12, 864e9), ("RTX-4090", 165.2e12, 1008e9),
+    ],
+)  # fmt: skip
+def test_peaks_are_the_dense_ones(device: str, bf16: float, memory: float) -> None:
+    sheet = device_sheet(device)
+    assert (sheet.bf16_flops, sheet.memory_bytes_per_s) == (bf16, memory)
 
 
-def test_linear_coefficients_are_never_below_zero() -> None:
-    """Costs that fall with the batch: the coefficient stays at 0 rather than go below."""
-    data = dataset_of({"made": make_trace()})
-    falling = {
-        kind: tuple(replace(one, engine_s=one.engine_s / (1 + one.x.batch_tokens / 100)) for one in some)
-        for kind, some in examples_of(data.states).items()
-    }
-    for law in fit_linear(falling, FLOORS).values():
-        assert "batch_tokens" not in law.per_feature_s  # type: ignore[attr-defined]  # a LinearLaw
-        assert law.constant_s >= 0  # type: ignore[attr-defined]
-        assert min(law.per_feature_s.values()) > 0  # type: ignore[attr-defined]
+def test_every_fact_has_a_source_and_every_device_a_link() -> None:
+    for sheet in devices().values():
+        assert sheet.source
+        assert sheet.device_names
+        assert link_sheet(sheet.link).source
+        assert sheet.flops("fp8") in (sheet.fp8_flops, sheet.bf16_flops)
+    lanes = {"pcie3": 8e9, "pcie4": 16e9, "pcie5": 32e9}
+    for name, transfers_per_s in lanes.items():
+        assert links()[name].bytes_per_s == pytest.approx(16 * transfers_per_s * 128 / 130 / 8, rel=1e-4)
+    assert device_sheet("A100-SXM-80GB").flops("fp8") == 312e12
 
 
-def test_residual_learns_what_no_roofline_knows_and_stays_away_where_there_is_nothing() -> None:
-    assert fitted_model("boosted", bend=0.4).residuals
-    assert not fitted_model("boosted", bend=0.0).residuals
-    assert not fitted_model("boosted", states=40, bend=0.4).residuals
+def test_devices_are_found_by_what_drivers_call_them() -> None:
+    assert device_sheet("NVIDIA H100 80GB HBM3") == H100
+    assert device_sheet("nvidia geforce rtx 4090").name == "RTX-4090"
+    names = [name for sheet in devices().values() for name in sheet.device_names]
+    assert len(names) == len(set(names))
 
 
-def test_floor_is_the_noise_of_a_median() -> None:
-    """1.2533 sigma / sqrt(25); a tenth of the windows going wrong moves it by little."""
-    made = make_trace(noise=0.0, additive_noise_s=2e-4, repeats=25)
-    for floor in noise_floors(dataset_of({"made": made}).states).values():
-        assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.1)
-    rows = made.rows("outcomes")
-    for row in rows[::10]:
-        row["engine_s"] += 1.0
-    for floor in noise_floors(dataset_of({"made": changed(made, "outcomes", rows)}).states).values():
-        assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.3)
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H1000", ""])
+def test_a_device_without_a_sheet_says_what_to_do(device: str) -> None:
+    with pytest.raises(SheetError, match=r"no hardware sheet.*kvpolicy profile"):
+        device_sheet(device)
 
 
-def test_a_window_that_went_wrong_does_not_move_its_state() -> None:
-    made = make_trace(noise=0.02, repeats=5)
-    rows = made.rows("outcomes")
-    for row in rows[::10]:
-        row["engine_s"] += 1.0
-    wrong = examples_of(dataset_of({"made": changed(made, "outcomes", rows)}).states)
-    right = examples_of(dataset_of({"made": made}).states)
-    for kind in KINDS:
-        for one, other in zip(wrong[kind], right[kind], strict=True):
-            assert one.engine_s == pytest.approx(other.engine_s, rel=0.1)
+def test_a_link_that_is_none_lists_those_there_are() -> None:
+    with pytest.raises(SheetError, match=r"no link 'pcie9'.*nvlink-c2c"):
+        link_sheet("pcie9")
 
 
-def test_loads_that_no_trace_tells_from_saves_are_told() -> None:
-    examples = examples_of(dataset_of({"made": make_trace(states=30)}).states)["swap"]
-    alike = [replace(one, x=one.x._replace(load_bytes=one.x.save_bytes)) for one in examples]
-    apart = [
-        replace(one, x=one.x._replace(load_bytes=one.x.save_bytes * (1 + i % 3))) for i, one in enumerate(examples)
+# ---- predictions ----
+
+
+def test_recompute_of_a_long_request_takes_its_flops() -> None:
+    recompute, _ = costs(victim(8192), engine=Engine(token_budget=8192))
+    linear = 8192 * LLAMA.linear_flops_per_token / (ASSUMED.linear_share.value * 989.5e12)
+    attention = LLAMA.attention_flops(8192) / (ASSUMED.attention_share.value * 989.5e12)
+    assert recompute == pytest.approx(linear + attention, rel=0.06)
+
+
+def test_a_copy_takes_its_bytes_over_the_link() -> None:
+    """Beside others the engine feels the save, and of the load what memory bandwidth it takes."""
+    _, swap = costs(victim(8192))
+    save = 8192 * 131072 / (0.8 * 63.015e9) + 512 * 32 * ASSUMED.segment_s.value
+    assert swap == pytest.approx(save, rel=0.05)
+    _, alone = costs(victim(8192, running=0))
+    assert alone == pytest.approx(2 * save, rel=0.05)
+
+
+def test_choices_are_sensible() -> None:
+    """Long victims are swapped, a few tokens ride along on a step; a slow link and pageable memory favour recompute."""
+    for sheet in devices().values():
+        recompute, swap = costs(victim(8192), sheet=sheet)
+        assert swap < recompute
+    few = costs(victim(32))
+    assert few[0] < few[1]
+    ratios = [
+        swap / recompute
+        for recompute, swap in (
+            costs(victim(4096), link=link_sheet(name)) for name in ("nvlink-c2c", "pcie5", "pcie4", "pcie3")
+        )
     ]
-    free = SwapRoofline(Channel(1e-3, 1e-9, 0.0), Channel(1e-3, 1e-9, 0.0), 0.0, 0.0, 2.0, 0.0, 0.0)
-    assert "a load counts as free" in " ".join(untold_loads(free, alike))
-    assert untold_loads(free, apart) == ()
-    assert untold_loads(replace(free, load_beside_share=0.5), alike) == ()
+    assert ratios == sorted(ratios)
+    assert costs(victim(4096), engine=Engine(pinned=False))[1] > 2 * costs(victim(4096))[1]
+    assert costs(victim(4096, queued_save_bytes=10**9))[1] > costs(victim(4096))[1] + 0.01
+    small, large = (replace(victim(4096), segment_bytes=size) for size in (4096, 65536))
+    assert costs(small)[1] > costs(large)[1]
+
+
+def test_tensor_parallel_ranks_share_the_work_and_the_kv() -> None:
+    one, two = (untrained(LLAMA, H100, engine=Engine(ranks=ranks)) for ranks in (1, 2))
+    assert two.provenance.kv_bytes_per_token == one.provenance.kv_bytes_per_token / 2
+    assert two.laws["recompute"].coefficients[2] == one.laws["recompute"].coefficients[2] / 2
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, QWEN3_30B_A3B, GEMMA_2_9B])
+def test_other_kinds_of_models_have_costs_too(config: dict[str, Any]) -> None:
+    model = untrained(ModelShape.from_config(config), H100)
+    line = [
+        model.predict(victim(tokens), [Option("recompute"), Option("swap", tokens, "host")])
+        for tokens in (100, 1000, 10_000, 100_000)
+    ]
+    for which in (0, 1):
+        seconds = [pair[which].engine_s for pair in line]
+        assert seconds == sorted(seconds)
+        assert 0 < seconds[0] < seconds[-1] < inf
+
+
+def test_nothing_is_promised() -> None:
+    for one in (victim(1), victim(5000), victim(64, running=0)):
+        for cost in untrained(LLAMA, H100).predict(one, [Option("recompute"), Option("swap", 64, "host")]):
+            assert cost.extrapolated
+            assert (cost.low_s, cost.high_s) == (0.0, inf)
+    told = " ".join(untrained(LLAMA, H100).provenance.notes)
+    for said in ("nothing was measured", "NVIDIA H100", "PCI Express", "assumed"):
+        assert said in told
+
+
+def test_the_digest_tells_assumptions_apart() -> None:
+    slower = replace(ASSUMED, linear_share=replace(ASSUMED.linear_share, value=0.4))
+    digests = {untrained(LLAMA, H100).digest, untrained(LLAMA, H100, assumed=slower).digest}
+    assert len(digests | {untrained(LLAMA, H100).digest}) == 2
+
+
+# ---- by name ----
+
+
+def test_offline_by_device_and_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
+    policy = load_policy(f"cheapest:analytic:H100-SXM@pcie4:{tmp_path}")
+    assert policy.cost_model is not None
+    assert policy.name.startswith("cheapest:analytic:")
+    assert policy.cost_model.predict(victim(900), [Option("recompute")])[0].engine_s > 0
+    assert any("pcie4" in note for note in load(f"analytic:H100-SXM@pcie4:{tmp_path}").provenance.notes)
+
+
+@pytest.mark.parametrize("name", ["analytic", "analytic:H100-SXM", "analytic::here", "analytic:H100-SXM:"])
+def test_half_a_name_says_the_whole(name: str) -> None:
+    with pytest.raises(ModelError, match=r"analytic:DEVICE\[@LINK\]:CONFIG"):
+        load(name)
+
+
+def test_a_configuration_that_is_none_is_named() -> None:
+    with pytest.raises(ModelError, match=r"nowhere.*not a readable config\.json"):
+        load("analytic:H100-SXM:nowhere")
+
+
+def test_inside_a_server_the_engine_says_the_rest() -> None:
+    hardware = {"device": "NVIDIA H100 80GB HBM3", "processor": "a host", "cores": 16}
+    geometry = Geometry.from_config(LLAMA_31_8B)
+    engine = Engine(32, 8192, block_bytes=32 * 131072, geometry=geometry, hardware=hardware, link={"kind": "native"})
+    policy = load_policy("cheapest:analytic", engine_loader(LLAMA_31_8B, engine))
+    assert policy.cost_model is not None
+    policy.cost_model.check_fit(32, 32 * 131072, geometry, hardware, {"kind": "native"})
+    assert policy.cost_model.digest
+
+
+@pytest.mark.parametrize("config", [MIXTRAL_8X7B, QWEN3_30B_A3B, LLAMA_31_8B])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_untrained_model_by_name_fits_the_server_of_its_shape(
+    tmp_path: Path, config: dict[str, Any], ranks: int
+) -> None:
+    """A server records what one rank holds, and has a token budget and a type of its own."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    hardware = {"device": "NVIDIA H100 80GB HBM3", "processor": "a host", "cores": 16}
+    whole = Geometry.from_config(config)
+    geometry = replace(
+        whole, heads=whole.heads // ranks, kv_heads=whole.kv_heads // ranks, dtype="float16",
+        intermediate=whole.intermediate // ranks,
+    )  # fmt: skip
+    engine = Engine(32, 8192, ranks, block_bytes=32 * geometry.kv_bytes_per_token, geometry=geometry, hardware=hardware)
+    find = engine_loader(config, engine)
+    named = find(f"analytic:H100-SXM:{tmp_path}")
+    fit: dict[str, Any] = {"block_size": 32, "block_bytes": engine.block_bytes, "geometry": geometry}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        named.check_fit(**fit, hardware=hardware, token_budget=8192)
+    assert named.laws == find("analytic").laws
+    with pytest.raises(ModelError, match="device is"):
+        find(f"analytic:A100-SXM-80GB:{tmp_path}").check_fit(**fit, hardware=hardware)
+    with pytest.raises(ModelError, match=r"geometry\.layers is"):
+        named.check_fit(**fit | {"geometry": replace(geometry, layers=3)}, hardware=hardware)
+
+
+def test_a_cpu_server_is_told_to_measure() -> None:
+    loader = engine_loader(LLAMA_31_8B, Engine(hardware={"device": "cpu"}))
+    with pytest.raises(ModelError, match=r"no hardware sheet for device 'cpu'.*kvpolicy profile"):
+        load_policy("cheapest:analytic", loader)
+    with pytest.raises(ModelError, match="named no device"):
+        load_policy("cheapest:analytic", engine_loader(LLAMA_31_8B, Engine()))
+    with pytest.raises(ModelError, match=r"hidden_size.* is missing"):
+        load_policy("cheapest:analytic", engine_loader({"num_hidden_layers": 2}, Engine(hardware={"device": "H200"})))
+
+
+def test_other_names_are_loaded_in_a_server_as_ever() -> None:
+    with pytest.raises(ModelError, match="nowhere/at/all"):
+        engine_loader(LLAMA_31_8B, Engine())("nowhere/at/all")
+
+
+def test_which_policies_only_a_server_can_load() -> None:
+    assert needs_engine("cheapest:analytic")
+    assert needs_engine("explore:analytic,online=off")
+    assert not needs_engine("cheapest:analytic:H100-SXM:config.json")
+    assert not needs_engine("always-swap")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("online=on", "step times"), ("objective=engine+0.5*victim", "victim's delay")]
+)
+def test_what_no_untrained_model_can_do_is_refused_before_a_server_starts(option: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        needs_engine(f"cheapest:analytic,{option}")
+
+
+# ---- constants ----
+
+
+def test_constants_beyond_what_is_plausible_are_said() -> None:
+    model = fitted_model("analytic")
+    assert not implausible(model.laws, GEOMETRY)
+    recompute = replace(model.laws["recompute"], s_per_token=1e-13)  # type: ignore[type-var]  # a roofline
+    (note,) = implausible({"recompute": recompute}, GEOMETRY)
+    assert "recompute: linear layers comes out as" in note
+    assert "operations/s" in note
+
+
+def test_every_assumption_is_plausible_itself() -> None:
+    for name in ASSUMED.__dataclass_fields__:
+        constant: Constant = getattr(ASSUMED, name)
+        assert constant.plausible
+        assert constant.unit
+
+
+def test_no_calibrated_rate_can_beat_its_data_sheet() -> None:
+    law = untrained(LLAMA, H100).laws["recompute"]
+    geometry = Geometry.from_config(LLAMA_31_8B)
+    assert constants_of(law, geometry, H100)["linear layers"].plausible
+    fast = replace(law, s_per_token=1e-9)  # type: ignore[type-var]  # a roofline
+    assert not constants_of(fast, geometry, H100)["linear layers"].plausible
+    assert set(KINDS) == set(untrained(LLAMA, H100).laws)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.cost.compiled import Forest
+from kvpolicy.cost.forest import Forest
 from kvpolicy.cost.laws import LinearLaw
 from kvpolicy.cost.model import FAMILIES, FittedModel
 from kvpolicy.events import KINDS, Cost, Option, Preemption

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from kvpolicy.cost.coverage import coverage, proportion_interval
 from kvpolicy.cost.intervals import (
     PREDICTED,
     Intervals,
@@ -23,6 +22,7 @@ from kvpolicy.cost.intervals import (
     unbounded,
 )
 from kvpolicy.cost.model import turned
+from kvpolicy.training.coverage import coverage, proportion_interval
 
 
 def misses(tokens: float, score: float, running: float = 0, law: float | None = None) -> Misses:

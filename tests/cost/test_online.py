@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.cost import ModelError, remembered
+from kvpolicy.cost import ModelError
+from kvpolicy.cost import online as remembered
 from kvpolicy.cost.online import (
     HALF_LIFE,
     SIZES,

@@ -16,11 +16,11 @@ import pytest
 
 from kvpolicy import cost
 from kvpolicy.cost import ModelError, ModelWarning, store
-from kvpolicy.cost.dataset import measured
-from kvpolicy.cost.fitting import fit
 from kvpolicy.cost.laws import RecomputeRoofline
 from kvpolicy.cost.model import FittedModel
+from kvpolicy.datasets.profiles import measured
 from kvpolicy.training import provenance_of, split, train
+from kvpolicy.training.fit import fit
 from tests.synthetic import GEOMETRY, HARDWARE, NATIVE, CostLaw, make_trace, options_for, situation
 
 ENGINE: dict[str, Any] = {

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.cost.dataset import Sample, State
+from kvpolicy.datasets.profiles import Sample, State
 from kvpolicy.evaluation import evaluate
-from kvpolicy.evaluation.judged import judged_by
+from kvpolicy.evaluation.replay import judged_by
 from kvpolicy.events import KINDS
 from kvpolicy.policy.objective import ENGINE, parse
 from kvpolicy.trace import TraceError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.cost import ModelError
-from kvpolicy.cost.dataset import Sample, State, dataset_of
+from kvpolicy.datasets.profiles import Sample, State, dataset_of
 from kvpolicy.evaluation import evaluate
 from kvpolicy.evaluation.replay import is_tie, price
 from kvpolicy.events import KINDS, Kind

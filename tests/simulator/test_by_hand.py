@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvpolicy.cost import steps as attributed
+from kvpolicy.attribution import offline as attributed
 from kvpolicy.simulator import Link, Server, StepLoad
 from kvpolicy.trace import Trace, from_rows, with_core
 from kvpolicy.workload import Request

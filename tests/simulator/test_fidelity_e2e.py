@@ -15,7 +15,7 @@ import pytest
 import kvpolicy
 from kvpolicy.policy import load as load_policy
 from kvpolicy.simulator.builtin import Builtin
-from kvpolicy.simulator.hardware import Engine, TableTimes
+from kvpolicy.simulator.hardware.table_times import Engine, TableTimes
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.workload import Request, Workload
 from tests.simulator import tables

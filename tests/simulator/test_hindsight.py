@@ -9,8 +9,8 @@ import pytest
 from kvpolicy.policy import Policy, load
 from kvpolicy.simulator import Link, Server, Summary
 from kvpolicy.simulator.builtin import Builtin
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.oracle import Oracle, best_in_hindsight
-from kvpolicy.simulator.times import ConstantTimes
 from kvpolicy.workload import Request, Workload
 
 SERVER = Server(

@@ -12,13 +12,13 @@ import pytest
 import kvpolicy
 from kvpolicy import policy
 from kvpolicy.cli import main
-from kvpolicy.cost.tables import TableError
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator import Builtin, MemorySink, Server
-from kvpolicy.simulator.hardware import HardwareError, TableTimes, load_hardware
-from kvpolicy.simulator.profiles.grids import between_neighbours
-from kvpolicy.simulator.protocol import StepLoad
-from kvpolicy.study.links import Behind, GivenLink
+from kvpolicy.simulator.base import StepLoad
+from kvpolicy.simulator.hardware.grids import between_neighbours
+from kvpolicy.simulator.hardware.operator_tables import TableError
+from kvpolicy.simulator.hardware.table_times import HardwareError, TableTimes, load_hardware
+from kvpolicy.study.machine import Behind, GivenLink
 from kvpolicy.workload import Request, Workload
 from tests.simulator import tables
 from tests.simulator.tables import CONFIG, LAYERS

@@ -10,8 +10,8 @@ import pytest
 from kvpolicy.events import Kind
 from kvpolicy.policy import Policy, decide, load
 from kvpolicy.simulator import Link, Server, Summary, Tail
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.oracle import MOST_CHOICES, Oracle, best_in_hindsight
-from kvpolicy.simulator.times import ConstantTimes
 from tests.synthetic import options_for, situation
 
 NEVER = Tail(0.0, 0.0, 0.0)

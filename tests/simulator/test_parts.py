@@ -17,10 +17,9 @@ from kvpolicy.simulator import LOAD, Builtin, FolderSink, MemorySink, Server, St
 from kvpolicy.simulator.builtin.blocks import CachingPool, CountedPool, shared_keys
 from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.live import Account, Copy, Live, Status, Step
-from kvpolicy.simulator.builtin.scheduler import Scheduler
-from kvpolicy.simulator.builtin.victims import VllmVictims
+from kvpolicy.simulator.builtin.scheduler import Scheduler, VllmVictims
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.summary import Histogram
-from kvpolicy.simulator.times import ConstantTimes
 from kvpolicy.workload import Request
 from tests.shape.configs import LLAMA_31_8B
 from tests.simulator.worlds import LINEAR, SECONDS, SMALL, random_workload, run, workload

@@ -16,7 +16,7 @@ from kvpolicy import policy
 from kvpolicy.simulator import Builtin, Link, MemorySink, Server
 from kvpolicy.simulator.builtin.engine import Engine
 from kvpolicy.simulator.builtin.journal import Journal
-from kvpolicy.simulator.builtin.victims import VllmVictims
+from kvpolicy.simulator.builtin.scheduler import VllmVictims
 from kvpolicy.workload import Request, Source, Workload
 from tests.fuzzing import examples
 from tests.simulator.worlds import LINEAR, random_workload, run, worlds

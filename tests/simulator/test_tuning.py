@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvpolicy.policy import Policy
-from kvpolicy.simulator.protocol import Run, Server, Sink, Summary, Tail, Times
+from kvpolicy.simulator.base import Run, Server, Sink, Summary, Tail, Times
 from kvpolicy.simulator.tuning import tune_threshold
 from kvpolicy.workload import Request, Source, Workload
 

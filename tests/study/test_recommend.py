@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy.study.paired import paired_ratio
-from kvpolicy.study.recommend import advise, candidates, closed, drawn, uncut
+from kvpolicy.study.recommend import advise, candidates, closed, drawn, paired_ratio, uncut
 from kvpolicy.workload import Request, Workload
 from tests.study.test_grid import TIGHT, WORKLOAD
 

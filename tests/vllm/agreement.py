@@ -11,11 +11,11 @@ from typing import Any
 from kvpolicy import policy
 from kvpolicy.events import SITUATION_FIELDS
 from kvpolicy.simulator import Link, Run, Server, Simulator
+from kvpolicy.simulator.base import Scheduling
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.builtin.engine import Engine as BuiltinEngine
-from kvpolicy.simulator.protocol import Scheduling
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
-from kvpolicy.simulator.times import ConstantTimes
 from kvpolicy.trace import Trace
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.simulator import VllmScheduler
@@ -181,8 +181,8 @@ def _decisions(told: Account) -> Rows:
 
 
 def _outcomes(told: Account) -> Rows:
-    """Without ``engine_s``, which the built-in engine knows and a server's trace leaves to :mod:`kvpolicy.cost.steps`,
-    and without numbers of steps."""
+    """Without ``engine_s``, which the built-in engine knows and a server's trace leaves to
+    :mod:`kvpolicy.attribution.offline`, and without numbers of steps."""
     left_out = ("engine_s", "others_delay_s", "first_step", "last_step")
     rows = [{name: value for name, value in row.items() if name not in left_out} for row in told.rows("outcomes")]
     return _sorted(rows, "preemption_id")

@@ -45,7 +45,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpolicy.cost.undisturbed import HeldOutError, StepTimeModel
+from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from tests.vllm.disturbances import Disturbances, Shares
 
 BLOCK = 16

@@ -108,7 +108,7 @@ def test_measuring_is_given_up_where_it_never_works(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.controller.accounts.measure_by(alone.STEP_TIME)
-    monkeypatch.setattr("kvpolicy.cost.live.LiveCosts.step", broken)
+    monkeypatch.setattr("kvpolicy.attribution.streaming.LiveCosts.step", broken)
     engine.steps(2 * MOST_FAILURES)
     assert harness.total(engine.controller.stats(), "measuring_failed") == MOST_FAILURES
     assert caplog.text.count("no more costs are measured") == 1

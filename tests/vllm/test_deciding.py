@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvpolicy import cost
-from kvpolicy.cost import ModelError, remembered
+from kvpolicy.cost import ModelError, online
 from kvpolicy.cost.online import Online
 from kvpolicy_vllm.plugin.deciding import Judge
 from kvpolicy_vllm.plugin.settings import Settings
@@ -34,19 +34,19 @@ def any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_state_of_another_model_is_set_aside_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = tmp_path / "state.json"
-    remembered.save(Online(events=7), "abc123" * 4, state)
+    online.save(Online(events=7), "abc123" * 4, state)
     with caplog.at_level(logging.WARNING):
         begun = judge(state)
     begun.close()
     assert begun.policy.learned(begun._state) == Online()
     assert [one.name for one in tmp_path.iterdir()] == ["state.json.other-abc123abc123"]
     assert "another cost model" in caplog.text and "state.json.other-abc123abc123" in caplog.text
-    assert remembered.load(tmp_path / "state.json.other-abc123abc123", "abc123" * 4).events == 7
+    assert online.load(tmp_path / "state.json.other-abc123abc123", "abc123" * 4).events == 7
 
 
 def test_a_state_of_the_same_model_is_resumed(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
-    remembered.save(Online(events=7), cost.load("cpu-llama-native").digest, state)
+    online.save(Online(events=7), cost.load("cpu-llama-native").digest, state)
     begun = judge(state)
     begun.close()
     assert begun.policy.learned(begun._state) == Online(events=7)
@@ -91,7 +91,7 @@ def test_a_damaged_state_is_set_aside_with_a_warning(
     damage: Callable[[Path], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = tmp_path / "state.json"
-    remembered.save(Online(events=7), cost.load("cpu-llama-native").digest, state)
+    online.save(Online(events=7), cost.load("cpu-llama-native").digest, state)
     why = damage(state)
     left = state.read_bytes()
     with caplog.at_level(logging.WARNING):

@@ -16,8 +16,8 @@ import pytest
 from kvpolicy import policy
 from kvpolicy.simulator import Link, Server
 from kvpolicy.simulator.builtin import Builtin
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
-from kvpolicy.simulator.times import ConstantTimes
 from kvpolicy.trace import Header, Trace, from_rows, with_core
 from kvpolicy_vllm.simulator import VllmScheduler
 

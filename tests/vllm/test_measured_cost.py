@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvpolicy import cost, trace
-from kvpolicy.cost import remembered
+from kvpolicy.attribution.offline import attribute, common_step_time
+from kvpolicy.cost import online
 from kvpolicy.cost.intervals import unbounded
 from kvpolicy.cost.online import Online
-from kvpolicy.cost.steps import attribute, common_step_time
 from kvpolicy.cost.store import save
 from kvpolicy.hardware import Geometry
 from tests.vllm import harness
@@ -80,7 +80,7 @@ def test_what_is_learned_is_kept_over_a_restart(model: str, recorded: Path, tmp_
         harness.run(job(model, REQUESTS, SCARCE, plugin=plugin), tmp_path)
         rows = trace.read(tmp_path / number).rows("decisions")
         told.append([json.loads(row["state"]) for row in sorted(rows, key=lambda row: row["time_s"])])
-    kept = remembered.load(state, cost.load(learned).digest)
+    kept = online.load(state, cost.load(learned).digest)
     assert json.dumps(told[0][0]) != json.dumps(told[0][-1]), "something was learned"
     outcomes = [[one["online"]["outcomes"] for one in states] for states in told]
     assert outcomes[0][0] == 0 and 0 < outcomes[0][-1] <= outcomes[1][0]
@@ -89,10 +89,10 @@ def test_what_is_learned_is_kept_over_a_restart(model: str, recorded: Path, tmp_
 
 def test_a_state_of_another_model_is_set_aside(model: str, recorded: Path, tmp_path: Path) -> None:
     learned, state = fitting_model(recorded, tmp_path / "model"), tmp_path / "state.json"
-    remembered.save(Online(), "0" * 64, state)
+    online.save(Online(), "0" * 64, state)
     plugin = harness.plugin(f"cheapest:{learned},online=on", online_state=str(state))
     harness.run(job(model, REQUESTS[:1], SCARCE, plugin=plugin), tmp_path)
-    assert remembered.load(state.with_name("state.json.other-000000000000"), "0" * 64) == Online()
+    assert online.load(state.with_name("state.json.other-000000000000"), "0" * 64) == Online()
 
 
 def test_without_a_model_nothing_is_claimed(model: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpolicy import trace as traces
-from kvpolicy.cost.steps import attribute
+from kvpolicy.attribution.offline import attribute
 from kvpolicy.trace import Header, Trace
 from kvpolicy_vllm.bench.finishing import ProfileReport
 from kvpolicy_vllm.bench.job import Noise

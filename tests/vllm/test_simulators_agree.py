@@ -8,7 +8,7 @@ copy, every request, and the summary. What may differ, and why:
 - The number of steps that compute nothing, and so the numbers of all steps: an engine that waits looks around, and how
   often means nothing.
 - ``outcomes.engine_s`` and ``others_delay_s``: the built-in engine knows them; a server's trace leaves them to
-  `kvpolicy.cost.steps`, and so does that of vLLM's scheduler.
+  `kvpolicy.attribution.offline`, and so does that of vLLM's scheduler.
 - Ids of preemptions but for their number: they name the engine core.
 - Times, by up to 1e-9 of themselves: sums of the same numbers in another order.
 """
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpolicy.simulator.times import ConstantTimes
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from tests.vllm import agreement
 from tests.vllm.agreement import Account, Case, account, differences, drawn
 

@@ -13,10 +13,10 @@ from vllm.platforms import Platform, PlatformEnum
 from kvpolicy import policy
 from kvpolicy.events import Preemption
 from kvpolicy.policy import PolicyState
-from kvpolicy.policy.fixed import Always
+from kvpolicy.policy.cheapest import Always
 from kvpolicy.simulator import Server, Simulator
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
-from kvpolicy.simulator.times import ConstantTimes
 from kvpolicy.trace import Trace
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.simulator import VllmScheduler

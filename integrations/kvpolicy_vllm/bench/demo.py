@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvpolicy.cost.dataset import measured
+from kvpolicy.datasets.profiles import measured
 from kvpolicy.evaluation.replay import evaluate
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once

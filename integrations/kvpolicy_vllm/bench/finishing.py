@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kvpolicy import trace as traces
-from kvpolicy.cost.steps import attribute, step_time_models
-from kvpolicy.cost.steptime import StepTimeModel
+from kvpolicy.attribution.offline import attribute, step_time_models
+from kvpolicy.attribution.step_time_fit import StepTimeModel
 from kvpolicy.trace import Header
 from kvpolicy_vllm.bench.selfcheck import SelfCheck, self_checks
 

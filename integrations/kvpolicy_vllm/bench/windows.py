@@ -15,6 +15,7 @@ from typing import Any, Literal
 from vllm import SamplingParams
 from vllm.v1.request import RequestStatus
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.bench.states import State, free_blocks_for, running_for, waiting_prompt_tokens
 
 Arm = Literal["none", "recompute", "swap"]
@@ -28,7 +29,7 @@ OUTPUT_TOKENS = 100_000
 """Asked of every request: none finishes by itself. Cut to what the model can hold."""
 
 
-class WindowError(RuntimeError):
+class WindowError(KVPolicyError, RuntimeError):
     """The engine did not do what it must for any window to be measured."""
 
 

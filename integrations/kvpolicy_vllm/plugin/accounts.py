@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvpolicy.cost import LiveCost, LiveCosts, StepTimeModel
+from kvpolicy.attribution import LiveCost, LiveCosts, StepTimeModel
 from kvpolicy.events import Outcome
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.plugin.jobs import Direction, Job, Transfer
 from kvpolicy_vllm.plugin.settings import Link
 
@@ -24,7 +25,7 @@ Span = tuple[float, float]
 """When a copy began and ended, seconds after it was submitted."""
 
 
-class CopyError(RuntimeError):
+class CopyError(KVPolicyError, RuntimeError):
     """A copy that could not be made. The request it was for is recomputed."""
 
 
@@ -270,12 +271,3 @@ class IndexingCopier(Copier):
         blocks, slots = torch.tensor(job.block_ids), torch.tensor(job.slots)
         for device, host in zip(self.device_segments, self.host_segments, strict=True):
             device[blocks] = host[slots]
-
-
-def copier_for(device_segments: list[torch.Tensor], slots: int, pin_memory: bool, link: Link | None) -> Copier:
-    """The copier for the device the KV cache is on."""
-    if device_segments[0].device.type == "cuda":
-        from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
-
-        return (CudaCopier if pin_memory else StagedCudaCopier)(device_segments, slots, pin_memory, link)
-    return IndexingCopier(device_segments, slots, pin_memory, link)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import policy as policies
-from kvpolicy.cost import CostModel, LiveCost, StepTimeModel, remembered
+from kvpolicy.attribution import LiveCost, StepTimeModel
+from kvpolicy.cost import CostModel, online
 from kvpolicy.cost.online import Online
 from kvpolicy.events import Decision, Kind, Option, Outcome, Preemption
 from kvpolicy.policy import Feedback, Policy, PolicyState
@@ -78,7 +79,7 @@ class Memory:
         if latest is None:
             return
         try:
-            remembered.save(latest, self._digest, self._path)
+            online.save(latest, self._digest, self._path)
         except OSError as error:
             if not self._complained:
                 self._complained = True
@@ -204,12 +205,12 @@ class Judge:
             )
         if path.exists():
             try:
-                self._state = self.policy.resume(remembered.load(path, self.digest))
-            except remembered.OtherModelError as error:  # a new model is no reason not to serve
-                aside = remembered.set_aside(path, error.digest)
+                self._state = self.policy.resume(online.load(path, self.digest))
+            except online.OtherModelError as error:  # a new model is no reason not to serve
+                aside = online.set_aside(path, error.digest)
                 logger.warning("kvpolicy: %s; nothing of it is used, and it is kept as %s", error, aside.name)
-            except remembered.DamagedError as error:  # nor is a file that a crash cut off
-                aside = remembered.set_damaged_aside(path)
+            except online.DamagedError as error:  # nor is a file that a crash cut off
+                aside = online.set_damaged_aside(path)
                 logger.warning("kvpolicy: %s; begun afresh, and what is left of it is kept as %s", error, aside.name)
         self._memory = Memory(path, self.digest)
 

@@ -68,7 +68,7 @@ class Repeated:
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
-        """In the order of :data:`kvpolicy.cost.undisturbed.PARTS`."""
+        """In the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
         return self.tokens, self.decodes, self.kv_read_tokens, self.chunk_context
 
 
@@ -95,7 +95,7 @@ class Step:
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
-        """What its duration depends on, in the order of :data:`kvpolicy.cost.undisturbed.PARTS`."""
+        """What its duration depends on, in the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
         return self.scheduled_tokens, self.decode_requests, self.kv_read_tokens, self.chunk_context
 
     @property

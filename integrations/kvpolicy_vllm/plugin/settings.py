@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-DEFAULT_COPIER = "kvpolicy_vllm.plugin.copier.copier_for"
+DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.copier_for"
 
 
 @dataclass(frozen=True, slots=True)

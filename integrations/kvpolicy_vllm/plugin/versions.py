@@ -17,6 +17,7 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy import policy as policies
+from kvpolicy.errors import KVPolicyError
 from kvpolicy_vllm.plugin.settings import Settings
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ refusing would shut out everybody who builds vLLM."""
 logger = logging.getLogger(__name__)
 
 
-class UnsupportedEngine(ValueError):
+class UnsupportedEngine(KVPolicyError):
     """The engine is set up in a way the plugin does not serve; the message says what would be right."""
 
 

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpolicy.simulator import Server
-from kvpolicy.simulator.protocol import NULL_BLOCK
+from kvpolicy.simulator.base import NULL_BLOCK
 from kvpolicy_vllm.plugin import NAME, register
 
 HEADS, HEAD_DIM = 1, 16

@@ -19,7 +19,7 @@ from kvpolicy.events import KINDS
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.arrivals import Arrivals
-from kvpolicy.simulator.identity import FIXED_DAY, Identity
+from kvpolicy.simulator.sinks import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import Tallied
 from kvpolicy.workload import Request, Source
 from kvpolicy_vllm.plugin.versions import engine_version

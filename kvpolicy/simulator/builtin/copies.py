@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvpolicy.simulator.base import Direction, Server, Times
 from kvpolicy.simulator.builtin.live import Account, Copy, Live
-from kvpolicy.simulator.protocol import Direction, Server, Times
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,17 @@
 """What a preemption costs, exactly: the simulator knows what each step would have taken without it.
 
-The definition is that of :mod:`kvpolicy.cost.steps`: over the steps involved, duration less what the step takes
-without anybody's repeated tokens; a step of which nothing is left then would not have been executed. Here the step
-times are the hardware model's own, so nothing is fitted and there is no aftermath.
+The definition is that of :mod:`kvpolicy.attribution.offline`: over the steps involved, duration less what the step
+takes without anybody's repeated tokens; a step of which nothing is left then would not have been executed. Here the
+step times are the hardware model's own, so nothing is fitted and there is no aftermath.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvpolicy.simulator.base import StepLoad, Times
 from kvpolicy.simulator.builtin.copies import Transfer
 from kvpolicy.simulator.builtin.live import Account, Repeated, Step
-from kvpolicy.simulator.protocol import StepLoad, Times
 
 
 def load_of(step: Step) -> StepLoad:

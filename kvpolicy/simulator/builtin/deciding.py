@@ -8,12 +8,12 @@ from dataclasses import replace
 from kvpolicy import policy as policies
 from kvpolicy.events import Decision, Ending, Preemption
 from kvpolicy.policy import Feedback, Policy
+from kvpolicy.simulator.base import NULL_BLOCK, Server
 from kvpolicy.simulator.builtin import ledger
 from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.live import Account, Copy, Live, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
-from kvpolicy.simulator.protocol import NULL_BLOCK, Server
 from kvpolicy.simulator.summary import Tallied
 
 

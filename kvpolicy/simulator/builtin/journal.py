@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvpolicy.events import as_row
+from kvpolicy.simulator.base import Sink
 from kvpolicy.simulator.builtin import ledger
 from kvpolicy.simulator.builtin.copies import Transfer
 from kvpolicy.simulator.builtin.live import Account, Live, Repeated, Step
-from kvpolicy.simulator.protocol import Sink
 from kvpolicy.trace import decision_row
 
 BATCH_ROWS = 1000

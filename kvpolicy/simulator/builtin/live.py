@@ -146,7 +146,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """The part of a step that computes one preemption's lost tokens again; see :mod:`kvpolicy.cost.steps`.
+    """The part of a step that computes one preemption's lost tokens again; see :mod:`kvpolicy.attribution.offline`.
 
     Taken from the step's totals it leaves what the step would have been made of. Where the victim's last chunk also
     computes its next token, that token stays behind as the decode it would have been: hence negative parts.

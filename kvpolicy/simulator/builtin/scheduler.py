@@ -1,18 +1,116 @@
 """vLLM V1's ``Scheduler.schedule``, rule by rule, for one group of full-attention blocks.
 
-Nothing here knows of time or of policies: whoever loses its blocks is told to ``preempting`` before they are freed.
+Nothing here knows of time or of policies: whoever loses its blocks is told to ``preempting`` before they are freed. The
+order in which waiting requests are admitted, and whose blocks are taken when an allocation fails, stand first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+from kvpolicy.simulator.base import NULL_BLOCK, Scheduling, Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.live import Live, Status, Step
-from kvpolicy.simulator.builtin.queues import Queue, queue_for
-from kvpolicy.simulator.builtin.victims import Victims
-from kvpolicy.simulator.protocol import NULL_BLOCK, Server
+
+
+class Victims(Protocol):
+    """Chooses one of the running requests. Pure: equal arguments, equal choice."""
+
+    def choose(self, running: Sequence[Live]) -> int:
+        """Index of the victim. ``running``: in the order of scheduling; read them, change nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VllmVictims:
+    """As vLLM does: the last one that was admitted; under priority scheduling the least urgent, latest one."""
+
+    scheduling: Scheduling
+
+    def choose(self, running: Sequence[Live]) -> int:
+        if self.scheduling == "fcfs":
+            return len(running) - 1
+        ranks = [(live.request.priority, live.arrival_s) for live in running]
+        return ranks.index(max(ranks))
+
+
+class Queue(Protocol):
+    """What vLLM's ``RequestQueue`` does, as far as it is needed."""
+
+    def __len__(self) -> int: ...
+
+    def append(self, live: Live) -> None: ...
+
+    def first(self) -> Live: ...
+
+    def pop(self) -> Live: ...
+
+    def put_back(self, lives: Iterable[Live]) -> None:
+        """To the front, in their order; by rank where ranks decide."""
+        ...
+
+    def remove(self, live: Live) -> None: ...
+
+
+class Fifo:
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._lives: deque[Live] = deque()
+
+    def __len__(self) -> int:
+        return len(self._lives)
+
+    def append(self, live: Live) -> None:
+        self._lives.append(live)
+
+    def first(self) -> Live:
+        return self._lives[0]
+
+    def pop(self) -> Live:
+        return self._lives.popleft()
+
+    def put_back(self, lives: Iterable[Live]) -> None:
+        self._lives.extendleft(reversed(list(lives)))
+
+    def remove(self, live: Live) -> None:
+        self._lives.remove(live)
+
+
+class Ranked:
+    """By priority, then arrival, then number."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, float, int], Live]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def append(self, live: Live) -> None:
+        heapq.heappush(self._heap, (live.order, live))
+
+    def first(self) -> Live:
+        return self._heap[0][1]
+
+    def pop(self) -> Live:
+        return heapq.heappop(self._heap)[1]
+
+    def put_back(self, lives: Iterable[Live]) -> None:
+        for live in lives:
+            self.append(live)
+
+    def remove(self, live: Live) -> None:
+        self._heap.remove((live.order, live))
+        heapq.heapify(self._heap)
+
+
+def queue_for(scheduling: Scheduling) -> Queue:
+    return Fifo() if scheduling == "fcfs" else Ranked()
 
 
 class Scheduler:

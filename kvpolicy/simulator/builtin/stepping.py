@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvpolicy.simulator.base import LOAD, Floats, Server, StepLoad
 from kvpolicy.simulator.builtin.crowd import Crowd
 from kvpolicy.simulator.builtin.live import Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
-from kvpolicy.simulator.protocol import LOAD, Floats, Server, StepLoad
 
 MOST_STEPS = 2048
 """Taken at once."""

@@ -1,0 +1,66 @@
+"""Fitting d0, the law of :mod:`kvpolicy.attribution.step_time`, to a trace's undisturbed steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpolicy.attribution.step_time import (
+    AFTERMATH_STEPS,
+    PARTS,
+    Floats,
+    HeldOutError,
+    StepTimeModel,
+    Whole,
+    medians,
+    with_aftermath,
+)
+from kvpolicy.regression.nnls import robust_nonnegative_fit
+from kvpolicy.trace import TraceError
+
+__all__ = [
+    "AFTERMATH_STEPS", "PARTS", "Floats", "HeldOutError", "StepTimeModel", "Whole", "fit_step_time", "with_aftermath",
+]  # fmt: skip
+
+FEWEST_STEPS = 20
+FOLDS = 5
+BLOCK_STEPS = 20
+"""Held-out error is taken over blocks of that many successive steps: neighbours are alike."""
+
+
+def fit_step_time(design: Floats, duration_s: Floats, fitted_on: str) -> StepTimeModel:
+    """Fit d0 to undisturbed steps in the order they were executed; ``design`` from :func:`with_aftermath`.
+
+    Raises TraceError where there are fewer than :data:`FEWEST_STEPS`.
+    """
+    if len(duration_s) < FEWEST_STEPS:
+        raise TraceError(
+            f"steps: {len(duration_s)} undisturbed steps on {fitted_on}, at least {FEWEST_STEPS} are needed to tell "
+            "what a step takes when nothing is preempted"
+        )
+    design = np.column_stack([np.ones(len(design)), design])
+    coefficients = robust_nonnegative_fit(design, duration_s)
+    return StepTimeModel(
+        fixed_s=float(coefficients[0]),
+        per_part_s=tuple(map(float, coefficients[1:])),
+        fitted_on=fitted_on,
+        steps=len(duration_s),
+        error=_held_out_error(design, duration_s),
+    )
+
+
+def _held_out_error(design: Floats, duration_s: Floats) -> HeldOutError:
+    """Coefficients from other blocks, pace from the step's neighbours without the step itself."""
+    predicted = np.empty_like(duration_s)
+    size = min(BLOCK_STEPS, -(-len(duration_s) // FOLDS))
+    fold = np.arange(len(duration_s)) // size % FOLDS
+    for number in range(FOLDS):
+        out = fold == number
+        coefficients = robust_nonnegative_fit(design[~out], duration_s[~out])
+        predicted[out] = np.maximum(design[out] @ coefficients, 0.05 * np.median(duration_s))
+    predicted = predicted * medians(duration_s / predicted, np.arange(len(predicted)), skip=1)
+    missed = duration_s - predicted
+    return HeldOutError(
+        mean_relative=float(np.mean(np.abs(missed) / duration_s)),
+        mean_s=float(np.mean(np.abs(missed))),
+        bias_s=float(np.mean(missed)),
+    )

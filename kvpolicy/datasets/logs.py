@@ -1,0 +1,190 @@
+"""Records of production logs: situations met with one option each, which is what was seen of them.
+
+A record teaches the cost of the option that was *executed*, so those whose intended option was not (a failed save, a
+run in shadow mode) teach neither option's; nor do preemptions that ended before their victim was back, or whose cost is
+not known. All of these are counted. Which option was taken depends on the situation and chance alone, so an option's
+records tell its cost; where its chance was small they stand for more situations than they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from kvpolicy import trace as traces
+from kvpolicy.attribution.offline import attribute, common_step_time
+from kvpolicy.attribution.step_time import StepTimeModel
+from kvpolicy.datasets.examples import LEAST_FLOOR_S, Example, option_of
+from kvpolicy.datasets.profiles import refuse_mixture
+from kvpolicy.datasets.validation import refuse_doubled, refuse_situation, refuse_sizes
+from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption, copy_was_used, situation_of
+from kvpolicy.features import features_of
+from kvpolicy.hardware import Geometry
+from kvpolicy.trace import Header, Trace, TraceError
+
+Row = Mapping[str, Any]
+
+DECISION_COLUMNS = (
+    *SITUATION_FIELDS, "core", "preemption_id", "request", "options", "probabilities", "chosen", "executed", "state_id",
+    "arm", "repeat",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One preemption: a situation, what was done, with what chance, what it cost."""
+
+    situation: Preemption
+    kind: Kind
+    chance: float
+    """Logged probability of what was done, above 0."""
+    engine_s: float
+    """Measured; noise can bring a small cost below 0."""
+    request: str
+    """``CORE/REQUEST``; what happens to one request is not independent."""
+
+    @property
+    def example(self) -> Example:
+        option = option_of(self.kind, self.situation.computed_tokens)
+        return Example(features_of(self.situation, option), self.engine_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What some logs of one machine, one model and one link hold."""
+
+    records: tuple[Record, ...]
+    headers: Mapping[str, Header]
+    digests: tuple[str, ...]
+    left_out: Mapping[str, int]
+    step_time: StepTimeModel | None
+    """d0 of all cores together; None where they hold too few undisturbed steps."""
+
+    def under(self, kind: Kind) -> tuple[Record, ...]:
+        return tuple(record for record in self.records if record.kind == kind)
+
+    @property
+    def any_header(self) -> Header:
+        return next(iter(self.headers.values()))
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry.from_dict(self.any_header.geometry)
+
+    @property
+    def budget_tokens(self) -> float:
+        """Most tokens of a step; infinite where headers do not tell, or tell of several."""
+        budgets = {header.token_budget for header in self.headers.values()}
+        (budget,) = budgets if len(budgets) == 1 else (None,)
+        return inf if budget is None else float(budget)
+
+    @property
+    def floor_s(self) -> dict[Kind, float]:
+        """What single costs are not told from none below: d0's error on one step, where steps tell it."""
+        told_s = LEAST_FLOOR_S if self.step_time is None else max(LEAST_FLOOR_S, self.step_time.error.mean_s)
+        return dict.fromkeys(KINDS, told_s)
+
+
+def holds_logs(folders: Sequence[Path | str]) -> bool:
+    """Whether these are logs of production or simulation, and not profiles. Raises TraceError for some of both."""
+    sources = {
+        core: Header.read(core / "header.json").source
+        for folder in folders
+        for core in traces.core_folders(Path(folder))
+    }
+    profiles = [core for core, source in sources.items() if source == "profile"]
+    others = [core for core in sources if core not in profiles]
+    if profiles and others:
+        raise TraceError(
+            f"{profiles[0]} is of a profile, {others[0]} of a {sources[others[0]]} (header.json, field source): take "
+            "one kind at a time"
+        )
+    return bool(others)
+
+
+def read_records(folders: Sequence[Path | str], mixed_hardware: bool | None = None) -> Records:
+    """Read logs; costs that are missing are attributed from their steps.
+
+    Raises TraceError, naming folder, table and row, for values that cannot be, probabilities that are missing and rows
+    that are there twice; naming both cores for logs of different machines, models or links.
+    """
+    read: dict[str, Trace] = {}
+    for folder in map(str, folders):
+        if folder in read:
+            raise TraceError(f"{folder}: given twice")
+        read[folder] = traces.read(folder)
+    return records_of(read, mixed_hardware)
+
+
+def records_of(given: Mapping[str, Trace], mixed_hardware: bool | None = None) -> Records:
+    """As :func:`read_records`, of traces in memory; their names stand in error messages."""
+    headers: dict[str, Header] = {}
+    left_out: Counter[str] = Counter()
+    found: list[Record] = []
+    for folder, trace in given.items():
+        refuse_doubled(folder, trace)
+        for core, header in trace.headers.items():
+            if core in headers:
+                raise TraceError(f"{folder}: core {core} is in another of the traces too; is one given twice?")
+            headers[core] = header
+        found += _records(folder, attributed(trace), left_out)
+    refuse_mixture(headers, mixed_hardware)
+    digests = tuple(trace.digest() for trace in given.values())
+    return Records(tuple(found), headers, digests, dict(left_out), common_step_time(list(given.values())))
+
+
+def attributed(trace: Trace) -> Trace:
+    """The trace with costs out of its steps where it has none yet."""
+    unknown = trace.table("outcomes")["engine_s"].null_count
+    return attribute(trace) if unknown and trace.table("steps").num_rows else trace
+
+
+def _records(folder: str, trace: Trace, left_out: Counter[str]) -> list[Record]:
+    columns = ("core", "preemption_id", "ended", "engine_s", "loaded_tokens", "recomputed_tokens")
+    outcomes = {(row["core"], row["preemption_id"]): row for row in trace.rows("outcomes", columns)}
+    found = []
+    for number, row in enumerate(trace.rows("decisions", DECISION_COLUMNS)):
+        refuse_situation(folder, number, row)
+        outcome = outcomes.get((row["core"], row["preemption_id"]))
+        reason = _why_not(row, outcome)
+        if reason or outcome is None:
+            left_out[reason] += 1
+            continue
+        refuse_sizes(folder, number, row)
+        chance = _chance(folder, number, row)
+        found.append(
+            Record(situation_of(row), row["executed"], chance, outcome["engine_s"], f"{row['core']}/{row['request']}")
+        )
+    return found
+
+
+def _why_not(row: Row, outcome: Row | None) -> str:
+    if row["state_id"] is not None:
+        return "windows of a profile"
+    if row["cause"] == "reset" or row["computed_tokens"] == 0:
+        return "preemptions by a reset, or of nothing computed"
+    if outcome is None:
+        return "preemptions still open"
+    if outcome["ended"] != "resumed":
+        return f"preemptions that ended before the victim was back ({outcome['ended']})"
+    if outcome["engine_s"] is None:
+        return "preemptions whose cost could not be attributed"
+    chosen = row["chosen"]
+    if not 0 <= chosen < len(row["options"]) or row["options"][chosen]["kind"] != row["executed"]:
+        return "preemptions in which something else was executed than was chosen"
+    if not copy_was_used(row["executed"], outcome["loaded_tokens"], outcome["recomputed_tokens"]):
+        return "swaps of which nothing was loaded"
+    return ""
+
+
+def _chance(folder: str, number: int, row: Row) -> float:
+    shares, chosen = row["probabilities"], row["chosen"]
+    chance = shares[chosen] if chosen < len(shares) else None
+    if chance is None or not 0.0 < chance <= 1.0 + 1e-9:
+        told = "missing" if chance is None or chance != chance else f"{chance:g}, should be above 0 and at most 1"
+        raise TraceError(f"{folder}: table decisions, row {number}: probability of option {chosen} {told}")
+    return float(min(1.0, chance))

@@ -1,0 +1,12 @@
+"""The root of all errors that say what somebody gave wrong. Each part declares its own beneath it."""
+
+
+class KVPolicyError(ValueError):
+    """Something from outside is not as it should be; the message names it and what would be right.
+
+    The command line shows such an error, and OSError, in one line. Any other exception is a fault of this package.
+    """
+
+
+class InputError(KVPolicyError):
+    """A wrong value: an argument, a flag, a setting or a field of a file."""

@@ -1,0 +1,253 @@
+"""From a cell's words to a run, and from the run to the numbers that are kept.
+
+The simulator of a name is the built-in one, or one that an installed package registers. Workloads by name are those of
+:mod:`kvpolicy.workload`, recorded traces, and requests of measured runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict
+from functools import lru_cache
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+from kvpolicy import engines
+from kvpolicy import policy as policies
+from kvpolicy.cost import Engine, ModelWarning
+from kvpolicy.policy import Policy
+from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
+from kvpolicy.simulator.builtin import Builtin
+from kvpolicy.simulator.oracle import Oracle
+from kvpolicy.simulator.recorded import RECORDED
+from kvpolicy.simulator.requests_csv import ARRIVAL, COUNTS, measured_requests
+from kvpolicy.simulator.sinks import FolderSink
+from kvpolicy.simulator.watched import Watched
+from kvpolicy.study.cache import path_digest, program_digest, workload_digest
+from kvpolicy.study.cell import Cell, Serving
+from kvpolicy.study.machine import Behind, GivenLink, Machine, open_machine
+from kvpolicy.study.parts import Part
+from kvpolicy.workload import Format, Source, open_workload
+from kvpolicy.workload.files import FileSource, cells, lines
+from kvpolicy.workload.options import Options
+
+KEPT = 16
+"""Opened workloads that a process keeps: to give one a rate, its file is read through."""
+MEASURED = "requests"
+
+
+def _measured(path: Path, options: Options) -> Source:
+    options.whole("seed", 0)  # every workload may be given one; these are not drawn
+    return measured_requests(path)
+
+
+def _is_measured(path: Path) -> bool:
+    if path.is_dir():
+        return False
+    first = next((line for _, line in lines(path)), "")
+    return {*COUNTS, ARRIVAL} <= {name.strip() for name in cells(first)}
+
+
+FORMATS = {**RECORDED, MEASURED: Format(f"CSV: {', '.join((*COUNTS, ARRIVAL))}", _measured, _is_measured)}
+
+
+@lru_cache(maxsize=KEPT)
+def opened(workload: str, digest: str) -> Source:
+    """The workload of that name. ``digest``: of what it is read from, which tells it from what was there before.
+
+    Raises WorkloadError, a ValueError, for what is not known, listing what is.
+    """
+    return open_workload(workload, FORMATS)
+
+
+BUILTIN_RULES = "0.32"
+"""The version of vLLM whose scheduling rules the built-in one is asked to follow."""
+
+
+def simulator_of(name: str) -> Simulator:
+    """Raises EngineMissing, a ValueError that says what to install, where there is none of that name."""
+    if name == "builtin":
+        return Builtin()
+    found: Simulator = engines.simulator(name)
+    return found
+
+
+def rules_of(name: str) -> str:
+    """What a server's ``rules`` have to be for that simulator: one made of vLLM's own code has those of its version."""
+    return str(getattr(simulator_of(name), "rules", BUILTIN_RULES))
+
+
+NATIVE = "native"
+ORACLE = "oracle"
+"""A policy by name in simulations alone: the cheaper option by the simulator's own times."""
+SURVIVORS = (
+    "oracle: prices a recompute as if nothing of the victim survived in the prefix cache; what does makes it cheaper, "
+    "so that it may swap where a recompute would have cost less: with prefix caching it is no bound"
+)
+KEEP_MODELS = 32
+"""Opened cost models and machines that a process keeps: cells that follow each other use the same ones."""
+
+
+def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
+    """Simulate one cell. ``out``: folder for its trace. Raises ValueError for inputs that are wrong."""
+    source = source_of(cell)
+    if next(iter(source), None) is None:
+        raise ValueError(f"workload {cell.workload} holds no request")
+    machine = machine_of(cell)
+    policy, told = policy_of(cell)
+    watched = Watched(policy)
+    sink: Sink | None = None if out is None else FolderSink(out)
+    done = simulator_of(cell.engine).run(
+        source, watched, server_of(cell, machine), times_of(cell, machine), seed=cell.seed, sink=sink
+    )
+    return {
+        "inputs": cell.inputs(),
+        "device": str(machine.hardware.get("device")),
+        **numbers(done.summary),
+        "rows": rows_of(source),
+        "choices": watched.seen.choices,
+        "extrapolated": watched.seen.extrapolated,
+        "facts": list(machine.facts),
+        "warnings": list(told),
+        "unmeasured": list(machine.unmeasured),
+    }
+
+
+def numbers(summary: Summary) -> dict[str, Any]:
+    """A summary as JSON has it, which knows no nan: what nobody had (single tokens have no time between) is None."""
+    told = asdict(summary) | {"preemptions": dict(summary.preemptions)}
+    return {name: _defined(value) for name, value in told.items()}
+
+
+def _defined(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _defined(one) for name, one in value.items()}
+    return None if isinstance(value, float) and isnan(value) else value
+
+
+# ---- what a cell names ----
+
+
+def source_of(cell: Cell) -> Source:
+    """Its workload, drawn by the cell's seed unless the workload names one itself."""
+    whole = opened(seeded(cell.workload, cell.seed), workload_digest(cell.workload))
+    return whole if cell.parts == 1 else Part(whole, cell.part, cell.parts)
+
+
+def rows_of(source: Source) -> dict[str, int] | None:
+    """What became of the rows of the file that a workload is read from, after it was; None where there is no file."""
+    while not isinstance(source, FileSource):
+        inner = getattr(source, "inner", None) or getattr(source, "whole", None)
+        if inner is None:
+            return None
+        source = inner
+    counts = source.counts
+    return {"read": counts.rows, "damaged": counts.damaged, "empty": counts.empty}
+
+
+def seeded(workload: str, seed: int) -> str:
+    """The workload's words with a seed, where they name none."""
+    _, _, options = workload.partition("?")
+    if any(option.startswith("seed=") for option in options.split("&")):
+        return workload
+    return f"{workload}{'&' if options else '?'}seed={seed}"
+
+
+def machine_of(cell: Cell) -> Machine:
+    return open_machine(cell.hardware)
+
+
+def link_of(cell: Cell) -> GivenLink | None:
+    """None: the hardware's own."""
+    return None if cell.link == NATIVE else GivenLink.parse(cell.link)
+
+
+def times_of(cell: Cell, machine: Machine) -> Times:
+    link = link_of(cell)
+    return machine.times if link is None else Behind(machine.times, link)
+
+
+def server_of(cell: Cell, machine: Machine) -> Server:
+    serving, block_bytes = cell.serving, machine.block_bytes(cell.serving.block_size)
+    copies = Link(
+        overlapped=cell.link != NATIVE or not machine.waits_for_copies,
+        slowdown=machine.slowdown(times_of(cell, machine)),
+        saves_wait=True,
+    )
+    return Server(
+        block_size=serving.block_size,
+        block_bytes=block_bytes,
+        device_blocks=cell.kv_blocks,
+        host_blocks=serving.host_blocks_of(block_bytes),
+        token_budget=serving.token_budget,
+        max_running=serving.max_num_seqs,
+        prefix_caching=serving.prefix_caching,
+        scheduling="priority" if serving.scheduling == "priority" else "fcfs",
+        asynchronous=serving.asynchronous,
+        watermark=serving.watermark,
+        segment_bytes=machine.segment_bytes(serving.block_size),
+        link=copies,
+        rules=rules_of(cell.engine),
+        hardware=machine.hardware,
+        geometry=machine.geometry.to_dict(),
+    )
+
+
+def policy_of(cell: Cell) -> tuple[Policy, tuple[str, ...]]:
+    """The cell's policy as a server would load it, and what its cost model warns of; or the simulator's own oracle.
+
+    Raises ModelError for a cost model that does not fit the server.
+    """
+    if cell.policy == ORACLE:
+        machine = machine_of(cell)
+        told = (SURVIVORS,) if cell.serving.prefix_caching else ()
+        return Oracle(times_of(cell, machine), server_of(cell, machine)), told
+    return _loaded(cell.policy, model_digest(cell.policy), machine_of(cell), cell.link, cell.serving)
+
+
+def model_digest(policy: str) -> str:
+    """Of the folder of the cost model that a policy names; empty for one that ships, or none."""
+    folder = Path(policy.partition(":")[2].partition(",")[0] or "analytic")
+    return path_digest(folder) if folder.is_dir() else ""
+
+
+@lru_cache(maxsize=KEEP_MODELS)
+def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
+    """``digest``: of its cost model's folder, which tells it from what was there before."""
+    told_link = machine.link if link == NATIVE else GivenLink.parse(link).to_dict()
+    block_bytes = machine.block_bytes(serving.block_size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ModelWarning)
+        loader = machine.model_loader(
+            Engine(
+                block_size=serving.block_size,
+                token_budget=serving.token_budget,
+                block_bytes=block_bytes,
+                geometry=machine.geometry,
+                hardware=machine.hardware,
+                link=told_link,
+            )
+        )
+        loaded = policies.load(policy, loader)
+        if loaded.cost_model is not None:
+            loaded.cost_model.check_fit(
+                serving.block_size, block_bytes, machine.geometry, machine.hardware, told_link, serving.token_budget
+            )
+    told = (str(one.message) for one in caught if issubclass(one.category, ModelWarning))
+    return loaded, tuple(dict.fromkeys(told))
+
+
+# ---- digests of what is named ----
+
+
+def contents(cell: Cell) -> dict[str, str]:
+    """Digests of all that the cell names but does not hold. Raises ValueError for what cannot be found or loaded."""
+    model = policy_of(cell)[0].cost_model
+    source_of(cell)
+    return {
+        "program": program_digest(cell.engine),
+        "hardware": machine_of(cell).digest,
+        "cost model": "" if model is None else model.digest,
+        "workload": workload_digest(cell.workload),
+    }

@@ -1,0 +1,35 @@
+"""The trace: what an engine or a simulator did, as a folder of tables. Whoever reads or writes one begins here."""
+
+from kvpolicy.trace.table import (
+    SCHEMA_VERSION,
+    SCHEMAS,
+    Header,
+    Trace,
+    TraceError,
+    core_folders,
+    decision_row,
+    from_rows,
+    iter_parts,
+    outcome_row,
+    read,
+    read_part,
+    with_core,
+    write_part,
+)
+
+__all__ = [
+    "SCHEMAS",
+    "SCHEMA_VERSION",
+    "Header",
+    "Trace",
+    "TraceError",
+    "core_folders",
+    "decision_row",
+    "from_rows",
+    "iter_parts",
+    "outcome_row",
+    "read",
+    "read_part",
+    "with_core",
+    "write_part",
+]

@@ -1,0 +1,434 @@
+"""The trace: what an engine or a simulator did, as a folder of Parquet part files.
+
+    TRACE/CORE/header.json
+    TRACE/CORE/decisions/part-000000.parquet      likewise outcomes, steps, transfers, requests, windows
+
+One ``CORE`` sub-folder per engine core, so that several servers may write into one trace. Part files appear by
+rename, whole or not at all. Columns this version does not know are kept; a missing column, a wrong type or an empty
+value where one is needed is a :class:`TraceError` that names file, column and row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.events import CAUSES, ENDINGS, KINDS, Decision, Outcome, Preemption, as_row
+from kvpolicy.trace.digest import row_texts
+
+SCHEMA_VERSION = 1
+
+_INT = pa.int64()
+_REAL = pa.float64()
+_TEXT = pa.string()
+_FLAG = pa.bool_()
+
+
+class TraceError(KVPolicyError):
+    """A trace that cannot be read as one; the message names the file and what would be right."""
+
+
+def _columns(*, optional: Sequence[str] = (), **types: pa.DataType) -> pa.Schema:
+    return pa.schema([pa.field(name, kind, nullable=name in optional) for name, kind in types.items()])
+
+
+_SITUATION: dict[str, pa.DataType] = {
+    f.name: {"float": _REAL, "int": _INT}.get(str(f.type), _TEXT) for f in fields(Preemption)
+}
+_OPTION = pa.struct([("kind", _TEXT), ("load_tokens", _INT), ("tier", _TEXT), ("synchronous", _FLAG)])
+_COST = pa.struct(
+    [(n, _REAL) for n in ("engine_s", "save_s", "load_s", "recompute_s", "stall_s", "low_s", "high_s")]
+    + [("log_ratio_low", _REAL), ("log_ratio_high", _REAL), ("extrapolated", _FLAG), ("victim_delay_s", _REAL)]
+)
+_LATER = {("decisions", "costs"): ("victim_delay_s",)}
+"""Fields of a record that traces of the same schema version may lack: empty there."""
+_REPEATED = pa.struct(
+    [("preemption_id", _TEXT), ("tokens", _INT), ("kv_read_tokens", _INT), ("chunk_context", _INT), ("decodes", _INT)]
+)
+
+SCHEMAS: dict[str, pa.Schema] = {
+    "decisions": _columns(
+        preemption_id=_TEXT,
+        decision_id=_TEXT,
+        request=_TEXT,
+        generation=_INT,
+        step=_INT,
+        overflow_id=_TEXT,
+        **_SITUATION,
+        options=pa.list_(_OPTION),
+        probabilities=pa.list_(_REAL),
+        chosen=_INT,
+        costs=pa.list_(_COST),
+        policy=_TEXT,
+        state=_TEXT,
+        executed=_TEXT,
+        reason=_TEXT,
+        state_id=_TEXT,
+        arm=_TEXT,
+        repeat=_INT,
+        optional=("state_id", "arm", "repeat"),
+    ),
+    "outcomes": _columns(
+        preemption_id=_TEXT,
+        ended=_TEXT,
+        closed_s=_REAL,
+        victim_delay_s=_REAL,
+        wait_blocks_s=_REAL,
+        local_hit_tokens=_INT,
+        loaded_tokens=_INT,
+        recomputed_tokens=_INT,
+        first_step=_INT,
+        last_step=_INT,
+        engine_s=_REAL,
+        others_delay_s=_REAL,
+        optional=("engine_s", "others_delay_s"),
+    ),
+    # One row per engine step that was executed. `repeated` holds, per preemption, the part of the step's
+    # composition that computes again what its victim had already computed.
+    "steps": _columns(
+        step=_INT,
+        start_s=_REAL,
+        duration_s=_REAL,
+        device_s=_REAL,
+        scheduled_tokens=_INT,
+        scheduled_requests=_INT,
+        decode_requests=_INT,
+        kv_read_tokens=_INT,
+        chunk_context=_INT,
+        running_requests=_INT,
+        waiting_requests=_INT,
+        used_blocks=_INT,
+        recomputed_tokens=_INT,
+        preemptions=_INT,
+        saves=_INT,
+        loads=_INT,
+        repeated=pa.list_(_REPEATED),
+        optional=("device_s",),
+    ),
+    "transfers": _columns(
+        preemption_id=_TEXT,
+        generation=_INT,
+        step=_INT,
+        direction=_TEXT,
+        tier=_TEXT,
+        bytes=_INT,
+        segments=_INT,
+        segment_bytes=_INT,
+        pinned=_FLAG,
+        queued_bytes=_INT,
+        submit_s=_REAL,
+        start_s=_REAL,
+        end_s=_REAL,
+        ok=_FLAG,
+    ),
+    "requests": _columns(
+        request=_TEXT,
+        arrival_s=_REAL,
+        first_token_s=_REAL,
+        last_token_s=_REAL,
+        prompt_tokens=_INT,
+        output_tokens=_INT,
+        preemptions=_INT,
+        recomputed_tokens=_INT,
+        loaded_tokens=_INT,
+        finish=_TEXT,
+        optional=("first_token_s", "last_token_s"),
+    ),
+    # Profiles only: one row per measuring window, the discarded ones too.
+    "windows": _columns(
+        state_id=_TEXT,
+        arm=_TEXT,
+        repeat=_INT,
+        cause=_TEXT,
+        first_step=_INT,
+        last_step=_INT,
+        duration_s=_REAL,
+        preemption_id=_TEXT,
+        discarded=_TEXT,
+        optional=("preemption_id",),
+    ),
+}
+"""Arrow schema of each table. ``windows.discarded`` is empty where the window counts, else the reason."""
+
+_WORDS = {
+    ("decisions", "cause"): CAUSES,
+    ("decisions", "executed"): KINDS,
+    ("outcomes", "ended"): ENDINGS,
+    ("transfers", "direction"): ("save", "load"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one engine core's part of a trace was recorded on."""
+
+    run_id: str
+    source: str
+    """``profile``, ``production`` or ``simulation``."""
+    created: str
+    """ISO 8601, UTC."""
+    engine: str
+    """Engine and version, as ``vllm 0.32.0``."""
+    hardware: Mapping[str, Any]
+    """See :func:`kvpolicy.hardware.describe`."""
+    geometry: Mapping[str, Any]
+    """See :class:`kvpolicy.hardware.Geometry`."""
+    block_size: int
+    block_bytes: int
+    device_blocks: int
+    host_blocks: int
+    policy: str
+    link: Mapping[str, Any] = field(default_factory=lambda: {"kind": "native"})
+    """``{"kind": "native"}`` or ``{"kind": "simulated", "bytes_per_s": ..., "latency_s": ...}``."""
+    seed: int = 0
+    noise: Mapping[str, Any] = field(default_factory=dict)
+    """Of a profile: variation of identical undisturbed windows and what was done about it."""
+    notes: str = ""
+    token_budget: int | None = None
+    """Most tokens of a step (``max_num_batched_tokens``); None in headers written before it was recorded."""
+    draw_seed: int | None = None
+    """Seed of the policy's draws in this engine core; None where nothing was drawn or it was not recorded."""
+    schema_version: int = SCHEMA_VERSION
+
+    def write(self, core: Path) -> None:
+        core.mkdir(parents=True, exist_ok=True)
+        scratch = core / f".header.{os.getpid()}"
+        scratch.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
+        scratch.replace(core / "header.json")
+
+    @classmethod
+    def read(cls, path: Path) -> Header:
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise TraceError(f"{path}: not a readable trace header: {error}") from error
+        if not isinstance(values, dict) or "schema_version" not in values:
+            raise TraceError(f"{path}: field schema_version is missing: not a kvpolicy trace header")
+        if values["schema_version"] != SCHEMA_VERSION:
+            found = values["schema_version"]
+            raise TraceError(f"{path}: schema_version is {found}, this kvpolicy reads {SCHEMA_VERSION}")
+        names = {f.name for f in fields(cls)}
+        missing = sorted(names - values.keys() - {"token_budget", "draw_seed"})
+        if missing:
+            raise TraceError(f"{path}: field {missing[0]} is missing")
+        for name in ("block_size", "block_bytes"):
+            if type(values[name]) is not int or values[name] < 1:
+                raise TraceError(f"{path}: field {name} is {values[name]!r}, should be a whole number above 0")
+        for name, inside in (("link", "kind"), ("hardware", "device")):
+            if not isinstance(values[name], dict) or inside not in values[name]:
+                raise TraceError(f"{path}: field {name}.{inside} is missing")
+        budget = values.setdefault("token_budget", None)
+        if budget is not None and (type(budget) is not int or budget < 1):
+            raise TraceError(f"{path}: field token_budget is {budget!r}, should be a whole number above 0, or null")
+        draw_seed = values.setdefault("draw_seed", None)
+        if draw_seed is not None and type(draw_seed) is not int:
+            raise TraceError(f"{path}: field draw_seed is {draw_seed!r}, should be a whole number, or null")
+        return cls(**{name: values[name] for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Tables of one or several engine cores, in memory. Each table has a column ``core`` besides its schema."""
+
+    headers: Mapping[str, Header]
+    """Header by core."""
+    tables: Mapping[str, pa.Table]
+
+    def table(self, name: str) -> pa.Table:
+        """The table, empty where nothing was recorded for it. Raises KeyError for a name that is no table."""
+        schema = SCHEMAS[name]
+        found = self.tables.get(name)
+        return with_core(schema.empty_table(), "") if found is None else found
+
+    def rows(self, name: str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """The table's rows; of some columns alone, which spares much where others hold lists."""
+        table = self.table(name)
+        rows: list[dict[str, Any]] = (table if columns is None else table.select(list(columns))).to_pylist()
+        return rows
+
+    def digest(self) -> str:
+        """SHA-256 over headers and tables, independent of how the rows were parted."""
+        state = hashlib.sha256()
+        for core in sorted(self.headers):
+            state.update(json.dumps(asdict(self.headers[core]), sort_keys=True).encode())
+        for name in sorted(SCHEMAS):
+            for text in row_texts(self.table(name)):
+                state.update(text)
+        return state.hexdigest()
+
+    def write(self, folder: Path) -> None:
+        """Write as one part file per table and core. Raises FileExistsError where the folder holds something."""
+        if folder.exists() and any(folder.iterdir()):
+            raise FileExistsError(f"{folder}: exists and is not empty")
+        for core, header in self.headers.items():
+            header.write(folder / core)
+            for name, table in self.tables.items():
+                mine = table.filter(pc.equal(table["core"], core)).drop_columns(["core"])
+                if mine.num_rows:
+                    write_part(folder / core, name, 0, mine)
+
+
+def with_core(table: pa.Table, core: str) -> pa.Table:
+    return table.append_column("core", pa.array([core] * table.num_rows, _TEXT))
+
+
+def from_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Rows of one table as Arrow. Raises :class:`TraceError` naming table, column and row for a bad value."""
+    schema = SCHEMAS[name]
+    columns = []
+    for column in schema:
+        try:
+            columns.append(pa.array([row[column.name] for row in rows], column.type))
+        except KeyError:
+            at = next(i for i, row in enumerate(rows) if column.name not in row)
+            raise TraceError(f"table {name}, row {at}: {column.name} missing") from None
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+            at = next(i for i, row in enumerate(rows) if not _fits(row[column.name], column.type))
+            raise TraceError(f"table {name}, row {at}, column {column.name}: wants {column.type}: {error}") from error
+    table = pa.Table.from_arrays(columns, schema=schema)
+    _refuse_bad_values(f"table {name}", name, table)
+    return table
+
+
+def _fits(value: Any, kind: pa.DataType) -> bool:
+    try:
+        pa.array([value], kind)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return False
+    return True
+
+
+def write_part(core: Path, name: str, number: int, table: pa.Table) -> Path:
+    """Write one part file, renamed into place when it is whole."""
+    folder = core / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"part-{number:06d}.parquet"
+    scratch = folder / f".part-{number:06d}.{os.getpid()}"
+    pq.write_table(table, scratch, compression="zstd")
+    scratch.replace(path)
+    return path
+
+
+def core_folders(folder: Path) -> list[Path]:
+    """The engine cores' sub-folders of a trace. Raises :class:`TraceError` where there is none."""
+    if not folder.is_dir():
+        raise TraceError(f"{folder}: no such folder; a trace is a folder written by `kvpolicy profile` or a server")
+    cores = sorted(path.parent for path in folder.glob("*/header.json"))
+    if not cores:
+        raise TraceError(f"{folder}: no */header.json inside: not a kvpolicy trace")
+    for table in sorted(folder.glob("*/*/part-*.parquet")):
+        if table.parent.parent not in cores and table.parent.name in SCHEMAS:
+            raise TraceError(
+                f"{table.parent.parent}: holds {table.parent.name} but no header.json; it was lost or moved"
+            )
+    return cores
+
+
+def iter_parts(core: Path, name: str) -> Iterator[pa.Table]:
+    """The checked part files of one core's table, in order."""
+    for path in sorted((core / name).glob("part-*.parquet")):
+        yield read_part(path, name)
+
+
+def read_part(path: Path, name: str) -> pa.Table:
+    """One part file, checked against the schema of table ``name``."""
+    try:
+        table = pq.read_table(path, partitioning=None)
+    except (OSError, pa.ArrowException) as error:
+        raise TraceError(f"{path}: damaged or not a Parquet file: {error}") from error
+    for column in SCHEMAS[name]:
+        if column.name not in table.column_names:
+            raise TraceError(f"{path}: column {column.name} is missing; {name} needs it as {column.type}")
+        table = _completed(table, column, _LATER.get((name, column.name), ()))
+        found = table.schema.field(column.name).type
+        if found != column.type and not _same_shape(found, column.type):
+            raise TraceError(f"{path}: column {column.name} is {found}, should be {column.type}")
+    _refuse_bad_values(str(path), name, table)
+    known = SCHEMAS[name].names
+    more = [column for column in table.column_names if column not in known]
+    return table.select([*known, *more])
+
+
+def _completed(table: pa.Table, column: pa.Field, later: Sequence[str]) -> pa.Table:
+    """A list of records with the fields that were added since, empty."""
+    found = table.schema.field(column.name).type
+    if not later or not pa.types.is_list(found) or table[column.name].null_count:
+        return table
+    fields = [field for field in column.type.value_type if field.name not in later]
+    if found.value_type != pa.struct(fields):
+        return table
+    lists = table[column.name].combine_chunks()
+    records = lists.flatten()
+    values = [records.field(field.name) for field in fields]
+    for name in later:
+        fields.append(column.type.value_type.field(name))
+        values.append(pa.nulls(len(records), fields[-1].type))
+    ends = np.concatenate([[0], np.cumsum(lists.value_lengths())]).astype(np.int32)
+    made = pa.ListArray.from_arrays(pa.array(ends), pa.StructArray.from_arrays(values, fields=fields))
+    return table.set_column(table.column_names.index(column.name), column.name, made)
+
+
+def _same_shape(found: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether two types differ in nothing but the names Parquet gives to list items."""
+    if pa.types.is_list(found) and pa.types.is_list(wanted):
+        return bool(found.value_type == wanted.value_type)
+    return False
+
+
+def _refuse_bad_values(where: str, name: str, table: pa.Table) -> None:
+    for column in SCHEMAS[name]:
+        values = table[column.name]
+        if not column.nullable and values.null_count:
+            raise TraceError(f"{where}, row {_first(pc.is_null(values))}: {column.name} is empty")
+        if pa.types.is_floating(column.type):
+            bad = pc.invert(pc.is_finite(pc.fill_null(values, 0.0)))
+            if pc.any(bad).as_py():
+                raise TraceError(f"{where}, row {_first(bad)}: {column.name} is not a finite number")
+        words = _WORDS.get((name, column.name))
+        if words:
+            bad = pc.invert(pc.is_in(values, pa.array(words)))
+            if pc.any(bad).as_py():
+                raise TraceError(f"{where}, row {_first(bad)}: {column.name} should be one of {', '.join(words)}")
+
+
+def _first(mask: pa.ChunkedArray | pa.Array) -> int:
+    return int(pc.index(mask, pa.scalar(True)).as_py())
+
+
+def read(folder: Path | str, *more: Path | str) -> Trace:
+    """Read traces into one. Raises :class:`TraceError` for anything that is not whole and right."""
+    headers: dict[str, Header] = {}
+    parts: dict[str, list[pa.Table]] = {name: [] for name in SCHEMAS}
+    for core in [core for one in (folder, *more) for core in core_folders(Path(one))]:
+        if core.name in headers:
+            raise TraceError(f"{core}: a core of this name is there already; is a trace given twice?")
+        headers[core.name] = Header.read(core / "header.json")
+        for name in SCHEMAS:
+            parts[name] += [with_core(part, core.name) for part in iter_parts(core, name)]
+    tables = {name: pa.concat_tables(some, promote_options="default") for name, some in parts.items() if some}
+    return Trace(headers, tables)
+
+
+def decision_row(situation: Preemption, decision: Decision, **identity: Any) -> dict[str, Any]:
+    """A row of ``decisions``. ``identity``: the table's remaining columns; those of a profile may be left out."""
+    row = as_row(situation) | as_row(decision) | {"state_id": None, "arm": None, "repeat": None} | identity
+    row["options"] = [as_row(option) for option in decision.options]
+    row["costs"] = [as_row(cost) for cost in decision.costs]
+    row["probabilities"] = list(decision.probabilities)
+    return row
+
+
+def outcome_row(outcome: Outcome) -> dict[str, Any]:
+    """A row of ``outcomes``."""
+    return as_row(outcome)

@@ -1,0 +1,59 @@
+"""Workers: every task is answered, a failure is told and takes nothing along, processes are started once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from kvpolicy.study.cache import Kept
+from kvpolicy.study.workers import in_processes
+from tests.study.tasks import double, process_of
+
+
+@pytest.mark.parametrize("jobs", [0, 2])
+def test_every_task_is_answered(jobs: int) -> None:
+    found = dict(in_processes(double, [1, 13, 3, 4, 5], jobs))
+    assert {number: found[number] for number in (0, 2, 3, 4)} == {0: 2, 2: 6, 3: 8, 4: 10}
+    assert isinstance(found[1], RuntimeError) and str(found[1]) == "thirteen"
+
+
+def test_a_killed_worker_takes_one_task_along() -> None:
+    found = dict(in_processes(double, [1, 99, 2, 3], 1))
+    assert isinstance(found.pop(1), ChildProcessError)
+    assert found == {0: 2, 2: 4, 3: 6}
+
+
+def test_processes_stay() -> None:
+    assert len({pid for _, pid in in_processes(process_of, list(range(6)), 1)} - {os.getpid()}) == 1
+    assert {pid for _, pid in in_processes(process_of, [1, 2], 0)} == {os.getpid()}
+
+
+def test_processes_have_ended_when_the_last_result_is_read() -> None:
+    """One that is still ending beside the interpreter leaves a traceback."""
+    assert dict(in_processes(double, [1], 1)) == {0: 2}
+    assert not multiprocessing.active_children()
+
+
+def test_no_tasks_no_workers() -> None:
+    assert list(in_processes(double, [], 2)) == []
+
+
+def test_results_are_kept_whole_or_not_at_all(tmp_path: Path) -> None:
+    kept, digest = Kept(tmp_path / "cells"), "ab" * 32
+    assert kept.find(digest) is None
+    kept.keep(digest, {"digest": digest, "value": 1.5})
+    assert kept.find(digest) == {"digest": digest, "value": 1.5}
+    assert [path.name for path in (tmp_path / "cells" / "ab").iterdir()] == [f"{digest}.json"]
+    (tmp_path / "cells" / "ab" / f"{digest}.json").write_text('{"digest": "ab')
+    assert kept.find(digest) is None
+    kept.keep(digest, {"digest": "other"})
+    assert kept.find(digest) is None, "a file that is not of this digest is none"
+
+
+def test_what_json_cannot_hold_is_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        Kept(tmp_path).keep("cd", {"digest": "cd", "value": float("nan")})
+    assert Kept(tmp_path).find("cd") is None

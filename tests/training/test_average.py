@@ -1,0 +1,87 @@
+"""The doubly robust average: by hand, right where probabilities are, and what becomes of a model that is off."""
+
+from __future__ import annotations
+
+import random
+from math import sqrt
+
+import pytest
+
+from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
+from kvpolicy.features import FEATURES, Features
+from kvpolicy.training.logs import Average, Term, average
+from kvpolicy.training.transfer import scaled_by
+
+
+def test_an_average_worked_by_hand() -> None:
+    """Terms 2 + 2 x (3 - 2) = 4, and 1; two requests: mean 2.5, standard error 1.5, t of one degree 12.706."""
+    found = average([Term("a", 2.0, 2.0, 3.0), Term("b", 1.0, 0.0, 0.0)])
+    assert (found.direct_s, found.robust_s) == (1.5, 2.5)
+    assert found.high_s - found.robust_s == pytest.approx(12.7062 * 1.5, rel=1e-4)
+
+
+def test_what_happens_to_one_request_counts_once() -> None:
+    """Every record four times: no narrower."""
+    rng = random.Random(1)
+    terms = [Term(str(n), 1.0, 2.0 * (n % 2), rng.gauss(1.0, 0.2)) for n in range(60)]
+    once, often = average(terms), average(terms * 4)
+    assert often.high_s - often.low_s == pytest.approx(once.high_s - once.low_s, rel=1e-9)
+
+
+def test_a_wrong_model_is_put_right_by_right_probabilities() -> None:
+    """True costs 1 to 3, taken with a chance that rises with the cost; the model says half of it."""
+    rng, terms = random.Random(2), []
+    for n in range(20_000):
+        cost = rng.uniform(1.0, 3.0)
+        chance = 0.1 + 0.25 * cost
+        taken = rng.random() < chance
+        terms.append(Term(str(n), cost / 2, 1 / chance if taken else 0.0, cost if taken else 0.0))
+    found = average(terms)
+    assert found.low_s <= 2.0 <= found.high_s
+    assert found.factor == pytest.approx(2.0, rel=0.03)
+
+
+def test_an_interval_holds_nineteen_times_in_twenty() -> None:
+    held = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        terms = [
+            Term(str(n // 2), 1.5, 2.0 if taken else 0.0, rng.expovariate(0.5) if taken else 0.0)
+            for n in range(400)
+            for taken in [rng.random() < 0.5]
+        ]
+        found = average(terms)
+        held += found.low_s <= 2.0 <= found.high_s
+    assert 0.95 - 3 * sqrt(0.95 * 0.05 / 300) <= held / 300
+
+
+@pytest.mark.parametrize(
+    ("given", "factor"),
+    [
+        (Average(1.0, 1.1, 0.9, 1.3), 1.0),
+        (Average(1.0, 1.5, 1.2, 1.8), 1.5),
+        (Average(1.0, -0.5, -0.8, -0.2), 1.0),
+    ],
+)
+def test_only_what_is_more_than_chance_scales(given: Average, factor: float) -> None:
+    assert given.factor == factor
+
+
+def test_one_request_tells_no_interval() -> None:
+    with pytest.raises(ValueError, match="of 1 requests"):
+        average([Term("a", 1.0, 1.0, 1.0)])
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        RecomputeRoofline(1e-3, 2e-3, 1e-5, 1e-9, weight_s=1e-2, s_per_kv_token=1e-8, budget_tokens=256.0),
+        SwapRoofline(Channel(1e-4, 1e-10, 1e-7), Channel(1e-4, 2e-10, 1e-7), 1e-3, 1e-3, 1.0, 0.9, 0.3, 0.1, 0.2),
+        LinearLaw(1e-3, {"computed_tokens": 1e-6, "load_bytes": 1e-11}),
+    ],
+)
+def test_a_scaled_law_predicts_so_much_more_everywhere(law: RecomputeRoofline | SwapRoofline | LinearLaw) -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        x = Features(*(rng.uniform(0.0, 5000.0) for _ in FEATURES))
+        assert sum(scaled_by(law, 1.7).parts(x)) == pytest.approx(1.7 * sum(law.parts(x)), rel=1e-9)

@@ -1,0 +1,136 @@
+"""Fits of a known law: found again, also through noise and outliers; linear and boosted against it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
+from kvpolicy.datasets.examples import Example, examples_of, noise_floors
+from kvpolicy.datasets.profiles import dataset_of
+from kvpolicy.events import KINDS
+from kvpolicy.training.laws import fit_analytic, fit_linear, relative_fit, untold_loads
+from tests.synthetic import CostLaw, changed, fitted_model, make_trace, without
+
+LAW = CostLaw()
+FLOORS = dict.fromkeys(KINDS, 1e-6)
+
+
+def test_without_noise_the_law_itself_is_found() -> None:
+    data = dataset_of({"made": make_trace(noise=0.0)})
+    laws = fit_analytic(examples_of(data.states), data.moves, FLOORS)
+    recompute, swap = laws["recompute"], laws["swap"]
+    assert isinstance(recompute, RecomputeRoofline)
+    assert isinstance(swap, SwapRoofline)
+    assert recompute.fixed_s == pytest.approx(LAW.fixed_s, rel=1e-4)
+    assert recompute.alone_s == pytest.approx(LAW.alone_s, rel=1e-4)
+    assert recompute.s_per_token == pytest.approx(LAW.s_per_token, rel=1e-4)
+    assert recompute.s_per_pair == pytest.approx(LAW.s_per_pair, rel=1e-4)
+    assert swap.save.seconds(1e6, 8) == pytest.approx(LAW.copy_s(1e6, 8), rel=1e-4)
+    assert swap.save_share * swap.save.seconds(1e6, 8) + swap.load_beside_share * swap.load.seconds(
+        1e6, 8
+    ) == pytest.approx(1.5 * LAW.copy_s(1e6, 8), rel=1e-3)
+
+
+def test_costs_alone_calibrate_the_copies_where_no_transfer_was_recorded() -> None:
+    data = dataset_of({"made": without(make_trace(noise=0.0), "transfers")})
+    examples = examples_of(data.states)
+    swap = fit_analytic(examples, data.moves, FLOORS)["swap"]
+    for example in examples["swap"]:
+        assert sum(swap.parts(example.x)) == pytest.approx(example.engine_s, rel=0.02)
+
+
+def test_outliers_and_costs_below_zero_do_not_carry_the_fit_away() -> None:
+    rng = np.random.default_rng(0)
+    design = np.column_stack([np.ones(400), rng.uniform(1, 1000, 400)])
+    seconds = design @ np.array([1e-3, 2e-5]) * np.exp(0.05 * rng.standard_normal(400))
+    seconds[::40] *= 30
+    seconds[5::80] = -2e-3
+    assert relative_fit(design, seconds, 1e-4) == pytest.approx([1e-3, 2e-5], rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["analytic", "linear"])
+def test_noise_as_large_as_the_costs_does_not_make_them_nothing(family: str) -> None:
+    """Single preemptions on a busy machine: many cost less than nothing, some next to nothing, their mean is right."""
+    made = examples_of(dataset_of({"made": make_trace(noise=0.0)}).states)
+    rng = np.random.default_rng(0)
+    noisy = {
+        kind: tuple(replace(one, engine_s=one.engine_s * rng.normal(1.0, 0.8)) for one in some for _ in range(20))
+        for kind, some in made.items()
+    }
+    fitted = fit_analytic(noisy, (), FLOORS) if family == "analytic" else fit_linear(noisy, FLOORS)
+    for kind in KINDS:
+        assert sum(one.engine_s < 0 for one in noisy[kind]) > 100
+        predicted_s = sum(sum(fitted[kind].parts(one.x)) for one in made[kind])
+        assert predicted_s == pytest.approx(sum(one.engine_s for one in made[kind]), rel=0.25)
+
+
+def test_one_regime_alone_is_not_split_in_two() -> None:
+    """Two states in which nobody else runs cannot tell what that costs; they must not make a load free there."""
+    data = dataset_of({"made": make_trace(noise=0.0)})
+    examples = examples_of(data.states)
+    busy = {
+        kind: tuple(Example(one.x._replace(running_requests=3), one.engine_s) for one in some)
+        for kind, some in examples.items()
+    }
+    swap = fit_analytic(busy, data.moves, FLOORS)["swap"]
+    assert isinstance(swap, SwapRoofline)
+    assert swap.load_alone_share == swap.load_beside_share
+    assert swap.alone_s == 0.0
+
+
+def test_linear_coefficients_are_never_below_zero() -> None:
+    """Costs that fall with the batch: the coefficient stays at 0 rather than go below."""
+    data = dataset_of({"made": make_trace()})
+    falling = {
+        kind: tuple(replace(one, engine_s=one.engine_s / (1 + one.x.batch_tokens / 100)) for one in some)
+        for kind, some in examples_of(data.states).items()
+    }
+    for law in fit_linear(falling, FLOORS).values():
+        assert "batch_tokens" not in law.per_feature_s  # type: ignore[attr-defined]  # a LinearLaw
+        assert law.constant_s >= 0  # type: ignore[attr-defined]
+        assert min(law.per_feature_s.values()) > 0  # type: ignore[attr-defined]
+
+
+def test_residual_learns_what_no_roofline_knows_and_stays_away_where_there_is_nothing() -> None:
+    assert fitted_model("boosted", bend=0.4).residuals
+    assert not fitted_model("boosted", bend=0.0).residuals
+    assert not fitted_model("boosted", states=40, bend=0.4).residuals
+
+
+def test_floor_is_the_noise_of_a_median() -> None:
+    """1.2533 sigma / sqrt(25); a tenth of the windows going wrong moves it by little."""
+    made = make_trace(noise=0.0, additive_noise_s=2e-4, repeats=25)
+    for floor in noise_floors(dataset_of({"made": made}).states).values():
+        assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.1)
+    rows = made.rows("outcomes")
+    for row in rows[::10]:
+        row["engine_s"] += 1.0
+    for floor in noise_floors(dataset_of({"made": changed(made, "outcomes", rows)}).states).values():
+        assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.3)
+
+
+def test_a_window_that_went_wrong_does_not_move_its_state() -> None:
+    made = make_trace(noise=0.02, repeats=5)
+    rows = made.rows("outcomes")
+    for row in rows[::10]:
+        row["engine_s"] += 1.0
+    wrong = examples_of(dataset_of({"made": changed(made, "outcomes", rows)}).states)
+    right = examples_of(dataset_of({"made": made}).states)
+    for kind in KINDS:
+        for one, other in zip(wrong[kind], right[kind], strict=True):
+            assert one.engine_s == pytest.approx(other.engine_s, rel=0.1)
+
+
+def test_loads_that_no_trace_tells_from_saves_are_told() -> None:
+    examples = examples_of(dataset_of({"made": make_trace(states=30)}).states)["swap"]
+    alike = [replace(one, x=one.x._replace(load_bytes=one.x.save_bytes)) for one in examples]
+    apart = [
+        replace(one, x=one.x._replace(load_bytes=one.x.save_bytes * (1 + i % 3))) for i, one in enumerate(examples)
+    ]
+    free = SwapRoofline(Channel(1e-3, 1e-9, 0.0), Channel(1e-3, 1e-9, 0.0), 0.0, 0.0, 2.0, 0.0, 0.0)
+    assert "a load counts as free" in " ".join(untold_loads(free, alike))
+    assert untold_loads(free, apart) == ()
+    assert untold_loads(replace(free, load_beside_share=0.5), alike) == ()
