@@ -17,8 +17,6 @@ TIMELINE = "timeline"
 FIGURES: tuple[str, ...] = (BLOCK_SIZE, EVICTED_TOKENS, SEQUENCE_LENGTH, MEMORY, TIMELINE)
 SERVED = (MEMORY, TIMELINE)
 """Figures of whole runs; the others are of single overflows."""
-MEASURED = FIGURES
-"""Figures that `kvpolicy characterize` measures."""
 
 LEVELS = {
     BLOCK_SIZE: "tokens per block",
@@ -46,6 +44,6 @@ def figure_and_level(state: str) -> tuple[str, int] | None:
 def named(wanted: Sequence[str]) -> tuple[str, ...]:
     """The figures to measure, in their order here; ``all`` is every one that can be. Raises ValueError for others."""
     for one in wanted:
-        if one not in (*MEASURED, "all"):
-            raise ValueError(f"--figure is {one}, should be {', '.join(MEASURED)} or all")
-    return tuple(figure for figure in MEASURED if "all" in wanted or figure in wanted)
+        if one not in (*FIGURES, "all"):
+            raise ValueError(f"--figure is {one}, should be {', '.join(FIGURES)} or all")
+    return tuple(figure for figure in FIGURES if "all" in wanted or figure in wanted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
@@ -19,12 +19,6 @@ from kvpolicy.workload import Source
 
 Row = dict[str, Any]
 PART_ROWS = 5000
-
-
-class HeaderSink(Protocol):
-    """A sink that wants the header too; the simulators give it before the first row."""
-
-    def begin(self, core: str, header: Header) -> None: ...
 
 
 class MemorySink:

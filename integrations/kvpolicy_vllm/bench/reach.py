@@ -256,9 +256,6 @@ class ServedRun:
     arm: str
     repeat: int
 
-    def to_row(self) -> list[str | int]:
-        return [self.state_id, self.level, self.arm, self.repeat]
-
 
 def runs_of(reach: Reach, figure: str, number: int, seed: int) -> list[ServedRun]:
     """What the part of pass ``number`` serves: in each repeat levels in an order of its own, at each level policies."""
