@@ -14,6 +14,7 @@ import yaml
 
 from kvpolicy import policy as policies
 from kvpolicy.engines import require
+from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.settings import Settings
 
 SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
@@ -64,7 +65,7 @@ def options(
         return extra
     loaded = policies.load(extra["policy"])
     if online_state is not None and loaded.learned(loaded.initial_state()) is None:
-        raise ValueError(f"--online-state {online_state}: policy {policy} learns nothing while it serves; {TEACH}")
+        raise InputError(f"--online-state {online_state}: policy {policy} learns nothing while it serves; {TEACH}")
     return extra
 
 
@@ -100,7 +101,7 @@ def config_yaml(extra: Mapping[str, Any]) -> str:
 def serve_command(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
     """The command that starts the server. Raises ValueError for flags that would undo the plugin's, by name."""
     if llm.startswith("-"):
-        raise ValueError(f"the model comes before vLLM's flags, as in: kvpolicy serve LLM --policy P {llm} ...")
+        raise InputError(f"the model comes before vLLM's flags, as in: kvpolicy serve LLM --policy P {llm} ...")
     refuse_flags(vllm_flags)
     return [*server(llm), *flags(extra), *vllm_flags]
 
@@ -119,7 +120,7 @@ def _refuse_in_file(path: Path) -> None:
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path}: cannot be read as YAML: {error}") from None
+        raise InputError(f"--config {path}: cannot be read as YAML: {error}") from None
     for key in values if isinstance(values, dict) else ():
         _refuse(f"--{key}", f" in {path}")
 
@@ -129,7 +130,7 @@ def _refuse(flag: str, where: str) -> None:
     name = flag.split(".")[0].replace("_", "-")
     for refused, why in REFUSED.items():
         if refused.startswith(name) and len(name) >= SHORTEST_PREFIX:
-            raise ValueError(f"{flag}{where} cannot be given together with --policy: {why}")
+            raise InputError(f"{flag}{where} cannot be given together with --policy: {why}")
 
 
 def server(llm: str) -> list[str]:

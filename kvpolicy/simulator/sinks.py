@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from kvpolicy.errors import InputError
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import NULL_BLOCK, Server, Times
 from kvpolicy.trace import SCHEMAS, Header, Trace, from_rows, with_core, write_part
@@ -81,7 +82,7 @@ class FolderSink:
 
 def _only(headers: dict[str, Header]) -> str:
     if len(headers) != 1:
-        raise ValueError(f"a sink takes one run, this one has begun {len(headers)}: make a new one for each run")
+        raise InputError(f"a sink takes one run, this one has begun {len(headers)}: make a new one for each run")
     return next(iter(headers))
 
 

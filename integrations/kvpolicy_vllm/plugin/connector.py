@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copier import Copier, unique_segments
 from kvpolicy_vllm.plugin.jobs import Job, StepJobs, Transfers
@@ -68,7 +69,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         segments = unique_segments(kv_caches, self._kv_cache_config.num_blocks)
         found = sum(segment.shape[1] * segment.element_size() for segment in segments)
         if found != self.block_bytes:
-            raise ValueError(f"a KV block takes {found} bytes in this worker, {self.block_bytes} were configured")
+            raise InputError(f"a KV block takes {found} bytes in this worker, {self.block_bytes} were configured")
         make = resolve_obj_by_qualname(self.settings.copier)
         self.copier = make(segments, self.slots, self.settings.pin_memory, self.settings.link)
 
@@ -219,7 +220,7 @@ def host_slots(settings: Settings, block_bytes: int, ranks: int) -> int:
     """How many blocks the host pool holds. Raises ValueError where it holds none."""
     slots = int(settings.host_gib * GIB // (block_bytes * ranks))
     if slots < 1:
-        raise ValueError(
+        raise InputError(
             f"host_gib {settings.host_gib:g} holds no KV block of {block_bytes * ranks} bytes over {ranks} ranks; "
             f"give at least {block_bytes * ranks / GIB:.3g}"
         )
