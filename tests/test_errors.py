@@ -15,6 +15,8 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.errors import EngineFailed, InputError, KVPolicyError
+from kvpolicy.study import grid
+from kvpolicy.study.grid import Task
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "cpu-llama-native"
@@ -130,18 +132,21 @@ def test_a_fault_of_the_package_ends_in_a_traceback_that_names_it() -> None:
 def test_a_fault_in_one_cell_of_a_grid_is_seen_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("kvpolicy.study.grid.work", broken_work)
-    main_arguments = ["--kv-blocks", "400", "--hardware", MODEL, "--jobs", "0", "--cache", str(tmp_path / "cache")]
-    workload = ["--workload", "azure-conversation-2023?n=5&rate=2"]
-    with pytest.raises(SystemExit):
-        main(["simulate", "--policy", "always-swap", *main_arguments, *workload])
+    def work(task: Task) -> Any:
+        if task.cell.kv_blocks == 400:
+            raise ValueError("made to fail")
+        return real(task)
+
+    real = grid.work
+    monkeypatch.setattr(grid, "work", work)
+    flags = ["--kv-blocks", "500", "--cache", str(tmp_path), "--workload", "azure-conversation-2023?n=5&rate=2"]
+    with pytest.raises(SystemExit) as ended:
+        main(simulated(*flags))
     said = capsys.readouterr()
-    assert "Traceback" in said.err and "broken_work" in said.err
-    assert "ValueError: made to fail" in said.out + said.err
-
-
-def broken_work(task: object) -> None:
-    raise ValueError("made to fail")
+    assert ended.value.code != 0
+    assert "Traceback" in said.err and "in work" in said.err
+    assert "ValueError: made to fail" in said.out
+    assert len(list(tmp_path.glob("*"))) == 1
 
 
 def simulated(*changed: str) -> list[str]:
