@@ -137,7 +137,8 @@ def server(llm: str) -> list[str]:
     """What starts vLLM's server for a model, with the Python that runs this."""
     require("vllm")
     if not _distribution("vllm"):
-        # vLLM's CPU build: `vllm serve` asks for the metadata of a distribution named vllm and gives up.
+        # vLLM's CPU build as its index has it: `vllm serve` asks for a distribution named vllm and gives up. An
+        # environment that this project's Makefile makes has one.
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", llm]
     script = Path(sys.executable).parent / "vllm"
     if script.is_file():
