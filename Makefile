@@ -1,7 +1,8 @@
 # make demo       the main job on a real engine, in an environment made for it
 # make characterize  the overflow study, quick: over the native link, then behind a simulated one; a report of each
 # make test       the environment if need be, then every test
-# make check      ruff, mypy and the tests that start no engine
+# make lint       ruff and mypy: lint, format and types
+# make check      that, and the tests that start no engine
 # make fuzz       the properties, held against twenty times as many examples, new ones at every run
 # make test-024   the engine tests on vLLM 0.24, in an environment of its own
 # make gpu-check gpu-swap gpu-profile gpu-overload
@@ -20,7 +21,7 @@ NOTHING_FOUND = $(if $(PYTEST_FLAGS),|| test $$? -eq 5)
 GPU_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 GPU_FLAGS ?=
 
-.PHONY: demo characterize test test-engines test-offline check fuzz test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
+.PHONY: demo characterize test test-engines test-offline lint check fuzz test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .DELETE_ON_ERROR:
 
 demo: .venv/.made
@@ -46,10 +47,12 @@ test-engines: .venv/.made
 test-offline: .venv/.made
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --ignore=tests/vllm $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
-check: .venv/.made
+lint: .venv/.made
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+check: lint
 	.venv/bin/python -m pytest --ignore=tests/vllm $(PYTEST_FLAGS)
 
 fuzz: .venv/.made

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import overflow
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import InputError, KVPolicyError
 
 ENGINES = "kvpolicy.engines"
 LAUNCHERS = "kvpolicy.launchers"
@@ -66,11 +66,13 @@ def profile(
     ``link``: ``BYTES_PER_S[,LATENCY_S]`` puts the copies behind a simulated link. Where ``out`` holds an unfinished
     profile it is taken up again. Raises ValueError for a wrong argument, :class:`EngineMissing` without an engine.
     """
+    _refuse_seed(seed)
     return engine().profile(Path(out), None if llm is None else Path(llm), quick=quick, link=link, seed=seed)
 
 
 def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0) -> Any:
     """The whole loop and an overload in four arms, on a small model; writes ``out/demo.json``."""
+    _refuse_seed(seed)
     return engine().demo(Path(out), quick=quick, seed=seed)
 
 
@@ -88,8 +90,14 @@ def characterize(
     :class:`EngineMissing` without an engine.
     """
     known = overflow.named(figures)
+    _refuse_seed(seed)
     folder = None if llm is None else Path(llm)
     return engine().characterize(Path(out), known, quick=quick, llm=folder, link=link, seed=seed)
+
+
+def _refuse_seed(seed: int) -> None:
+    if seed < 0:
+        raise InputError(f"seed is {seed}, should be 0 or above")
 
 
 def _entry_point(group: str, name: str) -> EntryPoint:

@@ -10,3 +10,7 @@ class KVPolicyError(ValueError):
 
 class InputError(KVPolicyError):
     """A wrong value: an argument, a flag, a setting or a field of a file."""
+
+
+class EngineFailed(KVPolicyError, RuntimeError):
+    """An engine's process ended badly; carries the end of what it printed, in lines of its own."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import inf, isfinite
 from typing import NamedTuple
 
+from kvpolicy.errors import InputError
 from kvpolicy.events import Option, Preemption
 
 
@@ -77,7 +78,7 @@ def features_of(situation: Preemption, option: Option) -> Features:
             one.waiting_requests,
         )  # fmt: skip
     if not usable(row):
-        raise ValueError(_what_is_wrong(row))
+        raise InputError(_what_is_wrong(row))
     return Features(*row)
 
 

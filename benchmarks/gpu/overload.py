@@ -25,10 +25,10 @@ from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, kept, show, summari
 from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.datasets.profiles import measured
+from kvpolicy.errors import EngineFailed
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.hardware.sheets import SheetError, device_sheet
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, scale_to
-from kvpolicy_vllm.bench.engine import EngineFailed
 from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
 from kvpolicy_vllm.bench.ratios import mean_and_percentiles
 from kvpolicy_vllm.plugin.settings import GIB

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvpolicy_vllm.bench.engine import EngineFailed
+from kvpolicy.errors import EngineFailed
 
 PARTS = "parts"
 PLACE = "place.json"

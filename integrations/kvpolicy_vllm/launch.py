@@ -15,6 +15,7 @@ import yaml
 
 from kvpolicy import policy as policies
 from kvpolicy.engines import require
+from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.settings import Settings
 
 SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
@@ -71,7 +72,7 @@ def options(
         return extra
     loaded = policies.load(extra["policy"])
     if online_state is not None and loaded.learned(loaded.initial_state()) is None:
-        raise ValueError(f"--online-state {online_state}: policy {policy} learns nothing while it serves; {TEACH}")
+        raise InputError(f"--online-state {online_state}: policy {policy} learns nothing while it serves; {TEACH}")
     return extra
 
 
@@ -111,7 +112,7 @@ def config_yaml(extra: Mapping[str, Any]) -> str:
 def serve_command(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
     """The command that starts the server. Raises ValueError for flags that would undo the plugin's, by name."""
     if llm.startswith("-"):
-        raise ValueError(f"the model comes before vLLM's flags, as in: kvpolicy serve LLM --policy P {llm} ...")
+        raise InputError(f"the model comes before vLLM's flags, as in: kvpolicy serve LLM --policy P {llm} ...")
     given = _given(vllm_flags)
     _refuse_flags(given)
     ending = []
@@ -125,7 +126,7 @@ def _refuse_flags(given: Iterable[tuple[str, str]]) -> None:
     for flag, where in given:
         for refused, why in REFUSED.items():
             if _may_mean(flag, refused, AMBIGUOUS_PREFIX):
-                raise ValueError(f"{flag}{where} cannot be given together with --policy: {why}")
+                raise InputError(f"{flag}{where} cannot be given together with --policy: {why}")
 
 
 def _given(vllm_flags: Sequence[str]) -> list[tuple[str, str]]:
@@ -144,7 +145,7 @@ def _given_in_file(path: Path) -> list[tuple[str, str]]:
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path}: cannot be read as YAML: {error}") from None
+        raise InputError(f"--config {path}: cannot be read as YAML: {error}") from None
     return [(f"--{key}", f" in {path}") for key in (values if isinstance(values, dict) else ())]
 
 
@@ -181,7 +182,8 @@ def server(llm: str) -> list[str]:
     """What starts vLLM's server for a model, with the Python that runs this."""
     require("vllm")
     if not _distribution("vllm"):
-        # vLLM's CPU build: `vllm serve` asks for the metadata of a distribution named vllm and gives up.
+        # vLLM's CPU build as its index has it: `vllm serve` asks for a distribution named vllm and gives up. An
+        # environment that this project's Makefile makes has one.
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", llm]
     script = Path(sys.executable).parent / "vllm"
     if script.is_file():

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -342,10 +341,6 @@ def _ints(table: pa.Table, column: str) -> Whole:
 
 def _reals(table: pa.Table, column: str) -> Floats:
     return np.asarray(table[column].to_numpy(), dtype=np.float64)
-
-
-def _strings(table: pa.Table, column: str) -> NDArray[Any]:
-    return np.asarray(table[column].to_numpy(zero_copy_only=False), dtype=object)
 
 
 def _index_in(values: pa.Array, among: pa.Array) -> Whole:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpolicy.errors import InputError
+
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
@@ -79,10 +81,10 @@ class StepTimeModel:
         """Raises KeyError for a field that is missing, ValueError or TypeError for one that is wrong."""
         seconds = tuple(values["per_part_s"])
         if len(seconds) != len(PARTS) + AFTERMATH_STEPS:
-            raise ValueError(f"per_part_s holds {len(seconds)} numbers, should hold {len(PARTS) + AFTERMATH_STEPS}")
+            raise InputError(f"per_part_s holds {len(seconds)} numbers, should hold {len(PARTS) + AFTERMATH_STEPS}")
         for name, value in [("fixed_s", values["fixed_s"]), *(("per_part_s", value) for value in seconds)]:
             if type(value) not in (int, float) or not (isfinite(value) and value >= 0):
-                raise ValueError(f"{name} holds {value!r}, should be a finite number, 0 or above")
+                raise InputError(f"{name} holds {value!r}, should be a finite number, 0 or above")
         error = HeldOutError(*(float(values["error"][name]) for name in HeldOutError.__slots__))
         fitted_on, steps = str(values["fitted_on"]), int(values["steps"])
         return cls(float(values["fixed_s"]), tuple(map(float, seconds)), fitted_on, steps, error)

@@ -12,6 +12,7 @@ import typer
 import kvpolicy
 from kvpolicy.cli import measure, study
 from kvpolicy.cost import ModelWarning
+from kvpolicy.errors import EngineFailed, KVPolicyError
 
 app = typer.Typer(
     help="Recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.",
@@ -35,17 +36,18 @@ study.add_to(app)
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Wrong values, unreadable files and a missing engine end in one line on stderr and status 2.
 
-    So does an engine that ended badly, whose last words may take more lines. Warnings of a cost model are one line.
+    So does an engine that ended badly, whose last words may take more lines. Warnings of a cost model are one line. Any
+    other exception is a fault of this package and ends in its traceback.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", ModelWarning)
             warnings.showwarning = _plainly(warnings.showwarning)
             app(args=arguments, prog_name="kvpolicy")
-    except (ValueError, OSError) as error:
-        _end(" ".join(str(error).split()))
-    except RuntimeError as error:
+    except EngineFailed as error:
         _end(str(error).strip())
+    except (KVPolicyError, OSError) as error:
+        _end(" ".join(str(error).split()))
 
 
 def _plainly(otherwise: Callable[..., None]) -> Callable[..., None]:

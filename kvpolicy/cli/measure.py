@@ -12,6 +12,7 @@ import typer
 
 import kvpolicy
 from kvpolicy import engines
+from kvpolicy.errors import InputError
 
 POLICIES = (
     "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL, explore:COST_MODEL or "
@@ -164,7 +165,7 @@ def explain(
     if json_file:
         json_file.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
     if report.not_drawn:
-        raise ValueError(report.not_drawn)
+        raise InputError(report.not_drawn)
 
 
 def serve(

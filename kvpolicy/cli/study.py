@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy.overflow import MEASURED
+from kvpolicy.overflow import FIGURES
 from kvpolicy.policy import FORMS
 from kvpolicy.study.progress import bar
 
@@ -176,7 +176,7 @@ def recommend(
 def characterize(
     out: Annotated[Path, typer.Option(help="Folder of the trace; an unfinished study there is taken up again.")],
     figure: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(MEASURED)} or all. May be given several times.")
+        list[str] | None, typer.Option(help=f"{', '.join(FIGURES)} or all. May be given several times.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer levels and repeats: on two cores a quarter of an hour.")

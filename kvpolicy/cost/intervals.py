@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any
 
+from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.regression.conformal import CONFIDENCE, Room, grown
 
@@ -100,19 +101,19 @@ class Intervals:
     def from_dict(cls, values: Mapping[str, Any]) -> Intervals:
         """Raises KeyError for a field that is missing, ValueError or TypeError for one that is wrong."""
         if values["confidence"] != CONFIDENCE:
-            raise ValueError(f"confidence is {values['confidence']!r}, should be {CONFIDENCE}")
+            raise InputError(f"confidence is {values['confidence']!r}, should be {CONFIDENCE}")
         lengths = _ascending(values["length_edges"], "length_edges")
         loads = tuple(_ascending(edges, "load_edges") for edges in values["load_edges"])
         states = tuple(map(int, values["states"]))
         if len(loads) != len(lengths) + 1:
-            raise ValueError(f"load_edges holds {len(loads)} lists, should hold {len(lengths) + 1}")
+            raise InputError(f"load_edges holds {len(loads)} lists, should hold {len(lengths) + 1}")
         bins = sum(len(edges) + 1 for edges in loads)
         if len(states) != bins:
-            raise ValueError(f"states holds {len(states)} numbers, should hold {bins}")
+            raise InputError(f"states holds {len(states)} numbers, should hold {bins}")
         inside, outside = (_rooms(values, name, bins) for name in ("inside", "outside"))
         for of in PREDICTED:
             if any(max(map(float.__sub__, *both)) > 0 for both in zip(inside[of], outside[of], strict=True)):
-                raise ValueError(f"outside.{of} is narrower than inside.{of}")
+                raise InputError(f"outside.{of} is narrower than inside.{of}")
         return cls(lengths, loads, inside, outside, {of: _growth(values["growth"][of], of) for of in PREDICTED}, states)
 
 
@@ -139,9 +140,9 @@ def _sides(edges: Edges, number: int) -> tuple[float | None, float | None]:
 def _ascending(values: Any, name: str) -> Edges:
     edges = tuple(map(float, values))
     if not all(0 <= edge < inf for edge in edges):
-        raise ValueError(f"{name} are {list(edges)}, should be finite numbers, 0 or above")
+        raise InputError(f"{name} are {list(edges)}, should be finite numbers, 0 or above")
     if list(edges) != sorted(set(edges)):
-        raise ValueError(f"{name} are not in ascending order")
+        raise InputError(f"{name} are not in ascending order")
     return edges
 
 
@@ -150,14 +151,14 @@ def _rooms(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[R
     for of in PREDICTED:
         rooms = [tuple(inf if side is None else float(side) for side in room) for room in values[name][of]]
         if len(rooms) != bins or not all(len(room) == 2 and all(side >= 0 for side in room) for room in rooms):
-            raise ValueError(f"{name}.{of} should hold {bins} pairs of numbers, 0 or above")
+            raise InputError(f"{name}.{of} should hold {bins} pairs of numbers, 0 or above")
         found[of] = tuple((room[0], room[1]) for room in rooms)
     return found
 
 
 def _growth(value: Any, of: str) -> float:
     if value is not None and (type(value) not in (int, float) or not 0 <= value < inf):
-        raise ValueError(f"growth.{of} is {value!r}, should be a number, 0 or above, or null")
+        raise InputError(f"growth.{of} is {value!r}, should be a number, 0 or above, or null")
     return inf if value is None else float(value)
 
 

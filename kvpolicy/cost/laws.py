@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import floor, inf, sqrt
 from typing import Any, Protocol
 
+from kvpolicy.errors import InputError
 from kvpolicy.features import FEATURES, Features
 
 Parts = tuple[float, float, float]
@@ -144,7 +145,7 @@ class RecomputeRoofline:
 
     def __post_init__(self) -> None:
         if not self.budget_tokens >= 1 or self.expert_miss > 1:
-            raise ValueError(
+            raise InputError(
                 f"budget_tokens {self.budget_tokens} and expert_miss {self.expert_miss}: "
                 "should be 1 or above, and from 0 to 1"
             )
@@ -280,9 +281,9 @@ def law_from_dict(values: Mapping[str, Any]) -> Law:
         weights = values["per_feature_s"]
         unknown = sorted(set(weights) - set(FEATURES))
         if unknown:
-            raise ValueError(f"per_feature_s: there is no feature {unknown[0]!r}")
+            raise InputError(f"per_feature_s: there is no feature {unknown[0]!r}")
         return LinearLaw(_coefficient(values, "constant_s"), {name: _coefficient(weights, name) for name in weights})
-    raise ValueError(f"law is {kind!r}, should be recompute_roofline, swap_roofline or linear")
+    raise InputError(f"law is {kind!r}, should be recompute_roofline, swap_roofline or linear")
 
 
 def _given(values: Mapping[str, Any], names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
@@ -296,5 +297,5 @@ def _channel(values: Mapping[str, Any], name: str) -> Channel:
 def _coefficient(values: Mapping[str, Any], name: str) -> float:
     value = values[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_COEFFICIENT:
-        raise ValueError(f"{name} is {value!r}, should be a finite number, from 0 to {MOST_COEFFICIENT:g}")
+        raise InputError(f"{name} is {value!r}, should be a finite number, from 0 to {MOST_COEFFICIENT:g}")
     return float(value)

@@ -23,6 +23,7 @@ from kvpolicy.cost.forest import Forest, ForestError
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import Law, LinearLaw, RecomputeRoofline, SwapRoofline, law_from_dict
 from kvpolicy.cost.model import FAMILIES, FittedModel, ModelError, ModelWarning, Provenance
+from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
@@ -269,7 +270,7 @@ def _step_time(folder: Traversable, values: Mapping[str, Any]) -> StepTimeModel 
 
 def _features(value: Any) -> tuple[str, ...]:
     if tuple(value) != FEATURES:
-        raise ValueError(f"{value!r}, this kvpolicy computes {list(FEATURES)}")
+        raise InputError(f"{value!r}, this kvpolicy computes {list(FEATURES)}")
     return FEATURES
 
 
@@ -291,31 +292,31 @@ def _floor(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> float:
 
 def _fields(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"is {value!r}, should be an object")
+        raise InputError(f"is {value!r}, should be an object")
     return value
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ValueError(f"is {value!r}, should be a list of texts")
+        raise InputError(f"is {value!r}, should be a list of texts")
     return tuple(value)
 
 
 def _some_texts(value: Any) -> tuple[str, ...]:
     if not value:
-        raise ValueError(f"is {value!r}, should be a list of at least one text")
+        raise InputError(f"is {value!r}, should be a list of at least one text")
     return _texts(value)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(type(one) is int and one > 0 for one in value):
-        raise ValueError(f"is {value!r}, should be a list of whole numbers above 0")
+        raise InputError(f"is {value!r}, should be a list of whole numbers above 0")
     return tuple(value)
 
 
 def _above_zero(value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise ValueError(f"is {value!r}, should be a number above 0")
+        raise InputError(f"is {value!r}, should be a number above 0")
     return float(value)
 
 
@@ -324,9 +325,9 @@ def _geometry(value: Any) -> Geometry:
     for one in fields(Geometry):
         found = getattr(read, one.name)
         if one.type == "str" and not isinstance(found, str):
-            raise ValueError(f"{one.name} is {found!r}, should be a text")
+            raise InputError(f"{one.name} is {found!r}, should be a text")
         if one.type == "int" and (type(found) is not int or found < 1):
-            raise ValueError(f"{one.name} is {found!r}, should be a whole number above 0")
+            raise InputError(f"{one.name} is {found!r}, should be a whole number above 0")
     return read
 
 
@@ -347,7 +348,7 @@ _PROVENANCE: Mapping[str, Callable[[Any], Any]] = {
 
 def _provenance(folder: Traversable, values: Mapping[str, Any]) -> Provenance:
     if values["family"] not in FAMILIES:
-        raise ValueError(f"family is {values['family']!r}, should be one of {', '.join(FAMILIES)}")
+        raise InputError(f"family is {values['family']!r}, should be one of {', '.join(FAMILIES)}")
     fields = {}
     for name, read in _PROVENANCE.items():
         given = values[name]
@@ -391,7 +392,7 @@ def _sha256(text: str) -> str:
 
 def _position(name: str) -> int:
     if name not in FEATURES:
-        raise ValueError(f"there is no feature {name!r}")
+        raise InputError(f"there is no feature {name!r}")
     return FEATURES.index(name)
 
 
@@ -435,9 +436,9 @@ def loads(text: str) -> Any:
     value = json.loads(text)
     for field, number in _numbers(value, ""):
         if isinstance(number, float) and not isfinite(number):
-            raise ValueError(f"field {field} is {number!r}, which is no number")
+            raise InputError(f"field {field} is {number!r}, which is no number")
         if abs(number) > MOST_WHOLE and isinstance(number, int):
-            raise ValueError(f"field {field} is {str(number)[:SHOWN]}..., a whole number too large")
+            raise InputError(f"field {field} is {str(number)[:SHOWN]}..., a whole number too large")
     return value
 
 

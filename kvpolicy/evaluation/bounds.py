@@ -20,6 +20,8 @@ from math import log, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpolicy.errors import InputError
+
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
@@ -50,7 +52,7 @@ class Terms:
         """Raises ValueError where the norms sum to 0."""
         norm = float(len(self.value) if self.norm is None else self.norm.sum())
         if norm == 0:
-            raise ValueError("the weights sum to 0: nothing in the log speaks of this policy")
+            raise InputError("the weights sum to 0: nothing in the log speaks of this policy")
         return float(self.value.sum()) / norm
 
 
@@ -108,10 +110,10 @@ def bernstein(terms: Terms, cluster: Whole, limits: tuple[float, float]) -> tupl
     A cluster's sum, in units of the mean cluster's size, is one draw from limits as wide as the largest cluster.
     """
     if terms.norm is not None:
-        raise ValueError("the empirical Bernstein bound is for means; a self-normalised estimate has none")
+        raise InputError("the empirical Bernstein bound is for means; a self-normalised estimate has none")
     low, high = limits
     if (terms.value < low).any() or (terms.value > high).any():
-        raise ValueError(f"terms reach from {terms.value.min():g} to {terms.value.max():g}, the limits are {limits}")
+        raise InputError(f"terms reach from {terms.value.min():g} to {terms.value.max():g}, the limits are {limits}")
     sizes = np.bincount(cluster)
     clusters = len(sizes)
     unit = clusters / len(cluster)
@@ -141,5 +143,5 @@ def _standard_error(a: Floats, b: Floats, ratio: float) -> float:
     """Of sum(a) / sum(b), by linearisation (Cochran 1977, section 6.4); entries are independent draws."""
     count = len(a)
     if count < 2:
-        raise ValueError("one cluster alone tells no interval")
+        raise InputError("one cluster alone tells no interval")
     return sqrt(float(((a - ratio * b) ** 2).sum()) * count / (count - 1)) / float(b.sum())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpolicy.datasets.logs import holds_logs
+from kvpolicy.errors import InputError
 from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
@@ -29,11 +30,11 @@ def evaluate(
     ``interval``, ``cluster`` and ``limit_s``. Raises TraceError for both kinds together, and as these two do.
     """
     if seed < 0:
-        raise ValueError(f"seed is {seed}, should be 0 or above")
+        raise InputError(f"seed is {seed}, should be 0 or above")
     if traces and holds_logs(traces):
         return offpolicy.estimate(traces, policies, seed, objective, estimators, interval, cluster, limit_s)
     if estimators or (interval, cluster, limit_s) != ("bootstrap", "overflow", None):
-        raise ValueError(
+        raise InputError(
             "a profile measured both options and is replayed; estimator, interval, cluster and limit are for logs"
         )
     return replay.evaluate(traces, policies, seed, objective)

@@ -12,6 +12,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpolicy.errors import InputError
+
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Whole = NDArray[np.int64]
@@ -75,7 +77,7 @@ class Design:
         Raises ValueError without any known cost.
         """
         if not len(self.order):
-            raise ValueError("no record has a known cost")
+            raise InputError("no record has a known cost")
         known_s = cost_s[self.order]
         mean_s = float(known_s.mean())
         whole, crossed = (np.empty((len(self.x), len(self.ends))) for _ in range(2))

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from kvpolicy import trace as traces
 from kvpolicy.datasets.logs import attributed
 from kvpolicy.datasets.validation import COUNTS, refuse_doubled
+from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Option, Preemption
 from kvpolicy.policy import Policy
 from kvpolicy.policy.objective import ENGINE, Objective
@@ -136,7 +137,7 @@ def logged(folders: Sequence[Path | str], objective: Objective = ENGINE, cluster
 def log_of(given: Mapping[str, Trace], objective: Objective = ENGINE, cluster: str = "overflow") -> Log:
     """As :func:`logged`, of traces in memory; their names stand in error messages."""
     if cluster not in CLUSTERS:
-        raise ValueError(f"cluster is {cluster!r}, should be one of {', '.join(CLUSTERS)}")
+        raise InputError(f"cluster is {cluster!r}, should be one of {', '.join(CLUSTERS)}")
     counts: Counter[str] = Counter()
     headers: dict[str, Header] = {}
     parts = []
@@ -310,7 +311,7 @@ def _costs(
             counts[f"{outcome['ended']}: counted with what was spent until then"] += 1
         try:
             cost_s[at] = objective.weigh(outcome["engine_s"], outcome["victim_delay_s"], outcome["others_delay_s"])
-        except ValueError as error:
+        except KVPolicyError as error:
             raise TraceError(f"{folder}: table outcomes, preemption {key[1]} of core {key[0]}: {error}") from error
     return cost_s
 

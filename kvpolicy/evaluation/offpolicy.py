@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpolicy.errors import InputError
 from kvpolicy.evaluation import bounds
 from kvpolicy.evaluation.bounds import INTERVALS, Resampled, Terms
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, log_refusals, support, told_by_action
@@ -215,22 +216,22 @@ def judge(
 
 def _check(policies: Sequence[str], seed: int, estimators: Sequence[str], interval: str, limit_s: float | None) -> None:
     if not policies:
-        raise ValueError("no policy was given")
+        raise InputError("no policy was given")
     for given, what in ((policies, "policy"), (estimators, "estimator")):
         for spec in given:
             if given.count(spec) > 1:
-                raise ValueError(f"{what} {spec}: given twice")
+                raise InputError(f"{what} {spec}: given twice")
     if seed < 0:
-        raise ValueError(f"seed is {seed}, should be 0 or above")
+        raise InputError(f"seed is {seed}, should be 0 or above")
     for name in estimators:
         if name not in ESTIMATORS:
-            raise ValueError(f"estimator is {name!r}, should be one of {', '.join(ESTIMATORS)}")
+            raise InputError(f"estimator is {name!r}, should be one of {', '.join(ESTIMATORS)}")
     if interval not in INTERVALS:
-        raise ValueError(f"interval is {interval!r}, should be one of {', '.join(INTERVALS)}")
+        raise InputError(f"interval is {interval!r}, should be one of {', '.join(INTERVALS)}")
     if (limit_s is not None) != (interval == "bernstein"):
-        raise ValueError("the interval bernstein, and no other, needs a limit in seconds that no cost exceeds")
+        raise InputError("the interval bernstein, and no other, needs a limit in seconds that no cost exceeds")
     if limit_s is not None and not 0 < limit_s < np.inf:
-        raise ValueError(f"limit_s is {limit_s:g}, should be above 0")
+        raise InputError(f"limit_s is {limit_s:g}, should be above 0")
 
 
 def _records(log: Log, target: Floats, design: Design, predicted: Predicted, drawn: Resampled) -> Records:
@@ -283,7 +284,7 @@ def _interval(
     if name not in BOUNDED or limit_s is None:
         return None, None
     if np.nanmax(np.abs(log.cost_s)) > limit_s:
-        raise ValueError(f"limit_s is {limit_s:g}, a cost of {np.nanmax(np.abs(log.cost_s)):g} s exceeds it")
+        raise InputError(f"limit_s is {limit_s:g}, a cost of {np.nanmax(np.abs(log.cost_s)):g} s exceeds it")
     heaviest = heaviest_weight(records.target, records.probability, log.known_share)
     reach = limit_s * (heaviest if name == "ips" else 1.0 + 2.0 * heaviest)
     return bounds.bernstein(terms, log.cluster, (-reach, reach))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_option_always_wins
 from kvpolicy.datasets.quality import Floor
+from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.policy import Policy, feasible_options, load
 from kvpolicy.policy.objective import ENGINE, Objective, parse
@@ -137,12 +138,12 @@ def evaluate(
     TraceError where fewer than 20 are left, ModelError for a model that is not for these traces' engines.
     """
     if not policies:
-        raise ValueError("no policy was given")
+        raise InputError("no policy was given")
     for spec in policies:
         if policies.count(spec) > 1:
-            raise ValueError(f"policy {spec}: given twice")
+            raise InputError(f"policy {spec}: given twice")
     if seed < 0:
-        raise ValueError(f"seed is {seed}, should be 0 or above")
+        raise InputError(f"seed is {seed}, should be 0 or above")
     judging = parse(objective)
     loaded = [load(spec) for spec in policies]
     dataset = measured(traces)
@@ -333,5 +334,5 @@ def judged_by(state: State, objective: Objective) -> State:
 def _weighed(sample: Sample, objective: Objective) -> float:
     try:
         return objective.weigh(sample.engine_s, sample.victim_delay_s, sample.others_delay_s)
-    except ValueError as error:
+    except KVPolicyError as error:
         raise TraceError(f"table outcomes, preemption {sample.preemption_id}: {error}") from error

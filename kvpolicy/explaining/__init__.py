@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvpolicy.cost import FittedModel, load
+from kvpolicy.errors import InputError
 from kvpolicy.explaining.account import Account, account_of
 from kvpolicy.explaining.asked import Asked, asked
 from kvpolicy.explaining.boundary import Grid, break_even, grid
@@ -68,16 +69,16 @@ def explain(
 
 def _refuse_unknown_delay(model: FittedModel, objective: Objective) -> None:
     if objective.victim and not model.predicts_victim_delay:
-        raise ValueError(
+        raise InputError(
             f"--objective minimises the victim's delay, which cost model {model.name} was not taught; train it again"
         )
 
 
 def _plot_file(file: Path) -> Path:
     if file.suffix.lower() not in PLOT_FORMATS:
-        raise ValueError(f"--plot is {file}, should end in {' or '.join(PLOT_FORMATS)}")
+        raise InputError(f"--plot is {file}, should end in {' or '.join(PLOT_FORMATS)}")
     if not file.parent.is_dir():
-        raise ValueError(f"--plot is {file}: there is no folder {file.parent}")
+        raise InputError(f"--plot is {file}: there is no folder {file.parent}")
     return file
 
 

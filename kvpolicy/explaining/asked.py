@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvpolicy.cost import FittedModel
+from kvpolicy.errors import InputError
 from kvpolicy.events import Preemption
+
+MAX_VALUE = 2**53
+"""Whole numbers beyond it are not exact as floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +47,21 @@ def asked(
         _refuse(flag, value, 0)
     held = -(-tokens // size)
     if shared > held:
-        raise ValueError(f"--shared is {shared}, should be at most the {held} blocks that {tokens} tokens take")
+        raise InputError(f"--shared is {shared}, should be at most the {held} blocks that {tokens} tokens take")
     block_bytes = round(size * model.provenance.kv_bytes_per_token)
     if segment_bytes is None:
         segment_bytes = _segment_bytes(model, size, block_bytes)
         assumed.append(f"copies in pieces of {segment_bytes} bytes")
     elif not 1 <= segment_bytes <= block_bytes:
-        raise ValueError(f"--segment-bytes is {segment_bytes}, should be from 1 to the {block_bytes} bytes of a block")
+        raise InputError(f"--segment-bytes is {segment_bytes}, should be from 1 to the {block_bytes} bytes of a block")
+    if batch_tokens is not None:
+        _refuse("--batch-tokens", batch_tokens, 0)
     if batch_tokens is None:
         batch_tokens = _batch_tokens(model, tokens, running)
         if running:
             assumed.append(f"the others hold {batch_tokens} tokens together")
-    elif batch_tokens < 0 or (batch_tokens and not running):
-        raise ValueError(f"--batch-tokens is {batch_tokens} beside {running} running; should be 0 or above, 0 beside 0")
+    elif batch_tokens and not running:
+        raise InputError(f"--batch-tokens is {batch_tokens} beside {running} running; should be 0 beside 0")
     situation = Preemption(
         time_s=0.0, computed_tokens=tokens, prompt_tokens=tokens, output_tokens=0, block_size=size,
         block_bytes=block_bytes, segment_bytes=segment_bytes, held_blocks=held, shared_blocks=shared, hashed_blocks=0,
@@ -82,7 +88,9 @@ def beside(situation: Preemption, running: int) -> Preemption:
 
 def _refuse(flag: str, value: int, least: int) -> None:
     if value < least:
-        raise ValueError(f"{flag} is {value}, should be at least {least}")
+        raise InputError(f"{flag} is {value}, should be at least {least}")
+    if value > MAX_VALUE:
+        raise InputError(f"{flag} is {value}, should be at most {MAX_VALUE}")
 
 
 def _segment_bytes(model: FittedModel, block_size: int, block_bytes: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.errors import InputError
 from kvpolicy.shape import ModelShape
 
 
@@ -85,7 +86,7 @@ class Geometry:
         """Raises ValueError naming the first field that is missing."""
         missing = [f.name for f in fields(cls) if f.name not in values]
         if missing:
-            raise ValueError(f"model geometry: field {missing[0]} is missing")
+            raise InputError(f"model geometry: field {missing[0]} is missing")
         return cls(**{f.name: values[f.name] for f in fields(cls)})
 
 

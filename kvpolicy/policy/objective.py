@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
+from kvpolicy.errors import InputError
 from kvpolicy.events import Cost
 
 QUANTITIES = ("engine", "victim", "others")
@@ -29,7 +30,7 @@ class Objective:
         for weight, seconds, name in ((self.victim, victim_delay_s, "victim"), (self.others, others_delay_s, "others")):
             if weight:
                 if seconds is None:
-                    raise ValueError(f"objective: the delay of the {name} is not known")
+                    raise InputError(f"objective: the delay of the {name} is not known")
                 total += weight * seconds
         return total
 
@@ -50,7 +51,7 @@ def parse(text: str) -> Objective:
         weight, star, name = term.rpartition("*")
         name = name.strip()
         if name not in weights or weights[name]:
-            raise ValueError(
+            raise InputError(
                 f"objective {text!r}: {term!r} should be one of {', '.join(QUANTITIES)}, each once: {FORM}"
             )
         weights[name] = _weight(text, weight) if star else 1.0
@@ -63,5 +64,5 @@ def _weight(text: str, given: str) -> float:
     except ValueError:
         weight = -1.0
     if not (isfinite(weight) and weight > 0):
-        raise ValueError(f"objective {text!r}: {given!r} should be a weight above 0: {FORM}")
+        raise InputError(f"objective {text!r}: {given!r} should be a weight above 0: {FORM}")
     return weight

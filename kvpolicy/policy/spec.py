@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
+from kvpolicy.errors import InputError
 from kvpolicy.policy.base import Policy
 from kvpolicy.policy.cheapest import Always, Cheapest, Coin, MinWaste, Threshold
 from kvpolicy.policy.explore import Budget, Explore
@@ -178,13 +179,13 @@ def _share(spec: str, value: str) -> float:
     return share
 
 
-def _knows_no_delay(spec: str, model: str) -> ValueError:
+def _knows_no_delay(spec: str, model: str) -> InputError:
     return _wrong(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
 
 
-def _knows_no_steps(spec: str, model: str) -> ValueError:
+def _knows_no_steps(spec: str, model: str) -> InputError:
     return _wrong(spec, f"learns by step times, of which cost model {model} knows none; profile and train one")
 
 
-def _wrong(spec: str, what: str) -> ValueError:
-    return ValueError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")
+def _wrong(spec: str, what: str) -> InputError:
+    return InputError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")

@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 
 from scipy import stats
 
-from kvpolicy.cost import ModelError, load
+from kvpolicy.cost import load
 from kvpolicy.datasets.profiles import Dataset, State, measured
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation.replay import EvaluationReport, evaluate
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.explaining import Explanation, explain
-from kvpolicy.trace import TraceError
 from kvpolicy.training import train
 
 FIXED = ("always-recompute", "always-swap")
@@ -58,7 +58,7 @@ def learned(traces: Sequence[Path], cost_model: str | None, seed: int) -> Learne
         model = Path(scratch) / LEARNED_NAME
         try:
             train(traces=list(traces), out=model, seed=seed)
-        except (TraceError, ModelError, ValueError) as error:
+        except KVPolicyError as error:
             return Learned(OWN, lacking=(f"no cost model can be trained on these traces: {error}",))
         return _judged(traces, str(model), OWN, seed)
 
@@ -71,7 +71,7 @@ def _judged(traces: Sequence[Path], model: str, name: str, seed: int) -> Learned
     scores = None
     try:
         scores = evaluate(traces=list(traces), policies=[*FIXED, f"cheapest:{model}"], seed=seed)
-    except (TraceError, ModelError) as error:
+    except KVPolicyError as error:
         lacking.append(f"regret: {error}")
     return Learned(name, _boundary(dataset, model), calibration, scores, tuple(lacking))
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpolicy import trace as traces
+from kvpolicy.errors import InputError
 from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import PAPER, findings, missing
@@ -69,9 +70,11 @@ def report(
     page = _page()
     out = Path(out)
     if out.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"--out is {out}, should end in .html")
+        raise InputError(f"--out is {out}, should end in .html")
     if not out.parent.is_dir():
-        raise ValueError(f"--out is {out}: there is no folder {out.parent}")
+        raise InputError(f"--out is {out}: there is no folder {out.parent}")
+    if seed < 0:
+        raise InputError(f"seed is {seed}, should be 0 or above")
     groups = tuple(_group(name, some, cost_model, seed) for name, some in _grouped(traces).items())
     if figures is not None:
         Path(figures).mkdir(parents=True, exist_ok=True)
@@ -85,7 +88,7 @@ def _page() -> Any:
     try:
         return import_module("kvpolicy.reporting.page")
     except ImportError as error:
-        raise ValueError(f"a report needs matplotlib and Jinja ({error}): pip install 'kvpolicy[plots]'") from error
+        raise InputError(f"a report needs matplotlib and Jinja ({error}): pip install 'kvpolicy[plots]'") from error
 
 
 def _grouped(folders: Sequence[Path | str]) -> dict[str, list[Path]]:

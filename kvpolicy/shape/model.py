@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +204,6 @@ class ModelShape:
             * (_pairs(context + tokens, kind.attention.window) - _pairs(context, kind.attention.window))
             for kind in self.kinds
         )
-
-    def with_kv_bits(self, bits: float) -> ModelShape:
-        return replace(self, precision=replace(self.precision, kv=bits))
 
 
 def _capped(tokens: float, window: int | None) -> float:

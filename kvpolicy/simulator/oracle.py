@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvpolicy.errors import InputError
 from kvpolicy.events import Cost, Decision, Kind, Option, Preemption
 from kvpolicy.policy import Objective, Policy, PolicyState
 from kvpolicy.policy.base import Assessment, PolicyBase, all_on, first_of
@@ -139,7 +140,7 @@ def best_in_hindsight(
     Raises ValueError for more choices than :data:`MOST_CHOICES`.
     """
     if not 0 <= choices <= MOST_CHOICES:
-        raise ValueError(f"choices is {choices}: should be from 0 to {MOST_CHOICES}, as each doubles the runs")
+        raise InputError(f"choices is {choices}: should be from 0 to {MOST_CHOICES}, as each doubles the runs")
     best: tuple[float, tuple[Kind, ...], Summary] | None = None
     open_ones: list[tuple[Kind, ...]] = [()]
     schedules, complete = 0, True

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.trace import Header, core_folders, iter_parts
-from kvpolicy.workload import Format, Request, WorkloadError, open_workload
+from kvpolicy.workload import Format, Request, WorkloadError
 from kvpolicy.workload.files import Care, Counts
 from kvpolicy.workload.options import Options
 from kvpolicy.workload.requests import Source
@@ -90,8 +90,3 @@ def _is_trace(path: Path) -> bool:
 
 RECORDED = {"trace": Format("a folder recorded by kvpolicy: table requests", _read, _is_trace)}
 """For :func:`kvpolicy.workload.open_workload`, which may not know traces itself."""
-
-
-def open_any(text: str) -> Source:
-    """The workload that a text names, recorded traces included; see :func:`kvpolicy.workload.open_workload`."""
-    return open_workload(text, RECORDED)

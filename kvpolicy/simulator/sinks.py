@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
+from kvpolicy.errors import InputError
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import NULL_BLOCK, Server, Times
 from kvpolicy.trace import SCHEMAS, Header, Trace, from_rows, with_core, write_part
@@ -19,12 +20,6 @@ from kvpolicy.workload import Source
 
 Row = dict[str, Any]
 PART_ROWS = 5000
-
-
-class HeaderSink(Protocol):
-    """A sink that wants the header too; the simulators give it before the first row."""
-
-    def begin(self, core: str, header: Header) -> None: ...
 
 
 class MemorySink:
@@ -87,7 +82,7 @@ class FolderSink:
 
 def _only(headers: dict[str, Header]) -> str:
     if len(headers) != 1:
-        raise ValueError(f"a sink takes one run, this one has begun {len(headers)}: make a new one for each run")
+        raise InputError(f"a sink takes one run, this one has begun {len(headers)}: make a new one for each run")
     return next(iter(headers))
 
 

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from kvpolicy.errors import InputError
 from kvpolicy.hardware.sheets import known_sheet
 
 GIB = 2**30
 DEFAULT_HOST_GIB = 4.0
+MAX_HOST = 2**53
+"""GiB, or blocks: more would not be exact as a float."""
 """The plugin's own."""
 
 
@@ -38,16 +41,16 @@ class Serving:
     def __post_init__(self) -> None:
         for name in ("block_size", "token_budget", "max_num_seqs"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: should be 1 or more")
+                raise InputError(f"{name} is {getattr(self, name)}: should be 1 or more")
         if (self.host_gib is None) == (self.host_blocks is None):
-            raise ValueError("host_gib and host_blocks: one of the two says how much host memory there is")
+            raise InputError("host_gib and host_blocks: one of the two says how much host memory there is")
         host = self.host_gib if self.host_blocks is None else self.host_blocks
-        if host is None or not 0 <= host < float("inf"):
-            raise ValueError(f"host memory is {host}: should be a number, 0 or above")
+        if host is None or not 0 <= host <= MAX_HOST:
+            raise InputError(f"host memory is {host}: should be a number from 0 to {MAX_HOST}")
         if self.scheduling not in ("fcfs", "priority"):
-            raise ValueError(f"scheduling {self.scheduling!r}: should be fcfs or priority")
+            raise InputError(f"scheduling {self.scheduling!r}: should be fcfs or priority")
         if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark is {self.watermark}: should be a share of the blocks, from 0, below 1")
+            raise InputError(f"watermark is {self.watermark}: should be a share of the blocks, from 0, below 1")
 
     def host_blocks_of(self, block_bytes: int) -> int:
         """How many blocks of that size the host memory holds."""
@@ -76,9 +79,9 @@ class Cell:
 
     def __post_init__(self) -> None:
         if self.kv_blocks < 1:
-            raise ValueError(f"kv_blocks is {self.kv_blocks}: should be 1 or more")
+            raise InputError(f"kv_blocks is {self.kv_blocks}: should be 1 or more")
         if not 0 <= self.part < self.parts:
-            raise ValueError(f"part {self.part} of {self.parts}: should be from 0 to {self.parts - 1}")
+            raise InputError(f"part {self.part} of {self.parts}: should be from 0 to {self.parts - 1}")
 
     def inputs(self) -> dict[str, Any]:
         return asdict(self)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.study.cache import Kept, Result, usual_folder
 from kvpolicy.study.cell import DEFAULT_HOST_GIB, Cell, Serving, server_defaults
 from kvpolicy.study.machine import open_machine
@@ -39,7 +41,7 @@ class Workers:
 
     def __post_init__(self) -> None:
         if self.jobs is not None and self.jobs < 0:
-            raise ValueError(f"jobs is {self.jobs}: should be 1 or more, or 0 for none but this process")
+            raise InputError(f"jobs is {self.jobs}: should be 1 or more, or 0 for none but this process")
 
 
 def simulate(
@@ -93,10 +95,10 @@ def simulate(
     )
     for name, number in (("seeds", seeds), ("parts", parts)):
         if number < 1:
-            raise ValueError(f"{name} is {number}: should be 1 or more")
+            raise InputError(f"{name} is {number}: should be 1 or more")
     workloads = [*workloads, *(f"{MEASURED}:{file}" for file in requests)]
     if not workloads:
-        raise ValueError("no workload: give --workload or --requests")
+        raise InputError("no workload: give --workload or --requests")
     cells = [
         Cell(workload, policy, blocks, link, seed, hardware, engine, serving, part, parts)
         for workload, blocks, link, policy in itertools.product(workloads, kv_blocks, links, policies)
@@ -119,6 +121,8 @@ def sweep(cells: Sequence[Cell], workers: Workers, progress: Progress | None = N
         cell = todo[number]
         if isinstance(outcome, BaseException):
             failed.append(Failed(cell, _words(outcome)))
+            if not isinstance(outcome, KVPolicyError | OSError):
+                traceback.print_exception(outcome)  # a fault of the program: the others go on, and this one is seen
         else:
             results[cell] = {"digest": digests[cell], "kvpolicy": __version__, **outcome}
             workers.kept.keep(digests[cell], results[cell])
@@ -139,7 +143,7 @@ def work(task: Task) -> Result:
     """One cell, its trace put in place by rename once it is whole. Raises ValueError where what it names is not what
     it was when the grid began: its result would be kept for what was there before."""
     if task.cell.digest(contents(task.cell)) != task.digest:
-        raise ValueError("its workload, hardware or cost model changed while the grid ran; run it again")
+        raise InputError("its workload, hardware or cost model changed while the grid ran; run it again")
     if task.out is None:
         return run(task.cell)
     scratch = task.out.with_name(f".{task.out.name}.{os.getpid()}")
@@ -159,7 +163,7 @@ def _run_all(tasks: Sequence[Task], workers: Workers) -> Iterator[tuple[int, Any
     try:
         on_ray = import_module("kvpolicy.study.on_ray")
     except ModuleNotFoundError as error:
-        raise ValueError(f"--ray needs Ray, which is not installed ({error}): pip install 'kvpolicy[ray]'") from error
+        raise InputError(f"--ray needs Ray, which is not installed ({error}): pip install 'kvpolicy[ray]'") from error
     found: Iterator[tuple[int, Any]] = on_ray.on_ray(work, tasks, workers.ray)
     return found
 
@@ -168,11 +172,11 @@ def _digests(cells: Sequence[Cell]) -> tuple[dict[Cell, str], list[Failed]]:
     """Digest by cell, and the cells whose inputs are wrong. Raises the first one's error where all are."""
     found: dict[Cell, str] = {}
     failed: list[Failed] = []
-    first: ValueError | OSError | None = None
+    first: KVPolicyError | OSError | None = None
     for cell in cells:
         try:
             found[cell] = cell.digest(contents(cell))
-        except (ValueError, OSError) as error:
+        except (KVPolicyError, OSError) as error:
             failed.append(Failed(cell, _words(error)))
             first = first or error
     if first is not None and not found:
@@ -197,7 +201,7 @@ def _has_trace(workers: Workers, digest: str) -> bool:
 
 def _words(error: BaseException) -> str:
     said = " ".join(str(error).split())
-    return said if isinstance(error, ValueError | OSError) and said else f"{type(error).__name__}: {said}"
+    return said if isinstance(error, KVPolicyError | OSError) and said else f"{type(error).__name__}: {said}"
 
 
 def _silent(done: int, total: int, words: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpolicy import cost
 from kvpolicy.cost import Engine, FittedModel, ModelError
+from kvpolicy.errors import InputError
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import StepLoad, Times
@@ -201,7 +202,7 @@ class GivenLink:
         except ValueError:
             numbers = []
         if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)) or numbers[0] <= 0 or min(numbers) < 0:
-            raise ValueError(
+            raise InputError(
                 f"link {text!r}: should be native or BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005, above 0"
             )
         return cls(*numbers)

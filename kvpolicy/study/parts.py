@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from kvpolicy.errors import InputError
 from kvpolicy.workload import Request, Source
 
 
@@ -60,7 +61,7 @@ class Part:
             sizes[unit] += 1
         if len(sizes) < self.count:
             what = "sessions, which stay whole," if units else "requests"
-            raise ValueError(
+            raise InputError(
                 f"workload {self.whole.name}: {len(sizes)} {what} cannot be cut into {self.count} parts: "
                 f"part {len(sizes) + 1} would be empty"
             )

@@ -17,6 +17,7 @@ from typing import Any
 
 from scipy.stats import t as student
 
+from kvpolicy.errors import InputError
 from kvpolicy.study.cache import Result, workload_digest
 from kvpolicy.study.cell import DEFAULT_HOST_GIB
 from kvpolicy.study.grid import Progress, simulate
@@ -53,7 +54,7 @@ def geometric_means(values: Sequence[float], groups: Sequence[int]) -> list[floa
     logs: dict[int, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
         if not (isfinite(value) and value > 0):
-            raise ValueError(f"geometric mean of {list(values)}: numbers above 0 are needed")
+            raise InputError(f"geometric mean of {list(values)}: numbers above 0 are needed")
         logs.setdefault(group, []).append(log(value))
     return [exp(fmean(some)) for some in logs.values()]
 
@@ -66,7 +67,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], level: float = 
     """
     pairs = list(zip(ours, theirs, strict=True))
     if not pairs or not all(isfinite(a) and isfinite(b) and a > 0 and b > 0 for a, b in pairs):
-        raise ValueError(f"paired ratio of {list(ours)} over {list(theirs)}: pairs of numbers above 0 are needed")
+        raise InputError(f"paired ratio of {list(ours)} over {list(theirs)}: pairs of numbers above 0 are needed")
     logs = [log(a / b) for a, b in pairs]
     middle = fmean(logs)
     if len(logs) == 1:
@@ -167,7 +168,7 @@ def figure_of(result: Result, name: str, which: str | None) -> float:
     value = result[name] if which is None else result[name][which]
     if value is None:
         said = name if which is None else f"{name}.{which}"
-        raise ValueError(f"workload {result['inputs']['workload']}: its runs have no {said}, so nothing compares them")
+        raise InputError(f"workload {result['inputs']['workload']}: its runs have no {said}, so nothing compares them")
     return float(value)
 
 
@@ -229,9 +230,9 @@ def recommend(
     :func:`kvpolicy.study.simulate`, and where a cell fails.
     """
     if judge_by not in JUDGED:
-        raise ValueError(f"judge_by is {judge_by!r}: should be one of {', '.join(JUDGED)}")
+        raise InputError(f"judge_by is {judge_by!r}: should be one of {', '.join(JUDGED)}")
     if not 0 <= least_gain < float("inf"):
-        raise ValueError(f"least_gain is {least_gain}: should be a share, 0 or above, as 0.01")
+        raise InputError(f"least_gain is {least_gain}: should be a share, 0 or above, as 0.01")
     machine = open_machine(hardware)
     source = opened(seeded(workload, 0), workload_digest(workload))
     tried = candidates(source, machine.own_model, block_size, policies)
@@ -260,7 +261,7 @@ def recommend(
             progress=progress,
         )
         if report.failed:
-            raise ValueError(f"{len(report.failed)} cells failed, the first: {report.failed[0].text()}")
+            raise InputError(f"{len(report.failed)} cells failed, the first: {report.failed[0].text()}")
         return report.results
 
     results = run(tried, seeds, parts)
@@ -316,7 +317,7 @@ def candidates(source: Source, own_model: str | None, block_size: int, more: Seq
     hardware has a cost model of its own, those that ask it. Each once. Raises ValueError for an empty workload."""
     totals = sorted(request.total_tokens for request in source)
     if not totals:
-        raise ValueError(f"workload {source.name} holds no request")
+        raise InputError(f"workload {source.name} holds no request")
     lengths = (totals[int(share * (len(totals) - 1))] for share in SHARES)
     thresholds = (f"threshold:{max(1, round(tokens / block_size)) * block_size}" for tokens in lengths)
     asking = () if own_model is None else (f"minwaste:{own_model}", f"cheapest:{own_model}")

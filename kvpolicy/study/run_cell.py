@@ -16,6 +16,7 @@ from typing import Any
 from kvpolicy import engines
 from kvpolicy import policy as policies
 from kvpolicy.cost import Engine, ModelWarning
+from kvpolicy.errors import InputError
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
@@ -93,7 +94,7 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
     """Simulate one cell. ``out``: folder for its trace. Raises ValueError for inputs that are wrong."""
     source = source_of(cell)
     if next(iter(source), None) is None:
-        raise ValueError(f"workload {cell.workload} holds no request")
+        raise InputError(f"workload {cell.workload} holds no request")
     machine = machine_of(cell)
     policy, told = policy_of(cell)
     watched = Watched(policy)

@@ -41,6 +41,7 @@ from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText, forest_of
 from kvpolicy.datasets.examples import Example, log_miss, option_of, ranges_of
 from kvpolicy.datasets.logs import Record, Records, read_records
+from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.regression.conformal import CONFIDENCE, Room
@@ -100,7 +101,7 @@ def average(terms: Sequence[Term]) -> Average:
     """
     names = sorted({term.request for term in terms})
     if len(names) < 2:
-        raise ValueError(f"terms of {len(names)} requests: at least 2 are needed")
+        raise InputError(f"terms of {len(names)} requests: at least 2 are needed")
     place = {name: number for number, name in enumerate(names)}
     cluster = np.array([place[term.request] for term in terms])
     values = np.array([term.robust_s for term in terms])

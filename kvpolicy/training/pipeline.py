@@ -18,6 +18,7 @@ from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins
 from kvpolicy.datasets.quality import Floor
 from kvpolicy.datasets.tables import Situations
+from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import fingerprint
@@ -184,9 +185,9 @@ def train(
     something that is no cost model.
     """
     if family not in FAMILIES:
-        raise ValueError(f"family is {family!r}, should be one of {', '.join(FAMILIES)}")
+        raise InputError(f"family is {family!r}, should be one of {', '.join(FAMILIES)}")
     if seed < 0:
-        raise ValueError(f"seed is {seed}, should be 0 or above")
+        raise InputError(f"seed is {seed}, should be 0 or above")
     replaced = store.holds_model(Path(out))
     if traces and holds_logs(traces):
         return train_logged(traces, out, family, seed, mixed_hardware)
@@ -404,7 +405,7 @@ def calibrate(
     tellable = len(dataset.states) >= FEWEST_TO_TELL
     training, held = split(dataset.states, seed) if tellable else (list(dataset.states), [])
     if states is not None and not 1 <= states <= len(training):
-        raise ValueError(f"states is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")
+        raise InputError(f"states is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")
 
     def place(some: Sequence[State]) -> Provenance:
         here = provenance_of(model.provenance.family, dataset, some, variation)

@@ -144,7 +144,7 @@ def random_arrivals(count: int, rate_per_s: float, rng: random.Random, variation
     Raises ValueError for a rate or variation not above 0.
     """
     if rate_per_s <= 0 or variation <= 0:
-        raise ValueError(f"rate_per_s {rate_per_s} and variation {variation}: both should be above 0")
+        raise WorkloadError(f"rate_per_s {rate_per_s} and variation {variation}: both should be above 0")
     return tuple(islice(Gamma(rate_per_s, variation).times_s(rng), count))
 
 

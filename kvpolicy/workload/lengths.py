@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvpolicy.workload.requests import WorkloadError
+
 LEVELS = (0.0, 0.01, *(percent / 100 for percent in range(5, 100, 5)), 0.99, 1.0)
 """Where the quantiles of :class:`Lengths` are taken: every 5%, the ends and the 1% tails."""
 
@@ -24,7 +26,7 @@ class Lengths:
     def __post_init__(self) -> None:
         for values in (self.prompt_tokens, self.output_tokens):
             if len(values) != len(LEVELS) or list(values) != sorted(values):
-                raise ValueError(f"lengths {self.name}: {len(LEVELS)} rising quantiles are needed, got {values}")
+                raise WorkloadError(f"lengths {self.name}: {len(LEVELS)} rising quantiles are needed, got {values}")
 
     def draw(self, rng: random.Random) -> tuple[float, float]:
         """Prompt and output tokens of one request, by inversion: linear between the quantiles."""
@@ -91,7 +93,7 @@ DEEPSEEK_R1 = Lengths(
 def quantile(values: Sequence[float], level: float) -> float:
     """The value at ``level``, 0 to 1, linear between the quantiles at :data:`LEVELS`."""
     if not 0.0 <= level <= 1.0:
-        raise ValueError(f"quantile level {level}: should be from 0 to 1")
+        raise WorkloadError(f"quantile level {level}: should be from 0 to 1")
     upper = min(bisect_right(LEVELS, level), len(LEVELS) - 1)
     low, high = LEVELS[upper - 1], LEVELS[upper]
     share = (level - low) / (high - low)

@@ -70,10 +70,12 @@ class Workload:
     def __post_init__(self) -> None:
         arrivals = [request.arrival_s for request in self.requests]
         if arrivals != sorted(arrivals) or (arrivals and arrivals[0] < 0):
-            raise ValueError(f"workload {self.name}: arrival_s should rise and not be negative")
+            raise WorkloadError(f"workload {self.name}: arrival_s should rise and not be negative")
         for number, request in enumerate(self.requests):
             if request.prompt_tokens < 1 or request.output_tokens < 1:
-                raise ValueError(f"workload {self.name}, request {number}: {request}: both lengths should be 1 or more")
+                raise WorkloadError(
+                    f"workload {self.name}, request {number}: {request}: both lengths should be 1 or more"
+                )
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.requests)

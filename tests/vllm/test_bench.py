@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvpolicy.errors import EngineFailed
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm import bench
 from kvpolicy_vllm.bench import demo as public_demo
 from kvpolicy_vllm.bench.demo import QUICK, Loop, Measured
 from kvpolicy_vllm.bench.demo import demo as demo_function
 from kvpolicy_vllm.bench.demoreport import DemoReport
-from kvpolicy_vllm.bench.engine import EngineFailed, EngineProcess, plugin_arguments
+from kvpolicy_vllm.bench.engine import EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.models import VOCABULARY, make_llama, make_tokenizer
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvpolicy_vllm import launch
 
 PARSE = """
@@ -39,10 +41,26 @@ def parsed(*flags: str) -> dict[str, Any]:
     return found
 
 
+def flags_of(command: list[str]) -> list[str]:
+    """What follows the program; `vllm serve` takes the model without a flag."""
+    if "serve" in command:
+        return ["--model", *command[command.index("serve") + 1 :]]
+    return command[command.index("--model") :]
+
+
+@pytest.mark.parametrize("command", ["serve", "bench"])
+def test_vllms_own_commands_start(command: str) -> None:
+    """They ask for a distribution named vllm, which the CPU build alone is not."""
+    program = [sys.executable, "-m", "vllm.entrypoints.cli.main", command, "--help"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"vllm {command}" in done.stdout
+
+
 def test_vllm_understands_the_flags_and_the_yaml(tmp_path: Path) -> None:
     extra = launch.options("random:0.5", host_gib=0.5, shadow=True, trace=tmp_path / "trace", seed=7, link="2e9")
     command = launch.serve_command("some/llm", extra, ["--seed", "3"])
-    by_flags = parsed(*command[command.index("--model") :])
+    by_flags = parsed(*flags_of(command))
     file = tmp_path / "kvpolicy.yaml"
     file.write_text(launch.config_yaml(extra))
     by_file = parsed("--model", "some/llm", "--seed", "3", "--config", str(file))

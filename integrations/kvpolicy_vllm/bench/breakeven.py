@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from kvpolicy.errors import InputError
 from kvpolicy_vllm.plugin.settings import Link
 
 LATENCY_SHARE = 0.5
@@ -34,7 +35,7 @@ def break_even_link(states: Sequence[Costs], bytes_per_token: float) -> Link | N
     nothing to add. Figures are rounded to two digits. Raises ValueError for fewer than 5 states.
     """
     if len(states) < FEWEST:
-        raise ValueError(f"{len(states)} states: a break-even needs at least {FEWEST}")
+        raise InputError(f"{len(states)} states: a break-even needs at least {FEWEST}")
     tokens = median(state.computed_tokens for state in states)
     near = sorted(states, key=lambda state: abs(math.log(state.computed_tokens / tokens)))
     near = near[: max(FEWEST, round(NEAREST * len(states)))]

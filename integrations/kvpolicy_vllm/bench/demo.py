@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from kvpolicy.datasets.profiles import measured
+from kvpolicy.errors import InputError
 from kvpolicy.evaluation.replay import evaluate
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
@@ -138,7 +139,7 @@ def _make_room(out: Path) -> None:
         sorted(path.name for path in out.iterdir() if path.name not in (*PARTS, DEMO_JSON)) if out.is_dir() else []
     )
     if strange:
-        raise ValueError(f"{out}: holds {strange[0]}, which no demo wrote; give a new folder")
+        raise InputError(f"{out}: holds {strange[0]}, which no demo wrote; give a new folder")
     if (out / DEMO_JSON).exists():
         for part in PARTS:
             shutil.rmtree(out / part, ignore_errors=True)

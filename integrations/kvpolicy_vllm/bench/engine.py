@@ -20,16 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import EngineFailed
 
 LAST_LINES = 40
 PATIENCE_S = 20.0
 """How long an engine that has nothing left to do may take to end by itself."""
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-
-
-class EngineFailed(KVPolicyError, RuntimeError):
-    """An engine's process ended badly; carries the end of what it printed."""
 
 
 def environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.errors import InputError
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy_vllm.bench.engine import device_arguments, plugin_arguments
 from kvpolicy_vllm.bench.job import MOST_EXTRA, Job
@@ -144,6 +145,6 @@ def model_length(llm: Path) -> int:
         values = json.loads(path.read_text())
         return int(values.get("text_config", values)["max_position_embeddings"])
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
+        raise InputError(
             f"{path}: no max_position_embeddings to read ({error!r}); --llm wants a model's folder"
         ) from error

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.errors import InputError
 from kvpolicy_vllm.bench.ending import Counted, run_to_its_end
 from kvpolicy_vllm.bench.engine import EngineProcess
 from kvpolicy_vllm.bench.finishing import ProfileReport, finish_profile
@@ -95,17 +96,27 @@ def take_up(out: Path, asked: dict[str, Any]) -> dict[str, str]:
     plan = out / PLAN
     if not plan.exists():
         if out.exists() and any(out.iterdir()):
-            raise ValueError(f"{out}: holds something that is no profile; give a new folder")
+            raise InputError(f"{out}: holds something that is no profile; give a new folder")
         write_plan(out, {"asked": asked, "done": {}})
         return {}
-    begun = json.loads(plan.read_text())
+    begun = _begun(plan)
     for name, value in asked.items():
         if begun["asked"].get(name) != value:
-            raise ValueError(
+            raise InputError(
                 f"{out}: was begun with {name} {begun['asked'].get(name)!r}, now asked for with {value!r}; "
                 "give a new folder, or the same arguments to take it up again"
             )
     return {name: core for name, core in begun["done"].items() if (out / core / "header.json").exists()}
+
+
+def _begun(plan: Path) -> dict[str, Any]:
+    try:
+        begun = json.loads(plan.read_text())
+    except ValueError as error:
+        raise InputError(f"{plan}: not JSON, though a profile begins by writing it: {error}") from error
+    if not isinstance(begun, dict) or not all(isinstance(begun.get(name), dict) for name in ("asked", "done")):
+        raise InputError(f"{plan}: should hold the objects 'asked' and 'done'; give a new folder")
+    return begun
 
 
 def write_plan(out: Path, plan: dict[str, Any]) -> None:

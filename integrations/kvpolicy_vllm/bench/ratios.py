@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 
 from scipy.special import ndtr, stdtrit
 
+from kvpolicy.errors import InputError
+
 RESAMPLES = 5000
 CONFIDENCE = 0.95
 FEWEST_BLOCKS = 2
@@ -47,9 +49,9 @@ def paired_ratio(
     Raises ValueError for under 2 blocks, unequal numbers of them, and values not above 0.
     """
     if len(above) != len(below) or len(above) < FEWEST_BLOCKS:
-        raise ValueError(f"{len(above)} and {len(below)} blocks: should be as many of both, at least {FEWEST_BLOCKS}")
+        raise InputError(f"{len(above)} and {len(below)} blocks: should be as many of both, at least {FEWEST_BLOCKS}")
     if not all(math.isfinite(value) and value > 0 for value in (*above, *below)):
-        raise ValueError(f"a ratio needs values above 0, got {list(above)} and {list(below)}")
+        raise InputError(f"a ratio needs values above 0, got {list(above)} and {list(below)}")
     logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
     means = sorted(math.fsum(rng.choices(logs, k=len(logs))) / len(logs) for _ in range(resamples))
     tail = widened_tail(len(logs))
@@ -68,7 +70,7 @@ def widened_tail(blocks: int, confidence: float = CONFIDENCE) -> float:
 def mean_and_percentiles(values: Sequence[float]) -> dict[str, float]:
     """Mean, median and 99th percentile, linear between order statistics. Raises ValueError for no values."""
     if not values:
-        raise ValueError("no values to summarise")
+        raise InputError("no values to summarise")
     ordered = sorted(values)
     return {
         "mean": math.fsum(ordered) / len(ordered),

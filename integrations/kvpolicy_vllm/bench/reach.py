@@ -7,6 +7,7 @@ import random
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvpolicy.errors import InputError
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, SERVED, TIMELINE, state_id
 from kvpolicy_vllm.bench.parts import PAGEABLE, Extent, Part
 from kvpolicy_vllm.bench.states import State, running_for
@@ -223,7 +224,7 @@ def _evicted_states(reach: Reach, block_size: int) -> tuple[State, ...]:
     """All beside as many requests as the largest overflow wants."""
     blocks = reach.victim_tokens // block_size
     if reach.victim_tokens % block_size or block_size <= ALIGNING:
-        raise ValueError(f"victim_tokens is {reach.victim_tokens}, should be whole blocks of {block_size} tokens")
+        raise InputError(f"victim_tokens is {reach.victim_tokens}, should be whole blocks of {block_size} tokens")
     requests = running_for(max(reach.victims), blocks)
     return tuple(
         replace(
@@ -255,9 +256,6 @@ class ServedRun:
     level: int
     arm: str
     repeat: int
-
-    def to_row(self) -> list[str | int]:
-        return [self.state_id, self.level, self.arm, self.repeat]
 
 
 def runs_of(reach: Reach, figure: str, number: int, seed: int) -> list[ServedRun]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvpolicy.errors import InputError
 from kvpolicy.events import Cause
 
 NATURAL_SHARE = 0.6
@@ -109,7 +110,7 @@ def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[S
     Raises ValueError for a count below 4 or a span that holds nothing.
     """
     if count < 4 or not 0 < span.fewest_tokens < span.most_tokens < span.model_tokens:
-        raise ValueError(f"cannot lay a grid of {count} states over {span}")
+        raise InputError(f"cannot lay a grid of {count} states over {span}")
     lengths = _log_strata(count, span.fewest_tokens, span.most_tokens, rng)
     others = _dealt(range(span.most_others + 1), count, rng)
     spare = _dealt(SPARE_LEVELS, count, rng)

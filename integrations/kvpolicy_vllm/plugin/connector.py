@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from kvpolicy.errors import InputError
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copier import Copier, unique_segments
@@ -74,7 +75,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         segments = unique_segments(kv_caches, self._kv_cache_config.num_blocks)
         found = sum(segment.shape[1] * segment.element_size() for segment in segments)
         if found != self.block_bytes:
-            raise ValueError(f"a KV block takes {found} bytes in this worker, {self.block_bytes} were configured")
+            raise InputError(f"a KV block takes {found} bytes in this worker, {self.block_bytes} were configured")
         if self.copier is not None and self.copier.copies_on(segments):
             return
         leftover = None if self.copier is None else self.copier.give_up()
@@ -240,7 +241,7 @@ def host_slots(settings: Settings, block_bytes: int, ranks: int) -> int:
     """How many blocks the host pool holds. Raises ValueError where it holds none."""
     slots = int(settings.host_gib * GIB // (block_bytes * ranks))
     if slots < 1:
-        raise ValueError(
+        raise InputError(
             f"host_gib {settings.host_gib:g} holds no KV block of {block_bytes * ranks} bytes over {ranks} ranks; "
             f"give at least {block_bytes * ranks / GIB:.3g}"
         )

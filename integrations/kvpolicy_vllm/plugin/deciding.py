@@ -14,6 +14,7 @@ from kvpolicy import policy as policies
 from kvpolicy.attribution import LiveCost, StepTimeModel
 from kvpolicy.cost import CostModel, online
 from kvpolicy.cost.online import Online
+from kvpolicy.errors import InputError
 from kvpolicy.events import Decision, Kind, Option, Outcome, Preemption
 from kvpolicy.policy import Feedback, Policy, PolicyState
 from kvpolicy_vllm.plugin.journal import header_link
@@ -199,7 +200,7 @@ class Judge:
 
     def _remember(self, path: Path) -> None:
         if self.policy.learned(self._state) is None:
-            raise ValueError(
+            raise InputError(
                 f"kv_connector_extra_config: online_state is {str(path)!r}, but policy {self.policy.name} learns "
                 f"nothing while it serves; {TEACH}"
             )

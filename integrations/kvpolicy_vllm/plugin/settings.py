@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.errors import InputError
+
 GIB = 1 << 30
 DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.copier_for"
 
@@ -28,7 +30,7 @@ class Link:
         except ValueError:
             numbers = []
         if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)) or numbers[0] <= 0 or min(numbers) < 0:
-            raise ValueError(f"link {text!r}: should be BYTES_PER_S[,LATENCY_S], as 2e9 or 2e9,0.001")
+            raise InputError(f"link {text!r}: should be BYTES_PER_S[,LATENCY_S], as 2e9 or 2e9,0.001")
         return cls(*numbers)
 
     def seconds(self, size_bytes: int) -> float:
@@ -83,11 +85,11 @@ class Settings:
         }
         unknown = sorted(set(extra) - set(known))
         if unknown:
-            raise ValueError(
+            raise InputError(
                 f"kv_connector_extra_config: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(known))}"
             )
         if "policy" not in extra:
-            raise ValueError('kv_connector_extra_config: key \'policy\' is missing, as in {"policy": "always-swap"}')
+            raise InputError('kv_connector_extra_config: key \'policy\' is missing, as in {"policy": "always-swap"}')
         given = {key: known[key](key, value) for key, value in extra.items() if value is not None}
         return cls(**given)
 
@@ -101,7 +103,7 @@ class Settings:
         asked = f"host_gib is {self.host_gib:g}"
         if cores > 1:
             asked += f" for each of {cores} data-parallel engine cores here, {self.host_gib * cores:g} in all"
-        raise ValueError(
+        raise InputError(
             f"{asked}, more than half of the {available / GIB:.1f} GiB available now; "
             f'give at most {available / 2 / cores / GIB:.1f}, or "force_host_gib": true'
         )
@@ -109,30 +111,30 @@ class Settings:
 
 def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be a text")
+        raise InputError(f"kv_connector_extra_config: {key} is {value!r}, should be a text")
     return value
 
 
 def _file(key: str, value: Any) -> Path:
     path = Path(_text(key, value))
     if path.is_dir():
-        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, a folder; should be a file")
+        raise InputError(f"kv_connector_extra_config: {key} is {value!r}, a folder; should be a file")
     return path
 
 
 def _flag(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be true or false")
+        raise InputError(f"kv_connector_extra_config: {key} is {value!r}, should be true or false")
     return value
 
 
 def _whole(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be a whole number")
+        raise InputError(f"kv_connector_extra_config: {key} is {value!r}, should be a whole number")
     return value
 
 
 def _positive(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be a number above 0")
+        raise InputError(f"kv_connector_extra_config: {key} is {value!r}, should be a number above 0")
     return float(value)

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as EngineRequest
 
+from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Run, Server, Sink, Times
@@ -53,7 +54,7 @@ class VllmScheduler:
     ) -> Run:
         """See :meth:`kvpolicy.simulator.Simulator.run`."""
         if server.rules != self.rules:
-            raise ValueError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
+            raise InputError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
         began = self._wall()
         identity = Identity(requests, policy, server, times, seed)
         core = identity.core("vllm")
@@ -237,12 +238,12 @@ class Engine:
         """Raises ValueError for a request that could never be served."""
         server, tokens = self.server, request.total_tokens
         if tokens > server.max_model_len:
-            raise ValueError(
+            raise InputError(
                 f"request {number} has {tokens} tokens, prompt and output; max_model_len is {server.max_model_len}"
             )
         blocks = -(-(tokens - 1) // server.block_size)
         if blocks > server.device_blocks:
-            raise ValueError(
+            raise InputError(
                 f"request {number} needs {blocks} blocks of {server.block_size} tokens for its {tokens} tokens; "
                 f"device_blocks is {server.device_blocks}"
             )

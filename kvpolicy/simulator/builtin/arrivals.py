@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
+from kvpolicy.errors import InputError
 from kvpolicy.workload import Request, Source
 
 
@@ -55,7 +56,7 @@ class Arrivals:
         number, request = self._next
         self._next = next(self._source, None)
         if request.arrival_s < self._read_s:
-            raise ValueError(
+            raise InputError(
                 f"request {number} arrives at {request.arrival_s} s, the one before it at {self._read_s} s: "
                 "a source should give its requests in the order of arrival_s"
             )

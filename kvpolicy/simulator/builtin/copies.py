@@ -59,7 +59,7 @@ class CopyBook:
             return 0
         return max(0, min(copy.tokens, live.tokens - 1) - local)
 
-    def begin_load(self, live: Live, tokens: int, block_size: int) -> Copy:
+    def begin_load(self, live: Live, tokens: int, block_size: int) -> None:
         """Queue the load of the last ``tokens`` of what can be loaded."""
         copy = live.copy
         assert copy is not None
@@ -69,7 +69,6 @@ class CopyBook:
         copy.account.busy += 1
         self._loading_blocks += copy.load_blocks
         self._loads.append(copy)
-        return copy
 
     def forget(self, live: Live) -> Copy | None:
         """The request needs its copy no more; its slots are free at once, as the next save comes after this one.

@@ -11,6 +11,7 @@ from math import inf
 
 import numpy as np
 
+from kvpolicy.errors import InputError
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import NULL_BLOCK, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin import costs, ledger
@@ -96,15 +97,15 @@ class Engine:
     def _refuse(self, number: int, request: Request) -> None:
         server = self.server
         if request.prompt_tokens < 1 or request.output_tokens < 1:
-            raise ValueError(f"request {number}: {request}: both lengths should be 1 or more")
+            raise InputError(f"request {number}: {request}: both lengths should be 1 or more")
         if request.total_tokens > server.max_model_len:
-            raise ValueError(
+            raise InputError(
                 f"request {number} has {request.total_tokens} tokens, prompt and output; max_model_len is "
                 f"{server.max_model_len}"
             )
         blocks = -(-(request.total_tokens - 1) // server.block_size)
         if blocks > server.device_blocks:
-            raise ValueError(
+            raise InputError(
                 f"request {number} needs {blocks} blocks of {server.block_size} tokens for its "
                 f"{request.total_tokens} tokens; device_blocks is {server.device_blocks}"
             )
@@ -393,11 +394,11 @@ class Builtin:
 
 def _refuse_impossible(server: Server) -> None:
     if server.rules not in RULES:
-        raise ValueError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
+        raise InputError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
     for name in ("block_size", "block_bytes", "device_blocks", "token_budget", "max_running", "max_model_len"):
         if getattr(server, name) < 1:
-            raise ValueError(f"server.{name} is {getattr(server, name)}, should be 1 or more")
+            raise InputError(f"server.{name} is {getattr(server, name)}, should be 1 or more")
     if not 0 <= server.watermark < 1:
-        raise ValueError(f"server.watermark is {server.watermark:g}, should be from 0, below 1: a share of the blocks")
+        raise InputError(f"server.watermark is {server.watermark:g}, should be from 0, below 1: a share of the blocks")
     if server.host_blocks < 0 or server.link.slowdown < 0:
-        raise ValueError(f"server: host_blocks {server.host_blocks} and {server.link}: nothing should be below 0")
+        raise InputError(f"server: host_blocks {server.host_blocks} and {server.link}: nothing should be below 0")

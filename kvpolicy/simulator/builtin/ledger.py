@@ -15,8 +15,8 @@ def pairs(start: int, end: int) -> int:
     return (end * (end + 1) - start * (start + 1)) // 2
 
 
-def preempted(live: Live, account: Account) -> list[Account]:
-    """Open an account; returns those that nothing more can be charged to because of it."""
+def preempted(live: Live, account: Account) -> None:
+    """Open an account; to those of fewer tokens nothing more can be charged because of it."""
     kept = [(tokens, who) for tokens, who in live.lost if tokens > account.tokens]
     through = [who for tokens, who in live.lost if tokens <= account.tokens]
     live.open = account
@@ -24,7 +24,6 @@ def preempted(live: Live, account: Account) -> list[Account]:
     account.busy += 1
     for who in through:
         who.busy -= 1
-    return through
 
 
 def close(account: Account, ended: Ending, now_s: float) -> None:

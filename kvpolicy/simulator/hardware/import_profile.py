@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.cost.laws import Channel
+from kvpolicy.errors import InputError
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import DeviceSheet, devices, known_sheet, link_sheet, links
 from kvpolicy.shape import ModelShape
@@ -75,7 +76,7 @@ def import_profile(
     """
     shape = geometry if isinstance(geometry, ModelShape) else ModelShape.read(geometry)
     if shape.expert_weight_bytes:
-        raise ValueError(f"{geometry}: a mixture of experts: no table in a known layout holds experts' times")
+        raise InputError(f"{geometry}: a mixture of experts: no table in a known layout holds experts' times")
     engine = _engine(step_s, chunk_step_s, uneven, engine_source)
     if link or device:  # what can be told to be wrong without the tables is, before they are read
         _copies(link, known_sheet(device))
@@ -115,11 +116,11 @@ def _refuse_other_ranks(tables: Sequence[Path], ranks: int) -> None:
 def _engine(step_s: float, chunk_step_s: float, uneven: float, source: str) -> Engine:
     for name, value in (("step_s", step_s), ("chunk_step_s", chunk_step_s), ("uneven", uneven)):
         if not 0 <= value < float("inf"):
-            raise ValueError(f"{name} is {value}, should be 0 or above")
+            raise InputError(f"{name} is {value}, should be 0 or above")
     if not (step_s or chunk_step_s or uneven):
         return Engine()
     if not source:
-        raise ValueError("engine_source is missing: where the engine's own time was measured")
+        raise InputError("engine_source is missing: where the engine's own time was measured")
     return Engine(step_s, chunk_step_s, uneven, source)
 
 
@@ -166,7 +167,7 @@ def _tokens(
             "or AIConfigurator's gemm"
         )
     if sheet is None:
-        raise ValueError(
+        raise InputError(
             f"--device: matrix products alone need a device with a data sheet, for operators by element; there are "
             f"{', '.join(devices())}"
         )
@@ -200,7 +201,7 @@ def _attention(files: Sequence[Opened], geometry: Geometry) -> Attention:
 def _copies(link: str | None, sheet: DeviceSheet | None) -> tuple[Channel, str]:
     name = link or (sheet.link if sheet else None)
     if name is None:
-        raise ValueError(
+        raise InputError(
             f"--link: the device has no data sheet; name its link ({', '.join(links())}) "
             "or give BYTES_PER_S[,LATENCY_S]"
         )
@@ -210,9 +211,9 @@ def _copies(link: str | None, sheet: DeviceSheet | None) -> tuple[Channel, str]:
         try:
             bytes_per_s, latency_s = float(rate), float(latency or 0.0)
         except ValueError as error:
-            raise ValueError(f"--link {name}: should be BYTES_PER_S[,LATENCY_S], as 25e9,1e-5") from error
+            raise InputError(f"--link {name}: should be BYTES_PER_S[,LATENCY_S], as 25e9,1e-5") from error
         if not (0 < bytes_per_s < float("inf") and 0 <= latency_s < float("inf")):
-            raise ValueError(f"--link {name}: bytes per second should be above 0, latency 0 or above")
+            raise InputError(f"--link {name}: bytes per second should be above 0, latency 0 or above")
         return Channel(latency_s, 1 / bytes_per_s, segment), f"as given: {name}; {segment:g} s per piece assumed"
     found = link_sheet(name)
     share, latency_s = ASSUMED.pinned_share.value, ASSUMED.copy_s.value

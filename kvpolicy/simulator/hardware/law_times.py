@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpolicy.attribution import StepTimeModel
 from kvpolicy.attribution.step_time import FULL_AFTERMATH_TOKENS
-from kvpolicy.cost import FittedModel
+from kvpolicy.cost import FittedModel, ModelError
 from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
 from kvpolicy.simulator.base import LOAD, Direction, Floats, StepLoad
 
@@ -28,7 +28,7 @@ class ConstantTimes:
 
     def __post_init__(self) -> None:
         if len(self.per_part_s) != len(LOAD) or self.copy_bytes_per_s <= 0:
-            raise ValueError(f"{self}: per_part_s should hold {len(LOAD)} numbers, copy_bytes_per_s be above 0")
+            raise ModelError(f"{self}: per_part_s should hold {len(LOAD)} numbers, copy_bytes_per_s be above 0")
 
     def step_s(self, load: StepLoad) -> float:
         return linear(self.fixed_s, self.per_part_s, load)
@@ -124,7 +124,7 @@ def law_times(model: FittedModel) -> LawTimes:
     """
     swap, recompute = model.laws["swap"], model.laws["recompute"]
     if not isinstance(swap, SwapRoofline):
-        raise ValueError(f"cost model {model.name}: its law of swap is no roofline and knows no copy times")
+        raise ModelError(f"cost model {model.name}: its law of swap is no roofline and knows no copy times")
     link = f"save {_told(swap.save)}, load {_told(swap.load)}"
     if model.step_time is not None:
         law: StepLaw = FittedSteps(model.step_time)
@@ -133,7 +133,7 @@ def law_times(model: FittedModel) -> LawTimes:
         law = RooflineSteps(recompute)
         told = "roofline of " + ("; ".join(model.provenance.notes) or "its training traces")
     else:
-        raise ValueError(f"cost model {model.name}: it knows no step times; profile and train one")
+        raise ModelError(f"cost model {model.name}: it knows no step times; profile and train one")
     return LawTimes(law, swap.save, swap.load, f"cost model {model.name}: {told}; {link}")
 
 

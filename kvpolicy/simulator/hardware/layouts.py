@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from kvpolicy.errors import InputError
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 
 Floats = NDArray[np.float64]
@@ -51,7 +52,7 @@ class Rows:
         """NaN where a cell is empty. Raises ValueError naming file and column for text."""
         column = self._table[name]
         if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-            raise ValueError(f"{self.file}: column {name} is {column.type}, should hold numbers")
+            raise InputError(f"{self.file}: column {name} is {column.type}, should hold numbers")
         return np.asarray(pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy(), np.float64)
 
     def text(self, name: str) -> NDArray[np.str_]:
@@ -422,7 +423,7 @@ def _aiconfigurator_attention(rows: Rows) -> Iterator[Part]:
     elif words == {"generation_attention"}:
         yield from _generation_attention(rows)
     else:
-        raise ValueError(f"{rows.file}: op_name is {sorted(words)}, should be context_ or generation_attention")
+        raise InputError(f"{rows.file}: op_name is {sorted(words)}, should be context_ or generation_attention")
 
 
 LAYOUTS: tuple[Layout, ...] = (

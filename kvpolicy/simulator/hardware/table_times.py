@@ -131,10 +131,10 @@ def read_hardware(path: Path | str) -> HardwareModel:
         raise HardwareError(f"{file}: schema_version is {told.get('schema_version')!r}, should be {SCHEMA_VERSION}")
     try:
         model = _model(told)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise HardwareError(f"{file}: a field is missing or of another type: {error}") from error
     except HardwareError as error:
         raise HardwareError(f"{file}: {error}") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise HardwareError(f"{file}: a field is missing or of another type: {error}") from error
     if model.digest != told.get("digest"):
         raise HardwareError(f"{file}: its content is not that of its digest: changed by hand, or damaged")
     return model
