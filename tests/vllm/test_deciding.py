@@ -62,7 +62,7 @@ def test_an_idle_engine_has_what_was_learned_written_at_once(tmp_path: Path, mon
     patience = time.monotonic() + 60
     while not state.exists() and time.monotonic() < patience:
         time.sleep(0.01)
-    assert remembered.load(state, cost.load("cpu-llama-native").digest).events == 3
+    assert online.load(state, cost.load("cpu-llama-native").digest).events == 3
     begun.close()
 
 
