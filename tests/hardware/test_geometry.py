@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.hardware import _memory_groups, available_memory_bytes
+from kvpolicy.hardware.geometry import _memory_groups, available_memory_bytes
 
 MIB = 1 << 20
 GIB = 1 << 30
