@@ -245,7 +245,7 @@ class Controller:
     def _restorable_tokens(self, request: Any) -> int:
         """Most tokens that a load may bring ``request`` to. The last one known is computed, to sample the next."""
         tokens = int(request.num_tokens) - 1
-        if self._captures_routed_experts:  # vLLM collects them by whole blocks from where a request resumes
+        if self._captures_routed_experts:  # vLLM would load nothing where a block is not whole
             tokens -= tokens % self._block_size
         return tokens
 
@@ -344,9 +344,6 @@ class Controller:
         if situation.computed_tokens == 0:
             return "nothing_computed"
         if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
-            return "not_loadable"
-        if self._reads_routed_experts and request.num_output_tokens == 0:
-            # Up to vLLM 0.30 a prompt's experts are read, when it is computed, from where its blocks lie.
             return "not_loadable"
         if self.health.suspended(situation.time_s):
             return "copies_failing"
@@ -478,13 +475,8 @@ class Controller:
 
     @property
     def _captures_routed_experts(self) -> bool:
-        """vLLM 0.31 and later, with ``--enable-return-routed-experts``."""
+        """vLLM 0.33, with ``--enable-return-routed-experts``; earlier versions are refused with it."""
         return getattr(self._scheduler, "aux_output_connector", None) is not None
-
-    @property
-    def _reads_routed_experts(self) -> bool:
-        """vLLM 0.24 to 0.30, with ``--enable-return-routed-experts``."""
-        return bool(getattr(self._scheduler, "enable_return_routed_experts", False))
 
     @property
     def _step_number(self) -> int:

@@ -126,6 +126,7 @@ def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> No
     _refuse_transfer_settings(config)
     _refuse_engine_settings(config)
     _refuse_model(config)
+    _refuse_routed_experts(config)
     if kv_cache is not None:
         _refuse_kv_cache(kv_cache)
 
@@ -218,6 +219,17 @@ def _refuse_model(config: VllmConfig) -> None:
         (model.is_hybrid, "hybrid models (attention together with layers that keep another state)"),
     )
     _refuse_first(refusals)
+
+
+def _refuse_routed_experts(config: VllmConfig) -> None:
+    """Below 0.31 vLLM itself refuses them beside a connector; there it has no such configuration."""
+    if engine_version(allow_untested=allows_untested(config)) >= (0, 33):
+        return
+    if hasattr(config, "aux_output_config") and config.aux_output_config.enabled:
+        raise UnsupportedEngine(
+            "kvpolicy does not serve --enable-return-routed-experts on a vLLM older than 0.33, where a request that is "
+            "loaded ends the engine; install 0.33, or run this engine without the kvpolicy flags"
+        )
 
 
 def _refuse_first(refusals: Iterable[tuple[bool, str]]) -> None:
