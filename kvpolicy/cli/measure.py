@@ -37,6 +37,9 @@ OnlineState = Annotated[
     Path | None,
     typer.Option("--online-state", help="File that keeps what an online=on policy learned, over a restart."),
 ]
+AllowUntested = Annotated[
+    bool, typer.Option("--allow-untested-version", help="Serve with a vLLM newer than all that were tested.")
+]
 RecordTo = Annotated[Path | None, typer.Option("--trace", help="Folder to record a trace into.")]
 PolicySeed = Annotated[int | None, typer.Option(help="Seed of a policy that draws.")]
 Link = Annotated[str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LATENCY_S]; native without it.")]
@@ -176,6 +179,7 @@ def serve(
     policy_seed: PolicySeed = None,
     link: Link = None,
     online_state: OnlineState = None,
+    allow_untested_version: AllowUntested = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's go to vLLM as they are."""
@@ -190,6 +194,7 @@ def serve(
         seed=policy_seed,
         link=link,
         online_state=online_state,
+        allow_untested_version=allow_untested_version,
     )
     command = launch.serve_command(llm, options, context.args)
     if dry_run:
@@ -210,6 +215,7 @@ def config(
     policy_seed: PolicySeed = None,
     link: Link = None,
     online_state: OnlineState = None,
+    allow_untested_version: AllowUntested = False,
 ) -> None:
     """Print the YAML that switches the policy on: vllm serve LLM --config FILE.yaml."""
     launch = engines.launcher()
@@ -223,6 +229,7 @@ def config(
         seed=policy_seed,
         link=link,
         online_state=online_state,
+        allow_untested_version=allow_untested_version,
     )
     typer.echo(launch.config_yaml(options), nl=False)
 

@@ -158,12 +158,13 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
         found["untrained"] = told(with_policy(good, "cheapest:analytic"))
     real, vllm.__version__ = vllm.__version__, "0.99.0"
     found["version"] = told(good)
+    found["version asked for"] = told(with_policy(good, "always-swap", allow_untested_version=True))
     vllm.__version__ = real
     return found
 
 
-def with_policy(plugin: dict[str, Any], policy: str) -> dict[str, Any]:
-    extra = {"kv_connector_extra_config": {"policy": policy}}
+def with_policy(plugin: dict[str, Any], policy: str, **more: Any) -> dict[str, Any]:
+    extra = {"kv_connector_extra_config": {"policy": policy, **more}}
     return plugin | {"kv_transfer_config": plugin["kv_transfer_config"] | extra}
 
 

@@ -52,7 +52,7 @@ def test_vllm_understands_the_flags_and_the_yaml(tmp_path: Path) -> None:
         "seed": 3,
         "scheduler": launch.SCHEDULER,
         "connector": launch.CONNECTOR,
-        "module": None,
+        "module": launch.CONNECTOR_MODULE,
         "role": "kv_producer",
         "failures": "recompute",
         "extra": extra,

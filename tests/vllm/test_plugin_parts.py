@@ -249,6 +249,36 @@ class TestRecorder:
         assert len(list((tmp_path / "trace" / "core" / "requests").iterdir())) == 3
         assert recorder.dropped == 0
 
+    def test_what_is_asked_for_is_written_while_rows_are_few_and_time_is_short(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As where the engine idles after its last answer, and may be killed at any moment."""
+        written = threading.Event()
+        write = recording.write_part
+
+        def write_and_tell(*arguments: Any) -> None:
+            write(*arguments)
+            written.set()
+
+        monkeypatch.setattr(recording, "write_part", write_and_tell)
+        recorder = Recorder(tmp_path / "trace" / "core", header(), part_s=1e9)
+        for parts in (1, 2):
+            recorder.add("requests", ROW)
+            recorder.flush_soon()
+            assert written.wait(60)
+            assert trace.read(tmp_path / "trace").table("requests").num_rows == parts
+            written.clear()
+        recorder.close()
+
+    def test_asking_for_it_does_not_wait_for_the_disk(self, tmp_path: Path) -> None:
+        recorder = Recorder(tmp_path / "trace" / "core", header())
+        with recorder._writing:  # the writer is stuck
+            recorder.add("requests", ROW)
+            recorder.flush_soon()
+            recorder.flush_soon()
+        recorder.close()
+        assert trace.read(tmp_path / "trace").table("requests").num_rows == 1
+
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")
         recorder = Recorder(tmp_path / "file" / "core", header())

@@ -125,4 +125,5 @@ def test_a_device_with_a_data_sheet_needs_no_training(messages: dict[str, str]) 
 
 
 def test_version_out_of_range(messages: dict[str, str]) -> None:
-    assert "0.24 to 0.33" in messages["version"]
+    assert "0.24 to 0.33" in messages["version"] and "allow_untested_version" in messages["version"]
+    assert messages["version asked for"] == ""

@@ -18,7 +18,7 @@ from kvpolicy_vllm.plugin.copier import Copier, unique_segments
 from kvpolicy_vllm.plugin.jobs import Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.settings import GIB, Settings
-from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported
+from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported, warn_untested
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +45,14 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             # Here, because the workers come first: the scheduler would see the memory that they have taken.
             self.settings.refuse_too_much_memory(cores_here(vllm_config))
         else:
+            warn_untested()
             self.controller = Controller(self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes)
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._saved_step = -1
-        self._reports_requests = engine_version() >= (0, 32)
+        known = engine_version(self.settings.allow_untested_version) >= (0, 32)
+        # A build that does not know its version may be older than it is taken for.
+        self._reports_requests = known and hasattr(KVConnectorBase_V1, "get_transfer_results")
 
     @property
     def requires_kv_delivery(self) -> bool:

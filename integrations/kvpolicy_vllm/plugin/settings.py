@@ -61,6 +61,8 @@ class Settings:
     link: Link | None = None
     source: str = "production"
     """What the trace's header says it is."""
+    allow_untested_version: bool = False
+    """Serve a vLLM that is newer than all that were tested, or a build that does not know its version."""
     copier: str = DEFAULT_COPIER
     """Import path of what makes the worker-side copier. For tests that make copies fail."""
 
@@ -78,6 +80,7 @@ class Settings:
             "online_state": _file,
             "link": lambda key, value: Link.parse(_text(key, value)),
             "source": _text,
+            "allow_untested_version": _flag,
             "copier": _text,
         }
         unknown = sorted(set(extra) - set(known))

@@ -5,6 +5,7 @@ Each refusal names the setting and what would be right; later releases take them
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +20,66 @@ if TYPE_CHECKING:
 
 OLDEST = (0, 24)
 NEWEST = (0, 33)
+BETWEEN_RELEASES = re.compile(r"\d(a|b|rc)\d|\.dev\d")
+"""A release candidate, or a build of sources without a tag. Not refused: nearly all of it is a release's own code, and
+refusing would shut out everybody who builds vLLM."""
+
+logger = logging.getLogger(__name__)
 
 
 class UnsupportedEngine(KVPolicyError):
     """The engine is set up in a way the plugin does not serve; the message says what would be right."""
 
 
-def engine_version() -> tuple[int, int]:
-    """(major, minor) of the vLLM that is running. Raises :class:`UnsupportedEngine` outside the tested range."""
-    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if not found:
-        raise UnsupportedEngine(f"vLLM calls itself {vllm.__version__!r}; kvpolicy serves {_range()}")
-    version = (int(found[1]), int(found[2]))
-    if not OLDEST <= version <= NEWEST:
-        raise UnsupportedEngine(f"vLLM {vllm.__version__} is outside the range kvpolicy was tested with: {_range()}")
+def engine_version(allow_untested: bool = False) -> tuple[int, int]:
+    """(major, minor) of the vLLM that is running; of a build whose version says nothing, the newest that was tested.
+
+    Raises :class:`UnsupportedEngine` outside the tested range, above it only where ``allow_untested`` is not set.
+    """
+    version = _numbers()
+    if version is None or version > NEWEST:
+        if not allow_untested:
+            raise UnsupportedEngine(_what_to_do(version))
+        return version or NEWEST
+    if version < OLDEST:
+        raise UnsupportedEngine(f"vLLM {vllm.__version__} is older than what kvpolicy serves: install {_range()}")
     return version
+
+
+def warn_untested() -> None:
+    """Say so where the running vLLM is served although it is none of the tested releases."""
+    version = _numbers()
+    if version is not None and version <= NEWEST and not BETWEEN_RELEASES.search(vllm.__version__):
+        return
+    number = ".".join(map(str, version or NEWEST))
+    logger.warning(
+        "kvpolicy: vLLM %s is taken as %s; tested are the releases %s. Whatever has changed beside them may show as "
+        "errors at the start, or as requests that stall",
+        vllm.__version__, number, _range(),
+    )  # fmt: skip
+
+
+def _numbers() -> tuple[int, int] | None:
+    """(major, minor), or None where a build from source knew neither: vLLM calls it ``dev`` then, or 0.1.dev1."""
+    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    return None if version == (0, 0) or (version == (0, 1) and "dev" in vllm.__version__) else version
+
+
+def _what_to_do(version: tuple[int, int] | None) -> str:
+    untested = (
+        'to try it all the same, set "allow_untested_version": true in kv_connector_extra_config (kvpolicy serve '
+    )
+    untested += "and config: --allow-untested-version)"
+    if version is not None:
+        return (
+            f"vLLM {vllm.__version__} is newer than what kvpolicy was tested with: install {_range()}, or, {untested}"
+        )
+    return (
+        f"vLLM calls itself {vllm.__version__!r}, as a build from sources without their tags does; kvpolicy serves "
+        f"{_range()}: build it with its tags or with VLLM_VERSION_OVERRIDE set to the release it comes from, or, "
+        f"{untested}"
+    )
 
 
 def _range() -> str:
@@ -42,11 +88,17 @@ def _range() -> str:
 
 def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> None:
     """Raises :class:`UnsupportedEngine` for the first setting that does not fit."""
-    engine_version()
+    engine_version(allow_untested=allows_untested(config))
     _refuse_transfer_settings(config)
     _refuse_engine_settings(config)
     if kv_cache is not None:
         _refuse_kv_cache(kv_cache)
+
+
+def allows_untested(config: VllmConfig) -> bool:
+    """Whether the settings let a vLLM through that nobody has tested; whether they are right is told later."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector_extra_config.get("allow_untested_version") is True
 
 
 def _refuse_transfer_settings(config: VllmConfig) -> None:
