@@ -28,7 +28,7 @@ def described(command: Any) -> dict[str, Any]:
 
 def _parameter(one: Any, type_: Any) -> dict[str, Any]:
     told = {
-        "help": one.help,
+        "help": one.help.replace("\\[", "["),
         "default": str(one.default) if isinstance(one.default, Path) else one.default,
         "required": one.required,
         "type": str(type_.__name__ if isinstance(type_, type) else type_).replace("pathlib.", ""),
@@ -56,14 +56,18 @@ def test_every_command_shows_its_flags(
         main([name, "--help"])
     shown = capsys.readouterr().out
     assert stopped.value.code == 0
+    words = " ".join(shown.replace("│", " ").split())
     for parameter in COMMANDS[name].params:
+        assert " ".join(parameter.help.replace("\\[", "[").split()) in words
         assert all(flag in shown for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("-"))
         assert parameter.name == "help" or parameter.help, f"{name} {parameter.name}: nothing says what it is"
 
 
 def write() -> None:
     GOLDEN.parent.mkdir(exist_ok=True)
-    GOLDEN.write_text(json.dumps({name: described(one) for name, one in sorted(COMMANDS.items())}, indent=1) + "\n")
+    GOLDEN.write_text(
+        json.dumps({name: described(one) for name, one in sorted(COMMANDS.items())}, indent=1, sort_keys=True) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("errors", "version"),
-    ("events", "overflow", "shape", "regression"),
+    ("events", "fields", "overflow", "shape", "regression"),
     ("features", "hardware", "trace", "workload"),
     ("attribution",),
     ("cost", "datasets"),

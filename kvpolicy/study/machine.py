@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import cost
-from kvpolicy.cost import Engine, FittedModel, ModelError
+from kvpolicy.cost import Engine, FittedModel
+from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import StepLoad, Times
@@ -66,16 +67,20 @@ class Machine:
         return round(self.kv_bytes_per_token * block_size)
 
     @property
+    def device(self) -> str:
+        return str(self.hardware.get("device"))
+
+    @property
     def waits_for_copies(self) -> bool:
         """Whether a step waits for the copies that it brings, as on a CPU, whose memory is the host's."""
-        return self.hardware.get("device") == "cpu" and self.link["kind"] == "native"
+        return self.device == "cpu" and self.link["kind"] == "native"
 
     def slowdown(self, times: Times) -> float:
         """Share by which a copy slows the steps beside it: what it takes of the device memory's bandwidth.
 
         0 where nobody says what that is.
         """
-        sheet = known_sheet(self.hardware.get("device"))
+        sheet = known_sheet(self.device)
         if sheet is None:
             return 0.0
         rate = PROBE_BYTES / times.copy_s("load", PROBE_BYTES, 1, PROBE_BYTES)
@@ -97,7 +102,7 @@ def _opened(spec: str, digest: str) -> Machine:
         return _trained(spec)
     place, colon, config = spec.partition(":")
     if not colon or not place or not config:
-        raise ModelError(f"hardware {spec!r}: should be {FORMS}; models that ship are {', '.join(cost.shipped())}")
+        raise WrongValue("hardware", f"{spec!r}: should be {FORMS}; models that ship are {', '.join(cost.shipped())}")
     return _by_sheet(spec, config)
 
 
@@ -201,8 +206,8 @@ class GivenLink:
         except ValueError:
             numbers = []
         if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)) or numbers[0] <= 0 or min(numbers) < 0:
-            raise ValueError(
-                f"link {text!r}: should be native or BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005, above 0"
+            raise WrongValue(
+                "link", f"{text!r}: should be native or BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005, above 0"
             )
         return cls(*numbers)
 

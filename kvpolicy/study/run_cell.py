@@ -25,7 +25,8 @@ from kvpolicy.simulator.requests_csv import ARRIVAL, COUNTS, measured_requests
 from kvpolicy.simulator.sinks import FolderSink
 from kvpolicy.simulator.watched import Watched
 from kvpolicy.study.cache import path_digest, program_digest, workload_digest
-from kvpolicy.study.cell import Cell, Serving
+from kvpolicy.study.cell import Cell
+from kvpolicy.study.config import Serving
 from kvpolicy.study.machine import Behind, GivenLink, Machine, open_machine
 from kvpolicy.study.parts import Part
 from kvpolicy.workload import Format, Source, open_workload
@@ -103,7 +104,7 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
     )
     return {
         "inputs": cell.inputs(),
-        "device": str(machine.hardware.get("device")),
+        "device": machine.device,
         **numbers(done.summary),
         "rows": rows_of(source),
         "choices": watched.seen.choices,
@@ -170,6 +171,7 @@ def times_of(cell: Cell, machine: Machine) -> Times:
 
 def server_of(cell: Cell, machine: Machine) -> Server:
     serving, block_bytes = cell.serving, machine.block_bytes(cell.serving.block_size)
+    limits = serving.limits(machine.device)
     copies = Link(
         overlapped=cell.link != NATIVE or not machine.waits_for_copies,
         slowdown=machine.slowdown(times_of(cell, machine)),
@@ -180,11 +182,11 @@ def server_of(cell: Cell, machine: Machine) -> Server:
         block_bytes=block_bytes,
         device_blocks=cell.kv_blocks,
         host_blocks=serving.host_blocks_of(block_bytes),
-        token_budget=serving.token_budget,
-        max_running=serving.max_num_seqs,
+        token_budget=limits.token_budget,
+        max_running=limits.max_num_seqs,
         prefix_caching=serving.prefix_caching,
         scheduling="priority" if serving.scheduling == "priority" else "fcfs",
-        asynchronous=serving.asynchronous,
+        asynchronous=limits.asynchronous,
         watermark=serving.watermark,
         segment_bytes=machine.segment_bytes(serving.block_size),
         link=copies,
@@ -217,12 +219,13 @@ def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serv
     """``digest``: of its cost model's folder, which tells it from what was there before."""
     told_link = machine.link if link == NATIVE else GivenLink.parse(link).to_dict()
     block_bytes = machine.block_bytes(serving.block_size)
+    token_budget = serving.limits(machine.device).token_budget
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
         loader = machine.model_loader(
             Engine(
                 block_size=serving.block_size,
-                token_budget=serving.token_budget,
+                token_budget=token_budget,
                 block_bytes=block_bytes,
                 geometry=machine.geometry,
                 hardware=machine.hardware,
@@ -232,7 +235,7 @@ def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serv
         loaded = policies.load(policy, loader)
         if loaded.cost_model is not None:
             loaded.cost_model.check_fit(
-                serving.block_size, block_bytes, machine.geometry, machine.hardware, told_link, serving.token_budget
+                serving.block_size, block_bytes, machine.geometry, machine.hardware, told_link, token_budget
             )
     told = (str(one.message) for one in caught if issubclass(one.category, ModelWarning))
     return loaded, tuple(dict.fromkeys(told))
