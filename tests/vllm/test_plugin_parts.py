@@ -343,16 +343,12 @@ def test_settings_name_what_is_wrong(extra: dict[str, Any], words: str) -> None:
 
 
 class TestHostMemory:
-    @pytest.fixture(autouse=True)
-    def sixteen_gib(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvpolicy_vllm.plugin.settings.available_memory_bytes", lambda: 16 << 30)
-
     def test_every_core_of_this_machine_has_a_pool(self) -> None:
         settings = Settings(policy="always-swap", host_gib=4.0)
-        settings.refuse_too_much_memory(cores=2)
+        settings.refuse_too_much_memory(16 << 30, cores=2)
         with pytest.raises(ValueError, match=r"4 for each of 3 .* engine cores here, 12 in all, .* give at most 2.7"):
-            settings.refuse_too_much_memory(cores=3)
-        Settings(policy="always-swap", host_gib=4.0, force_host_gib=True).refuse_too_much_memory(cores=3)
+            settings.refuse_too_much_memory(16 << 30, cores=3)
+        Settings(policy="always-swap", host_gib=4.0, force_host_gib=True).refuse_too_much_memory(16 << 30, cores=3)
 
     @pytest.mark.parametrize(("size_local", "rank_local", "cores"), [(1, None, 1), (4, 0, 4), (1, 3, 4), (0, None, 1)])
     def test_cores_are_counted_where_each_is_told_that_it_is_alone(

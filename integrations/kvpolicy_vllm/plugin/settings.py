@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.hardware import available_memory_bytes
-
 GIB = 1 << 30
 DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.copier_for"
 
@@ -93,12 +91,11 @@ class Settings:
         given = {key: known[key](key, value) for key, value in extra.items() if value is not None}
         return cls(**given)
 
-    def refuse_too_much_memory(self, cores: int = 1) -> None:
-        """Raises ValueError where the host pools would take more than half of the available memory, unless forced.
+    def refuse_too_much_memory(self, available: int, cores: int = 1) -> None:
+        """Raises ValueError where the host pools would take more than half of the ``available`` bytes, unless forced.
 
         ``cores``: data-parallel engine cores on this machine; each has a pool of its own.
         """
-        available = available_memory_bytes()
         if self.host_gib * cores * GIB <= available / 2 or self.force_host_gib:
             return
         asked = f"host_gib is {self.host_gib:g}"
