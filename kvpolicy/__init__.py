@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvpolicy.version import __version__
 
 if TYPE_CHECKING:
-    from kvpolicy.engines import characterize, demo, profile
+    from kvpolicy.integrations import characterize, demo, profile
     from kvpolicy.evaluation import evaluate
     from kvpolicy.explaining import explain
     from kvpolicy.reporting.writing import report
@@ -40,12 +40,12 @@ __all__ = [
 
 _HOMES = {
     "calibrate": "kvpolicy.training",
-    "characterize": "kvpolicy.engines",
-    "demo": "kvpolicy.engines",
+    "characterize": "kvpolicy.integrations",
+    "demo": "kvpolicy.integrations",
     "evaluate": "kvpolicy.evaluation",
     "explain": "kvpolicy.explaining",
     "import_profile": "kvpolicy.simulator.hardware.import_profile",
-    "profile": "kvpolicy.engines",
+    "profile": "kvpolicy.integrations",
     "recommend": "kvpolicy.study.recommend",
     "report": "kvpolicy.reporting.writing",
     "simulate": "kvpolicy.study.grid",
