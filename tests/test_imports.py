@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("errors", "version"),
+    ("errors", "version", "lazy_names"),
     ("events", "overflow", "shape", "regression"),
     ("features", "hardware", "trace", "workload"),
     ("attribution",),
@@ -28,7 +28,7 @@ LAYERS = (
 
 _DECIDE = {"errors", "events", "features", "shape", "hardware", "trace", "attribution", "cost", "policy"}
 INTEGRATION = {
-    "": set(),
+    "": {"lazy_names"},
     "connector": set(),
     "launch": {"policy", "integrations"},
     "integration": {"integrations", "simulator"},

@@ -45,7 +45,7 @@ def elsewhere(installed: Path, code: str) -> str:
 
 def test_it_holds_both_packages_and_the_data_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"kvpolicy/py.typed", "kvpolicy_vllm/py.typed", "kvpolicy_vllm/launch.py"} <= set(
+    assert {"kvpolicy/py.typed", "kvpolicy/__init__.pyi", "kvpolicy_vllm/py.typed", "kvpolicy_vllm/launch.py"} <= set(
         names
     )
     assert {name.split("/")[0] for name in names} == {
