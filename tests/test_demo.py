@@ -10,11 +10,11 @@ import pytest
 
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.bench.breakeven import Costs, break_even_link, flag
-from kvpolicy_vllm.bench.demo import DEMO_JSON, _make_room, _that_fit, demo, targets_of
 from kvpolicy_vllm.bench.demoreport import DemoReport, LinkReport
 from kvpolicy_vllm.bench.exactness import Comparison
 from kvpolicy_vllm.bench.overload import Run
 from kvpolicy_vllm.bench.ratios import Ratio
+from kvpolicy_vllm.bench.run_demo import DEMO_JSON, _make_room, _that_fit, demo, targets_of
 from kvpolicy_vllm.plugin.settings import Link
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from kvpolicy import policy as policies
-from kvpolicy.engines import require
+from kvpolicy.integrations import require
 from kvpolicy_vllm.plugin.settings import Settings
 
 SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy import engines
+from kvpolicy import integrations
 
 POLICIES = (
     "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL, explore:COST_MODEL or "
@@ -183,7 +183,7 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's go to vLLM as they are."""
-    launch = engines.launcher()
+    launch = integrations.launcher()
     options = launch.options(
         policy,
         shadow=shadow,
@@ -218,7 +218,7 @@ def config(
     allow_untested_version: AllowUntested = False,
 ) -> None:
     """Print the YAML that switches the policy on: vllm serve LLM --config FILE.yaml."""
-    launch = engines.launcher()
+    launch = integrations.launcher()
     options = launch.options(
         policy,
         shadow=shadow,

@@ -13,7 +13,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from kvpolicy import engines
+from kvpolicy import integrations
 from kvpolicy import policy as policies
 from kvpolicy.cost import Engine, ModelWarning
 from kvpolicy.policy import Policy
@@ -70,8 +70,7 @@ def simulator_of(name: str) -> Simulator:
     """Raises EngineMissing, a ValueError that says what to install, where there is none of that name."""
     if name == "builtin":
         return Builtin()
-    found: Simulator = engines.simulator(name)
-    return found
+    return integrations.simulator(name)
 
 
 def rules_of(name: str) -> str:

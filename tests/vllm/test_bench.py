@@ -9,21 +9,17 @@ import os
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from kvpolicy.workload import Request, Workload
-from kvpolicy_vllm import bench
-from kvpolicy_vllm.bench import demo as public_demo
-from kvpolicy_vllm.bench.demo import QUICK, Loop, Measured
-from kvpolicy_vllm.bench.demo import demo as demo_function
 from kvpolicy_vllm.bench.demoreport import DemoReport
 from kvpolicy_vllm.bench.engine import EngineFailed, EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.models import VOCABULARY, make_llama, make_tokenizer
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
+from kvpolicy_vllm.bench.run_demo import QUICK, Loop, Measured
 
 TINY = dataclasses.replace(QUICK, requests=16, warm_up_requests=2, calm_requests=2)
 ARMS = {"vllm", "always-recompute", "always-swap", "learned"}
@@ -193,11 +189,3 @@ def test_the_plugin_can_be_taken_out_and_put_back(model: str, tmp_path: Path) ->
             assert run[same] == stock[same]
     assert runs[1]["scheduler"] == ["AdaptiveSyncScheduler", "Asking", *stock["scheduler"]]
     assert runs[1]["stats"]["loaded_tokens"] > 0 and runs[1]["tokens"] == stock["tokens"]
-
-
-def test_functions_keep_their_names() -> None:
-    """Submodules of the same names must not take the place of the package's functions."""
-    import_module("kvpolicy_vllm.bench.profile")
-    assert callable(bench.demo)
-    assert callable(bench.profile)
-    assert bench.demo is public_demo is demo_function

@@ -13,10 +13,10 @@ from kvpolicy.overflow import EVICTED_TOKENS, FIGURES, MEMORY, TIMELINE
 from kvpolicy.reporting.reading import material
 from kvpolicy.reporting.writing import report
 from kvpolicy.trace import Trace
-from kvpolicy_vllm.bench.characterize import characterize
 from kvpolicy_vllm.bench.parts import Extent
-from kvpolicy_vllm.bench.profile import UNFINISHED
 from kvpolicy_vllm.bench.reach import ARMS, Reach, runs_of
+from kvpolicy_vllm.bench.run_characterize import characterize
+from kvpolicy_vllm.bench.run_profile import UNFINISHED
 
 TINY = Reach(
     lengths=(64, 128), length_requests=3, block_sizes=(32,), block_size_tokens=96,

@@ -16,7 +16,7 @@ from kvpolicy.trace import Header, Trace
 from kvpolicy_vllm.bench.finishing import ProfileReport
 from kvpolicy_vllm.bench.job import Noise
 from kvpolicy_vllm.bench.parts import QUICK, Extent, parts_of
-from kvpolicy_vllm.bench.profile import UNFINISHED, profile
+from kvpolicy_vllm.bench.run_profile import UNFINISHED, profile
 from kvpolicy_vllm.bench.selfcheck import judge, self_checks
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid, waiting_prompt_tokens
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy import engines
+from kvpolicy import integrations
 from kvpolicy.study.config import Run
-from kvpolicy_vllm.simulator import VllmScheduler
+from kvpolicy_vllm.simulator.engine import VllmScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # vLLM's own
 CONFIG = {
@@ -30,7 +30,7 @@ DIFFERS = ("simulator_wall_s", "steps", "inputs", "digest")
 
 def test_both_engines_come_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is registered when the package is installed; here it may be an older one that is."""
-    monkeypatch.setattr(engines, "simulator", lambda name: VllmScheduler())
+    monkeypatch.setattr(integrations, "simulator", lambda name: VllmScheduler())
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     given: dict[str, Any] = {
         "workloads": ["azure-conversation-2023?n=24&context=1024"],

@@ -20,10 +20,8 @@ from kvpolicy import trace as traces
 from kvpolicy.overflow import SERVED
 from kvpolicy.trace import Header
 from kvpolicy.training import train
-from kvpolicy_vllm.bench.demo import SHAPE
 from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.parts import Rig, model_length
-from kvpolicy_vllm.bench.profile import Tell, asked_for, measure_part, prepare, scratch_of, take_up, telling, write_plan
 from kvpolicy_vllm.bench.reach import (
     ARMS,
     DECODED,
@@ -37,6 +35,17 @@ from kvpolicy_vllm.bench.reach import (
     steps_of,
     study_states,
     time_left,
+)
+from kvpolicy_vllm.bench.run_demo import SHAPE
+from kvpolicy_vllm.bench.run_profile import (
+    Tell,
+    asked_for,
+    measure_part,
+    prepare,
+    scratch_of,
+    take_up,
+    telling,
+    write_plan,
 )
 from kvpolicy_vllm.bench.served import ServedJob, serve_part
 from kvpolicy_vllm.bench.states import Span
@@ -79,9 +88,9 @@ def characterize(
 ) -> Measured:
     """Measure ``figures`` (see :data:`kvpolicy.overflow.FIGURES`) and write a trace to ``out``.
 
-    ``reach``: instead of what ``quick`` says. Raises ValueError as :func:`kvpolicy_vllm.bench.profile` does, and for a
-    level the model is too short for; EngineFailed where an engine ends badly; KeyboardInterrupt, which says what is
-    kept, where it is interrupted.
+    ``reach``: instead of what ``quick`` says. Raises ValueError as :func:`~kvpolicy_vllm.bench.run_profile.profile`
+    does, and for a level the model is too short for; EngineFailed where an engine ends badly; KeyboardInterrupt, which
+    says what is kept, where it is interrupted.
     """
     asked = asked_for(llm, link, seed, study=("quick" if quick else "full") if reach is None else asdict(reach))
     # The figures may differ from one call to the next: what is there stays.

@@ -40,9 +40,9 @@ from kvpolicy_vllm.bench.overload import (
     ttft_ratio,
 )
 from kvpolicy_vllm.bench.parts import Extent
-from kvpolicy_vllm.bench.profile import profile
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.bench.ratios import mean_and_percentiles
+from kvpolicy_vllm.bench.run_profile import profile
 from kvpolicy_vllm.plugin.settings import Link
 
 FIXED = ("always-recompute", "always-swap")
