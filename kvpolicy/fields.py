@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass
 from math import inf
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kvpolicy.errors import InputError
 
@@ -65,9 +65,14 @@ def options_of(config: Any) -> list[dataclasses.Field[Any]]:
     return [one for one in dataclasses.fields(config) if "help" in one.metadata]
 
 
+def is_optional(hint: Any) -> bool:
+    """Whether a field may be None."""
+    return NoneType in get_args(hint)
+
+
 def kind_of(hint: Any) -> Any:
     """The type of a field, without the None it may be."""
-    return next(one for one in get_args(hint) or (hint,) if one is not NoneType)
+    return next(one for one in get_args(hint) if one is not NoneType) if is_optional(hint) else hint
 
 
 def settle(config: Any) -> None:
@@ -78,7 +83,7 @@ def settle(config: Any) -> None:
     hints = get_type_hints(type(config))
     for one in options_of(config):
         given, hint = getattr(config, one.name), hints[one.name]
-        if given is None and NoneType in get_args(hint):
+        if given is None and is_optional(hint):
             continue
         value = _typed(one.name, given, kind_of(hint))
         rule = one.metadata["rule"]
@@ -114,10 +119,12 @@ WORDS: Mapping[Any, str] = {
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
     """The value as one of that type."""
-    if isinstance(value, str) and hasattr(kind, "parse"):
-        return parsed(name, value, kind)
+    if get_origin(kind) is tuple and not isinstance(value, str):
+        return tuple(_typed(name, one, get_args(kind)[0]) for one in value or ())
+    if hasattr(kind, "parse"):
+        value = parsed(name, value, kind)
     if kind is Path and isinstance(value, str) and value:
-        return Path(value)
+        value = Path(value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     good = number and (kind is float or isinstance(value, int)) if kind in (int, float) else isinstance(value, kind)
     if not good or value == "":
@@ -125,10 +132,12 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     return float(value) if kind is float else value
 
 
-def parsed(name: str, text: str, kind: Any) -> Any:
-    """What ``kind`` makes of a text, its error in the name of the field."""
+def parsed(name: str, value: Any, kind: Any) -> Any:
+    """``value`` itself, or what ``kind`` makes of a text; its error in the name of the field."""
+    if not isinstance(value, str):
+        return value
     try:
-        return kind.parse(text)
+        return kind.parse(value)
     except WrongValue as wrong:
         raise WrongValue(name, wrong.message) from None
 

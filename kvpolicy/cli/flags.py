@@ -1,5 +1,7 @@
-"""Flags out of dataclasses: a command's parameter that is one is spread into a flag per field; and how reports are
-shown. Nothing nests."""
+"""Flags out of dataclasses: a command's parameter that is one is spread into a flag per field. Nothing nests.
+
+What a command returns is shown, and what was given wrong is told by its flag.
+"""
 
 from __future__ import annotations
 
@@ -7,104 +9,54 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import MISSING, Field, is_dataclass
+from dataclasses import MISSING, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.markup import escape
-from typer.models import OptionInfo, ParameterInfo
+from typer.models import OptionInfo
 
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue, kind_of, options_of
+from kvpolicy.fields import WrongValue, is_optional, kind_of, options_of
 
 
 def command(function: Callable[..., Any], json_help: str = "") -> Callable[..., None]:
     """``function``, which returns a report or nothing, as typer takes it.
 
-    The report is shown; one that is not ``ok`` ends with status 1. ``json_help``: of a flag ``--json`` that writes its
-    figures. A wrong value is told by its flag. Defaults are those of the parameter where it has a dataclass's instance.
+    A report that is not ``ok`` ends with status 1. ``json_help``: of a flag ``--json`` that writes its figures. The
+    flags of a parameter that is a dataclass have the defaults of that parameter's own default, if it has one.
     """
     hints = get_type_hints(function, include_extras=True)
-    groups: dict[str, Any] = {}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     taken: list[Parameter] = []
     for one in signature(function).parameters.values():
-        if is_dataclass(hints[one.name]):
-            groups[one.name] = hints[one.name]
-            taken += _spread(hints[one.name], one.default)
+        if one.name in groups:
+            taken += _spread(groups[one.name], one.default)
         else:
-            taken.append(one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[one.name]))
+            taken.append(_parameter(one.name, hints[one.name], one.default))
     if json_help:
-        told = typer.Option("--json", metavar="FILE", help=json_help)
-        taken.append(_parameter("json_file", Path | None, told, None))
+        json_file = typer.Option("--json", metavar="FILE", help=json_help)
+        taken.append(_parameter("json", Annotated[Path | None, json_file], None))
     flags = {one.name: _flag(one) for one in taken}
 
     @functools.wraps(function)
-    def run(json_file: Path | None = None, **given: Any) -> None:
+    def run(**values: Any) -> None:
+        file = values.pop("json", None)
         try:
             for name, group in groups.items():
-                given[name] = group(**{one.name: _turned(one, given.pop(one.name)) for one in options_of(group)})
-            report = function(**given)
+                values[name] = group(**{one.name: _turned(one, values.pop(one.name)) for one in options_of(group)})
+            report = function(**values)
         except WrongValue as wrong:
             raise InputError(f"{flags.get(wrong.field, wrong.field)} {wrong.message}") from wrong
-        show(report, json_file)
+        show(report, file)
         if not getattr(report, "ok", True):
             raise typer.Exit(1)
 
-    taken = [_as_written(one) for one in taken]
     run.__signature__ = Signature(taken)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in taken}
     return run
-
-
-def _spread(group: Any, instance: Any) -> Iterator[Parameter]:
-    """A parameter per field. ``instance``: where the defaults are from; the fields' own where there is none."""
-    hints = get_type_hints(group)
-    for one in options_of(group):
-        default = one.default if instance is Parameter.empty else getattr(instance, one.name)
-        flag = one.metadata["flag"] or f"--{'no-' if _inverted(one) else ''}{one.name.replace('_', '-')}"
-        told = typer.Option(flag, help=one.metadata["help"], metavar=one.metadata["metavar"])
-        yield _parameter(one.name, _asked_for(hints[one.name]), told, _turned(one, default))
-
-
-def _parameter(name: str, kind: Any, told: Any, default: Any) -> Parameter:
-    default = Parameter.empty if default is MISSING else default
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, told])
-
-
-def _as_written(one: Parameter) -> Parameter:
-    """With help whose brackets are no markup."""
-    kind, told = (*get_args(one.annotation), None)[:2]
-    if not isinstance(told, ParameterInfo):
-        return one
-    told = copy(told)
-    told.help = escape(told.help or "")
-    return one.replace(annotation=Annotated[kind, told])
-
-
-def _inverted(one: Field[Any]) -> bool:
-    """Whether a flag switches it off: it is on without one."""
-    return one.default is True
-
-
-def _turned(one: Field[Any], value: Any) -> Any:
-    return not value if _inverted(one) else value
-
-
-def _asked_for(hint: Any) -> Any:
-    """The type of a field as the command line takes it: text, where that is parsed."""
-    if not hasattr(kind_of(hint), "parse"):
-        return hint
-    return str | None if NoneType in get_args(hint) else str
-
-
-def _flag(one: Parameter) -> str:
-    """How the command line calls a parameter."""
-    told = next((part for part in get_args(one.annotation) if isinstance(part, OptionInfo)), None)
-    named = [] if told is None else [told.default, *(told.param_decls or ())]
-    return next((name for name in named if isinstance(name, str)), f"--{one.name.replace('_', '-')}")
 
 
 def show(report: Any, json_file: Path | None = None) -> None:
@@ -113,3 +65,42 @@ def show(report: Any, json_file: Path | None = None) -> None:
         typer.echo(report.text())
     if json_file:
         json_file.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
+
+
+def _spread(group: Any, instance: Any) -> Iterator[Parameter]:
+    """A parameter per field. ``instance``: whose values are the defaults; the fields' own without one."""
+    hints = get_type_hints(group)
+    for one in options_of(group):
+        default = one.default if instance is Parameter.empty else getattr(instance, one.name)
+        flag = one.metadata["flag"] or f"--{'no-' if one.default is True else ''}{one.name.replace('_', '-')}"
+        told = typer.Option(flag, help=one.metadata["help"], metavar=one.metadata["metavar"])
+        kind = kind_of(hints[one.name])
+        if hasattr(kind, "parse"):
+            kind = str
+        elif get_origin(kind) is tuple:
+            kind = list[get_args(kind)[0]]  # type: ignore[misc]
+        kind = kind | None if is_optional(hints[one.name]) else kind
+        yield _parameter(one.name, Annotated[kind, told], _turned(one, default))
+
+
+def _turned(one: Any, value: Any) -> Any:
+    """The value of a field for its flag, or the other way round: what is on without a flag is switched off by it."""
+    return not value if one.default is True else value
+
+
+def _parameter(name: str, hint: Any, default: Any) -> Parameter:
+    """As typer reads it, with help whose brackets are no markup."""
+    if get_origin(hint) is Annotated:
+        kind, told = get_args(hint)
+        told = copy(told)
+        told.help = escape(told.help or "")
+        hint = Annotated[kind, told]
+    default = Parameter.empty if default is MISSING else default
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _flag(one: Parameter) -> str:
+    """How the command line calls a parameter."""
+    told = next((part for part in get_args(one.annotation) if isinstance(part, OptionInfo)), None)
+    named = [] if told is None else [told.default, *(told.param_decls or ())]
+    return next((name for name in named if isinstance(name, str)), f"--{one.name.replace('_', '-')}")

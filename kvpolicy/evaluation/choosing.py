@@ -9,14 +9,14 @@ from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
-from kvpolicy.policy.objective import ENGINE
+from kvpolicy.policy.objective import ENGINE, Objective
 
 
 def evaluate(
     traces: Sequence[Path | str],
     policies: Sequence[str],
     seed: int = 0,
-    objective: str = ENGINE.text,
+    objective: Objective | str = ENGINE,
     estimators: Sequence[str] = (),
     interval: str = "bootstrap",
     cluster: str = "overflow",

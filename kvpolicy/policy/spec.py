@@ -11,7 +11,7 @@ from kvpolicy.cost import CostModel
 from kvpolicy.policy.base import Policy
 from kvpolicy.policy.cheapest import Always, Cheapest, Coin, MinWaste, Threshold
 from kvpolicy.policy.explore import Budget, Explore
-from kvpolicy.policy.objective import ENGINE, Objective, parse
+from kvpolicy.policy.objective import ENGINE, Objective
 
 FORMS = (
     "always-recompute",
@@ -41,7 +41,7 @@ AFTERWARDS = (
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
     """The policy of that name. COST_MODEL is :data:`COST_MODELS`; OBJECTIVE as in
-    :func:`kvpolicy.policy.objective.parse`, engine without it.
+    :meth:`kvpolicy.policy.Objective.parse`, engine without it.
 
     ``cost_model_loader``: in a server that of :func:`kvpolicy.cost.engine_loader`, which knows the engine.
     Raises ValueError, listing the forms, for a wrong name; ModelError for a model that cannot be loaded.
@@ -134,7 +134,7 @@ def _objective(spec: str, options: Mapping[str, str]) -> Objective:
     if "objective" not in options:
         return ENGINE
     try:
-        return parse(options["objective"])
+        return Objective.parse(options["objective"])
     except ValueError as error:
         raise _wrong(spec, f"cannot be: {error}") from None
 
