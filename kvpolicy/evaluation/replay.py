@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_option_always_wins
 from kvpolicy.datasets.quality import Floor
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.policy import Policy, feasible_options, load
+from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load
 from kvpolicy.policy.objective import ENGINE, Objective, parse
 from kvpolicy.trace import TraceError
 
@@ -164,7 +164,7 @@ def evaluate(
         left_out=left_out,
         objective=judging.text,
         floor=dataset.floor,
-        learning=tuple(one.name for one in loaded if one.learned(one.initial_state()) is not None),
+        learning=tuple(one.name for one in loaded if isinstance(one, LearningPolicy)),
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from typing import Never
 
 import pytest
 
 from kvpolicy import policy
 from kvpolicy.events import Preemption
-from kvpolicy.policy import PolicyState
 from kvpolicy.policy.cheapest import Always
 from kvpolicy.simulator import Server, Simulator
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
@@ -121,7 +121,7 @@ def test_equal_runs_give_equal_traces() -> None:
 class Wrong(Always):
     """A policy with a mistake in it."""
 
-    def assess(self, situation: Preemption, options: object, state: PolicyState) -> object:  # type: ignore[override]
+    def assess(self, situation: Preemption, options: object, state: object) -> Never:
         raise ZeroDivisionError("a mistake")
 
 
