@@ -70,7 +70,8 @@ def options(
     if unknown:
         return extra
     loaded = policies.load(extra["policy"])
-    if online_state is not None and loaded.learned(loaded.initial_state()) is None:
+    learns = isinstance(loaded, policies.LearningPolicy) and loaded.learned(loaded.initial_state()) is not None
+    if online_state is not None and not learns:
         raise ValueError(f"--online-state {online_state}: policy {policy} learns nothing while it serves; {TEACH}")
     return extra
 

@@ -18,7 +18,7 @@ from kvpolicy.evaluation.estimators import ESTIMATORS, Records, Tuned, importanc
 from kvpolicy.evaluation.logged import Log, logged
 from kvpolicy.events import KINDS
 from kvpolicy.fields import parsed
-from kvpolicy.policy import Policy, load
+from kvpolicy.policy import Policy, PolicyState, load
 from kvpolicy.policy.objective import ENGINE, Objective
 
 Floats = NDArray[np.float64]
@@ -316,4 +316,5 @@ def _check_fit(policy: Policy, log: Log) -> None:
 
 def _stays(policy: Policy) -> bool:
     """Whether its state says nothing: it decides alike throughout."""
-    return policy.initial_state().to_json() == "{}"
+    state: PolicyState = policy.initial_state()
+    return state.to_json() == "{}"

@@ -21,7 +21,7 @@ from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_opt
 from kvpolicy.datasets.quality import Floor
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.fields import parsed
-from kvpolicy.policy import Policy, feasible_options, load
+from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import TraceError
 
@@ -165,7 +165,7 @@ def evaluate(
         left_out=left_out,
         objective=judging.text,
         floor=dataset.floor,
-        learning=tuple(one.name for one in loaded if one.learned(one.initial_state()) is not None),
+        learning=tuple(one.name for one in loaded if isinstance(one, LearningPolicy)),
     )
 
 

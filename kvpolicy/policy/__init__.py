@@ -1,6 +1,6 @@
 """Policies: from a situation and its options to probabilities, and the one place where chance comes in."""
 
-from kvpolicy.policy.base import Assessment, Feedback, NoState, Policy, PolicyState
+from kvpolicy.policy.base import Assessment, Feedback, LearningPolicy, NoState, Policy, PolicyState, PricedPolicy
 from kvpolicy.policy.decision import decide, feasible_options
 from kvpolicy.policy.objective import Objective
 from kvpolicy.policy.spec import COST_MODELS, FORMS, anchored, load, needs_engine
@@ -10,10 +10,12 @@ __all__ = [
     "FORMS",
     "Assessment",
     "Feedback",
+    "LearningPolicy",
     "NoState",
     "Objective",
     "Policy",
     "PolicyState",
+    "PricedPolicy",
     "anchored",
     "decide",
     "feasible_options",

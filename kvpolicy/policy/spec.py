@@ -9,8 +9,8 @@ from pathlib import Path
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
 from kvpolicy.policy.base import Policy
-from kvpolicy.policy.cheapest import Always, Cheapest, Coin, MinWaste, Threshold
-from kvpolicy.policy.explore import Budget, Explore
+from kvpolicy.policy.cheapest import Always, Cheapest, CheapestOnline, Coin, MinWaste, Threshold
+from kvpolicy.policy.explore import Budget, Explore, ExploreOnline
 from kvpolicy.policy.objective import ENGINE, Objective
 
 FORMS = (
@@ -66,8 +66,8 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
         if online and cost_model.step_time is None:
             raise _knows_no_steps(spec, model)
         if kind == "explore":
-            return Explore(spec, cost_model, objective, online, _budget(spec, options))
-        return Cheapest(spec, cost_model, objective, online)
+            return (ExploreOnline if online else Explore)(spec, cost_model, objective, _budget(spec, options))
+        return (CheapestOnline if online else Cheapest)(spec, cost_model, objective)
     raise _wrong(spec, "is no policy")
 
 

@@ -19,11 +19,11 @@ from kvpolicy.cost import Engine, ModelWarning
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
+from kvpolicy.simulator.choice_count import ChoiceCount
 from kvpolicy.simulator.oracle import Oracle
 from kvpolicy.simulator.recorded import RECORDED
 from kvpolicy.simulator.requests_csv import ARRIVAL, COUNTS, measured_requests
 from kvpolicy.simulator.sinks import FolderSink
-from kvpolicy.simulator.watched import Watched
 from kvpolicy.study.cache import path_digest, program_digest, workload_digest
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Serving
@@ -96,18 +96,24 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
         raise ValueError(f"workload {cell.workload} holds no request")
     machine = machine_of(cell)
     policy, told = policy_of(cell)
-    watched = Watched(policy)
+    count = ChoiceCount()
     sink: Sink | None = None if out is None else FolderSink(out)
     done = simulator_of(cell.engine).run(
-        source, watched, server_of(cell, machine), times_of(cell, machine), seed=cell.seed, sink=sink
+        source,
+        policy,
+        server_of(cell, machine),
+        times_of(cell, machine),
+        seed=cell.seed,
+        sink=sink,
+        on_decision=count,
     )
     return {
         "inputs": cell.inputs(),
         "device": machine.device,
         **numbers(done.summary),
         "rows": rows_of(source),
-        "choices": watched.seen.choices,
-        "extrapolated": watched.seen.extrapolated,
+        "choices": count.choices,
+        "extrapolated": count.extrapolated,
         "facts": list(machine.facts),
         "warnings": list(told),
         "unmeasured": list(machine.unmeasured),
