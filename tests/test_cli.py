@@ -14,9 +14,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cli import main
-from kvpolicy.cli.measure import POLICIES
 from kvpolicy.cost import ModelWarning
-from kvpolicy.policy import FORMS
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = sorted(path.parent.parent for path in ROOT.glob("traces/*/*/header.json"))
@@ -186,10 +184,6 @@ def test_without_vllm_train_and_evaluate_work(tmp_path: Path) -> None:
     # The model has seen this trace; where too few states are left, that is what is said.
     assert priced.returncode in (0, 2), priced.stderr
     assert "Traceback" not in priced.stderr
-
-
-def test_the_help_names_every_policy() -> None:
-    assert all(form in POLICIES for form in FORMS)
 
 
 def test_a_models_warning_is_one_plain_line(

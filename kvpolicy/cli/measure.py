@@ -15,19 +15,13 @@ from kvpolicy import integrations
 from kvpolicy.cli.flags import command, show
 from kvpolicy.explaining import Question
 from kvpolicy.fields import WrongValue
+from kvpolicy.policy import HELP
+from kvpolicy.policy.objective import FORM
 
-POLICIES = (
-    "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL, explore:COST_MODEL or "
-    "minwaste:COST_MODEL (InferCept's rule); a cost model is a folder, the name of one that ships, analytic in a "
-    "server or a simulation, or analytic:DEVICE[@LINK]:CONFIG; after it, but for minwaste, may follow ,online=on "
-    "(measured outcomes correct it), ,objective=OBJECTIVE and, of explore, ,budget=SECONDS or ,budget=SHARE% (of "
-    "predicted regret)"
-)
 ESTIMATORS = "dm, ips, snips, dr, cross-fitted-dr, switch-dr or dros"
-OBJECTIVES = "engine, victim or others, in seconds, or a weighted sum of them, as in engine+0.5*victim"
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-PolicyName = Annotated[str, typer.Option("--policy", help=POLICIES)]
+PolicyName = Annotated[str, typer.Option("--policy", help=HELP)]
 Shadow = Annotated[bool, typer.Option("--shadow", help="Decide and record, but execute vLLM's own recompute.")]
 HostGib = Annotated[
     float | None, typer.Option(help="Host memory for evicted KV, in all over the ranks of one engine core, GiB.")
@@ -91,8 +85,8 @@ def calibrate(
 
 def evaluate(
     trace: Annotated[list[Path], typer.Option(help="Folder of a trace; may be given several times.")],
-    policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
-    objective: Annotated[str, typer.Option(help=f"What policies are judged by: {OBJECTIVES}.")] = "engine",
+    policy: Annotated[list[str], typer.Option(help=f"{HELP}. May be given several times.")],
+    objective: Annotated[str, typer.Option(help=f"What policies are judged by, in seconds: {FORM}.")] = "engine",
     estimator: Annotated[
         list[str] | None,
         typer.Option(help=f"Of a log: {ESTIMATORS}. May be given several times; all of them without it."),
@@ -126,7 +120,7 @@ def evaluate(
 def explain(
     cost_model: Annotated[str, typer.Option(help="A folder, the name of one that ships, or analytic:DEVICE:CONFIG.")],
     question: Question,
-    objective: Annotated[str, typer.Option(help=f"What is minimised: {OBJECTIVES}.")] = "engine",
+    objective: Annotated[str, typer.Option(help=f"What is minimised, in seconds: {FORM}.")] = "engine",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the decision boundary there, as .svg or .png.")

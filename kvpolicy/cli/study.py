@@ -14,7 +14,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.fields import option
 from kvpolicy.overflow import MEASURED
 from kvpolicy.policy import FORMS
-from kvpolicy.study.config import Criterion, Run, Serving
+from kvpolicy.study.config import HARDWARE_FORMS, Criterion, Run, Serving
 from kvpolicy.study.progress import bar
 
 POLICIES = (
@@ -25,11 +25,7 @@ WORKLOAD = (
     "FILE (Azure, Mooncake, BurstGPT, ShareGPT, agentic sessions, length tables, recorded traces; FORMAT:FILE says "
     "which) or the name of one that ships, with ?OPTION=VALUE&..., as azure-conversation-2023?n=500&rate=4"
 )
-HARDWARE = (
-    "A folder of `kvpolicy import-profile`, a cost model (a folder, or the name of one that ships), or "
-    "DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json."
-)
-Hardware = Annotated[str, typer.Option(help=HARDWARE)]
+Hardware = Annotated[str, typer.Option(help=HARDWARE_FORMS)]
 INTERRUPTED = 130
 """What shells make of a program that Ctrl-C ended."""
 
@@ -48,7 +44,7 @@ class Served:
 
 
 def simulate(
-    policies: Annotated[list[str], typer.Option("--policy", help=f"{POLICIES}. May be given several times.")],
+    policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
     kv_blocks: Annotated[list[int], typer.Option(help="Usable KV blocks of the device. May be given several times.")],
     hardware: Hardware,
     served: Served,
@@ -63,16 +59,16 @@ def simulate(
         raise InputError("no workload: give --workload or --requests")
     with bar() as progress:
         run = replace(run, progress=progress)
-        return kvpolicy.simulate(workloads, policies, kv_blocks, hardware, link or ["native"], serving, run)
+        return kvpolicy.simulate(workloads, policy, kv_blocks, hardware, link or ["native"], serving, run)
 
 
 def recommend(
     workload: Annotated[str, typer.Option(help=f"{WORKLOAD}.")],
     hardware: Hardware,
     kv_blocks: Annotated[int, typer.Option(help="Usable KV blocks of the device.")],
-    policies: Annotated[
+    policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", help="A policy to try beside the usual ones. May be given several times."),
+        typer.Option(help="A policy to try beside the usual ones. May be given several times."),
     ] = None,
     link: Annotated[str, typer.Option(help="native, or BYTES_PER_S[,LATENCY_S].")] = "native",
     serving: Serving = Serving(),
@@ -82,7 +78,7 @@ def recommend(
     """Simulate your own workload on your own hardware under every policy, and say which to deploy."""
     with bar() as progress:
         run = replace(run, progress=progress)
-        return kvpolicy.recommend(workload, hardware, kv_blocks, policies or [], link, serving, run, criterion)
+        return kvpolicy.recommend(workload, hardware, kv_blocks, policy or [], link, serving, run, criterion)
 
 
 def characterize(

@@ -8,23 +8,34 @@ from pathlib import Path
 
 from kvpolicy import cost
 from kvpolicy.cost import CostModel
+from kvpolicy.fields import WrongValue
 from kvpolicy.policy.base import Policy
 from kvpolicy.policy.cheapest import Always, Cheapest, CheapestOnline, Coin, MinWaste, Threshold
 from kvpolicy.policy.explore import Budget, Explore, ExploreOnline
 from kvpolicy.policy.objective import ENGINE, Objective
 
-FORMS = (
-    "always-recompute",
-    "always-swap",
-    "threshold:TOKENS",
-    "random:P_SWAP",
-    "cheapest:COST_MODEL",
-    "explore:COST_MODEL",
-    "minwaste:COST_MODEL",
-)
+FORMS: Mapping[str, str] = {
+    "always-recompute": "what vLLM does by itself",
+    "always-swap": "swaps wherever that is feasible",
+    "threshold:TOKENS": "swaps from that many computed tokens on",
+    "random:P_SWAP": "swaps with that probability",
+    "cheapest:COST_MODEL": "whatever the cost model predicts to be cheaper",
+    "explore:COST_MODEL": "the same as cheapest, but draws where the model cannot tell the two apart, so that the "
+    "trace can judge other policies",
+    "minwaste:COST_MODEL": "InferCept's rule: whatever leaves less device memory idle by the cost model's times",
+}
+"""Policies by name, and what each does: for errors, for help, and for the README."""
 COST_MODELS = (
     "a folder, the name of one that ships, analytic (untrained, of the running engine) "
     "or analytic:DEVICE[@LINK]:CONFIG (untrained, of a data sheet and a config.json)"
+)
+AFTERWARDS = (
+    "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE (not after minwaste), and of explore "
+    ",budget=SECONDS or ,budget=SHARE%"
+)
+HELP = (
+    f"{'; '.join(f'{form}: {what}' for form, what in FORMS.items())}. COST_MODEL is {COST_MODELS}{AFTERWARDS} of "
+    "predicted regret. online=on: measured outcomes correct the model"
 )
 
 PRICED = ("cheapest", "explore")
@@ -33,10 +44,6 @@ MODELLED = (*PRICED, "minwaste")
 OPTIONS = ("online", "objective", "budget")
 MOST_DIGITS = 18
 """Of a threshold: more are no length, and Python itself refuses thousands."""
-AFTERWARDS = (
-    "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE (not after minwaste), and of explore "
-    ",budget=SECONDS or ,budget=SHARE%"
-)
 
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
@@ -178,13 +185,13 @@ def _share(spec: str, value: str) -> float:
     return share
 
 
-def _knows_no_delay(spec: str, model: str) -> ValueError:
+def _knows_no_delay(spec: str, model: str) -> WrongValue:
     return _wrong(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
 
 
-def _knows_no_steps(spec: str, model: str) -> ValueError:
+def _knows_no_steps(spec: str, model: str) -> WrongValue:
     return _wrong(spec, f"learns by step times, of which cost model {model} knows none; profile and train one")
 
 
-def _wrong(spec: str, what: str) -> ValueError:
-    return ValueError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")
+def _wrong(spec: str, what: str) -> WrongValue:
+    return WrongValue("policy", f"{spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")

@@ -12,6 +12,10 @@ from pathlib import Path
 from kvpolicy.fields import AMOUNT, COUNT, Rule, WrongValue, one_of, option, settle
 from kvpolicy.hardware.sheets import known_sheet
 
+HARDWARE_FORMS = (
+    "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of one that ships), "
+    "or DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json"
+)
 GIB = 2**30
 DEFAULT_HOST_GIB = 4.0
 """The plugin's own."""

@@ -22,13 +22,10 @@ from kvpolicy.simulator.base import Direction, Floats
 from kvpolicy.simulator.hardware.law_times import law_times
 from kvpolicy.simulator.hardware.table_times import FILE, load_hardware
 from kvpolicy.study.cache import path_digest
+from kvpolicy.study.config import HARDWARE_FORMS
 
 KEPT = 16
 """Machines that a process keeps open."""
-FORMS = (
-    "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of one that ships), "
-    "or DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json"
-)
 PROBE_BYTES = 2**28
 """Bytes of the copy that a link's bandwidth is told by: so many that its latency does not matter."""
 
@@ -102,7 +99,9 @@ def _opened(spec: str, digest: str) -> Machine:
         return _trained(spec)
     place, colon, config = spec.partition(":")
     if not colon or not place or not config:
-        raise WrongValue("hardware", f"{spec!r}: should be {FORMS}; models that ship are {', '.join(cost.shipped())}")
+        raise WrongValue(
+            "hardware", f"{spec!r}: should be {HARDWARE_FORMS}; models that ship are {', '.join(cost.shipped())}"
+        )
     return _by_sheet(spec, config)
 
 
