@@ -95,26 +95,31 @@ def settle(config: Any) -> None:
 def read(cls: type[Config], values: Mapping[str, Any], where: str) -> Config:
     """One of what a file holds; None is as good as absent. Raises InputError naming ``where``, the key, and what would
     be right."""
-    known = {one.name: one for one in options_of(cls)}
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise InputError(f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(known))}")
-    missing = [name for name, one in known.items() if one.default is MISSING and values.get(name) is None]
-    if missing:
-        raise InputError(f"{where}: key {missing[0]!r} is missing: {known[missing[0]].metadata['help']}")
+    known = {one.name: one.default for one in options_of(cls)}
+    given = {name: value for name, value in values.items() if value is not None}
+    wrong = [f"unknown key {name!r}" for name in sorted(set(values) - set(known))]
+    wrong += [f"key {name!r} is missing" for name, default in known.items() if default is MISSING and name not in given]
+    if wrong:
+        raise InputError(f"{where}: {wrong[0]}; the keys are {', '.join(sorted(known))}")
     try:
-        return cls(**{name: value for name, value in values.items() if value is not None})
-    except WrongValue as wrong:
-        raise InputError(f"{where}: {wrong}") from None
+        return cls(**given)
+    except WrongValue as error:
+        raise InputError(f"{where}: {error}") from None
 
 
-WORDS: Mapping[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    Path: "a path",
-}
+def written(config: Any) -> dict[str, Any]:
+    """What a file holds for :func:`read`: what differs from the defaults, so that these have one home. Paths become
+    absolute, since they may be read elsewhere."""
+    values = {one.name: getattr(config, one.name) for one in options_of(config)}
+    given = {one.name: values[one.name] for one in options_of(config) if values[one.name] != one.default}
+    return {name: _plain(value) for name, value in given.items()}
+
+
+def _plain(value: Any) -> Any:
+    return str(value.absolute()) if isinstance(value, Path) else getattr(value, "text", value)
+
+
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:

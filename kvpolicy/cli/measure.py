@@ -17,41 +17,20 @@ from kvpolicy.explaining import Question
 from kvpolicy.fields import WrongValue
 from kvpolicy.policy import HELP
 from kvpolicy.policy.objective import FORM
+from kvpolicy.settings import SEED, Measurement, ServerSettings
 
 ESTIMATORS = "dm, ips, snips, dr, cross-fitted-dr, switch-dr or dros"
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-PolicyName = Annotated[str, typer.Option("--policy", help=HELP)]
-Shadow = Annotated[bool, typer.Option("--shadow", help="Decide and record, but execute vLLM's own recompute.")]
-HostGib = Annotated[
-    float | None, typer.Option(help="Host memory for evicted KV, in all over the ranks of one engine core, GiB.")
-]
-ForceHostGib = Annotated[
-    bool, typer.Option("--force-host-gib", help="Accept more than half of the available memory for it.")
-]
-NoPin = Annotated[bool, typer.Option("--no-pin-memory", help="Do not page-lock that memory.")]
-OnlineState = Annotated[
-    Path | None,
-    typer.Option("--online-state", help="File that keeps what an online=on policy learned, over a restart."),
-]
-AllowUntested = Annotated[
-    bool, typer.Option("--allow-untested-version", help="Serve with a vLLM newer than all that were tested.")
-]
-RecordTo = Annotated[Path | None, typer.Option("--trace", help="Folder to record a trace into.")]
-PolicySeed = Annotated[int | None, typer.Option(help="Seed of a policy that draws.")]
-Link = Annotated[str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LATENCY_S]; native without it.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
+Seed = Annotated[int, typer.Option(help=SEED)]
 
 
 def profile(
     out: Annotated[Path, typer.Option(help="Folder of the trace; an unfinished profile there is taken up again.")],
-    llm: Annotated[Path | None, typer.Option(help="Folder of a model; without it a small one is made.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer states: minutes instead of many minutes.")] = False,
-    link: Link = None,
-    seed: Seed = 0,
+    how: Measurement = Measurement(),
 ) -> Any:
     """Measure recompute and swap in the same states on a live engine."""
-    return kvpolicy.profile(out=out, llm=llm, quick=quick, link=link, seed=seed)
+    return kvpolicy.profile(out, how)
 
 
 def train(
@@ -136,33 +115,12 @@ def explain(
 def serve(
     context: typer.Context,
     llm: Annotated[str, typer.Argument(metavar="LLM", help="The model, as for vllm serve; vLLM's flags after it.")],
-    policy: PolicyName,
-    shadow: Shadow = False,
-    host_gib: HostGib = None,
-    force_host_gib: ForceHostGib = False,
-    no_pin_memory: NoPin = False,
-    trace: RecordTo = None,
-    policy_seed: PolicySeed = None,
-    link: Link = None,
-    online_state: OnlineState = None,
-    allow_untested_version: AllowUntested = False,
+    settings: ServerSettings,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's go to vLLM as they are."""
     launch = integrations.launcher()
-    options = launch.options(
-        policy,
-        shadow=shadow,
-        host_gib=host_gib,
-        force_host_gib=force_host_gib,
-        no_pin_memory=no_pin_memory,
-        trace=trace,
-        seed=policy_seed,
-        link=link,
-        online_state=online_state,
-        allow_untested_version=allow_untested_version,
-    )
-    command = launch.serve_command(llm, options, context.args)
+    command = launch.serve_command(llm, launch.options(settings), context.args)
     if dry_run:
         typer.echo(launch.shell_line(command))
         return
@@ -171,33 +129,10 @@ def serve(
     os.execvp(command[0], command)
 
 
-def config(
-    policy: PolicyName,
-    shadow: Shadow = False,
-    host_gib: HostGib = None,
-    force_host_gib: ForceHostGib = False,
-    no_pin_memory: NoPin = False,
-    trace: RecordTo = None,
-    policy_seed: PolicySeed = None,
-    link: Link = None,
-    online_state: OnlineState = None,
-    allow_untested_version: AllowUntested = False,
-) -> None:
+def config(settings: ServerSettings) -> None:
     """Print the YAML that switches the policy on: vllm serve LLM --config FILE.yaml."""
     launch = integrations.launcher()
-    options = launch.options(
-        policy,
-        shadow=shadow,
-        host_gib=host_gib,
-        force_host_gib=force_host_gib,
-        no_pin_memory=no_pin_memory,
-        trace=trace,
-        seed=policy_seed,
-        link=link,
-        online_state=online_state,
-        allow_untested_version=allow_untested_version,
-    )
-    typer.echo(launch.config_yaml(options), nl=False)
+    typer.echo(launch.config_yaml(launch.options(settings)), nl=False)
 
 
 def demo(

@@ -14,6 +14,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.fields import option
 from kvpolicy.overflow import MEASURED
 from kvpolicy.policy import FORMS
+from kvpolicy.settings import SEED, Measurement
 from kvpolicy.study.config import HARDWARE_FORMS, Criterion, Run, Serving
 from kvpolicy.study.progress import bar
 
@@ -86,18 +87,11 @@ def characterize(
     figure: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(MEASURED)} or all. May be given several times.")
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer levels and repeats: on two cores a quarter of an hour.")
-    ] = False,
-    llm: Annotated[Path | None, typer.Option(help="Folder of a model; without it a small one is made.")] = None,
-    link: Annotated[
-        str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LATENCY_S]; native without it.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+    how: Measurement = Measurement(),
 ) -> Any:
     """Measure what the overflow study's figures are drawn from, on a live engine."""
     try:
-        return kvpolicy.characterize(out=out, figures=figure or ["all"], quick=quick, llm=llm, link=link, seed=seed)
+        return kvpolicy.characterize(out, figure or ["all"], how)
     except KeyboardInterrupt as stopped:
         typer.echo(f"\nkvpolicy: {stopped}", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -114,7 +108,7 @@ def report(
             "one is trained on two thirds of the states."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help=SEED)] = 0,
 ) -> Any:
     """Test the overflow study's findings on traces, draw its figures, and write one page."""
     return kvpolicy.report(traces=traces, out=out, figures=figures, cost_model=cost_model, seed=seed)

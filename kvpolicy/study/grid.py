@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.fields import WrongValue
+from kvpolicy.hardware.link import NATIVE
 from kvpolicy.study.cache import Kept, Result, usual_folder
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
 from kvpolicy.study.machine import open_machine
 from kvpolicy.study.report import Failed, SweepReport
-from kvpolicy.study.run_cell import NATIVE, contents
+from kvpolicy.study.run_cell import contents
 from kvpolicy.study.run_cell import run as run_cell
 from kvpolicy.study.workers import in_processes
 from kvpolicy.version import __version__

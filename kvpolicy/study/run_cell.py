@@ -16,6 +16,8 @@ from typing import Any
 from kvpolicy import integrations
 from kvpolicy import policy as policies
 from kvpolicy.cost import Engine, ModelWarning
+from kvpolicy.fields import WrongValue
+from kvpolicy.hardware.link import NATIVE, SimulatedLink
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
@@ -27,7 +29,7 @@ from kvpolicy.simulator.sinks import FolderSink
 from kvpolicy.study.cache import path_digest, program_digest, workload_digest
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Serving
-from kvpolicy.study.machine import Behind, GivenLink, Machine, open_machine
+from kvpolicy.study.machine import Behind, Machine, open_machine
 from kvpolicy.study.parts import Part
 from kvpolicy.workload import Format, Source, open_workload
 from kvpolicy.workload.files import FileSource, cells, lines
@@ -78,7 +80,6 @@ def rules_of(name: str) -> str:
     return str(getattr(simulator_of(name), "rules", BUILTIN_RULES))
 
 
-NATIVE = "native"
 ORACLE = "oracle"
 """A policy by name in simulations alone: the cheaper option by the simulator's own times."""
 SURVIVORS = (
@@ -164,13 +165,16 @@ def machine_of(cell: Cell) -> Machine:
     return open_machine(cell.hardware)
 
 
-def link_of(cell: Cell) -> GivenLink | None:
-    """None: the hardware's own."""
-    return None if cell.link == NATIVE else GivenLink.parse(cell.link)
+def link_of(text: str) -> SimulatedLink | None:
+    """None: the hardware's own. Raises WrongValue for what is no link."""
+    try:
+        return None if text == NATIVE else SimulatedLink.parse(text)
+    except WrongValue as wrong:
+        raise WrongValue(wrong.field, f"{wrong.message}, or {NATIVE}") from None
 
 
 def times_of(cell: Cell, machine: Machine) -> Times:
-    link = link_of(cell)
+    link = link_of(cell.link)
     return machine.times if link is None else Behind(machine.times, link)
 
 
@@ -222,7 +226,8 @@ def model_digest(policy: str) -> str:
 @lru_cache(maxsize=KEEP_MODELS)
 def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
     """``digest``: of its cost model's folder, which tells it from what was there before."""
-    told_link = machine.link if link == NATIVE else GivenLink.parse(link).to_dict()
+    given = link_of(link)
+    told_link = machine.link if given is None else given.to_dict()
     block_bytes = machine.block_bytes(serving.block_size)
     token_budget = serving.limits(machine.device).token_budget
     with warnings.catch_warnings(record=True) as caught:

@@ -118,7 +118,7 @@ def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--scheduling lifo", "--scheduling is 'lifo', should be fcfs or priority"),
         ("--jobs -1", "--jobs is -1, should be 1 or more, or 0 for none but this process"),
         ("--seeds 0", "--seeds is 0, should be 1 or more"),
-        ("--link fast", "--link 'fast': should be native or BYTES_PER_S"),
+        ("--link fast", "--link 'fast': should be BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005, or native"),
         ("--kv-blocks 0", "--kv-blocks is 0, should be 1 or more"),
         ("--hardware H100", "--hardware 'H100': should be a folder that"),
         ("--judge-by speed", "--judge-by is 'speed', should be one of e2e, ttft, itl, throughput"),
