@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("errors", "version", "lazy_names"),
-    ("events", "overflow", "shape", "regression"),
+    ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
     ("features", "hardware", "trace", "workload"),
     ("attribution",),
     ("cost", "datasets"),
@@ -26,7 +26,7 @@ LAYERS = (
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
-_DECIDE = {"errors", "events", "features", "shape", "hardware", "trace", "attribution", "cost", "policy"}
+_DECIDE = {"errors", "extensions", "events", "features", "shape", "hardware", "trace", "attribution", "cost", "policy"}
 INTEGRATION = {
     "": {"lazy_names"},
     "connector": set(),
