@@ -22,8 +22,8 @@ _HOMES = {
     "Workload": "kvpolicy.workload",
     "Server": "kvpolicy.simulator",
     "KVPolicyError": "kvpolicy.errors",
-    "load_policy": "kvpolicy.policy:load",
-    "load_cost_model": "kvpolicy.cost:load",
+    "load_policy": "kvpolicy.policy",
+    "load_cost_model": "kvpolicy.cost",
     "read_trace": "kvpolicy.trace:read",
     # The steps of the loop.
     "train": "kvpolicy.training",

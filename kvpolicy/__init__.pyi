@@ -1,5 +1,5 @@
 from kvpolicy.cost import CostModel as CostModel
-from kvpolicy.cost import load as load_cost_model
+from kvpolicy.cost import load_cost_model as load_cost_model
 from kvpolicy.errors import KVPolicyError as KVPolicyError
 from kvpolicy.evaluation import evaluate as evaluate
 from kvpolicy.events import Cost as Cost
@@ -12,7 +12,7 @@ from kvpolicy.integrations import characterize as characterize
 from kvpolicy.integrations import demo as demo
 from kvpolicy.integrations import profile as profile
 from kvpolicy.policy import Policy as Policy
-from kvpolicy.policy import load as load_policy
+from kvpolicy.policy import load_policy as load_policy
 from kvpolicy.reporting.writing import report as report
 from kvpolicy.simulator import Server as Server
 from kvpolicy.simulator.hardware.import_profile import import_profile as import_profile

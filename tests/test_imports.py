@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("errors", "version", "lazy_names"),
-    ("events", "fields", "overflow", "shape", "regression"),
+    ("events", "fields", "overflow", "shape", "regression", "extensions", "code_digest"),
     ("features", "hardware", "trace", "workload"),
     ("attribution",),
     ("cost", "datasets"),
@@ -27,7 +27,8 @@ LAYERS = (
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
 _DECIDE = {
-    "errors", "events", "features", "fields", "shape", "hardware", "trace", "attribution", "cost", "policy", "settings",
+    "errors", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution", "cost",
+    "policy", "settings",
 }  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},

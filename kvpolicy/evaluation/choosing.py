@@ -9,12 +9,13 @@ from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
+from kvpolicy.policy import Policy
 from kvpolicy.policy.objective import ENGINE, Objective
 
 
 def evaluate(
     traces: Sequence[Path | str],
-    policies: Sequence[str],
+    policies: Sequence[str | Policy],
     seed: int = 0,
     objective: Objective | str = ENGINE,
     estimators: Sequence[str] = (),
@@ -22,7 +23,7 @@ def evaluate(
     cluster: str = "overflow",
     limit_s: float | None = None,
 ) -> EvaluationReport | OffPolicyReport:
-    """Judge ``policies``, by name, on ``traces``.
+    """Judge ``policies``, each by its name or itself, on ``traces``.
 
     Profiles are replayed (:func:`kvpolicy.evaluation.replay.evaluate`); logs of production or of a simulation give
     off-policy estimates (:func:`kvpolicy.evaluation.offpolicy.estimate`), which alone know ``estimators``,

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvpolicy.cost import CostModel, FittedModel
-from kvpolicy.cost.laws import SwapRoofline
+from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Online, corrected
 from kvpolicy.events import Cost, Kind, Option, Preemption
-from kvpolicy.features import features_of
 from kvpolicy.policy.base import Feedback, LearningPolicy, NoState, Policy, PricedPolicy, S, all_on, first_of
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -132,7 +130,7 @@ class MinWaste(PricedPolicy[NoState]):
         own, other = situation.computed_tokens, situation.batch_tokens
         if option.kind == "recompute":
             return discard_waste(cost.recompute_s, own, other)
-        return swap_waste(copies_s(self.cost_model, situation, option, cost), own, other)
+        return swap_waste(self.cost_model.copies_s(situation, option, cost), own, other)
 
 
 def discard_waste(forward_s: float, own_tokens: int, other_tokens: int) -> float:
@@ -143,15 +141,3 @@ def discard_waste(forward_s: float, own_tokens: int, other_tokens: int) -> float
 def swap_waste(both_copies_s: float, own_tokens: int, other_tokens: int) -> float:
     """Token-seconds of copies that take ``both_copies_s``, out and back together."""
     return both_copies_s * (own_tokens + other_tokens)
-
-
-def copies_s(model: CostModel, situation: Preemption, option: Option, cost: Cost) -> float:
-    """How long the link is busy with both copies, whatever of it the engine feels.
-
-    Of a model whose law knows no link (``linear``): what its prediction puts down to them.
-    """
-    law = model.laws["swap"] if isinstance(model, FittedModel) else None
-    if not isinstance(law, SwapRoofline):
-        return cost.save_s + cost.load_s
-    x = features_of(situation, option)
-    return law.save.seconds(x.save_bytes, x.save_segments) + law.load.seconds(x.load_bytes, x.load_segments)
