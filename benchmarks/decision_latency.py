@@ -174,7 +174,7 @@ def _decision(
     policy = policies.load(spec, lambda _: model)
     state, rng = policy.initial_state(), random.Random(0)
     decide = policies.decide
-    for i in range(OUTCOMES):
+    for i in range(OUTCOMES if isinstance(policy, policies.LearningPolicy) else 0):
         one, option = situations[i % len(situations)], rng.choice(options[i % len(situations)])
         (cost,) = model.predict(one, (option,))
         state = policy.observe(state, Feedback(one, option, 1.1 * cost.engine_s, None))

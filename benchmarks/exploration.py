@@ -41,7 +41,7 @@ from kvpolicy.evaluation.offpolicy import Estimate, Judgement, judge
 from kvpolicy.events import KINDS, Decision, Option, Preemption
 from kvpolicy.hardware import Geometry
 from kvpolicy.policy import Assessment, Policy, PolicyState
-from kvpolicy.policy.base import PolicyBase, all_on
+from kvpolicy.policy.base import all_on
 from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
 from kvpolicy.trace import Trace, from_rows, with_core
 from kvpolicy.training.logs import LogTrainReport, train_logged
@@ -191,7 +191,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Turned(PolicyBase):
+class Turned(Policy[Counted]):
     """Does as another policy, but takes one option for certain at one decision, counted from 1."""
 
     policy: Policy
@@ -203,15 +203,16 @@ class Turned(PolicyBase):
     def initial_state(self) -> Counted:
         return Counted(self.policy.initial_state())
 
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
-        assert isinstance(state, Counted)
+    def assess(self, situation: Preemption, options: Sequence[Option], state: Counted) -> Assessment:
         told = self.policy.assess(situation, options, state.inner)
         if state.made + 1 != self.number:
             return told
         return all_on([option.kind for option in options].index(KINDS[self.action]), len(options)), told[1]
 
-    def next_state(self, state: PolicyState, decision: Decision) -> Counted:
-        assert isinstance(state, Counted)
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: Counted) -> tuple[float, ...]:
+        return self.assess(situation, options, state)[0]
+
+    def next_state(self, state: Counted, decision: Decision) -> Counted:
         return Counted(self.policy.next_state(state.inner, decision), state.made + 1)
 
 

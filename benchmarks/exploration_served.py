@@ -48,10 +48,10 @@ from kvpolicy.evaluation.logged import Log, log_of
 from kvpolicy.evaluation.offpolicy import Estimate, judge
 from kvpolicy.trace import Trace, read
 from kvpolicy.training.logs import train_logged
-from kvpolicy_vllm.bench.demo import SHAPE
 from kvpolicy_vllm.bench.engine import EngineProcess
 from kvpolicy_vllm.bench.overload import Arms, Settings
 from kvpolicy_vllm.bench.progress import Bar
+from kvpolicy_vllm.bench.run_demo import SHAPE
 
 FIXED = ("always-recompute", "always-swap")
 COIN = "random:0.5"

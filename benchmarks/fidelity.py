@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy.simulator.builtin import Builtin
-from kvpolicy_vllm import simulator
+from kvpolicy_vllm.simulator.engine import VllmScheduler
 
 WIDTH = 150
 QUICK = Extent(requests=12, blocks=2, kinds=KINDS[:1], policies=POLICIES[:2])
@@ -67,7 +67,7 @@ def _real(options: argparse.Namespace) -> dict[str, Any]:
     there = len(list(options.real.glob("session-*/runs.json")))
     for number in range(there, there + options.record):
         record(options.real, number, QUICK if options.quick else Extent(), options.llm)
-    vllm = simulator.VllmScheduler()
+    vllm = VllmScheduler()
     sessions, judgements = judge(options.real, (Builtin(), vllm))
     steps = stepwise(sessions, vllm)
     show(sessions, judgements)

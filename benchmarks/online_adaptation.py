@@ -46,8 +46,8 @@ from kvpolicy.cost.model import CostModel
 from kvpolicy.cost.online import Online, corrected
 from kvpolicy.datasets.profiles import State, measured
 from kvpolicy.events import KINDS, Kind, Preemption
-from kvpolicy.policy import Feedback, Policy, PolicyState, feasible_options
-from kvpolicy.policy.cheapest import Cheapest
+from kvpolicy.policy import Feedback, LearningPolicy, feasible_options
+from kvpolicy.policy.cheapest import CheapestOnline
 
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE, WITHIN, AFTER, LONG, RECOVERY = 200, 50, 300, 2000, 1000
@@ -84,10 +84,10 @@ class Step:
     """What it costs in the mean."""
 
 
-class Deaf(Cheapest):
+class Deaf(CheapestOnline):
     """Learns nothing, but says so in the same way: what every demand but one must be beyond."""
 
-    def observe(self, state: PolicyState, feedback: Feedback) -> PolicyState:
+    def observe(self, state: Online, feedback: Feedback) -> Online:
         return state
 
 
@@ -131,7 +131,7 @@ def stream(field: Field, factors: Sequence[Factors], rng: random.Random, outlier
     return steps
 
 
-def serve(policy: Policy, steps: Sequence[Step], state: Online | None) -> tuple[list[Kind], Online | None]:
+def serve(policy: LearningPolicy, steps: Sequence[Step], state: Online | None) -> tuple[list[Kind], Online | None]:
     """What is executed at each step, and what was learned by the end."""
     now = policy.initial_state() if state is None else policy.resume(state)
     done: list[Kind] = []
@@ -159,7 +159,7 @@ def paid_s(steps: Sequence[Step], done: Sequence[Kind]) -> float:
     return sum(step.paid[kind] for step, kind in zip(steps, done, strict=True))
 
 
-def learned_from(policy: Policy, steps: Sequence[Step], state: Online | None = None) -> Online:
+def learned_from(policy: LearningPolicy, steps: Sequence[Step], state: Online | None = None) -> Online:
     """The state after these steps."""
     _, online = serve(policy, steps, state)
     assert online is not None
@@ -199,7 +199,9 @@ def over_knowing(field: Field, steps: Sequence[Step], done: Sequence[Kind], fact
     return paid_s(steps, done) / paid_s(steps, chosen_knowing(field, steps, factors)) - 1
 
 
-def noticed(field: Field, policy: Policy, online: Online, kind: Kind, factors: Factors, rest: Sequence[Step]) -> bool:
+def noticed(
+    field: Field, policy: LearningPolicy, online: Online, kind: Kind, factors: Factors, rest: Sequence[Step]
+) -> bool:
     """Whether predictions are right, or decisions on ``rest`` where those of a policy that learns nothing are not."""
     if near(field, kind, missed_by(off(field, online, kind, factors[kind]))):
         return True
@@ -207,12 +209,12 @@ def noticed(field: Field, policy: Policy, online: Online, kind: Kind, factors: F
     return over <= MOST_OVER < over_knowing(field, rest, serve(deaf(field), rest, None)[0], factors)
 
 
-def deaf(field: Field) -> Policy:
-    return Deaf("deaf", field.model, online=True)
+def deaf(field: Field) -> LearningPolicy:
+    return Deaf("deaf", field.model)
 
 
-def learning(field: Field) -> Policy:
-    return Cheapest("learning", field.model, online=True)
+def learning(field: Field) -> LearningPolicy:
+    return CheapestOnline("learning", field.model)
 
 
 def taken(field: Field, kind: Kind, factors: Factors) -> float:
@@ -224,7 +226,7 @@ def taken(field: Field, kind: Kind, factors: Factors) -> float:
 # ---- demands: each judges one policy ----
 
 
-def caught(field: Field, policy: Policy, name: str, kind: Kind, factors: Factors, seeds: int) -> Answer:
+def caught(field: Field, policy: LearningPolicy, name: str, kind: Kind, factors: Factors, seeds: int) -> Answer:
     count, misses = 0, []
     for online, rest in drifted(field, policy, name, factors, seeds):
         count += noticed(field, policy, online, kind, factors, rest[:WITHIN])
@@ -236,7 +238,7 @@ def caught(field: Field, policy: Policy, name: str, kind: Kind, factors: Factors
     return Answer(figure, count >= MOST_SEEDS * seeds)
 
 
-def paid_afterwards(field: Field, policy: Policy, name: str, factors: Factors, seeds: int) -> Answer:
+def paid_afterwards(field: Field, policy: LearningPolicy, name: str, factors: Factors, seeds: int) -> Answer:
     overs = []
     for online, rest in drifted(field, policy, name, factors, seeds):
         overs.append(over_knowing(field, rest, serve(policy, rest, online)[0], factors))
@@ -245,7 +247,7 @@ def paid_afterwards(field: Field, policy: Policy, name: str, factors: Factors, s
 
 
 def drifted(
-    field: Field, policy: Policy, name: str, factors: Factors, seeds: int
+    field: Field, policy: LearningPolicy, name: str, factors: Factors, seeds: int
 ) -> Iterator[tuple[Online, list[Step]]]:
     """By seed: what was learned :data:`WITHIN` preemptions after the change, and those that follow."""
     for seed in range(seeds):
@@ -255,7 +257,7 @@ def drifted(
         yield online, stream(field, [factors] * AFTER, rng)
 
 
-def outliers(field: Field, policy: Policy, kind: Kind, factors: Factors, seeds: int) -> Answer:
+def outliers(field: Field, policy: LearningPolicy, kind: Kind, factors: Factors, seeds: int) -> Answer:
     """The same drifted stream with and without outliers: by how much corrections differ at the end."""
     ratios, misses = [], []
     for seed in range(seeds):
@@ -275,7 +277,7 @@ def outliers(field: Field, policy: Policy, kind: Kind, factors: Factors, seeds: 
     return Answer(figure, low <= min(ratios) <= max(ratios) <= high and right >= MOST_SEEDS * seeds)
 
 
-def nothing(field: Field, policy: Policy, seeds: int) -> Answer:
+def nothing(field: Field, policy: LearningPolicy, seeds: int) -> Answer:
     worse = []
     for seed in range(seeds):
         steps = stream(field, [SAME] * LONG, random.Random(f"nothing {seed}"))
@@ -284,7 +286,7 @@ def nothing(field: Field, policy: Policy, seeds: int) -> Answer:
     return Answer(f"{fmean(worse):+.2%} in total (worst {max(worse):+.2%})", max(worse) <= MOST_WORSE)
 
 
-def recovery(field: Field, policy: Policy, seeds: int) -> Answer:
+def recovery(field: Field, policy: LearningPolicy, seeds: int) -> Answer:
     slowed, again = [], []
     for seed in range(seeds):
         rng = random.Random(f"recovery {seed}")
@@ -307,7 +309,7 @@ class Demand:
     """``taken``: the option without which a trace says nothing, and the change it must be taken under."""
 
     name: str
-    judge: Callable[[Field, Policy, int], Answer]
+    judge: Callable[[Field, LearningPolicy, int], Answer]
     taken: tuple[Kind, Factors] | None = None
     beyond_deaf: bool = True
     of_predictions: bool = False
@@ -348,7 +350,7 @@ DEMANDS = (
 )
 
 
-def judged(field: Field, demand: Demand, learner: Callable[[Field], Policy], seeds: int) -> Verdict:
+def judged(field: Field, demand: Demand, learner: Callable[[Field], LearningPolicy], seeds: int) -> Verdict:
     if demand.taken is not None:
         kind, factors = demand.taken
         share = taken(field, kind, factors)

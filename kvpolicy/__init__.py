@@ -1,59 +1,43 @@
 """kvpolicy: recompute or swap, decided by measured cost, for LLM servers that run out of KV memory.
 
-The steps of the loop are functions here, with the arguments of the commands: :func:`profile`, :func:`train`,
-:func:`calibrate`, :func:`evaluate`, :func:`explain`, :func:`demo`, :func:`simulate`, :func:`recommend`,
-:func:`characterize`, :func:`report`;
-:func:`import_profile` makes a simulator's hardware from published tables. They are loaded on first use: a server that
-only decides must not load the trainers.
+The nouns first, then the steps of the loop as functions with the arguments of the commands. All are loaded on first
+use: a server that only decides must not load the trainers. ``__init__.pyi`` has the same names for type checkers.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from kvpolicy.lazy_names import lazy_names
 from kvpolicy.version import __version__
 
-if TYPE_CHECKING:
-    from kvpolicy.engines import characterize, demo, profile
-    from kvpolicy.evaluation import evaluate
-    from kvpolicy.explaining import explain
-    from kvpolicy.reporting.writing import report
-    from kvpolicy.simulator.hardware.import_profile import import_profile
-    from kvpolicy.study import recommend, simulate
-    from kvpolicy.training import calibrate, train
-
-__all__ = [
-    "__version__",
-    "calibrate",
-    "characterize",
-    "demo",
-    "evaluate",
-    "explain",
-    "import_profile",
-    "profile",
-    "recommend",
-    "report",
-    "simulate",
-    "train",
-]
-
 _HOMES = {
-    "calibrate": "kvpolicy.training",
-    "characterize": "kvpolicy.engines",
-    "demo": "kvpolicy.engines",
-    "evaluate": "kvpolicy.evaluation",
-    "explain": "kvpolicy.explaining",
-    "import_profile": "kvpolicy.simulator.hardware.import_profile",
-    "profile": "kvpolicy.engines",
-    "recommend": "kvpolicy.study.recommend",
-    "report": "kvpolicy.reporting.writing",
-    "simulate": "kvpolicy.study.grid",
+    # What is known, what can be done, what it costs, what was decided and what became of it.
+    "Preemption": "kvpolicy.events",
+    "Option": "kvpolicy.events",
+    "Cost": "kvpolicy.events",
+    "Decision": "kvpolicy.events",
+    "Outcome": "kvpolicy.events",
+    "Trace": "kvpolicy.trace",
+    "Policy": "kvpolicy.policy",
+    "CostModel": "kvpolicy.cost",
+    "Workload": "kvpolicy.workload",
+    "Server": "kvpolicy.simulator",
+    "KVPolicyError": "kvpolicy.errors",
+    "load_policy": "kvpolicy.policy",
+    "load_cost_model": "kvpolicy.cost",
+    "read_trace": "kvpolicy.trace:read",
+    # The steps of the loop.
     "train": "kvpolicy.training",
+    "evaluate": "kvpolicy.evaluation",
+    "simulate": "kvpolicy.study.grid",
+    "recommend": "kvpolicy.study.recommend",
+    "explain": "kvpolicy.explaining",
+    "calibrate": "kvpolicy.training",
+    "profile": "kvpolicy.integrations",
+    "demo": "kvpolicy.integrations",
+    "characterize": "kvpolicy.integrations",
+    "report": "kvpolicy.reporting.writing",
+    "import_profile": "kvpolicy.simulator.hardware.import_profile",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["__version__", *_HOMES]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

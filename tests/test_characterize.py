@@ -16,7 +16,6 @@ from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, FIGURES, MEMORY, SEQUENCE_LENGTH, TIMELINE, figure_and_level
 from kvpolicy.reporting.reading import material
 from kvpolicy.trace import Trace
-from kvpolicy_vllm.bench.characterize import Study, whole_parts
 from kvpolicy_vllm.bench.finishing import finish_core
 from kvpolicy_vllm.bench.reach import (
     ARMS,
@@ -31,6 +30,7 @@ from kvpolicy_vllm.bench.reach import (
     study_states,
     time_left,
 )
+from kvpolicy_vllm.bench.run_characterize import Study, whole_parts
 from kvpolicy_vllm.bench.served import ServedJob
 from kvpolicy_vllm.bench.states import free_blocks_for, running_for
 from tests.synthetic import make_trace
@@ -172,7 +172,7 @@ def test_who_stops_it_is_told_what_is_kept_and_leaves_with_130(
 ) -> None:
     study = Study(tmp_path, {}, {"sequence-length-b32-pass0": "core"}, 0, FIGURES)
 
-    def stopped(**asked: Any) -> None:
+    def stopped(*asked: Any) -> None:
         raise KeyboardInterrupt(study.interrupted())
 
     monkeypatch.setattr(kvpolicy, "characterize", stopped)

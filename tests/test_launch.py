@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from kvpolicy.cli import main
+from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 
 
@@ -99,20 +100,21 @@ def test_a_models_folder_and_what_is_learned_are_found_from_anywhere(
 
 def test_state_of_a_policy_that_learns_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "--policy", "cheapest:cpu-llama-native", "--online-state", "learned.json") != 0
-    assert "online=on" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("kvpolicy: error: --online-state is learned.json, and policy") and "online=on" in said
 
 
 @pytest.mark.parametrize(
-    ("policy", "told"),
+    ("policy", "place", "told"),
     [
-        ("cheapest:cpu-llama-native,online=on", "a folder; should be a file"),
-        ("cheapest:analytic,online=on", "step times"),
+        ("cheapest:cpu-llama-native,online=on", ".", "should be a file, and there is a folder of that name"),
+        ("cheapest:analytic,online=on", "learned.json", "step times"),
     ],
 )
 def test_what_could_never_be_kept_is_refused_before_a_server_starts(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, policy: str, told: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, policy: str, place: str, told: str
 ) -> None:
-    assert run("config", "--policy", policy, "--online-state", str(tmp_path)) != 0
+    assert run("config", "--policy", policy, "--online-state", str(tmp_path / place)) != 0
     assert told in capsys.readouterr().err
 
 
@@ -233,11 +235,11 @@ def test_similar_flags_are_not_refused(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--policy", "sometimes"], "sometimes"),
+        (["--policy", "sometimes"], "--policy 'sometimes' is no policy"),
         (["--policy", "threshold:many"], "many"),
         (["--policy", "cheapest:no-such-model"], "no-such-model"),
-        (["--policy", "always-swap", "--host-gib", "-1"], "host_gib"),
-        (["--policy", "always-swap", "--link", "fast"], "fast"),
+        (["--policy", "always-swap", "--host-gib", "-1"], "--host-gib is -1.0, should be a number above 0"),
+        (["--policy", "always-swap", "--link", "fast"], "--link 'fast': should be BYTES_PER_S"),
     ],
 )
 def test_wrong_values_are_refused_before_anything_starts(
@@ -267,9 +269,9 @@ def test_a_cost_model_given_by_folder_is_named_absolutely(monkeypatch: pytest.Mo
     monkeypatch.setattr(launch.policies, "load", lambda name: None)
     Path("models/mine").mkdir(parents=True)
     Path("models/mine/model.json").touch()
-    assert launch.options("cheapest:models/mine")["policy"] == f"cheapest:{tmp_path}/models/mine"
-    assert launch.options("cheapest:shipped-name")["policy"] == "cheapest:shipped-name"
+    assert launch.options(ServerSettings("cheapest:models/mine"))["policy"] == f"cheapest:{tmp_path}/models/mine"
+    assert launch.options(ServerSettings("cheapest:shipped-name"))["policy"] == "cheapest:shipped-name"
     Path("config.json").touch()
-    named = launch.options("cheapest:analytic:H100-SXM@pcie4:config.json,objective=engine")["policy"]
+    named = launch.options(ServerSettings("cheapest:analytic:H100-SXM@pcie4:config.json,objective=engine"))["policy"]
     assert named == f"cheapest:analytic:H100-SXM@pcie4:{tmp_path}/config.json,objective=engine"
-    assert launch.options("cheapest:analytic")["policy"] == "cheapest:analytic"
+    assert launch.options(ServerSettings("cheapest:analytic"))["policy"] == "cheapest:analytic"

@@ -45,7 +45,9 @@ def elsewhere(installed: Path, code: str) -> str:
 
 def test_it_holds_both_packages_and_the_data_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"kvpolicy/py.typed", "kvpolicy_vllm/py.typed", "kvpolicy_vllm/launch.py"} <= set(names)
+    assert {"kvpolicy/py.typed", "kvpolicy/__init__.pyi", "kvpolicy_vllm/py.typed", "kvpolicy_vllm/launch.py"} <= set(
+        names
+    )
     assert {name.split("/")[0] for name in names} == {
         "kvpolicy",
         "kvpolicy_vllm",
@@ -64,9 +66,7 @@ def test_it_announces_its_entry_points(installed: Path) -> None:
     )
     assert set(elsewhere(installed, code).splitlines()) == {
         "console_scripts kvpolicy kvpolicy.cli:main",
-        "kvpolicy.engines vllm kvpolicy_vllm.bench",
-        "kvpolicy.launchers vllm kvpolicy_vllm.launch",
-        "kvpolicy.simulators vllm kvpolicy_vllm.simulator:VllmScheduler",
+        "kvpolicy.integrations vllm kvpolicy_vllm.integration:VllmIntegration",
         "vllm.general_plugins kvpolicy kvpolicy_vllm.plugin:register",
     }
 

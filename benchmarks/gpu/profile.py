@@ -24,7 +24,7 @@ from kvpolicy.training import train
 from kvpolicy_vllm.bench.finishing import finish_profile
 from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.parts import Extent, Part, Rig
-from kvpolicy_vllm.bench.profile import measure_part
+from kvpolicy_vllm.bench.run_profile import measure_part
 from kvpolicy_vllm.plugin.settings import GIB
 
 EXTENT = Extent(

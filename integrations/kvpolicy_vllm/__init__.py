@@ -3,24 +3,26 @@
     --scheduler-cls kvpolicy_vllm.AdaptiveScheduler
     --kv-transfer-config '{"kv_connector": "KVPolicyConnector", "kv_role": "kv_producer", ...}'
 
-`kvpolicy serve` and `kvpolicy config` write these flags. Importing this package does not import vLLM.
+`kvpolicy serve` and `kvpolicy config` write these flags. Importing this package does not import vLLM: vLLM resolves the
+two names in its engine processes, and whoever only writes flags must not load an engine.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+from kvpolicy.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from kvpolicy_vllm.plugin.connector import KVPolicyConnector
+    from kvpolicy_vllm.plugin.scheduler import AdaptiveScheduler
 
 __all__ = ["AdaptiveScheduler", "KVPolicyConnector"]
 
-
-def __getattr__(name: str) -> Any:
-    # vLLM resolves these names in its engine processes; whoever only writes flags must not load an engine.
-    if name == "AdaptiveScheduler":
-        from kvpolicy_vllm.plugin.scheduler import AdaptiveScheduler
-
-        return AdaptiveScheduler
-    if name == "KVPolicyConnector":
-        from kvpolicy_vllm.plugin.connector import KVPolicyConnector
-
-        return KVPolicyConnector
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "AdaptiveScheduler": "kvpolicy_vllm.plugin.scheduler",
+        "KVPolicyConnector": "kvpolicy_vllm.plugin.connector",
+    },
+)

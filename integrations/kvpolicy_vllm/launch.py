@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,20 +15,17 @@ from typing import Any
 import yaml
 
 from kvpolicy import policy as policies
-from kvpolicy.engines import require
 from kvpolicy.errors import InputError
-from kvpolicy_vllm.plugin.settings import Settings
-
-SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
-CONNECTOR = "KVPolicyConnector"
-CONNECTOR_MODULE = "kvpolicy_vllm.connector"
+from kvpolicy.fields import WrongValue, written
+from kvpolicy.integrations import require
+from kvpolicy.settings import ServerSettings
+from kvpolicy_vllm.plugin.settings import SCHEDULER, TEACH, transfer_config
 
 REFUSED = {
     "--scheduler-cls": "kvpolicy sets it itself",
     "--kv-transfer-config": "kvpolicy sets it itself; its options are kvpolicy's own, as --host-gib and --trace",
     "--kv-offloading-size": "kvpolicy keeps evicted KV itself, in as much memory as --host-gib says",
 }
-TEACH = "give it online=on, as in cheapest:COST_MODEL,online=on"
 AMBIGUOUS_PREFIX = "--kv-"
 """vLLM takes any unambiguous prefix of a flag; this one and shorter ones are ambiguous there."""
 SHUTDOWN = "--shutdown-timeout"
@@ -36,58 +34,20 @@ SHUTDOWN_S = 20
 written last may wait ten seconds for the disk. Less than the 30 s after which Kubernetes kills."""
 
 
-def options(
-    policy: str,
-    shadow: bool = False,
-    host_gib: float | None = None,
-    force_host_gib: bool = False,
-    no_pin_memory: bool = False,
-    trace: Path | None = None,
-    seed: int | None = None,
-    link: str | None = None,
-    online_state: Path | None = None,
-    allow_untested_version: bool = False,
-) -> dict[str, Any]:
+def options(settings: ServerSettings) -> dict[str, Any]:
     """The plugin's ``kv_connector_extra_config``: what is given, and nothing else, so that its defaults have one home.
 
-    Folders become absolute: a server may be started elsewhere. Raises ValueError for a policy that cannot be loaded
-    and for any value the plugin would refuse.
+    Folders become absolute: a server may be started elsewhere. Raises ValueError for a policy that cannot be loaded.
     """
-    given: dict[str, Any] = {
-        "policy": policies.anchored(policy),
-        "host_gib": host_gib,
-        "force_host_gib": force_host_gib or None,
-        "pin_memory": False if no_pin_memory else None,
-        "trace": None if trace is None else str(trace.absolute()),
-        "shadow": shadow or None,
-        "seed": seed,
-        "link": link,
-        "online_state": None if online_state is None else str(online_state.absolute()),
-        "allow_untested_version": allow_untested_version or None,
-    }
-    extra = {key: value for key, value in given.items() if value is not None}
-    unknown = policies.needs_engine(policy)  # only the engine knows its model and its device
-    Settings.read(extra)
-    if unknown:
+    policy, path = settings.policy, settings.online_state
+    extra = written(replace(settings, policy=policies.anchored(policy)))
+    if policies.needs_engine(policy):  # only the engine knows its model and its device
         return extra
     loaded = policies.load(extra["policy"])
-    if online_state is not None and loaded.learned(loaded.initial_state()) is None:
-        raise InputError(f"--online-state {online_state}: policy {policy} learns nothing while it serves; {TEACH}")
+    learns = isinstance(loaded, policies.LearningPolicy) and loaded.learned(loaded.initial_state()) is not None
+    if path is not None and not learns:
+        raise WrongValue("online_state", f"is {path}, and policy {policy} learns nothing while it serves; {TEACH}")
     return extra
-
-
-def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """``--kv-transfer-config`` for these options."""
-    return {
-        "kv_connector": CONNECTOR,
-        # A consumer role makes asynchronous scheduling defer block frees, and with that preempt far more.
-        "kv_role": "kv_producer",
-        # vLLM's default ends every request whose load fails; this one computes it again.
-        "kv_load_failure_policy": "recompute",
-        # The entry point is not loaded where VLLM_PLUGINS names others.
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_connector_extra_config": dict(extra),
-    }
 
 
 def flags(extra: Mapping[str, Any]) -> list[str]:

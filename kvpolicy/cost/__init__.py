@@ -1,6 +1,6 @@
 """Cost models: what an option will cost the engine. Loading one imports nothing that trains one."""
 
-from kvpolicy.cost.analytic import ANALYTIC, Engine, engine_loader, load, untrained
+from kvpolicy.cost.analytic import ANALYTIC, Engine, engine_loader, load, load_cost_model, untrained
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, ModelWarning
 from kvpolicy.cost.store import holds_model, shipped
 
@@ -14,6 +14,7 @@ __all__ = [
     "engine_loader",
     "holds_model",
     "load",
+    "load_cost_model",
     "shipped",
     "untrained",
 ]

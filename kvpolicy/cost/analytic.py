@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvpolicy import extensions
 from kvpolicy.cost import store
 from kvpolicy.cost.intervals import unbounded
 from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline
-from kvpolicy.cost.model import FittedModel, ModelError, Provenance
+from kvpolicy.cost.model import CostModel, FittedModel, ModelError, Provenance
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
@@ -252,6 +253,22 @@ def _swap(sheet: DeviceSheet, link: LinkSheet, engine: Engine, assumed: Assumpti
 
 
 # ---- by name ----
+
+
+def load_cost_model(model: str | Path | CostModel, allow_python: bool = True) -> CostModel:
+    """The cost model itself, or the one of that name: as :func:`load` has them, or
+    ``python:MODULE:FACTORY[,KEY=VALUE...]``, which runs that module: give none that came out of a file, or do not
+    ``allow_python``.
+
+    Raises ModelError for what cannot be loaded, :class:`kvpolicy.extensions.ExtensionError` for a module path that is
+    refused or leads to no cost model.
+    """
+    if isinstance(model, CostModel):
+        return model
+    if isinstance(model, str) and extensions.is_module_path(model):
+        found: CostModel = extensions.from_module(model, CostModel, "cost model", allow_python)
+        return found
+    return load(model)
 
 
 def load(name: str | Path) -> FittedModel:

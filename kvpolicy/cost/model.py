@@ -6,18 +6,21 @@ In plain Python: this is what a server calls for every preemption.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import inf, log
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 from kvpolicy.attribution.step_time import StepTimeModel
+from kvpolicy.code_digest import digest_of
 from kvpolicy.cost import kernel
 from kvpolicy.cost.forest import Forest
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.kernel import Check, Packed, Predictor, pack
-from kvpolicy.cost.laws import Law, RecomputeRoofline
+from kvpolicy.cost.laws import Law, RecomputeRoofline, SwapRoofline
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, Features, features_of
@@ -25,6 +28,8 @@ from kvpolicy.hardware import Geometry
 from kvpolicy.regression.conformal import Room
 
 FAMILIES = ("boosted", "linear", "analytic")
+MIN_FLOOR_S = 1e-6
+"""No model is taken to tell costs under a microsecond apart, unless it says so."""
 LENGTH: Mapping[Kind, str] = {"recompute": "recomputed_tokens", "swap": "save_bytes"}
 """The feature that is a victim's length."""
 POWERS = {"recomputed_pairs": 2.0}
@@ -39,38 +44,43 @@ class ModelWarning(UserWarning):
     """A cost model that is used beyond what it was measured on."""
 
 
-class CostModel(Protocol):
-    """What a policy needs of a model. All methods are pure but ``warm``."""
+class CostModel(ABC):
+    """What an option will cost the engine. All methods are pure but ``warm``.
 
-    @property
-    def name(self) -> str: ...
+    A cost model of one's own extends this class, has a ``name`` and writes ``predict``.
+    """
+
+    __slots__ = ()
+
+    name: str
+    """In reports; different for models that predict differently."""
+    step_time: StepTimeModel | None = None
+    """d0 of the traces it was fitted to, which costs are measured by while serving; None where there is none."""
+    floor_s: Mapping[Kind, float] = MappingProxyType(dict.fromkeys(KINDS, MIN_FLOOR_S))
+    """The least cost its traces could tell from none."""
+
+    @abstractmethod
+    def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
+        """One cost per option."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its files."""
-        ...
+        """Of all that it predicts by: SHA-256 of its files where it has some, else of its values and its code."""
+        return digest_of(self)
 
     @property
     def state_ids(self) -> frozenset[str]:
-        """``CORE/STATE`` of every state it was fitted or calibrated on."""
-        ...
+        """``CORE/STATE`` of every state it was fitted or calibrated on; an evaluation leaves them out."""
+        return frozenset()
 
     @property
-    def step_time(self) -> StepTimeModel | None:
-        """d0 of the traces it was fitted to, which costs are measured by while serving; None where there is none."""
-        ...
+    def predicts_victim_delay(self) -> bool:
+        return False
 
-    @property
-    def floor_s(self) -> Mapping[Kind, float]:
-        """The least cost its traces could tell from none."""
-        ...
-
-    @property
-    def predicts_victim_delay(self) -> bool: ...
-
-    def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
-        """One cost per option."""
-        ...
+    def copies_s(self, situation: Preemption, option: Option, cost: Cost) -> float:
+        """How long the link is busy with both copies of a swap, whatever of it the engine feels. ``cost``: as predicted
+        for ``option``; what it puts down to copies is taken where no more is known."""
+        return cost.save_s + cost.load_s
 
     def check_fit(
         self,
@@ -81,12 +91,15 @@ class CostModel(Protocol):
         link: Mapping[str, Any] | None = None,
         token_budget: int | None = None,
     ) -> None:
-        """Raises :class:`ModelError` for an engine it was not measured on; warns where physics carries over."""
-        ...
+        """Raises :class:`ModelError` for an engine it was not measured on; warns where physics carries over.
+
+        ``link`` and ``token_budget`` as in a trace's header; not compared where None.
+        """
+        return
 
     def warm(self) -> bool:
-        """Compile what can be compiled; for start-up, never for the path of a decision."""
-        ...
+        """Compile what can be compiled, for start-up and never for the path of a decision; False for nothing."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +124,8 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True)
-class FittedModel:
-    """Implements :class:`CostModel`.
+class FittedModel(CostModel):
+    """Laws, residuals and intervals, as they are fitted and stored.
 
     Inside the trained range a prediction is the law's times exp(residual). Outside, a residual that is carried goes on
     saying what it says at the range's edge. One that is not is left out: the law's prediction alone; where a growing
@@ -127,7 +140,7 @@ class FittedModel:
     """Trees over all of :data:`~kvpolicy.features.FEATURES`; a kind may have none."""
     ranges: Mapping[Kind, Mapping[str, tuple[float, float]]]
     """Lowest and highest of each feature in training."""
-    floor_s: Mapping[Kind, float]
+    floor_s: Mapping[Kind, float] = field()  # without a default, whatever the base class has
     """The least cost its traces could tell from none: no prediction is below."""
     intervals: Intervals
     digest: str = ""
@@ -216,8 +229,15 @@ class FittedModel:
         """How far ``x`` is outside, in the feature that is farthest; 0 inside."""
         return kernel.how_far(self._packed.n, self._packed.c, KINDS.index(kind), x)
 
+    def copies_s(self, situation: Preemption, option: Option, cost: Cost) -> float:
+        law = self.laws["swap"]
+        if not isinstance(law, SwapRoofline):  # one that knows no link
+            return cost.save_s + cost.load_s
+        x = features_of(situation, option)
+        return law.save.seconds(x.save_bytes, x.save_segments) + law.load.seconds(x.load_bytes, x.load_segments)
+
     def warm(self) -> bool:
-        """Compile, some seconds; False where numba is missing, and then nothing changes but speed."""
+        """Some seconds. Where numba is missing nothing changes but speed."""
         try:
             fast: Any = import_module("kvpolicy.cost.compile")
         except ImportError:
@@ -237,7 +257,6 @@ class FittedModel:
         link: Mapping[str, Any] | None = None,
         token_budget: int | None = None,
     ) -> None:
-        """See :class:`CostModel`. ``link`` and ``token_budget`` as in a trace's header; not compared where None."""
         shape = geometry.to_dict() if isinstance(geometry, Geometry) else dict(geometry)
         trained = self.provenance.geometry.to_dict()
         for name, value in trained.items():

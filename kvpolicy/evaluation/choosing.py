@@ -10,20 +10,21 @@ from kvpolicy.errors import InputError
 from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
-from kvpolicy.policy.objective import ENGINE
+from kvpolicy.policy import Policy
+from kvpolicy.policy.objective import ENGINE, Objective
 
 
 def evaluate(
     traces: Sequence[Path | str],
-    policies: Sequence[str],
+    policies: Sequence[str | Policy],
     seed: int = 0,
-    objective: str = ENGINE.text,
+    objective: Objective | str = ENGINE,
     estimators: Sequence[str] = (),
     interval: str = "bootstrap",
     cluster: str = "overflow",
     limit_s: float | None = None,
 ) -> EvaluationReport | OffPolicyReport:
-    """Judge ``policies``, by name, on ``traces``.
+    """Judge ``policies``, each by its name or itself, on ``traces``.
 
     Profiles are replayed (:func:`kvpolicy.evaluation.replay.evaluate`); logs of production or of a simulation give
     off-policy estimates (:func:`kvpolicy.evaluation.offpolicy.estimate`), which alone know ``estimators``,

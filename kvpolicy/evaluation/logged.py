@@ -31,7 +31,7 @@ from kvpolicy.datasets.logs import attributed
 from kvpolicy.datasets.validation import COUNTS, refuse_doubled
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Option, Preemption
-from kvpolicy.policy import Policy
+from kvpolicy.policy import Policy, probabilities_of
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import Header, Trace, TraceError
 
@@ -115,7 +115,7 @@ class Log:
             if len(options) == 1:
                 shares[row, number[options[0].kind]] = 1.0
                 continue
-            for option, share in zip(options, policy.probabilities(situation, options, state), strict=True):
+            for option, share in zip(options, probabilities_of(policy, situation, options, state), strict=True):
                 shares[row, number[option.kind]] += share
         return shares
 

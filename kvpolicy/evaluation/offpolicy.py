@@ -18,8 +18,9 @@ from kvpolicy.evaluation.direct import Design, Predicted, folds_of
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, Tuned, importance_weights
 from kvpolicy.evaluation.logged import Log, logged
 from kvpolicy.events import KINDS
-from kvpolicy.policy import Policy, load
-from kvpolicy.policy.objective import ENGINE, parse
+from kvpolicy.fields import parsed
+from kvpolicy.policy import Policy, PolicyState, load_policies
+from kvpolicy.policy.objective import ENGINE, Objective
 
 Floats = NDArray[np.float64]
 
@@ -145,31 +146,31 @@ def _json_safe(value: Any) -> Any:
 
 def estimate(
     traces: Sequence[Path | str],
-    policies: Sequence[str],
+    policies: Sequence[str | Policy],
     seed: int = 0,
-    objective: str = ENGINE.text,
+    objective: Objective | str = ENGINE,
     estimators: Sequence[str] = (),
     interval: str = "bootstrap",
     cluster: str = "overflow",
     limit_s: float | None = None,
 ) -> OffPolicyReport:
-    """Estimate what ``policies``, by name, would have cost in the states of production logs.
+    """Estimate what ``policies``, each by its name or itself, would have cost in the states of production logs.
 
     ``estimators``: of :data:`kvpolicy.evaluation.estimators.ESTIMATORS`, all without any; ``cluster``: what is drawn
     together, all preemptions of a scheduling step or all of a request; ``limit_s``: for the empirical Bernstein bound,
     what no cost exceeds to either side. Raises TraceError as :func:`kvpolicy.evaluation.logged.logged`, ModelError for
     a model that is not for these engines, ValueError for a wrong name.
     """
-    _check(policies, seed, estimators, interval, limit_s)
-    judging = parse(objective)
-    loaded = [load(spec) for spec in policies]
+    _check(seed, estimators, interval, limit_s)
+    judging = parsed("objective", objective, Objective)
+    loaded = load_policies(policies)
     seen = frozenset().union(*(one.cost_model.state_ids for one in loaded if one.cost_model is not None))
     log = logged(traces, judging, cluster).without(seen, "records that a policy's model was trained on")
     for policy in loaded:
         _check_fit(policy, log)
-    targets = {policy.name: log.targets(policy) for policy in loaded}
+    targets = {policy.label: log.targets(policy) for policy in loaded}
     return judge(log, targets, seed, tuple(estimators) or tuple(ESTIMATORS), interval, limit_s, cluster, judging.text,
-                 tuple(one.name for one in loaded if not _stays(one)))  # fmt: skip
+                 tuple(one.label for one in loaded if not _stays(one)))  # fmt: skip
 
 
 def judge(
@@ -214,13 +215,10 @@ def judge(
     )
 
 
-def _check(policies: Sequence[str], seed: int, estimators: Sequence[str], interval: str, limit_s: float | None) -> None:
-    if not policies:
-        raise InputError("no policy was given")
-    for given, what in ((policies, "policy"), (estimators, "estimator")):
-        for spec in given:
-            if given.count(spec) > 1:
-                raise InputError(f"{what} {spec}: given twice")
+def _check(seed: int, estimators: Sequence[str], interval: str, limit_s: float | None) -> None:
+    for name in estimators:
+        if estimators.count(name) > 1:
+            raise InputError(f"estimator {name}: given twice")
     if seed < 0:
         raise InputError(f"seed is {seed}, should be 0 or above")
     for name in estimators:
@@ -316,4 +314,5 @@ def _check_fit(policy: Policy, log: Log) -> None:
 
 def _stays(policy: Policy) -> bool:
     """Whether its state says nothing: it decides alike throughout."""
-    return policy.initial_state().to_json() == "{}"
+    state: PolicyState = policy.initial_state()
+    return state.to_json() == "{}"

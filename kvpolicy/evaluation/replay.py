@@ -21,8 +21,9 @@ from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_opt
 from kvpolicy.datasets.quality import Floor
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.policy import Policy, feasible_options, load
-from kvpolicy.policy.objective import ENGINE, Objective, parse
+from kvpolicy.fields import parsed
+from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load_policies, probabilities_of
+from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import TraceError
 
 Floats = NDArray[np.float64]
@@ -129,23 +130,20 @@ class StatePrices:
 
 
 def evaluate(
-    traces: Sequence[Path | str], policies: Sequence[str], seed: int = 0, objective: str = ENGINE.text
+    traces: Sequence[Path | str], policies: Sequence[str | Policy], seed: int = 0, objective: Objective | str = ENGINE
 ) -> EvaluationReport:
-    """Price ``policies``, by name, on the states of ``traces``; ``objective`` is what they are judged by, whatever each
-    of them minimises (see :func:`kvpolicy.policy.objective.parse`).
+    """Price ``policies``, each by its name or itself, on the states of ``traces``.
+
+    ``objective`` is what they are judged by, whatever each of them minimises (see
+    :class:`kvpolicy.policy.Objective`).
 
     Only states that no policy's cost model was trained on, with both options measured at least twice. Raises
     TraceError where fewer than 20 are left, ModelError for a model that is not for these traces' engines.
     """
-    if not policies:
-        raise InputError("no policy was given")
-    for spec in policies:
-        if policies.count(spec) > 1:
-            raise InputError(f"policy {spec}: given twice")
     if seed < 0:
         raise InputError(f"seed is {seed}, should be 0 or above")
-    judging = parse(objective)
-    loaded = [load(spec) for spec in policies]
+    judging = parsed("objective", objective, Objective)
+    loaded = load_policies(policies)
     dataset = measured(traces)
     _check_fit(loaded, dataset)
     usable, left_out = _usable(dataset, loaded)
@@ -161,11 +159,11 @@ def evaluate(
         oracle_total_s=float(oracle.sum()),
         swap_faster=sum(state.faster == "swap" for state in states),
         always_wins=one_option_always_wins(states),
-        policies=tuple(_score(name, i, prices, states, resampled) for i, name in enumerate(policies)),
+        policies=tuple(_score(one.label, i, prices, states, resampled) for i, one in enumerate(loaded)),
         left_out=left_out,
         objective=judging.text,
         floor=dataset.floor,
-        learning=tuple(one.name for one in loaded if one.learned(one.initial_state()) is not None),
+        learning=tuple(one.label for one in loaded if isinstance(one, LearningPolicy)),
     )
 
 
@@ -208,7 +206,7 @@ def _shares(state: State, policy: Policy) -> dict[Kind, float]:
     total = dict.fromkeys(KINDS, 0.0)
     for sample in windows:
         options = feasible_options(sample.situation)
-        shares = policy.probabilities(sample.situation, options, policy.initial_state())
+        shares = probabilities_of(policy, sample.situation, options, policy.initial_state())
         for option, share in zip(options, shares, strict=True):
             total[option.kind] += share
     return {kind: share / len(windows) for kind, share in total.items()}

@@ -1,12 +1,26 @@
-"""What a policy is."""
+"""What a policy is, and what it is told of its decisions.
+
+A policy of one's own extends :class:`Policy` and writes one method::
+
+    class LongerSwaps(Policy):
+        name = "longer-swaps"
+
+        def probabilities(self, situation, options, state):
+            longer = situation.computed_tokens > situation.batch_tokens / max(1, situation.running_requests)
+            return [float((option.kind == "swap") == (longer and len(options) > 1)) for option in options]
+
+Policies that go by predicted costs extend :class:`PricedPolicy`, those that learn while they serve
+:class:`LearningPolicy`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
+from kvpolicy.code_digest import digest_of
 from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Measured, Online
 from kvpolicy.events import Cost, Decision, Option, Preemption
@@ -29,6 +43,17 @@ class NoState:
         return "{}"
 
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    # The default lets people write Policy alone; Python itself knows defaults from 3.13 on.
+    S = TypeVar("S", bound=PolicyState, default=Any)
+else:
+    from typing import TypeVar
+
+    S = TypeVar("S")
+
+
 @dataclass(frozen=True, slots=True)
 class Feedback:
     """What became of a decision, as far as a policy can learn from it."""
@@ -49,68 +74,93 @@ class Feedback:
         return Measured(kind, self.situation.computed_tokens, predicted, *seconds, model.floor_s[kind])
 
 
-class Policy(Protocol):
-    """Pure in its arguments. ``options`` are feasible ones only, recompute first."""
+class Policy(ABC, Generic[S]):
+    """Decides what is done with a victim. All methods are pure in their arguments.
 
-    @property
-    def name(self) -> str: ...
+    ``S`` is its state, a frozen value that is recorded with every decision; a policy that remembers nothing has none
+    to speak of and leaves the methods about it alone.
+    """
 
-    @property
-    def cost_model(self) -> CostModel | None: ...
-
-    def initial_state(self) -> PolicyState: ...
-
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
-        """Probabilities that sum to 1, and the costs behind them."""
-        ...
-
-    def probabilities(
-        self, situation: Preemption, options: Sequence[Option], state: PolicyState
-    ) -> tuple[float, ...]: ...
-
-    def next_state(self, state: PolicyState, decision: Decision) -> PolicyState:
-        """The state after ``decision``."""
-        ...
-
-    def observe(self, state: PolicyState, feedback: Feedback) -> PolicyState:
-        """The state after what became of a preemption is known."""
-        ...
-
-    def learned(self, state: PolicyState) -> Online | None:
-        """What of the state is worth keeping over a restart."""
-        ...
-
-    def resume(self, learned: Online) -> PolicyState:
-        """The state to begin with where that was kept."""
-        ...
-
-
-class PolicyBase(ABC):
-    """What policies share; by itself one without memory and without a cost model."""
-
+    name: str
+    """In reports and traces; different for policies that decide differently."""
     cost_model: CostModel | None = None
-
-    def initial_state(self) -> PolicyState:
-        return NoState()
+    """What its costs come from; checked against the engine before anything is decided."""
 
     @abstractmethod
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
-        """See :class:`Policy`."""
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: S) -> Sequence[float]:
+        """The probability of each option, in their order: 0 or above, summing to 1.
 
-    def probabilities(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> tuple[float, ...]:
+        ``options``: feasible ones only, recompute first; often that one alone.
+        """
+
+    def assess(self, situation: Preemption, options: Sequence[Option], state: S) -> Assessment:
+        """The probabilities, and the costs behind them where there are any."""
+        return tuple(map(float, self.probabilities(situation, options, state))), ()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its values and its code: two policies of one name are told apart by it, and a changed one from
+        what it was. See :mod:`kvpolicy.code_digest` for what it cannot know."""
+        return digest_of(self)
+
+    @property
+    def label(self) -> str:
+        """In reports and traces: the name, and for a class from outside this package the digest's beginning."""
+        return self.name if type(self).__module__.partition(".")[0] == "kvpolicy" else labelled(self)
+
+    def initial_state(self) -> S:
+        return NoState()  # type: ignore[return-value]  # right where S is left open; who chooses S writes this method
+
+    def next_state(self, state: S, decision: Decision) -> S:
+        """The state after ``decision``."""
+        return state
+
+
+class PricedPolicy(Policy[S]):
+    """Decides by what each option is predicted to cost; the costs are recorded with the decision."""
+
+    @abstractmethod
+    def by_costs(
+        self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: S
+    ) -> tuple[float, ...]:
+        """The probability of each option. ``costs``: one per option."""
+
+    def costs(self, situation: Preemption, options: Sequence[Option], state: S) -> tuple[Cost, ...]:
+        """What its cost model predicts."""
+        assert self.cost_model is not None
+        return self.cost_model.predict(situation, options)
+
+    def assess(self, situation: Preemption, options: Sequence[Option], state: S) -> Assessment:
+        costs = self.costs(situation, options, state)
+        return self.by_costs(situation, options, costs, state), costs
+
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: S) -> tuple[float, ...]:
         return self.assess(situation, options, state)[0]
 
-    def next_state(self, state: PolicyState, decision: Decision) -> PolicyState:
-        return state
 
-    def observe(self, state: PolicyState, feedback: Feedback) -> PolicyState:
-        return state
+class LearningPolicy(Policy[S]):
+    """Is told what became of its decisions while it serves."""
 
-    def learned(self, state: PolicyState) -> Online | None:
+    @abstractmethod
+    def observe(self, state: S, feedback: Feedback) -> S:
+        """The state after what became of a preemption is known."""
+
+    def learned(self, state: S) -> Online | None:
+        """What of the state is worth keeping over a restart; None for nothing."""
         return None
 
-    def resume(self, learned: Online) -> PolicyState:
+    def resume(self, learned: Online) -> S:
+        """The state to begin with where that was kept."""
         return self.initial_state()
+
+
+DIGEST_SHOWN = 12
+"""Characters of a digest in a label."""
+
+
+def labelled(policy: Policy) -> str:
+    """The name with the digest's beginning, whatever its class."""
+    return f"{policy.name}@{policy.digest[:DIGEST_SHOWN]}"
 
 
 CERTAIN = {(i, count): tuple(float(i == j) for j in range(count)) for count in (1, 2) for i in range(count)}

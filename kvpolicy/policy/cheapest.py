@@ -6,84 +6,87 @@ What is minimised is an objective over predicted costs, or InferCept's waste of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvpolicy.cost import CostModel, FittedModel
-from kvpolicy.cost.laws import SwapRoofline
+from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Online, corrected
 from kvpolicy.events import Cost, Kind, Option, Preemption
-from kvpolicy.features import features_of
-from kvpolicy.policy.base import Assessment, Feedback, NoState, PolicyBase, PolicyState, all_on, first_of
+from kvpolicy.policy.base import Feedback, LearningPolicy, NoState, Policy, PricedPolicy, S, all_on, first_of
 from kvpolicy.policy.objective import ENGINE, Objective
 
 
 @dataclass(frozen=True)
-class Threshold(PolicyBase):
+class Threshold(Policy[NoState]):
     """Swap iff the victim has at least that many computed tokens, and swap is feasible."""
 
     name: str
     tokens: int
 
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: NoState) -> tuple[float, ...]:
         swap = first_of("swap", options) if situation.computed_tokens >= self.tokens else None
-        return all_on(swap or 0, len(options)), ()
+        return all_on(swap or 0, len(options))
 
 
 @dataclass(frozen=True)
-class Always(PolicyBase):
+class Always(Policy[NoState]):
     """One kind wherever it is feasible, recompute elsewhere."""
 
     name: str
     kind: Kind
 
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
-        return all_on(first_of(self.kind, options) or 0, len(options)), ()
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: NoState) -> tuple[float, ...]:
+        return all_on(first_of(self.kind, options) or 0, len(options))
 
 
 @dataclass(frozen=True)
-class Coin(PolicyBase):
+class Coin(Policy[NoState]):
     """Swap with a fixed probability wherever it is feasible."""
 
     name: str
     p_swap: float
 
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: NoState) -> tuple[float, ...]:
         swap = first_of("swap", options)
         if swap is None:
-            return all_on(0, len(options)), ()
+            return all_on(0, len(options))
         shares = [0.0] * len(options)
         shares[0] = 1.0 - self.p_swap
         shares[swap] += self.p_swap
-        return tuple(shares), ()
+        return tuple(shares)
 
 
 @dataclass(frozen=True)
-class Cheapest(PolicyBase):
+class Cheapest(PricedPolicy[S]):
     """Ties go to the first option: recompute."""
 
     name: str
-    cost_model: CostModel
+    cost_model: CostModel = field()
     objective: Objective = ENGINE
-    online: bool = False
-    """Whether measured outcomes correct the model."""
 
-    def initial_state(self) -> PolicyState:
-        return Online() if self.online else NoState()
+    def by_costs(
+        self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: S
+    ) -> tuple[float, ...]:
+        return all_on(lowest(costs, self.objective), len(options))
 
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
-        costs = self.cost_model.predict(situation, options)
-        if isinstance(state, Online):
-            costs = corrected(costs, options, situation.computed_tokens, state)
-        return all_on(lowest(costs, self.objective), len(options)), costs
 
-    def observe(self, state: PolicyState, feedback: Feedback) -> PolicyState:
-        return state.updated(feedback.against(self.cost_model)) if isinstance(state, Online) else state
+@dataclass(frozen=True)
+class CheapestOnline(Cheapest[Online], LearningPolicy[Online]):
+    """The same by a cost model that measured outcomes correct."""
 
-    def learned(self, state: PolicyState) -> Online | None:
-        return state if isinstance(state, Online) else None
+    def initial_state(self) -> Online:
+        return Online()
 
-    def resume(self, learned: Online) -> PolicyState:
-        return learned if self.online else NoState()
+    def costs(self, situation: Preemption, options: Sequence[Option], state: Online) -> tuple[Cost, ...]:
+        return corrected(super().costs(situation, options, state), options, situation.computed_tokens, state)
+
+    def observe(self, state: Online, feedback: Feedback) -> Online:
+        return state.updated(feedback.against(self.cost_model))
+
+    def learned(self, state: Online) -> Online:
+        return state
+
+    def resume(self, learned: Online) -> Online:
+        return learned
 
 
 def lowest(costs: Sequence[Cost], objective: Objective = ENGINE) -> int:
@@ -98,7 +101,7 @@ OWN_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class MinWaste(PolicyBase):
+class MinWaste(PricedPolicy[NoState]):
     """InferCept's minimum-waste rule: the option that leaves less device memory idle, in token-seconds.
 
     Abhyankar et al., "InferCept: Efficient Intercept Support for Augmented Large Language Model Inference", ICML 2024,
@@ -115,18 +118,19 @@ class MinWaste(PolicyBase):
     """
 
     name: str
-    cost_model: CostModel
+    cost_model: CostModel = field()
 
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
-        costs = self.cost_model.predict(situation, options)
+    def by_costs(
+        self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: NoState
+    ) -> tuple[float, ...]:
         wastes = [self._waste(situation, *pair) for pair in zip(options, costs, strict=True)]
-        return all_on(min(range(len(wastes)), key=wastes.__getitem__), len(options)), costs
+        return all_on(min(range(len(wastes)), key=wastes.__getitem__), len(options))
 
     def _waste(self, situation: Preemption, option: Option, cost: Cost) -> float:
         own, other = situation.computed_tokens, situation.batch_tokens
         if option.kind == "recompute":
             return discard_waste(cost.recompute_s, own, other)
-        return swap_waste(copies_s(self.cost_model, situation, option, cost), own, other)
+        return swap_waste(self.cost_model.copies_s(situation, option, cost), own, other)
 
 
 def discard_waste(forward_s: float, own_tokens: int, other_tokens: int) -> float:
@@ -137,15 +141,3 @@ def discard_waste(forward_s: float, own_tokens: int, other_tokens: int) -> float
 def swap_waste(both_copies_s: float, own_tokens: int, other_tokens: int) -> float:
     """Token-seconds of copies that take ``both_copies_s``, out and back together."""
     return both_copies_s * (own_tokens + other_tokens)
-
-
-def copies_s(model: CostModel, situation: Preemption, option: Option, cost: Cost) -> float:
-    """How long the link is busy with both copies, whatever of it the engine feels.
-
-    Of a model whose law knows no link (``linear``): what its prediction puts down to them.
-    """
-    law = model.laws["swap"] if isinstance(model, FittedModel) else None
-    if not isinstance(law, SwapRoofline):
-        return cost.save_s + cost.load_s
-    x = features_of(situation, option)
-    return law.save.seconds(x.save_bytes, x.save_segments) + law.load.seconds(x.load_bytes, x.load_segments)

@@ -23,6 +23,15 @@ def feasible_options(situation: Preemption, swap_possible: bool = True) -> tuple
     return (RECOMPUTE,)
 
 
+def probabilities_of(
+    policy: Policy, situation: Preemption, options: Sequence[Option], state: PolicyState
+) -> tuple[float, ...]:
+    """What the policy says of the options. Raises ValueError for probabilities that are none."""
+    probabilities, _ = policy.assess(situation, options, state)
+    _refuse_impossible(policy.name, probabilities, options)
+    return probabilities
+
+
 def decide(
     policy: Policy, situation: Preemption, options: Sequence[Option], state: PolicyState, rng: random.Random
 ) -> Decision:

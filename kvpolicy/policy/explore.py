@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Online, corrected
 from kvpolicy.events import Cost, Decision, Option, Preemption
-from kvpolicy.policy.base import Assessment, Feedback, PolicyBase, PolicyState, all_on
+from kvpolicy.policy.base import Feedback, LearningPolicy, PricedPolicy, all_on
 from kvpolicy.policy.cheapest import lowest
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -56,38 +56,32 @@ class Explored:
 
 
 @dataclass(frozen=True)
-class Explore(PolicyBase):
+class Explore(PricedPolicy[Explored]):
     """Chance, in equal parts, among the first option and those the interval of whose log ratio to it contains 0.
 
     The ratio is that of engine times, whatever the objective that decides outside the band. Regret is the objective's.
     """
 
     name: str
-    cost_model: CostModel
+    cost_model: CostModel = field()
     objective: Objective = ENGINE
-    online: bool = False
-    """Whether measured outcomes correct the model."""
     budget: Budget = Budget()
 
     def initial_state(self) -> Explored:
-        return self._fresh(Online() if self.online else None)
+        return Explored(spent_s=0.0 if self.budget.bounds else None)
 
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
-        costs = self.cost_model.predict(situation, options)
-        learned = self.learned(state)
-        if learned is not None:
-            costs = corrected(costs, options, situation.computed_tokens, learned)
+    def by_costs(
+        self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: Explored
+    ) -> tuple[float, ...]:
         open_ones = [i for i in range(1, len(costs)) if costs[i].log_ratio_low <= 0 <= costs[i].log_ratio_high]
         if open_ones:
             share = 1.0 / (len(open_ones) + 1)
             coin = tuple(share if i == 0 or i in open_ones else 0.0 for i in range(len(costs)))
             if not self.budget.bounds or self.budget.allows(*self._after(state, coin, costs)):
-                return coin, costs
-        return all_on(lowest(costs, self.objective), len(options)), costs
+                return coin
+        return all_on(lowest(costs, self.objective), len(options))
 
-    def next_state(self, state: PolicyState, decision: Decision) -> PolicyState:
-        if not isinstance(state, Explored):
-            return state
+    def next_state(self, state: Explored, decision: Decision) -> Explored:
         if self.budget.bounds and decision.costs:
             spent_s, cheapest_s = self._after(state, decision.probabilities, decision.costs)
             state = replace(state, spent_s=spent_s, cheapest_s=cheapest_s)
@@ -95,30 +89,35 @@ class Explore(PolicyBase):
             return replace(state, decisions=state.decisions + 1)
         return state
 
-    def observe(self, state: PolicyState, feedback: Feedback) -> PolicyState:
-        if isinstance(state, Explored) and state.online is not None:
-            return replace(state, online=state.online.updated(feedback.against(self.cost_model)))
-        return state
+    def _after(
+        self, state: Explored, probabilities: Sequence[float], costs: Sequence[Cost]
+    ) -> tuple[float, float]:  # fmt: skip
+        """Regret spent, and cost at the cheapest, once a decision with these probabilities is taken."""
+        regret_s, least_s = predicted_regret(probabilities, costs, self.objective)
+        return (state.spent_s or 0.0) + regret_s, state.cheapest_s + least_s
 
-    def learned(self, state: PolicyState) -> Online | None:
-        return state.online if isinstance(state, Explored) else None
+
+@dataclass(frozen=True)
+class ExploreOnline(Explore, LearningPolicy[Explored]):
+    """The same by a cost model that measured outcomes correct."""
+
+    def initial_state(self) -> Explored:
+        return self.resume(Online())
+
+    def costs(self, situation: Preemption, options: Sequence[Option], state: Explored) -> tuple[Cost, ...]:
+        return corrected(
+            super().costs(situation, options, state), options, situation.computed_tokens, self.learned(state)
+        )
+
+    def observe(self, state: Explored, feedback: Feedback) -> Explored:
+        return replace(state, online=self.learned(state).updated(feedback.against(self.cost_model)))
+
+    def learned(self, state: Explored) -> Online:
+        return state.online or Online()
 
     def resume(self, learned: Online) -> Explored:
         """The budget is that of one life of a server: it is whole again after a restart."""
-        return self._fresh(learned if self.online else None)
-
-    def _fresh(self, learned: Online | None) -> Explored:
-        return Explored(online=learned, spent_s=0.0 if self.budget.bounds else None)
-
-    def _after(
-        self, state: PolicyState, probabilities: Sequence[float], costs: Sequence[Cost]
-    ) -> tuple[float, float]:  # fmt: skip
-        """Regret spent, and cost at the cheapest, once a decision with these probabilities is taken."""
-        spent_s, cheapest_s = 0.0, 0.0
-        if isinstance(state, Explored):
-            spent_s, cheapest_s = state.spent_s or 0.0, state.cheapest_s
-        regret_s, least_s = predicted_regret(probabilities, costs, self.objective)
-        return spent_s + regret_s, cheapest_s + least_s
+        return replace(super().initial_state(), online=learned)
 
 
 def predicted_regret(

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 
-from kvpolicy import cost
+from kvpolicy import cost, extensions
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
-from kvpolicy.policy.base import Policy
-from kvpolicy.policy.cheapest import Always, Cheapest, Coin, MinWaste, Threshold
-from kvpolicy.policy.explore import Budget, Explore
-from kvpolicy.policy.objective import ENGINE, Objective, parse
+from kvpolicy.fields import WrongValue
+from kvpolicy.policy.base import DIGEST_SHOWN, Policy
+from kvpolicy.policy.cheapest import Always, Cheapest, CheapestOnline, Coin, MinWaste, Threshold
+from kvpolicy.policy.explore import Budget, Explore, ExploreOnline
+from kvpolicy.policy.objective import ENGINE, Objective
 
-FORMS = (
-    "always-recompute",
-    "always-swap",
-    "threshold:TOKENS",
-    "random:P_SWAP",
-    "cheapest:COST_MODEL",
-    "explore:COST_MODEL",
-    "minwaste:COST_MODEL",
-)
+FORMS: Mapping[str, str] = {
+    "always-recompute": "what vLLM does by itself",
+    "always-swap": "swaps wherever that is feasible",
+    "threshold:TOKENS": "swaps from that many computed tokens on",
+    "random:P_SWAP": "swaps with that probability",
+    "cheapest:COST_MODEL": "whatever the cost model predicts to be cheaper",
+    "explore:COST_MODEL": "the same as cheapest, but draws where the model cannot tell the two apart, so that the "
+    "trace can judge other policies",
+    "minwaste:COST_MODEL": "InferCept's rule: whatever leaves less device memory idle by the cost model's times",
+    extensions.FORM: "what FACTORY of the module MODULE makes: one of your own",
+}
+"""Policies by name, and what each does: for errors, for help, and for the README."""
+GROUP = "kvpolicy.policies"
+"""Of entry points: policies that installed packages offer by name."""
 COST_MODELS = (
-    "a folder, the name of one that ships, analytic (untrained, of the running engine) "
-    "or analytic:DEVICE[@LINK]:CONFIG (untrained, of a data sheet and a config.json)"
+    "a folder, the name of one that ships, analytic (untrained, of the running engine), "
+    "analytic:DEVICE[@LINK]:CONFIG (untrained, of a data sheet and a config.json) "
+    f"or {extensions.FORM}"
+)
+AFTERWARDS = (
+    "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE (not after minwaste), and of explore "
+    ",budget=SECONDS or ,budget=SHARE%; after FACTORY, a class or function of that module, ,KEY=VALUE..."
+)
+HELP = (
+    f"{'; '.join(f'{form}: {what}' for form, what in FORMS.items())}. COST_MODEL is {COST_MODELS}{AFTERWARDS}. "
+    "online=on: measured outcomes correct the model; budget: of predicted regret"
 )
 
 PRICED = ("cheapest", "explore")
@@ -34,20 +49,44 @@ MODELLED = (*PRICED, "minwaste")
 OPTIONS = ("online", "objective", "budget")
 MOST_DIGITS = 18
 """Of a threshold: more are no length, and Python itself refuses thousands."""
-AFTERWARDS = (
-    "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE (not after minwaste), and of explore "
-    ",budget=SECONDS or ,budget=SHARE%"
-)
 
 
-def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
+def load_policy(policy: str | Policy, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
+    """The policy itself, or the one of that name; see :func:`load`.
+
+    A name may be a module path, ``python:MODULE:FACTORY``, which runs that module: give none that came out of a file.
+    """
+    return checked(policy) if isinstance(policy, Policy) else load(policy, cost_model_loader, allow_python=True)
+
+
+def load_policies(policies: Sequence[str | Policy]) -> list[Policy]:
+    """The policies themselves, or those of these names. Raises ValueError for none, for one that is there twice, and as
+    :func:`load_policy`."""
+    if not policies:
+        raise InputError("no policy was given")
+    loaded: list[Policy] = []
+    for given in policies:
+        policy = load_policy(given)
+        if any(one.label == policy.label for one in loaded):
+            raise InputError(f"policy {policy.label}: given twice")
+        loaded.append(policy)
+    return loaded
+
+
+def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load, allow_python: bool = False) -> Policy:
     """The policy of that name. COST_MODEL is :data:`COST_MODELS`; OBJECTIVE as in
-    :func:`kvpolicy.policy.objective.parse`, engine without it.
+    :meth:`kvpolicy.policy.Objective.parse`, engine without it. An installed package may offer others by name.
 
     ``cost_model_loader``: in a server that of :func:`kvpolicy.cost.engine_loader`, which knows the engine.
-    Raises ValueError, listing the forms, for a wrong name; ModelError for a model that cannot be loaded.
+    ``allow_python``: whether a module path may be named, which runs code.
+    Raises ValueError, listing the forms, for a wrong name; ModelError for a model that cannot be loaded;
+    :class:`kvpolicy.extensions.ExtensionError` for a module path that is refused or leads to no policy.
     """
     kind, _, value = spec.partition(":")
+    if extensions.is_module_path(spec):
+        found: Policy = extensions.from_module(spec, Policy, "policy", allow_python)
+        return checked(found)
+
     if spec == "always-recompute":
         return Always(spec, "recompute")
     if spec == "always-swap":
@@ -57,19 +96,42 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load) -
     if kind == "random":
         return Coin(spec, _share(spec, value))
     if kind == "minwaste" and value:
-        return MinWaste(spec, cost_model_loader(_bare_model(spec, value)))
+        return MinWaste(*_priced(spec, _bare_model(spec, value), cost_model_loader, allow_python))
     if kind in PRICED and value:
         model, options = _options(spec, value)
         objective, online = _objective(spec, options), _switch(spec, options, "online")
-        cost_model = cost_model_loader(model)
+        name, cost_model = _priced(spec, model, cost_model_loader, allow_python)
         if objective.victim and not cost_model.predicts_victim_delay:
             raise _knows_no_delay(spec, model)
         if online and cost_model.step_time is None:
             raise _knows_no_steps(spec, model)
         if kind == "explore":
-            return Explore(spec, cost_model, objective, online, _budget(spec, options))
-        return Cheapest(spec, cost_model, objective, online)
-    raise _wrong(spec, "is no policy")
+            return (ExploreOnline if online else Explore)(name, cost_model, objective, _budget(spec, options))
+        return (CheapestOnline if online else Cheapest)(name, cost_model, objective)
+    offered: Policy | None = extensions.from_entry_point(spec, GROUP, Policy, "policy")
+    if offered is None:
+        raise _wrong(spec, "is no policy")
+    return checked(offered)
+
+
+def _priced(spec: str, model: str, loader: Callable[[str], CostModel], allow_python: bool) -> tuple[str, CostModel]:
+    """A policy's name and its cost model. In a name that is recorded stands no module path, but what it led to."""
+    if not extensions.is_module_path(model):
+        return spec, loader(model)
+    found = cost.load_cost_model(model, allow_python)
+    extensions.refuse_unnamed(found, "cost model")
+    return spec.replace(model, f"{found.name}@{found.digest[:DIGEST_SHOWN]}", 1), found
+
+
+def checked(policy: Policy) -> Policy:
+    """A policy of somebody's own, with what every policy has. Raises ExtensionError naming what it lacks."""
+    extensions.refuse_unnamed(policy, "policy")
+    state: object = policy.initial_state()
+    if not callable(getattr(state, "to_json", None)):
+        raise extensions.ExtensionError(
+            f"policy {policy.name}: initial_state() gives {state!r}, should give a value with to_json()"
+        )
+    return policy
 
 
 def anchored(spec: str) -> str:
@@ -135,7 +197,7 @@ def _objective(spec: str, options: Mapping[str, str]) -> Objective:
     if "objective" not in options:
         return ENGINE
     try:
-        return parse(options["objective"])
+        return Objective.parse(options["objective"])
     except ValueError as error:
         raise _wrong(spec, f"cannot be: {error}") from None
 
@@ -179,13 +241,13 @@ def _share(spec: str, value: str) -> float:
     return share
 
 
-def _knows_no_delay(spec: str, model: str) -> InputError:
+def _knows_no_delay(spec: str, model: str) -> WrongValue:
     return _wrong(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
 
 
-def _knows_no_steps(spec: str, model: str) -> InputError:
+def _knows_no_steps(spec: str, model: str) -> WrongValue:
     return _wrong(spec, f"learns by step times, of which cost model {model} knows none; profile and train one")
 
 
-def _wrong(spec: str, what: str) -> InputError:
-    return InputError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")
+def _wrong(spec: str, what: str) -> WrongValue:
+    return WrongValue("policy", f"{spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")

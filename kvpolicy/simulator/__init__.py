@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from kvpolicy.simulator.base import LOAD, Link, Run, Server, Simulator, Sink, StepLoad, Summary, Tail, Times
+from kvpolicy.simulator.base import (
+    LOAD,
+    DecisionObserver,
+    Link,
+    Run,
+    Server,
+    Simulator,
+    Sink,
+    StepLoad,
+    Summary,
+    Tail,
+    Times,
+)
 from kvpolicy.simulator.builtin import Builtin, Victims
 from kvpolicy.simulator.hardware.law_times import ConstantTimes, LawTimes, law_times
 from kvpolicy.simulator.sinks import FolderSink, MemorySink
@@ -11,6 +23,7 @@ __all__ = [
     "LOAD",
     "Builtin",
     "ConstantTimes",
+    "DecisionObserver",
     "FolderSink",
     "LawTimes",
     "Link",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.events import Kind
+from kvpolicy.events import Decision, Kind
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Trace
 from kvpolicy.workload import Source
@@ -17,6 +17,8 @@ from kvpolicy.workload import Source
 Floats = NDArray[np.float64]
 Direction = Literal["save", "load"]
 Scheduling = Literal["fcfs", "priority"]
+DecisionObserver = Callable[[Decision], None]
+"""Told every decision of a run, and what of it is executed."""
 
 
 class StepLoad(NamedTuple):
@@ -166,7 +168,14 @@ class Simulator(Protocol):
     def name(self) -> str: ...
 
     def run(
-        self, requests: Source, policy: Policy, server: Server, times: Times, seed: int = 0, sink: Sink | None = None
+        self,
+        requests: Source,
+        policy: Policy,
+        server: Server,
+        times: Times,
+        seed: int = 0,
+        sink: Sink | None = None,
+        on_decision: DecisionObserver | None = None,
     ) -> Run:
         """Serve the requests to their end.
 

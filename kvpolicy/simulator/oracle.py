@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from kvpolicy.errors import InputError
 from kvpolicy.events import Cost, Decision, Kind, Option, Preemption
-from kvpolicy.policy import Objective, Policy, PolicyState
-from kvpolicy.policy.base import Assessment, PolicyBase, all_on, first_of
+from kvpolicy.policy import NoState, Objective, Policy, PricedPolicy
+from kvpolicy.policy.base import all_on, first_of
 from kvpolicy.policy.cheapest import lowest
 from kvpolicy.policy.objective import ENGINE
-from kvpolicy.simulator.base import Server, StepLoad, Summary, Times
-from kvpolicy.simulator.watched import Watched
+from kvpolicy.simulator.base import DecisionObserver, Server, StepLoad, Summary, Times
+from kvpolicy.simulator.choice_count import ChoiceCount
 
 # ---- per decision ----
 
 
 @dataclass(frozen=True)
-class Oracle(PolicyBase):
+class Oracle(PricedPolicy[NoState]):
     """The option that costs the engine less by ``times``, as things stand at the preemption; ties recompute.
 
     Of a recompute it counts the chunks beside the others' decodes, as if nothing of the victim survived in the prefix
@@ -32,9 +32,13 @@ class Oracle(PolicyBase):
     objective: Objective = ENGINE
     name: str = "oracle"
 
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
-        costs = tuple(self._cost(situation, option) for option in options)
-        return all_on(lowest(costs, self.objective), len(options)), costs
+    def costs(self, situation: Preemption, options: Sequence[Option], state: NoState) -> tuple[Cost, ...]:
+        return tuple(self._cost(situation, option) for option in options)
+
+    def by_costs(
+        self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: NoState
+    ) -> tuple[float, ...]:
+        return all_on(lowest(costs, self.objective), len(options))
 
     def _cost(self, situation: Preemption, option: Option) -> Cost:
         if option.kind == "recompute":
@@ -90,7 +94,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Scripted(PolicyBase):
+class Scripted(Policy[Played]):
     """The given kinds one after the other, wherever there is a choice at all; recompute once they are used up."""
 
     kinds: tuple[Kind, ...]
@@ -99,15 +103,13 @@ class Scripted(PolicyBase):
     def initial_state(self) -> Played:
         return Played()
 
-    def assess(self, situation: Preemption, options: Sequence[Option], state: PolicyState) -> Assessment:
-        at = state.choices if isinstance(state, Played) else 0
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: Played) -> tuple[float, ...]:
+        at = state.choices
         kind = self.kinds[at] if len(options) > 1 and at < len(self.kinds) else "recompute"
-        return all_on(first_of(kind, options) or 0, len(options)), ()
+        return all_on(first_of(kind, options) or 0, len(options))
 
-    def next_state(self, state: PolicyState, decision: Decision) -> PolicyState:
-        if isinstance(state, Played) and len(decision.options) > 1:
-            return Played(state.choices + 1)
-        return state
+    def next_state(self, state: Played, decision: Decision) -> Played:
+        return Played(state.choices + (len(decision.options) > 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +131,15 @@ MOST_CHOICES = 12
 
 
 def best_in_hindsight(
-    simulate: Callable[[Policy], Summary],
+    simulate: Callable[[Policy, DecisionObserver], Summary],
     value: Callable[[Summary], float] = lambda summary: summary.makespan_s,
     choices: int = MOST_CHOICES,
 ) -> Hindsight:
     """Try every sequence of actions at the first ``choices`` preemptions that have a choice; the lowest ``value`` wins.
 
-    ``simulate``: a whole run under a policy, the same in all else. What is done at one preemption decides which come
-    after it, so sequences grow with what really happens: at most 2 ** ``choices`` runs, the first of equals wins.
-    Raises ValueError for more choices than :data:`MOST_CHOICES`.
+    ``simulate``: a whole run under a policy, its decisions told to an observer; the same in all else. What is done at
+    one preemption decides which come after it, so sequences grow with what really happens: at most 2 ** ``choices``
+    runs, the first of equals wins. Raises ValueError for more choices than :data:`MOST_CHOICES`.
     """
     if not 0 <= choices <= MOST_CHOICES:
         raise InputError(f"choices is {choices}: should be from 0 to {MOST_CHOICES}, as each doubles the runs")
@@ -146,10 +148,10 @@ def best_in_hindsight(
     schedules, complete = 0, True
     while open_ones:
         script = open_ones.pop()
-        watched = Watched(Scripted(script))
-        summary = simulate(watched)
+        count = ChoiceCount()
+        summary = simulate(Scripted(script), count)
         schedules += 1
-        met = watched.seen.choices
+        met = count.choices
         complete = complete and met <= choices
         recompute: Kind = "recompute"
         rest = (recompute,) * (min(met, choices) - len(script))

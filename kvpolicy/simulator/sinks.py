@@ -103,7 +103,7 @@ class Identity:
     def core(self, simulator: str) -> str:
         """The same for equal runs, different for others, so that their traces can be read together."""
         told = repr(
-            (self.requests.name, self.requests.seed, self.policy.name, self.server, self.times.source, self.seed)
+            (self.requests.name, self.requests.seed, self.policy.label, self.server, self.times.source, self.seed)
         )
         return f"{simulator}-{blake2b(told.encode(), digest_size=6).hexdigest()}"
 
@@ -120,7 +120,7 @@ class Identity:
             block_bytes=server.block_bytes,
             device_blocks=server.device_blocks + NULL_BLOCK,
             host_blocks=server.host_blocks,
-            policy=self.policy.name,
+            policy=self.policy.label,
             seed=self.seed,
             notes=f"workload {self.requests.name}; times: {self.times.source}",
             token_budget=server.token_budget,

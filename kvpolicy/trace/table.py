@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import CAUSES, ENDINGS, KINDS, Decision, Outcome, Preemption, as_row
+from kvpolicy.extensions import names_module
 from kvpolicy.trace.digest import row_texts
 
 SCHEMA_VERSION = 1
@@ -228,6 +229,10 @@ class Header:
         for name, inside in (("link", "kind"), ("hardware", "device")):
             if not isinstance(values[name], dict) or inside not in values[name]:
                 raise TraceError(f"{path}: field {name}.{inside} is missing")
+        if not isinstance(values["policy"], str) or names_module(values["policy"]):
+            raise TraceError(
+                f"{path}: field policy is {values['policy']!r}, should be a policy's name, and never a module to run"
+            )
         budget = values.setdefault("token_budget", None)
         if budget is not None and (type(budget) is not int or budget < 1):
             raise TraceError(f"{path}: field token_budget is {budget!r}, should be a whole number above 0, or null")

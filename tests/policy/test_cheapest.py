@@ -10,7 +10,7 @@ from kvpolicy.cost import FittedModel
 from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
 from kvpolicy.events import Preemption
 from kvpolicy.policy import load, needs_engine
-from kvpolicy.policy.cheapest import copies_s, discard_waste, swap_waste
+from kvpolicy.policy.cheapest import discard_waste, swap_waste
 from tests.synthetic import fitted_model, options_for, situation
 
 
@@ -61,13 +61,13 @@ def test_a_copy_counts_in_full_however_little_of_it_the_engine_feels() -> None:
     felt, unfelt = model(1e-3, 1e-9), model(1e-3, 1e-9, felt=0.1)
     costs = [each.predict(one, options_for(one))[1] for each in (felt, unfelt)]
     assert costs[1].engine_s == pytest.approx(0.1 * costs[0].engine_s)
-    assert copies_s(felt, one, option, costs[0]) == copies_s(unfelt, one, option, costs[1]) > 0
+    assert felt.copies_s(one, option, costs[0]) == unfelt.copies_s(one, option, costs[1]) > 0
 
 
 def test_a_law_without_a_link_is_taken_at_its_word() -> None:
     linear, one = fitted_model("linear"), situation(500)
     cost = linear.predict(one, options_for(one))[1]
-    assert copies_s(linear, one, options_for(one)[1], cost) == cost.save_s + cost.load_s
+    assert linear.copies_s(one, options_for(one)[1], cost) == cost.save_s + cost.load_s
 
 
 def test_in_a_server_it_may_ask_for_the_engines_own_model() -> None:

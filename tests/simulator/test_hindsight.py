@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvpolicy.policy import Policy, load
-from kvpolicy.simulator import Link, Server, Summary
+from kvpolicy.simulator import DecisionObserver, Link, Server, Summary
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.oracle import Oracle, best_in_hindsight
@@ -24,8 +24,11 @@ def times(copy_bytes_per_s: float) -> ConstantTimes:
     return ConstantTimes(1e-3, (1e-4, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, copy_bytes_per_s)
 
 
-def on(workload: Workload, server: Server, hardware: ConstantTimes) -> Callable[[Policy], Summary]:
-    return lambda policy: Builtin().run(workload, policy, server, hardware).summary
+def on(workload: Workload, server: Server, hardware: ConstantTimes) -> Callable[..., Summary]:
+    def simulate(policy: Policy, on_decision: DecisionObserver | None = None) -> Summary:
+        return Builtin().run(workload, policy, server, hardware, on_decision=on_decision).summary
+
+    return simulate
 
 
 def test_worked_by_hand() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvpolicy.events import Kind
 from kvpolicy.policy import Policy, decide, load
 from kvpolicy.simulator import Link, Server, Summary, Tail
+from kvpolicy.simulator.base import DecisionObserver
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.oracle import MOST_CHOICES, Oracle, best_in_hindsight
 from tests.synthetic import options_for, situation
@@ -94,12 +95,14 @@ class Toy:
         self.branches = branches
         self.played: list[tuple[Kind, ...]] = []
 
-    def __call__(self, policy: Policy) -> Summary:
+    def __call__(self, policy: Policy, on_decision: DecisionObserver | None = None) -> Summary:
         done: tuple[Kind, ...] = ()
         state, rng = policy.initial_state(), random.Random(0)
         while done not in self.branches:
             decision = decide(policy, VICTIM, options_for(VICTIM), state, rng)
             state = policy.next_state(state, decision)
+            if on_decision is not None:
+                on_decision(decision)
             # A preemption without a choice comes between: it takes no part in the schedule.
             state = policy.next_state(state, decide(policy, VICTIM, options_for(VICTIM)[:1], state, rng))
             done = (*done, decision.intended)

@@ -190,6 +190,15 @@ def test_a_wrong_header_is_refused_by_file(folder: Path, text: str, said: str) -
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("policy", ["python:os:system", "cheapest:python:mine:Model,online=on", None])
+def test_a_header_names_no_module_to_run(folder: Path, policy: object) -> None:
+    """Whoever loads a policy by the name in a trace runs nothing that the trace's writer chose."""
+    path = folder / "core-0" / "header.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"policy": policy}))
+    with pytest.raises(TraceError, match=r"field policy is .*, should be a policy's name, and never a module to run"):
+        read(folder)
+
+
 def test_no_trace_is_refused_by_folder(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(TraceError, match="no such folder"):
         read(tmp_path / "none")

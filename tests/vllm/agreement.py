@@ -18,9 +18,9 @@ from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.trace import Trace
 from kvpolicy.workload import Request, Workload
-from kvpolicy_vllm.simulator import VllmScheduler
 from kvpolicy_vllm.simulator.controlling import number_of
 from kvpolicy_vllm.simulator.engine import Engine as VllmEngine
+from kvpolicy_vllm.simulator.engine import VllmScheduler
 
 BLOCK, BLOCK_BYTES = 16, 65536
 TIMES = ConstantTimes(2e-3, (1e-5, 2e-6, 1e-7, 1e-9, 1e-4, 1e-8), 1e-4, 2e9, 1e-6)

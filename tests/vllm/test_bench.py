@@ -9,22 +9,20 @@ import os
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from kvpolicy.errors import EngineFailed
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.workload import Request, Workload
-from kvpolicy_vllm import bench
-from kvpolicy_vllm.bench import demo as public_demo
-from kvpolicy_vllm.bench.demo import QUICK, Loop, Measured
-from kvpolicy_vllm.bench.demo import demo as demo_function
 from kvpolicy_vllm.bench.demoreport import DemoReport
 from kvpolicy_vllm.bench.engine import EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.models import VOCABULARY, make_llama, make_tokenizer
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
+from kvpolicy_vllm.bench.run_demo import QUICK, Loop, Measured
+from kvpolicy_vllm.plugin.settings import Settings as PluginSettings
 
 TINY = dataclasses.replace(QUICK, requests=16, warm_up_requests=2, calm_requests=2)
 ARMS = {"vllm", "always-recompute", "always-swap", "learned"}
@@ -98,7 +96,7 @@ def report(model: str, tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
     out = tmp_path_factory.mktemp("demo")
     loop = Loop(out, Path(model), True, TINY, 0, Console(stderr=True))
     header = {"kind": "simulated", "bytes_per_s": 1e9, "latency_s": 0.001}
-    link = Measured("simulated", "1e9,0.001", header, "threshold:100", {"always_wins": None}, {})
+    link = Measured("simulated", SimulatedLink(1e9, 0.001), header, "threshold:100", {"always_wins": None}, {})
     return DemoReport(tuple(loop.overload([link])), str(out / "demo.json"))
 
 
@@ -184,7 +182,7 @@ def test_the_plugin_can_be_taken_out_and_put_back(model: str, tmp_path: Path) ->
         stock = process.ask(job | {"policy": None})
     with EngineProcess(SERVING, tmp_path / "ours.log") as process:
         larger = engine | {"num_gpu_blocks_override": 20}
-        process.ask({"do": "start", "engine": larger | plugin_arguments("always-swap")})
+        process.ask({"do": "start", "engine": larger | plugin_arguments(PluginSettings("always-swap", host_gib=1.0))})
         runs = [process.ask(job | {"policy": policy, "device_blocks": 12}) for policy in (None, "always-swap", None)]
     assert stock["preemptions"] > 2
     for run in (runs[0], runs[2]):
@@ -194,11 +192,3 @@ def test_the_plugin_can_be_taken_out_and_put_back(model: str, tmp_path: Path) ->
             assert run[same] == stock[same]
     assert runs[1]["scheduler"] == ["AdaptiveSyncScheduler", "Asking", *stock["scheduler"]]
     assert runs[1]["stats"]["loaded_tokens"] > 0 and runs[1]["tokens"] == stock["tokens"]
-
-
-def test_functions_keep_their_names() -> None:
-    """Submodules of the same names must not take the place of the package's functions."""
-    import_module("kvpolicy_vllm.bench.profile")
-    assert callable(bench.demo)
-    assert callable(bench.profile)
-    assert bench.demo is public_demo is demo_function

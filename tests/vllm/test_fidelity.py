@@ -19,7 +19,7 @@ from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.trace import Header, Trace, from_rows, with_core
-from kvpolicy_vllm.simulator import VllmScheduler
+from kvpolicy_vllm.simulator.engine import VllmScheduler
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TIMES = ConstantTimes(2e-3, (5e-5, 1e-5, 1e-7, 1e-8, 2e-4, 0.0), 1e-3, 1e9)

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.plugin.settings import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
 
 PARSE = """
 import json, sys
@@ -58,7 +61,8 @@ def test_vllms_own_commands_start(command: str) -> None:
 
 
 def test_vllm_understands_the_flags_and_the_yaml(tmp_path: Path) -> None:
-    extra = launch.options("random:0.5", host_gib=0.5, shadow=True, trace=tmp_path / "trace", seed=7, link="2e9")
+    settings = ServerSettings("random:0.5", True, 0.5, trace=tmp_path / "trace", seed=7, link=SimulatedLink(2e9))
+    extra = launch.options(settings)
     command = launch.serve_command("some/llm", extra, ["--seed", "3"])
     by_flags = parsed(*flags_of(command))
     file = tmp_path / "kvpolicy.yaml"
@@ -68,9 +72,9 @@ def test_vllm_understands_the_flags_and_the_yaml(tmp_path: Path) -> None:
     assert by_flags == {
         "model": "some/llm",
         "seed": 3,
-        "scheduler": launch.SCHEDULER,
-        "connector": launch.CONNECTOR,
-        "module": launch.CONNECTOR_MODULE,
+        "scheduler": SCHEDULER,
+        "connector": CONNECTOR,
+        "module": CONNECTOR_MODULE,
         "role": "kv_producer",
         "failures": "recompute",
         "extra": extra,

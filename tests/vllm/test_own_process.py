@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from kvpolicy import trace
+from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.plugin.settings import SCHEDULER, transfer_config
 from tests.vllm import harness
 from tests.vllm.conftest import SCARCE, job
 
@@ -32,8 +34,8 @@ def test_a_vllm_that_loads_no_plugin_of_ours_finds_the_connector(
 ) -> None:
     """With VLLM_PLUGINS set to something else, the flags that `serve` and `config` write are enough."""
     monkeypatch.setenv("VLLM_PLUGINS", "somebody_elses")
-    extra = launch.options("always-swap", host_gib=0.25)
-    plugin = {"scheduler_cls": launch.SCHEDULER, "kv_transfer_config": launch.transfer_config(extra)}
+    extra = launch.options(ServerSettings("always-swap", host_gib=0.25))
+    plugin = {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(extra)}
     work = job(model, requests[:8], SCARCE, scenario="own_process", plugin=plugin)
     result = harness.run(work, tmp_path, multiprocess=True)
     assert [len(tokens) for tokens in result["tokens"].values()] == [one["max_tokens"] for one in requests[:8]]

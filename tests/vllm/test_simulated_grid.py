@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy import engines
-from kvpolicy_vllm.simulator import VllmScheduler
+from kvpolicy import integrations
+from kvpolicy.study.config import Run
+from kvpolicy_vllm.simulator.engine import VllmScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # vLLM's own
 CONFIG = {
@@ -29,18 +30,18 @@ DIFFERS = ("simulator_wall_s", "steps", "inputs", "digest")
 
 def test_both_engines_come_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is registered when the package is installed; here it may be an older one that is."""
-    monkeypatch.setattr(engines, "simulator", lambda name: VllmScheduler())
+    monkeypatch.setattr(integrations, "simulator", lambda name: VllmScheduler())
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     given: dict[str, Any] = {
         "workloads": ["azure-conversation-2023?n=24&context=1024"],
         "policies": ["always-recompute", "always-swap", "minwaste:analytic"],
         "kv_blocks": [150],
         "hardware": f"H100-SXM:{tmp_path}",
-        "jobs": 0,
-        "cache": tmp_path / "cache",
     }
-    ours = kvpolicy.simulate(**given)
-    theirs = kvpolicy.simulate(**given, engine="vllm")
+    ours, theirs = (
+        kvpolicy.simulate(**given, run=Run(engine=engine, jobs=0, cache=tmp_path / "cache"))
+        for engine in ("builtin", "vllm")
+    )
     assert len(ours.results) == len(theirs.results) == 3
     for one, other in zip(ours.results, theirs.results, strict=True):
         assert sum(one["preemptions"].values()) > 0

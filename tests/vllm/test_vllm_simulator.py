@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from typing import Never
 
 import pytest
 import vllm.platforms
@@ -12,15 +13,14 @@ from vllm.platforms import Platform, PlatformEnum
 
 from kvpolicy import policy
 from kvpolicy.events import Preemption
-from kvpolicy.policy import PolicyState
 from kvpolicy.policy.cheapest import Always
 from kvpolicy.simulator import Server, Simulator
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.trace import Trace
 from kvpolicy.workload import Request, Workload
-from kvpolicy_vllm.simulator import VllmScheduler
 from kvpolicy_vllm.simulator.controlling import ROWS
+from kvpolicy_vllm.simulator.engine import VllmScheduler
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
 from tests.vllm.agreement import drawn
 
@@ -123,7 +123,7 @@ def test_equal_runs_give_equal_traces() -> None:
 class Wrong(Always):
     """A policy with a mistake in it."""
 
-    def assess(self, situation: Preemption, options: object, state: PolicyState) -> object:  # type: ignore[override]
+    def assess(self, situation: Preemption, options: object, state: object) -> Never:
         raise ZeroDivisionError("a mistake")
 
 

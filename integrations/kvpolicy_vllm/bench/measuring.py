@@ -1,4 +1,4 @@
-"""One engine, measured: the process that `kvpolicy_vllm.bench.profile` starts for every block size and pass.
+"""One engine, measured: the process that `bench.run_profile` starts for every block size and pass.
 
     python -m kvpolicy_vllm.bench.measuring
 

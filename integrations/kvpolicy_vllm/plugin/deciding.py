@@ -16,7 +16,7 @@ from kvpolicy.cost import CostModel, online
 from kvpolicy.cost.online import Online
 from kvpolicy.errors import InputError
 from kvpolicy.events import Decision, Kind, Option, Outcome, Preemption
-from kvpolicy.policy import Feedback, Policy, PolicyState
+from kvpolicy.policy import Feedback, LearningPolicy, Policy, PolicyState
 from kvpolicy_vllm.plugin.journal import header_link
 from kvpolicy_vllm.plugin.settings import Settings
 
@@ -168,7 +168,7 @@ class Judge:
         option = next((one for one in decision.options if one.kind == decision.executed), None)
         if situation.cause == "reset":  # whatever is done around a reset is in the steps after it
             return
-        if self._pinned is not None or option is None or self.policy.learned(self._state) is None:
+        if self._pinned is not None or option is None or not isinstance(self.policy, LearningPolicy):
             return
         self._awaited[preemption_id] = Awaited(situation, option)
         if len(self._awaited) > MOST_AWAITED:
@@ -190,7 +190,7 @@ class Judge:
     def learn(self, cost: LiveCost) -> None:
         """A preemption's cost is known in full."""
         awaited = self._awaited.pop(cost.preemption_id, None)
-        if awaited is None:
+        if awaited is None or not isinstance(self.policy, LearningPolicy):
             return
         feedback = Feedback(awaited.situation, awaited.option, cost.engine_s, awaited.victim_delay_s)
         self._state = self.policy.observe(self._state, feedback)
@@ -199,7 +199,7 @@ class Judge:
             self._memory.keep(learned)
 
     def _remember(self, path: Path) -> None:
-        if self.policy.learned(self._state) is None:
+        if not isinstance(self.policy, LearningPolicy) or self.policy.learned(self._state) is None:
             raise InputError(
                 f"kv_connector_extra_config: online_state is {str(path)!r}, but policy {self.policy.name} learns "
                 f"nothing while it serves; {TEACH}"

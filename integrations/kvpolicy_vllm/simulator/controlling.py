@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from kvpolicy.events import Cause, Decision
 from kvpolicy.policy import Policy
-from kvpolicy.simulator import Server, Sink
+from kvpolicy.simulator import DecisionObserver, Server, Sink
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.recording import Row
 from kvpolicy_vllm.plugin.settings import Settings
@@ -65,6 +66,7 @@ class SimulatedController(Controller):
         seed: int,
         clock: VirtualClock,
         sink: Sink | None,
+        on_decision: DecisionObserver | None,
     ) -> None:
         super().__init__(
             Settings(policy=policy.name, seed=seed, source="simulation", pin_memory=False),
@@ -77,6 +79,7 @@ class SimulatedController(Controller):
             None if sink is None else SinkRecording(sink),
         )
         self.core = core
+        self._on_decision = on_decision
         self._segment_bytes = server.segment_bytes or server.block_bytes
 
     def _draw_seed(self, rank: int) -> int:
@@ -96,6 +99,11 @@ class SimulatedController(Controller):
     def anonymous(self, request_id: str) -> str:
         return str(number_of(request_id))
 
+    def _count(self, decision: Decision, cause: Cause) -> None:
+        super()._count(decision, cause)
+        if self._on_decision is not None:
+            self._on_decision(decision)
+
     def arrived(self, request: Any) -> None:
         """When it came, not when the engine next looked."""
         if self.journal is not None:
@@ -106,10 +114,17 @@ class SimulatedController(Controller):
 
 
 def take_control(
-    scheduler: Any, core: str, server: Server, policy: Policy, seed: int, clock: VirtualClock, sink: Sink | None
+    scheduler: Any,
+    core: str,
+    server: Server,
+    policy: Policy,
+    seed: int,
+    clock: VirtualClock,
+    sink: Sink | None,
+    on_decision: DecisionObserver | None,
 ) -> SimulatedController:
     """Put a simulated controller in the place of the one that scheduler and connector were made with."""
-    controller = SimulatedController(scheduler, core, server, policy, seed, clock, sink)
+    controller = SimulatedController(scheduler, core, server, policy, seed, clock, sink, on_decision)
     scheduler.connector.controller.close()
     scheduler.connector.controller = scheduler.kvpolicy = controller
     return controller

@@ -18,7 +18,7 @@ from vllm.v1.request import Request as EngineRequest
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS
 from kvpolicy.policy import Policy
-from kvpolicy.simulator import Run, Server, Sink, Times
+from kvpolicy.simulator import DecisionObserver, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.arrivals import Arrivals
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import Tallied
@@ -50,7 +50,14 @@ class VllmScheduler:
         return ".".join(map(str, engine_version()))
 
     def run(
-        self, requests: Source, policy: Policy, server: Server, times: Times, seed: int = 0, sink: Sink | None = None
+        self,
+        requests: Source,
+        policy: Policy,
+        server: Server,
+        times: Times,
+        seed: int = 0,
+        sink: Sink | None = None,
+        on_decision: DecisionObserver | None = None,
     ) -> Run:
         """See :meth:`kvpolicy.simulator.Simulator.run`."""
         if server.rules != self.rules:
@@ -61,7 +68,7 @@ class VllmScheduler:
         begin = getattr(sink, "begin", None)
         if begin is not None:
             begin(core, identity.header(core, f"vllm {vllm.__version__}, its scheduler alone", self._created))
-        tallied = Engine(core, requests, policy, server, times, seed, sink).serve()
+        tallied = Engine(core, requests, policy, server, times, seed, sink, on_decision).serve()
         trace = None if sink is None else sink.finish()
         return Run(tallied.summary(self._wall() - began), trace)
 
@@ -104,11 +111,12 @@ class Engine:
         times: Times,
         seed: int,
         sink: Sink | None,
+        on_decision: DecisionObserver | None = None,
     ) -> None:
         self.server = server
         self.clock = VirtualClock()
         self.scheduler = scheduler_for(server)
-        self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink)
+        self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink, on_decision)
         self.worker = VirtualWorker(server, times)
         self.arrivals = Arrivals(requests, self._refuse)
         self.tallied = Tallied(times)

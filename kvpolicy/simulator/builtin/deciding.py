@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from kvpolicy import policy as policies
 from kvpolicy.events import Decision, Ending, Preemption
-from kvpolicy.policy import Feedback, Policy
-from kvpolicy.simulator.base import NULL_BLOCK, Server
+from kvpolicy.policy import Feedback, LearningPolicy, Policy
+from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Server
 from kvpolicy.simulator.builtin import ledger
 from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.journal import Journal
@@ -20,13 +20,22 @@ from kvpolicy.simulator.summary import Tallied
 class Preemptions:
     """Opens, decides, follows and closes the preemptions of a run."""
 
-    def __init__(self, server: Server, policy: Policy, seed: int, journal: Journal, tallied: Tallied) -> None:
+    def __init__(
+        self,
+        server: Server,
+        policy: Policy,
+        seed: int,
+        journal: Journal,
+        tallied: Tallied,
+        on_decision: DecisionObserver | None = None,
+    ) -> None:
         self._server = server
         self._policy = policy
         self._state = policy.initial_state()
         self._rng = random.Random(seed)
         self._journal = journal
         self._tallied = tallied
+        self._on_decision = on_decision
         self._count = 0
         self._closing: list[Account] = []
 
@@ -55,7 +64,10 @@ class Preemptions:
         options = policies.feasible_options(situation, swap_possible=not why_not)
         decision = policies.decide(self._policy, situation, options, self._state, self._rng)
         self._state = self._policy.next_state(self._state, decision)
-        return replace(decision, executed="recompute" if why_not else decision.intended, reason=why_not)
+        decision = replace(decision, executed="recompute" if why_not else decision.intended, reason=why_not)
+        if self._on_decision is not None:
+            self._on_decision(decision)
+        return decision
 
     def _decided(self, account: Account) -> None:
         """Nothing can change any more about what was executed."""
@@ -106,7 +118,7 @@ class Preemptions:
         self._closing.append(account)
 
     def _learn(self, account: Account) -> None:
-        if account.ended != "resumed" or self._policy.learned(self._state) is None:
+        if account.ended != "resumed" or not isinstance(self._policy, LearningPolicy):
             return
         delay_s = ledger.outcome(account).victim_delay_s
         feedback = Feedback(account.situation, account.option, account.engine_s, delay_s)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvpolicy.errors import InputError
 from kvpolicy.policy import Policy
-from kvpolicy.simulator.base import NULL_BLOCK, Run, Server, Sink, Times
+from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin import costs, ledger
 from kvpolicy.simulator.builtin.arrivals import Arrivals
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
@@ -44,6 +44,7 @@ class Engine:
         journal: Journal,
         victims: Victims,
         leap: bool,
+        on_decision: DecisionObserver | None = None,
     ) -> None:
         self.server = server
         self.times = times
@@ -53,7 +54,7 @@ class Engine:
         self.arrivals = Arrivals(source, self._refuse)
         self.copies = CopyBook(server)
         self.link = LinkQueues(server, times)
-        self.preemptions = Preemptions(server, policy, seed, journal, self.tallied)
+        self.preemptions = Preemptions(server, policy, seed, journal, self.tallied, on_decision)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted)
         self.present = 0
@@ -372,7 +373,14 @@ class Builtin:
         return "builtin"
 
     def run(
-        self, requests: Source, policy: Policy, server: Server, times: Times, seed: int = 0, sink: Sink | None = None
+        self,
+        requests: Source,
+        policy: Policy,
+        server: Server,
+        times: Times,
+        seed: int = 0,
+        sink: Sink | None = None,
+        on_decision: DecisionObserver | None = None,
     ) -> Run:
         """See :class:`kvpolicy.simulator.Simulator`. Raises ValueError for a server that cannot be, or rules of a
         version that it does not have."""
@@ -385,7 +393,7 @@ class Builtin:
             begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
         journal = Journal(core, sink)
         victims = self.victims or VllmVictims(server.scheduling)
-        engine = Engine(requests, policy, server, times, seed, journal, victims, self.leap)
+        engine = Engine(requests, policy, server, times, seed, journal, victims, self.leap, on_decision)
         engine.run()
         journal.flush()
         trace = None if sink is None else sink.finish()

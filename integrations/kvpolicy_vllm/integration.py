@@ -1,0 +1,42 @@
+"""What kvpolicy finds by entry point: vLLM to measure on, its scheduler to simulate with, its flags to write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpolicy_vllm import launch
+
+if TYPE_CHECKING:
+    from kvpolicy.integrations import Launcher, Report
+    from kvpolicy.settings import Measurement
+    from kvpolicy.simulator.base import Simulator
+
+
+class VllmIntegration:
+    """Implements :class:`kvpolicy.integrations.Integration`. Imports are late: who writes flags loads no engine."""
+
+    @property
+    def launcher(self) -> Launcher:
+        return launch
+
+    def simulator(self) -> Simulator:
+        from kvpolicy_vllm.simulator.engine import VllmScheduler
+
+        return VllmScheduler()
+
+    def profile(self, out: Path, how: Measurement) -> Report:
+        from kvpolicy_vllm.bench.run_profile import profile
+
+        return profile(out, how)
+
+    def demo(self, out: Path, quick: bool, seed: int) -> Report:
+        from kvpolicy_vllm.bench.run_demo import demo
+
+        return demo(out, quick=quick, seed=seed)
+
+    def characterize(self, out: Path, figures: Sequence[str], how: Measurement) -> Report:
+        from kvpolicy_vllm.bench.run_characterize import characterize
+
+        return characterize(out, figures, how)

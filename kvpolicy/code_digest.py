@@ -1,0 +1,169 @@
+"""The digest of an object and of the code behind it: what results of somebody's own policy are kept by.
+
+It is of what runs: the code that this process has loaded, whatever stands in its file by now. Counted are the object's
+values, its class, and the functions, classes and constants that these use of modules that are not installed packages
+(of the object's own package also where it is installed). Not counted are files that are read, installed packages, and
+globals that may change, as a dictionary. Who depends on one of these gives the class a ``digest`` of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from kvpolicy.errors import KVPolicyError
+
+INSTALLED = {"site-packages", "dist-packages"}
+LIBRARY = {"kvpolicy", "kvpolicy_vllm"}
+"""Whose own code a result's digest holds in any case."""
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def digest_of(value: object) -> str:
+    """SHA-256, the same in every process. Raises KVPolicyError for an object that has no stable form."""
+    return _Walk(type(value).__module__).of(value).hex()
+
+
+class _Walk:
+    """One object's way to its digest. ``home``: the module of its class."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home.partition(".")[0]
+        self._open: list[object] = []
+        """What is being looked at; one of it that is met again is named by its place."""
+        self._seen: dict[int, object] = {}
+        """Classes and functions that were looked at; met again, their name is enough."""
+
+    def of(self, value: object) -> bytes:
+        if isinstance(value, PLAIN):
+            return _sha(type(value).__name__.encode(), repr(value).encode())
+        for place, one in enumerate(self._open):
+            if one is value:
+                return _sha(b"again", str(place).encode())
+        self._open.append(value)
+        try:
+            return _sha(*self._parts(value))
+        finally:
+            self._open.pop()
+
+    def _parts(self, value: object) -> Iterator[bytes]:
+        yield type(value).__name__.encode()
+        if isinstance(value, list | tuple):
+            yield from map(self.of, value)
+        elif isinstance(value, set | frozenset):
+            yield from sorted(map(self.of, value))
+        elif isinstance(value, Mapping):
+            yield from sorted(_sha(self.of(key), self.of(one)) for key, one in value.items())
+        elif isinstance(value, type):
+            yield from self._class(value)
+        elif isinstance(value, FunctionType):
+            yield from self._function(value)
+        elif isinstance(value, ModuleType):
+            yield value.__name__.encode()
+        elif isinstance(value, CodeType):
+            yield from self._code(value)
+        else:
+            yield from self._object(value)
+
+    def _object(self, value: object) -> Iterator[bytes]:
+        given = getattr(value, "digest", "") if len(self._open) > 1 else ""
+        if isinstance(given, str) and given:
+            yield given.encode()
+            return
+        if isinstance(value, MethodType):
+            yield from (self.of(value.__func__), self.of(value.__self__))
+            return
+        try:
+            reduced: Any = value.__reduce_ex__(4)
+        except TypeError as error:
+            owner = type(self._open[0]).__name__
+            raise KVPolicyError(
+                f"{owner}: no digest can be made of it: {error}; give the class a text `digest` that changes whenever "
+                "it would decide otherwise"
+            ) from error
+        if isinstance(reduced, str):  # a global by that name
+            yield reduced.encode()
+            return
+        for part in reduced:
+            yield self.of(list(part) if isinstance(part, Iterator) else part)
+
+    def _class(self, value: type) -> Iterator[bytes]:
+        yield f"{value.__module__}.{value.__qualname__}".encode()
+        if not self._is_new(value):
+            return
+        yield from map(self.of, value.__bases__)
+        for name, member in sorted(vars(value).items()):
+            inner = _code_in(member)
+            if inner:
+                yield from (name.encode(), *map(self.of, inner))
+            elif not name.startswith("__") and name != "_abc_impl":
+                yield from (name.encode(), self.of(member))
+
+    def _function(self, value: FunctionType) -> Iterator[bytes]:
+        yield f"{value.__module__}.{value.__qualname__}".encode()
+        if not self._is_new(value):
+            return
+        yield self.of(value.__code__)
+        yield self.of((value.__defaults__, value.__kwdefaults__))
+        yield from (self.of(cell.cell_contents) for cell in value.__closure__ or ())
+        names = sorted(_names(value.__code__))
+        for name in names:
+            if name in value.__globals__:
+                yield from self._global(name, value.__globals__[name], names)
+
+    def _global(self, name: str, value: object, names: Iterable[str]) -> Iterator[bytes]:
+        """What a function uses. ``names``: of all that it uses, a module's attributes among them."""
+        if isinstance(value, ModuleType):
+            if self._is_own(value.__name__):
+                for one in names:
+                    if one in vars(value) and not isinstance(vars(value)[one], ModuleType):
+                        yield from self._global(f"{name}.{one}", vars(value)[one], ())
+        elif isinstance(value, type | FunctionType) or _constant(value):
+            yield from (name.encode(), self.of(value))
+
+    def _code(self, code: CodeType) -> Iterator[bytes]:
+        yield from (code.co_code, " ".join((*code.co_names, "|", *code.co_varnames)).encode())
+        yield from map(self.of, code.co_consts)
+
+    def _is_new(self, value: type | FunctionType) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen[id(value)] = value
+        return self._is_own(value.__module__)
+
+    def _is_own(self, module: str) -> bool:
+        top = module.partition(".")[0]
+        if top in LIBRARY or top in sys.stdlib_module_names:
+            return False
+        file = getattr(sys.modules.get(module), "__file__", None)
+        return top in (self._home, "__main__") or (file is not None and not INSTALLED & set(Path(file).parts))
+
+
+def _sha(*parts: bytes) -> bytes:
+    told = hashlib.sha256()
+    for part in parts:
+        told.update(len(part).to_bytes(8, "big") + part)
+    return told.digest()
+
+
+def _code_in(member: object) -> list[FunctionType]:
+    """The functions of a class's member, where it is a method or a property."""
+    inner = getattr(member, "__func__", member)
+    some = (inner.fget, inner.fset, inner.fdel) if isinstance(inner, property) else (getattr(inner, "func", inner),)
+    return [one for one in some if isinstance(one, FunctionType)]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Globals and attributes that code uses, functions within it included."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _constant(value: object) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return all(map(_constant, value))
+    return isinstance(value, PLAIN)

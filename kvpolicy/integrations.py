@@ -1,0 +1,132 @@
+"""What drives an engine, found by entry point, so that the library itself imports none.
+
+A package registers, under :data:`GROUP` and the name of the package that it drives, a class whose instances, made
+without arguments, are an :class:`Integration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvpolicy import overflow
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.settings import Measurement, ServerSettings
+
+if TYPE_CHECKING:  # not to load a simulator where flags are written
+    from kvpolicy.simulator.base import Simulator
+
+GROUP = "kvpolicy.integrations"
+DEFAULT = "vllm"
+
+HOW_TO_INSTALL = {
+    "vllm": "`pip install 'kvpolicy[vllm]'` where there is a CUDA device, `pip install 'kvpolicy[cpu]'` elsewhere"
+}
+
+
+class EngineMissing(KVPolicyError):
+    """No engine to work with; the message says what to install."""
+
+
+class Report(Protocol):
+    """What a measurement says of itself."""
+
+    def text(self) -> str: ...
+
+
+class Launcher(Protocol):
+    """Writes a server's flags; the engine itself need not be installed."""
+
+    def options(self, settings: ServerSettings) -> dict[str, Any]:
+        """The plugin's settings: what is given, nothing else. Raises ValueError for what the plugin would refuse."""
+        ...
+
+    def serve_command(self, llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
+        """The command that starts a server with these settings. Raises ValueError for flags that would undo them."""
+        ...
+
+    def config_yaml(self, extra: Mapping[str, Any]) -> str:
+        """The same flags as a configuration file."""
+        ...
+
+    def shell_line(self, command: Sequence[str]) -> str: ...
+
+
+class Integration(Protocol):
+    """One engine: what measures on it, simulates with its code, and writes its flags."""
+
+    @property
+    def launcher(self) -> Launcher: ...
+
+    def simulator(self) -> Simulator:
+        """A simulator made of the engine's own code."""
+        ...
+
+    def profile(self, out: Path, how: Measurement) -> Report: ...
+
+    def demo(self, out: Path, quick: bool, seed: int) -> Report: ...
+
+    def characterize(self, out: Path, figures: Sequence[str], how: Measurement) -> Report: ...
+
+
+def integration(name: str = DEFAULT) -> Integration:
+    """The integration of that name. Raises :class:`EngineMissing` where none is registered."""
+    found = entry_points(group=GROUP)
+    if name not in found.names:
+        have = ", ".join(sorted(found.names)) or "none"
+        raise EngineMissing(
+            f"nothing is registered as {GROUP} {name!r} (registered: {have}): "
+            "install kvpolicy as a package, `pip install -e .` in a checkout"
+        )
+    made: Integration = found[name].load()()
+    return made
+
+
+def engine(name: str = DEFAULT) -> Integration:
+    """The same, to be used with the engine: raises :class:`EngineMissing` also where that is not installed."""
+    found = integration(name)
+    require(name)
+    return found
+
+
+def launcher(name: str = DEFAULT) -> Launcher:
+    """What writes flags for engine ``name``. Raises :class:`EngineMissing` where nothing is registered."""
+    return integration(name).launcher
+
+
+def simulator(name: str = DEFAULT) -> Simulator:
+    """A simulator made of engine ``name``'s own code. Raises :class:`EngineMissing` where it is not installed."""
+    return engine(name).simulator()
+
+
+def require(name: str = DEFAULT) -> None:
+    """Raises :class:`EngineMissing`, which says what to install, where engine ``name`` is not installed."""
+    if find_spec(name) is None:
+        how = HOW_TO_INSTALL.get(name, f"install {name}")
+        raise EngineMissing(f"this needs a live engine, and {name} is not installed in this environment: {how}")
+
+
+def profile(out: Path | str, how: Measurement = Measurement()) -> Report:
+    """Measure both options in the same states on a live engine and write a trace to ``out``.
+
+    Where ``out`` holds an unfinished profile it is taken up again. Raises ValueError for a wrong argument,
+    :class:`EngineMissing` without an engine.
+    """
+    return engine().profile(Path(out), how)
+
+
+def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0) -> Report:
+    """The whole loop and an overload in four arms, on a small model; writes ``out/demo.json``."""
+    return engine().demo(Path(out), quick=quick, seed=seed)
+
+
+def characterize(out: Path | str, figures: Sequence[str] = ("all",), how: Measurement = Measurement()) -> Report:
+    """Measure the overflow study's figures on a live engine and write a trace to ``out``; see :mod:`kvpolicy.overflow`.
+
+    ``figures``: which, or ``all``; the rest as for :func:`profile`. Raises ValueError for a wrong argument,
+    :class:`EngineMissing` without an engine.
+    """
+    return engine().characterize(Path(out), overflow.named(figures), how)
