@@ -15,7 +15,7 @@ import kvpolicy
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("errors", "version"),
+    ("errors", "version", "arrays"),
     ("events", "overflow", "shape", "regression"),
     ("features", "hardware", "trace", "workload"),
     ("attribution",),
@@ -28,7 +28,7 @@ LAYERS = (
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
-_DECIDE = {"errors", "events", "features", "shape", "hardware", "trace", "attribution", "cost", "policy"}
+_DECIDE = {"errors", "arrays", "events", "features", "shape", "hardware", "trace", "attribution", "cost", "policy"}
 INTEGRATION = {
     "": set(),
     "connector": set(),

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpolicy.attribution.ledger import Step
 from kvpolicy.events import Kind
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Trace
@@ -37,6 +38,11 @@ class StepLoad(NamedTuple):
 
 LOAD = StepLoad._fields
 """Columns of the array that :meth:`Times.steps_s` takes."""
+
+
+def load_of(step: Step[Any]) -> StepLoad:
+    """What a composed step computes."""
+    return StepLoad(*step.parts, step.prefill_requests, step.prefill_context)
 
 
 class Times(Protocol):

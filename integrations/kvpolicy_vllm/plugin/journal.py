@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from kvpolicy.events import Outcome, as_row
+from kvpolicy.attribution.ledger import OpenPreemption, Repeated, Step
+from kvpolicy.events import Outcome
 from kvpolicy.trace import Header, outcome_row
 from kvpolicy_vllm.plugin.copies import Settled
 from kvpolicy_vllm.plugin.jobs import Transfer
-from kvpolicy_vllm.plugin.ledger import Repeated, Step
 from kvpolicy_vllm.plugin.recording import Recording
 from kvpolicy_vllm.plugin.situation import engine_shape
 
@@ -42,7 +42,7 @@ class Journal:
     def __init__(self, recorder: Recording, anonymous: Callable[[str], str]) -> None:
         self.recorder = recorder
         self._anonymous = anonymous
-        self._lives: dict[str, Life] = {}
+        self._lives: dict[Hashable, Life] = {}
 
     # ---- requests ----
 
@@ -73,9 +73,9 @@ class Journal:
             },
         )
 
-    def repeated(self, parts: Iterable[Repeated]) -> None:
+    def repeated(self, parts: Iterable[Repeated[OpenPreemption]]) -> None:
         for part in parts:
-            life = self._lives.get(part.request_id)
+            life = self._lives.get(part.opened.request)
             if life is not None:
                 life.recomputed_tokens += part.tokens
 
@@ -86,14 +86,14 @@ class Journal:
 
     # ---- steps ----
 
-    def occupancy(self, step: Step, scheduler: Any) -> None:
+    def occupancy(self, step: Step[OpenPreemption], scheduler: Any) -> None:
         """Enter who runs and waits, and how much memory is taken."""
         step.running_requests = len(scheduler.running)
         step.waiting_requests = max(0, scheduler.get_num_unfinished_requests() - len(scheduler.running))
         pool = scheduler.kv_cache_manager.block_pool
         step.used_blocks = pool.num_gpu_blocks - pool.get_num_free_blocks()
 
-    def step(self, step: Step, output: Any, scheduler: Any, began_s: float, now: float) -> None:
+    def step(self, step: Step[OpenPreemption], output: Any, scheduler: Any, began_s: float, now: float) -> None:
         """The step's output is back."""
         self.recorder.add(
             "steps",
@@ -156,10 +156,14 @@ class Journal:
         )
 
 
-def _repeated_row(part: Repeated) -> dict[str, Any]:
-    row = as_row(part)
-    del row["request_id"]
-    return row
+def _repeated_row(part: Repeated[OpenPreemption]) -> dict[str, Any]:
+    return {
+        "preemption_id": part.preemption_id,
+        "tokens": part.tokens,
+        "kv_read_tokens": part.kv_read_tokens,
+        "chunk_context": part.chunk_context,
+        "decodes": part.decodes,
+    }
 
 
 def header_link(link: Link | None) -> dict[str, Any]:

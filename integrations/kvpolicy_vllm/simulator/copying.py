@@ -7,24 +7,18 @@ from typing import Any
 
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvpolicy.attribution.ledger import OpenPreemption, Step
 from kvpolicy.simulator import Server, StepLoad, Times
+from kvpolicy.simulator.base import load_of
 from kvpolicy_vllm.plugin.jobs import Direction, Job, StepJobs, Transfer, Transfers
-from kvpolicy_vllm.plugin.ledger import pairs
 
 
-def load_of(output: Any, requests: dict[str, Any]) -> StepLoad:
+def load_of_output(output: Any, requests: dict[str, Any]) -> StepLoad:
     """What a scheduled step computes; ``requests`` have their computed tokens advanced past it."""
-    decodes = read = context = prefills = before = 0
-    for name, tokens in output.num_scheduled_tokens.items():
-        end = requests[name].num_computed_tokens
-        if tokens == 1:
-            decodes += 1
-            read += end
-        else:
-            context += pairs(end - tokens, end)
-            prefills += 1
-            before += end - tokens
-    return StepLoad(output.total_num_scheduled_tokens, decodes, read, context, prefills, before)
+    step: Step[OpenPreemption] = Step(-1)
+    scheduled = output.num_scheduled_tokens
+    step.compose(scheduled.values(), [requests[name].num_computed_tokens for name in scheduled])
+    return load_of(step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 from kvpolicy import policy as policies
-from kvpolicy.events import Decision, Ending, Preemption
+from kvpolicy.attribution.ledger import Ledger
+from kvpolicy.events import Decision, Outcome, Preemption
 from kvpolicy.policy import Feedback, Policy
 from kvpolicy.simulator.base import NULL_BLOCK, Server
-from kvpolicy.simulator.builtin import ledger
 from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.live import Account, Copy, Live, Step
@@ -27,6 +27,7 @@ class Preemptions:
         self._rng = random.Random(seed)
         self._journal = journal
         self._tallied = tallied
+        self.ledger: Ledger[Account] = Ledger()
         self._count = 0
         self._closing: list[Account] = []
 
@@ -38,17 +39,25 @@ class Preemptions:
         decision = self._decide(situation)
         option = next(one for one in decision.options if one.kind == decision.executed)
         account = Account(
-            preemption_id, live, situation, decision, option, live.computed, now_s, step.number, live.preemptions
+            preemption_id=preemption_id,
+            request=live,
+            executed=option.kind,
+            tokens=live.computed,
+            preempted_s=now_s,
+            first_step=step.number,
+            situation=situation,
+            decision=decision,
+            option=option,
+            generation=live.preemptions,
         )
         if option.kind == "swap":
             self.forget(live, copies)
             copies.save(live, account, situation.held_blocks)
         else:
             self._decided(account)
-        step.lost.append(account)
-        if live.open is not None:
-            self._close(live.open, "superseded", now_s)
-        ledger.preempted(live, account)
+        step.lost.append(preemption_id)
+        earlier = self.ledger.of(live)
+        self._close(earlier, self.ledger.preempted(account))
 
     def _decide(self, situation: Preemption) -> Decision:
         why_not = _why_no_swap(situation)
@@ -73,20 +82,27 @@ class Preemptions:
         if unsaved is not None:
             self._decided(unsaved.account)
 
+    def count(self, step: Step) -> None:
+        """What of the step is computed again; computed tokens are advanced past it."""
+        lost = self.ledger.lost
+        if lost.keys().isdisjoint(step.scheduled.keys()):
+            return
+        for live, new in step.scheduled.items():
+            if live in lost:
+                self.ledger.count(step, live, live.computed - new, live.computed)
+        for part in step.repeated:
+            part.opened.request.recomputed += part.tokens
+
     def back(self, step: Step, now_s: float) -> None:
         """The step's output is there, and with it those who are where they were before."""
         for account in step.back:
-            self._close(account, "resumed", now_s)
+            self._close(account, account.close("resumed", now_s))
 
     def finished(self, live: Live, copies: CopyBook, now_s: float) -> None:
         """The request's last token is out."""
         self.forget(live, copies)
-        for _, account in live.lost:
-            account.busy -= 1
-        live.lost = []
-        if live.open is not None:
-            self._close(live.open, "aborted", now_s)
-            live.open = None
+        account = self.ledger.of(live)
+        self._close(account, self.ledger.gone(live, now_s))
 
     def settle(self) -> None:
         """Tell of the preemptions that nothing more will be charged to."""
@@ -94,22 +110,24 @@ class Preemptions:
             return
         waiting = []
         for account in self._closing:
-            if account.busy:
+            if account.busy or account.outstanding:
                 waiting.append(account)
             else:
-                self._journal.outcome(account)
-                self._learn(account)
+                assert account.outcome is not None
+                outcome = replace(account.outcome, engine_s=account.engine_s, others_delay_s=account.others_s)
+                self._journal.outcome(outcome)
+                self._learn(account, outcome)
         self._closing = waiting
 
-    def _close(self, account: Account, ended: Ending, now_s: float) -> None:
-        ledger.close(account, ended, now_s)
-        self._closing.append(account)
+    def _close(self, account: Account | None, outcome: Outcome | None) -> None:
+        if account is not None:
+            account.outcome = outcome
+            self._closing.append(account)
 
-    def _learn(self, account: Account) -> None:
-        if account.ended != "resumed" or self._policy.learned(self._state) is None:
+    def _learn(self, account: Account, outcome: Outcome) -> None:
+        if outcome.ended != "resumed" or self._policy.learned(self._state) is None:
             return
-        delay_s = ledger.outcome(account).victim_delay_s
-        feedback = Feedback(account.situation, account.option, account.engine_s, delay_s)
+        feedback = Feedback(account.situation, account.option, outcome.engine_s, outcome.victim_delay_s)
         self._state = self._policy.observe(self._state, feedback)
 
 

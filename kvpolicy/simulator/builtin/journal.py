@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpolicy.events import as_row
+from kvpolicy.attribution.ledger import Repeated
+from kvpolicy.events import Outcome
 from kvpolicy.simulator.base import Sink
-from kvpolicy.simulator.builtin import ledger
 from kvpolicy.simulator.builtin.copies import Transfer
-from kvpolicy.simulator.builtin.live import Account, Live, Repeated, Step
-from kvpolicy.trace import decision_row
+from kvpolicy.simulator.builtin.live import Account, Live, Step
+from kvpolicy.trace import decision_row, outcome_row
 
 BATCH_ROWS = 1000
 
@@ -43,16 +43,16 @@ class Journal:
             account.decision,
             preemption_id=account.preemption_id,
             decision_id=f"{account.preemption_id}-0",
-            request=name_of(account.live),
+            request=name_of(account.request),
             generation=account.generation,
             step=account.first_step,
             overflow_id=f"{self.core}-{account.first_step}",
         )
         self._add("decisions", row)
 
-    def outcome(self, account: Account) -> None:
+    def outcome(self, outcome: Outcome) -> None:
         if self.kept:
-            self._add("outcomes", as_row(ledger.outcome(account)))
+            self._add("outcomes", outcome_row(outcome))
 
     def request(self, live: Live) -> None:
         if not self.kept:
@@ -97,21 +97,21 @@ class Journal:
             return
         row = {
             "step": step.number,
-            "start_s": step.start_s,
-            "duration_s": step.end_s - step.start_s,
+            "start_s": step.began_s,
+            "duration_s": step.end_s - step.began_s,
             "device_s": None,
             "scheduled_tokens": step.scheduled_tokens,
-            "scheduled_requests": len(step.scheduled) + step.crowd,
+            "scheduled_requests": step.scheduled_requests,
             "decode_requests": step.decode_requests,
             "kv_read_tokens": step.kv_read_tokens,
             "chunk_context": step.chunk_context,
-            "running_requests": step.running,
-            "waiting_requests": step.waiting,
+            "running_requests": step.running_requests,
+            "waiting_requests": step.waiting_requests,
             "used_blocks": step.used_blocks,
             "recomputed_tokens": step.recomputed_tokens,
             "preemptions": len(step.lost),
-            "saves": len(step.saves),
-            "loads": len(step.loads),
+            "saves": step.saves,
+            "loads": step.loads,
             "repeated": [_repeated_row(part) for part in step.repeated],
         }
         self._add("steps", row)
@@ -122,9 +122,9 @@ def name_of(live: Live) -> str:
     return str(live.number)
 
 
-def _repeated_row(part: Repeated) -> dict[str, Any]:
+def _repeated_row(part: Repeated[Account]) -> dict[str, Any]:
     return {
-        "preemption_id": part.account.preemption_id,
+        "preemption_id": part.preemption_id,
         "tokens": part.tokens,
         "kv_read_tokens": part.kv_read_tokens,
         "chunk_context": part.chunk_context,
