@@ -52,6 +52,11 @@ GROWING = frozenset(
 """Features that can only grow when the victim is longer and nothing else changes; costs may not fall with them."""
 
 
+def copy_pieces(block_bytes: int, segment_bytes: int) -> int:
+    """Contiguous pieces that one block comes in; 1 for segments that are not smaller, or of no size."""
+    return max(1, block_bytes // max(1, segment_bytes))
+
+
 Row = tuple[
     float, float, float, float, float, float, float, float, float, float, float, float, float, float,
 ]  # fmt: skip

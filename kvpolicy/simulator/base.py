@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpolicy.attribution.ledger import Step
-from kvpolicy.events import Kind
+from kvpolicy.events import Direction, Kind
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Trace
 from kvpolicy.workload import Source
 
 Floats = NDArray[np.float64]
-Direction = Literal["save", "load"]
 Scheduling = Literal["fcfs", "priority"]
 
 

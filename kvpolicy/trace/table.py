@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.events import CAUSES, ENDINGS, KINDS, Decision, Outcome, Preemption, as_row
+from kvpolicy.events import CAUSES, DIRECTIONS, ENDINGS, KINDS, Decision, Outcome, Preemption, as_row
 from kvpolicy.trace.digest import row_texts
 
 SCHEMA_VERSION = 1
@@ -165,7 +165,7 @@ _WORDS = {
     ("decisions", "cause"): CAUSES,
     ("decisions", "executed"): KINDS,
     ("outcomes", "ended"): ENDINGS,
-    ("transfers", "direction"): ("save", "load"),
+    ("transfers", "direction"): DIRECTIONS,
 }
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from kvpolicy.attribution.ledger import Repeated
 from kvpolicy.simulator.base import StepLoad, Times, load_of
-from kvpolicy.simulator.builtin.copies import Transfer
-from kvpolicy.simulator.builtin.live import Account, Step
+from kvpolicy.simulator.builtin.live import Account, Copy, Step
+from kvpolicy.simulator.link_queues import Sent
 
 
 def without(load: StepLoad, parts: Iterable[Repeated[Account]]) -> StepLoad:
@@ -33,18 +33,17 @@ def seconds(times: Times, load: StepLoad) -> float:
     return times.step_s(load) if load.scheduled_tokens else 0.0
 
 
-def charge(step: Step, transfers: Iterable[Transfer], times: Times) -> None:
+def charge(step: Step, sent: Iterable[Sent[Copy]], times: Times) -> None:
     """Enter the step's extra time into the accounts of those it is due to.
 
     Where several share it, by what each did: seconds its copies overlapped the step, and the price of its repeated
     tokens; in equal parts where that is 0 for all of them.
     """
     weights: dict[Account, float] = {}
-    for transfer in transfers:
+    for copy, transfer in sent:
         overlap_s = min(transfer.end_s, step.end_s) - max(transfer.start_s, step.began_s)
         if overlap_s > 0:
-            account = transfer.copy.account
-            weights[account] = weights.get(account, 0.0) + overlap_s
+            weights[copy.account] = weights.get(copy.account, 0.0) + overlap_s
     load = load_of(step)
     own: dict[Account, list[Repeated[Account]]] = {}
     for part in step.repeated:

@@ -17,12 +17,13 @@ from kvpolicy.simulator.base import NULL_BLOCK, Run, Server, Sink, Times, load_o
 from kvpolicy.simulator.builtin import costs
 from kvpolicy.simulator.builtin.arrivals import Arrivals
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
-from kvpolicy.simulator.builtin.copies import CopyBook, LinkQueues
+from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.deciding import Preemptions
 from kvpolicy.simulator.builtin.journal import Journal
-from kvpolicy.simulator.builtin.live import Live, Status, Step
+from kvpolicy.simulator.builtin.live import Copy, Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims, VllmVictims
 from kvpolicy.simulator.builtin.stepping import Stepper
+from kvpolicy.simulator.link_queues import LinkQueues
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import Tallied
 from kvpolicy.workload import Request, Source
@@ -53,7 +54,7 @@ class Engine:
         self.now_s = 0.0
         self.arrivals = Arrivals(source, self._refuse)
         self.copies = CopyBook(server)
-        self.link = LinkQueues(server, times)
+        self.link: LinkQueues[Copy] = LinkQueues(server, times)
         self.preemptions = Preemptions(server, policy, seed, journal, self.tallied)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted)
@@ -145,7 +146,9 @@ class Engine:
         computes_s = costs.seconds(self.times, load_of(step))
         step.began_s = begins_s
         if step.saves or step.loads or self.link.running:
-            step.end_s = self.link.step(step.to_save, step.to_load, begins_s, computes_s)
+            saves = [(copy, copy.blocks) for copy in step.to_save]
+            loads = [(copy, copy.load_blocks) for copy in step.to_load]
+            step.end_s = self.link.step(saves, loads, begins_s, computes_s)
         else:
             step.end_s = begins_s + computes_s
         if not step.scheduled_tokens and not step.lost and step.end_s <= self.now_s:
@@ -244,11 +247,10 @@ class Engine:
             self.arrivals.finished(live.number, live.request, self.now_s)
 
     def _take_copies(self) -> None:
-        for transfer in self.link.ended(self.now_s):
-            copy = transfer.copy
+        for copy, transfer in self.link.ended(self.now_s):
             if not copy.forgotten:  # as the plugin, which hears no more of a copy once it is forgotten
                 self.tallied.moved_bytes += transfer.bytes
-                self.journal.transfer(transfer, self._step.number)
+                self.journal.transfer(copy, transfer, self._step.number)
             if transfer.direction == "save":
                 self.preemptions.saved(copy)
                 self.copies.saved(copy)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvpolicy.attribution.ledger import Repeated
-from kvpolicy.events import Outcome
+from kvpolicy.events import Outcome, Transfer
 from kvpolicy.simulator.base import Sink
-from kvpolicy.simulator.builtin.copies import Transfer
-from kvpolicy.simulator.builtin.live import Account, Live, Step
+from kvpolicy.simulator.builtin.live import Account, Copy, Live, Step
 from kvpolicy.trace import decision_row, outcome_row
 
 BATCH_ROWS = 1000
@@ -71,18 +70,18 @@ class Journal:
         }
         self._add("requests", row)
 
-    def transfer(self, transfer: Transfer, step: int) -> None:
+    def transfer(self, copy: Copy, transfer: Transfer, step: int) -> None:
         if not self.kept:
             return
         row = {
-            "preemption_id": transfer.copy.account.preemption_id,
-            "generation": transfer.copy.number,
+            "preemption_id": copy.account.preemption_id,
+            "generation": copy.copy_id,
             "step": step,
             "direction": transfer.direction,
-            "tier": transfer.copy.account.option.tier,
+            "tier": copy.account.option.tier,
             "bytes": transfer.bytes,
             "segments": transfer.segments,
-            "segment_bytes": transfer.bytes // transfer.segments,
+            "segment_bytes": transfer.segment_bytes,
             "pinned": True,
             "queued_bytes": transfer.queued_bytes,
             "submit_s": transfer.submit_s,

@@ -91,7 +91,7 @@ class Live:
 class Copy:
     """A request's KV in host memory, as it was at one preemption."""
 
-    number: int
+    copy_id: int
     live: Live
     account: Account
     tokens: int
@@ -103,7 +103,6 @@ class Copy:
     """Whether a step has brought the save to the worker."""
     saved: bool = False
     """Whether the worker has said that it is done."""
-    save_ends_s: float = 0.0
     forgotten: bool = False
 
 
