@@ -7,8 +7,8 @@ from typing import Any
 
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Server, Sink
+from kvpolicy.trace import Row
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.recording import Row
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.simulator.clock import VirtualClock
 
