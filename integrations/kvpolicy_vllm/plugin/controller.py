@@ -321,7 +321,7 @@ class Controller:
         situation = situation_of(
             request, self._scheduler, self._running_view, cause, self.copies, self._segment_bytes, self.clock()
         )
-        why_not = self._why_no_swap(request, situation)
+        why_not = policies.why_no_swap(situation, self._refused(request, situation))
         options = policies.feasible_options(situation, swap_possible=not why_not)
         decision = self.judge.decide(situation, options)
         executed, reason = self._executable(decision, situation, why_not)
@@ -335,21 +335,14 @@ class Controller:
             self._write(situation, decision, identity)
         return executed
 
-    def _why_no_swap(self, request: Any, situation: Preemption) -> str:
-        if situation.cause == "reset":
-            return "reset"
-        if situation.computed_tokens == 0:
-            return "nothing_computed"
+    def _refused(self, request: Any, situation: Preemption) -> str:
+        """A request that must not or cannot be loaded is recomputed, and so is everybody while copies fail."""
         if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
             return "not_loadable"
         if self._reads_routed_experts and request.num_output_tokens == 0:
             # Up to vLLM 0.30 a prompt's experts are read, when it is computed, from where its blocks lie.
             return "not_loadable"
-        if self.health.suspended(situation.time_s):
-            return "copies_failing"
-        if situation.free_host_blocks < situation.held_blocks:
-            return "host_full"
-        return ""
+        return "copies_failing" if self.health.suspended(situation.time_s) else ""
 
     def _executable(self, decision: Decision, situation: Preemption, why_not: str) -> tuple[Kind, str]:
         if why_not:

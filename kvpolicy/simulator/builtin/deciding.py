@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger
 from kvpolicy.events import Decision, Outcome, Preemption
+from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Feedback, Policy
 from kvpolicy.simulator.base import NULL_BLOCK, Server
 from kvpolicy.simulator.builtin.copies import CopyBook
@@ -60,7 +62,7 @@ class Preemptions:
         self._close(earlier, self.ledger.preempted(account))
 
     def _decide(self, situation: Preemption) -> Decision:
-        why_not = _why_no_swap(situation)
+        why_not = policies.why_no_swap(situation)
         options = policies.feasible_options(situation, swap_possible=not why_not)
         decision = policies.decide(self._policy, situation, options, self._state, self._rng)
         self._state = self._policy.next_state(self._state, decision)
@@ -131,12 +133,6 @@ class Preemptions:
         self._state = self._policy.observe(self._state, feedback)
 
 
-def _why_no_swap(situation: Preemption) -> str:
-    if situation.computed_tokens == 0:
-        return "nothing_computed"
-    return "host_full" if situation.free_host_blocks < situation.held_blocks else ""
-
-
 def situation_of(live: Live, scheduler: Scheduler, copies: CopyBook, server: Server, now_s: float) -> Preemption:
     """What is known about ``live``, which is not in the running list any more. O(its blocks + running requests)."""
     size = server.block_size
@@ -154,7 +150,7 @@ def situation_of(live: Live, scheduler: Scheduler, copies: CopyBook, server: Ser
         hashed_blocks=min(live.cached, held),
         device_blocks=server.device_blocks + NULL_BLOCK,
         free_blocks=scheduler.pool.free,
-        short_blocks=_short_blocks(live, scheduler, server),
+        short_blocks=short_blocks(_lacking(live, scheduler, server), scheduler.pool.free),
         host_blocks=copies.total,
         free_host_blocks=copies.free,
         running_requests=len(scheduler.running),
@@ -168,12 +164,9 @@ def situation_of(live: Live, scheduler: Scheduler, copies: CopyBook, server: Ser
     )
 
 
-def _short_blocks(victim: Live, scheduler: Scheduler, server: Server) -> int:
-    """Blocks the failed allocation lacked, as the plugin can tell: see its module ``situation``."""
-    free = scheduler.pool.free
+def _lacking(victim: Live, scheduler: Scheduler, server: Server) -> Iterator[int]:
+    """Blocks that each running request and the victim, in scheduling order, lack for what it computes next."""
+    size, budget = server.block_size, server.token_budget
     for live in (*scheduler.running, victim):
-        ahead = min(max(1, live.tokens + live.placeholders - live.computed), server.token_budget)
-        lacking = -(-(live.computed + ahead) // server.block_size) - live.held
-        if lacking > free:
-            return lacking - free
-    return 0
+        ahead = min(max(1, live.tokens + live.placeholders - live.computed), budget)
+        yield lacking_blocks(live.computed, ahead, live.held, size)
