@@ -15,9 +15,9 @@ from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Re
 from numpy.typing import NDArray
 
 from kvpolicy import policy
+from kvpolicy.events import Direction
 from kvpolicy.regression.nnls import robust_nonnegative_fit
 from kvpolicy.simulator import Link, Server, Simulator, StepLoad, Summary, Tail
-from kvpolicy.simulator.base import Direction
 from kvpolicy.simulator.hardware.law_times import linear
 from kvpolicy.trace import Header, Trace, read
 from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio

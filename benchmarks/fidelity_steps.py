@@ -16,8 +16,8 @@ from fidelity_real import PARTS, Floats, Rows, Session, within
 from fidelity_record import Real
 
 from kvpolicy import policy
+from kvpolicy.events import Direction
 from kvpolicy.simulator import Simulator, StepLoad
-from kvpolicy.simulator.base import Direction
 from kvpolicy.simulator.sinks import MemorySink
 
 COLUMNS = (

@@ -15,10 +15,12 @@ Record = TypeVar("Record")
 Kind = Literal["recompute", "swap"]
 Cause = Literal["memory", "forced", "reset"]
 Ending = Literal["resumed", "aborted", "superseded"]
+Direction = Literal["save", "load"]
 
 KINDS: tuple[Kind, ...] = ("recompute", "swap")
 CAUSES: tuple[Cause, ...] = ("memory", "forced", "reset")
 ENDINGS: tuple[Ending, ...] = ("resumed", "aborted", "superseded")
+DIRECTIONS: tuple[Direction, ...] = ("save", "load")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,28 @@ class Outcome:
     last_step: int
     engine_s: float | None = None
     others_delay_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One finished direction of a copy on one rank; times on the clock of the engine core's machine."""
+
+    copy_id: int
+    """Of the copy: never given twice, so that a request that comes back is not taken for what it was before."""
+    direction: Direction
+    ok: bool
+    bytes: int
+    segments: int
+    """Contiguous pieces that the bytes came in."""
+    segment_bytes: int
+    pinned: bool
+    """Whether the host memory is page-locked."""
+    queued_bytes: int
+    """Of the transfers of its direction that were not through when it was submitted."""
+    submit_s: float
+    start_s: float
+    end_s: float
+    error: str = ""
 
 
 def copy_was_used(executed: Kind, loaded_tokens: int, recomputed_tokens: int) -> bool:

@@ -5,7 +5,7 @@ Plain numbers, no arrays: this runs inside a scheduling step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -51,6 +51,25 @@ GROWING = frozenset(
     }
 )
 """Features that can only grow when the victim is longer and nothing else changes; costs may not fall with them."""
+
+
+def copy_pieces(block_bytes: int, segment_bytes: int) -> int:
+    """Contiguous pieces that one block comes in; 1 for segments that are not smaller, or of no size."""
+    return max(1, block_bytes // max(1, segment_bytes))
+
+
+def lacking_blocks(computed_tokens: int, ahead_tokens: int, held_blocks: int, block_size: int) -> int:
+    """Blocks that a request lacks to compute ``ahead_tokens`` more; 0 or below where it holds them."""
+    return -(-(computed_tokens + ahead_tokens) // block_size) - held_blocks
+
+
+def short_blocks(lacking: Iterable[int], free_blocks: int) -> int:
+    """Blocks that the failed allocation lacked: that of the first request, in scheduling order, which lacks more than
+    are free. 0 where there is none.
+
+    Exact for a decode; for a prefill chunk an upper bound, since nobody says what was left of the token budget.
+    """
+    return next((blocks - free_blocks for blocks in lacking if blocks > free_blocks), 0)
 
 
 Row = tuple[

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.features import FEATURES, GROWING, Features, features_of
+from kvpolicy.features import FEATURES, GROWING, Features, copy_pieces, features_of, lacking_blocks, short_blocks
 from tests.synthetic import options_for, situation
 
 
@@ -44,3 +44,27 @@ def test_a_feature_that_is_no_number_is_refused_by_name(value: float) -> None:
     one = replace(situation(), batch_tokens=value)  # type: ignore[arg-type]  # what a broken engine might report
     with pytest.raises(ValueError, match="batch_tokens"):
         features_of(one, options_for(one)[0])
+
+
+@pytest.mark.parametrize(
+    ("computed", "ahead", "held", "lacking"),
+    [(31, 1, 1, 0), (32, 1, 1, 1), (32, 1, 2, 0), (40, 100, 2, 3), (0, 1, 3, -2)],
+)
+def test_lacking_blocks_worked_by_hand(computed: int, ahead: int, held: int, lacking: int) -> None:
+    """Blocks of 32."""
+    assert lacking_blocks(computed, ahead, held, 32) == lacking
+
+
+def test_the_first_that_lacks_more_than_is_free_is_short() -> None:
+    assert short_blocks([0, 1, 3, 9], free_blocks=1) == 2
+    assert short_blocks([0, 1, -2], free_blocks=1) == 0 and short_blocks([], free_blocks=0) == 0
+
+
+def test_nobody_behind_the_one_that_is_short_is_looked_at() -> None:
+    seen = iter([0, 3, 5])
+    assert short_blocks(seen, free_blocks=0) == 3 and next(seen) == 5
+
+
+@pytest.mark.parametrize(("block", "segment", "pieces"), [(100, 25, 4), (100, 30, 3), (100, 400, 1), (100, 0, 100)])
+def test_pieces_of_a_block(block: int, segment: int, pieces: int) -> None:
+    assert copy_pieces(block, segment) == pieces

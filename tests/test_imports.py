@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("errors", "version", "lazy_names"),
+    ("errors", "version", "lazy_names", "arrays"),
     ("events", "fields", "overflow", "shape", "regression", "extensions", "code_digest"),
     ("features", "hardware", "trace", "workload"),
     ("attribution",),
@@ -27,8 +27,8 @@ LAYERS = (
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
 _DECIDE = {
-    "errors", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution", "cost",
-    "policy", "settings",
+    "errors", "arrays", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution",
+    "cost", "policy", "settings",
 }  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},

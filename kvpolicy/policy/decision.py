@@ -23,6 +23,20 @@ def feasible_options(situation: Preemption, swap_possible: bool = True) -> tuple
     return (RECOMPUTE,)
 
 
+def why_no_swap(situation: Preemption, refused: str = "") -> str:
+    """Why the victim cannot be swapped, in a word for the trace; empty where it can.
+
+    ``refused``: why the engine would not load it back, which only the engine knows; empty where it would.
+    """
+    if situation.cause == "reset":
+        return "reset"
+    if situation.computed_tokens == 0:
+        return "nothing_computed"
+    if refused:
+        return refused
+    return "host_full" if situation.free_host_blocks < situation.held_blocks else ""
+
+
 def probabilities_of(
     policy: Policy, situation: Preemption, options: Sequence[Option], state: PolicyState
 ) -> tuple[float, ...]:

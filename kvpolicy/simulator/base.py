@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.events import Decision, Kind
+from kvpolicy.attribution.ledger import Step
+from kvpolicy.events import Decision, Direction, Kind
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Trace
 from kvpolicy.workload import Source
 
 Floats = NDArray[np.float64]
-Direction = Literal["save", "load"]
 Scheduling = Literal["fcfs", "priority"]
 DecisionObserver = Callable[[Decision], None]
 """Told every decision of a run, and what of it is executed."""
@@ -39,6 +39,11 @@ class StepLoad(NamedTuple):
 
 LOAD = StepLoad._fields
 """Columns of the array that :meth:`Times.steps_s` takes."""
+
+
+def load_of(step: Step[Any]) -> StepLoad:
+    """What a composed step computes."""
+    return StepLoad(*step.parts, step.prefill_requests, step.prefill_context)
 
 
 class Times(Protocol):

@@ -8,17 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from kvpolicy.errors import InputError
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import NULL_BLOCK, Server, Times
-from kvpolicy.trace import SCHEMAS, Header, Trace, from_rows, with_core, write_part
+from kvpolicy.trace import SCHEMAS, Header, Row, Trace, from_rows, with_core, write_part
 from kvpolicy.workload import Source
 
-Row = dict[str, Any]
 PART_ROWS = 5000
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from kvpolicy import cost
 from kvpolicy.cost import Engine, FittedModel
+from kvpolicy.events import Direction
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import StepLoad, Times
-from kvpolicy.simulator.base import Direction, Floats
+from kvpolicy.simulator.base import Floats
 from kvpolicy.simulator.hardware.law_times import law_times
 from kvpolicy.simulator.hardware.table_times import FILE, load_hardware
 from kvpolicy.study.cache import path_digest

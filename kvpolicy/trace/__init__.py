@@ -1,5 +1,14 @@
 """The trace: what an engine or a simulator did, as a folder of tables. Whoever reads or writes one begins here."""
 
+from kvpolicy.trace.rows import (
+    Row,
+    decision_row,
+    outcome_row,
+    request_row,
+    step_row,
+    transfer_row,
+    window_row,
+)
 from kvpolicy.trace.table import (
     SCHEMA_VERSION,
     SCHEMAS,
@@ -7,10 +16,8 @@ from kvpolicy.trace.table import (
     Trace,
     TraceError,
     core_folders,
-    decision_row,
     from_rows,
     iter_parts,
-    outcome_row,
     read,
     read_part,
     with_core,
@@ -21,6 +28,7 @@ __all__ = [
     "SCHEMAS",
     "SCHEMA_VERSION",
     "Header",
+    "Row",
     "Trace",
     "TraceError",
     "core_folders",
@@ -30,6 +38,10 @@ __all__ = [
     "outcome_row",
     "read",
     "read_part",
+    "request_row",
+    "step_row",
+    "transfer_row",
+    "window_row",
     "with_core",
     "write_part",
 ]

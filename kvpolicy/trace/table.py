@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.events import CAUSES, ENDINGS, KINDS, Decision, Outcome, Preemption, as_row
+from kvpolicy.events import CAUSES, DIRECTIONS, ENDINGS, KINDS, Preemption
 from kvpolicy.extensions import names_module
 from kvpolicy.trace.digest import row_texts
 
@@ -166,7 +166,7 @@ _WORDS = {
     ("decisions", "cause"): CAUSES,
     ("decisions", "executed"): KINDS,
     ("outcomes", "ended"): ENDINGS,
-    ("transfers", "direction"): ("save", "load"),
+    ("transfers", "direction"): DIRECTIONS,
 }
 
 
@@ -289,7 +289,10 @@ def with_core(table: pa.Table, core: str) -> pa.Table:
 
 
 def from_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Rows of one table as Arrow. Raises :class:`TraceError` naming table, column and row for a bad value."""
+    """Rows of one table, as :mod:`kvpolicy.trace.rows` makes them, as Arrow.
+
+    Raises :class:`TraceError` naming table, column and row for a bad value.
+    """
     schema = SCHEMAS[name]
     columns = []
     for column in schema:
@@ -423,17 +426,3 @@ def read(folder: Path | str, *more: Path | str) -> Trace:
             parts[name] += [with_core(part, core.name) for part in iter_parts(core, name)]
     tables = {name: pa.concat_tables(some, promote_options="default") for name, some in parts.items() if some}
     return Trace(headers, tables)
-
-
-def decision_row(situation: Preemption, decision: Decision, **identity: Any) -> dict[str, Any]:
-    """A row of ``decisions``. ``identity``: the table's remaining columns; those of a profile may be left out."""
-    row = as_row(situation) | as_row(decision) | {"state_id": None, "arm": None, "repeat": None} | identity
-    row["options"] = [as_row(option) for option in decision.options]
-    row["costs"] = [as_row(cost) for cost in decision.costs]
-    row["probabilities"] = list(decision.probabilities)
-    return row
-
-
-def outcome_row(outcome: Outcome) -> dict[str, Any]:
-    """A row of ``outcomes``."""
-    return as_row(outcome)

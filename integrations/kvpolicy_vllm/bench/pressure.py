@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from kvpolicy.trace import window_row
 from kvpolicy_vllm.bench.engine import jobs
 from kvpolicy_vllm.bench.job import Noise
 from kvpolicy_vllm.bench.measuring import NOISE_STEPS, NOISE_WINDOWS
@@ -74,19 +75,18 @@ class Pressure:
         with self._memory(self._job.blocks_at(run.level)):
             first = controller.next_step
             result = self._serving.serve(asked, lambda news: None)
-        self._record(
-            {
-                "state_id": run.state_id,
-                "arm": run.arm,
-                "repeat": run.repeat,
-                "cause": "memory",
-                "first_step": first,
-                "last_step": controller.next_step - 1,
-                "duration_s": result["makespan_s"],
-                "preemption_id": None,
-                "discarded": discarded,
-            }
+        row = window_row(
+            state_id=run.state_id,
+            arm=run.arm,
+            repeat=run.repeat,
+            cause="memory",
+            first_step=first,
+            last_step=controller.next_step - 1,
+            duration_s=result["makespan_s"],
+            preemption_id=None,
+            discarded=discarded,
         )
+        self._record(row)
 
     @contextmanager
     def _memory(self, blocks: int) -> Iterator[None]:

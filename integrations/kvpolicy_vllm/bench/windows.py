@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.trace import Row, window_row
 from kvpolicy_vllm.bench.states import State, free_blocks_for, running_for, waiting_prompt_tokens
 
 Arm = Literal["none", "recompute", "swap"]
@@ -50,11 +51,18 @@ class Window:
     steps_out: int = 0
     """Steps the victim was not in the batch."""
 
-    def row(self) -> dict[str, Any]:
-        names = (
-            "state_id", "arm", "repeat", "cause", "first_step", "last_step", "duration_s", "preemption_id", "discarded",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+    def row(self) -> Row:
+        return window_row(
+            state_id=self.state_id,
+            arm=self.arm,
+            repeat=self.repeat,
+            cause=self.cause,
+            first_step=self.first_step,
+            last_step=self.last_step,
+            duration_s=self.duration_s,
+            preemption_id=self.preemption_id,
+            discarded=self.discarded,
+        )
 
 
 class WindowDriver:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvpolicy.attribution import LiveCost, LiveCosts, StepTimeModel
+from kvpolicy.attribution.ledger import OpenPreemption, Step, StepClock
 from kvpolicy.events import Outcome
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
 from kvpolicy_vllm.plugin.journal import Journal
-from kvpolicy_vllm.plugin.ledger import OpenPreemption, Step, StepClock, compose
 from kvpolicy_vllm.plugin.metrics import Tally
 
 MOST_FAILURES = 5
@@ -52,15 +52,16 @@ class Accounts:
 
     # ---- steps ----
 
-    def scheduled(self, step: Step, scheduled: Mapping[str, int], scheduler: Any) -> None:
+    def scheduled(self, step: Step[OpenPreemption], scheduled: Mapping[str, int], scheduler: Any) -> None:
         """After ``schedule()``: what the step is made of."""
         if self.journal is not None or self._live is not None:
-            compose(step, scheduled, scheduler.requests)
+            requests = scheduler.requests
+            step.compose(scheduled.values(), [requests[name].num_computed_tokens for name in scheduled])
         if self.journal is not None:
             self.journal.repeated(step.repeated)
             self.journal.occupancy(step, scheduler)
 
-    def done(self, step: Step, output: Any, scheduler: Any, now: float) -> tuple[LiveCost, ...]:
+    def done(self, step: Step[OpenPreemption], output: Any, scheduler: Any, now: float) -> tuple[LiveCost, ...]:
         """After ``update_from_output()``; returns the resumed preemptions whose cost is now known in full."""
         if self.journal is None and self._live is None:
             return ()

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy import policy as policies
+from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step
 from kvpolicy.events import Cause, Decision, Kind, Outcome, Preemption, copy_was_used
 from kvpolicy.trace import decision_row
 from kvpolicy_vllm.plugin.accounts import Accounts
@@ -24,7 +25,6 @@ from kvpolicy_vllm.plugin.copy_health import CopyHealth
 from kvpolicy_vllm.plugin.deciding import Judge
 from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
 from kvpolicy_vllm.plugin.journal import Journal, header_link, header_of
-from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step
 from kvpolicy_vllm.plugin.metrics import Tally
 from kvpolicy_vllm.plugin.recording import Recorder, Recording
 from kvpolicy_vllm.plugin.settings import Settings
@@ -60,17 +60,17 @@ class Controller:
         self.core = f"core-{uuid.uuid4().hex[:12]}"
         self.copies = CopyBook(slots, vllm_config.parallel_config.world_size, block_bytes)
         self.health = CopyHealth()
-        self.ledger = Ledger()
+        self.ledger: Ledger[OpenPreemption] = Ledger()
         self._segment_bytes = page_bytes(kv_cache)
         self._scheduler: Any = None
         self._running_view: RunningView | None = None
         """Of the step that is being scheduled; made at its first preemption."""
-        self._step = Step(-1, clock())
+        self._step: Step[OpenPreemption] = Step(-1, clock())
         self._steps = 0
         self._scheduling = False
         self._between_steps: list[str] = []
         """Preemptions since the last step was scheduled: a reset's, which belong to the next one."""
-        self._in_flight: dict[int, Step] = {}
+        self._in_flight: dict[int, Step[OpenPreemption]] = {}
         self._preemptions = 0
         self._salt = uuid.uuid4().bytes
         # Decisions to swap whose save is not yet done: (situation, decision, identity).
@@ -170,7 +170,9 @@ class Controller:
         self._scheduling, self._running_view = False, None
         scheduled = output.num_scheduled_tokens
         step, scheduler = self._step, self._scheduler
-        self.ledger.count(step, scheduled, scheduler.requests)
+        for request_id in [name for name in self.ledger.lost if name in scheduled]:
+            end = scheduler.requests[request_id].num_computed_tokens
+            self.ledger.count(step, request_id, end - scheduled[request_id], end)
         if step.repeated:
             self.tally.add("recomputed_tokens", step.recomputed_tokens)
         self.accounts.scheduled(step, scheduled, scheduler)
@@ -199,7 +201,7 @@ class Controller:
                 self.journal.recorder.flush_soon()
         self._set_gauges()
 
-    def _account(self, step: Step, output: Any, now: float) -> None:
+    def _account(self, step: Step[OpenPreemption], output: Any, now: float) -> None:
         try:
             for cost in self.accounts.done(step, output, self._scheduler, now):
                 self.judge.learn(cost)
@@ -324,7 +326,7 @@ class Controller:
         situation = situation_of(
             request, self._scheduler, self._running_view, cause, self.copies, self._segment_bytes, self.clock()
         )
-        why_not = self._why_no_swap(request, situation)
+        why_not = policies.why_no_swap(situation, self._refused(request, situation))
         options = policies.feasible_options(situation, swap_possible=not why_not)
         decision = self.judge.decide(situation, options)
         executed, reason = self._executable(decision, situation, why_not)
@@ -338,18 +340,11 @@ class Controller:
             self._write(situation, decision, identity)
         return executed
 
-    def _why_no_swap(self, request: Any, situation: Preemption) -> str:
-        if situation.cause == "reset":
-            return "reset"
-        if situation.computed_tokens == 0:
-            return "nothing_computed"
+    def _refused(self, request: Any, situation: Preemption) -> str:
+        """A request that must not or cannot be loaded is recomputed, and so is everybody while copies fail."""
         if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
             return "not_loadable"
-        if self.health.suspended(situation.time_s):
-            return "copies_failing"
-        if situation.free_host_blocks < situation.held_blocks:
-            return "host_full"
-        return ""
+        return "copies_failing" if self.health.suspended(situation.time_s) else ""
 
     def _executable(self, decision: Decision, situation: Preemption, why_not: str) -> tuple[Kind, str]:
         if why_not:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-Direction = Literal["save", "load"]
+from kvpolicy.events import Direction, Transfer
+
+__all__ = ["Direction", "Job", "StepJobs", "Transfer", "Transfers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +37,6 @@ class StepJobs(KVConnectorMetadata):
     dropped: tuple[int, ...] = ()
     idle: bool = False
     """Whether the step computes nothing, so that waiting a moment for a load delays nobody."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One finished copy on one rank; times on the machine's monotonic clock."""
-
-    copy_id: int
-    direction: Direction
-    ok: bool
-    bytes: int
-    segments: int
-    segment_bytes: int
-    pinned: bool
-    queued_bytes: int
-    submit_s: float
-    start_s: float
-    end_s: float
-    error: str = ""
 
 
 @dataclass(slots=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from kvpolicy.events import Outcome, as_row
-from kvpolicy.trace import Header, outcome_row
+from kvpolicy.attribution.ledger import OpenPreemption, Repeated, Step
+from kvpolicy.events import Outcome
+from kvpolicy.policy.decision import HOST_TIER
+from kvpolicy.trace import Header, outcome_row, request_row, step_row, transfer_row
 from kvpolicy_vllm.plugin.copies import Settled
 from kvpolicy_vllm.plugin.jobs import Transfer
-from kvpolicy_vllm.plugin.ledger import Repeated, Step
 from kvpolicy_vllm.plugin.recording import Recording
 from kvpolicy_vllm.plugin.situation import engine_shape
 
@@ -43,7 +44,7 @@ class Journal:
     def __init__(self, recorder: Recording, anonymous: Callable[[str], str]) -> None:
         self.recorder = recorder
         self._anonymous = anonymous
-        self._lives: dict[str, Life] = {}
+        self._lives: dict[Hashable, Life] = {}
 
     # ---- requests ----
 
@@ -58,25 +59,23 @@ class Journal:
         if request.num_output_tokens > life.output_tokens:
             life.last_token_s = now
             life.first_token_s = now if life.first_token_s is None else life.first_token_s
-        self.recorder.add(
-            "requests",
-            {
-                "request": self._anonymous(request.request_id),
-                "arrival_s": life.arrival_s,
-                "first_token_s": life.first_token_s,
-                "last_token_s": life.last_token_s,
-                "prompt_tokens": request.num_prompt_tokens,
-                "output_tokens": request.num_output_tokens,
-                "preemptions": request.num_preemptions,
-                "recomputed_tokens": life.recomputed_tokens,
-                "loaded_tokens": life.loaded_tokens,
-                "finish": str(request.get_finished_reason()),
-            },
+        row = request_row(
+            request=self._anonymous(request.request_id),
+            arrival_s=life.arrival_s,
+            first_token_s=life.first_token_s,
+            last_token_s=life.last_token_s,
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_output_tokens,
+            preemptions=request.num_preemptions,
+            recomputed_tokens=life.recomputed_tokens,
+            loaded_tokens=life.loaded_tokens,
+            finish=str(request.get_finished_reason()),
         )
+        self.recorder.add("requests", row)
 
-    def repeated(self, parts: Iterable[Repeated]) -> None:
+    def repeated(self, parts: Iterable[Repeated[OpenPreemption]]) -> None:
         for part in parts:
-            life = self._lives.get(part.request_id)
+            life = self._lives.get(part.opened.request)
             if life is not None:
                 life.recomputed_tokens += part.tokens
 
@@ -87,37 +86,16 @@ class Journal:
 
     # ---- steps ----
 
-    def occupancy(self, step: Step, scheduler: Any) -> None:
+    def occupancy(self, step: Step[OpenPreemption], scheduler: Any) -> None:
         """Enter who runs and waits, and how much memory is taken."""
         step.running_requests = len(scheduler.running)
         step.waiting_requests = max(0, scheduler.get_num_unfinished_requests() - len(scheduler.running))
         pool = scheduler.kv_cache_manager.block_pool
         step.used_blocks = pool.num_gpu_blocks - pool.get_num_free_blocks()
 
-    def step(self, step: Step, output: Any, scheduler: Any, began_s: float, now: float) -> None:
+    def step(self, step: Step[OpenPreemption], output: Any, scheduler: Any, began_s: float, now: float) -> None:
         """The step's output is back."""
-        self.recorder.add(
-            "steps",
-            {
-                "step": step.number,
-                "start_s": began_s,
-                "duration_s": now - began_s,
-                "device_s": None,
-                "scheduled_tokens": step.scheduled_tokens,
-                "scheduled_requests": step.scheduled_requests,
-                "decode_requests": step.decode_requests,
-                "kv_read_tokens": step.kv_read_tokens,
-                "chunk_context": step.chunk_context,
-                "running_requests": step.running_requests,
-                "waiting_requests": step.waiting_requests,
-                "used_blocks": step.used_blocks,
-                "recomputed_tokens": step.recomputed_tokens,
-                "preemptions": len(step.lost),
-                "saves": step.saves,
-                "loads": step.loads,
-                "repeated": [_repeated_row(part) for part in step.repeated],
-            },
-        )
+        self.recorder.add("steps", step_row(step, began_s, now))
         self._note_tokens(output.num_scheduled_tokens, scheduler.requests, now)
 
     def _note_tokens(self, scheduled: Mapping[str, int], requests: Mapping[str, Any], now: float) -> None:
@@ -136,31 +114,9 @@ class Journal:
         self.recorder.add("outcomes", outcome_row(outcome))
 
     def transfer(self, settled: Settled, slowest: Transfer, moved: int, step: int) -> None:
-        self.recorder.add(
-            "transfers",
-            {
-                "preemption_id": settled.copy.preemption_id,
-                "generation": settled.copy.copy_id,
-                "step": step,
-                "direction": settled.direction,
-                "tier": "host",
-                "bytes": moved,
-                "segments": slowest.segments,
-                "segment_bytes": slowest.segment_bytes,
-                "pinned": slowest.pinned,
-                "queued_bytes": slowest.queued_bytes,
-                "submit_s": slowest.submit_s,
-                "start_s": slowest.start_s,
-                "end_s": slowest.end_s,
-                "ok": settled.ok,
-            },
-        )
-
-
-def _repeated_row(part: Repeated) -> dict[str, Any]:
-    row = as_row(part)
-    del row["request_id"]
-    return row
+        told = replace(slowest, bytes=moved, ok=settled.ok)
+        row = transfer_row(told, preemption_id=settled.copy.preemption_id, step=step, tier=HOST_TIER)
+        self.recorder.add("transfers", row)
 
 
 def header_link(link: SimulatedLink | None) -> dict[str, Any]:

@@ -12,13 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from kvpolicy.trace import SCHEMAS, Header, from_rows, write_part
+from kvpolicy.trace import SCHEMAS, Header, Row, from_rows, write_part
 
 logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
 
 
 class Recording(Protocol):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
 from kvpolicy.cost import Engine, FittedModel, engine_loader
 from kvpolicy.events import Cause, Preemption
+from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.hardware import Geometry, describe
 from kvpolicy.shape import ConfigError
 from kvpolicy_vllm.plugin.copies import CopyBook
@@ -41,33 +42,36 @@ class RunningView:
     def short_blocks(self, victim: Any) -> int:
         """Blocks the failed allocation lacked.
 
-        vLLM does not say whose allocation failed: it is the first running request, in scheduling order, whose blocks
-        do not yet cover what it has to compute next. Exact for a decode; for a prefill chunk an upper bound, since what
-        was left of the token budget is not known here. Whoever had its blocks at an earlier preemption of the step has
-        them still, so each search goes on where the last one ended.
+        vLLM does not say whose allocation failed: see :func:`kvpolicy.features.short_blocks`.
+        """
+        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return short_blocks(self._lacking(victim), free)
+
+    def _lacking(self, victim: Any) -> Iterator[int]:
+        """Blocks that the running requests and the victim, in scheduling order, lack for what they compute next.
+
+        Whoever had its blocks at an earlier preemption of the step has them still, so each search goes on where the
+        last one ended.
         """
         running = self._scheduler.running
-        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         # Victims may have stood before the place where the last search ended.
         self._covered = max(0, min(self._covered - 1, len(running)))
         for place in range(self._covered, len(running)):
-            lacking = self._lacking(running[place])
-            if lacking > free:
-                return int(lacking - free)
+            lacking = self._lacking_of(running[place])
             if lacking <= 0 and self._covered == place:
                 self._covered += 1
-        lacking = self._lacking(victim)
-        return max(0, int(lacking - free))
+            yield lacking
+        yield self._lacking_of(victim)
 
-    def _lacking(self, request: Any) -> int:
+    def _lacking_of(self, request: Any) -> int:
         computed, size = request.num_computed_tokens, self._scheduler.block_size
         known = request.num_tokens + request.num_output_placeholders
         ahead = min(max(1, known - computed), self._scheduler.max_num_scheduled_tokens)
-        needed = -(-(computed + ahead) // size)
-        if needed == -(-computed // size):  # as of nearly every decode; to count its blocks takes far longer
-            return 0
-        blocks = len(self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
-        return int(needed - blocks)
+        covered = -(-computed // size)
+        if lacking_blocks(computed, ahead, covered, size) == 0:
+            return 0  # as of nearly every decode; to count the blocks it holds takes far longer
+        held = len(self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+        return lacking_blocks(computed, ahead, held, size)
 
 
 def situation_of(

@@ -8,8 +8,8 @@ from typing import Any
 from kvpolicy.events import Cause, Decision
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import DecisionObserver, Server, Sink
+from kvpolicy.trace import Row
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.recording import Row
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.simulator.clock import VirtualClock
 

@@ -26,7 +26,7 @@ from kvpolicy.workload import Request, Source
 from kvpolicy_vllm.plugin.versions import engine_version
 from kvpolicy_vllm.simulator.clock import VirtualClock
 from kvpolicy_vllm.simulator.controlling import name_of, take_control
-from kvpolicy_vllm.simulator.copying import VirtualWorker, load_of
+from kvpolicy_vllm.simulator.copying import VirtualWorker, load_of_output
 from kvpolicy_vllm.simulator.deployment import scheduler_for
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
 
@@ -175,7 +175,7 @@ class Engine:
     def _schedule(self) -> Flight:
         output = self.scheduler.schedule()
         requests = self.scheduler.requests
-        load = load_of(output, requests)
+        load = load_of_output(output, requests)
         if self.tallied.beyond is not None and load.scheduled_tokens:
             self.tallied.beyond.add(load)
         ends_s = self.worker.execute(output.kv_connector_metadata, load, self.clock.now_s)

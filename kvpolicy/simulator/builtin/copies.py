@@ -1,27 +1,10 @@
-"""The host pool, and the link's two queues: which copies there are, and when their transfers begin and end."""
+"""The host pool: which copies there are, and how far they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-from kvpolicy.simulator.base import Direction, Server, Times
+from kvpolicy.events import Direction
+from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.live import Account, Copy, Live
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One direction of one copy, as it goes over the link."""
-
-    copy: Copy
-    direction: Direction
-    bytes: int
-    segments: int
-    queued_bytes: int
-    """Of the transfers of its direction that were not through when it was submitted."""
-    submit_s: float
-    start_s: float
-    end_s: float
 
 
 class CopyBook:
@@ -110,69 +93,3 @@ class CopyBook:
         copy.live.copy = None
         self._loading_blocks -= copy.load_blocks
         self.free += copy.blocks
-
-
-class LinkQueues:
-    """When transfers run: beside the steps, one at a time per direction, or within the step that brings them."""
-
-    def __init__(self, server: Server, times: Times) -> None:
-        self._times = times
-        self._block_bytes = server.block_bytes
-        self._segment_bytes = server.segment_bytes or server.block_bytes
-        self._pieces = max(1, server.block_bytes // self._segment_bytes)
-        self._link = server.link
-        self._free_s: dict[Direction, float] = {"save": 0.0, "load": 0.0}
-        self.running: list[Transfer] = []
-        """Not yet reported; no more than a few."""
-
-    def step(self, saves: Iterable[Copy], loads: Iterable[Copy], begins_s: float, computes_s: float) -> float:
-        """When a step that begins now and brings those copies ends."""
-        if self._link.overlapped:
-            return self._beside(saves, loads, begins_s, computes_s)
-        return self._within(saves, loads, begins_s, computes_s)
-
-    def next_end_s(self) -> float | None:
-        return min((transfer.end_s for transfer in self.running), default=None)
-
-    def ended(self, now_s: float) -> list[Transfer]:
-        """Transfers that have ended since the last call, in the order of their ends."""
-        if not self.running:
-            return []
-        done = [transfer for transfer in self.running if transfer.end_s <= now_s]
-        if done:
-            self.running = [transfer for transfer in self.running if transfer.end_s > now_s]
-            done.sort(key=lambda transfer: transfer.end_s)
-        return done
-
-    def _beside(self, saves: Iterable[Copy], loads: Iterable[Copy], begins_s: float, computes_s: float) -> float:
-        """Copies run beside the steps; loads from the end of this one on."""
-        for copy in saves:
-            made = self._transfer(copy, "save", begins_s, max(begins_s, self._free_s["save"]))
-            copy.save_ends_s = made.end_s
-            if self._link.saves_wait:
-                begins_s = made.end_s
-        ends_s = begins_s + computes_s
-        busy = any(transfer.start_s < ends_s and transfer.end_s > begins_s for transfer in self.running)
-        ends_s = begins_s + computes_s * (1.0 + self._link.slowdown * busy)
-        for copy in loads:
-            self._transfer(copy, "load", ends_s, max(ends_s, self._free_s["load"], copy.save_ends_s))
-        return ends_s
-
-    def _within(self, saves: Iterable[Copy], loads: Iterable[Copy], begins_s: float, computes_s: float) -> float:
-        """The step waits for its saves, computes, and waits for its loads."""
-        for copy in saves:
-            begins_s = self._transfer(copy, "save", begins_s, begins_s).end_s
-        ends_s = begins_s + computes_s
-        for copy in loads:
-            ends_s = self._transfer(copy, "load", ends_s, ends_s).end_s
-        return ends_s
-
-    def _transfer(self, copy: Copy, direction: Direction, submit_s: float, start_s: float) -> Transfer:
-        blocks = copy.blocks if direction == "save" else copy.load_blocks
-        size, segments = blocks * self._block_bytes, blocks * self._pieces
-        queued = sum(transfer.bytes for transfer in self.running if transfer.direction == direction)
-        end_s = start_s + self._times.copy_s(direction, size, segments, self._segment_bytes)
-        made = Transfer(copy, direction, size, segments, queued, submit_s, start_s, end_s)
-        self._free_s[direction] = end_s
-        self.running.append(made)
-        return made

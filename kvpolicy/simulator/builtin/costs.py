@@ -9,23 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvpolicy.simulator.base import StepLoad, Times
-from kvpolicy.simulator.builtin.copies import Transfer
-from kvpolicy.simulator.builtin.live import Account, Repeated, Step
+from kvpolicy.attribution.ledger import Repeated
+from kvpolicy.simulator.base import StepLoad, Times, load_of
+from kvpolicy.simulator.builtin.live import Account, Copy, Step
+from kvpolicy.simulator.link_queues import Sent
 
 
-def load_of(step: Step) -> StepLoad:
-    return StepLoad(
-        step.scheduled_tokens,
-        step.decode_requests,
-        step.kv_read_tokens,
-        step.chunk_context,
-        step.prefill_requests,
-        step.prefill_context,
-    )
-
-
-def without(load: StepLoad, parts: Iterable[Repeated]) -> StepLoad:
+def without(load: StepLoad, parts: Iterable[Repeated[Account]]) -> StepLoad:
     """What is left of a step when those parts need not be computed."""
     tokens, decodes, read, pairs, prefills, before = load
     for part in parts:
@@ -43,31 +33,29 @@ def seconds(times: Times, load: StepLoad) -> float:
     return times.step_s(load) if load.scheduled_tokens else 0.0
 
 
-def charge(step: Step, transfers: Iterable[Transfer], times: Times) -> None:
+def charge(step: Step, sent: Iterable[Sent[Copy]], times: Times) -> None:
     """Enter the step's extra time into the accounts of those it is due to.
 
     Where several share it, by what each did: seconds its copies overlapped the step, and the price of its repeated
     tokens; in equal parts where that is 0 for all of them.
     """
     weights: dict[Account, float] = {}
-    for transfer in transfers:
-        overlap_s = min(transfer.end_s, step.end_s) - max(transfer.start_s, step.start_s)
+    for copy, transfer in sent:
+        overlap_s = min(transfer.end_s, step.end_s) - max(transfer.start_s, step.began_s)
         if overlap_s > 0:
-            account = transfer.copy.account
-            weights[account] = weights.get(account, 0.0) + overlap_s
+            weights[copy.account] = weights.get(copy.account, 0.0) + overlap_s
     load = load_of(step)
-    own: dict[Account, list[Repeated]] = {}
+    own: dict[Account, list[Repeated[Account]]] = {}
     for part in step.repeated:
-        own.setdefault(part.account, []).append(part)
+        own.setdefault(part.opened, []).append(part)
     for account, parts in own.items():
         price_s = max(0.0, seconds(times, load) - seconds(times, without(load, parts)))
         weights[account] = weights.get(account, 0.0) + price_s
     if not weights:
         return
-    extra_s = step.end_s - step.start_s - seconds(times, without(load, step.repeated))
+    extra_s = step.end_s - step.began_s - seconds(times, without(load, step.repeated))
     total = sum(weights.values())
-    requests = len(step.scheduled) + step.crowd
     for account, weight in weights.items():
         share_s = extra_s * (weight / total if total > 0 else 1.0 / len(weights))
         account.engine_s += share_s
-        account.others_s += share_s * max(0, requests - (account in own))
+        account.others_s += share_s * max(0, step.scheduled_requests - (account in own))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 from kvpolicy import policy as policies
-from kvpolicy.events import Decision, Ending, Preemption
+from kvpolicy.attribution.ledger import Ledger
+from kvpolicy.events import Decision, Outcome, Preemption
+from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Feedback, LearningPolicy, Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Server
-from kvpolicy.simulator.builtin import ledger
 from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.live import Account, Copy, Live, Step
@@ -36,6 +38,7 @@ class Preemptions:
         self._journal = journal
         self._tallied = tallied
         self._on_decision = on_decision
+        self.ledger: Ledger[Account] = Ledger()
         self._count = 0
         self._closing: list[Account] = []
 
@@ -47,20 +50,28 @@ class Preemptions:
         decision = self._decide(situation)
         option = next(one for one in decision.options if one.kind == decision.executed)
         account = Account(
-            preemption_id, live, situation, decision, option, live.computed, now_s, step.number, live.preemptions
+            preemption_id=preemption_id,
+            request=live,
+            executed=option.kind,
+            tokens=live.computed,
+            preempted_s=now_s,
+            first_step=step.number,
+            situation=situation,
+            decision=decision,
+            option=option,
+            generation=live.preemptions,
         )
         if option.kind == "swap":
             self.forget(live, copies)
             copies.save(live, account, situation.held_blocks)
         else:
             self._decided(account)
-        step.lost.append(account)
-        if live.open is not None:
-            self._close(live.open, "superseded", now_s)
-        ledger.preempted(live, account)
+        step.lost.append(preemption_id)
+        earlier = self.ledger.of(live)
+        self._close(earlier, self.ledger.preempted(account))
 
     def _decide(self, situation: Preemption) -> Decision:
-        why_not = _why_no_swap(situation)
+        why_not = policies.why_no_swap(situation)
         options = policies.feasible_options(situation, swap_possible=not why_not)
         decision = policies.decide(self._policy, situation, options, self._state, self._rng)
         self._state = self._policy.next_state(self._state, decision)
@@ -85,20 +96,27 @@ class Preemptions:
         if unsaved is not None:
             self._decided(unsaved.account)
 
+    def count(self, step: Step) -> None:
+        """What of the step is computed again; computed tokens are advanced past it."""
+        lost = self.ledger.lost
+        if lost.keys().isdisjoint(step.scheduled.keys()):
+            return
+        for live, new in step.scheduled.items():
+            if live in lost:
+                self.ledger.count(step, live, live.computed - new, live.computed)
+        for part in step.repeated:
+            part.opened.request.recomputed += part.tokens
+
     def back(self, step: Step, now_s: float) -> None:
         """The step's output is there, and with it those who are where they were before."""
         for account in step.back:
-            self._close(account, "resumed", now_s)
+            self._close(account, account.close("resumed", now_s))
 
     def finished(self, live: Live, copies: CopyBook, now_s: float) -> None:
         """The request's last token is out."""
         self.forget(live, copies)
-        for _, account in live.lost:
-            account.busy -= 1
-        live.lost = []
-        if live.open is not None:
-            self._close(live.open, "aborted", now_s)
-            live.open = None
+        account = self.ledger.of(live)
+        self._close(account, self.ledger.gone(live, now_s))
 
     def settle(self) -> None:
         """Tell of the preemptions that nothing more will be charged to."""
@@ -106,29 +124,25 @@ class Preemptions:
             return
         waiting = []
         for account in self._closing:
-            if account.busy:
+            if account.busy or account.outstanding:
                 waiting.append(account)
             else:
-                self._journal.outcome(account)
-                self._learn(account)
+                assert account.outcome is not None
+                outcome = replace(account.outcome, engine_s=account.engine_s, others_delay_s=account.others_s)
+                self._journal.outcome(outcome)
+                self._learn(account, outcome)
         self._closing = waiting
 
-    def _close(self, account: Account, ended: Ending, now_s: float) -> None:
-        ledger.close(account, ended, now_s)
-        self._closing.append(account)
+    def _close(self, account: Account | None, outcome: Outcome | None) -> None:
+        if account is not None:
+            account.outcome = outcome
+            self._closing.append(account)
 
-    def _learn(self, account: Account) -> None:
-        if account.ended != "resumed" or not isinstance(self._policy, LearningPolicy):
+    def _learn(self, account: Account, outcome: Outcome) -> None:
+        if outcome.ended != "resumed" or not isinstance(self._policy, LearningPolicy):
             return
-        delay_s = ledger.outcome(account).victim_delay_s
-        feedback = Feedback(account.situation, account.option, account.engine_s, delay_s)
+        feedback = Feedback(account.situation, account.option, outcome.engine_s, outcome.victim_delay_s)
         self._state = self._policy.observe(self._state, feedback)
-
-
-def _why_no_swap(situation: Preemption) -> str:
-    if situation.computed_tokens == 0:
-        return "nothing_computed"
-    return "host_full" if situation.free_host_blocks < situation.held_blocks else ""
 
 
 def situation_of(live: Live, scheduler: Scheduler, copies: CopyBook, server: Server, now_s: float) -> Preemption:
@@ -148,7 +162,7 @@ def situation_of(live: Live, scheduler: Scheduler, copies: CopyBook, server: Ser
         hashed_blocks=min(live.cached, held),
         device_blocks=server.device_blocks + NULL_BLOCK,
         free_blocks=scheduler.pool.free,
-        short_blocks=_short_blocks(live, scheduler, server),
+        short_blocks=short_blocks(_lacking(live, scheduler, server), scheduler.pool.free),
         host_blocks=copies.total,
         free_host_blocks=copies.free,
         running_requests=len(scheduler.running),
@@ -162,12 +176,9 @@ def situation_of(live: Live, scheduler: Scheduler, copies: CopyBook, server: Ser
     )
 
 
-def _short_blocks(victim: Live, scheduler: Scheduler, server: Server) -> int:
-    """Blocks the failed allocation lacked, as the plugin can tell: see its module ``situation``."""
-    free = scheduler.pool.free
+def _lacking(victim: Live, scheduler: Scheduler, server: Server) -> Iterator[int]:
+    """Blocks that each running request and the victim, in scheduling order, lack for what it computes next."""
+    size, budget = server.block_size, server.token_budget
     for live in (*scheduler.running, victim):
-        ahead = min(max(1, live.tokens + live.placeholders - live.computed), server.token_budget)
-        lacking = -(-(live.computed + ahead) // server.block_size) - live.held
-        if lacking > free:
-            return lacking - free
-    return 0
+        ahead = min(max(1, live.tokens + live.placeholders - live.computed), budget)
+        yield lacking_blocks(live.computed, ahead, live.held, size)

@@ -8,25 +8,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from operator import attrgetter
 
 import numpy as np
 
 from kvpolicy.errors import InputError
 from kvpolicy.policy import Policy
-from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Run, Server, Sink, Times
-from kvpolicy.simulator.builtin import costs, ledger
+from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Run, Server, Sink, Times, load_of
+from kvpolicy.simulator.builtin import costs
 from kvpolicy.simulator.builtin.arrivals import Arrivals
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
-from kvpolicy.simulator.builtin.copies import CopyBook, LinkQueues
+from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.deciding import Preemptions
 from kvpolicy.simulator.builtin.journal import Journal
-from kvpolicy.simulator.builtin.live import Live, Status, Step
+from kvpolicy.simulator.builtin.live import Copy, Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims, VllmVictims
 from kvpolicy.simulator.builtin.stepping import Stepper
+from kvpolicy.simulator.link_queues import LinkQueues
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import Tallied
 from kvpolicy.workload import Request, Source
 
+COMPUTED = attrgetter("computed")
 FEW_STEPS = 16
 """Up to here a number at a time is faster than arrays."""
 
@@ -53,7 +56,7 @@ class Engine:
         self.now_s = 0.0
         self.arrivals = Arrivals(source, self._refuse)
         self.copies = CopyBook(server)
-        self.link = LinkQueues(server, times)
+        self.link: LinkQueues[Copy] = LinkQueues(server, times)
         self.preemptions = Preemptions(server, policy, seed, journal, self.tallied, on_decision)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted)
@@ -126,34 +129,28 @@ class Engine:
         return step
 
     def compose(self, step: Step) -> None:
-        """What the step is made of, beside the crowd; computed tokens are advanced past it."""
-        tokens = decodes = read = 0
-        for live, new in step.scheduled.items():
-            end = live.computed
-            tokens += new
-            if new == 1:
-                decodes += 1
-                read += end
-            else:
-                step.chunk_context += ledger.pairs(end - new, end)
-                step.prefill_requests += 1
-                step.prefill_context += end - new
-            if live.lost:
-                for through in ledger.count(step, live, end - new, end):
-                    through.busy -= 1
-        step.scheduled_tokens = tokens + step.crowd
-        step.decode_requests = decodes + step.crowd
-        step.kv_read_tokens = read + step.crowd_read
+        """What the step is made of, and what of it is computed again; computed tokens are advanced past it."""
+        if step.scheduled:
+            step.compose(step.scheduled.values(), map(COMPUTED, step.scheduled))
+            if self.preemptions.ledger.lost:
+                self.preemptions.count(step)
+        step.scheduled_tokens += step.crowd
+        step.scheduled_requests += step.crowd
+        step.decode_requests += step.crowd
+        step.kv_read_tokens += step.crowd_read
 
     def launch(self, step: Step) -> None:
         """When it runs, and what it copies."""
-        step.saves, step.loads = self.copies.take()
+        step.to_save, step.to_load = self.copies.take()
+        step.saves, step.loads = len(step.to_save), len(step.to_load)
         self.note(step)
         begins_s = max(self.now_s, self._device_free_s)
-        computes_s = costs.seconds(self.times, costs.load_of(step))
-        step.start_s = begins_s
+        computes_s = costs.seconds(self.times, load_of(step))
+        step.began_s = begins_s
         if step.saves or step.loads or self.link.running:
-            step.end_s = self.link.step(step.saves, step.loads, begins_s, computes_s)
+            saves = [(copy, copy.blocks) for copy in step.to_save]
+            loads = [(copy, copy.load_blocks) for copy in step.to_load]
+            step.end_s = self.link.step(saves, loads, begins_s, computes_s)
         else:
             step.end_s = begins_s + computes_s
         if not step.scheduled_tokens and not step.lost and step.end_s <= self.now_s:
@@ -162,7 +159,7 @@ class Engine:
 
     def note(self, step: Step) -> None:
         """Who runs and waits, and how much memory is taken."""
-        step.running, step.waiting = len(self.scheduler.running), self.scheduler.waiting_requests
+        step.running_requests, step.waiting_requests = len(self.scheduler.running), self.scheduler.waiting_requests
         step.used_blocks = self.server.device_blocks - self.scheduler.pool.free + NULL_BLOCK
 
     def _woken_s(self, now_s: float) -> float:
@@ -252,19 +249,19 @@ class Engine:
             self.arrivals.finished(live.number, live.request, self.now_s)
 
     def _take_copies(self) -> None:
-        for transfer in self.link.ended(self.now_s):
-            copy = transfer.copy
+        for copy, transfer in self.link.ended(self.now_s):
             if not copy.forgotten:  # as the plugin, which hears no more of a copy once it is forgotten
                 self.tallied.moved_bytes += transfer.bytes
-                self.journal.transfer(transfer, self._step.number)
+                self.journal.transfer(copy, transfer, self._step.number)
             if transfer.direction == "save":
                 self.preemptions.saved(copy)
                 self.copies.saved(copy)
             else:
                 self.copies.loaded(copy)
                 copy.live.loaded += copy.load_tokens
-                if copy.live.open is not None:
-                    copy.live.open.loaded_tokens = copy.load_tokens
+                opened = self.preemptions.ledger.of(copy.live)
+                if opened is not None:
+                    opened.loaded_tokens = copy.load_tokens
                 self.scheduler.loaded.add(copy.live)
                 self.scheduler.blocked = False
 
@@ -273,7 +270,7 @@ class Engine:
             self.tallied.steps += 1
             self.tallied.recomputed_tokens += step.recomputed_tokens
             if self.tallied.beyond is not None and step.scheduled_tokens:
-                self.tallied.beyond.add(costs.load_of(step))
+                self.tallied.beyond.add(load_of(step))
             self.journal.step(step)
 
     # ---- many steps at once ----
@@ -329,14 +326,15 @@ class Engine:
                 self._take_last(live)
             self._leave(through)
 
-    def _crowd_step(self, start_s: float, end_s: float) -> Step:
+    def _crowd_step(self, began_s: float, end_s: float) -> Step:
         crowd = self.stepper.crowd
-        step = self._step = Step(self._steps, crowd=len(crowd), crowd_read=crowd.read_tokens + len(crowd))
+        count, read = len(crowd), crowd.read_tokens + len(crowd)
+        step = self._step = Step(
+            self._steps, began_s, count, count, count, read, crowd=count, crowd_read=read, end_s=end_s
+        )
         self._steps += 1
         crowd.step(self.scheduler.pool)
-        self.compose(step)
         self.note(step)
-        step.start_s, step.end_s = start_s, end_s
         return step
 
     # ---- told by the scheduler ----
@@ -349,8 +347,9 @@ class Engine:
             self.copies.begin_load(live, load_tokens, self.server.block_size)
         elif live.copy is not None:  # it fits what is cached here: the copy has served
             self.preemptions.forget(live, self.copies)
-        if live.open is not None and live.open.admitted_s is None:
-            live.open.admitted_s = self.now_s
+        opened = self.preemptions.ledger.of(live)
+        if opened is not None and opened.admitted_s is None:
+            opened.admitted_s = self.now_s
 
 
 RULES = ("0.32",)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvpolicy.events import as_row
+from kvpolicy.events import Outcome, Transfer
 from kvpolicy.simulator.base import Sink
-from kvpolicy.simulator.builtin import ledger
-from kvpolicy.simulator.builtin.copies import Transfer
-from kvpolicy.simulator.builtin.live import Account, Live, Repeated, Step
-from kvpolicy.trace import decision_row
+from kvpolicy.simulator.builtin.live import Account, Copy, Live, Step
+from kvpolicy.trace import Row, decision_row, outcome_row, request_row, step_row, transfer_row
 
 BATCH_ROWS = 1000
 
@@ -21,7 +17,7 @@ class Journal:
         self.core = core
         self.kept = sink is not None
         self._sink = sink
-        self._rows: dict[str, list[dict[str, Any]]] = {}
+        self._rows: dict[str, list[Row]] = {}
 
     def flush(self) -> None:
         if self._sink is not None:
@@ -29,7 +25,7 @@ class Journal:
                 self._sink.add(table, rows)
         self._rows = {}
 
-    def _add(self, table: str, row: dict[str, Any]) -> None:
+    def _add(self, table: str, row: Row) -> None:
         rows = self._rows.setdefault(table, [])
         rows.append(row)
         if len(rows) >= BATCH_ROWS:
@@ -43,90 +39,45 @@ class Journal:
             account.decision,
             preemption_id=account.preemption_id,
             decision_id=f"{account.preemption_id}-0",
-            request=name_of(account.live),
+            request=name_of(account.request),
             generation=account.generation,
             step=account.first_step,
             overflow_id=f"{self.core}-{account.first_step}",
         )
         self._add("decisions", row)
 
-    def outcome(self, account: Account) -> None:
+    def outcome(self, outcome: Outcome) -> None:
         if self.kept:
-            self._add("outcomes", as_row(ledger.outcome(account)))
+            self._add("outcomes", outcome_row(outcome))
 
     def request(self, live: Live) -> None:
         if not self.kept:
             return
-        row = {
-            "request": name_of(live),
-            "arrival_s": live.arrival_s,
-            "first_token_s": live.first_s,
-            "last_token_s": live.last_s,
-            "prompt_tokens": live.request.prompt_tokens,
-            "output_tokens": live.outputs,
-            "preemptions": live.preemptions,
-            "recomputed_tokens": live.recomputed,
-            "loaded_tokens": live.loaded,
-            "finish": "length",
-        }
+        row = request_row(
+            request=name_of(live),
+            arrival_s=live.arrival_s,
+            first_token_s=live.first_s,
+            last_token_s=live.last_s,
+            prompt_tokens=live.request.prompt_tokens,
+            output_tokens=live.outputs,
+            preemptions=live.preemptions,
+            recomputed_tokens=live.recomputed,
+            loaded_tokens=live.loaded,
+            finish="length",
+        )
         self._add("requests", row)
 
-    def transfer(self, transfer: Transfer, step: int) -> None:
-        if not self.kept:
-            return
-        row = {
-            "preemption_id": transfer.copy.account.preemption_id,
-            "generation": transfer.copy.number,
-            "step": step,
-            "direction": transfer.direction,
-            "tier": transfer.copy.account.option.tier,
-            "bytes": transfer.bytes,
-            "segments": transfer.segments,
-            "segment_bytes": transfer.bytes // transfer.segments,
-            "pinned": True,
-            "queued_bytes": transfer.queued_bytes,
-            "submit_s": transfer.submit_s,
-            "start_s": transfer.start_s,
-            "end_s": transfer.end_s,
-            "ok": True,
-        }
-        self._add("transfers", row)
+    def transfer(self, copy: Copy, transfer: Transfer, step: int) -> None:
+        if self.kept:
+            account = copy.account
+            row = transfer_row(transfer, preemption_id=account.preemption_id, step=step, tier=account.option.tier)
+            self._add("transfers", row)
 
     def step(self, step: Step) -> None:
-        if not self.kept:
-            return
-        row = {
-            "step": step.number,
-            "start_s": step.start_s,
-            "duration_s": step.end_s - step.start_s,
-            "device_s": None,
-            "scheduled_tokens": step.scheduled_tokens,
-            "scheduled_requests": len(step.scheduled) + step.crowd,
-            "decode_requests": step.decode_requests,
-            "kv_read_tokens": step.kv_read_tokens,
-            "chunk_context": step.chunk_context,
-            "running_requests": step.running,
-            "waiting_requests": step.waiting,
-            "used_blocks": step.used_blocks,
-            "recomputed_tokens": step.recomputed_tokens,
-            "preemptions": len(step.lost),
-            "saves": len(step.saves),
-            "loads": len(step.loads),
-            "repeated": [_repeated_row(part) for part in step.repeated],
-        }
-        self._add("steps", row)
+        if self.kept:
+            self._add("steps", step_row(step, step.began_s, step.end_s))
 
 
 def name_of(live: Live) -> str:
     """A request's name in the trace: its place in the workload."""
     return str(live.number)
-
-
-def _repeated_row(part: Repeated) -> dict[str, Any]:
-    return {
-        "preemption_id": part.account.preemption_id,
-        "tokens": part.tokens,
-        "kv_read_tokens": part.kv_read_tokens,
-        "chunk_context": part.chunk_context,
-        "decodes": part.decodes,
-    }

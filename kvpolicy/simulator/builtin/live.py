@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvpolicy.events import Decision, Ending, Kind, Option, Preemption
+from kvpolicy.attribution import ledger
+from kvpolicy.attribution.ledger import OpenPreemption
+from kvpolicy.events import Decision, Option, Outcome, Preemption
 from kvpolicy.workload import Request
 
 
@@ -73,10 +75,6 @@ class Live:
     first_s: float | None = None
     last_s: float = 0.0
     copy: Copy | None = None
-    open: Account | None = None
-    """Its last preemption, while it is not back at the token it had reached."""
-    lost: list[tuple[int, Account]] = field(default_factory=list)
-    """Lowest first: (computed tokens at a preemption, that preemption)."""
 
     @property
     def tokens(self) -> int:
@@ -93,7 +91,7 @@ class Live:
 class Copy:
     """A request's KV in host memory, as it was at one preemption."""
 
-    number: int
+    copy_id: int
     live: Live
     account: Account
     tokens: int
@@ -105,69 +103,31 @@ class Copy:
     """Whether a step has brought the save to the worker."""
     saved: bool = False
     """Whether the worker has said that it is done."""
-    save_ends_s: float = 0.0
     forgotten: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Account:
-    """One preemption: what was decided, what it costs so far. Closed where ``ended`` is set."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Account(OpenPreemption):
+    """One preemption: what was decided, what it costs so far. Closed where there is an outcome."""
 
-    preemption_id: str
-    live: Live
+    request: Live
     situation: Preemption
     decision: Decision
     option: Option
     """As executed."""
-    tokens: int
-    """Computed tokens at the preemption: it is back when they are computed again."""
-    preempted_s: float
-    first_step: int
     generation: int
-    admitted_s: float | None = None
-    resumed: bool = False
-    local_hit_tokens: int = 0
-    loaded_tokens: int = 0
-    recomputed_tokens: int = 0
-    told_recomputed_tokens: int = 0
-    """As they were when it closed."""
-    last_step: int = 0
     engine_s: float = 0.0
     others_s: float = 0.0
-    ended: Ending | None = None
-    closed_s: float = 0.0
     busy: int = 0
-    """Copies on their way, and whether positions that it lost may still be computed again."""
-
-    @property
-    def executed(self) -> Kind:
-        return self.option.kind
-
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """The part of a step that computes one preemption's lost tokens again; see :mod:`kvpolicy.attribution.offline`.
-
-    Taken from the step's totals it leaves what the step would have been made of. Where the victim's last chunk also
-    computes its next token, that token stays behind as the decode it would have been: hence negative parts.
-    """
-
-    account: Account
-    tokens: int
-    kv_read_tokens: int
-    chunk_context: int
-    decodes: int
-    prefills: int
-    """Chunks that go with them: not in the trace, but a step's duration may depend on it."""
-    prefill_context: int
-    """What goes of the context that the step's chunks begin at."""
+    """Copies on their way."""
+    outcome: Outcome | None = None
+    """As it closed: without what it cost the engine, which later steps may add to."""
 
 
 @dataclass(slots=True, eq=False)
-class Step:
-    """One scheduled step until its output is back."""
+class Step(ledger.Step[Account]):
+    """One scheduled step until its output is back; what its parts count includes the crowd."""
 
-    number: int
     scheduled: dict[Live, int] = field(default_factory=dict)
     """Tokens by request, in vLLM's order; without those that decode in the crowd."""
     crowd: int = 0
@@ -178,23 +138,6 @@ class Step:
     """Of the crowd: those whose last token it schedules, or scheduled before it where scheduling runs ahead."""
     sampling: set[Live] = field(default_factory=set)
     """Listed requests for which the step brings a token."""
-    lost: list[Account] = field(default_factory=list)
-    saves: list[Copy] = field(default_factory=list)
-    loads: list[Copy] = field(default_factory=list)
-    repeated: list[Repeated] = field(default_factory=list)
-    back: list[Account] = field(default_factory=list)
-    scheduled_tokens: int = 0
-    decode_requests: int = 0
-    kv_read_tokens: int = 0
-    chunk_context: int = 0
-    prefill_requests: int = 0
-    prefill_context: int = 0
-    running: int = 0
-    waiting: int = 0
-    used_blocks: int = 0
-    start_s: float = 0.0
+    to_save: list[Copy] = field(default_factory=list)
+    to_load: list[Copy] = field(default_factory=list)
     end_s: float = 0.0
-
-    @property
-    def recomputed_tokens(self) -> int:
-        return sum(part.tokens for part in self.repeated)

@@ -11,7 +11,8 @@ from kvpolicy.attribution import StepTimeModel
 from kvpolicy.attribution.step_time import FULL_AFTERMATH_TOKENS
 from kvpolicy.cost import FittedModel, ModelError
 from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
-from kvpolicy.simulator.base import LOAD, Direction, Floats, StepLoad
+from kvpolicy.events import Direction
+from kvpolicy.simulator.base import LOAD, Floats, StepLoad
 
 
 @dataclass(frozen=True, slots=True)

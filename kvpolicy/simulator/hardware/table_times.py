@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from kvpolicy.cost.laws import Channel
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.events import Direction
 from kvpolicy.hardware import Geometry
-from kvpolicy.simulator.base import Direction, Floats, StepLoad
+from kvpolicy.simulator.base import Floats, StepLoad
 from kvpolicy.simulator.hardware.interpolation import TERMS, compiled
 
 FILE = "hardware.json"

@@ -1,0 +1,194 @@
+"""Rows of the trace's tables, made of what happened. The plugin and the simulators write theirs by these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvpolicy.events import Decision, Outcome, Preemption, Transfer, as_row
+
+Row = dict[str, Any]
+
+
+class RepeatedParts(Protocol):
+    """What a row of ``steps`` says of tokens that are computed again; see :mod:`kvpolicy.attribution.ledger`."""
+
+    @property
+    def preemption_id(self) -> str: ...
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """In the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
+        ...
+
+
+class StepCounts(Protocol):
+    """What a row of ``steps`` says of a step; see :class:`kvpolicy.attribution.ledger.Step`."""
+
+    number: int
+    scheduled_tokens: int
+    scheduled_requests: int
+    decode_requests: int
+    kv_read_tokens: int
+    chunk_context: int
+    running_requests: int
+    waiting_requests: int
+    used_blocks: int
+    saves: int
+    loads: int
+
+    @property
+    def lost(self) -> Sequence[str]: ...
+
+    @property
+    def repeated(self) -> Sequence[RepeatedParts]: ...
+
+    @property
+    def recomputed_tokens(self) -> int: ...
+
+
+def step_row(step: StepCounts, began_s: float, ended_s: float) -> Row:
+    """A row of ``steps``."""
+    return {
+        "step": step.number,
+        "start_s": began_s,
+        "duration_s": ended_s - began_s,
+        "device_s": None,
+        "scheduled_tokens": step.scheduled_tokens,
+        "scheduled_requests": step.scheduled_requests,
+        "decode_requests": step.decode_requests,
+        "kv_read_tokens": step.kv_read_tokens,
+        "chunk_context": step.chunk_context,
+        "running_requests": step.running_requests,
+        "waiting_requests": step.waiting_requests,
+        "used_blocks": step.used_blocks,
+        "recomputed_tokens": step.recomputed_tokens,
+        "preemptions": len(step.lost),
+        "saves": step.saves,
+        "loads": step.loads,
+        "repeated": [_repeated(part) for part in step.repeated],
+    }
+
+
+def _repeated(part: RepeatedParts) -> Row:
+    tokens, decodes, kv_read_tokens, chunk_context = part.parts
+    return {
+        "preemption_id": part.preemption_id,
+        "tokens": tokens,
+        "kv_read_tokens": kv_read_tokens,
+        "chunk_context": chunk_context,
+        "decodes": decodes,
+    }
+
+
+def transfer_row(transfer: Transfer, *, preemption_id: str, step: int, tier: str) -> Row:
+    """A row of ``transfers``. ``step``: the last one that was scheduled when its end was told."""
+    return {
+        "preemption_id": preemption_id,
+        "generation": transfer.copy_id,
+        "step": step,
+        "direction": transfer.direction,
+        "tier": tier,
+        "bytes": transfer.bytes,
+        "segments": transfer.segments,
+        "segment_bytes": transfer.segment_bytes,
+        "pinned": transfer.pinned,
+        "queued_bytes": transfer.queued_bytes,
+        "submit_s": transfer.submit_s,
+        "start_s": transfer.start_s,
+        "end_s": transfer.end_s,
+        "ok": transfer.ok,
+    }
+
+
+def request_row(
+    *,
+    request: str,
+    arrival_s: float,
+    first_token_s: float | None,
+    last_token_s: float | None,
+    prompt_tokens: int,
+    output_tokens: int,
+    preemptions: int,
+    recomputed_tokens: int,
+    loaded_tokens: int,
+    finish: str,
+) -> Row:
+    """A row of ``requests``. ``request``: its name in the trace, never the one it has outside; ``finish``: how it
+    ended."""
+    return {
+        "request": request,
+        "arrival_s": arrival_s,
+        "first_token_s": first_token_s,
+        "last_token_s": last_token_s,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "preemptions": preemptions,
+        "recomputed_tokens": recomputed_tokens,
+        "loaded_tokens": loaded_tokens,
+        "finish": finish,
+    }
+
+
+def decision_row(
+    situation: Preemption,
+    decision: Decision,
+    *,
+    preemption_id: str,
+    decision_id: str,
+    request: str,
+    generation: int,
+    step: int,
+    overflow_id: str,
+    state_id: str | None = None,
+    arm: str | None = None,
+    repeat: int | None = None,
+) -> Row:
+    """A row of ``decisions``. The last three are of profiles only."""
+    return {
+        "preemption_id": preemption_id,
+        "decision_id": decision_id,
+        "request": request,
+        "generation": generation,
+        "step": step,
+        "overflow_id": overflow_id,
+        **as_row(situation),
+        **as_row(decision),
+        "options": [as_row(option) for option in decision.options],
+        "probabilities": list(decision.probabilities),
+        "costs": [as_row(cost) for cost in decision.costs],
+        "state_id": state_id,
+        "arm": arm,
+        "repeat": repeat,
+    }
+
+
+def outcome_row(outcome: Outcome) -> Row:
+    """A row of ``outcomes``."""
+    return as_row(outcome)
+
+
+def window_row(
+    *,
+    state_id: str,
+    arm: str,
+    repeat: int,
+    cause: str,
+    first_step: int,
+    last_step: int,
+    duration_s: float,
+    preemption_id: str | None,
+    discarded: str,
+) -> Row:
+    """A row of ``windows``. ``discarded``: empty where the window counts, else the reason."""
+    return {
+        "state_id": state_id,
+        "arm": arm,
+        "repeat": repeat,
+        "cause": cause,
+        "first_step": first_step,
+        "last_step": last_step,
+        "duration_s": duration_s,
+        "preemption_id": preemption_id,
+        "discarded": discarded,
+    }
