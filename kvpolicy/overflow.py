@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpolicy.fields import WrongValue
+
 BLOCK_SIZE = "block-size"
 EVICTED_TOKENS = "evicted-tokens"
 SEQUENCE_LENGTH = "sequence-length"
@@ -47,5 +49,5 @@ def named(wanted: Sequence[str]) -> tuple[str, ...]:
     """The figures to measure, in their order here; ``all`` is every one that can be. Raises ValueError for others."""
     for one in wanted:
         if one not in (*MEASURED, "all"):
-            raise ValueError(f"--figure is {one}, should be {', '.join(MEASURED)} or all")
+            raise WrongValue("figure", f"is {one}, should be {', '.join(MEASURED)} or all")
     return tuple(figure for figure in MEASURED if "all" in wanted or figure in wanted)

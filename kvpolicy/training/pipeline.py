@@ -20,6 +20,7 @@ from kvpolicy.datasets.quality import Floor
 from kvpolicy.datasets.tables import Situations
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES
+from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import fingerprint
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
@@ -184,9 +185,9 @@ def train(
     something that is no cost model.
     """
     if family not in FAMILIES:
-        raise ValueError(f"family is {family!r}, should be one of {', '.join(FAMILIES)}")
+        raise WrongValue("family", f"is {family!r}, should be one of {', '.join(FAMILIES)}")
     if seed < 0:
-        raise ValueError(f"seed is {seed}, should be 0 or above")
+        raise WrongValue("seed", f"is {seed}, should be 0 or above")
     replaced = store.holds_model(Path(out))
     if traces and holds_logs(traces):
         return train_logged(traces, out, family, seed, mixed_hardware)
@@ -404,7 +405,7 @@ def calibrate(
     tellable = len(dataset.states) >= FEWEST_TO_TELL
     training, held = split(dataset.states, seed) if tellable else (list(dataset.states), [])
     if states is not None and not 1 <= states <= len(training):
-        raise ValueError(f"states is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")
+        raise WrongValue("states", f"is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")
 
     def place(some: Sequence[State]) -> Provenance:
         here = provenance_of(model.provenance.family, dataset, some, variation)
