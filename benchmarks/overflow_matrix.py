@@ -26,9 +26,10 @@ from typing import Any
 
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.hardware.sheets import device_sheet, link_sheet
-from kvpolicy.study.cache import Kept, Result, usual_folder, workload_digest
-from kvpolicy.study.cell import Cell, Serving, server_defaults
-from kvpolicy.study.grid import Workers, sweep
+from kvpolicy.study.cache import Result, usual_folder, workload_digest
+from kvpolicy.study.cell import Cell
+from kvpolicy.study.config import Run, Serving
+from kvpolicy.study.grid import sweep
 from kvpolicy.study.progress import bar
 from kvpolicy.study.recommend import LEVEL, Ratio, paired_ratio
 from kvpolicy.study.report import aligned, server_words
@@ -101,11 +102,11 @@ class Place:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = _arguments(arguments)
-    kept = Kept(usual_folder() if asked.cache is None else asked.cache)
-    places = _places(asked, kept.folder / "configs")
+    cache = usual_folder() if asked.cache is None else asked.cache
+    places = _places(asked, cache / "configs")
     with bar() as progress:
-        workers = Workers(asked.jobs, None, None, kept, asked.fresh)
-        report = sweep([cell for place in places for cell in place.cells()], workers, progress)
+        run = Run(jobs=asked.jobs, cache=cache, fresh=asked.fresh, progress=progress)
+        report = sweep([cell for place in places for cell in place.cells()], run)
     for one in report.failed:
         print(f"failed: {one.text()}", file=sys.stderr)
     if report.failed:
@@ -172,14 +173,7 @@ def _places(asked: argparse.Namespace, configs: Path) -> list[Place]:
 
 def serving_of(machine: str, prefix_caching: bool = True) -> Serving:
     """vLLM's own for the device, but with more host memory, so that it is not what decides."""
-    usual = server_defaults(machine)
-    return Serving(
-        host_gib=HOST_GIB,
-        token_budget=usual.token_budget,
-        max_num_seqs=usual.max_num_seqs,
-        prefix_caching=prefix_caching,
-        asynchronous=usual.asynchronous,
-    )
+    return Serving(host_gib=HOST_GIB, prefix_caching=prefix_caching).on(machine)
 
 
 def _blocks(workload: str, requests: int, share: float, serving: Serving) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpolicy import overflow
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.settings import Measurement, ServerSettings
 
 if TYPE_CHECKING:  # not to load a simulator where flags are written
     from kvpolicy.simulator.base import Simulator
@@ -39,7 +40,7 @@ class Report(Protocol):
 class Launcher(Protocol):
     """Writes a server's flags; the engine itself need not be installed."""
 
-    def options(self, policy: str, *arguments: Any, **settings: Any) -> dict[str, Any]:
+    def options(self, settings: ServerSettings) -> dict[str, Any]:
         """The plugin's settings: what is given, nothing else. Raises ValueError for what the plugin would refuse."""
         ...
 
@@ -64,13 +65,11 @@ class Integration(Protocol):
         """A simulator made of the engine's own code."""
         ...
 
-    def profile(self, out: Path, llm: Path | None, quick: bool, link: str | None, seed: int) -> Report: ...
+    def profile(self, out: Path, how: Measurement) -> Report: ...
 
     def demo(self, out: Path, quick: bool, seed: int) -> Report: ...
 
-    def characterize(
-        self, out: Path, figures: Sequence[str], quick: bool, llm: Path | None, link: str | None, seed: int
-    ) -> Report: ...
+    def characterize(self, out: Path, figures: Sequence[str], how: Measurement) -> Report: ...
 
 
 def integration(name: str = DEFAULT) -> Integration:
@@ -110,16 +109,13 @@ def require(name: str = DEFAULT) -> None:
         raise EngineMissing(f"this needs a live engine, and {name} is not installed in this environment: {how}")
 
 
-def profile(
-    out: Path | str, llm: Path | str | None = None, quick: bool = False, link: str | None = None, seed: int = 0
-) -> Report:
+def profile(out: Path | str, how: Measurement = Measurement()) -> Report:
     """Measure both options in the same states on a live engine and write a trace to ``out``.
 
-    ``llm``: folder of the model to serve; ``None`` makes a small one from a seed. ``quick``: fewer states.
-    ``link``: ``BYTES_PER_S[,LATENCY_S]`` puts the copies behind a simulated link. Where ``out`` holds an unfinished
-    profile it is taken up again. Raises ValueError for a wrong argument, :class:`EngineMissing` without an engine.
+    Where ``out`` holds an unfinished profile it is taken up again. Raises ValueError for a wrong argument,
+    :class:`EngineMissing` without an engine.
     """
-    return engine().profile(Path(out), None if llm is None else Path(llm), quick=quick, link=link, seed=seed)
+    return engine().profile(Path(out), how)
 
 
 def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0) -> Report:
@@ -127,19 +123,10 @@ def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0)
     return engine().demo(Path(out), quick=quick, seed=seed)
 
 
-def characterize(
-    out: Path | str,
-    figures: Sequence[str] = ("all",),
-    quick: bool = False,
-    llm: Path | str | None = None,
-    link: str | None = None,
-    seed: int = 0,
-) -> Report:
+def characterize(out: Path | str, figures: Sequence[str] = ("all",), how: Measurement = Measurement()) -> Report:
     """Measure the overflow study's figures on a live engine and write a trace to ``out``; see :mod:`kvpolicy.overflow`.
 
     ``figures``: which, or ``all``; the rest as for :func:`profile`. Raises ValueError for a wrong argument,
     :class:`EngineMissing` without an engine.
     """
-    known = overflow.named(figures)
-    folder = None if llm is None else Path(llm)
-    return engine().characterize(Path(out), known, quick=quick, llm=folder, link=link, seed=seed)
+    return engine().characterize(Path(out), overflow.named(figures), how)

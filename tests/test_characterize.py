@@ -172,7 +172,7 @@ def test_who_stops_it_is_told_what_is_kept_and_leaves_with_130(
 ) -> None:
     study = Study(tmp_path, {}, {"sequence-length-b32-pass0": "core"}, 0, FIGURES)
 
-    def stopped(**asked: Any) -> None:
+    def stopped(*asked: Any) -> None:
         raise KeyboardInterrupt(study.interrupted())
 
     monkeypatch.setattr(kvpolicy, "characterize", stopped)

@@ -14,9 +14,9 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cli import main
-from kvpolicy.cli.measure import POLICIES
 from kvpolicy.cost import ModelWarning
-from kvpolicy.policy import FORMS
+from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.settings import Measurement
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = sorted(path.parent.parent for path in ROOT.glob("traces/*/*/header.json"))
@@ -36,11 +36,12 @@ class Report:
 class Called:
     """Stands for a step of the loop and notes what it was called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: str) -> None:
+        self.signature = inspect.signature(getattr(kvpolicy, command))
         self.arguments: dict[str, Any] = {}
 
-    def __call__(self, **arguments: Any) -> Report:
-        self.arguments = arguments
+    def __call__(self, *arguments: Any, **more: Any) -> Report:
+        self.arguments = self.signature.bind(*arguments, **more).arguments
         return Report()
 
 
@@ -64,9 +65,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (
             "profile",
             ["--out", "t", "--llm", "m", "--quick", "--link", "1e9"],
-            {"out": Path("t"), "llm": Path("m"), "quick": True, "link": "1e9", "seed": 0},
+            {"out": Path("t"), "how": Measurement(Path("m"), True, SimulatedLink(1e9))},
         ),
-        ("profile", ["--out", "t"], {"out": Path("t"), "llm": None, "quick": False, "link": None, "seed": 0}),
+        ("profile", ["--out", "t"], {"out": Path("t"), "how": Measurement()}),
         (
             "train",
             ["a", "b", "--out", "m", "--family", "linear", "--force", "--seed", "3"],
@@ -113,17 +114,15 @@ def test_a_command_is_its_function(
     arguments: list[str],
     wanted: dict[str, Any],
 ) -> None:
-    called = Called()
-    signature = inspect.signature(getattr(kvpolicy, command))
+    called = Called(command)
     monkeypatch.setattr(kvpolicy, command, called, raising=False)
     assert run(command, *arguments) == 0
     assert called.arguments == wanted
     assert capsys.readouterr().out == "a table\n"
-    signature.bind(**called.arguments)
 
 
 def test_evaluate_writes_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kvpolicy, "evaluate", Called(), raising=False)
+    monkeypatch.setattr(kvpolicy, "evaluate", Called("evaluate"), raising=False)
     assert run("evaluate", "--trace", "a", "--policy", "p", "--json", str(tmp_path / "report.json")) == 0
     assert json.loads((tmp_path / "report.json").read_text()) == {"regret": 0.5}
 
@@ -136,7 +135,7 @@ def test_a_trace_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str], tm
 def test_an_engine_that_ends_badly_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def profile(**_: Any) -> None:
+    def profile(*_: Any) -> None:
         raise RuntimeError("the engine ended with status 1:\nits last words")
 
     monkeypatch.setattr(kvpolicy, "profile", profile, raising=False)
@@ -186,10 +185,6 @@ def test_without_vllm_train_and_evaluate_work(tmp_path: Path) -> None:
     # The model has seen this trace; where too few states are left, that is what is said.
     assert priced.returncode in (0, 2), priced.stderr
     assert "Traceback" not in priced.stderr
-
-
-def test_the_help_names_every_policy() -> None:
-    assert all(form in POLICIES for form in FORMS)
 
 
 def test_a_models_warning_is_one_plain_line(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ import kvpolicy
 from kvpolicy import cli, cost, explaining
 from kvpolicy.cost import FittedModel
 from kvpolicy.events import Option
-from kvpolicy.explaining import Explanation, account_of
-from kvpolicy.explaining.asked import as_long_as, asked, beside
+from kvpolicy.explaining import Explanation, Question, account_of
 from kvpolicy.explaining.boundary import break_even, grid, longest
+from kvpolicy.explaining.question import as_long_as, beside, resolve
 from kvpolicy.policy import Objective
 from tests.synthetic import CostLaw, fitted_model
 
@@ -31,7 +31,9 @@ def _made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def explain(**more: Any) -> Explanation:
-    return kvpolicy.explain(**({"cost_model": "boosted", "tokens": 500, "running": 3} | more))
+    given = {"tokens": 500, "running": 3} | more
+    asked = {one.name: given.pop(one.name) for one in fields(Question) if one.name in given}
+    return kvpolicy.explain(**({"cost_model": "boosted", "question": Question(**asked)} | given))
 
 
 @pytest.mark.parametrize("family", ["boosted", "linear", "analytic"])
@@ -58,7 +60,7 @@ def test_what_is_beyond_the_range_is_told_with_the_range() -> None:
 
 def test_the_floor_is_told() -> None:
     model = replace(fitted_model("analytic"), floor_s={"recompute": 5.0, "swap": 1e-6})
-    again, swap = account_of(model, asked(model, 500).situation)
+    again, swap = account_of(model, resolve(model, Question(500)).situation)
     assert again.floored
     assert again.cost.engine_s == 5.0
     assert not swap.floored
@@ -70,7 +72,7 @@ def turning_model() -> FittedModel:
 
 def test_the_choice_turns_exactly_at_the_break_even_length() -> None:
     model = turning_model()
-    one = asked(model, 500, running=3).situation
+    one = resolve(model, Question(500, running=3)).situation
     even = break_even(model, one, Objective())
     assert even.first == "recompute"
     assert [turn.to for turn in even.turns] == ["swap", "recompute"] * (len(even.turns) // 2) + ["swap"]
@@ -86,7 +88,7 @@ def test_the_choice_turns_exactly_at_the_break_even_length() -> None:
 @pytest.mark.parametrize(("name", "block_size"), [("cpu-llama-simulated-link", 64), ("cpu-llama-native", 32)])
 def test_every_turn_of_the_staircase_is_listed(name: str, block_size: int) -> None:
     model = cost.load(name)
-    one = asked(model, 500, running=1, block_size=block_size).situation
+    one = resolve(model, Question(500, running=1, block_size=block_size)).situation
     even = break_even(model, one, Objective())
     assert even.every_up_to == even.up_to_tokens
     accounts = [account_of(model, as_long_as(one, tokens)) for tokens in range(1, even.up_to_tokens + 1)]
@@ -112,7 +114,9 @@ def test_what_drove_the_choice_is_told() -> None:
     assert "nothing learned" in "; ".join(explain(cost_model="analytic").drivers)
     assert any(line.startswith("extrapolated, in ") for line in explain(tokens=50_000).drivers)
     model = replace(fitted_model("analytic"), floor_s={"recompute": 5.0, "swap": 1e-6})
-    floored = replace(explain(cost_model="analytic", tokens=20), accounts=account_of(model, asked(model, 20).situation))
+    floored = replace(
+        explain(cost_model="analytic", tokens=20), accounts=account_of(model, resolve(model, Question(20)).situation)
+    )
     assert any("floor taken for recompute; without it" in line and "turns it" not in line for line in floored.drivers)
     assert any("says recompute, which it turns to swap" in line for line in floored.drivers)
 
@@ -127,13 +131,13 @@ def test_where_nothing_turns_that_is_said() -> None:
     model = turning_model()
     free = replace(model, laws={"recompute": model.laws["recompute"], "swap": model.laws["recompute"]})
     cheap = replace(free, floor_s={"recompute": 1.0, "swap": 1e-9})
-    even = break_even(cheap, asked(cheap, 500).situation, Objective())
+    even = break_even(cheap, resolve(cheap, Question(500)).situation, Objective())
     assert (even.first, even.turns) == ("swap", ())
 
 
 def test_the_grid_is_what_the_model_chooses() -> None:
     model = turning_model()
-    one = asked(model, 500, running=3).situation
+    one = resolve(model, Question(500, running=3)).situation
     found = grid(model, one, Objective())
     assert all(low < high for line in (found.tokens, found.running) for low, high in pairwise(line))
     assert found.tokens[-1] == longest(model, one)
@@ -154,7 +158,7 @@ def test_another_objective_may_choose_another_option() -> None:
 @pytest.mark.parametrize(
     ("more", "flag"),
     [
-        ({"tokens": 0}, "--tokens is 0"),
+        ({"tokens": 0}, "--tokens is 0, should be 1 or more"),
         ({"running": -1}, "--running is -1"),
         ({"free": -1}, "--free is -1"),
         ({"waiting": -2}, "--waiting is -2"),
@@ -166,13 +170,21 @@ def test_another_objective_may_choose_another_option() -> None:
         ({"batch_tokens": -1}, "--batch-tokens is -1"),
         ({"batch_tokens": 10, "running": 0}, "--batch-tokens is 10"),
         ({"segment_bytes": 0}, "--segment-bytes is 0"),
+        ({"objective": "speed"}, "--objective 'speed': 'speed' should be one of engine, victim, others"),
         ({"plot": "boundary.gif"}, "--plot is boundary.gif"),
-        ({"plot": "no/such/folder/boundary.svg"}, "there is no folder"),
+        ({"plot": "no/such/folder/boundary.svg"}, "--plot is no/such/folder/boundary.svg: there is no folder"),
     ],
 )
-def test_wrong_values_are_refused_by_flag(more: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ValueError, match=flag):
+def test_wrong_values_are_refused_by_field_and_by_flag(
+    more: dict[str, Any], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = flag.split()[0]
+    with pytest.raises(ValueError, match=f"^{flag.replace(name, name[2:].replace('-', '_'), 1)}"):
         explain(**more)
+    line = {"cost_model": "boosted", "tokens": 500, "running": 3} | more
+    with pytest.raises(SystemExit):
+        cli.main(["explain", *(f"--{key.replace('_', '-')}={value}" for key, value in line.items())])
+    assert capsys.readouterr().err.startswith(f"kvpolicy: error: {flag}")
 
 
 def test_text_and_dictionary_tell_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +209,7 @@ def test_an_untrained_model_is_told_as_such() -> None:
     from kvpolicy.cost.intervals import unbounded
 
     model = replace(fitted_model("analytic"), intervals=unbounded())
-    one = asked(model, 500)
+    one = resolve(model, Question(500))
     swap = account_of(model, one.situation)[1]
     found = replace(explain(cost_model="analytic"), accounts=account_of(model, one.situation))
     assert swap.cost.high_s == float("inf")
@@ -235,4 +247,4 @@ def test_the_boundary_is_drawn_the_same_every_time(tmp_path: Path, ending: str, 
 @pytest.mark.parametrize("name", cost.shipped())
 def test_models_that_ship_are_explained(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(explaining, "load", cost.load)
-    assert "choice: " in kvpolicy.explain(name, 300, running=2).text()
+    assert "choice: " in kvpolicy.explain(name, Question(tokens=300, running=2)).text()

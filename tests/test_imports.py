@@ -14,24 +14,27 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("errors", "version", "lazy_names"),
-    ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
+    ("events", "fields", "overflow", "shape", "regression", "extensions", "code_digest"),
     ("features", "hardware", "trace", "workload"),
     ("attribution",),
     ("cost", "datasets"),
     ("policy", "training"),
-    ("evaluation", "simulator", "explaining"),
+    ("evaluation", "settings", "simulator", "explaining"),
     ("integrations",),
     ("study", "reporting"),
     ("cli",),
 )
 """Parts of kvpolicy: each imports parts of the layers before its own, and of its own layer only itself."""
 
-_DECIDE = {"errors", "extensions", "events", "features", "shape", "hardware", "trace", "attribution", "cost", "policy"}
+_DECIDE = {
+    "errors", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution", "cost",
+    "policy", "settings",
+}  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},
     "connector": set(),
-    "launch": {"policy", "integrations"},
-    "integration": {"integrations", "simulator"},
+    "launch": {"fields", "policy", "integrations", "settings"},
+    "integration": {"integrations", "settings", "simulator"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"workload", "simulator"},
     "bench": _DECIDE | {"datasets", "overflow", "workload", "simulator"},

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from kvpolicy import integrations
+from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.settings import Measurement, ServerSettings
 from kvpolicy_vllm.integration import VllmIntegration
 
 ENGINE = """
 class Silent:
     launcher = None
 
-    def profile(self, out, llm, quick, link, seed):
-        return (out, llm, quick, link, seed)
+    def profile(self, out, how):
+        return (out, how)
 
     def simulator(self):
         return "simulated"
@@ -37,7 +39,7 @@ def test_a_registered_engine_is_found(silent: str, monkeypatch: pytest.MonkeyPat
     assert integrations.simulator(silent) == "simulated"
     assert integrations.launcher(silent) is None
     monkeypatch.setattr(integrations, "engine", lambda: integrations.integration(silent))
-    assert integrations.profile("out", link="2e9") == (Path("out"), None, False, "2e9", 0)
+    assert integrations.profile("out", Measurement(link="2e9")) == (Path("out"), Measurement(link=SimulatedLink(2e9)))
 
 
 def test_what_nobody_registered_is_named_with_what_is(silent: str) -> None:
@@ -53,7 +55,7 @@ def test_an_engine_that_is_not_installed_says_how_to(monkeypatch: pytest.MonkeyP
 
 def test_flags_are_written_where_the_engine_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrations, "find_spec", lambda name: None)
-    assert integrations.launcher().options("always-swap") == {"policy": "always-swap"}
+    assert integrations.launcher().options(ServerSettings("always-swap")) == {"policy": "always-swap"}
 
 
 def test_vllm_has_all_that_an_integration_has() -> None:

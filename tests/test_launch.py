@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from kvpolicy.cli import main
+from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 
 
@@ -40,12 +41,21 @@ def following(command: list[str], flag: str) -> str:
 
 def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     wanted = ["--policy", "random:0.5", "--shadow", "--host-gib", "0.5", "--trace", str(tmp_path / "trace")]
-    wanted += ["--policy-seed", "7", "--link", "2e9,0.001", "--no-pin-memory", "--force-host-gib"]
+    wanted += [
+        "--policy-seed",
+        "7",
+        "--link",
+        "2e9,0.001",
+        "--no-pin-memory",
+        "--force-host-gib",
+        "--allow-untested-version",
+    ]
     assert run("config", *wanted) == 0
     from_yaml = yaml.safe_load(capsys.readouterr().out)
     command = dry_run(capsys, "some/llm", *wanted)
     assert from_yaml == {
         "scheduler-cls": following(command, "--scheduler-cls"),
+        "shutdown-timeout": int(following(command, "--shutdown-timeout")),
         "kv-transfer-config": json.loads(following(command, "--kv-transfer-config")),
     }
     assert from_yaml["scheduler-cls"] == "kvpolicy_vllm.AdaptiveScheduler"
@@ -53,6 +63,7 @@ def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str
         "kv_connector": "KVPolicyConnector",
         "kv_role": "kv_producer",
         "kv_load_failure_policy": "recompute",
+        "kv_connector_module_path": "kvpolicy_vllm.connector",
         "kv_connector_extra_config": {
             "policy": "random:0.5",
             "host_gib": 0.5,
@@ -62,6 +73,7 @@ def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str
             "shadow": True,
             "seed": 7,
             "link": "2e9,0.001",
+            "allow_untested_version": True,
         },
     }
 
@@ -88,20 +100,21 @@ def test_a_models_folder_and_what_is_learned_are_found_from_anywhere(
 
 def test_state_of_a_policy_that_learns_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "--policy", "cheapest:cpu-llama-native", "--online-state", "learned.json") != 0
-    assert "online=on" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("kvpolicy: error: --online-state is learned.json, and policy") and "online=on" in said
 
 
 @pytest.mark.parametrize(
-    ("policy", "told"),
+    ("policy", "place", "told"),
     [
-        ("cheapest:cpu-llama-native,online=on", "a folder; should be a file"),
-        ("cheapest:analytic,online=on", "step times"),
+        ("cheapest:cpu-llama-native,online=on", ".", "should be a file, and there is a folder of that name"),
+        ("cheapest:analytic,online=on", "learned.json", "step times"),
     ],
 )
 def test_what_could_never_be_kept_is_refused_before_a_server_starts(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, policy: str, told: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, policy: str, place: str, told: str
 ) -> None:
-    assert run("config", "--policy", policy, "--online-state", str(tmp_path)) != 0
+    assert run("config", "--policy", policy, "--online-state", str(tmp_path / place)) != 0
     assert told in capsys.readouterr().err
 
 
@@ -155,6 +168,64 @@ def test_they_are_refused_in_a_config_file_too(capsys: pytest.CaptureFixture[str
     assert "none.yaml" in capsys.readouterr().err
 
 
+RECORDS = ("--policy", "random:0.5", "--trace", "trace")
+LEARNS = ("--policy", "cheapest:cpu-llama-native,online=on", "--online-state", "learned.json")
+
+
+class TestTheEndOfAServer:
+    """vLLM's default kills the engine at once: what it has still to write is lost."""
+
+    @pytest.mark.parametrize("what", [RECORDS, LEARNS])
+    def test_one_that_writes_is_given_the_time(self, capsys: pytest.CaptureFixture[str], what: tuple[str, ...]) -> None:
+        assert following(dry_run(capsys, "some/llm", *what), "--shutdown-timeout") == str(launch.SHUTDOWN_S)
+        assert run("config", *what) == 0
+        written = capsys.readouterr().out
+        assert yaml.safe_load(written)["shutdown-timeout"] == launch.SHUTDOWN_S
+        assert "# shutdown-timeout" in written and "0.24 to 0.33" in written
+
+    def test_one_that_writes_nothing_ends_as_vllm_has_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--shutdown-timeout" not in dry_run(capsys, "some/llm", "--policy", "always-swap")
+        assert run("config", "--policy", "always-swap") == 0
+        assert "shutdown" not in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "flags",
+        [["--shutdown-timeout", "0"], ["--shutdown_timeout=5"], ["--shutdown-time", "3"], ["--port", "1", "--shut=7"]],
+    )
+    def test_what_is_given_stays(self, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+        command = dry_run(capsys, "some/llm", *RECORDS, *flags)
+        assert command[-len(flags) :] == flags
+        assert sum(part.startswith("--shut") for part in command) == 1
+
+    @pytest.mark.parametrize("key", ["shutdown-timeout", "shutdown_timeout"])
+    def test_in_a_config_file_too(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str) -> None:
+        file = tmp_path / "server.yaml"
+        file.write_text(f"port: 8001\n{key}: 0\n")
+        for flags in (["--config", str(file)], [f"--config={file}"]):
+            assert "--shutdown-timeout" not in dry_run(capsys, "some/llm", *RECORDS, *flags)
+        file.write_text("port: 8001\n")
+        assert "--shutdown-timeout" in dry_run(capsys, "some/llm", *RECORDS, "--config", str(file))
+
+    def test_a_vllm_that_does_not_know_the_flag_is_not_given_it(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "engine").mkdir()
+        (tmp_path / "engine" / "arg_utils.py").write_text("add_argument('--port')")
+        monkeypatch.setattr(launch, "_vllm_folder", lambda: tmp_path)
+        assert "--shutdown-timeout" not in dry_run(capsys, "some/llm", *RECORDS)
+        assert run("config", *RECORDS) == 0
+        written = capsys.readouterr().out
+        assert "shutdown-timeout" not in yaml.safe_load(written)
+        assert "# the vLLM installed here does not know --shutdown-timeout" in written
+
+    def test_without_a_vllm_here_it_is_assumed_to_be_known(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(launch, "_vllm_folder", lambda: None)
+        assert run("config", *RECORDS) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["shutdown-timeout"] == launch.SHUTDOWN_S
+
+
 def test_similar_flags_are_not_refused(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--scheduling-policy", "priority", "--kv-cache-dtype", "auto", "--kv-events-config", "{}", "-sc"]
     assert dry_run(capsys, "some/llm", "--policy", "always-swap", *flags)[-len(flags) :] == flags
@@ -164,11 +235,11 @@ def test_similar_flags_are_not_refused(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--policy", "sometimes"], "sometimes"),
+        (["--policy", "sometimes"], "--policy 'sometimes' is no policy"),
         (["--policy", "threshold:many"], "many"),
         (["--policy", "cheapest:no-such-model"], "no-such-model"),
-        (["--policy", "always-swap", "--host-gib", "-1"], "host_gib"),
-        (["--policy", "always-swap", "--link", "fast"], "fast"),
+        (["--policy", "always-swap", "--host-gib", "-1"], "--host-gib is -1.0, should be a number above 0"),
+        (["--policy", "always-swap", "--link", "fast"], "--link 'fast': should be BYTES_PER_S"),
     ],
 )
 def test_wrong_values_are_refused_before_anything_starts(
@@ -198,9 +269,9 @@ def test_a_cost_model_given_by_folder_is_named_absolutely(monkeypatch: pytest.Mo
     monkeypatch.setattr(launch.policies, "load", lambda name: None)
     Path("models/mine").mkdir(parents=True)
     Path("models/mine/model.json").touch()
-    assert launch.options("cheapest:models/mine")["policy"] == f"cheapest:{tmp_path}/models/mine"
-    assert launch.options("cheapest:shipped-name")["policy"] == "cheapest:shipped-name"
+    assert launch.options(ServerSettings("cheapest:models/mine"))["policy"] == f"cheapest:{tmp_path}/models/mine"
+    assert launch.options(ServerSettings("cheapest:shipped-name"))["policy"] == "cheapest:shipped-name"
     Path("config.json").touch()
-    named = launch.options("cheapest:analytic:H100-SXM@pcie4:config.json,objective=engine")["policy"]
+    named = launch.options(ServerSettings("cheapest:analytic:H100-SXM@pcie4:config.json,objective=engine"))["policy"]
     assert named == f"cheapest:analytic:H100-SXM@pcie4:{tmp_path}/config.json,objective=engine"
-    assert launch.options("cheapest:analytic")["policy"] == "cheapest:analytic"
+    assert launch.options(ServerSettings("cheapest:analytic"))["policy"] == "cheapest:analytic"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy_vllm.bench.exactness import Comparison, compare
 from kvpolicy_vllm.bench.overload import Arm, Run, Targets, by_arm, summary, throughput_ratio
 from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio, widened_tail
@@ -168,7 +169,8 @@ def test_ties_are_allowed_one_in_fifty_thousand() -> None:
 
 def test_an_arm_without_policy_is_stock() -> None:
     assert Arm("vllm", None).arguments() == {}
-    extra = Arm("x", "always-swap", link="1e9,0.001").arguments()["kv_transfer_config"]["kv_connector_extra_config"]
+    arguments = Arm("x", "always-swap", link=SimulatedLink(1e9, 0.001)).arguments()
+    extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
     assert (extra["policy"], extra["link"]) == ("always-swap", "1e9,0.001")
 
 

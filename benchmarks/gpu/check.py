@@ -10,7 +10,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy_vllm.bench.engine import EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.exactness import TIE_GAP, TOKENS_PER_TIE, compare
 from kvpolicy_vllm.bench.models import make_llama
+from kvpolicy_vllm.plugin.settings import Settings
 
 REFERENCE, CONTROL = "reference", "control"
 WIDEST_TIE = 1e-2
@@ -193,10 +194,10 @@ class Checks:
             values["attention_backend"] = self.attention
         if case.policy is None:
             return values
-        plugin = plugin_arguments(case.policy, host_gib=0.25, seed=5, pin_memory=case.pin_memory)
+        settings = Settings(policy=case.policy, host_gib=0.25, seed=5, pin_memory=case.pin_memory)
         if case.copier is not None:
-            plugin["kv_transfer_config"]["kv_connector_extra_config"]["copier"] = f"{COPIERS}.{case.copier}"
-        return values | plugin
+            settings = replace(settings, copier=f"{COPIERS}.{case.copier}")
+        return values | plugin_arguments(settings)
 
     def compared(self, case: Case, served: dict[str, Any]) -> dict[str, Any]:
         """Against the reference, as far as rounding lets one; what the control did is how far that is."""

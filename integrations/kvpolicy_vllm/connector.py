@@ -1,18 +1,21 @@
-"""The module path under which the connector can be named where no entry point is installed."""
+"""Where vLLM looks the connector up, by module path or by entry point: first while it makes its configuration."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any
 
-from kvpolicy_vllm.plugin.connector import KVPolicyConnector
-from kvpolicy_vllm.plugin.versions import UnsupportedEngine
+from kvpolicy_vllm.plugin import connector
+from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_early
 
-__all__ = ["KVPolicyConnector"]
+CONNECTOR = "KVPolicyConnector"
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
+    if name == CONNECTOR:  # not a plain import: every look-up shall come through here
+        refuse_early()
+        return connector.KVPolicyConnector
     # With --kv-offloading-size vLLM puts its own connector's name in the place of ours and looks for it here.
     raise UnsupportedEngine(
         f"kvpolicy works only as the one connector, {name} was asked for; leave --kv-offloading-size and other "

@@ -10,6 +10,7 @@ from kvpolicy_vllm import launch
 
 if TYPE_CHECKING:
     from kvpolicy.integrations import Launcher, Report
+    from kvpolicy.settings import Measurement
     from kvpolicy.simulator.base import Simulator
 
 
@@ -25,19 +26,17 @@ class VllmIntegration:
 
         return VllmScheduler()
 
-    def profile(self, out: Path, llm: Path | None, quick: bool, link: str | None, seed: int) -> Report:
+    def profile(self, out: Path, how: Measurement) -> Report:
         from kvpolicy_vllm.bench.run_profile import profile
 
-        return profile(out, llm, quick=quick, link=link, seed=seed)
+        return profile(out, how)
 
     def demo(self, out: Path, quick: bool, seed: int) -> Report:
         from kvpolicy_vllm.bench.run_demo import demo
 
         return demo(out, quick=quick, seed=seed)
 
-    def characterize(
-        self, out: Path, figures: Sequence[str], quick: bool, llm: Path | None, link: str | None, seed: int
-    ) -> Report:
+    def characterize(self, out: Path, figures: Sequence[str], how: Measurement) -> Report:
         from kvpolicy_vllm.bench.run_characterize import characterize
 
-        return characterize(out, figures, quick=quick, llm=llm, link=link, seed=seed)
+        return characterize(out, figures, how)

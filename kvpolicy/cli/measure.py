@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,46 +12,25 @@ import typer
 
 import kvpolicy
 from kvpolicy import integrations
+from kvpolicy.cli.flags import command, show
+from kvpolicy.explaining import Question
+from kvpolicy.fields import WrongValue
+from kvpolicy.policy import HELP
+from kvpolicy.policy.objective import FORM
+from kvpolicy.settings import SEED, Measurement, ServerSettings
 
-POLICIES = (
-    "always-recompute, always-swap, threshold:TOKENS, random:P_SWAP, cheapest:COST_MODEL, explore:COST_MODEL or "
-    "minwaste:COST_MODEL (InferCept's rule); a cost model is a folder, the name of one that ships, analytic in a "
-    "server or a simulation, or analytic:DEVICE[@LINK]:CONFIG; after it, but for minwaste, may follow ,online=on "
-    "(measured outcomes correct it), ,objective=OBJECTIVE and, of explore, ,budget=SECONDS or ,budget=SHARE% (of "
-    "predicted regret)"
-)
 ESTIMATORS = "dm, ips, snips, dr, cross-fitted-dr, switch-dr or dros"
-OBJECTIVES = "engine, victim or others, in seconds, or a weighted sum of them, as in engine+0.5*victim"
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-PolicyName = Annotated[str, typer.Option("--policy", help=POLICIES)]
-Shadow = Annotated[bool, typer.Option("--shadow", help="Decide and record, but execute vLLM's own recompute.")]
-HostGib = Annotated[
-    float | None, typer.Option(help="Host memory for evicted KV, in all over the ranks of one engine core, GiB.")
-]
-ForceHostGib = Annotated[
-    bool, typer.Option("--force-host-gib", help="Accept more than half of the available memory for it.")
-]
-NoPin = Annotated[bool, typer.Option("--no-pin-memory", help="Do not page-lock that memory.")]
-OnlineState = Annotated[
-    Path | None,
-    typer.Option("--online-state", help="File that keeps what an online=on policy learned, over a restart."),
-]
-RecordTo = Annotated[Path | None, typer.Option("--trace", help="Folder to record a trace into.")]
-PolicySeed = Annotated[int | None, typer.Option(help="Seed of a policy that draws.")]
-Link = Annotated[str | None, typer.Option(help="Simulated link, BYTES_PER_S[,LATENCY_S]; native without it.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
+Seed = Annotated[int, typer.Option(help=SEED)]
 
 
 def profile(
     out: Annotated[Path, typer.Option(help="Folder of the trace; an unfinished profile there is taken up again.")],
-    llm: Annotated[Path | None, typer.Option(help="Folder of a model; without it a small one is made.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer states: minutes instead of many minutes.")] = False,
-    link: Link = None,
-    seed: Seed = 0,
-) -> None:
+    how: Measurement = Measurement(),
+) -> Any:
     """Measure recompute and swap in the same states on a live engine."""
-    _show(kvpolicy.profile(out=out, llm=llm, quick=quick, link=link, seed=seed))
+    return kvpolicy.profile(out, how)
 
 
 def train(
@@ -63,9 +42,9 @@ def train(
         bool, typer.Option("--mixed-hardware", help="Train on traces of different machines together.")
     ] = False,
     seed: Seed = 0,
-) -> None:
+) -> Any:
     """Train a cost model from traces."""
-    _show(kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed, mixed_hardware=mixed_hardware))
+    return kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed, mixed_hardware=mixed_hardware)
 
 
 def calibrate(
@@ -78,16 +57,15 @@ def calibrate(
     states: Annotated[int | None, typer.Option(help="Use that many of the trace's states; all without it.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Calibrate even by a trace with over 30% noise.")] = False,
     seed: Seed = 0,
-) -> None:
+) -> Any:
     """Carry a cost model to another machine, link or LLM by a few states measured there."""
-    _show(kvpolicy.calibrate(cost_model=cost_model, traces=trace, out=out, states=states, seed=seed, force=force))
+    return kvpolicy.calibrate(cost_model=cost_model, traces=trace, out=out, states=states, seed=seed, force=force)
 
 
 def evaluate(
     trace: Annotated[list[Path], typer.Option(help="Folder of a trace; may be given several times.")],
-    policy: Annotated[list[str], typer.Option(help=f"{POLICIES}. May be given several times.")],
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
-    objective: Annotated[str, typer.Option(help=f"What policies are judged by: {OBJECTIVES}.")] = "engine",
+    policy: Annotated[list[str], typer.Option(help=f"{HELP}. May be given several times.")],
+    objective: Annotated[str, typer.Option(help=f"What policies are judged by, in seconds: {FORM}.")] = "engine",
     estimator: Annotated[
         list[str] | None,
         typer.Option(help=f"Of a log: {ESTIMATORS}. May be given several times; all of them without it."),
@@ -100,13 +78,13 @@ def evaluate(
         float | None, typer.Option(metavar="SECONDS", help="For the interval bernstein: what no cost exceeds.")
     ] = None,
     seed: Seed = 0,
-) -> None:
+) -> Any:
     """Judge policies on a trace.
 
     On a profile: accuracy and regret against the oracle that knows both options. On a production log: off-policy
     estimates with intervals, or why there can be none.
     """
-    report = kvpolicy.evaluate(
+    return kvpolicy.evaluate(
         traces=trace,
         policies=policy,
         seed=seed,
@@ -116,82 +94,33 @@ def evaluate(
         cluster=cluster,
         limit_s=limit_s,
     )
-    _show(report)
-    if json_file:
-        json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
 
 
 def explain(
     cost_model: Annotated[str, typer.Option(help="A folder, the name of one that ships, or analytic:DEVICE:CONFIG.")],
-    tokens: Annotated[int, typer.Option(help="Tokens the victim has computed.")],
-    running: Annotated[int, typer.Option(help="Requests running beside it.")] = 0,
-    free: Annotated[int, typer.Option(help="Free KV blocks of the device.")] = 0,
-    waiting: Annotated[int, typer.Option(help="Requests waiting.")] = 0,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per block; by default as the model's first.")] = None,
-    shared: Annotated[int, typer.Option(help="Blocks of the victim that other requests hold too.")] = 0,
-    batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens the others hold together; by default each as many as the victim.")
-    ] = None,
-    segment_bytes: Annotated[int | None, typer.Option(help="Contiguous bytes that a copy moves at once.")] = None,
-    queued_save: Annotated[int, typer.Option(metavar="BYTES", help="Bytes that wait to be copied out already.")] = 0,
-    queued_load: Annotated[int, typer.Option(metavar="BYTES", help="Bytes that wait to be copied back already.")] = 0,
-    objective: Annotated[str, typer.Option(help=f"What is minimised: {OBJECTIVES}.")] = "engine",
+    question: Question,
+    objective: Annotated[str, typer.Option(help=f"What is minimised, in seconds: {FORM}.")] = "engine",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the decision boundary there, as .svg or .png.")
     ] = None,
 ) -> None:
     """Show both predicted costs of one situation, what drove the choice, and where it turns."""
-    report = kvpolicy.explain(
-        cost_model=cost_model,
-        tokens=tokens,
-        running=running,
-        free=free,
-        waiting=waiting,
-        block_size=block_size,
-        shared=shared,
-        batch_tokens=batch_tokens,
-        segment_bytes=segment_bytes,
-        queued_save=queued_save,
-        queued_load=queued_load,
-        objective=objective,
-        plot=plot,
-    )
-    _show(report)
-    if json_file:
-        json_file.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n")
+    report = kvpolicy.explain(cost_model, question, objective, plot)
+    show(report, json_file)
     if report.not_drawn:
-        raise ValueError(report.not_drawn)
+        raise WrongValue("plot", report.not_drawn)
 
 
 def serve(
     context: typer.Context,
     llm: Annotated[str, typer.Argument(metavar="LLM", help="The model, as for vllm serve; vLLM's flags after it.")],
-    policy: PolicyName,
-    shadow: Shadow = False,
-    host_gib: HostGib = None,
-    force_host_gib: ForceHostGib = False,
-    no_pin_memory: NoPin = False,
-    trace: RecordTo = None,
-    policy_seed: PolicySeed = None,
-    link: Link = None,
-    online_state: OnlineState = None,
+    settings: ServerSettings,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's go to vLLM as they are."""
     launch = integrations.launcher()
-    options = launch.options(
-        policy,
-        shadow=shadow,
-        host_gib=host_gib,
-        force_host_gib=force_host_gib,
-        no_pin_memory=no_pin_memory,
-        trace=trace,
-        seed=policy_seed,
-        link=link,
-        online_state=online_state,
-    )
-    command = launch.serve_command(llm, options, context.args)
+    command = launch.serve_command(llm, launch.options(settings), context.args)
     if dry_run:
         typer.echo(launch.shell_line(command))
         return
@@ -200,40 +129,19 @@ def serve(
     os.execvp(command[0], command)
 
 
-def config(
-    policy: PolicyName,
-    shadow: Shadow = False,
-    host_gib: HostGib = None,
-    force_host_gib: ForceHostGib = False,
-    no_pin_memory: NoPin = False,
-    trace: RecordTo = None,
-    policy_seed: PolicySeed = None,
-    link: Link = None,
-    online_state: OnlineState = None,
-) -> None:
+def config(settings: ServerSettings) -> None:
     """Print the YAML that switches the policy on: vllm serve LLM --config FILE.yaml."""
     launch = integrations.launcher()
-    options = launch.options(
-        policy,
-        shadow=shadow,
-        host_gib=host_gib,
-        force_host_gib=force_host_gib,
-        no_pin_memory=no_pin_memory,
-        trace=trace,
-        seed=policy_seed,
-        link=link,
-        online_state=online_state,
-    )
-    typer.echo(launch.config_yaml(options), nl=False)
+    typer.echo(launch.config_yaml(launch.options(settings)), nl=False)
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for traces, models and demo.json.")] = Path("out/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer states and fewer repeats.")] = False,
     seed: Seed = 0,
-) -> None:
+) -> Any:
     """Run the whole loop on a small model, then the same overload with and without the plugin."""
-    _show(kvpolicy.demo(out=out, quick=quick, seed=seed))
+    return kvpolicy.demo(out=out, quick=quick, seed=seed)
 
 
 def import_profile(
@@ -256,33 +164,32 @@ def import_profile(
         float, typer.Option(help="Share by which attention of uneven contexts takes longer than of even ones.")
     ] = 0.0,
     engine_source: Annotated[str, typer.Option(help="Where those three were measured.")] = "",
-) -> None:
+) -> Any:
     """Make the simulator's hardware model from published tables of operator times."""
-    _show(
-        kvpolicy.import_profile(
-            tables=tables,
-            out=out,
-            geometry=geometry,
-            ranks=ranks,
-            device=device,
-            link=link,
-            step_s=step_s,
-            chunk_step_s=chunk_step_s,
-            uneven=uneven,
-            engine_source=engine_source,
-        )
+    return kvpolicy.import_profile(
+        tables=tables,
+        out=out,
+        geometry=geometry,
+        ranks=ranks,
+        device=device,
+        link=link,
+        step_s=step_s,
+        chunk_step_s=chunk_step_s,
+        uneven=uneven,
+        engine_source=engine_source,
     )
 
 
-def _show(report: Any) -> None:
-    if report is not None:
-        typer.echo(report.text())
-
-
 def add_to(app: typer.Typer) -> None:
-    for command in (profile, train, calibrate, evaluate, explain):
-        app.command()(command)
-    app.command(context_settings=SERVER_FLAGS)(serve)
-    app.command()(config)
-    app.command()(demo)
-    app.command("import-profile")(import_profile)
+    def add(function: Callable[..., Any], json_help: str = "", **more: Any) -> None:
+        app.command(function.__name__.replace("_", "-"), **more)(command(function, json_help))
+
+    add(profile)
+    add(train)
+    add(calibrate)
+    add(evaluate, "Write the report there.")
+    add(explain)
+    add(serve, context_settings=SERVER_FLAGS)
+    add(config)
+    add(demo)
+    add(import_profile)

@@ -10,14 +10,14 @@ from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.policy import Policy
-from kvpolicy.policy.objective import ENGINE
+from kvpolicy.policy.objective import ENGINE, Objective
 
 
 def evaluate(
     traces: Sequence[Path | str],
     policies: Sequence[str | Policy],
     seed: int = 0,
-    objective: str = ENGINE.text,
+    objective: Objective | str = ENGINE,
     estimators: Sequence[str] = (),
     interval: str = "bootstrap",
     cluster: str = "overflow",

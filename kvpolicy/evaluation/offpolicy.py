@@ -17,8 +17,9 @@ from kvpolicy.evaluation.direct import Design, Predicted, folds_of
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, Tuned, importance_weights
 from kvpolicy.evaluation.logged import Log, logged
 from kvpolicy.events import KINDS
+from kvpolicy.fields import parsed
 from kvpolicy.policy import Policy, PolicyState, load_policies
-from kvpolicy.policy.objective import ENGINE, parse
+from kvpolicy.policy.objective import ENGINE, Objective
 
 Floats = NDArray[np.float64]
 
@@ -146,7 +147,7 @@ def estimate(
     traces: Sequence[Path | str],
     policies: Sequence[str | Policy],
     seed: int = 0,
-    objective: str = ENGINE.text,
+    objective: Objective | str = ENGINE,
     estimators: Sequence[str] = (),
     interval: str = "bootstrap",
     cluster: str = "overflow",
@@ -160,7 +161,7 @@ def estimate(
     a model that is not for these engines, ValueError for a wrong name.
     """
     _check(seed, estimators, interval, limit_s)
-    judging = parse(objective)
+    judging = parsed("objective", objective, Objective)
     loaded = load_policies(policies)
     seen = frozenset().union(*(one.cost_model.state_ids for one in loaded if one.cost_model is not None))
     log = logged(traces, judging, cluster).without(seen, "records that a policy's model was trained on")

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_option_always_wins
 from kvpolicy.datasets.quality import Floor
 from kvpolicy.events import KINDS, Kind
+from kvpolicy.fields import parsed
 from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load_policies, probabilities_of
-from kvpolicy.policy.objective import ENGINE, Objective, parse
+from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import TraceError
 
 Floats = NDArray[np.float64]
@@ -128,19 +129,19 @@ class StatePrices:
 
 
 def evaluate(
-    traces: Sequence[Path | str], policies: Sequence[str | Policy], seed: int = 0, objective: str = ENGINE.text
+    traces: Sequence[Path | str], policies: Sequence[str | Policy], seed: int = 0, objective: Objective | str = ENGINE
 ) -> EvaluationReport:
     """Price ``policies``, each by its name or itself, on the states of ``traces``.
 
     ``objective`` is what they are judged by, whatever each of them minimises (see
-    :func:`kvpolicy.policy.objective.parse`).
+    :class:`kvpolicy.policy.Objective`).
 
     Only states that no policy's cost model was trained on, with both options measured at least twice. Raises
     TraceError where fewer than 20 are left, ModelError for a model that is not for these traces' engines.
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}, should be 0 or above")
-    judging = parse(objective)
+    judging = parsed("objective", objective, Objective)
     loaded = load_policies(policies)
     dataset = measured(traces)
     _check_fit(loaded, dataset)

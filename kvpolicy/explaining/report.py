@@ -9,9 +9,9 @@ from typing import Any
 
 from kvpolicy.events import SITUATION_FIELDS, Kind, Preemption, as_row
 from kvpolicy.explaining.account import Account
-from kvpolicy.explaining.asked import Asked
 from kvpolicy.explaining.boundary import BreakEven, Grid
 from kvpolicy.explaining.drivers import drivers_of
+from kvpolicy.explaining.question import Asked
 from kvpolicy.policy import Objective
 from kvpolicy.policy.cheapest import lowest
 

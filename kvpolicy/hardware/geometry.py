@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -99,27 +100,109 @@ def describe(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def available_memory_bytes() -> int:
-    """Memory that could be taken without swapping out anything else, within this container's limit where it has one.
+def available_memory_bytes(proc: Path = Path("/proc")) -> int:
+    """Memory that could be taken without swapping out anything else, within the limits of all control groups that this
+    process is in: its own, a container's, a pod's.
 
-    Linux; raises OSError elsewhere.
+    Linux; raises OSError elsewhere. ``proc``: where its process information is mounted.
     """
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    available = _system_available_bytes()
-    return available if limit is None or used is None else min(available, max(0, limit - used))
+    left = [_left_in_group_bytes(folder) for folder in _memory_groups(proc)]
+    return min([_system_available_bytes(proc), *(found for found in left if found is not None)])
 
 
-def _cgroup_bytes(name: str) -> int | None:
-    """A value of the control group this process is in; None where it has none or sets no limit."""
+UNIFIED_LIMITS = ("memory.max", "memory.high")
+"""The second one kills nobody, but beyond it every allocation waits."""
+
+
+def _left_in_group_bytes(group: Path) -> int | None:
+    """What a control group, of either version, lets its members still take; None where it sets no limit."""
+    limits = [_group_bytes(group / name) for name in UNIFIED_LIMITS]
+    used = _group_bytes(group / "memory.current")
+    if used is None:
+        limits = [_group_bytes(group / "memory.limit_in_bytes")]
+        used = _group_bytes(group / "memory.usage_in_bytes")
+    limit = min((found for found in limits if found is not None), default=None)
+    return None if limit is None or used is None else max(0, limit - used + _reclaimable_bytes(group))
+
+
+def _reclaimable_bytes(group: Path) -> int:
+    """What the group uses, but the kernel would give up for the asking: clean pages of files, as of weights that were
+    read, and freeable kernel objects. Pages of a tmpfs are not among its pages of files."""
     try:
-        text = (Path("/sys/fs/cgroup") / name).read_text().strip()
+        rows = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+    except OSError:
+        return 0
+    stat = {row[0]: int(row[1]) for row in rows if len(row) == 2}
+    # Version 1 tells of the group without those below it first, and of all of them under other names.
+    prefix, dirty, writeback = "", "file_dirty", "file_writeback"
+    if "total_inactive_file" in stat:
+        prefix, dirty, writeback = "total_", "total_dirty", "total_writeback"
+    files = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
+    unwritten = stat.get(dirty, 0) + stat.get(writeback, 0)
+    return max(0, files - unwritten) + stat.get("slab_reclaimable", 0)
+
+
+def _group_bytes(file: Path) -> int | None:
+    """A value of a control group; None where there is none, or where it says ``max``."""
+    try:
+        text = file.read_text().strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None
 
 
-def _system_available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _memory_groups(proc: Path) -> list[Path]:
+    """Folders of the control groups that this process's memory may be counted in, from its own outwards."""
+    paths = _group_paths(proc)
+    found = []
+    for version, root, point in _group_mounts(proc):
+        own = point / _below(root, paths.get(version, "/"))
+        found += [own, *(parent for parent in own.parents if parent.is_relative_to(point))]
+    return found
+
+
+def _group_paths(proc: Path) -> dict[int, str]:
+    """By the version of control groups: the group of this process, as ``/proc/self/cgroup`` names it."""
+    found: dict[int, str] = {}
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            found[1] = path
+        elif number == "0" and not controllers:
+            found[2] = path
+    return found
+
+
+def _group_mounts(proc: Path) -> list[tuple[int, str, Path]]:
+    """Version of control groups, the group that is mounted, and where, for all mounts that may count memory."""
+    found = []
+    for line in _lines(proc / "self" / "mountinfo"):
+        mount, _, system = line.partition(" - ")
+        root, point = mount.split()[3:5]
+        kind, *_, options = system.split()
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+            # Spaces are told as octal numbers.
+            point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point)
+            found.append((2 if kind == "cgroup2" else 1, root, Path(point)))
+    return found
+
+
+def _below(root: str, path: str) -> str:
+    """``path`` as seen from the mounted group ``root``: a container without a namespace of its own is told the host's
+    path. Where it lies elsewhere, the mounted group is the nearest that is known."""
+    outer = root.rstrip("/")
+    return "" if ".." in path or not f"{path}/".startswith(f"{outer}/") else path[len(outer) :].strip("/")
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _system_available_bytes(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError("MemAvailable is missing from the system's memory information")

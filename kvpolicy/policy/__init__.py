@@ -3,11 +3,12 @@
 from kvpolicy.policy.base import Assessment, Feedback, LearningPolicy, NoState, Policy, PolicyState, PricedPolicy
 from kvpolicy.policy.decision import decide, feasible_options, probabilities_of
 from kvpolicy.policy.objective import Objective
-from kvpolicy.policy.spec import COST_MODELS, FORMS, anchored, load, load_policies, load_policy, needs_engine
+from kvpolicy.policy.spec import COST_MODELS, FORMS, HELP, anchored, load, load_policies, load_policy, needs_engine
 
 __all__ = [
     "COST_MODELS",
     "FORMS",
+    "HELP",
     "Assessment",
     "Feedback",
     "LearningPolicy",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from kvpolicy.events import Cost
+from kvpolicy.fields import WrongValue
 
 QUANTITIES = ("engine", "victim", "others")
 FORM = "engine, victim, others, or a sum of these with weights, as in engine+0.5*victim+0.1*others"
@@ -35,26 +36,22 @@ class Objective:
 
     @property
     def text(self) -> str:
-        """What :func:`parse` makes it of again."""
+        """What :meth:`parse` makes it of again."""
         weights = [(getattr(self, name), name) for name in QUANTITIES if getattr(self, name)]
         return "+".join(name if weight == 1 else f"{weight:g}*{name}" for weight, name in weights)
 
-
-ENGINE = Objective()
-
-
-def parse(text: str) -> Objective:
-    """The objective of that name. Raises ValueError, telling the form, for a wrong one."""
-    weights = dict.fromkeys(QUANTITIES, 0.0)
-    for term in text.split("+"):
-        weight, star, name = term.rpartition("*")
-        name = name.strip()
-        if name not in weights or weights[name]:
-            raise ValueError(
-                f"objective {text!r}: {term!r} should be one of {', '.join(QUANTITIES)}, each once: {FORM}"
-            )
-        weights[name] = _weight(text, weight) if star else 1.0
-    return Objective(**weights)
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """The objective of that name. Raises WrongValue, telling the form, for a wrong one."""
+        weights = dict.fromkeys(QUANTITIES, 0.0)
+        for term in text.split("+"):
+            weight, star, name = term.rpartition("*")
+            name = name.strip()
+            if name not in weights or weights[name]:
+                told = f"{text!r}: {term!r} should be one of {', '.join(QUANTITIES)}, each once: {FORM}"
+                raise WrongValue("objective", told)
+            weights[name] = _weight(text, weight) if star else 1.0
+        return cls(**weights)
 
 
 def _weight(text: str, given: str) -> float:
@@ -63,5 +60,8 @@ def _weight(text: str, given: str) -> float:
     except ValueError:
         weight = -1.0
     if not (isfinite(weight) and weight > 0):
-        raise ValueError(f"objective {text!r}: {given!r} should be a weight above 0: {FORM}")
+        raise WrongValue("objective", f"{text!r}: {given!r} should be a weight above 0: {FORM}")
     return weight
+
+
+ENGINE = Objective()

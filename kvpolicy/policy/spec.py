@@ -10,27 +10,38 @@ from kvpolicy import cost, extensions
 from kvpolicy.code_digest import labelled
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
+from kvpolicy.fields import WrongValue
 from kvpolicy.policy.base import Policy
 from kvpolicy.policy.cheapest import Always, Cheapest, CheapestOnline, Coin, MinWaste, Threshold
 from kvpolicy.policy.explore import Budget, Explore, ExploreOnline
-from kvpolicy.policy.objective import ENGINE, Objective, parse
+from kvpolicy.policy.objective import ENGINE, Objective
 
-FORMS = (
-    "always-recompute",
-    "always-swap",
-    "threshold:TOKENS",
-    "random:P_SWAP",
-    "cheapest:COST_MODEL",
-    "explore:COST_MODEL",
-    "minwaste:COST_MODEL",
-    extensions.FORM,
-)
+FORMS: Mapping[str, str] = {
+    "always-recompute": "what vLLM does by itself",
+    "always-swap": "swaps wherever that is feasible",
+    "threshold:TOKENS": "swaps from that many computed tokens on",
+    "random:P_SWAP": "swaps with that probability",
+    "cheapest:COST_MODEL": "whatever the cost model predicts to be cheaper",
+    "explore:COST_MODEL": "the same as cheapest, but draws where the model cannot tell the two apart, so that the "
+    "trace can judge other policies",
+    "minwaste:COST_MODEL": "InferCept's rule: whatever leaves less device memory idle by the cost model's times",
+    extensions.FORM: "what FACTORY of the module MODULE makes: one of your own",
+}
+"""Policies by name, and what each does: for errors, for help, and for the README."""
 GROUP = "kvpolicy.policies"
 """Of entry points: policies that installed packages offer by name."""
 COST_MODELS = (
     "a folder, the name of one that ships, analytic (untrained, of the running engine), "
     "analytic:DEVICE[@LINK]:CONFIG (untrained, of a data sheet and a config.json) "
     f"or {extensions.FORM}"
+)
+AFTERWARDS = (
+    "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE (not after minwaste), and of explore "
+    ",budget=SECONDS or ,budget=SHARE%; after FACTORY, a class or function of that module, ,KEY=VALUE..."
+)
+HELP = (
+    f"{'; '.join(f'{form}: {what}' for form, what in FORMS.items())}. COST_MODEL is {COST_MODELS}{AFTERWARDS}. "
+    "online=on: measured outcomes correct the model; budget: of predicted regret"
 )
 
 PRICED = ("cheapest", "explore")
@@ -39,10 +50,6 @@ MODELLED = (*PRICED, "minwaste")
 OPTIONS = ("online", "objective", "budget")
 MOST_DIGITS = 18
 """Of a threshold: more are no length, and Python itself refuses thousands."""
-AFTERWARDS = (
-    "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE (not after minwaste), and of explore "
-    ",budget=SECONDS or ,budget=SHARE%; after FACTORY, a class or function of that module, ,KEY=VALUE..."
-)
 
 
 def load_policy(policy: str | Policy, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
@@ -69,7 +76,7 @@ def load_policies(policies: Sequence[str | Policy]) -> list[Policy]:
 
 def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load, allow_python: bool = False) -> Policy:
     """The policy of that name. COST_MODEL is :data:`COST_MODELS`; OBJECTIVE as in
-    :func:`kvpolicy.policy.objective.parse`, engine without it. An installed package may offer others by name.
+    :meth:`kvpolicy.policy.Objective.parse`, engine without it. An installed package may offer others by name.
 
     ``cost_model_loader``: in a server that of :func:`kvpolicy.cost.engine_loader`, which knows the engine.
     ``allow_python``: whether a module path may be named, which runs code.
@@ -191,7 +198,7 @@ def _objective(spec: str, options: Mapping[str, str]) -> Objective:
     if "objective" not in options:
         return ENGINE
     try:
-        return parse(options["objective"])
+        return Objective.parse(options["objective"])
     except ValueError as error:
         raise _wrong(spec, f"cannot be: {error}") from None
 
@@ -235,13 +242,13 @@ def _share(spec: str, value: str) -> float:
     return share
 
 
-def _knows_no_delay(spec: str, model: str) -> ValueError:
+def _knows_no_delay(spec: str, model: str) -> WrongValue:
     return _wrong(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
 
 
-def _knows_no_steps(spec: str, model: str) -> ValueError:
+def _knows_no_steps(spec: str, model: str) -> WrongValue:
     return _wrong(spec, f"learns by step times, of which cost model {model} knows none; profile and train one")
 
 
-def _wrong(spec: str, what: str) -> ValueError:
-    return ValueError(f"policy {spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")
+def _wrong(spec: str, what: str) -> WrongValue:
+    return WrongValue("policy", f"{spec!r} {what}; the policies are {', '.join(FORMS)}{AFTERWARDS}")

@@ -14,7 +14,7 @@ from kvpolicy.cost import ModelError, load
 from kvpolicy.datasets.profiles import Dataset, State, measured
 from kvpolicy.evaluation.replay import EvaluationReport, evaluate
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.explaining import Explanation, explain
+from kvpolicy.explaining import Explanation, Question, explain
 from kvpolicy.trace import TraceError
 from kvpolicy.training import train
 
@@ -80,12 +80,9 @@ def _boundary(dataset: Dataset, model: str) -> Explanation:
     """Around the middle of what was measured."""
     situations = [one.situation for state in dataset.states for some in state.samples.values() for one in some]
     sizes = sorted({one.block_size for one in situations})
-    return explain(
-        model,
-        tokens=round(median(one.computed_tokens for one in situations)),
-        running=round(median(one.running_requests for one in situations)),
-        block_size=sizes[0],
-    )
+    tokens = round(median(one.computed_tokens for one in situations))
+    running = round(median(one.running_requests for one in situations))
+    return explain(model, Question(tokens=tokens, running=running, block_size=sizes[0]))
 
 
 def _calibration(dataset: Dataset, model: str) -> tuple[Predicted, ...]:

@@ -5,7 +5,6 @@ of the hardware's own link.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -13,21 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import cost
-from kvpolicy.cost import Engine, FittedModel, ModelError
+from kvpolicy.cost import Engine, FittedModel
+from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import StepLoad, Times
 from kvpolicy.simulator.base import Direction, Floats
 from kvpolicy.simulator.hardware.law_times import law_times
 from kvpolicy.simulator.hardware.table_times import FILE, load_hardware
 from kvpolicy.study.cache import path_digest
+from kvpolicy.study.config import HARDWARE_FORMS
 
 KEPT = 16
 """Machines that a process keeps open."""
-FORMS = (
-    "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of one that ships), "
-    "or DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json"
-)
 PROBE_BYTES = 2**28
 """Bytes of the copy that a link's bandwidth is told by: so many that its latency does not matter."""
 
@@ -66,16 +64,20 @@ class Machine:
         return round(self.kv_bytes_per_token * block_size)
 
     @property
+    def device(self) -> str:
+        return str(self.hardware.get("device"))
+
+    @property
     def waits_for_copies(self) -> bool:
         """Whether a step waits for the copies that it brings, as on a CPU, whose memory is the host's."""
-        return self.hardware.get("device") == "cpu" and self.link["kind"] == "native"
+        return self.device == "cpu" and self.link["kind"] == "native"
 
     def slowdown(self, times: Times) -> float:
         """Share by which a copy slows the steps beside it: what it takes of the device memory's bandwidth.
 
         0 where nobody says what that is.
         """
-        sheet = known_sheet(self.hardware.get("device"))
+        sheet = known_sheet(self.device)
         if sheet is None:
             return 0.0
         rate = PROBE_BYTES / times.copy_s("load", PROBE_BYTES, 1, PROBE_BYTES)
@@ -97,7 +99,9 @@ def _opened(spec: str, digest: str) -> Machine:
         return _trained(spec)
     place, colon, config = spec.partition(":")
     if not colon or not place or not config:
-        raise ModelError(f"hardware {spec!r}: should be {FORMS}; models that ship are {', '.join(cost.shipped())}")
+        raise WrongValue(
+            "hardware", f"{spec!r}: should be {HARDWARE_FORMS}; models that ship are {', '.join(cost.shipped())}"
+        )
     return _by_sheet(spec, config)
 
 
@@ -187,36 +191,11 @@ def _config_of(geometry: Geometry, ranks: int) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenLink:
-    """Each direction takes ``latency_s + bytes / bytes_per_s``, one transfer at a time: as the plugin's ``--link``."""
-
-    bytes_per_s: float
-    latency_s: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> GivenLink:
-        """``BYTES_PER_S[,LATENCY_S]``. Raises ValueError naming what is wrong."""
-        try:
-            numbers = [float(part) for part in text.split(",")]
-        except ValueError:
-            numbers = []
-        if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)) or numbers[0] <= 0 or min(numbers) < 0:
-            raise ValueError(
-                f"link {text!r}: should be native or BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005, above 0"
-            )
-        return cls(*numbers)
-
-    def to_dict(self) -> Mapping[str, Any]:
-        """As in a trace's header."""
-        return {"kind": "simulated", "bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s}
-
-
-@dataclass(frozen=True, slots=True)
 class Behind:
     """Implements :class:`~kvpolicy.simulator.Times`: another one's steps, and copies over a given link."""
 
     times: Times
-    link: GivenLink
+    link: SimulatedLink
 
     @property
     def steps_of(self) -> Times:
@@ -236,4 +215,4 @@ class Behind:
         return self.times.steps_s(loads)
 
     def copy_s(self, direction: Direction, copied_bytes: int, segments: int, segment_bytes: int) -> float:
-        return self.link.latency_s + copied_bytes / self.link.bytes_per_s
+        return self.link.seconds(copied_bytes)

@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from math import exp, isfinite, log, sqrt
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from scipy.stats import t as student
 
+from kvpolicy.hardware.link import NATIVE
 from kvpolicy.study.cache import Result, workload_digest
-from kvpolicy.study.cell import DEFAULT_HOST_GIB
-from kvpolicy.study.grid import Progress, simulate
+from kvpolicy.study.config import DEFAULT_HOST_GIB, JUDGED, Criterion, Run, Serving
+from kvpolicy.study.grid import simulate
 from kvpolicy.study.machine import open_machine
 from kvpolicy.study.report import aligned, beyond_warning, figures, server_words, written
-from kvpolicy.study.run_cell import NATIVE, ORACLE, opened, seeded
+from kvpolicy.study.run_cell import ORACLE, opened, seeded
 from kvpolicy.workload import Source
 
 LEVEL = 0.95
@@ -78,13 +78,6 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], level: float = 
 
 DEFAULT = "always-recompute"
 """What vLLM does by itself."""
-JUDGED: Mapping[str, tuple[str, str | None]] = {
-    "e2e": ("e2e_s", "mean"),
-    "ttft": ("ttft_s", "mean"),
-    "itl": ("itl_s", "mean"),
-    "throughput": ("throughput_tok_s", None),
-}
-"""What policies can be judged by: field of a result, and which of its figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +177,6 @@ def extrapolation_warning(one: Compared) -> str | None:
 
 SHARES = (0.25, 0.5, 0.75, 0.9)
 """Of requests that are shorter in all: where thresholds are tried."""
-LEAST_GAIN = 0.01
-"""Share by which a policy has to be better for it to be worth a change."""
 FEWER_USERS = (
     "a closed loop in parts: each has its share of the users and so of the load; with --parts 1 and --seeds all of "
     "them are there, where the seed draws their sessions"
@@ -202,76 +193,36 @@ def recommend(
     kv_blocks: int,
     policies: Sequence[str] = (),
     link: str = NATIVE,
-    engine: str = "builtin",
-    block_size: int = 16,
-    host_gib: float = DEFAULT_HOST_GIB,
-    token_budget: int | None = None,
-    max_num_seqs: int | None = None,
-    prefix_caching: bool = True,
-    scheduling: str = "fcfs",
-    asynchronous: bool | None = None,
-    watermark: float = 0.0,
-    seeds: int = 1,
-    parts: int = 8,
-    judge_by: str = "e2e",
-    least_gain: float = LEAST_GAIN,
-    jobs: int | None = None,
-    ray: str | None = None,
-    cache: Path | None = None,
-    progress: Progress | None = None,
+    serving: Serving = Serving(),
+    run: Run = Run(parts=8),
+    criterion: Criterion = Criterion(),
 ) -> Advice:
     """Simulate ``workload`` under vLLM's own behaviour, the named policies and ``policies``, and say which to deploy.
 
-    Each of ``parts`` of the workload is one pair of a comparison, and so it is anew under each of ``seeds`` where the
-    seed draws the requests; where it does not, as of a recorded file, seeds are averaged. One pair tells nothing from
-    chance. ``judge_by``: ``e2e``, ``ttft`` or ``itl`` (mean seconds), or ``throughput``. ``least_gain``: a policy that
-    is not better by more than this share, with all of its interval, is not worth a change. Raises ValueError as
-    :func:`kvpolicy.study.simulate`, and where a cell fails.
+    Each of the parts of the workload is one pair of a comparison, and so it is anew under each seed where the seed
+    draws the requests; where it does not, as of a recorded file, seeds are averaged. One pair tells nothing from
+    chance. Raises ValueError as :func:`kvpolicy.study.simulate`, and where a cell fails.
     """
-    if judge_by not in JUDGED:
-        raise ValueError(f"judge_by is {judge_by!r}: should be one of {', '.join(JUDGED)}")
-    if not 0 <= least_gain < float("inf"):
-        raise ValueError(f"least_gain is {least_gain}: should be a share, 0 or above, as 0.01")
     machine = open_machine(hardware)
     source = opened(seeded(workload, 0), workload_digest(workload))
-    tried = candidates(source, machine.own_model, block_size, policies)
+    tried = candidates(source, machine.own_model, serving.block_size, policies)
 
-    def run(policies: Sequence[str], seeds: int, parts: int) -> Sequence[Result]:
-        report = simulate(
-            workloads=[workload],
-            policies=policies,
-            kv_blocks=[kv_blocks],
-            hardware=hardware,
-            links=[link],
-            engine=engine,
-            block_size=block_size,
-            host_gib=host_gib,
-            token_budget=token_budget,
-            max_num_seqs=max_num_seqs,
-            prefix_caching=prefix_caching,
-            scheduling=scheduling,
-            asynchronous=asynchronous,
-            watermark=watermark,
-            seeds=seeds,
-            parts=parts,
-            jobs=jobs,
-            ray=ray,
-            cache=cache,
-            progress=progress,
-        )
+    def results_of(policies: Sequence[str], run: Run) -> Sequence[Result]:
+        report = simulate([workload], policies, [kv_blocks], hardware, [link], serving, run)
         if report.failed:
             raise ValueError(f"{len(report.failed)} cells failed, the first: {report.failed[0].text()}")
         return report.results
 
-    results = run(tried, seeds, parts)
+    results = results_of(tried, run)
     runs = {policy: [one for one in results if one["inputs"]["policy"] == policy] for policy in tried}
-    found = advise(runs, judge_by, host_gib, least_gain, seeds == 1 or drawn(workload))
-    if parts > 1 and closed(source):
+    host_gib = serving.host_gib_of(machine.block_bytes(serving.block_size))
+    found = advise(runs, criterion, host_gib, run.seeds == 1 or drawn(workload))
+    if run.parts > 1 and closed(source):
         found = replace(found, warnings=(*found.warnings, FEWER_USERS))
-    if parts == 1:
+    if run.parts == 1:
         return found
-    whole = run([DEFAULT, found.best], 1, 1)
-    told, warning = uncut(whole, runs[DEFAULT], judge_by)
+    whole = results_of([DEFAULT, found.best], replace(run, seeds=1, parts=1))
+    told, warning = uncut(whole, runs[DEFAULT], criterion.judge_by)
     return replace(found, whole=told, warnings=(*found.warnings, *([warning] if warning else [])))
 
 
@@ -348,13 +299,13 @@ class Pairs:
 
 def advise(
     runs: Mapping[str, Sequence[Result]],
-    judge_by: str,
+    criterion: Criterion,
     host_gib: float,
-    least_gain: float = LEAST_GAIN,
     seeds_differ: bool = True,
 ) -> Advice:
     """What follows from the runs; see :class:`Pairs`. A change is advised where the whole interval of a gain lies above
     ``1 + least_gain``, to the best in the mean of those; the oracle is no policy that a server could have."""
+    judge_by, least_gain = criterion.judge_by, criterion.least_gain
     pairs = Pairs(runs, seeds_differ)
     gains = {policy: _gain(pairs, policy, DEFAULT, judge_by) for policy in runs if policy != ORACLE}
     surely = [policy for policy, gain in gains.items() if gain.low is not None and gain.low > 1.0 + least_gain]

@@ -16,6 +16,8 @@ from typing import Any
 from kvpolicy import integrations
 from kvpolicy import policy as policies
 from kvpolicy.cost import Engine, ModelWarning
+from kvpolicy.fields import WrongValue
+from kvpolicy.hardware.link import NATIVE, SimulatedLink
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
@@ -25,8 +27,9 @@ from kvpolicy.simulator.recorded import RECORDED
 from kvpolicy.simulator.requests_csv import ARRIVAL, COUNTS, measured_requests
 from kvpolicy.simulator.sinks import FolderSink
 from kvpolicy.study.cache import path_digest, program_digest, workload_digest
-from kvpolicy.study.cell import Cell, Serving
-from kvpolicy.study.machine import Behind, GivenLink, Machine, open_machine
+from kvpolicy.study.cell import Cell
+from kvpolicy.study.config import Serving
+from kvpolicy.study.machine import Behind, Machine, open_machine
 from kvpolicy.study.parts import Part
 from kvpolicy.workload import Format, Source, open_workload
 from kvpolicy.workload.files import FileSource, cells, lines
@@ -77,7 +80,6 @@ def rules_of(name: str) -> str:
     return str(getattr(simulator_of(name), "rules", BUILTIN_RULES))
 
 
-NATIVE = "native"
 ORACLE = "oracle"
 """A policy by name in simulations alone: the cheaper option by the simulator's own times."""
 SURVIVORS = (
@@ -108,7 +110,7 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
     )
     return {
         "inputs": cell.inputs(),
-        "device": str(machine.hardware.get("device")),
+        "device": machine.device,
         **numbers(done.summary),
         "rows": rows_of(source),
         "choices": count.choices,
@@ -163,18 +165,22 @@ def machine_of(cell: Cell) -> Machine:
     return open_machine(cell.hardware)
 
 
-def link_of(cell: Cell) -> GivenLink | None:
-    """None: the hardware's own."""
-    return None if cell.link == NATIVE else GivenLink.parse(cell.link)
+def link_of(text: str) -> SimulatedLink | None:
+    """None: the hardware's own. Raises WrongValue for what is no link."""
+    try:
+        return None if text == NATIVE else SimulatedLink.parse(text)
+    except WrongValue as wrong:
+        raise WrongValue(wrong.field, f"{wrong.message}, or {NATIVE}") from None
 
 
 def times_of(cell: Cell, machine: Machine) -> Times:
-    link = link_of(cell)
+    link = link_of(cell.link)
     return machine.times if link is None else Behind(machine.times, link)
 
 
 def server_of(cell: Cell, machine: Machine) -> Server:
     serving, block_bytes = cell.serving, machine.block_bytes(cell.serving.block_size)
+    limits = serving.limits(machine.device)
     copies = Link(
         overlapped=cell.link != NATIVE or not machine.waits_for_copies,
         slowdown=machine.slowdown(times_of(cell, machine)),
@@ -185,11 +191,11 @@ def server_of(cell: Cell, machine: Machine) -> Server:
         block_bytes=block_bytes,
         device_blocks=cell.kv_blocks,
         host_blocks=serving.host_blocks_of(block_bytes),
-        token_budget=serving.token_budget,
-        max_running=serving.max_num_seqs,
+        token_budget=limits.token_budget,
+        max_running=limits.max_num_seqs,
         prefix_caching=serving.prefix_caching,
         scheduling="priority" if serving.scheduling == "priority" else "fcfs",
-        asynchronous=serving.asynchronous,
+        asynchronous=limits.asynchronous,
         watermark=serving.watermark,
         segment_bytes=machine.segment_bytes(serving.block_size),
         link=copies,
@@ -220,14 +226,16 @@ def model_digest(policy: str) -> str:
 @lru_cache(maxsize=KEEP_MODELS)
 def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
     """``digest``: of its cost model's folder, which tells it from what was there before."""
-    told_link = machine.link if link == NATIVE else GivenLink.parse(link).to_dict()
+    given = link_of(link)
+    told_link = machine.link if given is None else given.to_dict()
     block_bytes = machine.block_bytes(serving.block_size)
+    token_budget = serving.limits(machine.device).token_budget
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
         loader = machine.model_loader(
             Engine(
                 block_size=serving.block_size,
-                token_budget=serving.token_budget,
+                token_budget=token_budget,
                 block_bytes=block_bytes,
                 geometry=machine.geometry,
                 hardware=machine.hardware,
@@ -237,7 +245,7 @@ def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serv
         loaded = policies.load(policy, loader)
         if loaded.cost_model is not None:
             loaded.cost_model.check_fit(
-                serving.block_size, block_bytes, machine.geometry, machine.hardware, told_link, serving.token_budget
+                serving.block_size, block_bytes, machine.geometry, machine.hardware, told_link, token_budget
             )
     told = (str(one.message) for one in caught if issubclass(one.category, ModelWarning))
     return loaded, tuple(dict.fromkeys(told))

@@ -21,7 +21,7 @@ from kvpolicy.evaluation.logged import Log, log_of, logged
 from kvpolicy.evaluation.offpolicy import Estimate, estimate, heaviest_weight, judge
 from kvpolicy.events import KINDS
 from kvpolicy.policy import feasible_options, load
-from kvpolicy.policy.objective import parse
+from kvpolicy.policy.objective import Objective
 from kvpolicy.trace import Trace, TraceError
 from tests.synthetic import fitted_model, make_trace, true_cost_s
 from tests.synthetic_logs import LogPlan, make_log, reworked
@@ -229,10 +229,10 @@ def test_aborted_and_superseded_count_with_what_they_cost_and_resets_not_at_all(
 def test_records_are_judged_by_what_is_asked(log: Trace) -> None:
     ends = [row | {"victim_delay_s": 1.0} for row in rows(log, "outcomes")]
     given = reworked(log, outcomes=ends)
-    assert (log_of({"log": given}, parse("2*victim")).cost_s == 2.0).all()
+    assert (log_of({"log": given}, Objective.parse("2*victim")).cost_s == 2.0).all()
     nobody = [row | {"others_delay_s": None} for row in ends]
     with pytest.raises(TraceError, match=r"table outcomes, preemption .* of core core-log: .*others is not known"):
-        log_of({"log": reworked(log, outcomes=nobody)}, parse("others"))
+        log_of({"log": reworked(log, outcomes=nobody)}, Objective.parse("others"))
 
 
 def test_clusters_are_overflows_or_requests(log: Trace) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvpolicy.cost.model import CostModel
 from kvpolicy.events import Cost, Kind, Option, Preemption
 from kvpolicy.policy import load
-from kvpolicy.policy.objective import ENGINE, Objective, parse
+from kvpolicy.policy.objective import ENGINE, Objective
 from tests.synthetic import fitted_model, options_for, situation
 
 RECOMPUTE = Cost(2.0, 0.0, 0.0, 2.0, 8.0, 1.0, 3.0, victim_delay_s=1.0)
@@ -63,8 +63,8 @@ def test_a_weighted_sum_worked_by_hand(text: str, kind: Kind) -> None:
     ],
 )
 def test_an_objective_is_what_its_text_says(text: str, objective: Objective) -> None:
-    assert parse(text) == objective
-    assert parse(objective.text) == objective
+    assert Objective.parse(text) == objective
+    assert Objective.parse(objective.text) == objective
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_an_objective_is_what_its_text_says(text: str, objective: Objective) -> 
 )
 def test_a_wrong_objective_is_an_error_that_tells_the_form(text: str) -> None:
     with pytest.raises(ValueError, match=r"as in engine\+0.5\*victim"):
-        parse(text)
+        Objective.parse(text)
 
 
 def test_a_quantity_that_is_not_known_is_an_error_only_where_it_counts() -> None:

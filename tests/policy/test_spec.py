@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from kvpolicy.cost import ModelError
 from kvpolicy.events import Option
-from kvpolicy.policy import FORMS, decide, feasible_options, load
+from kvpolicy.policy import FORMS, HELP, decide, feasible_options, load
 from kvpolicy.policy.base import NoState
 from tests.synthetic import fitted_model, situation
 
@@ -104,3 +105,10 @@ def test_an_option_of_probability_zero_is_never_drawn() -> None:
 class _First(random.Random):
     def random(self) -> float:
         return 0.0
+
+
+def test_the_readme_and_the_help_say_what_each_policy_does() -> None:
+    lines = (Path(__file__).parents[2] / "README.md").read_text().splitlines()
+    for form, what in FORMS.items():
+        assert f"| `{form}` | {what} |" in lines
+        assert f"{form}: {what}" in HELP

@@ -12,13 +12,14 @@ import pytest
 import kvpolicy
 from kvpolicy import policy
 from kvpolicy.cli import main
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator import Builtin, MemorySink, Server
 from kvpolicy.simulator.base import StepLoad
 from kvpolicy.simulator.hardware.grids import between_neighbours
 from kvpolicy.simulator.hardware.operator_tables import TableError
 from kvpolicy.simulator.hardware.table_times import HardwareError, TableTimes, load_hardware
-from kvpolicy.study.machine import Behind, GivenLink
+from kvpolicy.study.machine import Behind
 from kvpolicy.workload import Request, Workload
 from tests.simulator import tables
 from tests.simulator.tables import CONFIG, LAYERS
@@ -91,7 +92,7 @@ def test_steps_beyond_the_tables_are_counted_in_a_run(times: TableTimes, leap: b
     rows = np.array([[row[name] for name in COLUMNS] for row in done.trace.rows("steps")], np.float64)
     rows[:, 4] -= rows[:, 1]
     assert done.summary.extrapolated_steps == times.beyond(rows).sum() > 90
-    behind = Behind(times, GivenLink(1e9))
+    behind = Behind(times, SimulatedLink(1e9))
     again = Builtin(leap=leap).run(source, policy.load("always-recompute"), server, behind)
     assert again.summary.extrapolated_steps == done.summary.extrapolated_steps
     assert Builtin().run(source, policy.load("always-recompute"), server, LINEAR).summary.extrapolated_steps is None

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from kvpolicy.study.config import Criterion, Run, Serving
 
 CONFIG = {
     "model_type": "llama",
@@ -24,3 +28,11 @@ CONFIG = {
 def hardware(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return f"H100-SXM:{tmp_path / 'config.json'}"
+
+
+def grouped(**given: Any) -> dict[str, Any]:
+    """Arguments of a study, each field of how it is served, run and judged put where it belongs."""
+    for name, kind in (("serving", Serving), ("run", Run), ("criterion", Criterion)):
+        mine = {one.name: given.pop(one.name) for one in fields(kind) if one.name in given}
+        given |= {name: kind(**mine)} if mine else {}
+    return given

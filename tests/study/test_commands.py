@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,8 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cli import main
+from kvpolicy.study.config import Criterion, Run, Serving
 from tests.study.test_grid import TIGHT, WORKLOAD
-
-SERVER = {
-    "engine": "builtin",
-    "block_size": 16,
-    "token_budget": None,
-    "max_num_seqs": None,
-    "prefix_caching": True,
-    "scheduling": "fcfs",
-    "asynchronous": None,
-    "watermark": 0.0,
-    "seeds": 1,
-    "jobs": None,
-    "ray": None,
-    "cache": None,
-}
 
 
 class Called:
@@ -35,8 +22,13 @@ class Called:
 
     ok = True
 
-    def __call__(self, **arguments: Any) -> Called:
-        self.arguments = arguments
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.signature = signature
+
+    def __call__(self, *arguments: Any, **more: Any) -> Called:
+        bound = self.signature.bind(*arguments, **more)
+        bound.apply_defaults()
+        self.arguments = bound.arguments
         return self
 
     def text(self) -> str:
@@ -53,28 +45,24 @@ def run(*arguments: str) -> int:
 
 
 def called(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: str) -> dict[str, Any]:
-    function, signature = Called(), inspect.signature(getattr(kvpolicy, command))
+    function = Called(inspect.signature(getattr(kvpolicy, command)))
     monkeypatch.setattr(kvpolicy, command, function, raising=False)
     assert run(command, *arguments) == 0
-    signature.bind(**function.arguments)
-    assert callable(function.arguments.pop("progress"))
-    return function.arguments
+    how = function.arguments["run"]
+    assert how.progress != Run().progress
+    return function.arguments | {"run": replace(how, progress=Run().progress)}
 
 
 def test_simulate_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     least = ("--workload", "w", "--policy", "p", "--policy", "q", "--kv-blocks", "10", "--hardware", "h")
-    assert called(monkeypatch, "simulate", *least) == SERVER | {
+    assert called(monkeypatch, "simulate", *least) == {
         "workloads": ["w"],
         "policies": ["p", "q"],
         "kv_blocks": [10],
         "hardware": "h",
         "links": ["native"],
-        "host_gib": None,
-        "host_blocks": None,
-        "parts": 1,
-        "out": None,
-        "fresh": False,
-        "requests": [],
+        "serving": Serving(),
+        "run": Run(),
     }
 
 
@@ -84,50 +72,65 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         "--engine vllm --block-size 32 --host-blocks 7 --token-budget 2048 --max-num-seqs 64 --no-prefix-caching "
         "--scheduling priority --async --watermark 0.05 --seeds 3 --parts 2 --jobs 4 --out o --cache c --fresh"
     )
-    found = called(monkeypatch, "simulate", *line.split())
-    assert found == SERVER | {
-        "workloads": [],
-        "requests": [Path("r.csv")],
+    assert called(monkeypatch, "simulate", *line.split()) == {
+        "workloads": ["requests:r.csv"],
         "policies": ["p"],
         "kv_blocks": [10, 20],
         "hardware": "h",
         "links": ["native", "1e9,0.1"],
-        "engine": "vllm",
-        "block_size": 32,
-        "host_gib": None,
-        "host_blocks": 7,
-        "token_budget": 2048,
-        "max_num_seqs": 64,
-        "prefix_caching": False,
-        "scheduling": "priority",
-        "asynchronous": True,
-        "watermark": 0.05,
-        "seeds": 3,
-        "parts": 2,
-        "jobs": 4,
-        "out": Path("o"),
-        "cache": Path("c"),
-        "fresh": True,
+        "serving": Serving(
+            block_size=32,
+            host_blocks=7,
+            token_budget=2048,
+            max_num_seqs=64,
+            prefix_caching=False,
+            scheduling="priority",
+            asynchronous=True,
+            watermark=0.05,
+        ),
+        "run": Run(engine="vllm", seeds=3, parts=2, jobs=4, out=Path("o"), cache=Path("c"), fresh=True),
     }
 
 
 def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
-        "--workload w --hardware h --kv-blocks 10 --policy p --host-gib 2 --parts 4 --judge-by ttft "
-        "--least-gain 0.02 --ray auto"
+        "--workload w --hardware h --kv-blocks 10 --policy p --host-gib 2 --judge-by ttft --least-gain 0.02 --ray auto"
     )
-    assert called(monkeypatch, "recommend", *line.split()) == SERVER | {
+    assert called(monkeypatch, "recommend", *line.split()) == {
         "workload": "w",
         "hardware": "h",
         "kv_blocks": 10,
         "policies": ["p"],
         "link": "native",
-        "host_gib": 2.0,
-        "parts": 4,
-        "judge_by": "ttft",
-        "least_gain": 0.02,
-        "ray": "auto",
+        "serving": Serving(host_gib=2.0),
+        "run": Run(parts=8, ray="auto"),
+        "criterion": Criterion("ttft", 0.02),
     }
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--block-size 0", "--block-size is 0, should be 1 or more"),
+        ("--host-gib -1", "--host-gib is -1.0, should be 0 or above"),
+        ("--host-gib 1 --host-blocks 7", "--host-blocks is given beside host_gib"),
+        ("--watermark 1", "--watermark is 1.0, should be a share of the blocks, from 0, below 1"),
+        ("--scheduling lifo", "--scheduling is 'lifo', should be fcfs or priority"),
+        ("--jobs -1", "--jobs is -1, should be 1 or more, or 0 for none but this process"),
+        ("--seeds 0", "--seeds is 0, should be 1 or more"),
+        ("--link fast", "--link 'fast': should be BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005, or native"),
+        ("--kv-blocks 0", "--kv-blocks is 0, should be 1 or more"),
+        ("--hardware H100", "--hardware 'H100': should be a folder that"),
+        ("--judge-by speed", "--judge-by is 'speed', should be one of e2e, ttft, itl, throughput"),
+        ("--least-gain -1", "--least-gain is -1.0, should be 0 or above"),
+    ],
+)
+def test_a_wrong_value_is_told_by_its_flag(
+    hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, told: str
+) -> None:
+    base = ["--workload", WORKLOAD, "--kv-blocks", "9", "--hardware", hardware, "--cache", str(tmp_path)]
+    assert run("recommend", *base, *line.split()) == 2
+    assert capsys.readouterr().err.startswith(f"kvpolicy: error: {told}")
 
 
 def test_from_the_command_line_to_json(hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

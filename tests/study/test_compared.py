@@ -8,10 +8,11 @@ from math import exp, log, sqrt
 import pytest
 
 from kvpolicy import policy
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.simulator import Link, Server, Times
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import Identity
-from kvpolicy.study.machine import Behind, GivenLink
+from kvpolicy.study.machine import Behind
 from kvpolicy.study.parts import Part, dealt
 from kvpolicy.study.recommend import paired_ratio
 from kvpolicy.workload import Request, Workload
@@ -93,7 +94,7 @@ def test_no_part_is_empty(sizes: list[int], parts: int, expected: list[int]) -> 
 
 
 def test_a_given_link_takes_the_place_of_the_hardwares() -> None:
-    behind = Behind(ConstantTimes(), GivenLink.parse("2e9,0.001"))
+    behind = Behind(ConstantTimes(), SimulatedLink.parse("2e9,0.001"))
     assert behind.copy_s("save", 4_000_000_000, 7, 1) == pytest.approx(2.001)
     assert "2e+09 bytes/s" in behind.source and behind.source.startswith(ConstantTimes().source)
 
@@ -113,10 +114,10 @@ def test_runs_that_differ_in_times_or_link_alone_have_cores_of_their_own() -> No
 
 
 def behind(link: str) -> Behind:
-    return Behind(ConstantTimes(), GivenLink.parse(link))
+    return Behind(ConstantTimes(), SimulatedLink.parse(link))
 
 
 @pytest.mark.parametrize("text", ["", "fast", "0", "-1", "1e9,-1", "1e9,0,0", "inf", "nan"])
 def test_a_link_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="should be native or BYTES_PER_S"):
-        GivenLink.parse(text)
+    with pytest.raises(ValueError, match="should be BYTES_PER_S"):
+        SimulatedLink.parse(text)

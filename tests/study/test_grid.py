@@ -13,10 +13,11 @@ import pytest
 import kvpolicy
 from kvpolicy import cost
 from kvpolicy.study import grid, run_cell
-from kvpolicy.study.cell import Cell, Serving, server_defaults
+from kvpolicy.study.cell import Cell
+from kvpolicy.study.config import Serving, usual_limits
 from kvpolicy.study.report import SweepReport, server_words
 from kvpolicy.trace import read
-from tests.study.conftest import CONFIG
+from tests.study.conftest import CONFIG, grouped
 from tests.synthetic import options_for, situation
 
 WORKLOAD = "azure-conversation-2023?n=30&context=1024"
@@ -27,7 +28,7 @@ TIGHT = 200
 
 def simulate(hardware: str, cache: Path, **more: Any) -> SweepReport:
     given: dict[str, Any] = {"workloads": [WORKLOAD], "policies": POLICIES, "kv_blocks": [TIGHT], "jobs": 0}
-    return kvpolicy.simulate(hardware=hardware, cache=cache, **(given | more))
+    return kvpolicy.simulate(hardware=hardware, **grouped(cache=cache, **(given | more)))
 
 
 def test_a_grid_has_all_its_cells(hardware: str, tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_nothing_that_can_begin_is_an_error(hardware: str, tmp_path: Path) -> No
 
 
 def test_jobs_below_none_are_refused(hardware: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="jobs is -1: should be 1 or more"):
+    with pytest.raises(ValueError, match="jobs is -1, should be 1 or more"):
         simulate(hardware, tmp_path / "c", jobs=-1)
 
 
@@ -191,7 +192,7 @@ def test_servers_are_vllms_own_for_the_device(hardware: str, tmp_path: Path) -> 
     ],
 )
 def test_defaults_go_by_the_device(device: str, expected: tuple[int, int, bool]) -> None:
-    assert astuple(server_defaults(device)) == expected
+    assert astuple(usual_limits(device)) == expected
 
 
 def test_traces_are_put_beside(hardware: str, tmp_path: Path) -> None:

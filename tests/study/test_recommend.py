@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import kvpolicy
+from kvpolicy.study.config import Criterion
 from kvpolicy.study.recommend import advise, candidates, closed, drawn, paired_ratio, uncut
 from kvpolicy.workload import Request, Workload
+from tests.study.conftest import grouped
 from tests.study.test_grid import TIGHT, WORKLOAD
 
 SERVING = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
@@ -48,7 +50,9 @@ def runs(**seconds: Sequence[float]) -> Mapping[str, Sequence[dict[str, Any]]]:
 
 def test_what_is_clearly_better_is_to_be_deployed() -> None:
     told = advise(
-        runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 18.1, 35.9], random=[10.5, 20.4, 41.0]), "e2e", 8.0
+        runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 18.1, 35.9], random=[10.5, 20.4, 41.0]),
+        Criterion(),
+        8.0,
     )
     assert (told.best, told.deploy) == ("always-swap", "always-swap")
     assert told.config_line == "kvpolicy config --policy always-swap --host-gib 8"
@@ -59,27 +63,27 @@ def test_what_is_clearly_better_is_to_be_deployed() -> None:
 
 
 def test_what_is_not_told_from_chance_is_left_as_it_is() -> None:
-    told = advise(runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 21.0, 37.0]), "e2e", 4.0)
+    told = advise(runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 21.0, 37.0]), Criterion(), 4.0)
     assert (told.best, told.deploy, told.config_line) == ("always-swap", "always-recompute", "")
     assert "keep vLLM's default" in told.reason and "not told from no difference" in told.reason
 
 
 def test_the_default_may_be_the_best() -> None:
-    told = advise(runs(always_recompute=[9.0, 18.0], always_swap=[10.0, 20.0]), "throughput", 4.0)
+    told = advise(runs(always_recompute=[9.0, 18.0], always_swap=[10.0, 20.0]), Criterion("throughput"), 4.0)
     assert told.deploy == told.best == "always-recompute"
     assert "no other policy did better" in told.reason
 
 
 def test_what_is_told_is_taken_before_what_looks_better() -> None:
     some = runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.5, 19.0, 38.01], random=[6.0, 24.0, 36.0])
-    told = advise(some, "e2e", 4.0)
+    told = advise(some, Criterion(), 4.0)
     means = {one.policy: one.gain.value for one in told.compared}
     assert means["random"] > means["always-swap"]
     assert (told.best, told.deploy) == ("always-swap", "always-swap")
 
 
 def test_the_oracle_is_shown_and_never_deployed() -> None:
-    told = advise(runs(always_recompute=[10.0, 20.0, 40.0], oracle=[5.0, 10.0, 20.0]), "e2e", 4.0)
+    told = advise(runs(always_recompute=[10.0, 20.0, 40.0], oracle=[5.0, 10.0, 20.0]), Criterion(), 4.0)
     assert (told.best, told.deploy) == ("always-recompute", "always-recompute")
     assert [one.policy for one in told.compared] == ["always-recompute", "oracle"]
 
@@ -98,15 +102,15 @@ def test_looking_for_the_best_of_many_asks_for_more() -> None:
     """What two policies tell apart, is not told where it is the most favourable of twenty."""
     seconds = {"always_recompute": [10.0, 20.0, 40.0, 80.0], "always_swap": [9.0, 18.3, 37.0, 73.5]}
     others = {f"other{number}": seconds["always_recompute"] for number in range(19)}
-    assert advise(runs(**seconds), "e2e", 4.0).deploy == "always-swap"
-    assert advise(runs(**seconds, **others), "e2e", 4.0).deploy == "always-recompute"
+    assert advise(runs(**seconds), Criterion(), 4.0).deploy == "always-swap"
+    assert advise(runs(**seconds, **others), Criterion(), 4.0).deploy == "always-recompute"
 
 
 def test_copies_of_one_run_are_one_pair() -> None:
     """Five seeds of a recorded file are one run five times over: no interval, no advice but the default."""
     copies = runs(always_recompute=[10.0] * 5, always_swap=[9.0, 9.0, 9.01, 9.0, 9.0])
-    assert advise(copies, "e2e", 4.0).deploy == "always-swap", "as pairs of their own they would tell a lot"
-    told = advise(copies, "e2e", 4.0, seeds_differ=False)
+    assert advise(copies, Criterion(), 4.0).deploy == "always-swap", "as pairs of their own they would tell a lot"
+    told = advise(copies, Criterion(), 4.0, seeds_differ=False)
     assert (told.deploy, told.config_line) == ("always-recompute", "")
     assert all(one.gain.pairs == 1 for one in told.compared)
     assert "one run: no interval" in told.reason and "the runs of a part are one" in told.text()
@@ -117,7 +121,7 @@ def test_seeds_of_a_part_are_averaged() -> None:
     for results in some.values():
         for number, one in enumerate(results):
             one["inputs"]["part"] = number // 2
-    gain = advise(some, "e2e", 4.0, seeds_differ=False).compared[1].gain
+    gain = advise(some, Criterion(), 4.0, seeds_differ=False).compared[1].gain
     assert gain.pairs == 2 and gain.value == pytest.approx(1.0) and gain.low == pytest.approx(1.0)
 
 
@@ -140,48 +144,48 @@ def test_a_recorded_file_counts_once(hardware: str, tmp_path: Path) -> None:
     rows = [f"0.0,{100 + 17 * number},{300 + number}" for number in range(12)]
     file.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
     given: dict[str, Any] = {"hardware": hardware, "kv_blocks": 100, "jobs": 0, "cache": tmp_path / "c"}
-    told = kvpolicy.recommend(str(file), **given, seeds=2, parts=2)
+    told = kvpolicy.recommend(str(file), **grouped(**given, seeds=2, parts=2))
     assert all(one.gain.pairs == 2 for one in told.compared)
 
 
 def test_a_gain_has_to_be_worth_it() -> None:
     """Half a percent in every run is told from nothing, and worth nothing."""
     some = runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.95, 19.9, 39.8])
-    told = advise(some, "e2e", 4.0)
+    told = advise(some, Criterion(), 4.0)
     assert told.compared[1].gain.told and told.deploy == "always-recompute"
     assert "less than the least gain that is worth it, 1.0%" in told.reason
-    assert advise(some, "e2e", 4.0, least_gain=0.0).deploy == "always-swap"
+    assert advise(some, Criterion(least_gain=0.0), 4.0).deploy == "always-swap"
 
 
 def test_all_intervals_that_are_shown_hold_together() -> None:
     some = runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 18.1, 35.9], random=[10.5, 20.4, 41.0])
     alone = paired_ratio([10.0, 20.0, 40.0], [9.0, 18.1, 35.9], comparisons=4 * 2)
-    assert advise(some, "e2e", 4.0).compared[1].gain == alone
+    assert advise(some, Criterion(), 4.0).compared[1].gain == alone
 
 
 def test_what_has_no_figure_is_not_judged_by_it() -> None:
     some = runs(always_recompute=[10.0, 20.0], always_swap=[9.0, 18.1])
     some["always-swap"][0]["itl_s"] = {"mean": None, "p50": None, "p99": None}
     with pytest.raises(ValueError, match=r"workload w: its runs have no itl_s\.mean"):
-        advise(some, "itl", 4.0)
+        advise(some, Criterion("itl"), 4.0)
 
 
 def test_without_preemptions_there_is_nothing_to_choose() -> None:
     same = {policy: [result(policy, one, preempted=0) for one in (5.0, 6.0)] for policy in ("always-recompute", "x")}
-    assert "nothing was preempted" in advise(same, "e2e", 4.0).reason
+    assert "nothing was preempted" in advise(same, Criterion(), 4.0).reason
 
 
 def test_guesses_of_the_cost_model_are_warned_of() -> None:
     some = dict(runs(always_recompute=[10.0, 20.0, 40.0]))
     some["cheapest:m"] = [result("cheapest:m", one, extrapolated=2) for one in (8.0, 16.1, 32.2)]
-    told = advise(some, "e2e", 4.0)
+    told = advise(some, Criterion(), 4.0)
     assert told.deploy == "cheapest:m"
     assert any("in 6 of 15 decisions (40%)" in warning for warning in told.warnings)
 
 
 def test_steps_beyond_the_tables_are_warned_of() -> None:
     some = {policy: [result(policy, one, beyond=2) for one in (8.0, 16.1)] for policy in ("always-recompute", "x")}
-    told = advise(some, "e2e", 4.0)
+    told = advise(some, Criterion(), 4.0)
     assert any("8 of 200 steps (4.0%) lie beyond the hardware model's tables" in one for one in told.warnings)
 
 
@@ -197,15 +201,15 @@ def test_thresholds_lie_between_short_and_long_requests() -> None:
 
 def test_the_whole_way(hardware: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"workload": WORKLOAD, "hardware": hardware, "kv_blocks": TIGHT, "jobs": 0}
-    told = kvpolicy.recommend(**given, parts=2, cache=tmp_path / "c")
+    told = kvpolicy.recommend(**grouped(**given, parts=2, cache=tmp_path / "c"))
     assert [one.policy for one in told.compared][:2] == ["always-recompute", "always-swap"]
     assert {"minwaste:analytic", "cheapest:analytic"} <= {one.policy for one in told.compared}
     assert all(one.gain.pairs == 2 for one in told.compared)
     assert "deploy this:" in told.text() and "not measured" in told.text()
     assert set(told.to_dict()) >= {"deploy", "reason", "config_line", "compared", "warnings"}
-    alone = kvpolicy.recommend(**given, parts=1, cache=tmp_path / "c")
+    alone = kvpolicy.recommend(**grouped(**given, parts=1, cache=tmp_path / "c"))
     assert alone.deploy == "always-recompute" and not alone.config_line
     with pytest.raises(ValueError, match="least_gain is -1"):
-        kvpolicy.recommend(**given, least_gain=-1)
+        kvpolicy.recommend(**grouped(**given, least_gain=-1))
     with pytest.raises(ValueError, match="judge_by is 'speed'"):
-        kvpolicy.recommend(**given, judge_by="speed")
+        kvpolicy.recommend(**grouped(**given, judge_by="speed"))

@@ -26,9 +26,11 @@ if os.environ.get("KVPOLICY_VLLM_SOURCE"):
 import torch
 import vllm
 from vllm import SamplingParams
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import Platform, PlatformEnum
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -136,7 +138,7 @@ class Worker:
 def refusals(job: dict[str, Any]) -> dict[str, str]:
     """What each configuration is told when its scheduler is made; empty where it is not refused."""
 
-    def told(plugin: dict[str, Any], groups: int = 1) -> str:
+    def told(plugin: dict[str, Any], groups: int = 1, only_configure: bool = False) -> str:
         try:
             own = {
                 "model": plugin.get("model", job["model"]),
@@ -145,7 +147,10 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
             # 0.24 puts its offloading worker in the place of ours, and that one divides by the tensors it lacks here.
             tensorless = vllm.__version__.startswith("0.24") and "kv_offloading_size" in plugin
             worker_first = "kv_transfer_config" in plugin and not tensorless
-            scheduler_for(job | own | {"worker_first": worker_first}, groups)
+            if only_configure:
+                EngineArgs(model=job["model"], skip_tokenizer_init=True, **plugin).create_engine_config()
+            else:
+                scheduler_for(job | own | {"worker_first": worker_first}, groups)
         except Exception as error:  # noqa: BLE001  # the test reads whatever was raised
             return f"{type(error).__name__}: {error}"
         return ""
@@ -154,16 +159,39 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
     good = job["refusals"]["nothing fits"] | {}
     good = with_policy(good, "always-swap")
     found["groups"] = told(good, groups=2)
+    for device in ("cpu", "cuda", "rocm", "xpu", "tpu", "oot"):
+        made = type("Made", (Platform,), {"_enum": PlatformEnum[device.upper()], "device_name": device})()
+        with mock.patch("kvpolicy_vllm.plugin.versions.platform", return_value=made):
+            found[f"device {device}"] = told(good)
+    engine = EngineArgs(model=job["model"], dtype="float32", skip_tokenizer_init=True, **good).create_engine_config()
+    with set_current_vllm_config(engine):
+        found["derived"] = told(job["refusals"]["pooling"], only_configure=True)
+    with mock.patch.object(engine, "diffusion_config", object()):
+        found["diffusion by its settings"] = refused(engine)
+    with mock.patch.dict(engine.model_config.__dict__, is_diffusion=True):
+        found["diffusion by its model"] = refused(engine)
     with mock.patch("kvpolicy_vllm.plugin.situation.device_name", return_value="NVIDIA H100 80GB HBM3"):
         found["untrained"] = told(with_policy(good, "cheapest:analytic"))
     real, vllm.__version__ = vllm.__version__, "0.99.0"
     found["version"] = told(good)
+    found["version asked for"] = told(with_policy(good, "always-swap", allow_untested_version=True))
     vllm.__version__ = real
     return found
 
 
-def with_policy(plugin: dict[str, Any], policy: str) -> dict[str, Any]:
-    extra = {"kv_connector_extra_config": {"policy": policy}}
+def refused(config: Any) -> str:
+    """What a configuration is told that vLLM would not make on this device."""
+    from kvpolicy_vllm.plugin.versions import refuse_unsupported  # here: stock vLLM does without the plugin
+
+    try:
+        refuse_unsupported(config, None)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def with_policy(plugin: dict[str, Any], policy: str, **more: Any) -> dict[str, Any]:
+    extra = {"kv_connector_extra_config": {"policy": policy, **more}}
     return plugin | {"kv_transfer_config": plugin["kv_transfer_config"] | extra}
 
 

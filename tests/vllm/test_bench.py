@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.bench.demoreport import DemoReport
 from kvpolicy_vllm.bench.engine import EngineFailed, EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.models import VOCABULARY, make_llama, make_tokenizer
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
 from kvpolicy_vllm.bench.run_demo import QUICK, Loop, Measured
+from kvpolicy_vllm.plugin.settings import Settings as PluginSettings
 
 TINY = dataclasses.replace(QUICK, requests=16, warm_up_requests=2, calm_requests=2)
 ARMS = {"vllm", "always-recompute", "always-swap", "learned"}
@@ -93,7 +95,7 @@ def report(model: str, tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
     out = tmp_path_factory.mktemp("demo")
     loop = Loop(out, Path(model), True, TINY, 0, Console(stderr=True))
     header = {"kind": "simulated", "bytes_per_s": 1e9, "latency_s": 0.001}
-    link = Measured("simulated", "1e9,0.001", header, "threshold:100", {"always_wins": None}, {})
+    link = Measured("simulated", SimulatedLink(1e9, 0.001), header, "threshold:100", {"always_wins": None}, {})
     return DemoReport(tuple(loop.overload([link])), str(out / "demo.json"))
 
 
@@ -179,7 +181,7 @@ def test_the_plugin_can_be_taken_out_and_put_back(model: str, tmp_path: Path) ->
         stock = process.ask(job | {"policy": None})
     with EngineProcess(SERVING, tmp_path / "ours.log") as process:
         larger = engine | {"num_gpu_blocks_override": 20}
-        process.ask({"do": "start", "engine": larger | plugin_arguments("always-swap")})
+        process.ask({"do": "start", "engine": larger | plugin_arguments(PluginSettings("always-swap", host_gib=1.0))})
         runs = [process.ask(job | {"policy": policy, "device_blocks": 12}) for policy in (None, "always-swap", None)]
     assert stock["preemptions"] > 2
     for run in (runs[0], runs[2]):

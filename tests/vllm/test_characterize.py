@@ -12,6 +12,7 @@ from kvpolicy import trace as traces
 from kvpolicy.overflow import EVICTED_TOKENS, FIGURES, MEMORY, TIMELINE
 from kvpolicy.reporting.reading import material
 from kvpolicy.reporting.writing import report
+from kvpolicy.settings import Measurement
 from kvpolicy.trace import Trace
 from kvpolicy_vllm.bench.parts import Extent
 from kvpolicy_vllm.bench.reach import ARMS, Reach, runs_of
@@ -37,9 +38,9 @@ def study(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as stopped:
-        characterize(out, FIGURES, llm=Path(model), reach=TINY, progress=stop_in_the_last)
+        characterize(out, FIGURES, Measurement(Path(model)), reach=TINY, progress=stop_in_the_last)
     begun: list[str] = []
-    characterize(out, FIGURES, llm=Path(model), reach=TINY, progress=lambda part, done, of: begun.append(part))
+    characterize(out, FIGURES, Measurement(Path(model)), reach=TINY, progress=lambda part, done, of: begun.append(part))
     return out, begun, str(stopped.value)
 
 

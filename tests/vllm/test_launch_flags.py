@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.plugin.settings import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
 
 PARSE = """
 import json, sys
@@ -40,7 +43,8 @@ def parsed(*flags: str) -> dict[str, Any]:
 
 
 def test_vllm_understands_the_flags_and_the_yaml(tmp_path: Path) -> None:
-    extra = launch.options("random:0.5", host_gib=0.5, shadow=True, trace=tmp_path / "trace", seed=7, link="2e9")
+    settings = ServerSettings("random:0.5", True, 0.5, trace=tmp_path / "trace", seed=7, link=SimulatedLink(2e9))
+    extra = launch.options(settings)
     command = launch.serve_command("some/llm", extra, ["--seed", "3"])
     by_flags = parsed(*command[command.index("--model") :])
     file = tmp_path / "kvpolicy.yaml"
@@ -50,9 +54,9 @@ def test_vllm_understands_the_flags_and_the_yaml(tmp_path: Path) -> None:
     assert by_flags == {
         "model": "some/llm",
         "seed": 3,
-        "scheduler": launch.SCHEDULER,
-        "connector": launch.CONNECTOR,
-        "module": None,
+        "scheduler": SCHEDULER,
+        "connector": CONNECTOR,
+        "module": CONNECTOR_MODULE,
         "role": "kv_producer",
         "failures": "recompute",
         "extra": extra,

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvpolicy import trace
+from kvpolicy.settings import ServerSettings
+from kvpolicy_vllm import launch
+from kvpolicy_vllm.plugin.settings import SCHEDULER, transfer_config
 from tests.vllm import harness
 from tests.vllm.conftest import SCARCE, job
 
@@ -22,6 +27,19 @@ def test_metrics_reach_the_other_process(
     assert told["recomputed_tokens"] > 0 and told["loaded_tokens"] > 0
     assert told["copy_bytes"] > 0 and told["copy_microseconds"] > 0
     assert told["host_slots_used"] == 0 and told["host_slots_total"] > 0
+
+
+def test_a_vllm_that_loads_no_plugin_of_ours_finds_the_connector(
+    model: str, requests: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With VLLM_PLUGINS set to something else, the flags that `serve` and `config` write are enough."""
+    monkeypatch.setenv("VLLM_PLUGINS", "somebody_elses")
+    extra = launch.options(ServerSettings("always-swap", host_gib=0.25))
+    plugin = {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(extra)}
+    work = job(model, requests[:8], SCARCE, scenario="own_process", plugin=plugin)
+    result = harness.run(work, tmp_path, multiprocess=True)
+    assert [len(tokens) for tokens in result["tokens"].values()] == [one["max_tokens"] for one in requests[:8]]
+    assert result["metrics"]["host_slots_total"] > 0
 
 
 def test_shadow_decides_and_records_but_recomputes(

@@ -249,6 +249,36 @@ class TestRecorder:
         assert len(list((tmp_path / "trace" / "core" / "requests").iterdir())) == 3
         assert recorder.dropped == 0
 
+    def test_what_is_asked_for_is_written_while_rows_are_few_and_time_is_short(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As where the engine idles after its last answer, and may be killed at any moment."""
+        written = threading.Event()
+        write = recording.write_part
+
+        def write_and_tell(*arguments: Any) -> None:
+            write(*arguments)
+            written.set()
+
+        monkeypatch.setattr(recording, "write_part", write_and_tell)
+        recorder = Recorder(tmp_path / "trace" / "core", header(), part_s=1e9)
+        for parts in (1, 2):
+            recorder.add("requests", ROW)
+            recorder.flush_soon()
+            assert written.wait(60)
+            assert trace.read(tmp_path / "trace").table("requests").num_rows == parts
+            written.clear()
+        recorder.close()
+
+    def test_asking_for_it_does_not_wait_for_the_disk(self, tmp_path: Path) -> None:
+        recorder = Recorder(tmp_path / "trace" / "core", header())
+        with recorder._writing:  # the writer is stuck
+            recorder.add("requests", ROW)
+            recorder.flush_soon()
+            recorder.flush_soon()
+        recorder.close()
+        assert trace.read(tmp_path / "trace").table("requests").num_rows == 1
+
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")
         recorder = Recorder(tmp_path / "file" / "core", header())
@@ -313,16 +343,12 @@ def test_settings_name_what_is_wrong(extra: dict[str, Any], words: str) -> None:
 
 
 class TestHostMemory:
-    @pytest.fixture(autouse=True)
-    def sixteen_gib(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvpolicy_vllm.plugin.settings.available_memory_bytes", lambda: 16 << 30)
-
     def test_every_core_of_this_machine_has_a_pool(self) -> None:
         settings = Settings(policy="always-swap", host_gib=4.0)
-        settings.refuse_too_much_memory(cores=2)
+        settings.refuse_too_much_memory(16 << 30, cores=2)
         with pytest.raises(ValueError, match=r"4 for each of 3 .* engine cores here, 12 in all, .* give at most 2.7"):
-            settings.refuse_too_much_memory(cores=3)
-        Settings(policy="always-swap", host_gib=4.0, force_host_gib=True).refuse_too_much_memory(cores=3)
+            settings.refuse_too_much_memory(16 << 30, cores=3)
+        Settings(policy="always-swap", host_gib=4.0, force_host_gib=True).refuse_too_much_memory(16 << 30, cores=3)
 
     @pytest.mark.parametrize(("size_local", "rank_local", "cores"), [(1, None, 1), (4, 0, 4), (1, 3, 4), (0, None, 1)])
     def test_cores_are_counted_where_each_is_told_that_it_is_alone(

@@ -12,6 +12,7 @@ import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute
+from kvpolicy.settings import Measurement
 from kvpolicy.trace import Header, Trace
 from kvpolicy_vllm.bench.finishing import ProfileReport
 from kvpolicy_vllm.bench.job import Noise
@@ -45,11 +46,11 @@ def interrupted(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        profile(out, Path(model), extent=SMALL, progress=stop_in_the_second)
+        profile(out, Measurement(Path(model)), extent=SMALL, progress=stop_in_the_second)
     kept = traces.read(out)
     assert len(kept.headers) == 1, "the first part is done, and is a trace by itself"
     begun: list[str] = []
-    report = profile(out, Path(model), extent=SMALL, progress=lambda part, done, of: begun.append(part))
+    report = profile(out, Measurement(Path(model)), extent=SMALL, progress=lambda part, done, of: begun.append(part))
     assert traces.read(out).headers.keys() > kept.headers.keys()
     return out, begun, report
 
@@ -150,18 +151,18 @@ def test_the_header_says_how_it_was_measured(interrupted: tuple[Path, list[str],
 
 def test_other_arguments_do_not_go_on_with_it(interrupted: tuple[Path, list[str], ProfileReport], model: str) -> None:
     with pytest.raises(ValueError, match="was begun with seed 0, now asked for with 1"):
-        profile(interrupted[0], Path(model), extent=SMALL, seed=1)
+        profile(interrupted[0], Measurement(Path(model), seed=1), extent=SMALL)
 
 
 def test_wrong_arguments_are_refused_before_an_engine_starts(tmp_path: Path, model: str) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds something that is no profile"):
-        profile(tmp_path / "full", Path(model), extent=SMALL)
+        profile(tmp_path / "full", Measurement(Path(model)), extent=SMALL)
     with pytest.raises(ValueError, match="link 'fast'"):
-        profile(tmp_path / "new", Path(model), link="fast", extent=SMALL)
+        profile(tmp_path / "new", Measurement(Path(model), link="fast"), extent=SMALL)
     with pytest.raises(ValueError, match=r"config.json: no max_position_embeddings"):
-        profile(tmp_path / "new", tmp_path, extent=SMALL)
+        profile(tmp_path / "new", Measurement(tmp_path), extent=SMALL)
 
 
 # ---- without an engine ----

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import DeepseekV2Config, PretrainedConfig, WhisperConfig
+from transformers import DeepseekV2Config, MambaConfig, PretrainedConfig, WhisperConfig
 
 from kvpolicy_vllm.bench.models import make_tokenizer
 from tests.vllm import harness
-from tests.vllm.test_same_schedule import BASE, run_alone
+from tests.vllm.test_same_schedule import BASE, SOURCES, run_alone
 
 GOOD = harness.plugin("always-swap")
 TRANSFER = GOOD["kv_transfer_config"]
@@ -88,12 +88,21 @@ FOREIGN: dict[str, tuple[PretrainedConfig, str]] = {
         ),
         "encoder-decoder",
     ),
+    "no attention": (
+        MambaConfig(vocab_size=2048, hidden_size=64, num_hidden_layers=2, architectures=["MambaForCausalLM"]),
+        "attention-free",
+    ),
 }  # fmt: skip
 """Models that are told by their configuration alone."""
+LATE = {
+    "scheduler without connector", "no data sheet of a CPU", "nothing fits", "too much memory", "another connector",
+    "offloading as well, by entry point",
+}  # fmt: skip
+"""Told when the scheduler or a worker is made: what they need is not known before, or vLLM asks nobody of ours."""
 
 
-@pytest.fixture(scope="module")
-def messages(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+@pytest.fixture(scope="module", params=SOURCES, ids=lambda source: Path(source).name or "installed")
+def messages(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """All configurations tried in one process, by the scheduler's own start-up."""
     folder: Path = tmp_path_factory.mktemp("refusals")
     tried = {name: arguments for name, (arguments, _) in REFUSALS.items()}
@@ -101,7 +110,7 @@ def messages(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         config.save_pretrained(folder / name)
         make_tokenizer(256).save_pretrained(folder / name)
         tried[name] = GOOD | {"model": str(folder / name)}
-    found = run_alone(BASE | {"model": model, "refusals": tried}, folder, "")
+    found = run_alone(BASE | {"model": model, "refusals": tried}, folder, request.param)
     return dict(found["messages"])
 
 
@@ -111,9 +120,36 @@ def test_refused_by_name(name: str, messages: dict[str, str]) -> None:
         assert words in messages[name]
 
 
+@pytest.mark.parametrize("name", [*sorted(REFUSALS.keys() - LATE), *FOREIGN])
+def test_refused_while_the_configuration_is_made(name: str, messages: dict[str, str]) -> None:
+    """Before any weight is read: vLLM reports whatever is raised then as its configuration's."""
+    assert messages[name].startswith("ValidationError: 1 validation error for VllmConfig")
+
+
+def test_a_configuration_derived_within_an_engine_is_not_judged_anew(messages: dict[str, str]) -> None:
+    """As vLLM makes them for parts of a multimodal model, some of which could not be served alone."""
+    assert messages["derived"] == ""
+
+
 @pytest.mark.parametrize("name", FOREIGN)
 def test_models_it_does_not_serve(name: str, messages: dict[str, str]) -> None:
-    assert f"UnsupportedEngine: kvpolicy does not serve {FOREIGN[name][1]} models" in messages[name]
+    assert f"kvpolicy does not serve {FOREIGN[name][1]} models" in messages[name]
+
+
+@pytest.mark.parametrize("name", ["diffusion by its model", "diffusion by its settings"])
+def test_diffusion_models(name: str, messages: dict[str, str]) -> None:
+    """vLLM's CPU build has a refusal of its own before ours; on a GPU they would lose the scheduler made for them."""
+    assert "UnsupportedEngine: kvpolicy does not serve diffusion models" in messages[name]
+
+
+@pytest.mark.parametrize("name", ["xpu", "tpu", "rocm", "oot"])
+def test_devices_it_has_no_copies_for(name: str, messages: dict[str, str]) -> None:
+    assert f"device: {name}" in messages[f"device {name}"] and "CUDA" in messages[f"device {name}"]
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu"])
+def test_devices_it_serves(name: str, messages: dict[str, str]) -> None:
+    assert messages[f"device {name}"] == ""
 
 
 def test_two_kv_cache_groups(messages: dict[str, str]) -> None:
@@ -125,4 +161,5 @@ def test_a_device_with_a_data_sheet_needs_no_training(messages: dict[str, str]) 
 
 
 def test_version_out_of_range(messages: dict[str, str]) -> None:
-    assert "0.24 to 0.33" in messages["version"]
+    assert "0.24 to 0.33" in messages["version"] and "allow_untested_version" in messages["version"]
+    assert messages["version asked for"] == ""

@@ -134,6 +134,22 @@ def test_thirty_two_clients_then_killed(model: str, tmp_path: Path) -> None:
     assert recorded.table("requests").num_rows >= 32
 
 
+def test_terminated_right_after_the_last_answer(model: str, tmp_path: Path) -> None:
+    """Every request that was answered is in the trace: vLLM by itself would kill the engine before it is written."""
+    folder = tmp_path / "trace"
+    options = ("--policy", "random:0.5", "--host-gib", "0.25", "--trace", str(folder))
+    with server(model, tmp_path, *options) as (base, process):
+        with ThreadPoolExecutor(36) as pool:
+            answers = list(pool.map(lambda seed: complete(base, seed), range(36)))
+        process.terminate()
+        process.wait(timeout=60)
+    recorded = trace.read(folder)
+    rows = recorded.rows("requests")
+    assert sorted(row["output_tokens"] for row in rows) == sorted(answer["wanted"] for answer in answers)
+    assert sum(row["preemptions"] for row in rows) == recorded.table("decisions").num_rows > 0
+    assert recorded.table("outcomes").num_rows == recorded.table("decisions").num_rows
+
+
 def test_two_data_parallel_cores(model: str, tmp_path: Path) -> None:
     """Each engine core has its own host pool, decides for itself, and records into a sub-folder of its own."""
     folder = tmp_path / "trace"

@@ -10,6 +10,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy import integrations
+from kvpolicy.study.config import Run
 from kvpolicy_vllm.simulator.engine import VllmScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # vLLM's own
@@ -36,11 +37,11 @@ def test_both_engines_come_to_the_same(tmp_path: Path, monkeypatch: pytest.Monke
         "policies": ["always-recompute", "always-swap", "minwaste:analytic"],
         "kv_blocks": [150],
         "hardware": f"H100-SXM:{tmp_path}",
-        "jobs": 0,
-        "cache": tmp_path / "cache",
     }
-    ours = kvpolicy.simulate(**given)
-    theirs = kvpolicy.simulate(**given, engine="vllm")
+    ours, theirs = (
+        kvpolicy.simulate(**given, run=Run(engine=engine, jobs=0, cache=tmp_path / "cache"))
+        for engine in ("builtin", "vllm")
+    )
     assert len(ours.results) == len(theirs.results) == 3
     for one, other in zip(ours.results, theirs.results, strict=True):
         assert sum(one["preemptions"].values()) > 0

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Never
 
 import pytest
+import vllm.platforms
+from vllm.platforms import Platform, PlatformEnum
 
 from kvpolicy import policy
 from kvpolicy.events import Preemption
@@ -162,3 +164,10 @@ def test_nothing_of_the_process_is_changed() -> None:
     before, level = dict(os.environ), logging.root.manager.disable
     served(Request(0.0, 20, 3), server=replace(SERVER, max_running=17))
     assert dict(os.environ) == before and logging.root.manager.disable == level
+
+
+def test_a_device_that_the_plugin_does_not_serve_is_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied in a simulation: it runs beside any vLLM."""
+    other = type("Other", (Platform,), {"_enum": PlatformEnum.ROCM, "device_type": "cuda", "device_name": "rocm"})
+    monkeypatch.setattr(vllm.platforms, "_current_platform", other())
+    served(Request(0.0, 20, 3), server=replace(SERVER, max_running=18))

@@ -21,6 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.fields import written
+from kvpolicy_vllm.plugin.settings import SCHEDULER, Settings, transfer_config
 
 LAST_LINES = 40
 PATIENCE_S = 20.0
@@ -61,38 +63,9 @@ def _without_accelerator() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
-def plugin_arguments(
-    policy: str,
-    *,
-    host_gib: float = 1.0,
-    link: str | None = None,
-    trace: Path | str | None = None,
-    seed: int = 0,
-    shadow: bool = False,
-    pin_memory: bool = True,
-    source: str | None = None,
-) -> dict[str, Any]:
-    """Arguments of :class:`vllm.LLM` that switch the plugin on. ``link``: ``BYTES_PER_S[,LATENCY_S]``; None: native."""
-    extra: dict[str, Any] = {
-        "policy": policy,
-        "host_gib": host_gib,
-        "pin_memory": pin_memory,
-        "shadow": shadow,
-        "seed": seed,
-        "link": link,
-        "trace": None if trace is None else str(trace),
-        "source": source,
-    }
-    return {
-        "scheduler_cls": "kvpolicy_vllm.AdaptiveScheduler",
-        "kv_transfer_config": {
-            "kv_connector": "KVPolicyConnector",
-            "kv_role": "kv_producer",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_module_path": "kvpolicy_vllm.connector",
-            "kv_connector_extra_config": {key: value for key, value in extra.items() if value is not None},
-        },
-    }
+def plugin_arguments(settings: Settings) -> dict[str, Any]:
+    """Arguments of :class:`vllm.LLM` that switch the plugin on."""
+    return {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(written(settings))}
 
 
 def device_arguments(on_cpu: bool) -> dict[str, Any]:

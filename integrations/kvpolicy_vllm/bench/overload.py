@@ -15,9 +15,11 @@ from types import TracebackType
 from typing import Any
 
 from kvpolicy.events import KINDS
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.workload import Workload
 from kvpolicy_vllm.bench.engine import EngineProcess, device_arguments, plugin_arguments
 from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
+from kvpolicy_vllm.plugin.settings import Settings as PluginSettings
 
 SERVING = "kvpolicy_vllm.bench.serving"
 STOCK = "vllm"
@@ -34,7 +36,7 @@ class Arm:
     name: str
     policy: str | None
     """None: vLLM without the plugin, or with the plugin taken out where other arms of the engine have one."""
-    link: str | None = None
+    link: SimulatedLink | None = None
     host_gib: float = 1.0
     seed: int = 0
     device_blocks: int | None = None
@@ -49,7 +51,8 @@ class Arm:
         memory = {} if self.device_blocks is None else {"num_gpu_blocks_override": self.device_blocks}
         if self.policy is None:
             return memory
-        return memory | plugin_arguments(self.policy, link=self.link, host_gib=self.host_gib, seed=self.seed)
+        told = PluginSettings(policy=self.policy, link=self.link, host_gib=self.host_gib, seed=self.seed)
+        return memory | plugin_arguments(told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.hardware import available_memory_bytes
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy_vllm.bench.engine import device_arguments, plugin_arguments
 from kvpolicy_vllm.bench.job import MOST_EXTRA, Job
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
-from kvpolicy_vllm.plugin.settings import GIB
+from kvpolicy_vllm.plugin.settings import GIB, Settings
 
 FEWEST_TOKENS = 64
 MOST_HOST_GIB = 4.0
@@ -87,7 +88,7 @@ class Rig:
 
     llm: Path
     extent: Extent
-    link: str | None
+    link: SimulatedLink | None
     seed: int
     device: bool
     """Whether there is an accelerator."""
@@ -125,8 +126,8 @@ class Rig:
             "max_num_seqs": 64,
             "seed": self.seed,
         }
-        plugin = plugin_arguments(
-            "always-recompute",  # every measured decision is pinned
+        settings = Settings(
+            policy="always-recompute",  # every measured decision is pinned
             host_gib=min(MOST_HOST_GIB, 0.4 * available_memory_bytes() / GIB),
             link=self.link,
             trace=trace,
@@ -134,7 +135,7 @@ class Rig:
             pin_memory=part.pin_memory,
             source="profile",
         )
-        return shape | plugin | device_arguments(on_cpu=not self.device)
+        return shape | plugin_arguments(settings) | device_arguments(on_cpu=not self.device)
 
 
 def model_length(llm: Path) -> int:

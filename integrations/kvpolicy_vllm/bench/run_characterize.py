@@ -18,6 +18,7 @@ from typing import Any
 
 from kvpolicy import trace as traces
 from kvpolicy.overflow import SERVED
+from kvpolicy.settings import Measurement
 from kvpolicy.trace import Header
 from kvpolicy.training import train
 from kvpolicy_vllm.bench.job import Job
@@ -78,28 +79,25 @@ class Measured:
 def characterize(
     out: Path,
     figures: Sequence[str],
-    quick: bool = False,
-    llm: Path | None = None,
-    link: str | None = None,
-    seed: int = 0,
+    how: Measurement = Measurement(),
     progress: Tell | None = None,
     reach: Reach | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Measured:
     """Measure ``figures`` (see :data:`kvpolicy.overflow.FIGURES`) and write a trace to ``out``.
 
-    ``reach``: instead of what ``quick`` says. Raises ValueError as :func:`~kvpolicy_vllm.bench.run_profile.profile`
+    ``reach``: instead of what ``how.quick`` says. Raises ValueError as :func:`~kvpolicy_vllm.bench.run_profile.profile`
     does, and for a level the model is too short for; EngineFailed where an engine ends badly; KeyboardInterrupt, which
     says what is kept, where it is interrupted.
     """
-    asked = asked_for(llm, link, seed, study=("quick" if quick else "full") if reach is None else asdict(reach))
+    asked = asked_for(how, study=("quick" if how.quick else "full") if reach is None else asdict(reach))
     # The figures may differ from one call to the next: what is there stays.
     done = whole_parts(out, take_up(out, asked))
-    study = Study(out, asked, done, seed, tuple(figures))
+    study = Study(out, asked, done, how.seed, tuple(figures))
     try:
         with scratch_of(out) as scratch, telling(progress, "characterize") as tell:
-            rig = prepare(scratch, llm, link, seed, quick, None, SHAPE)
-            reach = (QUICK if quick else FULL_DEVICE if rig.device else FULL_CPU) if reach is None else reach
+            rig = prepare(scratch, how, None, SHAPE)
+            reach = (QUICK if how.quick else FULL_DEVICE if rig.device else FULL_CPU) if reach is None else reach
             study.measure(replace(rig, extent=reach.learning), reach, scratch, tell, clock)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(study.interrupted()) from None

@@ -19,9 +19,11 @@ from rich.console import Console
 
 from kvpolicy.datasets.profiles import measured
 from kvpolicy.evaluation.replay import evaluate
+from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.settings import Measurement
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
-from kvpolicy_vllm.bench.breakeven import Costs, break_even_link, flag
+from kvpolicy_vllm.bench.breakeven import Costs, break_even_link
 from kvpolicy_vllm.bench.demoreport import DemoReport, LinkReport
 from kvpolicy_vllm.bench.engine import EngineProcess
 from kvpolicy_vllm.bench.exactness import Comparison, compare
@@ -43,7 +45,6 @@ from kvpolicy_vllm.bench.parts import Extent
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.bench.ratios import mean_and_percentiles
 from kvpolicy_vllm.bench.run_profile import profile
-from kvpolicy_vllm.plugin.settings import Link
 
 FIXED = ("always-recompute", "always-swap")
 LEARNED = "learned"
@@ -151,8 +152,7 @@ class Measured:
     """One link, measured, learned and judged."""
 
     name: str
-    link: str | None
-    """As ``--link`` takes it."""
+    link: SimulatedLink | None
     header: dict[str, Any]
     """As traces name it."""
     learned: str
@@ -176,12 +176,12 @@ class Loop:
         self._seed = seed
         self._show = show
 
-    def measure(self, name: str, link: str | None) -> Measured:
+    def measure(self, name: str, link: SimulatedLink | None) -> Measured:
         """Profile, train, evaluate."""
         trace, model = self._out / "traces" / name, self._out / "models" / name
-        told = "the native link" if link is None else f"a simulated link, --link {link}"
+        told = "the native link" if link is None else f"a simulated link, --link {link.text}"
         self._show.rule(f"profile, train, evaluate: {told}")
-        profiled = profile(trace, self._llm, link=link, seed=self._seed, extent=self._plan.extent)
+        profiled = profile(trace, Measurement(self._llm, link=link, seed=self._seed), extent=self._plan.extent)
         shutil.rmtree(model, ignore_errors=True)
         # A noisy machine is told of, in what training reports; it does not end the demo.
         trained = train([trace], model, force=True, seed=self._seed)
@@ -189,15 +189,14 @@ class Loop:
         judged = evaluate([trace], [*FIXED, learned], seed=self._seed)
         for report in (profiled, trained, judged):
             self._show.print(report.text(), highlight=False, markup=False, soft_wrap=True)
-        header = {"kind": "native"} if link is None else Link.parse(link).to_dict()
+        header = {"kind": "native"} if link is None else link.to_dict()
         return Measured(name, link, header, learned, trained.to_dict(), judged.to_dict())
 
-    def simulated_link(self) -> str | None:
-        """``--link`` of the simulated link; None where natively swap does not win at the median length."""
+    def simulated_link(self) -> SimulatedLink | None:
+        """None where natively swap does not win at the median length."""
         native = measured([self._out / "traces" / "native"])
         costs = [Costs(one.computed_tokens, one.mean_s["recompute"], one.mean_s["swap"]) for one in native.states]
-        link = break_even_link(costs, native.kv_bytes_per_token)
-        return None if link is None else flag(link)
+        return break_even_link(costs, native.kv_bytes_per_token)
 
     def overload(self, links: Sequence[Measured]) -> list[LinkReport]:
         """The same blocks through every arm, link after link, and pairs without pressure."""

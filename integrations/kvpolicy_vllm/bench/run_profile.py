@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.settings import Measurement
 from kvpolicy_vllm.bench.ending import Counted, run_to_its_end
 from kvpolicy_vllm.bench.engine import EngineProcess
 from kvpolicy_vllm.bench.finishing import ProfileReport, finish_profile
 from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.parts import Extent, Rig, extent_of, model_length, parts_of
 from kvpolicy_vllm.bench.progress import Bar
-from kvpolicy_vllm.plugin.settings import Link
 
 Tell = Callable[[str, int, int], None]
 """Told what is being measured, windows done, windows in all; 0 in all while an engine starts."""
@@ -33,24 +33,17 @@ UNFINISHED = "unfinished"
 
 
 def profile(
-    out: Path,
-    llm: Path | None = None,
-    quick: bool = False,
-    link: str | None = None,
-    seed: int = 0,
-    progress: Tell | None = None,
-    extent: Extent | None = None,
+    out: Path, how: Measurement = Measurement(), progress: Tell | None = None, extent: Extent | None = None
 ) -> ProfileReport:
     """Measure and write a trace to ``out``; returns what it says about itself.
 
-    ``llm``: folder of a model; None makes a small Llama from ``seed``. ``extent``: instead of what ``quick`` says.
-    ``progress`` replaces the progress bar. Raises ValueError for a wrong link, for an ``out`` that holds something
-    else and for one begun with other arguments, EngineFailed where an engine ends badly.
+    ``extent``: instead of what ``how.quick`` says. ``progress`` replaces the progress bar. Raises ValueError for an
+    ``out`` that holds something else and for one begun with other arguments, EngineFailed where an engine ends badly.
     """
-    asked = asked_for(llm, link, seed, extent=("quick" if quick else "full") if extent is None else asdict(extent))
+    asked = asked_for(how, extent=("quick" if how.quick else "full") if extent is None else asdict(extent))
     done = take_up(out, asked)
     with scratch_of(out) as scratch, telling(progress) as tell:
-        rig = prepare(scratch, llm, link, seed, quick, extent)
+        rig = prepare(scratch, how, extent)
         parts = parts_of(rig.extent, rig.device)
         for number, part in enumerate(parts, start=1):
             if part.name in done:
@@ -63,30 +56,24 @@ def profile(
     return finish_profile(out, list(done.values()))
 
 
-def prepare(
-    scratch: Path,
-    llm: Path | None,
-    link: str | None,
-    seed: int,
-    quick: bool,
-    extent: Extent | None,
-    shape: Mapping[str, Any] | None = None,
-) -> Rig:
+def prepare(scratch: Path, how: Measurement, extent: Extent | None, shape: Mapping[str, Any] | None = None) -> Rig:
     """What all parts share. ``shape``: of the model that is made where none is given."""
-    job = {"llm": None if llm is None else str(llm), "make": str(scratch / "llm"), "seed": seed, "shape": shape or {}}
+    llm = None if how.llm is None else str(how.llm)
+    job = {"llm": llm, "make": str(scratch / "llm"), "seed": how.seed, "shape": shape or {}}
     with EngineProcess("kvpolicy_vllm.bench.preparing", scratch / "preparing.log") as process:
         found = process.ask(job)
     device = bool(found["device"])
-    return Rig(Path(found["llm"]), extent_of(quick, device) if extent is None else extent, link, seed, device)
+    return Rig(
+        Path(found["llm"]), extent_of(how.quick, device) if extent is None else extent, how.link, how.seed, device
+    )
 
 
-def asked_for(llm: Path | None, link: str | None, seed: int, **how_much: Any) -> dict[str, Any]:
-    """What a study was asked for, as its plan keeps it. Raises ValueError for a wrong link, or what is no model."""
-    if link is not None:
-        Link.parse(link)
-    if llm is not None:
-        model_length(llm)
-    asked = {"llm": None if llm is None else str(llm.resolve()), "link": link, "seed": seed} | how_much
+def asked_for(how: Measurement, **how_much: Any) -> dict[str, Any]:
+    """What a study was asked for, as its plan keeps it. Raises ValueError for what is no model."""
+    if how.llm is not None:
+        model_length(how.llm)
+    llm, link = how.llm and str(how.llm.resolve()), how.link and how.link.text
+    asked = {"llm": llm, "link": link, "seed": how.seed} | how_much
     return dict(json.loads(json.dumps(asked)))
 
 

@@ -10,4 +10,4 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, "kvpolicy_vllm.plugin.connector", NAME)
+        KVConnectorFactory.register_connector(NAME, "kvpolicy_vllm.connector", NAME)

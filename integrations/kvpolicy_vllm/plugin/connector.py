@@ -11,14 +11,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from kvpolicy.hardware import available_memory_bytes
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copier import Copier, unique_segments
 from kvpolicy_vllm.plugin.jobs import Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.settings import GIB, Settings
-from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported
+from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported, warn_untested
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +45,16 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self.copier: Copier | None = None
         if role == KVConnectorRole.WORKER:
             # Here, because the workers come first: the scheduler would see the memory that they have taken.
-            self.settings.refuse_too_much_memory(cores_here(vllm_config))
+            self.settings.refuse_too_much_memory(available_to_all_ranks(), cores_here(vllm_config))
         else:
+            warn_untested()
             self.controller = Controller(self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes)
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._saved_step = -1
-        self._reports_requests = engine_version() >= (0, 32)
+        known = engine_version(self.settings.allow_untested_version) >= (0, 32)
+        # A build that does not know its version may be older than it is taken for.
+        self._reports_requests = known and hasattr(KVConnectorBase_V1, "get_transfer_results")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -65,12 +70,19 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Called again with other memory, nothing saved before can be loaded any more."""
         segments = unique_segments(kv_caches, self._kv_cache_config.num_blocks)
         found = sum(segment.shape[1] * segment.element_size() for segment in segments)
         if found != self.block_bytes:
             raise ValueError(f"a KV block takes {found} bytes in this worker, {self.block_bytes} were configured")
+        if self.copier is not None and self.copier.copies_on(segments):
+            return
+        leftover = None if self.copier is None else self.copier.give_up()
+        self.copier = None  # its host memory goes before the next one's comes
         make = resolve_obj_by_qualname(self.settings.copier)
-        self.copier = make(segments, self.slots, self.settings.pin_memory, self.settings.link)
+        self.copier = made = make(segments, self.slots, self.settings.pin_memory, self.settings.link)
+        if leftover is not None:
+            made.take_over(leftover)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._save(kv_connector_metadata)
@@ -213,6 +225,15 @@ def cores_here(vllm_config: VllmConfig) -> int:
     that it is alone, the last one can tell by its rank, and that one refuses for all."""
     parallel = vllm_config.parallel_config
     return max(int(parallel.data_parallel_size_local), int(parallel.data_parallel_rank_local or 0) + 1, 1)
+
+
+def available_to_all_ranks() -> int:
+    """Bytes of host memory available before any rank of this engine takes its share of the pool: rank 0 tells, and no
+    other goes on before it has. All of them judge by one number, and refuse together."""
+    if not model_parallel_is_initialized():  # a connector that is made without an engine
+        return available_memory_bytes()
+    group = get_tp_group()
+    return int(group.broadcast_object(available_memory_bytes() if group.rank_in_group == 0 else None, src=0))
 
 
 def host_slots(settings: Settings, block_bytes: int, ranks: int) -> int:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy_vllm.plugin.jobs import Direction, Job, Transfer
-from kvpolicy_vllm.plugin.settings import Link
 
 IDLE_NAP_S = 0.001
 """So long an engine with nothing to compute waits for a load before it asks again."""
@@ -72,6 +72,14 @@ class Finished:
     ok: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a copier that is given up has still to say."""
+
+    transfers: list[Transfer]
+    failed_loads: list[Job]
+
+
 class Copier(ABC):
     """Executes jobs in the order given. ``save`` returns when the source blocks may be overwritten by what the
     engine launches next; loads are begun by ``load`` and reported once by ``poll``.
@@ -84,7 +92,7 @@ class Copier(ABC):
         device_segments: list[torch.Tensor],
         slots: int,
         pin_memory: bool,
-        link: Link | None,
+        link: SimulatedLink | None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -114,6 +122,9 @@ class Copier(ABC):
     @abstractmethod
     def copy_in(self, job: Job) -> None:
         """Host slots to device blocks, ordered after every step that was launched."""
+
+    def drain(self) -> None:  # noqa: B027  # nothing to wait for where a copy is made by the call that begins it
+        """Wait for all copies that were begun."""
 
     def save_span(self, job: Job, called_s: float) -> Span | None:
         """When ``copy_out`` of this job ran; None while it still runs. ``called_s``: how long the call took."""
@@ -168,6 +179,29 @@ class Copier(ABC):
 
     def drop(self, copy_ids: Iterable[int]) -> None:
         self._valid.difference_update(copy_ids)
+
+    def copies_on(self, device_segments: list[torch.Tensor]) -> bool:
+        """Whether these are the very pieces of memory that it copies from and to."""
+
+        def places(segments: list[torch.Tensor]) -> list[tuple[int, torch.Size, torch.dtype]]:
+            return [(segment.data_ptr(), segment.shape, segment.dtype) for segment in segments]
+
+        return places(self.device_segments) == places(device_segments)
+
+    def give_up(self) -> Leftover:
+        """End what is under way as failed, as where the device's memory is taken away. Waits for the device."""
+        self.drain()
+        why, now = "the KV cache was registered anew", self._clock()
+        for job, submit, start, _ in self._saving:
+            self._record(job, "save", False, submit, start, now, 0, why)
+        for job, submit, start, _, queued in self._loading:
+            self._record(job, "load", False, submit, min(start, now), now, queued, why)
+        return Leftover(self.transfers, self._failed_loads + [waiting[0] for waiting in self._loading])
+
+    def take_over(self, leftover: Leftover) -> None:
+        """Report what an earlier copier had still to say. Its copies are none of this one's: to load them fails."""
+        self.transfers += leftover.transfers
+        self._failed_loads += leftover.failed_loads
 
     def poll(self, idle: bool = False) -> list[Finished]:
         """Loads that finished since the last call, each once. ``idle``: nothing else to do, so wait a moment."""

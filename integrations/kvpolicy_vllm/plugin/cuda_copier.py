@@ -78,6 +78,10 @@ class CudaCopier(Copier):
     def load_span(self, job: Job) -> Span | None:
         return _span(self._loads.pop(job.copy_id))
 
+    def drain(self) -> None:
+        self._save_stream.synchronize()
+        self._load_stream.synchronize()
+
     def move_out(self, job: Job) -> None:
         """Device blocks to host slots, on the current stream."""
         device, host = self._pointers(job)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvpolicy_vllm.plugin.settings import Link, Settings
+    from kvpolicy.hardware.link import SimulatedLink
+    from kvpolicy_vllm.plugin.settings import Settings
 
 
 @dataclass(slots=True)
@@ -162,7 +163,7 @@ def _repeated_row(part: Repeated) -> dict[str, Any]:
     return row
 
 
-def header_link(link: Link | None) -> dict[str, Any]:
+def header_link(link: SimulatedLink | None) -> dict[str, Any]:
     return {"kind": "native"} if link is None else link.to_dict()
 
 

@@ -29,13 +29,16 @@ class Recording(Protocol):
 
     def add(self, table: str, row: Row) -> None: ...
 
+    def flush_soon(self) -> None: ...
+
     def close(self) -> None: ...
 
 
 class Recorder:
     """Rows in, part files out. One per engine core.
 
-    A part is written every ``part_rows`` rows or ``part_s`` seconds, so that a killed server loses at most that.
+    A part is written every ``part_rows`` rows or ``part_s`` seconds, so that a killed server loses at most that, and
+    at once where :meth:`flush_soon` is called.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Recorder:
         self._writing_rows = 0
         """Taken off the queue, but not yet on the disk."""
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpolicy-trace", daemon=True)
         self._thread.start()
 
@@ -75,6 +79,10 @@ class Recorder:
         else:
             waiting.append(row)
 
+    def flush_soon(self) -> None:
+        """Have the thread write what was added so far, as where the engine has nothing left to do. Does not wait."""
+        self._wake.set()
+
     def flush(self) -> None:
         """Write all rows added so far. For tests and tools: waits for the disk."""
         with self._writing:
@@ -85,6 +93,7 @@ class Recorder:
     def close(self) -> None:
         """Once. Waits ``close_s`` for the disk; what is not written by then is dropped and counted."""
         self._stop.set()
+        self._wake.set()
         self._thread.join(timeout=self._close_s)
         if self._thread.is_alive():
             unwritten = self._writing_rows + sum(map(len, self._waiting.values()))
@@ -96,9 +105,11 @@ class Recorder:
 
     def _run(self) -> None:
         last = self._clock()
-        while not self._stop.wait(0.1):
+        while not self._stop.is_set():
+            asked = self._wake.wait(0.1)
+            self._wake.clear()  # before it is written: what is asked for meanwhile may be of later rows
             due = self._clock() - last >= self._part_s
-            if due or any(len(rows) >= self._part_rows for rows in self._waiting.values()):
+            if asked or due or any(len(rows) >= self._part_rows for rows in self._waiting.values()):
                 last = self._clock()
                 self.flush()
         self.flush()  # here, not where it is closed: a disk that is gone must not keep anybody else

@@ -1,101 +1,43 @@
-"""`kv_connector_extra_config`, read once and strictly: a misspelt key is an error, not a default."""
+"""`kv_connector_extra_config`, read once and strictly: a misspelt key is an error, not a default. And the flags of
+vLLM's that it stands among."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvpolicy.hardware import available_memory_bytes
+from kvpolicy import fields
+from kvpolicy.fields import option
+from kvpolicy.settings import ServerSettings
 
 GIB = 1 << 30
 DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.copier_for"
+SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
+CONNECTOR = "KVPolicyConnector"
+CONNECTOR_MODULE = "kvpolicy_vllm.connector"
+TEACH = "give it online=on, as in cheapest:COST_MODEL,online=on"
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A simulated link: each direction takes ``latency_s + bytes / bytes_per_s``, one transfer at a time."""
+class Settings(ServerSettings):
+    """What a server is told, and what only tests and measurements tell it."""
 
-    bytes_per_s: float
-    latency_s: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> Link:
-        """``BYTES_PER_S[,LATENCY_S]``; raises ValueError naming the part that is wrong."""
-        parts = [part.strip() for part in str(text).split(",")]
-        try:
-            numbers = [float(part) for part in parts]
-        except ValueError:
-            numbers = []
-        if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)) or numbers[0] <= 0 or min(numbers) < 0:
-            raise ValueError(f"link {text!r}: should be BYTES_PER_S[,LATENCY_S], as 2e9 or 2e9,0.001")
-        return cls(*numbers)
-
-    def seconds(self, size_bytes: int) -> float:
-        return self.latency_s + size_bytes / self.bytes_per_s
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": "simulated", "bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The plugin's options. One field per key of ``kv_connector_extra_config``."""
-
-    policy: str
-    host_gib: float = 4.0
-    """Host memory for saved KV blocks in all, over the ranks of one engine core, GiB. Each core has its own."""
-    force_host_gib: bool = False
-    """Accept a ``host_gib`` of more than half of the memory that is available now."""
-    pin_memory: bool = True
-    """Page-lock the host pool where there is an accelerator; without one it means nothing."""
-    trace: Path | None = None
-    """Folder to record into; each engine core makes a sub-folder of its own."""
-    shadow: bool = False
-    """Decide and record, but execute vLLM's own recompute."""
-    seed: int = 0
-    online_state: Path | None = None
-    """File that keeps what a policy with ``online=on`` learned, over a restart."""
-    link: Link | None = None
-    source: str = "production"
-    """What the trace's header says it is."""
-    copier: str = DEFAULT_COPIER
-    """Import path of what makes the worker-side copier. For tests that make copies fail."""
+    source: str = option("What the trace's header says it is.", "production")
+    copier: str = option(
+        "Import path of what makes the worker-side copier. For tests that make copies fail.", DEFAULT_COPIER
+    )
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:
         """Raises ValueError naming the key that is unknown, missing or wrong, and what would be right."""
-        known: dict[str, Callable[[str, Any], Any]] = {
-            "policy": _text,
-            "host_gib": _positive,
-            "force_host_gib": _flag,
-            "pin_memory": _flag,
-            "trace": lambda key, value: Path(_text(key, value)),
-            "shadow": _flag,
-            "seed": _whole,
-            "online_state": _file,
-            "link": lambda key, value: Link.parse(_text(key, value)),
-            "source": _text,
-            "copier": _text,
-        }
-        unknown = sorted(set(extra) - set(known))
-        if unknown:
-            raise ValueError(
-                f"kv_connector_extra_config: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(known))}"
-            )
-        if "policy" not in extra:
-            raise ValueError('kv_connector_extra_config: key \'policy\' is missing, as in {"policy": "always-swap"}')
-        given = {key: known[key](key, value) for key, value in extra.items() if value is not None}
-        return cls(**given)
+        return fields.read(cls, extra, "kv_connector_extra_config")
 
-    def refuse_too_much_memory(self, cores: int = 1) -> None:
-        """Raises ValueError where the host pools would take more than half of the available memory, unless forced.
+    def refuse_too_much_memory(self, available: int, cores: int = 1) -> None:
+        """Raises ValueError where the host pools would take more than half of the ``available`` bytes, unless forced.
 
         ``cores``: data-parallel engine cores on this machine; each has a pool of its own.
         """
-        available = available_memory_bytes()
         if self.host_gib * cores * GIB <= available / 2 or self.force_host_gib:
             return
         asked = f"host_gib is {self.host_gib:g}"
@@ -107,32 +49,15 @@ class Settings:
         )
 
 
-def _text(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be a text")
-    return value
-
-
-def _file(key: str, value: Any) -> Path:
-    path = Path(_text(key, value))
-    if path.is_dir():
-        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, a folder; should be a file")
-    return path
-
-
-def _flag(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be true or false")
-    return value
-
-
-def _whole(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be a whole number")
-    return value
-
-
-def _positive(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, should be a number above 0")
-    return float(value)
+def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """``--kv-transfer-config`` for these keys."""
+    return {
+        "kv_connector": CONNECTOR,
+        # A consumer role makes asynchronous scheduling defer block frees, and with that preempt far more.
+        "kv_role": "kv_producer",
+        # vLLM's default ends every request whose load fails; this one computes it again.
+        "kv_load_failure_policy": "recompute",
+        # The entry point is not loaded where VLLM_PLUGINS names others.
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_connector_extra_config": dict(extra),
+    }

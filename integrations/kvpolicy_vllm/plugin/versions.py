@@ -5,48 +5,149 @@ Each refusal names the setting and what would be right; later releases take them
 
 from __future__ import annotations
 
+import inspect
+import logging
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import vllm
+import vllm.platforms
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from kvpolicy import policy as policies
 from kvpolicy.errors import KVPolicyError
+from kvpolicy_vllm.plugin.settings import Settings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.platforms import Platform
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 OLDEST = (0, 24)
 NEWEST = (0, 33)
+BETWEEN_RELEASES = re.compile(r"\d(a|b|rc)\d|\.dev\d")
+"""A release candidate, or a build of sources without a tag. Not refused: nearly all of it is a release's own code, and
+refusing would shut out everybody who builds vLLM."""
+
+logger = logging.getLogger(__name__)
 
 
 class UnsupportedEngine(KVPolicyError):
     """The engine is set up in a way the plugin does not serve; the message says what would be right."""
 
 
-def engine_version() -> tuple[int, int]:
-    """(major, minor) of the vLLM that is running. Raises :class:`UnsupportedEngine` outside the tested range."""
-    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if not found:
-        raise UnsupportedEngine(f"vLLM calls itself {vllm.__version__!r}; kvpolicy serves {_range()}")
-    version = (int(found[1]), int(found[2]))
-    if not OLDEST <= version <= NEWEST:
-        raise UnsupportedEngine(f"vLLM {vllm.__version__} is outside the range kvpolicy was tested with: {_range()}")
+def engine_version(allow_untested: bool = False) -> tuple[int, int]:
+    """(major, minor) of the vLLM that is running; of a build whose version says nothing, the newest that was tested.
+
+    Raises :class:`UnsupportedEngine` outside the tested range, above it only where ``allow_untested`` is not set.
+    """
+    version = _numbers()
+    if version is None or version > NEWEST:
+        if not allow_untested:
+            raise UnsupportedEngine(_what_to_do(version))
+        return version or NEWEST
+    if version < OLDEST:
+        raise UnsupportedEngine(f"vLLM {vllm.__version__} is older than what kvpolicy serves: install {_range()}")
     return version
+
+
+def warn_untested() -> None:
+    """Say so where the running vLLM is served although it is none of the tested releases."""
+    version = _numbers()
+    if version is not None and version <= NEWEST and not BETWEEN_RELEASES.search(vllm.__version__):
+        return
+    number = ".".join(map(str, version or NEWEST))
+    logger.warning(
+        "kvpolicy: vLLM %s is taken as %s; tested are the releases %s. Whatever has changed beside them may show as "
+        "errors at the start, or as requests that stall",
+        vllm.__version__, number, _range(),
+    )  # fmt: skip
+
+
+def _numbers() -> tuple[int, int] | None:
+    """(major, minor), or None where a build from source knew neither: vLLM calls it ``dev`` then, or 0.1.dev1."""
+    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    return None if version == (0, 0) or (version == (0, 1) and "dev" in vllm.__version__) else version
+
+
+def _what_to_do(version: tuple[int, int] | None) -> str:
+    untested = (
+        'to try it all the same, set "allow_untested_version": true in kv_connector_extra_config (kvpolicy serve '
+    )
+    untested += "and config: --allow-untested-version)"
+    if version is not None:
+        return (
+            f"vLLM {vllm.__version__} is newer than what kvpolicy was tested with: install {_range()}, or, {untested}"
+        )
+    return (
+        f"vLLM calls itself {vllm.__version__!r}, as a build from sources without their tags does; kvpolicy serves "
+        f"{_range()}: build it with its tags or with VLLM_VERSION_OVERRIDE set to the release it comes from, or, "
+        f"{untested}"
+    )
 
 
 def _range() -> str:
     return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
+def refuse_early() -> None:
+    """Refuse what can be told while vLLM makes its configuration: minutes before the weights are read.
+
+    vLLM looks the connector's class up then, and hands the configuration over only when the connector is made, with
+    the weights in memory: until then it is found on the stack. Whatever is refused here is refused again later.
+    """
+    config = _configuration_being_made()
+    if config is None or config.kv_transfer_config is None or config.model_config is None:
+        return
+    refuse_unsupported(config, None)
+    settings = Settings.read(config.kv_transfer_config.kv_connector_extra_config)
+    if not policies.needs_engine(settings.policy):
+        policies.load(settings.policy)
+
+
+def _configuration_being_made() -> VllmConfig | None:
+    if get_current_vllm_config_or_none() is not None:
+        return None  # within an engine they are made for parts of its model, which need not be servable alone
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), VllmConfig):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
 def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> None:
-    """Raises :class:`UnsupportedEngine` for the first setting that does not fit."""
-    engine_version()
+    """Raises :class:`UnsupportedEngine` for the first setting that does not fit. ``kv_cache``: None where it is not
+    known yet."""
+    engine_version(allow_untested=allows_untested(config))
+    _refuse_device()
     _refuse_transfer_settings(config)
     _refuse_engine_settings(config)
+    _refuse_model(config)
     if kv_cache is not None:
         _refuse_kv_cache(kv_cache)
+
+
+def platform() -> Platform:
+    """What vLLM runs on."""
+    return vllm.platforms.current_platform
+
+
+def _refuse_device() -> None:
+    # ROCm calls itself CUDA to torch, but has KV layouts and a way of page-locking that nobody has tried here.
+    if not (platform().is_cuda() or platform().is_cpu()):
+        raise UnsupportedEngine(
+            f"kvpolicy copies KV blocks on CUDA devices and CPUs only, device: {platform().device_name}; "
+            "run this engine without the kvpolicy flags"
+        )
+
+
+def allows_untested(config: VllmConfig) -> bool:
+    """Whether the settings let a vLLM through that nobody has tested; whether they are right is told later."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector_extra_config.get("allow_untested_version") is True
 
 
 def _refuse_transfer_settings(config: VllmConfig) -> None:
@@ -88,7 +189,7 @@ def is_adaptive(scheduler_cls: Any) -> bool:
 
 
 def _refuse_engine_settings(config: VllmConfig) -> None:
-    parallel, model = config.parallel_config, config.model_config
+    parallel = config.parallel_config
     refusals = (
         (config.speculative_config is not None, "speculative decoding: leave --speculative-config out"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: --pipeline-parallel-size should be 1"),
@@ -101,10 +202,25 @@ def _refuse_engine_settings(config: VllmConfig) -> None:
             getattr(parallel, "nnodes_within_dp", 1) > 1,
             "an engine over several nodes, whose clocks cannot be compared: --nnodes should be 1 for each engine core",
         ),
+    )
+    _refuse_first(refusals)
+
+
+def _refuse_model(config: VllmConfig) -> None:
+    model = config.model_config
+    refusals = (
         (model.is_encoder_decoder, "encoder-decoder models"),
         (model.runner_type == "pooling", "pooling models"),
+        # They have a scheduler of their own, which the plugin's would take the place of without a word.
+        (config.diffusion_config is not None or model.is_diffusion, "diffusion models"),
         (model.use_mla, "MLA models (not tested yet)"),
+        (model.is_attention_free, "attention-free models"),
+        (model.is_hybrid, "hybrid models (attention together with layers that keep another state)"),
     )
+    _refuse_first(refusals)
+
+
+def _refuse_first(refusals: Iterable[tuple[bool, str]]) -> None:
     for refused, what in refusals:
         if refused:
             raise UnsupportedEngine(f"kvpolicy does not serve {what}; run this engine without the kvpolicy flags")

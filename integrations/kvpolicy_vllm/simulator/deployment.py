@@ -84,8 +84,9 @@ def _configuration(server: Server) -> Any:
 @lru_cache(maxsize=1)
 def _made(block: int, context: int, running: int, budget: int, caching: bool, scheduling: str) -> Any:
     """vLLM's configuration takes seconds to make. What is changed in it afterwards is set for every run."""
-    if not vllm.platforms.current_platform.device_type:
-        # The CUDA build on a machine without a device: the scheduler is the same on every platform.
+    found = vllm.platforms.current_platform
+    if not (found.is_cuda() or found.is_cpu()):
+        # No device, or one that the plugin has no copies for: the scheduler is the same on every platform.
         vllm.platforms._current_platform = CpuPlatform()
     register()
     with tempfile.TemporaryDirectory() as folder:

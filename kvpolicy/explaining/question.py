@@ -1,0 +1,108 @@
+"""What can be asked about a victim, and the situation it comes to: as said, or as follows from the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvpolicy.cost import FittedModel
+from kvpolicy.events import Preemption
+from kvpolicy.fields import AMOUNT, COUNT, WrongValue, option, settle
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A victim, and what is around it. What is None follows from the model; see :func:`resolve`."""
+
+    tokens: int = option("Tokens the victim has computed.", rule=COUNT)
+    running: int = option("Requests running beside it.", 0, AMOUNT)
+    free: int = option("Free KV blocks of the device.", 0, AMOUNT)
+    waiting: int = option("Requests waiting.", 0, AMOUNT)
+    block_size: int | None = option("Tokens per block; by default as the model's first.", None, COUNT)
+    shared: int = option("Blocks of the victim that other requests hold too.", 0, AMOUNT)
+    batch_tokens: int | None = option(
+        "Tokens the others hold together; by default each as many as the victim.", None, AMOUNT
+    )
+    segment_bytes: int | None = option("Contiguous bytes that a copy moves at once.", None, COUNT)
+    queued_save: int = option("Bytes that wait to be copied out already.", 0, AMOUNT, metavar="BYTES")
+    queued_load: int = option("Bytes that wait to be copied back already.", 0, AMOUNT, metavar="BYTES")
+
+    def __post_init__(self) -> None:
+        settle(self)
+        if self.batch_tokens and not self.running:
+            raise WrongValue("batch_tokens", f"is {self.batch_tokens} beside 0 running, should be 0 there")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A situation, and what in it was not said but assumed."""
+
+    situation: Preemption
+    assumed: tuple[str, ...]
+
+
+def resolve(model: FittedModel, question: Question) -> Asked:
+    """The situation in full.
+
+    Without ``block_size`` the first one the model was measured on; without ``batch_tokens`` the others are as long as
+    the victim, as far as the model was trained; without ``segment_bytes`` as in the model's traces, or one layer's part
+    of a block. Raises WrongValue for what no block has room for.
+    """
+    sizes, assumed = model.provenance.block_sizes, []
+    size = sizes[0] if question.block_size is None else question.block_size
+    if question.block_size is None and len(sizes) > 1:
+        assumed.append(f"blocks of {size} tokens, the first size the model was measured on")
+    tokens, running, shared = question.tokens, question.running, question.shared
+    held = -(-tokens // size)
+    if shared > held:
+        raise WrongValue("shared", f"is {shared}, should be at most the {held} blocks that {tokens} tokens take")
+    block_bytes = round(size * model.provenance.kv_bytes_per_token)
+    segment_bytes, batch_tokens = question.segment_bytes, question.batch_tokens
+    if segment_bytes is None:
+        segment_bytes = _segment_bytes(model, size, block_bytes)
+        assumed.append(f"copies in pieces of {segment_bytes} bytes")
+    elif segment_bytes > block_bytes:
+        raise WrongValue("segment_bytes", f"is {segment_bytes}, should be at most the {block_bytes} bytes of a block")
+    if batch_tokens is None:
+        batch_tokens = _batch_tokens(model, tokens, running)
+        if running:
+            assumed.append(f"the others hold {batch_tokens} tokens together")
+    situation = Preemption(
+        time_s=0.0, computed_tokens=tokens, prompt_tokens=tokens, output_tokens=0, block_size=size,
+        block_bytes=block_bytes, segment_bytes=segment_bytes, held_blocks=held, shared_blocks=shared, hashed_blocks=0,
+        device_blocks=held + question.free, free_blocks=question.free, short_blocks=0 if question.free else 1,
+        host_blocks=held, free_host_blocks=held, running_requests=running, waiting_requests=question.waiting,
+        batch_tokens=batch_tokens, queued_save_bytes=question.queued_save, queued_load_bytes=question.queued_load,
+        earlier_preemptions=0, priority=0, cause="memory",
+    )  # fmt: skip
+    return Asked(situation, tuple(assumed))
+
+
+def as_long_as(situation: Preemption, tokens: int) -> Preemption:
+    """The same with a victim of ``tokens`` tokens."""
+    held = -(-tokens // situation.block_size)
+    shared = min(situation.shared_blocks, held)
+    return replace(situation, computed_tokens=tokens, prompt_tokens=tokens, held_blocks=held, shared_blocks=shared)
+
+
+def beside(situation: Preemption, running: int) -> Preemption:
+    """The same beside ``running`` others, each as long as they are there, or as the victim where there are none."""
+    before = situation.running_requests
+    each = situation.batch_tokens / before if before else float(situation.computed_tokens)
+    return replace(situation, running_requests=running, batch_tokens=round(each * running))
+
+
+def _segment_bytes(model: FittedModel, block_size: int, block_bytes: int) -> int:
+    """What a copy moves at once: per token as in the traces where that is one number, else one layer's part."""
+    low, high = model.ranges["swap"]["segment_bytes"]
+    sizes = model.provenance.block_sizes
+    per_token = low / min(sizes)
+    if per_token > 0 and per_token == high / max(sizes):
+        return max(1, round(per_token * block_size))
+    return max(1, block_bytes // model.provenance.geometry.layers)
+
+
+def _batch_tokens(model: FittedModel, tokens: int, running: int) -> int:
+    """The others are as long as the victim, within what the model was trained on."""
+    most = model.ranges["recompute"]["batch_tokens"][1]
+    wanted = tokens * running
+    return min(wanted, round(most)) if most > 0 else wanted

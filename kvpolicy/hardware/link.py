@@ -1,0 +1,49 @@
+"""The link between a device and its host, as ``--link`` names it: for the plugin's copies and for simulated ones."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from kvpolicy.fields import AMOUNT, POSITIVE, WrongValue, option, settle
+
+NATIVE = "native"
+"""The text that stands for the machine's own link."""
+FORM = "BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLink:
+    """A simulated link: each direction takes ``latency_s + bytes / bytes_per_s``, one transfer at a time."""
+
+    bytes_per_s: float = option("Bytes per second in each direction.", rule=POSITIVE)
+    latency_s: float = option("Seconds that every transfer takes besides.", 0.0, AMOUNT)
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+    @classmethod
+    def parse(cls, text: str) -> SimulatedLink:
+        """``BYTES_PER_S[,LATENCY_S]``. Raises WrongValue for anything else."""
+        try:
+            rate, *latency = map(float, text.split(","))
+            if len(latency) < 2:
+                return cls(rate, *latency)
+        except ValueError:
+            pass
+        raise WrongValue("link", f"{text!r}: should be {FORM}")
+
+    @property
+    def text(self) -> str:
+        """What :meth:`parse` makes it of again."""
+        numbers = (self.bytes_per_s, self.latency_s) if self.latency_s else (self.bytes_per_s,)
+        short = (f"{one:g}" if float(f"{one:g}") == one else repr(one) for one in numbers)
+        return ",".join(re.sub(r"e\+?(-?)0*", r"e\1", one) for one in short)
+
+    def seconds(self, size_bytes: float) -> float:
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in a trace's header."""
+        return {"kind": "simulated", "bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s}

@@ -1,0 +1,55 @@
+"""What engines are told: a server by the flags of `kvpolicy serve`, and the keys that its plugin reads; one that is
+measured by those of `kvpolicy profile`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpolicy.fields import POSITIVE, Rule, option, settle
+from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.policy import HELP
+
+LINK = "Simulated link, BYTES_PER_S[,LATENCY_S]; native without it."
+SEED = "Seed of everything that is drawn."
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """One field per flag and per key: a new one needs no other line to be given, checked, and there in the plugin."""
+
+    policy: str = option(HELP)
+    shadow: bool = option("Decide and record, but execute vLLM's own recompute.", False)
+    host_gib: float = option(
+        "Host memory for evicted KV, in all over the ranks of one engine core, GiB.", 4.0, POSITIVE
+    )
+    force_host_gib: bool = option("Accept more than half of the available memory for it.", False)
+    pin_memory: bool = option("Do not page-lock that memory.", True)
+    trace: Path | None = option("Folder to record a trace into.", None)
+    seed: int = option("Seed of a policy that draws.", 0, flag="--policy-seed")
+    link: SimulatedLink | None = option(LINK, None)
+    online_state: Path | None = option(
+        "File that keeps what an online=on policy learned, over a restart.",
+        None,
+        Rule("a file, and there is a folder of that name", lambda path: not path.is_dir()),
+    )
+    allow_untested_version: bool = option("Serve with a vLLM newer than all that were tested.", False)
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a live engine is measured with."""
+
+    llm: Path | None = option("Folder of a model; without it a small one is made.", None)
+    quick: bool = option(
+        "Fewer states, levels and repeats: minutes, or for a study on two cores a quarter of an hour.",
+        False,
+    )
+    link: SimulatedLink | None = option(LINK, None)
+    seed: int = option(SEED, 0)
+
+    def __post_init__(self) -> None:
+        settle(self)

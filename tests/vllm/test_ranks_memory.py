@@ -1,0 +1,63 @@
+"""The ranks of an engine judge its host pool by one number, whatever the others have taken by then."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm import harness
+
+RANK = """
+import json, sys, time
+from unittest import mock
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from kvpolicy_vllm.plugin import connector
+from kvpolicy_vllm.plugin.settings import Settings
+
+rank, address, cases = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+init_distributed_environment(2, rank, address, rank, backend="gloo")
+with set_current_vllm_config(VllmConfig()):
+    initialize_model_parallel(2)
+for available_gib in cases:
+    if rank == 0:
+        time.sleep(1.0)  # the other one would be done long before, if it did not wait
+    with mock.patch.object(connector, "available_memory_bytes", lambda: int(available_gib[rank] * 2**30)):
+        found = connector.available_to_all_ranks()
+    try:
+        Settings(policy="always-swap", host_gib=8.0).refuse_too_much_memory(found)
+        print("told: accepted")
+    except ValueError as error:
+        print("told:", error)
+"""
+
+
+def told(*cases: tuple[float, float]) -> list[tuple[str, ...]]:
+    """What two ranks that find so much memory available, GiB, say to a pool of 8 GiB."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), address, json.dumps(cases)],
+            env=harness.environment(2) | {"GLOO_SOCKET_IFNAME": "lo"},
+            cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=300) for process in started]
+    assert not any(process.returncode for process in started), said
+    lines = [[line for line in out.splitlines() if line.startswith("told: ")] for out, _ in said]
+    return list(zip(*lines, strict=True))
+
+
+def test_what_an_earlier_rank_has_taken_is_not_held_against_a_later_one() -> None:
+    later_finds_less, too_little = told((16.0, 12.0), (12.0, 64.0))
+    assert later_finds_less == ("told: accepted", "told: accepted")
+    assert too_little[0] == too_little[1] and "more than half of the 12.0 GiB" in too_little[0]

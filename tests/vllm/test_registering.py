@@ -1,0 +1,94 @@
+"""The worker's side is given its KV caches, once or again: whatever was under way ends, and nothing stale is loaded."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvpolicy_vllm.plugin.jobs import Job, StepJobs
+from tests.vllm import harness
+
+BLOCKS = 8
+LAYERS = ("one", "two")
+
+
+def worker(model: str, **extra: Any) -> Any:
+    """A connector as a worker makes it, without an engine around it."""
+    made = EngineArgs(model=model, dtype="float32", skip_tokenizer_init=True, **harness.plugin("always-swap", **extra))
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    cache = KVCacheConfig(
+        num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
+    )
+    return KVConnectorFactory.create_connector(made.create_engine_config(), KVConnectorRole.WORKER, cache)
+
+
+def caches(start: float) -> dict[str, torch.Tensor]:
+    """Each block of each layer with a value of its own."""
+    made = {name: torch.zeros(BLOCKS, 4, 32, 64) for name in LAYERS}
+    for number, tensor in enumerate(made.values()):
+        tensor += start + number * BLOCKS + torch.arange(BLOCKS).reshape(-1, 1, 1, 1)
+    return made
+
+
+def step(connector: Any, number: int, **jobs: Any) -> tuple[set[str], int]:
+    """One engine step of the worker's side: whose loads it reports, and how many of them failed, of a block each."""
+    connector.bind_connector_metadata(StepJobs(number, **jobs))
+    connector.start_load_kv(None)
+    _, received = connector.get_finished(set())
+    connector.clear_connector_metadata()
+    # vLLM takes failures by request or, before 0.32, by block.
+    failed = len(connector._failed_requests) + len(connector.get_block_ids_with_load_errors())
+    return received or set(), failed
+
+
+def test_the_same_caches_again_change_nothing(model: str) -> None:
+    connector, kv = worker(model), caches(1.0)
+    connector.register_kv_caches(kv)
+    step(connector, 0, saves=(Job(1, "a", (2,), (0,)),))
+    copier = connector.copier
+    connector.register_kv_caches(dict(kv))
+    assert connector.copier is copier
+    assert step(connector, 1, loads=(Job(1, "a", (5,), (0,)),)) == ({"a"}, 0)
+    assert all(torch.equal(tensor[5], tensor[2]) for tensor in kv.values())
+
+
+def test_other_caches_end_what_was_under_way(model: str) -> None:
+    """A load into memory that is given up fails, and so does one of a copy that was made before."""
+    connector = worker(model, link="1e9,3600")
+    connector.register_kv_caches(caches(1.0))
+    connector.copier._sleep = lambda seconds: None
+    step(connector, 0, saves=(Job(1, "a", (2,), (0,)), Job(2, "b", (3,), (1,))))
+    assert step(connector, 1, loads=(Job(1, "a", (5,), (0,)),)) == (set(), 0)
+    earlier, other = weakref.ref(connector.copier), caches(100.0)
+    connector.register_kv_caches(other)
+    gc.collect()
+    assert earlier() is None, "two host pools at once"
+    assert step(connector, 2, loads=(Job(2, "b", (6,), (1,)),)) == ({"a", "b"}, 2)
+    assert all(
+        torch.equal(tensor, before) for tensor, before in zip(other.values(), caches(100.0).values(), strict=True)
+    )
+    told = connector.build_connector_worker_meta().done
+    assert [(one.copy_id, one.direction, one.ok) for one in told] == [
+        (1, "save", True), (2, "save", True), (1, "load", False), (2, "load", False),
+    ]  # fmt: skip
+    assert "registered anew" in told[2].error
+
+
+def test_other_caches_are_served_from_then_on(model: str) -> None:
+    connector, kv = worker(model), caches(100.0)
+    connector.register_kv_caches(caches(1.0))
+    connector.register_kv_caches(kv)
+    step(connector, 0, saves=(Job(1, "a", (2,), (0,)),))
+    assert step(connector, 1, loads=(Job(1, "a", (5,), (0,)),)) == ({"a"}, 0)
+    assert kv["one"][5, 0, 0, 0] == 102.0
