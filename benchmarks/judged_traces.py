@@ -15,7 +15,6 @@ from lightgbm import LGBMRegressor
 from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
-from kvpolicy.cost.model import FAMILIES
 from kvpolicy.datasets.examples import LEAST_FLOOR_S, dealt, examples_of, noise_floors, option_of
 from kvpolicy.datasets.profiles import Dataset, State, measured
 from kvpolicy.evaluation.replay import price
@@ -24,6 +23,7 @@ from kvpolicy.policy import load
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
 from kvpolicy.training import provenance_of
+from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit
 
 Floats = NDArray[np.float64]
@@ -86,7 +86,7 @@ def _scored(
 
 
 def _by_model(family: str, dataset: Dataset, seen: list[State], unseen: list[State], seed: int) -> list[Prediction]:
-    model = fit(family, seen, dataset, provenance_of(family, dataset, seen, None), seed).model
+    model = fit(FAMILIES[family], seen, dataset, provenance_of(family, dataset, seen, None), seed).model
     found = []
     for state in unseen:
         costs = {}

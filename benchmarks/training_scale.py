@@ -34,6 +34,7 @@ from kvpolicy.events import KINDS
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.training import provenance_of, split
+from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit, held_out_scores, misses_of
 from kvpolicy.training.pipeline import MOST_STATES
 from kvpolicy.training.residual_fit import FEWEST_STATES
@@ -118,7 +119,7 @@ def _draws(rows: int) -> int:
     for count in [count for count in DRAWS if count < len(every)] + [len(every)]:
         training = drawn(every, count, random.Random(count))
         mine = replace(dataset, moves=dataset.moves_of(training))
-        model = fit("boosted", training, mine, provenance_of("boosted", mine, training, None), 0).model
+        model = fit(FAMILIES["boosted"], training, mine, provenance_of("boosted", mine, training, None), 0).model
         misses, scores = misses_of(model, held), held_out_scores(model, held)
         told = []
         for kind in KINDS:

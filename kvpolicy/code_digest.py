@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from kvpolicy.errors import KVPolicyError
 
@@ -26,6 +26,29 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 def digest_of(value: object) -> str:
     """SHA-256, the same in every process. Raises KVPolicyError for an object that has no stable form."""
     return _Walk(type(value).__module__).of(value).hex()
+
+
+SHOWN = 12
+"""Characters of a digest in a label."""
+
+
+class Named(Protocol):
+    """Something of somebody's own."""
+
+    name: str
+
+    @property
+    def digest(self) -> str: ...
+
+
+def label_of(one: Named) -> str:
+    """In reports and traces: its name, and where its class is from outside this package the digest's beginning."""
+    return one.name if type(one).__module__.partition(".")[0] in LIBRARY else labelled(one)
+
+
+def labelled(one: Named) -> str:
+    """Its name with the digest's beginning, whatever its class."""
+    return f"{one.name}@{one.digest[:SHOWN]}"
 
 
 class _Walk:

@@ -20,6 +20,7 @@ from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry
 from kvpolicy.trace import Header, Trace
 from kvpolicy.training import provenance_of, split
+from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit
 
 GEOMETRY = Geometry(
@@ -224,5 +225,5 @@ def fitted_model(family: str, states: int = 160, bend: float = 0.4) -> FittedMod
     """A model fitted to a made-up trace, in memory."""
     dataset = dataset_of({"made": make_trace(seed=1, states=states, law=CostLaw(bend=bend))})
     training, _ = split(dataset.states, 0)
-    model = fit(family, training, dataset, provenance_of(family, dataset, training, 0.03), 0).model
+    model = fit(FAMILIES[family], training, dataset, provenance_of(family, dataset, training, 0.03), 0).model
     return replace(model, step_time=STEP_TIME)

@@ -27,7 +27,6 @@ from kvpolicy.features import FEATURES, Features, features_of
 from kvpolicy.hardware import Geometry
 from kvpolicy.regression.conformal import Room
 
-FAMILIES = ("boosted", "linear", "analytic")
 MIN_FLOOR_S = 1e-6
 """No model is taken to tell costs under a microsecond apart, unless it says so."""
 LENGTH: Mapping[Kind, str] = {"recompute": "recomputed_tokens", "swap": "save_bytes"}

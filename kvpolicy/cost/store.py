@@ -16,13 +16,14 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from math import isfinite
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.cost.forest import Forest, ForestError
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import Law, LinearLaw, RecomputeRoofline, SwapRoofline, law_from_dict
-from kvpolicy.cost.model import FAMILIES, FittedModel, ModelError, ModelWarning, Provenance
+from kvpolicy.cost.model import FittedModel, ModelError, ModelWarning, Provenance
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
@@ -85,6 +86,17 @@ def save(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path) -
         _put_in_place(scratch, place)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def round_trip(model: FittedModel, forests: Mapping[Kind, ForestText], out: Path | str | None) -> FittedModel:
+    """The model as it is read again from folder ``out``; without one as it would be."""
+    if out is not None:
+        save(model, forests, Path(out))
+        return load(Path(out))
+    with TemporaryDirectory() as scratch:
+        save(model, forests, Path(scratch) / "model")
+        read = load(Path(scratch) / "model")
+    return replace(read, name=f"{model.provenance.family.partition('@')[0]}@{read.digest[:12]}")
 
 
 def _write(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path) -> None:
@@ -229,7 +241,7 @@ def _victim_delays(folder: Traversable, values: Mapping[str, Any]) -> dict[Kind,
     return _laws(folder, "victim_delays", given)
 
 
-_LAWS: Mapping[Kind, tuple[type[Law], ...]] = {
+LAWS: Mapping[Kind, tuple[type[Law], ...]] = {
     "recompute": (RecomputeRoofline, LinearLaw), "swap": (SwapRoofline, LinearLaw),
 }  # fmt: skip
 """A roofline of the other option would read features that are 0, and promise next to no cost."""
@@ -240,7 +252,7 @@ def _laws(folder: Traversable, where: str, given: Any) -> dict[Kind, Law]:
     for kind in KINDS:
         one = _guarded(folder, f"{where}.", lambda k=kind: given[k])
         law = _guarded(folder, f"{where}.{kind}.", lambda one=one: law_from_dict(one))
-        if not isinstance(law, _LAWS[kind]):
+        if not isinstance(law, LAWS[kind]):
             raise ModelError(
                 f"{folder / CARD}: field {where}.{kind}.law is {one['law']!r}, should be {kind}_roofline or linear"
             )
@@ -330,7 +342,15 @@ def _geometry(value: Any) -> Geometry:
     return read
 
 
+def _name(value: Any) -> str:
+    """Of a family, which nobody loads by it."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"is {value!r}, should be a name")
+    return value
+
+
 _PROVENANCE: Mapping[str, Callable[[Any], Any]] = {
+    "family": _name,
     "hardware": _fields,
     "geometry": _geometry,
     "link": _fields,
@@ -346,13 +366,11 @@ _PROVENANCE: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _provenance(folder: Traversable, values: Mapping[str, Any]) -> Provenance:
-    if values["family"] not in FAMILIES:
-        raise ValueError(f"family is {values['family']!r}, should be one of {', '.join(FAMILIES)}")
     fields = {}
     for name, read in _PROVENANCE.items():
         given = values[name]
         fields[name] = _guarded(folder, f"{name}.", lambda read=read, given=given: read(given))
-    return Provenance(family=values["family"], **fields)
+    return Provenance(**fields)
 
 
 def _residuals(folder: Traversable, values: Mapping[str, Any]) -> tuple[dict[Kind, Forest], list[str]]:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol
 
-from kvpolicy.code_digest import digest_of
+from kvpolicy.code_digest import digest_of, label_of
 from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Measured, Online
 from kvpolicy.events import Cost, Decision, Option, Preemption
@@ -106,7 +106,7 @@ class Policy(ABC, Generic[S]):
     @property
     def label(self) -> str:
         """In reports and traces: the name, and for a class from outside this package the digest's beginning."""
-        return self.name if type(self).__module__.partition(".")[0] == "kvpolicy" else labelled(self)
+        return label_of(self)
 
     def initial_state(self) -> S:
         return NoState()  # type: ignore[return-value]  # right where S is left open; who chooses S writes this method
@@ -152,15 +152,6 @@ class LearningPolicy(Policy[S]):
     def resume(self, learned: Online) -> S:
         """The state to begin with where that was kept."""
         return self.initial_state()
-
-
-DIGEST_SHOWN = 12
-"""Characters of a digest in a label."""
-
-
-def labelled(policy: Policy) -> str:
-    """The name with the digest's beginning, whatever its class."""
-    return f"{policy.name}@{policy.digest[:DIGEST_SHOWN]}"
 
 
 CERTAIN = {(i, count): tuple(float(i == j) for j in range(count)) for count in (1, 2) for i in range(count)}

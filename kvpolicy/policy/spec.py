@@ -7,10 +7,11 @@ from math import inf
 from pathlib import Path
 
 from kvpolicy import cost, extensions
+from kvpolicy.code_digest import labelled
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
-from kvpolicy.policy.base import DIGEST_SHOWN, Policy
+from kvpolicy.policy.base import Policy
 from kvpolicy.policy.cheapest import Always, Cheapest, CheapestOnline, Coin, MinWaste, Threshold
 from kvpolicy.policy.explore import Budget, Explore, ExploreOnline
 from kvpolicy.policy.objective import ENGINE, Objective
@@ -120,7 +121,7 @@ def _priced(spec: str, model: str, loader: Callable[[str], CostModel], allow_pyt
         return spec, loader(model)
     found = cost.load_cost_model(model, allow_python)
     extensions.refuse_unnamed(found, "cost model")
-    return spec.replace(model, f"{found.name}@{found.digest[:DIGEST_SHOWN]}", 1), found
+    return spec.replace(model, labelled(found), 1), found
 
 
 def checked(policy: Policy) -> Policy:

@@ -19,7 +19,8 @@ from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, Features
 from kvpolicy.training.coverage import coverage
 from kvpolicy.training.extrapolation import beyond, carried, growing, inner_coverage, unsteady
-from kvpolicy.training.laws import fit_analytic, fit_linear, fit_others_shares, fit_victim_delays, victim_delay_misses
+from kvpolicy.training.family import Costs, Family, laws_of
+from kvpolicy.training.laws import fit_others_shares, fit_victim_delays, victim_delay_misses
 from kvpolicy.training.residual_fit import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 
 FOLDS = 5
@@ -39,15 +40,15 @@ class Fit:
     """See :func:`kvpolicy.training.extrapolation.inner_coverage`."""
 
 
-def fit(family: str, states: Sequence[State], dataset: Dataset, provenance: Provenance, seed: int) -> Fit:
+def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: Provenance, seed: int) -> Fit:
     """Fit on all ``states``; intervals from folds, in which each state is predicted by a fit without it."""
     folds = _folds(states, seed)
     floor_s = noise_floors(states)
     trees: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     notes = []
-    if family == "boosted" and len(states) < FEWEST_STATES:
+    if family.trees and len(states) < FEWEST_STATES:
         notes.append(f"{len(states)} training states are under {FEWEST_STATES}: physics alone, no residual was learned")
-    elif family == "boosted":
+    elif family.trees:
         pairs = [(_laws(family, seen, dataset, floor_s), seen, unseen) for seen, unseen in folds]
         for kind in KINDS:
             trees[kind] = choose_tree_count([_fold(kind, *pair, floor_s[kind]) for pair in pairs], seed)
@@ -122,11 +123,8 @@ def _folds(states: Sequence[State], seed: int) -> list[tuple[list[State], list[S
     return [([s for s, h in numbered if h != one], [s for s, h in numbered if h == one]) for one in range(hands)]
 
 
-def _laws(family: str, states: Sequence[State], dataset: Dataset, floor_s: dict[Kind, float]) -> dict[Kind, Law]:
-    examples = examples_of(states)
-    if family == "linear":
-        return fit_linear(examples, floor_s)
-    return fit_analytic(examples, dataset.moves_of(states), floor_s, dataset.budget_tokens)
+def _laws(family: Family, states: Sequence[State], dataset: Dataset, floor_s: dict[Kind, float]) -> dict[Kind, Law]:
+    return laws_of(family, Costs(examples_of(states), floor_s, dataset.moves_of(states), dataset.budget_tokens))
 
 
 def _fold(kind: Kind, laws: Mapping[Kind, Law], seen: list[State], unseen: list[State], floor_s: float) -> Fold:
@@ -137,7 +135,7 @@ def _fold(kind: Kind, laws: Mapping[Kind, Law], seen: list[State], unseen: list[
 
 
 def _fit_once(
-    family: str,
+    family: Family,
     states: Sequence[State],
     dataset: Dataset,
     provenance: Provenance,

@@ -38,7 +38,7 @@ LEAST_GAIN = 0.05
 
 
 def fit_analytic(
-    examples: Examples, moves: Sequence[Move], floor_s: dict[Kind, float], budget_tokens: float = inf
+    examples: Examples, moves: Sequence[Move], floor_s: Mapping[Kind, float], budget_tokens: float = inf
 ) -> dict[Kind, Law]:
     """Both rooflines. ``moves`` calibrate the copies' own durations where there are enough of them.
 
@@ -204,7 +204,7 @@ LINEAR_INPUTS: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def fit_linear(examples: Examples, floor_s: dict[Kind, float]) -> dict[Kind, Law]:
+def fit_linear(examples: Examples, floor_s: Mapping[Kind, float]) -> dict[Kind, Law]:
     """One law per option."""
     return {kind: _fit(examples[kind], LINEAR_INPUTS[kind], floor_s[kind]) for kind in KINDS}
 

@@ -46,7 +46,7 @@ from kvpolicy.features import features_of
 from kvpolicy.regression.conformal import CONFIDENCE, Room
 from kvpolicy.trace import TraceError
 from kvpolicy.training.coverage import share_held
-from kvpolicy.training.laws import fit_analytic, fit_linear
+from kvpolicy.training.family import Costs, Family, family_of, laws_of
 from kvpolicy.training.residual_fit import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 from kvpolicy.training.transfer import scaled_by
 
@@ -132,7 +132,7 @@ class LoggedFit:
     notes: tuple[str, ...]
 
 
-def fit_logged(family: str, training: Records, provenance: Provenance, seed: int) -> LoggedFit:
+def fit_logged(family: Family, training: Records, provenance: Provenance, seed: int) -> LoggedFit:
     """Fit to all of ``training``; intervals from folds, in which each request is predicted by a fit without it.
 
     Raises TraceError, naming the option, for one with fewer than 30 records.
@@ -227,21 +227,19 @@ def _examples(records: Sequence[Record]) -> dict[Kind, tuple[Example, ...]]:
     return {kind: copied([record for record in records if record.kind == kind]) for kind in KINDS}
 
 
-def _laws(family: str, examples: Mapping[Kind, tuple[Example, ...]], training: Records) -> dict[Kind, Law]:
-    if family == "linear":
-        return fit_linear(examples, training.floor_s)
-    return fit_analytic(examples, (), training.floor_s, training.budget_tokens)
+def _laws(family: Family, examples: Mapping[Kind, tuple[Example, ...]], training: Records) -> dict[Kind, Law]:
+    return laws_of(family, Costs(examples, training.floor_s, budget_tokens=training.budget_tokens))
 
 
 def _tree_counts(
-    family: str,
+    family: Family,
     training: Records,
     folds: Sequence[tuple[list[Record], list[Record]]],
     seed: int,
     notes: list[str],
 ) -> dict[Kind, int]:
     trees: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    if family != "boosted":
+    if not family.trees:
         return trees
     seen_and_unseen = [(_examples(seen), _examples(unseen)) for seen, unseen in folds]
     laws = [_laws(family, seen, training) for seen, _ in seen_and_unseen]
@@ -264,7 +262,7 @@ def _tree_counts(
 
 
 def _fit_once(
-    family: str,
+    family: Family,
     training: Records,
     records: Sequence[Record],
     provenance: Provenance,
@@ -372,6 +370,11 @@ def _holds(model: FittedModel, record: Record, missed: float) -> bool:
     return -below <= missed <= above
 
 
+def as_told(report: Any) -> dict[str, Any]:
+    """A report as plain values: without the model itself, which its digest stands for."""
+    return {name: value for name, value in asdict(replace(report, model=None)).items() if name != "model"}
+
+
 HANDS = 4
 """Requests are dealt to so many; one of them is held out."""
 
@@ -380,7 +383,9 @@ HANDS = 4
 class LogTrainReport:
     """What was trained from logs, and how far it can be trusted."""
 
+    model: FittedModel
     out: str
+    """Its folder; empty where it was not stored."""
     family: str
     digest: str
     records: Mapping[Kind, int]
@@ -400,11 +405,11 @@ class LogTrainReport:
     """Whether a model was in the folder before."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return as_told(self)
 
     def text(self) -> str:
         lines = [
-            f"cost model {self.out} ({self.family}), from logs, digest {self.digest[:12]}",
+            f"cost model {self.out or 'in memory'} ({self.family}), from logs, digest {self.digest[:12]}",
             *(["replaces the cost model that was there"] if self.replaced else []),
             f"records: {', '.join(f'{kind} {count}' for kind, count in self.records.items())} trained on, "
             f"{self.held_out_records} of other requests held out",
@@ -438,14 +443,16 @@ class LogTrainReport:
 
 
 def train_logged(
-    folders: Sequence[Path | str], out: Path | str, family: str, seed: int, mixed_hardware: bool
+    folders: Sequence[Path | str], out: Path | str | None, family: str | Family, seed: int, mixed_hardware: bool
 ) -> LogTrainReport:
-    """Fit a cost model to production logs and write it to folder ``out``. One request in four is held out.
+    """Fit a cost model to production logs and write it to folder ``out``, if one is given. One request in four is held
+    out.
 
     Raises TraceError as :func:`kvpolicy.datasets.logs.read_records`, and naming the option that has too few records;
     FileExistsError where ``out`` holds something that is no cost model.
     """
-    replaced = store.holds_model(Path(out))
+    family = family_of(family)
+    replaced = out is not None and store.holds_model(Path(out))
     records = read_records(folders, mixed_hardware)
     hand = dealt_requests(records.records, HANDS, random.Random(f"held out {seed}"))
     seen = tuple(record for record in records.records if hand[record.request])
@@ -460,11 +467,12 @@ def train_logged(
     )
     scores = held_out_scores(fitted.model, held)
     made = replace(fitted.model.provenance, held_out=scores, notes=notes)
-    store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))
+    model = store.round_trip(replace(fitted.model, provenance=made), fitted.forests, out)
     return LogTrainReport(
-        out=str(out),
-        family=family,
-        digest=store.load(Path(out)).digest,
+        model=model,
+        out="" if out is None else str(out),
+        family=family.label,
+        digest=model.digest,
         records={kind: len(training.under(kind)) for kind in KINDS},
         held_out_records=len(held),
         held_out=scores,
@@ -478,11 +486,11 @@ def train_logged(
     )
 
 
-def _provenance(family: str, records: Records, seen: Sequence[Record]) -> Provenance:
+def _provenance(family: Family, records: Records, seen: Sequence[Record]) -> Provenance:
     """``state_ids`` are the requests that were learned from: an estimate must not be made on them again."""
     header = records.any_header
     return Provenance(
-        family=family,
+        family=family.label,
         hardware=dict(header.hardware),
         geometry=records.geometry,
         link=dict(header.link),

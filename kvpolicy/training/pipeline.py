@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpolicy.cost import load, store
 from kvpolicy.cost.analytic import implausible
-from kvpolicy.cost.model import FAMILIES, FittedModel, Provenance
+from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.datasets.examples import dealt, drawn, examples_of
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins
@@ -24,9 +24,10 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import fingerprint
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
+from kvpolicy.training.family import Family, family_of
 from kvpolicy.training.fit import Fit, fit, held_out_scores
 from kvpolicy.training.laws import untold_loads
-from kvpolicy.training.logs import LogTrainReport, train_logged
+from kvpolicy.training.logs import LogTrainReport, as_told, train_logged
 from kvpolicy.training.transfer import (
     ErrorByCount,
     carry,
@@ -53,7 +54,9 @@ EVALUABLE_STATES = 20
 class TrainReport:
     """What was trained, and how far it can be trusted."""
 
+    model: FittedModel
     out: str
+    """Its folder; empty where it was not stored."""
     family: str
     digest: str
     training_states: int
@@ -80,11 +83,11 @@ class TrainReport:
     """Whether a model was in the folder before."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return as_told(self)
 
     def text(self) -> str:
         lines = [
-            f"cost model {self.out} ({self.family}), digest {self.digest[:12]}",
+            f"cost model {self.out or 'in memory'} ({self.family}), digest {self.digest[:12]}",
             *(["replaces the cost model that was there"] if self.replaced else []),
             f"states: {self.training_states} trained on, {self.held_out_states} held out",
             "",
@@ -165,13 +168,14 @@ def _span(one: Mapping[str, Any]) -> str:
 
 def train(
     traces: Sequence[Path | str],
-    out: Path | str,
-    family: str = "boosted",
+    out: Path | str | None = None,
+    family: str | Family = "boosted",
     force: bool = False,
     seed: int = 0,
     mixed_hardware: bool = False,
 ) -> TrainReport | LogTrainReport:
-    """Fit a cost model to the states that ``traces`` measured under both options and write it to folder ``out``.
+    """Fit a cost model to the states that ``traces`` measured under both options; it is the report's ``model``, and is
+    written to folder ``out`` where one is given. ``family``: :func:`kvpolicy.training.family.family_of`.
 
     Of production logs, in which each situation was met with one option, each option is learned from its own records
     (:mod:`kvpolicy.training.logs`).
@@ -184,11 +188,10 @@ def train(
     unless ``force``; FileExistsError where ``out`` holds
     something that is no cost model.
     """
-    if family not in FAMILIES:
-        raise WrongValue("family", f"is {family!r}, should be one of {', '.join(FAMILIES)}")
+    family = family_of(family)
     if seed < 0:
         raise WrongValue("seed", f"is {seed}, should be 0 or above")
-    replaced = store.holds_model(Path(out))
+    replaced = out is not None and store.holds_model(Path(out))
     if traces and holds_logs(traces):
         return train_logged(traces, out, family, seed, mixed_hardware)
     dataset = measured(traces, mixed_hardware)
@@ -202,7 +205,7 @@ def train(
     parts = split(dataset.states, seed)
     training, held = (drawn(part, MOST_STATES, random.Random(f"drawn {seed}")) for part in parts)
     dataset = replace(dataset, moves=dataset.moves_of(training))
-    fitted = fit(family, training, dataset, provenance_of(family, dataset, training, variation), seed)
+    fitted = fit(family, training, dataset, provenance_of(family.label, dataset, training, variation), seed)
     told = (
         *_draw_notes(parts, (training, held)),
         *_data_notes(dataset, training, fitted.model),
@@ -211,9 +214,9 @@ def train(
     fitted = replace(fitted, notes=(*fitted.notes, *told))
     scores = held_out_scores(fitted.model, held) | {"beyond": dict(fitted.inner_coverage)}
     made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
-    store.save(replace(fitted.model, provenance=made), fitted.forests, Path(out))
-    report = _report(store.load(Path(out)), fitted, dataset, (training, held), variation)
-    return replace(report, replaced=replaced)
+    model = store.round_trip(replace(fitted.model, provenance=made), fitted.forests, out)
+    report = _report(model, fitted, dataset, (training, held), variation)
+    return replace(report, out="" if out is None else str(out), replaced=replaced)
 
 
 def _draw_notes(parts: tuple[list[State], list[State]], taken: tuple[list[State], list[State]]) -> list[str]:
@@ -290,7 +293,7 @@ def _variation(dataset: Dataset, force: bool) -> float | None:
 
 
 def provenance_of(family: str, dataset: Dataset, training: Sequence[State], variation: float | None) -> Provenance:
-    """What a model fitted to the ``training`` states of ``dataset`` was measured on."""
+    """What a model of that ``family`` (its label), fitted to the ``training`` states of ``dataset`` was measured on."""
     header = dataset.any_header
     return Provenance(
         family=family,
@@ -313,7 +316,8 @@ def _report(
     outside, extrapolated = natural_outside(model, dataset.natural)
     below = {kind: sum(state.typical_s[kind] < model.floor_s[kind] for state in training) for kind in KINDS}
     return TrainReport(
-        out=model.name,
+        model=model,
+        out="",
         family=model.provenance.family,
         digest=model.digest,
         training_states=len(training),
@@ -354,7 +358,9 @@ def natural_outside(model: FittedModel, natural: Sequence[Preemption]) -> tuple[
 class CalibrateReport:
     """A model carried to another machine, link or LLM, and what a few measurements were worth there."""
 
+    model: FittedModel
     out: str
+    """Its folder; empty where it was not stored."""
     source: str
     digest: str
     states: int
@@ -364,11 +370,12 @@ class CalibrateReport:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return as_told(self)
 
     def text(self) -> str:
         lines = [
-            f"cost model {self.out}, digest {self.digest[:12]}: {self.source} carried here by {self.states} states"
+            f"cost model {self.out or 'in memory'}, digest {self.digest[:12]}: "
+            f"{self.source} carried here by {self.states} states"
         ]
         if self.errors:
             lines += [
@@ -385,12 +392,13 @@ class CalibrateReport:
 def calibrate(
     cost_model: Path | str,
     traces: Sequence[Path | str],
-    out: Path | str,
+    out: Path | str | None = None,
     states: int | None = None,
     seed: int = 0,
     force: bool = False,
 ) -> CalibrateReport:
-    """Carry a cost model to where ``traces`` were measured and write it to folder ``out``.
+    """Carry a cost model to where ``traces`` were measured; it is the report's ``model``, and is written to folder
+    ``out`` where one is given.
 
     ``cost_model``: a folder, the name of one that ships, or ``analytic:DEVICE[@LINK]:CONFIG``, the untrained one.
     ``states``: how many of the traces' states to use, spread over their lengths; all that are not held out without it.
@@ -422,8 +430,7 @@ def calibrate(
     taken = unknown_beforehand(model.laws["recompute"], model.provenance, carried.model.provenance)
     notes = (*carried.model.provenance.notes, *taken, *_law_notes(dataset, used, carried.model))
     made = replace(carried.model.provenance, held_out=scores, notes=notes)
-    store.save(replace(carried.model, provenance=made), carried.forests, Path(out))
+    found = store.round_trip(replace(carried.model, provenance=made), carried.forests, out)
     errors = error_by_count((0, *doubling(len(training))), training, held, predictor, seed) if held else ()
-    return CalibrateReport(
-        str(out), str(cost_model), store.load(out).digest, len(used), len(held), errors, notes
-    )  # fmt: skip
+    place_of = "" if out is None else str(out)
+    return CalibrateReport(found, place_of, str(cost_model), found.digest, len(used), len(held), errors, notes)

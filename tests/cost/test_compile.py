@@ -23,9 +23,10 @@ from kvpolicy.cost.compile import MOST_WORDS, arrays
 from kvpolicy.cost.forest import Forest, Nodes
 from kvpolicy.cost.intervals import PREDICTED, Intervals
 from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
-from kvpolicy.cost.model import FAMILIES, FittedModel
+from kvpolicy.cost.model import FittedModel
 from kvpolicy.events import KINDS, Cost, Preemption
 from kvpolicy.features import FEATURES
+from kvpolicy.training.family import FAMILIES
 from tests.synthetic import fitted_model, options_for, situation
 
 pytest.importorskip("numba")

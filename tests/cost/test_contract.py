@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from kvpolicy.cost.forest import Forest
 from kvpolicy.cost.laws import LinearLaw
-from kvpolicy.cost.model import FAMILIES, FittedModel
+from kvpolicy.cost.model import FittedModel
 from kvpolicy.events import KINDS, Cost, Option, Preemption
 from kvpolicy.features import features_of
+from kvpolicy.training.family import FAMILIES
 from tests.synthetic import CostLaw, fitted_model, options_for, situation, true_cost_s
 
 situations = st.builds(

@@ -20,6 +20,7 @@ from kvpolicy.cost.laws import RecomputeRoofline
 from kvpolicy.cost.model import FittedModel
 from kvpolicy.datasets.profiles import measured
 from kvpolicy.training import provenance_of, split, train
+from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit
 from tests.synthetic import GEOMETRY, HARDWARE, NATIVE, CostLaw, make_trace, options_for, situation
 
@@ -59,7 +60,7 @@ def test_folder_holds_text_only(trained: Path) -> None:
 def test_what_is_read_predicts_what_was_fitted(trained: Path) -> None:
     data = measured([trained.parent / "trace"])
     training, _ = split(data.states, 0)
-    fitted = fit("boosted", training, data, provenance_of("boosted", data, training, 0.03), 0).model
+    fitted = fit(FAMILIES["boosted"], training, data, provenance_of("boosted", data, training, 0.03), 0).model
     read = cost.load(trained)
     for tokens in (20, 100, 900, 5000):
         one = situation(tokens)
@@ -187,7 +188,7 @@ def _set(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("step_time", value={"per_part_s": [1.0]}), r"step_time.*per_part_s holds 1 numbers, should hold 6"),
         (_set("step_time", value={"per_part_s": [0.0] * 6, "fixed_s": -1}), r"step_time.*fixed_s holds -1"),
         (_set("geometry", value={"layers": 3}), r"model geometry: field hidden is missing"),
-        (_set("family", value="oracle"), r"family is 'oracle'"),
+        (_set("family", value=7), r"family.* is 7, should be a name"),
         (_set("trees", "swap", "file", value="../../etc/passwd"), r"trees.swap.file"),
         (_set("trees", "swap", "inputs", value=["colour"]), r"trees.swap.inputs.*colour"),
     ],

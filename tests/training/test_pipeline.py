@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvpolicy import cost, trace
-from kvpolicy.cost.model import FAMILIES
 from kvpolicy.datasets.profiles import dataset_of, measured
 from kvpolicy.trace import TraceError
 from kvpolicy.training import TrainReport, split, train
+from kvpolicy.training.family import FAMILIES
 from tests.synthetic import CostLaw, Plan, changed, make_trace, without
 from tests.synthetic_steps import DECODE_S, FIXED_S, TOKEN_S, with_steps
 
@@ -285,7 +285,7 @@ def test_two_traces_of_one_machine_make_one_model(tmp_path: Path) -> None:
 
 
 def test_unknown_family_and_missing_trace_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="family is 'forest', should be one of boosted, linear, analytic"):
+    with pytest.raises(ValueError, match="family is 'forest', should be one of boosted, linear, analytic or python:"):
         train([tmp_path], tmp_path / "model", family="forest")
     with pytest.raises(TraceError, match="no such folder"):
         train([tmp_path / "nowhere"], tmp_path / "model")

@@ -1,0 +1,35 @@
+"""A family of one's own: seconds per token by the median state, which shrugs at states that went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+
+from kvpolicy.cost.laws import Law, LinearLaw
+from kvpolicy.events import KINDS, Kind
+from kvpolicy.training.family import Costs, Family
+
+LENGTH = {"recompute": "recomputed_tokens", "swap": "save_bytes"}
+
+
+class PerToken(Family):
+    def __init__(self, name: str = "per-token", trees: str = "no", factor: str = "1") -> None:
+        self.name, self.trees, self.factor = name, trees == "yes", float(factor)
+
+    def fit_laws(self, costs: Costs) -> Mapping[Kind, Law]:
+        laws: dict[Kind, Law] = {}
+        for kind in KINDS:
+            name = LENGTH[kind]
+            slopes = [max(one.engine_s, 0.0) / getattr(one.x, name) for one in costs.examples[kind]]
+            laws[kind] = LinearLaw(costs.floor_s[kind], {name: self.factor * median(slopes)})
+        return laws
+
+
+class Nothing(PerToken):
+    def fit_laws(self, costs: Costs) -> Mapping[Kind, Law]:
+        return {"recompute": LinearLaw(1.0, {})}
+
+
+class Endless(PerToken):
+    def fit_laws(self, costs: Costs) -> Mapping[Kind, Law]:
+        return dict.fromkeys(KINDS, LinearLaw(float("inf"), {}))
