@@ -144,8 +144,8 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
                 "model": plugin.get("model", job["model"]),
                 "plugin": {k: v for k, v in plugin.items() if k != "model"},
             }
-            # 0.24 puts its offloading worker in the place of ours, and that one divides by the tensors it lacks here.
-            tensorless = vllm.__version__.startswith("0.24") and "kv_offloading_size" in plugin
+            # Up to 0.25 its offloading worker takes the place of ours, and divides by the tensors that it lacks here.
+            tensorless = vllm.__version__.startswith(("0.24", "0.25")) and "kv_offloading_size" in plugin
             worker_first = "kv_transfer_config" in plugin and not tensorless
             if only_configure:
                 EngineArgs(model=job["model"], skip_tokenizer_init=True, **plugin).create_engine_config()
