@@ -24,8 +24,7 @@ from rich.progress import track
 from rich.table import Table
 from scipy.stats import binomtest
 
-from kvpolicy.evaluation.bounds import INTERVALS
-from kvpolicy.evaluation.estimators import ESTIMATORS
+from kvpolicy.evaluation.estimation import INTERVALS, Estimation
 from kvpolicy.evaluation.offpolicy import judge
 
 COVERAGE, ERROR = 0.93, 0.02
@@ -85,7 +84,8 @@ def one_seed(seed: int, records: int, unknown: float) -> list[Any]:
     log, targets = make(records, np.random.default_rng(seed), Scenario(unknown=unknown))
     found: list[Any] = []
     for interval in INTERVALS:
-        report = judge(log, targets, seed, tuple(ESTIMATORS), interval, MOST_S if interval == "bernstein" else None)
+        limit_s = MOST_S if interval == "bernstein" else None
+        report = judge(log, targets, seed, Estimation(interval=interval, limit_s=limit_s))
         for one in report.policies:
             if one.refused and interval == INTERVALS[0]:
                 found.append((one.policy, "", interval, 0.0, 0.0, 0.0))

@@ -36,6 +36,7 @@ from rich.table import Table
 from kvpolicy import cost, policy
 from kvpolicy.cost import CostModel, FittedModel
 from kvpolicy.cost.intervals import unbounded
+from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.logged import Floats, Log, log_of
 from kvpolicy.evaluation.offpolicy import Estimate, Judgement, judge
 from kvpolicy.events import KINDS, Decision, Option, Preemption
@@ -169,7 +170,7 @@ def compared(
         run, trace = served(workload, way.spec, seed, way.model)
         log = log_of({way.name: trace})
         targets = {name: log.targets(policy.load(name)) for name in FIXED}
-        report = judge(log, targets, seed, ESTIMATORS)
+        report = judge(log, targets, seed, Estimation(ESTIMATORS))
         for one in report.policies:
             same = None
             if one.estimates:

@@ -44,6 +44,7 @@ from rich.table import Table
 
 from kvpolicy import policy
 from kvpolicy.datasets.logs import attributed
+from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.logged import Log, log_of
 from kvpolicy.evaluation.offpolicy import Estimate, judge
 from kvpolicy.trace import Trace, read
@@ -160,7 +161,7 @@ def compared(folder: Path, exploring: str, seed: int) -> list[dict[str, Any]]:
     parts = [Part(**values) for values in json.loads((folder / "parts.json").read_text())]
     whole = attributed(_without_costs(read(folder / "trace")))
     log, _ = _part_of(whole, parts, exploring)
-    report = judge(log, {name: log.targets(policy.load(name)) for name in FIXED}, seed, ESTIMATORS)
+    report = judge(log, {name: log.targets(policy.load(name)) for name in FIXED}, seed, Estimation(ESTIMATORS))
     rng = np.random.default_rng(seed)
     explored = {
         "preemptions": len(log),

@@ -29,11 +29,12 @@ from rich.table import Table
 from scipy.optimize import nnls
 
 import kvpolicy
+from kvpolicy.hardware.engine_time import EngineTime
 from kvpolicy.policy import load as load_policy
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator import Server
 from kvpolicy.simulator.builtin import Builtin
-from kvpolicy.simulator.hardware.table_times import Engine, HardwareModel, TableTimes
+from kvpolicy.simulator.hardware.table_times import HardwareModel, TableTimes
 from kvpolicy.simulator.requests_csv import MeasuredRun, measured_run
 from kvpolicy.simulator.sinks import MemorySink
 
@@ -152,7 +153,7 @@ def calibrated(
 
     def times_of(numbers: Floats) -> TableTimes:
         step_s, chunk_step_s, uneven = numbers.tolist()
-        return TableTimes(replace(model, engine=Engine(step_s, chunk_step_s, uneven, source)))
+        return TableTimes(replace(model, engine=EngineTime(step_s, chunk_step_s, uneven, source)))
 
     def missed(numbers: Floats) -> Floats:
         found = replayed(run, times_of(numbers), server)

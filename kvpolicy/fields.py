@@ -39,6 +39,11 @@ class Rule:
     """In words, after "should be"."""
     holds: Callable[[Any], bool]
 
+    def refuse(self, name: str, value: Any) -> None:
+        """Raises :class:`WrongValue` for a value that it does not hold for."""
+        if not self.holds(value):
+            raise WrongValue(name, f"is {_shown(value)}, should be {self.should}")
+
 
 COUNT = Rule("1 or more", lambda value: value >= 1)
 AMOUNT = Rule("0 or above", lambda value: 0 <= value < inf)
@@ -86,9 +91,8 @@ def settle(config: Any) -> None:
         if given is None and is_optional(hint):
             continue
         value = _typed(one.name, given, kind_of(hint))
-        rule = one.metadata["rule"]
-        if rule is not None and not rule.holds(value):
-            raise WrongValue(one.name, f"is {_shown(given)}, should be {rule.should}")
+        if one.metadata["rule"] is not None:
+            one.metadata["rule"].refuse(one.name, value)
         object.__setattr__(config, one.name, value)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpolicy.errors import InputError
+from kvpolicy.fields import WrongValue
 
 BLOCK_SIZE = "block-size"
 EVICTED_TOKENS = "evicted-tokens"
@@ -47,5 +48,5 @@ def named(wanted: Sequence[str]) -> tuple[str, ...]:
     """The figures to measure, in their order here; ``all`` is every one that can be. Raises ValueError for others."""
     for one in wanted:
         if one not in (*FIGURES, "all"):
-            raise InputError(f"--figure is {one}, should be {', '.join(FIGURES)} or all")
+            raise WrongValue("figure", f"is {one}, should be {', '.join(FIGURES)} or all")
     return tuple(figure for figure in FIGURES if "all" in wanted or figure in wanted)

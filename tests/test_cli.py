@@ -15,14 +15,12 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.cost import ModelWarning
+from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.settings import Measurement
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = sorted(path.parent.parent for path in ROOT.glob("traces/*/*/header.json"))
-
-
-REPLAY: dict[str, Any] = {"estimators": [], "interval": "bootstrap", "cluster": "overflow", "limit_s": None}
 
 
 class Report:
@@ -88,7 +86,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (
             "evaluate",
             ["--trace", "a", "--policy", "p", "--policy", "q", "--objective", "victim"],
-            {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0, "objective": "victim", **REPLAY},
+            {"traces": [Path("a")], "policies": ["p", "q"], "seed": 0, "objective": "victim", "how": Estimation()},
         ),
         (
             "evaluate",
@@ -98,10 +96,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
                 "policies": ["p"],
                 "seed": 0,
                 "objective": "engine",
-                "estimators": ["dr"],
-                "interval": "bernstein",
-                "cluster": "overflow",
-                "limit_s": 2.0,
+                "how": Estimation(("dr",), "bernstein", limit_s=2.0),
             },
         ),
         ("demo", ["--out", "d", "--quick", "--seed", "5"], {"out": Path("d"), "quick": True, "seed": 5}),
@@ -190,7 +185,7 @@ def test_without_vllm_train_and_evaluate_work(tmp_path: Path) -> None:
 def test_a_models_warning_is_one_plain_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def evaluate(**_: Any) -> Report:
+    def evaluate(*_: Any) -> Report:
         warnings.warn("cost model m was measured elsewhere", ModelWarning, stacklevel=2)
         return Report()
 
@@ -200,7 +195,7 @@ def test_a_models_warning_is_one_plain_line(
 
 
 def test_other_warnings_are_shown_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def evaluate(**_: Any) -> Report:
+    def evaluate(*_: Any) -> Report:
         warnings.warn("something else", UserWarning, stacklevel=2)
         return Report()
 
@@ -211,4 +206,4 @@ def test_other_warnings_are_shown_as_ever(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_negative_seed_is_a_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     told = refusal(capsys, "evaluate", "--trace", "a", "--policy", "always-swap", "--seed", "-1")
-    assert told == "kvpolicy: error: seed is -1, should be 0 or above\n"
+    assert told == "kvpolicy: error: --seed is -1, should be 0 or above\n"

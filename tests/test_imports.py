@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("errors", "version", "lazy_names", "arrays"),
-    ("events", "fields", "overflow", "shape", "regression", "extensions", "code_digest"),
+    ("fields",),
+    ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
     ("features", "hardware", "trace", "workload"),
     ("attribution",),
     ("cost", "datasets"),

@@ -71,14 +71,14 @@ def _spread(group: Any, instance: Any) -> Iterator[Parameter]:
     """A parameter per field. ``instance``: whose values are the defaults; the fields' own without one."""
     hints = get_type_hints(group)
     for one in options_of(group):
-        default = one.default if instance is Parameter.empty else getattr(instance, one.name)
+        default: Any = one.default if instance is Parameter.empty else getattr(instance, one.name)
         flag = one.metadata["flag"] or f"--{'no-' if one.default is True else ''}{one.name.replace('_', '-')}"
         told = typer.Option(flag, help=one.metadata["help"], metavar=one.metadata["metavar"])
         kind = kind_of(hints[one.name])
         if hasattr(kind, "parse"):
             kind = str
         elif get_origin(kind) is tuple:
-            kind = list[get_args(kind)[0]]  # type: ignore[misc]
+            kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
         kind = kind | None if is_optional(hints[one.name]) else kind
         yield _parameter(one.name, Annotated[kind, told], _turned(one, default))
 

@@ -13,13 +13,14 @@ import typer
 import kvpolicy
 from kvpolicy import integrations
 from kvpolicy.cli.flags import command, show
+from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.explaining import Question
 from kvpolicy.fields import WrongValue
+from kvpolicy.hardware.engine_time import EngineTime
 from kvpolicy.policy import HELP
 from kvpolicy.policy.objective import FORM
 from kvpolicy.settings import SEED, Measurement, ServerSettings
 
-ESTIMATORS = "dm, ips, snips, dr, cross-fitted-dr, switch-dr or dros"
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Seed = Annotated[int, typer.Option(help=SEED)]
@@ -66,17 +67,7 @@ def evaluate(
     trace: Annotated[list[Path], typer.Option(help="Folder of a trace; may be given several times.")],
     policy: Annotated[list[str], typer.Option(help=f"{HELP}. May be given several times.")],
     objective: Annotated[str, typer.Option(help=f"What policies are judged by, in seconds: {FORM}.")] = "engine",
-    estimator: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Of a log: {ESTIMATORS}. May be given several times; all of them without it."),
-    ] = None,
-    interval: Annotated[str, typer.Option(help="Of a log: bootstrap, bernstein or sequence.")] = "bootstrap",
-    cluster: Annotated[
-        str, typer.Option(help="Of a log, what varies together: the preemptions of an overflow, or of a request.")
-    ] = "overflow",
-    limit_s: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="For the interval bernstein: what no cost exceeds.")
-    ] = None,
+    how: Estimation = Estimation(),
     seed: Seed = 0,
 ) -> Any:
     """Judge policies on a trace.
@@ -84,16 +75,7 @@ def evaluate(
     On a profile: accuracy and regret against the oracle that knows both options. On a production log: off-policy
     estimates with intervals, or why there can be none.
     """
-    return kvpolicy.evaluate(
-        traces=trace,
-        policies=policy,
-        seed=seed,
-        objective=objective,
-        estimators=estimator or [],
-        interval=interval,
-        cluster=cluster,
-        limit_s=limit_s,
-    )
+    return kvpolicy.evaluate(trace, policy, seed, objective, how)
 
 
 def explain(
@@ -158,26 +140,10 @@ def import_profile(
     link: Annotated[
         str | None, typer.Option(help="Host link, by name (pcie4, pcie5, ...) or BYTES_PER_S[,LATENCY_S].")
     ] = None,
-    step_s: Annotated[float, typer.Option(help="The engine's own time per step, s: no table holds it.")] = 0.0,
-    chunk_step_s: Annotated[float, typer.Option(help="More of it per step that computes part of a prompt, s.")] = 0.0,
-    uneven: Annotated[
-        float, typer.Option(help="Share by which attention of uneven contexts takes longer than of even ones.")
-    ] = 0.0,
-    engine_source: Annotated[str, typer.Option(help="Where those three were measured.")] = "",
+    engine: EngineTime = EngineTime(),
 ) -> Any:
     """Make the simulator's hardware model from published tables of operator times."""
-    return kvpolicy.import_profile(
-        tables=tables,
-        out=out,
-        geometry=geometry,
-        ranks=ranks,
-        device=device,
-        link=link,
-        step_s=step_s,
-        chunk_step_s=chunk_step_s,
-        uneven=uneven,
-        engine_source=engine_source,
-    )
+    return kvpolicy.import_profile(tables, out, geometry, ranks, device, link, engine)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,7 +1,24 @@
-"""Judging policies offline."""
+"""Judging policies offline. Loaded on first use: the command line takes its options without the estimators."""
 
-from kvpolicy.evaluation.choosing import evaluate
-from kvpolicy.evaluation.offpolicy import OffPolicyReport
-from kvpolicy.evaluation.replay import EvaluationReport
+from __future__ import annotations
 
-__all__ = ["EvaluationReport", "OffPolicyReport", "evaluate"]
+from typing import TYPE_CHECKING
+
+from kvpolicy.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from kvpolicy.evaluation.choosing import evaluate
+    from kvpolicy.evaluation.estimation import Estimation
+    from kvpolicy.evaluation.offpolicy import OffPolicyReport
+    from kvpolicy.evaluation.replay import EvaluationReport
+
+__all__ = ["Estimation", "EvaluationReport", "OffPolicyReport", "evaluate"]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Estimation": "kvpolicy.evaluation.estimation",
+        "EvaluationReport": "kvpolicy.evaluation.replay",
+        "OffPolicyReport": "kvpolicy.evaluation.offpolicy",
+        "evaluate": "kvpolicy.evaluation.choosing",
+    },
+)

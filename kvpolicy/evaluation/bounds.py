@@ -26,8 +26,6 @@ Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
 
-INTERVALS = ("bootstrap", "bernstein", "sequence")
-
 ERROR = 0.05
 """1 - confidence."""
 RESAMPLES = 2000

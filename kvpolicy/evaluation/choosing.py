@@ -8,8 +8,10 @@ from pathlib import Path
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.errors import InputError
 from kvpolicy.evaluation import offpolicy, replay
+from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
+from kvpolicy.fields import WrongValue
 from kvpolicy.policy import Policy
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -19,22 +21,19 @@ def evaluate(
     policies: Sequence[str | Policy],
     seed: int = 0,
     objective: Objective | str = ENGINE,
-    estimators: Sequence[str] = (),
-    interval: str = "bootstrap",
-    cluster: str = "overflow",
-    limit_s: float | None = None,
+    how: Estimation = Estimation(),
 ) -> EvaluationReport | OffPolicyReport:
     """Judge ``policies``, each by its name or itself, on ``traces``.
 
     Profiles are replayed (:func:`kvpolicy.evaluation.replay.evaluate`); logs of production or of a simulation give
-    off-policy estimates (:func:`kvpolicy.evaluation.offpolicy.estimate`), which alone know ``estimators``,
-    ``interval``, ``cluster`` and ``limit_s``. Raises TraceError for both kinds together, and as these two do.
+    off-policy estimates (:func:`kvpolicy.evaluation.offpolicy.estimate`), which alone know ``how``.
+    Raises TraceError for both kinds together, and as these two do.
     """
     if seed < 0:
-        raise InputError(f"seed is {seed}, should be 0 or above")
+        raise WrongValue("seed", f"is {seed}, should be 0 or above")
     if traces and holds_logs(traces):
-        return offpolicy.estimate(traces, policies, seed, objective, estimators, interval, cluster, limit_s)
-    if estimators or (interval, cluster, limit_s) != ("bootstrap", "overflow", None):
+        return offpolicy.estimate(traces, policies, seed, objective, how)
+    if how != Estimation():
         raise InputError(
             "a profile measured both options and is replayed; estimator, interval, cluster and limit are for logs"
         )

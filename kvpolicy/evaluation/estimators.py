@@ -10,13 +10,14 @@ records of a have a known cost, it is t(a) / (p s) on those and 0 on the others 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpolicy.evaluation import estimation
 from kvpolicy.evaluation.bounds import Terms, spread_of_mean
 
 Floats = NDArray[np.float64]
@@ -154,15 +155,9 @@ def dros(one: Records) -> Tuned:
     return _least_mse(one, [*(times * mean_square for times in LAMBDAS), inf], shrunk_weights)
 
 
-ESTIMATORS: dict[str, Callable[[Records], Tuned]] = {
-    "dm": dm,
-    "ips": ips,
-    "snips": snips,
-    "dr": dr,
-    "cross-fitted-dr": cross_fitted_dr,
-    "switch-dr": switch_dr,
-    "dros": dros,
-}
+ESTIMATORS: Mapping[str, Callable[[Records], Tuned]] = dict(
+    zip(estimation.ESTIMATORS, (dm, ips, snips, dr, cross_fitted_dr, switch_dr, dros), strict=True)
+)
 
 
 def _least_mse(one: Records, tried: Sequence[float], changed: Callable[[Floats, float], Floats]) -> Tuned:

@@ -29,8 +29,10 @@ from numpy.typing import NDArray
 from kvpolicy import trace as traces
 from kvpolicy.datasets.logs import attributed
 from kvpolicy.datasets.validation import COUNTS, refuse_doubled
-from kvpolicy.errors import InputError, KVPolicyError
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.evaluation import estimation
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Option, Preemption
+from kvpolicy.fields import one_of
 from kvpolicy.policy import Policy, probabilities_of
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import Header, Trace, TraceError
@@ -40,7 +42,7 @@ Flags = NDArray[np.bool_]
 Whole = NDArray[np.int64]
 
 
-CLUSTERS: Mapping[str, str] = {"overflow": "overflow_id", "request": "request"}
+CLUSTERS: Mapping[str, str] = dict(zip(estimation.CLUSTERS, ("overflow_id", "request"), strict=True))
 """Records that are resampled together, and the column that tells them."""
 SUM_ERROR = 1e-6
 """Probabilities may miss a sum of 1 by that much."""
@@ -136,8 +138,7 @@ def logged(folders: Sequence[Path | str], objective: Objective = ENGINE, cluster
 
 def log_of(given: Mapping[str, Trace], objective: Objective = ENGINE, cluster: str = "overflow") -> Log:
     """As :func:`logged`, of traces in memory; their names stand in error messages."""
-    if cluster not in CLUSTERS:
-        raise InputError(f"cluster is {cluster!r}, should be one of {', '.join(CLUSTERS)}")
+    one_of(*CLUSTERS).refuse("cluster", cluster)
     counts: Counter[str] = Counter()
     headers: dict[str, Header] = {}
     parts = []

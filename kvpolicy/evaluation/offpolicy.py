@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpolicy.errors import InputError
 from kvpolicy.evaluation import bounds
-from kvpolicy.evaluation.bounds import INTERVALS, Resampled, Terms
+from kvpolicy.evaluation.bounds import Resampled, Terms
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, log_refusals, support, told_by_action
 from kvpolicy.evaluation.direct import Design, Predicted, folds_of
+from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, Tuned, importance_weights
 from kvpolicy.evaluation.logged import Log, logged
 from kvpolicy.events import KINDS
-from kvpolicy.fields import parsed
+from kvpolicy.fields import WrongValue, parsed
 from kvpolicy.policy import Policy, PolicyState, load_policies
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -149,38 +149,31 @@ def estimate(
     policies: Sequence[str | Policy],
     seed: int = 0,
     objective: Objective | str = ENGINE,
-    estimators: Sequence[str] = (),
-    interval: str = "bootstrap",
-    cluster: str = "overflow",
-    limit_s: float | None = None,
+    how: Estimation = Estimation(),
 ) -> OffPolicyReport:
     """Estimate what ``policies``, each by its name or itself, would have cost in the states of production logs.
 
-    ``estimators``: of :data:`kvpolicy.evaluation.estimators.ESTIMATORS`, all without any; ``cluster``: what is drawn
-    together, all preemptions of a scheduling step or all of a request; ``limit_s``: for the empirical Bernstein bound,
-    what no cost exceeds to either side. Raises TraceError as :func:`kvpolicy.evaluation.logged.logged`, ModelError for
+    Raises TraceError as :func:`kvpolicy.evaluation.logged.logged`, ModelError for
     a model that is not for these engines, ValueError for a wrong name.
     """
-    _check(seed, estimators, interval, limit_s)
+    if seed < 0:
+        raise WrongValue("seed", f"is {seed}, should be 0 or above")
     judging = parsed("objective", objective, Objective)
     loaded = load_policies(policies)
     seen = frozenset().union(*(one.cost_model.state_ids for one in loaded if one.cost_model is not None))
-    log = logged(traces, judging, cluster).without(seen, "records that a policy's model was trained on")
+    log = logged(traces, judging, how.cluster).without(seen, "records that a policy's model was trained on")
     for policy in loaded:
         _check_fit(policy, log)
     targets = {policy.label: log.targets(policy) for policy in loaded}
-    return judge(log, targets, seed, tuple(estimators) or tuple(ESTIMATORS), interval, limit_s, cluster, judging.text,
-                 tuple(one.label for one in loaded if not _stays(one)))  # fmt: skip
+    learning = tuple(one.name for one in loaded if not _stays(one))
+    return judge(log, targets, seed, how, judging.text, learning)
 
 
 def judge(
     log: Log,
     targets: Mapping[str, Floats],
     seed: int,
-    estimators: Sequence[str] = tuple(ESTIMATORS),
-    interval: str = "bootstrap",
-    limit_s: float | None = None,
-    cluster: str = "overflow",
+    how: Estimation = Estimation(),
     objective: str = ENGINE.text,
     learning: tuple[str, ...] = (),
 ) -> OffPolicyReport:
@@ -188,7 +181,7 @@ def judge(
     rng = np.random.default_rng(seed)
     drawn = Resampled.of(log.cluster, rng)
     design = Design.of(log.x, log.action, log.known, len(KINDS), folds_of(log.cluster, rng))
-    predicted = _predicted(design, log, limit_s)
+    predicted = _predicted(design, log, how.limit_s)
     calibrated = calibration(log.probability, log.action)
     told = log_refusals(calibrated, int(log.cluster.max()) + 1, log.known)
     as_logged = _records(log, log.probability, design, predicted, drawn)
@@ -197,15 +190,17 @@ def judge(
         records = _records(log, target, design, predicted, drawn)
         supported = support(target, log.probability, records.weight, log.known_share, drawn)
         refused = (*told, *supported.refused)
-        made = () if refused else tuple(_estimate(one, records, log, drawn, interval, limit_s) for one in estimators)
+        made = (
+            () if refused else tuple(_estimate(one, records, log, drawn, how) for one in how.estimators or ESTIMATORS)
+        )
         found.append(Judgement(name, supported, made, refused))
     return OffPolicyReport(
         n=len(log),
         clusters=int(log.cluster.max()) + 1,
-        cluster=cluster,
-        interval=interval,
+        cluster=how.cluster,
+        interval=how.interval,
         objective=objective,
-        logged=None if told else _estimate("ips", as_logged, log, drawn, interval, limit_s),
+        logged=None if told else _estimate("ips", as_logged, log, drawn, how),
         refused=told,
         policies=tuple(found),
         calibration=calibrated,
@@ -213,23 +208,6 @@ def judge(
         counts=log.counts,
         learning=learning,
     )
-
-
-def _check(seed: int, estimators: Sequence[str], interval: str, limit_s: float | None) -> None:
-    for name in estimators:
-        if estimators.count(name) > 1:
-            raise InputError(f"estimator {name}: given twice")
-    if seed < 0:
-        raise InputError(f"seed is {seed}, should be 0 or above")
-    for name in estimators:
-        if name not in ESTIMATORS:
-            raise InputError(f"estimator is {name!r}, should be one of {', '.join(ESTIMATORS)}")
-    if interval not in INTERVALS:
-        raise InputError(f"interval is {interval!r}, should be one of {', '.join(INTERVALS)}")
-    if (limit_s is not None) != (interval == "bernstein"):
-        raise InputError("the interval bernstein, and no other, needs a limit in seconds that no cost exceeds")
-    if limit_s is not None and not 0 < limit_s < np.inf:
-        raise InputError(f"limit_s is {limit_s:g}, should be above 0")
 
 
 def _records(log: Log, target: Floats, design: Design, predicted: Predicted, drawn: Resampled) -> Records:
@@ -253,11 +231,9 @@ def _predicted(design: Design, log: Log, limit_s: float | None) -> Predicted:
     return Predicted(np.clip(found.in_sample, -limit_s, limit_s), np.clip(found.cross_fitted, -limit_s, limit_s))
 
 
-def _estimate(
-    name: str, records: Records, log: Log, drawn: Resampled, interval: str, limit_s: float | None
-) -> Estimate:
+def _estimate(name: str, records: Records, log: Log, drawn: Resampled, how: Estimation) -> Estimate:
     made = ESTIMATORS[name](records)
-    low, high = _interval(name, made, records, log, drawn, interval, limit_s)
+    low, high = _interval(name, made, records, log, drawn, how)
     squares = float((records.weight**2).sum())
     return Estimate(
         estimator=name,
@@ -272,17 +248,18 @@ def _estimate(
 
 
 def _interval(
-    name: str, made: Tuned, records: Records, log: Log, drawn: Resampled, interval: str, limit_s: float | None
+    name: str, made: Tuned, records: Records, log: Log, drawn: Resampled, how: Estimation
 ) -> tuple[float, float] | tuple[None, None]:
     terms: Terms = made.terms
-    if interval == "bootstrap":
+    limit_s = how.limit_s
+    if how.interval == "bootstrap":
         return bounds.bootstrap(terms, drawn)
-    if interval == "sequence":
+    if how.interval == "sequence":
         return bounds.sequence(terms, log.cluster)
     if name not in BOUNDED or limit_s is None:
         return None, None
     if np.nanmax(np.abs(log.cost_s)) > limit_s:
-        raise InputError(f"limit_s is {limit_s:g}, a cost of {np.nanmax(np.abs(log.cost_s)):g} s exceeds it")
+        raise WrongValue("limit_s", f"is {limit_s:g}, a cost of {np.nanmax(np.abs(log.cost_s)):g} s exceeds it")
     heaviest = heaviest_weight(records.target, records.probability, log.known_share)
     reach = limit_s * (heaviest if name == "ips" else 1.0 + 2.0 * heaviest)
     return bounds.bernstein(terms, log.cluster, (-reach, reach))

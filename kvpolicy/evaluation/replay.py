@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_option_always_wins
 from kvpolicy.datasets.quality import Floor
-from kvpolicy.errors import InputError, KVPolicyError
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.fields import parsed
+from kvpolicy.fields import WrongValue, parsed
 from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load_policies, probabilities_of
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import TraceError
@@ -141,7 +141,7 @@ def evaluate(
     TraceError where fewer than 20 are left, ModelError for a model that is not for these traces' engines.
     """
     if seed < 0:
-        raise InputError(f"seed is {seed}, should be 0 or above")
+        raise WrongValue("seed", f"is {seed}, should be 0 or above")
     judging = parsed("objective", objective, Objective)
     loaded = load_policies(policies)
     dataset = measured(traces)

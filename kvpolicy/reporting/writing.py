@@ -12,6 +12,7 @@ import numpy as np
 
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
+from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import PAPER, findings, missing
@@ -70,11 +71,9 @@ def report(
     page = _page()
     out = Path(out)
     if out.suffix.lower() not in (".html", ".htm"):
-        raise InputError(f"--out is {out}, should end in .html")
+        raise WrongValue("out", f"is {out}, should end in .html")
     if not out.parent.is_dir():
-        raise InputError(f"--out is {out}: there is no folder {out.parent}")
-    if seed < 0:
-        raise InputError(f"seed is {seed}, should be 0 or above")
+        raise WrongValue("out", f"is {out}: there is no folder {out.parent}")
     groups = tuple(_group(name, some, cost_model, seed) for name, some in _grouped(traces).items())
     if figures is not None:
         Path(figures).mkdir(parents=True, exist_ok=True)

@@ -18,9 +18,9 @@ from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins
 from kvpolicy.datasets.quality import Floor
 from kvpolicy.datasets.tables import Situations
-from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES
+from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import fingerprint
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
@@ -190,7 +190,7 @@ def train(
     """
     family = family_of(family)
     if seed < 0:
-        raise InputError(f"seed is {seed}, should be 0 or above")
+        raise WrongValue("seed", f"is {seed}, should be 0 or above")
     replaced = out is not None and store.holds_model(Path(out))
     if traces and holds_logs(traces):
         return train_logged(traces, out, family, seed, mixed_hardware)
@@ -413,7 +413,7 @@ def calibrate(
     tellable = len(dataset.states) >= FEWEST_TO_TELL
     training, held = split(dataset.states, seed) if tellable else (list(dataset.states), [])
     if states is not None and not 1 <= states <= len(training):
-        raise InputError(f"states is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")
+        raise WrongValue("states", f"is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")
 
     def place(some: Sequence[State]) -> Provenance:
         here = provenance_of(model.provenance.family, dataset, some, variation)

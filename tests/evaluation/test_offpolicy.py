@@ -16,6 +16,7 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.evaluation import OffPolicyReport, evaluate
+from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS
 from kvpolicy.evaluation.logged import Log, log_of, logged
 from kvpolicy.evaluation.offpolicy import Estimate, estimate, heaviest_weight, judge
@@ -104,7 +105,7 @@ def test_the_command_prints_and_writes(folder: Path, tmp_path: Path, capsys: pyt
 
 def test_bernstein_wants_a_limit_and_holds_it(folder: Path) -> None:
     def spans(limit_s: float | None) -> dict[str, tuple[float | None, float | None]]:
-        found = estimate([folder], ["always-swap"], interval="bernstein", limit_s=limit_s)
+        found = estimate([folder], ["always-swap"], how=Estimation(interval="bernstein", limit_s=limit_s))
         return {one.estimator: (one.low_s, one.high_s) for one in found.policies[0].estimates}
 
     told = spans(5.0)
@@ -242,7 +243,7 @@ def test_clusters_are_overflows_or_requests(log: Trace) -> None:
         "overflow": len({row["overflow_id"] for row in some}),
         "request": len({row["request"] for row in some}),
     }
-    with pytest.raises(ValueError, match="cluster is 'step', should be one of overflow, request"):
+    with pytest.raises(ValueError, match="cluster is 'step', should be overflow or request"):
         log_of({"log": log}, cluster="step")
 
 
@@ -251,7 +252,7 @@ def test_profiles_and_logs_are_not_judged_together(folder: Path, tmp_path: Path)
     with pytest.raises(TraceError, match="take one kind at a time"):
         evaluate([folder, tmp_path / "profile"], ["always-swap"])
     with pytest.raises(ValueError, match="a profile measured both options and is replayed"):
-        evaluate([tmp_path / "profile"], ["always-swap"], estimators=["dr"])
+        evaluate([tmp_path / "profile"], ["always-swap"], how=Estimation(("dr",)))
 
 
 def test_logs_given_twice_or_empty_are_refused(folder: Path, log: Trace) -> None:
@@ -264,18 +265,19 @@ def test_logs_given_twice_or_empty_are_refused(folder: Path, log: Trace) -> None
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"estimators": ["mips"]}, "estimator is 'mips', should be one of dm, ips"),
-        ({"estimators": ["dr", "dr"]}, "estimator dr: given twice"),
+        ({"estimators": ["mips"]}, "estimators is 'mips', should be one of dm, ips"),
+        ({"estimators": ["dr", "dr"]}, "estimators has dr twice"),
         ({"interval": "normal"}, "interval is 'normal', should be one of"),
         ({"policies": ["always-swap", "always-swap"]}, "policy always-swap: given twice"),
         ({"policies": []}, "no policy was given"),
         ({"limit_s": 2.0}, "needs a limit"),
-        ({"interval": "bernstein", "limit_s": -1.0}, "limit_s is -1, should be above 0"),
+        ({"interval": "bernstein", "limit_s": -1.0}, r"limit_s is -1\.0, should be a number above 0"),
     ],
 )
 def test_wrong_words_are_named(folder: Path, wrong: dict[str, Any], message: str) -> None:
+    policies = wrong.get("policies", ["always-swap"])
     with pytest.raises(ValueError, match=message):
-        evaluate(**({"traces": [folder], "policies": ["always-swap"]} | wrong))
+        evaluate([folder], policies, how=Estimation(**{key: wrong[key] for key in wrong if key != "policies"}))
 
 
 def test_costs_are_attributed_where_a_log_has_none() -> None:
@@ -322,7 +324,8 @@ def test_bernstein_is_as_wide_where_the_dearest_weight_was_not_drawn() -> None:
     rare[at] = [0.98, 0.02] if swap == 1 else [0.02, 0.98]
 
     def width(some: Log) -> float:
-        (found,) = judge(some, {"swap": some.targets(load("always-swap"))}, 0, ("ips",), "bernstein", 5.0).policies
+        how = Estimation(("ips",), "bernstein", limit_s=5.0)
+        (found,) = judge(some, {"swap": some.targets(load("always-swap"))}, 0, how).policies
         (one,) = found.estimates
         assert one.low_s is not None and one.high_s is not None
         return one.high_s - one.low_s
@@ -335,7 +338,7 @@ def test_what_tuning_may_have_left_out_widens_the_interval_to_both_sides(monkeyp
     target = {"always-swap": log.targets(load("always-swap"))}
 
     def switch() -> Estimate:
-        return judge(log, target, 2, ("switch-dr",)).policies[0].estimates[0]
+        return judge(log, target, 2, Estimation(("switch-dr",))).policies[0].estimates[0]
 
     plain, as_it_is = switch(), ESTIMATORS["switch-dr"]
     monkeypatch.setitem(ESTIMATORS, "switch-dr", lambda records: replace(as_it_is(records), bias_s=0.25))

@@ -100,8 +100,8 @@ def with_cores(name: str, rows: Sequence[dict[str, Any]]) -> pa.Table:
 def test_what_is_named_after_a_level() -> None:
     assert overflow.figure_and_level(overflow.state_id("memory", 30)) == ("memory", 30)
     assert overflow.figure_and_level("b32-003") is None and overflow.figure_and_level("memory/much") is None
-    assert overflow.named(["all"]) == overflow.FIGURES
-    with pytest.raises(ValueError, match="--figure is heat, should be block-size, evicted-tokens, "):
+    assert overflow.named(["all"]) == overflow.MEASURED
+    with pytest.raises(ValueError, match=r"^figure is heat, should be block-size, evicted-tokens, "):
         overflow.named(["heat"])
 
 
@@ -218,7 +218,7 @@ def test_figures_are_written_as_svg_and_png(written: Path) -> None:
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no trace was given"):
         report([], tmp_path / "a.html")
-    with pytest.raises(ValueError, match=r"--out is .*a.txt, should end in .html"):
+    with pytest.raises(ValueError, match=r"^out is .*a.txt, should end in .html"):
         report([tmp_path], tmp_path / "a.txt")
     with pytest.raises(TraceError, match="no such folder"):
         report([tmp_path / "nothing"], tmp_path / "a.html")

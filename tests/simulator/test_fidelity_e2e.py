@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import kvpolicy
+from kvpolicy.hardware.engine_time import EngineTime
 from kvpolicy.policy import load as load_policy
 from kvpolicy.simulator.builtin import Builtin
-from kvpolicy.simulator.hardware.table_times import Engine, TableTimes
+from kvpolicy.simulator.hardware.table_times import TableTimes
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.workload import Request, Workload
 from tests.simulator import tables
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NAME = "GPU_llm"
 SETTINGS = {"tensor_parallel_size": 1, "data_parallel_size": 1, "max_num_seqs": 6, "max_num_batched_tokens": 256}
 REQUESTS = 30
-TRUTH = Engine(2e-4, 1e-3, 0.1, "made up")
+TRUTH = EngineTime(2e-4, 1e-3, 0.1, "made up")
 
 
 @pytest.fixture

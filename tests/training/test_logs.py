@@ -17,6 +17,7 @@ from kvpolicy.cost.intervals import conformal_room
 from kvpolicy.datasets.examples import Example
 from kvpolicy.datasets.logs import Record, holds_logs, records_of
 from kvpolicy.evaluation import OffPolicyReport, evaluate
+from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.trace import Trace, TraceError
@@ -92,7 +93,7 @@ def test_held_out_requests_are_held_out_whole(folder: Path, trained: LogTrainRep
 
 
 def test_what_was_learned_from_is_not_judged_on(folder: Path, trained: LogTrainReport) -> None:
-    found = evaluate([folder], [f"cheapest:{trained.out}"], estimators=["dr"])
+    found = evaluate([folder], [f"cheapest:{trained.out}"], how=Estimation(("dr",)))
     assert isinstance(found, OffPolicyReport)
     assert found.n == trained.held_out_records
     assert found.counts["left out: records that a policy's model was trained on"] == sum(trained.records.values())

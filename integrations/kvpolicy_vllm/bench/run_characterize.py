@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import trace as traces
-from kvpolicy.errors import InputError
+from kvpolicy.fields import WrongValue
 from kvpolicy.overflow import SERVED
 from kvpolicy.settings import Measurement
 from kvpolicy.trace import Header
@@ -223,7 +223,7 @@ def served_job(rig: Rig, reach: Reach, step: Step, folder: Path, learned: str) -
 def _refuse_short(rig: Rig, what: str, wanted: int, longest: int) -> None:
     has = model_length(rig.llm)
     if has < wanted:
-        raise InputError(f"--llm holds {has} tokens, {what} needs {wanted} for sequences of {longest}")
+        raise WrongValue("llm", f"holds {has} tokens, {what} needs {wanted} for sequences of {longest}")
 
 
 def _told(out: Path, figures: tuple[str, ...]) -> Measured:

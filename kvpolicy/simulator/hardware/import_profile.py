@@ -10,14 +10,17 @@ from pathlib import Path
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.cost.laws import Channel
 from kvpolicy.errors import InputError
+from kvpolicy.fields import WrongValue, parsed
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.engine_time import EngineTime
+from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.hardware.sheets import DeviceSheet, devices, known_sheet, link_sheet, links
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator.hardware import grids, operators
 from kvpolicy.simulator.hardware.grids import Attention
 from kvpolicy.simulator.hardware.operator_tables import Opened, TableError, opened, with_operator
 from kvpolicy.simulator.hardware.operators import Products, Told
-from kvpolicy.simulator.hardware.table_times import Engine, HardwareModel
+from kvpolicy.simulator.hardware.table_times import HardwareModel
 
 SHAPELESS = "llmservingsim"
 """Layouts whose operators are named, but not how wide they are or for how many heads."""
@@ -59,25 +62,20 @@ def import_profile(
     geometry: Path | ModelShape,
     ranks: int = 1,
     device: str | None = None,
-    link: str | None = None,
-    step_s: float = 0.0,
-    chunk_step_s: float = 0.0,
-    uneven: float = 0.0,
-    engine_source: str = "",
+    link: SimulatedLink | str | None = None,
+    engine: EngineTime = EngineTime(),
 ) -> Imported:
     """Make the hardware model of one LLM on one device from tables of measured operator times.
 
     ``geometry``: a config.json, the folder of one, or a shape. ``ranks``: tensor parallel; tables have to be of one
     rank's share, and communication is not counted. ``device``: its name, where the tables do not tell it or
     leave out what its data sheet can tell. ``link``: by name, or BYTES_PER_S[,LATENCY_S]; the device's usual one
-    without it. ``step_s``, ``chunk_step_s``, ``uneven``: what no table holds, as
-    :class:`~kvpolicy.simulator.hardware.table_times.Engine`, and ``engine_source``: where they are from. Raises
-    ValueError for what is missing, and for a mixture of experts.
+    without it. ``engine``: what no table holds. Raises ValueError for what is missing, and for a mixture of
+    experts.
     """
     shape = geometry if isinstance(geometry, ModelShape) else ModelShape.read(geometry)
     if shape.expert_weight_bytes:
         raise InputError(f"{geometry}: a mixture of experts: no table in a known layout holds experts' times")
-    engine = _engine(step_s, chunk_step_s, uneven, engine_source)
     if link or device:  # what can be told to be wrong without the tables is, before they are read
         _copies(link, known_sheet(device))
     _refuse_other_ranks(tables, ranks)
@@ -110,18 +108,7 @@ def _refuse_other_ranks(tables: Sequence[Path], ranks: int) -> None:
     for file in tables:
         told = [int(number) for part in file.parts[-2:] for number in TENSOR_PARALLEL.findall(part)]
         if told and told[-1] != ranks:
-            raise TableError(f"{file}: its name says tp{told[-1]}, --ranks is {ranks}: both should be the same")
-
-
-def _engine(step_s: float, chunk_step_s: float, uneven: float, source: str) -> Engine:
-    for name, value in (("step_s", step_s), ("chunk_step_s", chunk_step_s), ("uneven", uneven)):
-        if not 0 <= value < float("inf"):
-            raise InputError(f"{name} is {value}, should be 0 or above")
-    if not (step_s or chunk_step_s or uneven):
-        return Engine()
-    if not source:
-        raise InputError("engine_source is missing: where the engine's own time was measured")
-    return Engine(step_s, chunk_step_s, uneven, source)
+            raise TableError(f"{file}: its name says tp{told[-1]}, ranks is {ranks}: both should be the same")
 
 
 def _notes(files: Sequence[Opened], made: tuple[Told, Told, Attention], ranks: int) -> tuple[str, ...]:
@@ -167,10 +154,8 @@ def _tokens(
             "or AIConfigurator's gemm"
         )
     if sheet is None:
-        raise InputError(
-            f"--device: matrix products alone need a device with a data sheet, for operators by element; there are "
-            f"{', '.join(devices())}"
-        )
+        needs = f"operators by element need its data sheet; there are {', '.join(devices())}"
+        raise WrongValue("device", f"is missing: {needs}")
     return operators.of_products(products, geometry, sheet)
 
 
@@ -198,23 +183,16 @@ def _attention(files: Sequence[Opened], geometry: Geometry) -> Attention:
     return grids.of_phases(prefill, decode, geometry)
 
 
-def _copies(link: str | None, sheet: DeviceSheet | None) -> tuple[Channel, str]:
+def _copies(link: SimulatedLink | str | None, sheet: DeviceSheet | None) -> tuple[Channel, str]:
     name = link or (sheet.link if sheet else None)
     if name is None:
-        raise InputError(
-            f"--link: the device has no data sheet; name its link ({', '.join(links())}) "
-            "or give BYTES_PER_S[,LATENCY_S]"
-        )
+        known = f"name its link ({', '.join(links())}) or give BYTES_PER_S[,LATENCY_S]"
+        raise WrongValue("link", f"is missing, and the device has no data sheet: {known}")
     segment = ASSUMED.segment_s.value
-    if name.casefold() not in links() and name[:1].isdigit():
-        rate, _, latency = name.partition(",")
-        try:
-            bytes_per_s, latency_s = float(rate), float(latency or 0.0)
-        except ValueError as error:
-            raise InputError(f"--link {name}: should be BYTES_PER_S[,LATENCY_S], as 25e9,1e-5") from error
-        if not (0 < bytes_per_s < float("inf") and 0 <= latency_s < float("inf")):
-            raise InputError(f"--link {name}: bytes per second should be above 0, latency 0 or above")
-        return Channel(latency_s, 1 / bytes_per_s, segment), f"as given: {name}; {segment:g} s per piece assumed"
+    if isinstance(name, SimulatedLink) or (name.casefold() not in links() and name[:1].isdigit()):
+        given: SimulatedLink = parsed("link", name, SimulatedLink)
+        source = f"as given: {given.text}; {segment:g} s per piece assumed"
+        return Channel(given.latency_s, 1 / given.bytes_per_s, segment), source
     found = link_sheet(name)
     share, latency_s = ASSUMED.pinned_share.value, ASSUMED.copy_s.value
     source = (

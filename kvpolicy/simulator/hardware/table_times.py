@@ -17,6 +17,7 @@ from kvpolicy.cost.laws import Channel
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import Direction
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.engine_time import EngineTime
 from kvpolicy.simulator.base import Floats, StepLoad
 from kvpolicy.simulator.hardware.interpolation import TERMS, compiled
 
@@ -61,19 +62,6 @@ AXES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """What no table of operators holds."""
-
-    per_step_s: float = 0.0
-    per_chunk_step_s: float = 0.0
-    """More of it where the step computes part of a prompt."""
-    uneven: float = 0.0
-    """Share by which attention of decoding requests takes longer than with contexts as even as the tables' are: a
-    kernel ends with its longest."""
-    source: str = "assumed to be nothing"
-
-
-@dataclass(frozen=True, slots=True)
 class HardwareModel:
     """What a step of one model on one device takes, and what its copies take, in seconds."""
 
@@ -81,7 +69,7 @@ class HardwareModel:
     geometry: Mapping[str, Any]
     """Of one rank, as :class:`kvpolicy.hardware.Geometry`."""
     ranks: int
-    engine: Engine
+    engine: EngineTime
     tokens: Curve
     """All that works token by token, over all layers: projections, MLP, norms, embedding."""
     sequences: Curve
@@ -160,9 +148,9 @@ def _model(told: Mapping[str, Any]) -> HardwareModel:
     )
 
 
-def _engine(told: Mapping[str, Any]) -> Engine:
+def _engine(told: Mapping[str, Any]) -> EngineTime:
     per_step_s, per_chunk_step_s, uneven = _numbers("engine", [told[name] for name in ENGINE])
-    return Engine(per_step_s, per_chunk_step_s, uneven, str(told["source"]))
+    return EngineTime(per_step_s, per_chunk_step_s, uneven, str(told["source"]))
 
 
 ENGINE = ("per_step_s", "per_chunk_step_s", "uneven")
