@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
+from kvpolicy.policy import Policy
 from kvpolicy.study.config import Serving
+
+OF_OWN_POLICIES = ("module", "policy_digest", "given")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One simulation. Plain values only: it travels to other processes and into JSON."""
+    """One simulation. It travels to other processes and, but for a policy that is an object, into JSON."""
 
     workload: str
     policy: str
+    """Its label, see :class:`kvpolicy.study.contender.Contender`."""
     kv_blocks: int
     link: str
     """``native`` or ``BYTES_PER_S[,LATENCY_S]``."""
@@ -29,6 +33,12 @@ class Cell:
     part: int = 0
     parts: int = 1
     """The workload is cut into that many parts, of which this is number ``part``."""
+    module: str = ""
+    """What the policy is loaded by, where it is a module path."""
+    policy_digest: str = ""
+    """Of a policy that is an object."""
+    given: Policy | None = field(default=None, compare=False, repr=False)
+    """The object: its digest stands for it."""
 
     def __post_init__(self) -> None:
         if self.kv_blocks < 1:
@@ -37,11 +47,14 @@ class Cell:
             raise InputError(f"part {self.part} of {self.parts}: should be from 0 to {self.parts - 1}")
 
     def inputs(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain values; of how the policy is come by, what there is to say."""
+        told = asdict(replace(self, given=None))
+        return {name: value for name, value in told.items() if name not in OF_OWN_POLICIES or value}
 
     def words(self) -> str:
         """For a person: what tells it from its neighbours."""
-        seen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("serving", "part", "parts")}
+        left_out = ("serving", "part", "parts", *OF_OWN_POLICIES)
+        seen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         if self.parts > 1:
             seen["part"] = f"{self.part + 1}/{self.parts}"
         return ", ".join(f"{name} {value}" for name, value in seen.items())

@@ -7,7 +7,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware.link import NATIVE
+from kvpolicy.policy import Policy
 from kvpolicy.study.cache import Kept, Result, usual_folder
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
+from kvpolicy.study.contender import contenders, packed, unpacked
 from kvpolicy.study.machine import open_machine
 from kvpolicy.study.report import Failed, SweepReport
 from kvpolicy.study.run_cell import contents
@@ -28,7 +30,7 @@ from kvpolicy.version import __version__
 
 def simulate(
     workloads: Sequence[str],
-    policies: Sequence[str],
+    policies: Sequence[str | Policy],
     kv_blocks: Sequence[int],
     hardware: str,
     links: Sequence[str] = (NATIVE,),
@@ -38,17 +40,32 @@ def simulate(
     """Simulate every workload under every policy, memory and link, as often as ``run`` says.
 
     Workloads as :func:`kvpolicy.workload.open_workload` takes them, drawn by the seed where they draw at all;
-    ``requests:FILE`` replays a measured run. ``kv_blocks``: usable ones of the device. ``hardware``:
-    :data:`~kvpolicy.study.config.HARDWARE_FORMS`. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. What is kept
-    of an earlier call with the same inputs is taken up. Cells that fail are in the report, and the others are finished;
+    ``requests:FILE`` replays a measured run. ``policies``: each by its name or itself; an object has to be picklable
+    where other processes run its cells. ``kv_blocks``: usable ones of the device. ``hardware``:
+    :data:`~kvpolicy.study.config.HARDWARE_FORMS`. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. What is kept of an
+    earlier call with the same inputs is taken up. Cells that fail are in the report, and the others are finished;
     raises ValueError where none can even begin.
     """
     serving = serving.on(open_machine(hardware).device)
     if not workloads:
         raise WrongValue("workloads", "are none, should be one at least")
     cells = [
-        Cell(workload, policy, blocks, link, seed, hardware, run.engine, serving, part, run.parts)
-        for workload, blocks, link, policy in itertools.product(workloads, kv_blocks, links, policies)
+        Cell(
+            workload,
+            policy.label,
+            blocks,
+            link,
+            seed,
+            hardware,
+            run.engine,
+            serving,
+            part,
+            run.parts,
+            policy.module,
+            policy.digest,
+            policy.given,
+        )
+        for workload, blocks, link, policy in itertools.product(workloads, kv_blocks, links, contenders(policies))
         for seed in range(run.seeds)
         for part in range(run.parts)
     ]
@@ -84,13 +101,27 @@ class Task:
     cell: Cell
     digest: str
     out: Path | None
+    packed: bytes = b""
+    """The cell's policy, where that is an object."""
+
+    def to_travel(self) -> Task:
+        """The same for another process. Raises InputError for a policy that cannot go there."""
+        policy = self.cell.given
+        return self if policy is None else replace(self, cell=replace(self.cell, given=None), packed=packed(policy))
+
+    def arrived(self) -> Task:
+        """The same where it is worked on. Raises InputError for a policy whose class is not found there."""
+        if not self.packed:
+            return self
+        return replace(self, cell=replace(self.cell, given=unpacked(self.packed, self.cell.policy)))
 
 
 def work(task: Task) -> Result:
     """One cell, its trace put in place by rename once it is whole. Raises ValueError where what it names is not what
     it was when the grid began: its result would be kept for what was there before."""
+    task = task.arrived()
     if task.cell.digest(contents(task.cell)) != task.digest:
-        raise InputError("its workload, hardware or cost model changed while the grid ran; run it again")
+        raise InputError("its workload, hardware, policy or cost model changed while the grid ran; run it again")
     if task.out is None:
         return run_cell(task.cell)
     scratch = task.out.with_name(f".{task.out.name}.{os.getpid()}")
@@ -104,8 +135,10 @@ def work(task: Task) -> Result:
 def _run_all(tasks: Sequence[Task], run: Run) -> Iterator[tuple[int, Any]]:
     if not tasks:
         return iter(())
+    jobs = len(os.sched_getaffinity(0)) if run.jobs is None else run.jobs
+    if run.ray is not None or jobs:
+        tasks = [task.to_travel() for task in tasks]
     if run.ray is None:
-        jobs = len(os.sched_getaffinity(0)) if run.jobs is None else run.jobs
         return in_processes(work, tasks, jobs)
     try:
         on_ray = import_module("kvpolicy.study.on_ray")

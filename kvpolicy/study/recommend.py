@@ -18,8 +18,10 @@ from scipy.stats import t as student
 
 from kvpolicy.errors import InputError
 from kvpolicy.hardware.link import NATIVE
+from kvpolicy.policy import Policy
 from kvpolicy.study.cache import Result, workload_digest
 from kvpolicy.study.config import DEFAULT_HOST_GIB, JUDGED, Criterion, Run, Serving
+from kvpolicy.study.contender import contender_of
 from kvpolicy.study.grid import simulate
 from kvpolicy.study.machine import open_machine
 from kvpolicy.study.report import aligned, beyond_warning, figures, server_words, written
@@ -192,13 +194,15 @@ def recommend(
     workload: str,
     hardware: str,
     kv_blocks: int,
-    policies: Sequence[str] = (),
+    policies: Sequence[str | Policy] = (),
     link: str = NATIVE,
     serving: Serving = Serving(),
     run: Run = Run(parts=8),
     criterion: Criterion = Criterion(),
 ) -> Advice:
-    """Simulate ``workload`` under vLLM's own behaviour, the named policies and ``policies``, and say which to deploy.
+    """Simulate ``workload`` under vLLM's own behaviour, the usual policies and ``policies``, and say which to deploy.
+
+    ``policies``: each by its name or itself.
 
     Each of the parts of the workload is one pair of a comparison, and so it is anew under each seed where the seed
     draws the requests; where it does not, as of a recorded file, seeds are averaged. One pair tells nothing from
@@ -206,15 +210,16 @@ def recommend(
     """
     machine = open_machine(hardware)
     source = opened(seeded(workload, 0), workload_digest(workload))
-    tried = candidates(source, machine.own_model, serving.block_size, policies)
+    usual = candidates(source, machine.own_model, serving.block_size)
+    tried: dict[str, str | Policy] = {contender_of(one).label: one for one in (*usual, *policies)}
 
-    def results_of(policies: Sequence[str], run: Run) -> Sequence[Result]:
+    def results_of(policies: Sequence[str | Policy], run: Run) -> Sequence[Result]:
         report = simulate([workload], policies, [kv_blocks], hardware, [link], serving, run)
         if report.failed:
             raise InputError(f"{len(report.failed)} cells failed, the first: {report.failed[0].text()}")
         return report.results
 
-    results = results_of(tried, run)
+    results = results_of(list(tried.values()), run)
     runs = {policy: [one for one in results if one["inputs"]["policy"] == policy] for policy in tried}
     host_gib = serving.host_gib_of(machine.block_bytes(serving.block_size))
     found = advise(runs, criterion, host_gib, run.seeds == 1 or drawn(workload))
@@ -222,7 +227,7 @@ def recommend(
         found = replace(found, warnings=(*found.warnings, FEWER_USERS))
     if run.parts == 1:
         return found
-    whole = results_of([DEFAULT, found.best], replace(run, seeds=1, parts=1))
+    whole = results_of([DEFAULT, tried[found.best]], replace(run, seeds=1, parts=1))
     told, warning = uncut(whole, runs[DEFAULT], criterion.judge_by)
     return replace(found, whole=told, warnings=(*found.warnings, *([warning] if warning else [])))
 
@@ -263,7 +268,7 @@ def drawn(workload: str) -> bool:
     return any(one != other for one, other in pairs)
 
 
-def candidates(source: Source, own_model: str | None, block_size: int, more: Sequence[str] = ()) -> list[str]:
+def candidates(source: Source, own_model: str | None, block_size: int) -> list[str]:
     """The policies that are tried: the fixed ones, thresholds between short and long requests, and, where the
     hardware has a cost model of its own, those that ask it. Each once. Raises ValueError for an empty workload."""
     totals = sorted(request.total_tokens for request in source)
@@ -272,7 +277,7 @@ def candidates(source: Source, own_model: str | None, block_size: int, more: Seq
     lengths = (totals[int(share * (len(totals) - 1))] for share in SHARES)
     thresholds = (f"threshold:{max(1, round(tokens / block_size)) * block_size}" for tokens in lengths)
     asking = () if own_model is None else (f"minwaste:{own_model}", f"cheapest:{own_model}")
-    return list(dict.fromkeys((DEFAULT, "always-swap", *thresholds, *asking, *more)))
+    return list(dict.fromkeys((DEFAULT, "always-swap", *thresholds, *asking)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +325,8 @@ def advise(
     warnings.append(beyond_warning([one for some in runs.values() for one in some]))
     warnings += [f"not measured by anybody: {note}" for note in runs[best][0]["unmeasured"]]
     warnings += list(runs[best][0]["warnings"])
+    if told and "policy_digest" in given:
+        warnings.append(f"{best} was given as an object: a server takes it by name, as python:MODULE:FACTORY")
     return Advice(
         workload=given["workload"],
         hardware=given["hardware"],
@@ -331,7 +338,7 @@ def advise(
         best=best,
         deploy=deploy,
         reason=_reason(mine, compared, told, judge_by, least_gain),
-        config_line=_config_line(deploy, host_gib) if told else "",
+        config_line=_config_line(given, host_gib) if told else "",
         compared=compared,
         warnings=tuple(warning for warning in warnings if warning),
     )
@@ -381,6 +388,11 @@ def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: 
     return f"{said}; not told from it: {', '.join(ties)}" if ties else said
 
 
-def _config_line(policy: str, host_gib: float) -> str:
-    line = f"kvpolicy config --policy {shlex.quote(policy)}"
+def _config_line(given: Mapping[str, Any], host_gib: float) -> str:
+    """``given``: a result's inputs. Empty for a policy that is an object, which no command line can name."""
+    if "policy_digest" in given:
+        return ""
+    module = given.get("module", "")
+    line = f"kvpolicy config --policy {shlex.quote(module or given['policy'])}"
+    line += " --allow-python-policies" if module else ""
     return line if host_gib == DEFAULT_HOST_GIB else f"{line} --host-gib {host_gib:g}"

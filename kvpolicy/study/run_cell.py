@@ -215,6 +215,10 @@ def policy_of(cell: Cell) -> tuple[Policy, tuple[str, ...]]:
         machine = machine_of(cell)
         told = (SURVIVORS,) if cell.serving.prefix_caching else ()
         return Oracle(times_of(cell, machine), server_of(cell, machine)), told
+    if cell.given is not None:
+        return _fitting(cell.given, machine_of(cell), cell.link, cell.serving)
+    if cell.module:
+        return _fitting(policies.load_policy(cell.module), machine_of(cell), cell.link, cell.serving)
     return _loaded(cell.policy, model_digest(cell.policy), machine_of(cell), cell.link, cell.serving)
 
 
@@ -227,6 +231,11 @@ def model_digest(policy: str) -> str:
 @lru_cache(maxsize=KEEP_MODELS)
 def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
     """``digest``: of its cost model's folder, which tells it from what was there before."""
+    return _fitting(policy, machine, link, serving)
+
+
+def _fitting(policy: str | Policy, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
+    """The policy itself or the one of that name, and what its cost model warns of."""
     given = link_of(link)
     told_link = machine.link if given is None else given.to_dict()
     block_bytes = machine.block_bytes(serving.block_size)
@@ -243,7 +252,7 @@ def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serv
                 link=told_link,
             )
         )
-        loaded = policies.load(policy, loader)
+        loaded = policy if isinstance(policy, Policy) else policies.load(policy, loader)
         if loaded.cost_model is not None:
             loaded.cost_model.check_fit(
                 serving.block_size, block_bytes, machine.geometry, machine.hardware, told_link, token_budget
@@ -257,11 +266,12 @@ def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serv
 
 def contents(cell: Cell) -> dict[str, str]:
     """Digests of all that the cell names but does not hold. Raises ValueError for what cannot be found or loaded."""
-    model = policy_of(cell)[0].cost_model
+    policy, _ = policy_of(cell)
     source_of(cell)
     return {
         "program": program_digest(cell.engine),
         "hardware": machine_of(cell).digest,
-        "cost model": "" if model is None else model.digest,
+        "policy": policy.digest if cell.module else cell.policy_digest,
+        "cost model": "" if policy.cost_model is None else policy.cost_model.digest,
         "workload": workload_digest(cell.workload),
     }
