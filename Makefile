@@ -3,6 +3,8 @@
 # make test       the environment if need be, then every test
 # make check      ruff, mypy and the tests that start no engine
 # make fuzz       the properties, held against twenty times as many examples, new ones at every run
+# make soak       1,000 drawn schedules over the scheduler of every vLLM that is claimed, on all cores, half an hour to an
+#                 hour; taken up where it was. SOAK_FLAGS="--versions 0.30.0 --seeds 0:100", see tests/vllm/soak.py
 # make test-024   the engine tests on vLLM 0.24, in an environment of its own
 # make gpu-check gpu-swap gpu-profile gpu-overload
 #                 measurements on a GPU in pieces, each call under ten minutes and taken up again by the next;
@@ -14,13 +16,16 @@ OUT ?= out/demo
 STUDY ?= out/study
 STUDY_LINK ?= 1e8,7.5e-3
 PYTEST_FLAGS ?=
+SOAK_FLAGS ?=
+# Whose scheduler `make test` drives beside the installed one; some 45 MB each, fetched through pip.
+SOURCES ?= 0.30.0
 # Where flags choose some tests, one half may hold none of them: pytest says 5 then.
 NOTHING_FOUND = $(if $(PYTEST_FLAGS),|| test $$? -eq 5)
 # A machine with a GPU brings its own engine as often as not, and may have no network to make an environment from.
 GPU_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 GPU_FLAGS ?=
 
-.PHONY: demo characterize test test-engines test-offline check fuzz test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
+.PHONY: demo characterize test test-engines test-offline check fuzz soak sources test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .DELETE_ON_ERROR:
 
 demo: .venv/.made
@@ -40,7 +45,11 @@ characterize: .venv/.made
 test: .venv/.made
 	$(MAKE) --no-print-directory --keep-going -j2 test-engines test-offline
 
-test-engines: .venv/.made
+# Without a network the tests that want other versions say so; what is there is kept.
+sources: .venv/.made
+	-.venv/bin/python tools/vllm_sources.py .vllm-sources $(SOURCES)
+
+test-engines: .venv/.made sources
 	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
 test-offline: .venv/.made
@@ -54,6 +63,10 @@ check: .venv/.made
 
 fuzz: .venv/.made
 	KVPOLICY_FUZZ=20 .venv/bin/python -m pytest --ignore=tests/vllm -m hypothesis $(PYTEST_FLAGS)
+
+soak: .venv/.made
+	.venv/bin/python tools/vllm_sources.py .vllm-sources
+	.venv/bin/python -m tests.vllm.soak $(SOAK_FLAGS)
 
 test-024: .venv-024/.made
 	KVPOLICY_REQUIRE_VLLM=1 .venv-024/bin/python -m pytest tests/vllm $(PYTEST_FLAGS)
@@ -74,4 +87,4 @@ environment: .venv/.made
 	touch $@
 
 clean:
-	rm -rf .venv .venv-024 build dist out
+	rm -rf .venv .venv-024 .vllm-sources .soak build dist out

@@ -1,7 +1,8 @@
 """vLLM's scheduler without an engine: a made-up worker answers every step, so whole schedules can be compared.
 
 Run as ``python -m tests.vllm.alone JOB RESULT``. ``KVPOLICY_VLLM_SOURCE`` names a folder of unpacked vLLM sources to
-use instead of the installed package: the scheduler is pure Python, so versions without a build here can be tested.
+use instead of the installed package, empty for that one: the scheduler is pure Python, so versions without a build here
+can be tested.
 """
 
 from __future__ import annotations
@@ -22,12 +23,6 @@ if os.environ.get("KVPOLICY_VLLM_SOURCE"):
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms._current_platform = CpuPlatform()
-    from vllm.model_executor.models import registry
-
-    # In a process of its own the model would be looked at in the installed vLLM, and would take ten seconds longer.
-    registry._LazyRegisteredModel.inspect_model_cls = lambda model: registry._ModelInfo.from_model_cls(
-        model.load_model_cls()
-    )
 
 import torch
 import vllm
@@ -35,6 +30,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
@@ -50,6 +46,13 @@ BLOCK = 16
 MAX_STEPS = 200_000
 STEP_TIME = StepTimeModel(1e-4, (1e-6,) * 6, "nothing", 100, HeldOutError(0.0, 0.0, 0.0))
 """Any d0 does where it only matters who is accounted for."""
+
+
+if "KVPOLICY_VLLM_SOURCE" in os.environ:
+    # vLLM would start another process to look at the model: in what is installed, and ten seconds longer.
+    registry._LazyRegisteredModel.inspect_model_cls = lambda model: registry._ModelInfo.from_model_cls(
+        model.load_model_cls()
+    )
 
 
 def scheduler_for(job: dict[str, Any], groups: int = 1, grammars: Any = None) -> Any:

@@ -11,7 +11,7 @@ import logging
 import random
 import sys
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ class Outcome:
     preemptions: int = 0
     swaps: int = 0
     waits: tuple[int, ...] = ()
-    """Steps that each loaded request held its blocks and was not scheduled."""
+    """Of every load that ended: steps that its request then held its blocks and was not scheduled."""
 
 
 class Grammars:
@@ -79,7 +79,7 @@ class Grammars:
                 wanted.grammar = self
         return compiling
 
-    def should_advance(self, request: Any) -> bool:
+    def should_advance(self, request: Any, **kwargs: Any) -> bool:
         return False
 
     def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
@@ -94,6 +94,7 @@ class Schedule:
         self.grammars = Grammars(setup.seed)
         self.scheduler = alone.scheduler_for(_job(setup, model), grammars=self.grammars if setup.grammars else None)
         self.scheduler.kvpolicy.accounts.measure_by(alone.STEP_TIME)
+        self.not_swapped = watch_swaps(self.scheduler.kvpolicy)
         self.requests = drawn_requests(setup)
         faults = Faults(max_late_steps=setup.max_late_steps)
         if not setup.copies_fail:
@@ -108,7 +109,7 @@ class Schedule:
         self.stalled = ""
         self.waits: list[int] = []
         self._idle_steps = self._compiling = 0
-        self._waiting: Counter[str] = Counter()
+        self._waiting: dict[str, int] = {}
 
     def run(self) -> None:
         """Step to the end, or to the first stall."""
@@ -124,6 +125,10 @@ class Schedule:
     def _before_step(self) -> None:
         self._compiling = self.grammars.step(self.scheduler.requests)
         self.disturbances.before_step()
+        if loaded_and_waiting(self.scheduler) or self.scheduler.finished_recving_kv_req_ids:
+            for name, request in self.scheduler.requests.items():
+                if _loaded(request, self.scheduler):
+                    self._waiting.setdefault(name, 0)
 
     def _execute(self, output: Any, sampled: dict[str, bool]) -> ModelRunnerOutput:
         results = [worker.execute(output, sampled) for worker in self.workers]
@@ -143,12 +148,13 @@ class Schedule:
         self._count_waits(output)
 
     def _count_waits(self, output: Any) -> None:
-        for name in output.num_scheduled_tokens.keys() & self._waiting.keys():
-            self.waits.append(self._waiting.pop(name))
-        if loaded_and_waiting(self.scheduler) or self.scheduler.finished_recving_kv_req_ids:
-            for name, request in self.scheduler.requests.items():
-                if _loaded(request, self.scheduler):
-                    self._waiting[name] += 1
+        for name in list(self._waiting):
+            if name in output.num_scheduled_tokens:
+                self.waits.append(self._waiting.pop(name))
+            elif _loaded(self.scheduler.requests.get(name), self.scheduler):
+                self._waiting[name] += 1
+            else:  # aborted or reset
+                del self._waiting[name]
 
     def _situation(self) -> str:
         manager = self.scheduler.kv_cache_manager
@@ -168,6 +174,8 @@ class Schedule:
         yield from _wrong_contents(self.workers)
         yield from _left_behind(self.scheduler, self.workers)
         yield from _miscounted(self.scheduler, self.requests)
+        if self.not_swapped:
+            yield f"recorded as swapped, but computed again: {', '.join(self.not_swapped[:5])}"
         yield from _ended_badly(self.requests, self.disturbances.aborted)
 
     def outcome(self) -> Outcome:
@@ -183,11 +191,27 @@ class Schedule:
         )
 
 
-def _loaded(request: Request, scheduler: Any) -> bool:
+def _loaded(request: Request | None, scheduler: Any) -> bool:
     """Whether its load has ended and it holds its blocks, but is not in the batch."""
+    if request is None:
+        return False
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         return request.request_id in scheduler.finished_recving_kv_req_ids
     return request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0
+
+
+def watch_swaps(controller: Any) -> list[str]:
+    """From now on: preemptions that ended as swaps although nothing was loaded and more than a block was computed."""
+    closed, found = controller.accounts.closed, []
+
+    def watched(opened: Any, outcome: Any) -> None:
+        unused = outcome.loaded_tokens == 0 and outcome.recomputed_tokens > BLOCK
+        if opened.executed == "swap" and outcome.ended == "resumed" and unused:
+            found.append(f"{opened.request_id}, {outcome.recomputed_tokens} tokens")
+        closed(opened, outcome)
+
+    controller.accounts.closed = watched
+    return found
 
 
 def _job(setup: Setup, model: Path) -> dict[str, Any]:

@@ -47,7 +47,7 @@ CODE = (
 
 
 class NoSources(Exception):
-    """A version whose sources are not here; the message says how to fetch them."""
+    """A version whose sources are not here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,7 @@ def run(version: str, setups: Iterable[Setup], folder: Path) -> Summary:
     """
     source = source_of(version)
     if source is None:
-        raise NoSources(
-            f"no sources of vLLM {version}: `python tools/vllm_sources.py .vllm-sources {version}` fetches them"
-        )
+        raise NoSources(f"no sources of vLLM {version}")
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [repr(setup) for setup in setups]
     name = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:16]

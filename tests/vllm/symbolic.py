@@ -31,6 +31,9 @@ class Faults:
     max_late_steps: int = 4
 
 
+NO_FAULTS = Faults(0.0, 0.0, 0)
+
+
 class SymbolicWorker:
     """Executes each step when it is scheduled, as an engine's worker does; draws its faults from ``seed`` and
     ``rank``."""

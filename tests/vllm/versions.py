@@ -7,9 +7,13 @@ import os
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = ROOT / ".vllm-sources"
 INSTALLED = "installed"
+FETCHED_BY_MAKE = "0.30.0"
+"""`make test` fetches its sources: the newest version whose scheduler needs help with loaded requests."""
 
 
 def tool() -> ModuleType:
@@ -36,3 +40,15 @@ def source_of(version: str) -> str | None:
         return ""
     folders = [FETCHED / version, *(Path(folder) for folder in named_sources())]
     return next((str(folder) for folder in folders if folder.name == version and folder.is_dir()), None)
+
+
+def source_or_skip(version: str) -> str:
+    """As :func:`source_of`; the test that asks is skipped where there is none, or fails where `make test` should have
+    fetched them."""
+    source = source_of(version)
+    if source is not None:
+        return source
+    reason = f"no sources of vLLM {version}: `python tools/vllm_sources.py .vllm-sources {version}` fetches them"
+    if version == FETCHED_BY_MAKE and os.environ.get("KVPOLICY_REQUIRE_VLLM") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)

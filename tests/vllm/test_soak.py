@@ -1,0 +1,154 @@
+"""Drawn schedules are clean on the installed vLLM, and on the sources that are here: a short form of `make soak`.
+
+Also: that every version kvpolicy claims to serve is among those that `make soak` runs, that a failure can be replayed,
+and that the fuzz sees what it is there to see.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvpolicy_vllm.plugin.controller import Controller
+from kvpolicy_vllm.plugin.pool import SlotPool
+from kvpolicy_vllm.plugin.versions import NEWEST, OLDEST
+from tests.vllm import fuzz, soak
+from tests.vllm.models import write_llama
+from tests.vllm.setups import Setup
+from tests.vllm.symbolic import SymbolicWorker
+from tests.vllm.versions import CLAIMED, FETCHED_BY_MAKE, INSTALLED, ROOT, source_or_skip
+
+SEEDS = range(30)
+PRESSED: dict[str, Any] = {
+    "scheduling": "fcfs", "adapters": 0, "grammars": False, "prompt_logprobs": False, "copies_fail": False,
+    "harried": False, "resets": "none", "pauses": False, "spare_blocks": 2, "policy": "always-swap", "requests": 60,
+}  # fmt: skip
+"""Much swapping, and nothing that goes wrong by itself."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", [INSTALLED, FETCHED_BY_MAKE, CLAIMED[0], CLAIMED[-1]])
+def test_drawn_schedules_are_clean(version: str, tmp_path: Path) -> None:
+    source_or_skip(version)
+    done = soak.run(version, [Setup.draw(seed) for seed in SEEDS], tmp_path)
+    assert len(done.outcomes) == len(SEEDS)
+    assert not done.failed, "\n".join([str(done), *done.replays()])
+    assert sum(outcome["swaps"] for outcome in done.outcomes) > 150
+
+
+def test_every_claimed_version_is_soaked() -> None:
+    minors = [tuple(map(int, version.split(".")[:2])) for version in CLAIMED]
+    assert minors == [(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
+    assert f'"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"' in (ROOT / "pyproject.toml").read_text()
+    claims = re.findall(r"vLLM (\d+\.\d+) to (\d+\.\d+)", (ROOT / "README.md").read_text())
+    assert claims and set(claims) == {(f"{OLDEST[0]}.{OLDEST[1]}", f"{NEWEST[0]}.{NEWEST[1]}")}
+
+
+# ---- the setups ----
+
+
+def test_a_setup_is_made_from_its_repr() -> None:
+    drawn = [Setup.draw(seed) for seed in range(50)]
+    assert [Setup.parse(repr(setup)) for setup in drawn] == drawn
+    assert [Setup.parse(soak.quoted(repr(setup))) for setup in drawn] == drawn
+    assert Setup.draw(3, scheduling="fcfs", spare_blocks=1) == replace(drawn[3], scheduling="fcfs", spare_blocks=1)
+    assert {setup.scheduling for setup in drawn} == {"fcfs", "priority"}
+    assert sum(setup.spare_blocks <= 8 for setup in drawn) > 25, "memory is tight in most of them"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("Setup(seed=1, sede=2)", "sede"), ("Setup(policy='x')", "no seed"), ("Setup(", "form")]
+)
+def test_a_setup_that_is_none_is_named(text: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Setup.parse(text)
+
+
+# ---- taking up and replaying ----
+
+
+def outcome(setup: Setup, *problems: str) -> dict[str, Any]:
+    return {"setup": repr(setup), "problems": problems, "steps": 1, "preemptions": 2, "swaps": 1, "waits": [0, 3]}
+
+
+def test_what_is_done_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def pretend(version: str, source: str, job: Path, results: Path) -> None:
+        missing = [Setup.parse(text) for text in json.loads(job.read_text())["setups"]]
+        asked.append(len(missing))
+        lines = [json.dumps(outcome(setup)) + "\n" for setup in missing]
+        with results.open("a") as file:
+            file.write("".join(lines) if len(asked) > 1 else "".join(lines)[:-20])  # cut off in the last line
+
+    monkeypatch.setattr(soak, "_run_process", pretend)
+    setups = [Setup.draw(seed) for seed in range(5)]
+    for expected in (4, 5, 5):
+        assert len(soak.run(INSTALLED, setups, tmp_path).outcomes) == expected
+    assert asked == [5, 1]
+
+
+def test_a_failure_comes_with_its_replay(tmp_path: Path) -> None:
+    failed = Setup.draw(7)
+    summary = soak.Summary("0.30.0", (outcome(Setup.draw(1)), outcome(failed, "nothing scheduled")))
+    assert "0.30.0: 2 schedules, 1 failed; 2 steps, 2 swaps of 4 preemptions" in str(summary)
+    (line,) = summary.replays()
+    assert "nothing scheduled" in line and "--versions 0.30.0" in line
+    assert Setup.parse(re.search(r"--replay '(.*)'", line)[1]) == failed  # type: ignore[index]
+
+
+# ---- the fuzz sees what it looks for ----
+
+
+def lose_slots(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotPool, "give_back", lambda pool, slots: None)
+
+
+def save_in_reverse(patch: pytest.MonkeyPatch) -> None:
+    save = SymbolicWorker._save
+
+    def reversed_save(worker: SymbolicWorker, job: Any) -> Any:
+        done = save(worker, job)
+        worker._host[list(job.slots)] = worker._host[list(reversed(job.slots))]
+        return done
+
+    patch.setattr(SymbolicWorker, "_save", reversed_save)
+
+
+def count_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Controller, "_count", lambda controller, decision, cause: None)
+
+
+def never_say_that_a_load_is_done(patch: pytest.MonkeyPatch) -> None:
+    finished = SymbolicWorker._finished
+
+    def silent(worker: SymbolicWorker, done: list[Any]) -> Any:
+        said = finished(worker, done)
+        said.finished_recving = None
+        return said
+
+    patch.setattr(SymbolicWorker, "_finished", silent)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        (lose_slots, "host slots left"),
+        (save_in_reverse, "read a wrong position"),
+        (count_nothing, "preemptions, 0 counted"),
+        (never_say_that_a_load_is_done, "nothing scheduled for"),
+    ],
+)
+def test_a_fault_is_seen(fault: Any, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_llama(tmp_path)
+    setup = Setup.draw(1, **PRESSED)
+    assert fuzz.run(setup, model).problems == ()
+    fault(monkeypatch)
+    assert any(seen in problem for problem in fuzz.run(setup, model).problems)
