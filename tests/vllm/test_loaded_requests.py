@@ -7,7 +7,7 @@ batch when it is preempted, and gets one again only when it has been loaded.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,50 +20,59 @@ from tests.vllm.versions import CLAIMED, FETCHED_BY_MAKE, INSTALLED, source_or_s
 LOCKED_OUT: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "by a better priority": ({"scheduling": "priority"}, (1, 3, 47, 48)),
     "by one that waited for an adapter": ({"adapters": 4}, (2, 7, 8, 12)),
-    "by one that waited for its grammar": ({"grammars": True}, ()),
+    "by one that waited for its grammar": ({"grammars": True}, (63, 86, 142)),
 }
 """What stands before the loaded ones, and seeds at which an engine of vLLM 0.30 stood still for good."""
+POLICIES = ("always-swap", "always-recompute")
 
-versions = pytest.mark.parametrize("version", [INSTALLED, FETCHED_BY_MAKE])
-
-
-@pytest.mark.parametrize("version", [FETCHED_BY_MAKE, CLAIMED[0]])
-@pytest.mark.parametrize("before", LOCKED_OUT)
-def test_nobody_is_locked_out_by_those_who_wait_for_their_memory(before: str, version: str, tmp_path: Path) -> None:
-    source_or_skip(version)
-    fixed, seeds = LOCKED_OUT[before]
-    done = soak.run(version, [Setup.draw(seed, **PRESSED | fixed) for seed in seeds], tmp_path)
-    assert not done.failed, "\n".join(done.replays())
-
-
-PLACES: tuple[dict[str, Any], ...] = (
-    {"max_running": 4, "spare_blocks": 20, "max_prompt_tokens": 100, "max_output_tokens": 400},
-    {"max_running": 8, "spare_blocks": 70, "max_prompt_tokens": 30, "max_output_tokens": 400},
-)
+PLACES: dict[str, dict[str, Any]] = {
+    "4 places": {"max_running": 4, "spare_blocks": 20, "max_prompt_tokens": 100},
+    "8 places": {"max_running": 8, "spare_blocks": 70, "max_prompt_tokens": 30},
+}
 """Memory and places in the batch run out at about the same load."""
-PLACE_SEEDS = range(4)
+PLACE_SEEDS = range(3)
 
 
-@versions
-@pytest.mark.parametrize("places", PLACES, ids=lambda places: f"{places['max_running']} places")
-def test_a_loaded_request_finds_a_place_in_the_batch(places: dict[str, Any], version: str, tmp_path: Path) -> None:
-    """Newcomers do not take it meanwhile: it would hold its blocks for nothing, and others be preempted for them."""
-    source_or_skip(version)
-    fixed = PRESSED | places | {
-        "asynchronous": False, "prefix_caching": False, "token_budget": 2048, "ranks": 1, "host_gib": 0.25,
-        "stops": False, "max_late_steps": 4,
+def locked_out(before: str) -> list[Setup]:
+    fixed, seeds = LOCKED_OUT[before]
+    return [Setup.draw(seed, **PRESSED | fixed) for seed in seeds]
+
+
+def contended(places: str, policy: str) -> list[Setup]:
+    fixed = PRESSED | PLACES[places] | {
+        "policy": policy, "asynchronous": False, "prefix_caching": False, "token_budget": 2048, "ranks": 1,
+        "host_gib": 0.25, "max_output_tokens": 400, "stops": False, "max_late_steps": 4,
     }  # fmt: skip
-    setups = {
-        policy: [Setup.draw(seed, **fixed | {"policy": policy}) for seed in PLACE_SEEDS]
-        for policy in ("always-swap", "always-recompute")
-    }
-    done = soak.run(version, [setup for both in setups.values() for setup in both], tmp_path)
-    assert not done.failed, "\n".join(done.replays())
-    swapped, recomputed = (
-        [outcome for outcome in done.outcomes if f"policy='{policy}'" in outcome["setup"]] for policy in setups
-    )
+    return [Setup.draw(seed, **fixed) for seed in PLACE_SEEDS]
+
+
+Outcomes = Callable[[list[Setup]], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", params=[INSTALLED, FETCHED_BY_MAKE, CLAIMED[0]])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Of all schedules here, run in one process for each version: importing vLLM takes as long as many of them."""
+    source_or_skip(request.param)
+    setups = [setup for before in LOCKED_OUT for setup in locked_out(before)]
+    setups += [setup for places in PLACES for policy in POLICIES for setup in contended(places, policy)]
+    done = soak.run(request.param, setups, tmp_path_factory.mktemp("loaded"))
+    by_setup = {outcome["setup"]: outcome for outcome in done.outcomes}
+    return lambda wanted: [by_setup[repr(setup)] for setup in wanted]
+
+
+@pytest.mark.parametrize("before", LOCKED_OUT)
+def test_nobody_is_locked_out_by_those_who_wait_for_their_memory(before: str, outcomes: Outcomes) -> None:
+    for outcome in outcomes(locked_out(before)):
+        assert outcome["problems"] == [], outcome["setup"]
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_loaded_request_finds_a_place_in_the_batch(places: str, outcomes: Outcomes) -> None:
+    """Newcomers do not take it meanwhile: it would hold its blocks for nothing, and others be preempted for them."""
+    swapped, recomputed = (outcomes(contended(places, policy)) for policy in POLICIES)
+    assert all(outcome["problems"] == [] for outcome in swapped + recomputed)
     waits = sorted(wait for outcome in swapped for wait in outcome["waits"])
-    assert len(waits) > 100
+    assert len(waits) > 80
     assert waits[len(waits) * 9 // 10] <= 1, "steps that loaded requests waited, 90th percentile"
     preemptions = [sum(outcome["preemptions"] for outcome in some) for some in (swapped, recomputed)]
     assert preemptions[0] <= 1.15 * preemptions[1], "preemptions with swap and with recompute"

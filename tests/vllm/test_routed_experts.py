@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,27 +22,36 @@ from tests.vllm.versions import INSTALLED, source_or_skip
 FLAG = "--enable-return-routed-experts"
 
 
-def runs(version: str, folder: Path, policy: str) -> list[dict[str, Any]]:
-    fixed = PRESSED | {"policy": policy, "spare_blocks": 10, "ranks": 1, "host_gib": 0.25, "max_running": 16}
+POLICIES = ("always-recompute", "always-swap")
+Runs = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", params=["0.31.0", INSTALLED, "0.33.0"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """By policy, in one process for each version."""
+    source, folder = source_or_skip(request.param), tmp_path_factory.mktemp("experts")
+    fixed = PRESSED | {"spare_blocks": 10, "ranks": 1, "host_gib": 0.25, "max_running": 16}
     modes = [(seed, asynchronous) for seed in (1, 2, 3) for asynchronous in (False, True)]
-    setups = [Setup.draw(seed, **fixed, asynchronous=asynchronous) for seed, asynchronous in modes]
+    setups = [
+        Setup.draw(seed, **fixed | {"policy": policy, "asynchronous": asynchronous})
+        for policy in POLICIES
+        for seed, asynchronous in modes
+    ]
     job, result = folder / "job.json", folder / "result.json"
     job.write_text(json.dumps({"setups": [repr(setup) for setup in setups]}))
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm.experts", str(job), str(result)],
-        env=harness.environment() | {"KVPOLICY_VLLM_SOURCE": source_or_skip(version)},
+        env=harness.environment() | {"KVPOLICY_VLLM_SOURCE": source},
         cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
-    return json.loads(result.read_text())["runs"]
+    found = json.loads(result.read_text())["runs"]
+    return {policy: found[i * len(modes) : (i + 1) * len(modes)] for i, policy in enumerate(POLICIES)}
 
 
-@pytest.mark.parametrize("version", ["0.31.0", INSTALLED, "0.33.0"])
-@pytest.mark.parametrize("policy", ["always-recompute", "always-swap"])
-def test_every_routed_expert_reaches_its_client_or_the_flag_is_refused(
-    policy: str, version: str, tmp_path: Path
-) -> None:
-    for found in runs(version, tmp_path, policy):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_routed_expert_reaches_its_client_or_the_flag_is_refused(policy: str, runs: Runs) -> None:
+    for found in runs[policy]:
         if found["refused"]:
             assert FLAG in found["refused"] and "kvpolicy" in found["refused"]
             continue
@@ -52,6 +60,6 @@ def test_every_routed_expert_reaches_its_client_or_the_flag_is_refused(
         assert harness.total(found["stats"], "preemptions") > 5
 
 
-def test_what_vllm_does_not_load_is_not_recorded_as_a_swap(tmp_path: Path) -> None:
-    for found in runs("0.33.0", tmp_path, "always-swap"):
+def test_what_vllm_does_not_load_is_not_recorded_as_a_swap(runs: Runs) -> None:
+    for found in runs["always-swap"]:
         assert found["refused"] or not found["not_swapped"]

@@ -25,7 +25,7 @@ from tests.vllm.setups import Setup
 from tests.vllm.symbolic import SymbolicWorker
 from tests.vllm.versions import CLAIMED, FETCHED_BY_MAKE, INSTALLED, ROOT, source_or_skip
 
-SEEDS = range(40)
+SEEDS = range(30)
 PRESSED: dict[str, Any] = {
     "scheduling": "fcfs", "adapters": 0, "grammars": False, "prompt_logprobs": False, "copies_fail": False,
     "harried": False, "resets": "none", "pauses": False, "spare_blocks": 2, "policy": "always-swap", "requests": 60,
@@ -40,7 +40,7 @@ def test_drawn_schedules_are_clean(version: str, tmp_path: Path) -> None:
     done = soak.run(version, [Setup.draw(seed) for seed in SEEDS], tmp_path)
     assert len(done.outcomes) == len(SEEDS)
     assert not done.failed, "\n".join([str(done), *done.replays()])
-    assert sum(outcome["swaps"] for outcome in done.outcomes) > 200
+    assert sum(outcome["swaps"] for outcome in done.outcomes) > 150
 
 
 def test_every_claimed_version_is_soaked() -> None:

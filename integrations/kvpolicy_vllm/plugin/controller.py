@@ -245,8 +245,10 @@ class Controller:
         return self.copies.loadable_tokens(request.request_id, self._restorable_tokens(request), local_tokens)
 
     def _restorable_tokens(self, request: Any) -> int:
-        """Most tokens that a load may bring ``request`` to. The last one known is computed, to sample the next."""
-        tokens = int(request.num_tokens) - 1
+        """Tokens that a load can bring ``request`` to, 0 without a copy. The last one known is computed, to sample the
+        next."""
+        copy = self.copies.of(request.request_id)
+        tokens = 0 if copy is None else min(copy.tokens, int(request.num_tokens) - 1)
         if self._captures_routed_experts:  # vLLM would load nothing where a block is not whole
             tokens -= tokens % self._block_size
         return tokens
@@ -257,7 +259,7 @@ class Controller:
         copy = self.copies.of(request_id)
         opened = self.ledger.of(request_id)
         if load_tokens > 0 and copy is not None:
-            total = min(copy.tokens, self._restorable_tokens(request))
+            total = self._restorable_tokens(request)
             first = (total - load_tokens) // self._block_size
             last = -(-total // self._block_size)
             self.copies.begin_load(request_id, first, tuple(block_ids[first:last]), load_tokens)
