@@ -40,8 +40,8 @@ def simulate(
     Workloads as :func:`kvpolicy.workload.open_workload` takes them, drawn by the seed where they draw at all;
     ``requests:FILE`` replays a measured run. ``policies``: each by its name or itself; an object has to be picklable
     where other processes run its cells. ``kv_blocks``: usable ones of the device. ``hardware``:
-    :data:`~kvpolicy.study.config.HARDWARE_FORMS`. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. What is kept of an
-    earlier call with the same inputs is taken up. Cells that fail are in the report, and the others are finished;
+    :data:`~kvpolicy.study.config.HARDWARE_FORMS`. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. What is kept
+    of an earlier call with the same inputs is taken up. Cells that fail are in the report, and the others are finished;
     raises ValueError where none can even begin.
     """
     serving = serving.on(open_machine(hardware).device)
