@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpolicy.fields import POSITIVE, Rule, option, settle
+from kvpolicy.extensions import FORM, names_module
+from kvpolicy.fields import POSITIVE, Rule, WrongValue, option, settle
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.policy import HELP
 
@@ -34,9 +35,16 @@ class ServerSettings:
         Rule("a file, and there is a folder of that name", lambda path: not path.is_dir()),
     )
     allow_untested_version: bool = option("Serve with a vLLM newer than all that were tested.", False)
+    allow_python_policies: bool = option(f"Let --policy name a module that the server runs, {FORM}.", False)
 
     def __post_init__(self) -> None:
         settle(self)
+        if names_module(self.policy) and not self.allow_python_policies:
+            raise WrongValue(
+                "policy",
+                f"is {self.policy!r}, which names a module to run: a server does so only where it is told "
+                '--allow-python-policies, in its settings "allow_python_policies": true',
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,11 @@ import pytest
 import yaml
 
 from kvpolicy.cli import main
+from kvpolicy.extensions import NotAllowed
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
+from kvpolicy_vllm.plugin.settings import Settings
+from tests.policy.ten_line_policy import Longer
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +269,7 @@ def test_the_server_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPa
 
 def test_a_cost_model_given_by_folder_is_named_absolutely(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch.policies, "load", lambda name: None)
+    monkeypatch.setattr(launch.policies, "load", lambda name, allow_python: None)
     Path("models/mine").mkdir(parents=True)
     Path("models/mine/model.json").touch()
     assert launch.options(ServerSettings("cheapest:models/mine"))["policy"] == f"cheapest:{tmp_path}/models/mine"
@@ -275,3 +278,54 @@ def test_a_cost_model_given_by_folder_is_named_absolutely(monkeypatch: pytest.Mo
     named = launch.options(ServerSettings("cheapest:analytic:H100-SXM@pcie4:config.json,objective=engine"))["policy"]
     assert named == f"cheapest:analytic:H100-SXM@pcie4:{tmp_path}/config.json,objective=engine"
     assert launch.options(ServerSettings("cheapest:analytic"))["policy"] == "cheapest:analytic"
+
+
+OWN = "python:tests.policy.ten_line_policy:Longer"
+
+
+@pytest.mark.parametrize("command", ["serve some/llm --dry-run", "config"])
+@pytest.mark.parametrize("policy", [OWN, "cheapest:python:tests.policy.ten_line_policy:Longer"])
+def test_a_server_runs_a_module_only_where_it_is_told_to(
+    capsys: pytest.CaptureFixture[str], command: str, policy: str
+) -> None:
+    assert run(*command.split(), "--policy", policy) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert f"--policy is {policy!r}, which names a module to run" in said.err and "--allow-python-policies" in said.err
+
+
+def test_the_switch_travels_with_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "--policy", OWN, "--allow-python-policies") == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    extra = config["kv-transfer-config"]["kv_connector_extra_config"]
+    assert extra == {"policy": OWN, "allow_python_policies": True}
+    assert json.loads(following(dry_run(capsys, "llm", "--policy", OWN, "--allow-python-policies"),
+                                "--kv-transfer-config"))["kv_connector_extra_config"] == extra  # fmt: skip
+
+
+def test_a_module_that_leads_nowhere_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "--policy", f"{OWN}s", "--allow-python-policies") == 2
+    assert "has no 'Longers' (it has Longer)" in capsys.readouterr().err
+
+
+def test_the_plugin_refuses_what_it_was_not_told_to_run() -> None:
+    with pytest.raises(ValueError, match=r'kv_connector_extra_config: policy is .*"allow_python_policies": true'):
+        Settings.read({"policy": OWN})
+    told = Settings.read({"policy": OWN, "allow_python_policies": True})
+    assert told.load_policy().label == Longer().label
+    quiet = Settings.read({"policy": "always-swap"})
+    with pytest.raises(NotAllowed, match="names a module to run"):
+        quiet.load_policy(name=OWN)
+    assert told.load_policy(name=OWN).name == "longer"
+
+
+def test_an_object_is_a_policy_of_the_plugin_without_a_switch() -> None:
+    """It can come from Python alone."""
+    policy = Longer()
+    told = Settings.read({"policy": policy, "host_gib": 0.5})
+    assert told.load_policy() is policy and (told.policy, told.host_gib) == ("longer", 0.5)
+    assert told.load_policy(name="always-swap").name == "always-swap"
+    with pytest.raises(ValueError, match="unknown key 'polcy'"):
+        Settings.read({"policy": policy, "polcy": "x"})
+    with pytest.raises(ValueError, match="policy is 7, should be a text"):
+        Settings.read({"policy": 7})

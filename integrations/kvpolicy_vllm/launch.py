@@ -43,7 +43,7 @@ def options(settings: ServerSettings) -> dict[str, Any]:
     extra = written(replace(settings, policy=policies.anchored(policy)))
     if policies.needs_engine(policy):  # only the engine knows its model and its device
         return extra
-    loaded = policies.load(extra["policy"])
+    loaded = policies.load(extra["policy"], allow_python=settings.allow_python_policies)
     learns = isinstance(loaded, policies.LearningPolicy) and loaded.learned(loaded.initial_state()) is not None
     if path is not None and not learns:
         raise WrongValue("online_state", f"is {path}, and policy {policy} learns nothing while it serves; {TEACH}")

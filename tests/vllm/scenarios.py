@@ -8,7 +8,19 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from kvpolicy import load_policy
+
 Hook = Callable[["Run", int], None]
+
+
+def plugin_of(job: dict[str, Any]) -> dict[str, Any]:
+    """The plugin's engine arguments; ``object``: what leads to the policy that is given itself, not its name."""
+    plugin = dict(job.get("plugin") or {})
+    if "object" in job:
+        transfer = plugin["kv_transfer_config"]
+        extra = transfer["kv_connector_extra_config"] | {"policy": load_policy(job["object"])}
+        plugin["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
+    return plugin
 
 
 class Run:
@@ -23,7 +35,7 @@ class Run:
             enforce_eager=True,
             disable_log_stats=False,
             **job["engine"],
-            **(job.get("plugin") or {}),
+            **plugin_of(job),
         )
         self.engine = self.llm.llm_engine
         self.tokens: dict[str, list[int]] = {}
@@ -262,7 +274,7 @@ def own_process(job: dict[str, Any]) -> dict[str, Any]:
     """Through ``LLM.generate``, with the engine core elsewhere: all that is known comes by way of metrics."""
     llm = LLM(
         model=job["model"], dtype="float32", skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False,
-        **job["engine"], **job["plugin"],
+        **job["engine"], **plugin_of(job),
     )  # fmt: skip
     parameters = [
         SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False)

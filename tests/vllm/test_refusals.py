@@ -34,6 +34,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "loads may fail requests": (transfer(kv_load_failure_policy="fail"), ("kv_load_failure_policy", "recompute")),
     "unknown key": (extra(polcy="always-swap"), ("'polcy'", "policy")),
     "unknown policy": (extra(policy="sometimes-swap"), ("sometimes-swap", "threshold:TOKENS")),
+    "a module to run": (extra(policy="python:os:getcwd"), ("'python:os:getcwd'", '"allow_python_policies": true')),
+    "a module to run, of a cost model": (
+        extra(policy="cheapest:python:os:getcwd", allow_python_policies=False),
+        ("'cheapest:python:os:getcwd'", '"allow_python_policies": true'),
+    ),
+    "a module that makes no policy": (
+        extra(policy="python:os:getcwd", allow_python_policies=True),
+        ("'python:os:getcwd'", "getcwd makes a str, should make a Policy"),
+    ),
     "no such cost model": (extra(policy="cheapest:no-such-model"), ("no-such-model",)),
     "no data sheet of a CPU": (extra(policy="cheapest:analytic"), ("cpu", "kvpolicy profile")),
     "wrong type": (extra(host_gib="much"), ("host_gib", "number")),

@@ -83,7 +83,7 @@ class Controller:
         draw_seed = self._draw_seed(rank)
         self.judge = Judge(settings, engine_shape(*found), loader, rank, draw_seed, policy)
         if recording is None and settings.trace is not None:
-            header = header_of(settings, vllm_config, kv_cache, self.core, settings.policy, slots, block_bytes)
+            header = header_of(settings, vllm_config, kv_cache, self.core, self.judge.policy.label, slots, block_bytes)
             header = replace(header, draw_seed=draw_seed)
             recording = Recorder(settings.trace / self.core, header)
         self.journal = None if recording is None else Journal(recording, self.anonymous)
@@ -485,7 +485,7 @@ class Controller:
         return int(self._scheduler.block_size)
 
     def _show_policy(self, value: int) -> None:
-        self.tally.set("cost_model", value, policy=self.judge.policy.name, digest=self.judge.digest)
+        self.tally.set("cost_model", value, policy=self.judge.policy.label, digest=self.judge.digest)
 
 
 def _keep(recording: Recording | None, judge: Judge) -> None:

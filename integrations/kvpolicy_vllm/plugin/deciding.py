@@ -112,7 +112,7 @@ class Judge:
         """Recorded with every decision that is pinned."""
         self._awaited: dict[str, Awaited] = {}
         self._memory: Memory | None = None
-        self.policy: Policy = policies.load(settings.policy, loader) if policy is None else policy
+        self.policy: Policy = settings.load_policy(loader) if policy is None else policy
         if policy is None:
             self._check(self.policy)
         self._state: PolicyState = self.policy.initial_state()
@@ -123,7 +123,7 @@ class Judge:
 
     def adopt(self, name: str) -> None:
         """Decide by another policy from now on. Raises as at start-up where it cannot be loaded or does not fit."""
-        policy = policies.load(name, self._loader)
+        policy = self._settings.load_policy(self._loader, name)
         self._check(policy)
         self.policy, self._state = policy, policy.initial_state()
         self._awaited.clear()

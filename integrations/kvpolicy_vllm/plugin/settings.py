@@ -3,13 +3,16 @@ vLLM's that it stands among."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpolicy import fields
+from kvpolicy import cost, fields
+from kvpolicy import policy as policies
+from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.fields import option
+from kvpolicy.policy import Policy
 from kvpolicy.settings import ServerSettings
 
 GIB = 1 << 30
@@ -28,11 +31,26 @@ class Settings(ServerSettings):
     copier: str = option(
         "Import path of what makes the worker-side copier. For tests that make copies fail.", DEFAULT_COPIER
     )
+    given: Policy | None = None
+    """The policy itself, where whoever made the engine in Python gave that: no file and no flag can hold one."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:
         """Raises ValueError naming the key that is unknown, missing or wrong, and what would be right."""
-        return fields.read(cls, extra, "kv_connector_extra_config")
+        given = extra.get("policy")
+        if not isinstance(given, Policy):
+            return fields.read(cls, extra, "kv_connector_extra_config")
+        named = dict(extra) | {"policy": policies.load_policy(given).name}
+        return replace(fields.read(cls, named, "kv_connector_extra_config"), given=given)
+
+    def load_policy(self, loader: Callable[[str], CostModel] = cost.load, name: str = "") -> Policy:
+        """The policy that is to decide; by ``name`` another one, which these settings would have let in too.
+
+        ``loader``: of cost models by name. Raises as :func:`kvpolicy.policy.load`.
+        """
+        if self.given is not None and not name:
+            return self.given
+        return policies.load(name or self.policy, loader, self.allow_python_policies)
 
     def refuse_too_much_memory(self, available: int, cores: int = 1) -> None:
         """Raises ValueError where the host pools would take more than half of the ``available`` bytes, unless forced.

@@ -104,7 +104,7 @@ def refuse_early() -> None:
     refuse_unsupported(config, None)
     settings = Settings.read(config.kv_transfer_config.kv_connector_extra_config)
     if not policies.needs_engine(settings.policy):
-        policies.load(settings.policy)
+        settings.load_policy()
 
 
 def _configuration_being_made() -> VllmConfig | None:

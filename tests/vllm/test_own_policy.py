@@ -1,0 +1,45 @@
+"""A policy of ten lines in a real engine: by module path where the server is told to allow it, and as an object."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvpolicy import trace
+from tests.policy.ten_line_policy import Longer
+from tests.vllm import harness
+from tests.vllm.conftest import SCARCE, job
+
+OWN = "python:tests.policy.ten_line_policy:Longer"
+
+
+def test_a_module_path_serves(
+    model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
+) -> None:
+    """It swaps victims that are longer than the others on average and recomputes the rest, and no token is another."""
+    folder = tmp_path / "trace"
+    plugin = harness.plugin(OWN, allow_python_policies=True, trace=str(folder))
+    result = harness.run(job(model, requests, SCARCE, scenario="harried", plugin=plugin), tmp_path)
+    harness.assert_exact(references["requests"], result)
+    harness.assert_nothing_left(result)
+    found = trace.read(folder)
+    (header,) = found.headers.values()
+    assert header.policy == Longer().label
+    rows = [row for row in found.rows("decisions") if len(row["options"]) == 2]
+    swapped = [row["computed_tokens"] > row["batch_tokens"] / max(1, row["running_requests"]) for row in rows]
+    assert {True, False} == set(swapped)
+    for row, swap in zip(rows, swapped, strict=True):
+        assert (row["policy"], row["chosen"], row["probabilities"][1]) == ("longer", swap, swap)
+    assert harness.total(result["stats"], "fallbacks", reason="error") == 0
+
+
+def test_an_object_goes_to_the_engine_core_wherever_that_is(
+    model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
+) -> None:
+    """In Python the policy itself may be given: it travels with vLLM's configuration, and needs no switch."""
+    work = job(model, requests, SCARCE, scenario="own_process", plugin=harness.plugin("always-swap"), object=OWN)
+    result = harness.run(work, tmp_path, multiprocess=True)
+    harness.assert_exact(references["requests"], result)
+    told = result["metrics"]
+    assert told["preemptions"] >= 4
+    assert told["recomputed_tokens"] > 0 and told["loaded_tokens"] > 0
