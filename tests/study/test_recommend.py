@@ -45,7 +45,8 @@ def result(
 
 
 def runs(**seconds: Sequence[float]) -> Mapping[str, Sequence[dict[str, Any]]]:
-    return {policy.replace("_", "-"): [result(policy, one) for one in some] for policy, some in seconds.items()}
+    named = {policy.replace("_", "-"): some for policy, some in seconds.items()}
+    return {policy: [result(policy, one) for one in some] for policy, some in named.items()}
 
 
 def test_what_is_clearly_better_is_to_be_deployed() -> None:
