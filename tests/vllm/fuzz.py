@@ -34,6 +34,8 @@ from tests.vllm.setups import BLOCK, MAX_SHARED_TOKENS, Setup
 from tests.vllm.symbolic import Faults, SymbolicWorker
 
 MAX_STEPS = 60_000
+STEP_S = 0.05
+"""What a step takes by the clock of the controller."""
 MAX_IDLE_STEPS = 40
 """So long nothing may be scheduled though nothing is paused, loading or compiling."""
 MAX_GRAMMAR_STEPS = 60
@@ -93,6 +95,8 @@ class Schedule:
         self.setup = setup
         self.grammars = Grammars(setup.seed)
         self.scheduler = alone.scheduler_for(_job(setup, model), grammars=self.grammars if setup.grammars else None)
+        self.steps = self.tokens = 0
+        self._make_repeatable()
         self.scheduler.kvpolicy.accounts.measure_by(alone.STEP_TIME)
         self.not_swapped = watch_swaps(self.scheduler.kvpolicy)
         self.requests = drawn_requests(setup)
@@ -105,11 +109,16 @@ class Schedule:
         ]
         self._aggregator = KVOutputAggregator(setup.ranks)
         self.disturbances = Disturbances(self.scheduler, self.workers, setup.seed, _shares(setup))
-        self.steps = self.tokens = 0
         self.stalled = ""
         self.waits: list[int] = []
         self._idle_steps = self._compiling = 0
         self._waiting: dict[str, int] = {}
+
+    def _make_repeatable(self) -> None:
+        """Elsewhere each start draws differently, and a suspension of swapping lasts as long as the machine is slow."""
+        controller = self.scheduler.kvpolicy
+        controller.judge._rng = random.Random(self.setup.seed)
+        controller.clock = lambda: self.steps * STEP_S
 
     def run(self) -> None:
         """Step to the end, or to the first stall."""

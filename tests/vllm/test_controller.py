@@ -171,22 +171,23 @@ def test_a_copy_that_vllm_would_not_load_was_a_recompute(engine: Engine, monkeyp
     assert stats["host_slots_used"] == 0
 
 
+@pytest.mark.parametrize(("answer", "reason"), [(loads_fail, "load_failed"), (saves_fail, "save_failed")])
 def test_copies_that_keep_failing_suspend_swapping(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: Answer, reason: str
 ) -> None:
     now = 0.0
     monkeypatch.setattr(engine.controller, "clock", lambda: now)
 
     def preempt_and_save() -> None:
         engine.preempt()
-        for _ in range(4):
-            engine.step(saves_fail)
+        for _ in range(6):
+            engine.step(answer)
 
     for _ in range(MAX_FAILURES_IN_A_ROW):
         preempt_and_save()
     preempt_and_save()
     stats = engine.controller.stats()
-    assert harness.total(stats, "fallbacks", reason="save_failed") == MAX_FAILURES_IN_A_ROW
+    assert harness.total(stats, "fallbacks", reason=reason) == MAX_FAILURES_IN_A_ROW
     assert harness.total(stats, "fallbacks", reason="copies_failing") == 1
     assert caplog.text.count("of copy") == 1, "one warning, not one per copy"
     now = FIRST_SUSPENSION_S

@@ -421,10 +421,11 @@ class Controller:
         self.tally.add("copy_microseconds", (slowest.end_s - slowest.start_s) * 1e6, direction=settled.direction)
         self.accounts.copied(settled, slowest, moved, self._step.number)
         if settled.ok:
-            self.health.succeeded()
+            self.health.succeeded(settled.direction)
         else:
             first = next(transfer for transfer in settled.transfers if not transfer.ok)
-            self.health.failed(f"{first.direction} of copy {first.copy_id} failed: {first.error}", self.clock())
+            what = f"{first.direction} of copy {first.copy_id} failed: {first.error}"
+            self.health.failed(settled.direction, what, self.clock())
 
     def _fell_back(self, reason: str) -> None:
         self.tally.add("fallbacks", reason=reason)

@@ -32,11 +32,15 @@ class Recording(Protocol):
     def close(self) -> None: ...
 
 
+MIN_PART_S = 0.5
+"""Parts that are asked for, since the engine idles, are written no more often than this, seconds."""
+
+
 class Recorder:
     """Rows in, part files out. One per engine core.
 
     A part is written every ``part_rows`` rows or ``part_s`` seconds, so that a killed server loses at most that, and
-    at once where :meth:`flush_soon` is called.
+    within half a second where :meth:`flush_soon` is called.
     """
 
     def __init__(
@@ -102,13 +106,16 @@ class Recorder:
             )  # fmt: skip
 
     def _run(self) -> None:
-        last = self._clock()
+        last, asked = self._clock(), False
         while not self._stop.is_set():
-            asked = self._wake.wait(0.1)
+            asked = self._wake.wait(MIN_PART_S / 5) or asked
             self._wake.clear()  # before it is written: what is asked for meanwhile may be of later rows
-            due = self._clock() - last >= self._part_s
-            if asked or due or any(len(rows) >= self._part_rows for rows in self._waiting.values()):
-                last = self._clock()
+            since_s = self._clock() - last
+            due = since_s >= (min(MIN_PART_S, self._part_s) if asked else self._part_s)
+            if asked and not due:  # it is remembered; a server that idles after every request makes no part of each
+                self._stop.wait(MIN_PART_S / 5)
+            if due or any(len(rows) >= self._part_rows for rows in self._waiting.values()):
+                last, asked = self._clock(), False
                 self.flush()
         self.flush()  # here, not where it is closed: a disk that is gone must not keep anybody else
 

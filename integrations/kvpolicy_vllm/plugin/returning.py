@@ -35,12 +35,14 @@ class Returning:
     def places_held(self) -> Iterator[None]:
         """While the scheduler runs: a place is held for everybody who is still being loaded.
 
-        For whoever is ready no place is held: vLLM admits it first, and it takes the place itself.
+        For whoever is ready no place is held: vLLM admits it first, and it takes the place itself; but where no slot
+        is free for its LoRA adapter vLLM passes it over, and goes on to newcomers.
         """
         self._requests = {name: request for name, request in self._requests.items() if _holds_blocks(request)}
         self._passed_over.clear()
         configured = getattr(self._scheduler, self._limit)
-        self._lower(sum(not self._is_ready(request) for request in self._requests.values()))
+        full = self._full_adapters()
+        self._lower(sum(not self._is_ready(one) or _lacks_slot(one, full) for one in self._requests.values()))
         try:
             yield
         finally:
@@ -59,6 +61,14 @@ class Returning:
         first = min(ready) if self._scheduler.policy.value == "priority" else ready[0]
         return FrontOf(queue, first, self._passed_over)
 
+    def _full_adapters(self) -> frozenset[int] | None:
+        """The adapters of those who run, where there is no slot for another one; None where there is."""
+        config = getattr(self._scheduler, "lora_config", None)
+        if config is None or not self._requests:
+            return None
+        used = frozenset(one.lora_request.lora_int_id for one in self._scheduler.running if one.lora_request)
+        return used if len(used) >= config.max_loras else None
+
     def _is_ready(self, request: Any) -> bool:
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             # Of a failed load vLLM takes the blocks back only when it comes by here.
@@ -76,6 +86,11 @@ def _holds_blocks(request: Any) -> bool:
     if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
         return True
     return bool(request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0)
+
+
+def _lacks_slot(request: Any, full: frozenset[int] | None) -> bool:
+    """``full``: the adapters that take all slots; None where one is free."""
+    return full is not None and bool(request.lora_request) and request.lora_request.lora_int_id not in full
 
 
 @dataclass(frozen=True, slots=True)
