@@ -45,6 +45,8 @@ class Rule:
             raise WrongValue(name, f"is {_shown(value)}, should be {self.should}")
 
 
+MAX_WHOLE = 2**53
+"""Whole numbers beyond it are not exact as floats, and no number given here can mean so much."""
 COUNT = Rule("1 or more", lambda value: value >= 1)
 AMOUNT = Rule("0 or above", lambda value: 0 <= value < inf)
 POSITIVE = Rule("a number above 0", lambda value: 0 < value < inf)
@@ -138,6 +140,8 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     good = number and (kind is float or isinstance(value, int)) if kind in (int, float) else isinstance(value, kind)
     if not good or value == "":
         raise WrongValue(name, f"is {_shown(value)}, should be {WORDS.get(kind, kind.__name__)}")
+    if kind in (int, float) and MAX_WHOLE < abs(value) < inf:
+        raise WrongValue(name, f"is {_shown(value)}, should be at most {MAX_WHOLE}")
     return float(value) if kind is float else value
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpolicy import overflow
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.fields import AMOUNT
 from kvpolicy.settings import Measurement, ServerSettings
 
 if TYPE_CHECKING:  # not to load a simulator where flags are written
@@ -120,6 +121,7 @@ def profile(out: Path | str, how: Measurement = Measurement()) -> Report:
 
 def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0) -> Report:
     """The whole loop and an overload in four arms, on a small model; writes ``out/demo.json``."""
+    AMOUNT.refuse("seed", seed)
     return engine().demo(Path(out), quick=quick, seed=seed)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpolicy.extensions import FORM, names_module
-from kvpolicy.fields import POSITIVE, Rule, WrongValue, option, settle
+from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, settle
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.policy import HELP
 
@@ -57,7 +57,7 @@ class Measurement:
         False,
     )
     link: SimulatedLink | None = option(LINK, None)
-    seed: int = option(SEED, 0)
+    seed: int = option(SEED, 0, AMOUNT)
 
     def __post_init__(self) -> None:
         settle(self)

@@ -15,6 +15,7 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.cost import ModelWarning
+from kvpolicy.errors import EngineFailed
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.settings import Measurement
@@ -131,7 +132,7 @@ def test_an_engine_that_ends_badly_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def profile(*_: Any) -> None:
-        raise RuntimeError("the engine ended with status 1:\nits last words")
+        raise EngineFailed("the engine ended with status 1:\nits last words")
 
     monkeypatch.setattr(kvpolicy, "profile", profile, raising=False)
     assert run("profile", "--out", "t") == 2

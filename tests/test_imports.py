@@ -34,7 +34,7 @@ _DECIDE = {
 INTEGRATION = {
     "": {"lazy_names"},
     "connector": set(),
-    "launch": {"fields", "policy", "integrations", "settings"},
+    "launch": {"errors", "fields", "policy", "integrations", "settings"},
     "integration": {"integrations", "settings", "simulator"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"workload", "simulator"},

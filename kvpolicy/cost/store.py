@@ -346,7 +346,7 @@ def _geometry(value: Any) -> Geometry:
 def _name(value: Any) -> str:
     """Of a family, which nobody loads by it."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"is {value!r}, should be a name")
+        raise InputError(f"is {value!r}, should be a name")
     return value
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue
+from kvpolicy.fields import AMOUNT, WrongValue
 from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import PAPER, findings, missing
@@ -74,6 +74,7 @@ def report(
         raise WrongValue("out", f"is {out}, should end in .html")
     if not out.parent.is_dir():
         raise WrongValue("out", f"is {out}: there is no folder {out.parent}")
+    AMOUNT.refuse("seed", seed)
     groups = tuple(_group(name, some, cost_model, seed) for name, some in _grouped(traces).items())
     if figures is not None:
         Path(figures).mkdir(parents=True, exist_ok=True)

@@ -178,4 +178,4 @@ def _folder(out: Path | None, digest: str) -> Path | None:
 
 def _words(error: BaseException) -> str:
     said = " ".join(str(error).split())
-    return said if isinstance(error, ValueError | OSError) and said else f"{type(error).__name__}: {said}"
+    return said if isinstance(error, KVPolicyError | OSError) and said else f"{type(error).__name__}: {said}"
