@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,6 +206,26 @@ class TestRecorder:
             assert trace.read(tmp_path / "trace").table("requests").num_rows == parts
             written.clear()
         recorder.close()
+
+    def test_a_server_that_idles_after_every_request_writes_few_parts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = 0.0
+        monkeypatch.setattr(recording, "MIN_PART_S", 0.05)
+        recorder = Recorder(tmp_path / "trace" / "core", header(), part_s=1e9, clock=lambda: now)
+        for _ in range(50):  # the clock stands still: however often it is asked for, nothing is due
+            recorder.add("requests", ROW)
+            recorder.flush_soon()
+            time.sleep(0.002)
+        folder = tmp_path / "trace" / "core" / "requests"
+        assert not folder.exists()
+        now = 1.0
+        patience = time.monotonic() + 60
+        while not folder.exists() and time.monotonic() < patience:
+            time.sleep(0.002)
+        recorder.close()
+        assert trace.read(tmp_path / "trace").table("requests").num_rows == 50
+        assert len(list(folder.iterdir())) == 1, "asked for once more than enough, and remembered"
 
     def test_asking_for_it_does_not_wait_for_the_disk(self, tmp_path: Path) -> None:
         recorder = Recorder(tmp_path / "trace" / "core", header())

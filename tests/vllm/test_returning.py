@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
+from kvpolicy_vllm.plugin.returning import Returning
 from tests.vllm import alone, harness
 from tests.vllm.disturbances import loaded_and_waiting
 from tests.vllm.test_same_schedule import BASE
@@ -48,6 +49,48 @@ def test_newcomers_wait_for_whoever_is_being_loaded(model: str, scheduling: str)
     assert any(loading and running + loading == PLACES for running, loading, _ in seen), "no place was ever held"
     over = [step for step in seen if sum(step) > PLACES]
     assert not over, f"{len(over)} of {len(seen)} steps with more than {PLACES} running, being loaded and loaded"
+
+
+class Adapter:
+    def __init__(self, number: int) -> None:
+        self.lora_int_id = number
+
+
+class Waiting:
+    """Loaded, and not yet admitted."""
+
+    status = RequestStatus.PREEMPTED
+    num_computed_tokens = 32
+
+    def __init__(self, name: str, adapter: int | None) -> None:
+        self.request_id = name
+        self.lora_request = None if adapter is None else Adapter(adapter)
+
+
+class Scheduler:
+    """As much as decides how many may run: two adapters at once, and both are taken."""
+
+    max_num_running_reqs = 8
+    finished_recving_kv_req_ids = frozenset[str]()
+
+    class lora_config:  # noqa: N801  # vLLM's name
+        max_loras = 2
+
+    def __init__(self) -> None:
+        self.running = [Waiting("a", 1), Waiting("b", 2)]
+
+
+def test_a_loaded_request_without_a_slot_for_its_adapter_keeps_its_place() -> None:
+    scheduler = Scheduler()
+    returning = Returning(scheduler)
+    for name, adapter in (("other", 3), ("same", 1), ("none", None)):
+        returning._requests[name] = Waiting(name, adapter)
+    with returning.places_held():
+        assert scheduler.max_num_running_reqs == 7, "vLLM passes over the one with another adapter alone"
+    assert scheduler.max_num_running_reqs == 8
+    scheduler.running.pop()
+    with returning.places_held():
+        assert scheduler.max_num_running_reqs == 8, "a slot is free"
 
 
 def test_the_limit_is_as_configured_after_every_step(model: str) -> None:

@@ -104,6 +104,14 @@ def test_a_failure_comes_with_its_replay(tmp_path: Path) -> None:
     assert Setup.parse(re.search(r"--replay '(.*)'", line)[1]) == failed  # type: ignore[index]
 
 
+def test_a_schedule_comes_out_alike_when_it_is_replayed(tmp_path: Path) -> None:
+    """Also where the policy draws, and where copies fail until swapping is suspended."""
+    setups = [Setup.draw(seed, **PRESSED | {"policy": "random:0.7", "copies_fail": True}) for seed in (5, 6)]
+    first, second = (soak.run(INSTALLED, setups, tmp_path / name) for name in ("first", "second"))
+    assert first.outcomes == second.outcomes
+    assert sum(outcome["swaps"] for outcome in first.outcomes) > 10
+
+
 # ---- the fuzz sees what it looks for ----
 
 
