@@ -37,7 +37,9 @@ def profile(
 def train(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Folders of traces.")],
     out: Annotated[Path, typer.Option(help="Folder of the cost model.")],
-    family: Annotated[str, typer.Option(help="boosted, linear or analytic")] = "boosted",
+    family: Annotated[
+        str, typer.Option(help="boosted, linear or analytic; one of your own as python:MODULE:FACTORY")
+    ] = "boosted",
     force: Annotated[bool, typer.Option("--force", help="Train even on a trace with over 30% noise.")] = False,
     mixed_hardware: Annotated[
         bool, typer.Option("--mixed-hardware", help="Train on traces of different machines together.")
@@ -86,9 +88,10 @@ def explain(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the decision boundary there, as .svg or .png.")
     ] = None,
+    policy: Annotated[str | None, typer.Option(help="Show what that policy makes of it, too; as for evaluate.")] = None,
 ) -> None:
     """Show both predicted costs of one situation, what drove the choice, and where it turns."""
-    report = kvpolicy.explain(cost_model, question, objective, plot)
+    report = kvpolicy.explain(cost_model, question, objective, plot, policy)
     show(report, json_file)
     if report.not_drawn:
         raise WrongValue("plot", report.not_drawn)

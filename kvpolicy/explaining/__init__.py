@@ -9,10 +9,11 @@ from pathlib import Path
 from kvpolicy.cost import FittedModel, load
 from kvpolicy.explaining.account import Account, account_of
 from kvpolicy.explaining.boundary import Grid, break_even, grid
+from kvpolicy.explaining.choice import choice_of
 from kvpolicy.explaining.question import Asked, Question, resolve
 from kvpolicy.explaining.report import Explanation
 from kvpolicy.fields import WrongValue, parsed
-from kvpolicy.policy import Objective
+from kvpolicy.policy import Objective, Policy, load_policy
 from kvpolicy.policy.objective import ENGINE
 
 __all__ = ["Account", "Asked", "Explanation", "Grid", "Question", "account_of", "explain"]
@@ -21,26 +22,28 @@ PLOT_FORMATS = (".svg", ".png")
 
 
 def explain(
-    cost_model: str | Path,
+    cost_model: str | Path | FittedModel,
     question: Question,
     objective: Objective | str = ENGINE,
     plot: str | Path | None = None,
+    policy: str | Policy | None = None,
 ) -> Explanation:
-    """What the model predicts for both options, and why.
+    """What the model predicts for both options, and why; and what ``policy``, by its name or itself, makes of it.
 
-    ``cost_model``: folder or name, as in ``cheapest:COST_MODEL``. ``plot``: an SVG or PNG file to draw the decision
-    boundary into, by its ending.
+    ``cost_model``: the model itself, or a folder or name, as in ``cheapest:COST_MODEL``. ``plot``: an SVG or PNG file
+    to draw the decision boundary into, by its ending.
 
     Raises ValueError, naming the argument, for a wrong value; ModelError for a model that cannot be loaded. Without
     matplotlib nothing is drawn, and the explanation's ``not_drawn`` says so; its text has a grid of letters.
     """
     file = None if plot is None else _plot_file(Path(plot))
     weighing = parsed("objective", objective, Objective)
-    model = load(cost_model)
+    model = cost_model if isinstance(cost_model, FittedModel) else load(cost_model)
+    chooser = None if policy is None else load_policy(policy)
     _refuse_unknown_delay(model, weighing)
     asked = resolve(model, question)
     found = Explanation(
-        cost_model=str(cost_model),
+        cost_model=model.name,
         family=model.provenance.family,
         objective=weighing,
         asked=asked,
@@ -48,6 +51,7 @@ def explain(
         break_even=break_even(model, asked.situation, weighing),
         grid=grid(model, asked.situation, weighing),
         notes=_notes(model, asked),
+        choice=None if chooser is None else choice_of(chooser, model, asked.situation),
     )
     return found if file is None else replace(found, not_drawn=_draw(found, file))
 

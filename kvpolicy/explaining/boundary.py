@@ -87,6 +87,11 @@ def break_even(model: FittedModel, situation: Preemption, objective: Objective) 
     def swaps(tokens: int) -> bool:
         return _log_ratio(_costs(model, as_long_as(situation, tokens)), objective) < 0
 
+    return turning(model, situation, swaps)
+
+
+def turning(model: FittedModel, situation: Preemption, swaps: Callable[[int], bool]) -> BreakEven:
+    """The same of anything that chooses. ``swaps``: whether a victim of so many tokens is swapped."""
     up_to = longest(model, situation)
     lengths = _looked_at(up_to, situation.block_size)
     before = swaps(1)

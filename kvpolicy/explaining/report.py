@@ -10,6 +10,7 @@ from typing import Any
 from kvpolicy.events import SITUATION_FIELDS, Kind, Preemption, as_row
 from kvpolicy.explaining.account import Account
 from kvpolicy.explaining.boundary import BreakEven, Grid
+from kvpolicy.explaining.choice import PolicyChoice
 from kvpolicy.explaining.drivers import drivers_of
 from kvpolicy.explaining.question import Asked
 from kvpolicy.policy import Objective
@@ -36,6 +37,8 @@ class Explanation:
     break_even: BreakEven
     grid: Grid
     notes: tuple[str, ...]
+    choice: PolicyChoice | None = None
+    """What a policy makes of it, where one was asked about."""
     not_drawn: str = ""
     """Why there is no plot though one was asked for."""
 
@@ -63,12 +66,16 @@ class Explanation:
             "grid": self.grid.to_dict(),
             "notes": list(self.notes),
         }
+        if self.choice is not None:
+            whole["policy"] = self.choice.to_dict()
         plain: dict[str, Any] = _finite(whole)
         return plain
 
     def text(self) -> str:
         blocks = ["\n".join(self._head()), *("\n".join(_account_lines(one)) for one in self.accounts)]
         blocks += ["\n".join(self._why()), "\n".join(self._map())]
+        if self.choice is not None:
+            blocks.append("\n".join([*self.choice.lines(), *_break_even_lines(self.choice.turns)]))
         if self.notes:
             blocks.append("\n".join(f"note: {note}" for note in self.notes))
         return "\n\n".join(blocks)
@@ -96,10 +103,7 @@ class Explanation:
         lines = [
             f"swap / recompute: {ratio:.3g} (90% interval {_exp(low)} to {_exp(high)}); {doubt}",
         ]
-        even = self.break_even
-        if not even.turns:
-            lines.append(f"break-even at this load: none up to {even.up_to_tokens} tokens, always {even.first}")
-        return lines + _turns(even)
+        return lines + _break_even_lines(self.break_even)
 
     def _map(self) -> list[str]:
         """The choice over lengths and loads, highest load first."""
@@ -111,6 +115,12 @@ class Explanation:
         first, last = str(grid.tokens[0]), f"{grid.tokens[-1]} tokens"
         lines.append(f"{'':>{width}}  {first}{last:>{max(len(last) + 1, len(grid.tokens) - len(first))}}")
         return lines
+
+
+def _break_even_lines(even: BreakEven) -> list[str]:
+    if not even.turns:
+        return [f"break-even at this load: none up to {even.up_to_tokens} tokens, always {even.first}", *_turns(even)]
+    return _turns(even)
 
 
 def _turns(even: BreakEven) -> list[str]:
