@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -76,3 +77,9 @@ def test_the_example_of_the_documentation_is_one() -> None:
     policy, one = found["LongerSwaps"](), situation(301)
     assert probabilities_of(policy, one, options_for(one), policy.initial_state()) == (0.0, 1.0)
     assert probabilities_of(policy, one, options_for(one)[:1], policy.initial_state()) == (1.0,)
+
+
+def test_the_documented_policy_is_the_one_that_is_tested() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "own-policies.md"
+    (code,) = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
+    assert code == Path(ten_line_policy.__file__).read_text()
