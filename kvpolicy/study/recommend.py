@@ -338,7 +338,7 @@ def advise(
         best=best,
         deploy=deploy,
         reason=_reason(mine, compared, told, judge_by, least_gain),
-        config_line=_config_line(given, host_gib) if told else "",
+        config_line=_config_line(deploy, given, host_gib) if told else "",
         compared=compared,
         warnings=tuple(warning for warning in warnings if warning),
     )
@@ -388,11 +388,11 @@ def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: 
     return f"{said}; not told from it: {', '.join(ties)}" if ties else said
 
 
-def _config_line(given: Mapping[str, Any], host_gib: float) -> str:
-    """``given``: a result's inputs. Empty for a policy that is an object, which no command line can name."""
+def _config_line(policy: str, given: Mapping[str, Any], host_gib: float) -> str:
+    """``given``: the inputs of its runs. Empty for a policy that is an object, which no command line can name."""
     if "policy_digest" in given:
         return ""
     module = given.get("module", "")
-    line = f"kvpolicy config --policy {shlex.quote(module or given['policy'])}"
+    line = f"kvpolicy config --policy {shlex.quote(module or policy)}"
     line += " --allow-python-policies" if module else ""
     return line if host_gib == DEFAULT_HOST_GIB else f"{line} --host-gib {host_gib:g}"

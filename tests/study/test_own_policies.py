@@ -164,15 +164,11 @@ def test_one_of_ones_own_is_recommended_by_what_starts_it(hardware: str, tmp_pat
     assert "always-swap" in names
 
 
-def inputs(policy: str, **more: str) -> dict[str, Any]:
-    return {"policy": policy, **more}
-
-
 def test_the_line_that_deploys_it() -> None:
     from kvpolicy.study.recommend import _config_line
 
-    assert _config_line(inputs("always-swap"), 4.0) == "kvpolicy config --policy always-swap"
-    assert _config_line(inputs(LABEL, module=OWN), 8.0) == (
+    assert _config_line("always-swap", {}, 4.0) == "kvpolicy config --policy always-swap"
+    assert _config_line(LABEL, {"module": OWN}, 8.0) == (
         f"kvpolicy config --policy {OWN} --allow-python-policies --host-gib 8"
     )
-    assert _config_line(inputs(LABEL, policy_digest="abc"), 4.0) == ""
+    assert _config_line(LABEL, {"policy_digest": "abc"}, 4.0) == ""
