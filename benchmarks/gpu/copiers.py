@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvpolicy_vllm.plugin.copier import Copier, IndexingCopier
-from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.messages import Job
 from kvpolicy_vllm.plugin.staging import StagedCopier
 
 SLEEP_CYCLES = 50_000_000

@@ -26,7 +26,7 @@ from benchmarks.gpu.intervals import interval_text, ratio_of
 from benchmarks.gpu.pieces import Done, Piece, ended, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy_vllm.plugin.copier import Copier, unique_segments
-from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.messages import Job
 
 WAYS: dict[str, Callable[..., Copier]] = {"as they lie": copiers.plain, "staged": copiers.staged}
 """The plugin's two: pieces copied where they lie, and gathered on the device first."""

@@ -118,7 +118,7 @@ class Worker:
     def _copies(self, jobs: Any) -> KVConnectorOutput | None:
         if jobs is None:
             return None
-        from kvpolicy_vllm.plugin.jobs import Transfer, Transfers
+        from kvpolicy_vllm.plugin.messages import Transfer, Transfers
 
         def done(job: Any, direction: str) -> Transfer:
             size = len(job.slots) * 131072

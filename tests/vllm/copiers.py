@@ -15,7 +15,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from kvpolicy_vllm.plugin.copier import CopyError, IndexingCopier
-from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.messages import Job
 
 
 class FaultyCopier(IndexingCopier):

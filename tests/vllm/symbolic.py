@@ -15,7 +15,7 @@ import numpy as np
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvpolicy_vllm.plugin.jobs import Direction, Job, StepJobs, Transfer, Transfers
+from kvpolicy_vllm.plugin.messages import Direction, Job, StepJobs, Transfer, Transfers
 from tests.vllm.alone import loaded_and_waiting
 
 SAVE_FAILS, LOAD_FAILS, MOST_LATE = 0.1, 0.15, 4

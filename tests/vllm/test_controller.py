@@ -16,8 +16,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvpolicy.trace import Header
 from kvpolicy_vllm.plugin.accounts import MOST_FAILURES
-from kvpolicy_vllm.plugin.copy_health import FIRST_SUSPENSION_S, MAX_FAILURES_IN_A_ROW
-from kvpolicy_vllm.plugin.jobs import Transfer, Transfers
+from kvpolicy_vllm.plugin.copies import FIRST_SUSPENSION_S, MAX_FAILURES_IN_A_ROW
+from kvpolicy_vllm.plugin.messages import Transfer, Transfers
 from kvpolicy_vllm.plugin.situation import RunningView
 from tests.vllm import alone, harness
 from tests.vllm.symbolic import _failures

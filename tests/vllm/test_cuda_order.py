@@ -19,7 +19,7 @@ import torch
 
 from kvpolicy_vllm.plugin import cuda_copier
 from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
-from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.messages import Job
 from kvpolicy_vllm.plugin.staging import Staging, host_arena, runs_of, segments_in
 
 SCHEDULES = 60

@@ -22,70 +22,13 @@ from kvpolicy.trace import Header
 from kvpolicy_vllm.plugin import recording
 from kvpolicy_vllm.plugin.connector import cores_here
 from kvpolicy_vllm.plugin.copier import IDLE_NAP_S, IndexingCopier, segments_of, unique_segments
-from kvpolicy_vllm.plugin.copies import CopyBook
-from kvpolicy_vllm.plugin.jobs import Job, Transfer
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, StepClock, compose, pairs
+from kvpolicy_vllm.plugin.messages import Job
 from kvpolicy_vllm.plugin.metrics import KVPolicyStats, Tally
 from kvpolicy_vllm.plugin.recording import Recorder
 from kvpolicy_vllm.plugin.settings import Link, Settings
 from kvpolicy_vllm.plugin.situation import geometry_of
 from tests.shape.configs import LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
-
-
-def ack(copy_id: int, direction: Any, ok: bool = True) -> Transfer:
-    return Transfer(copy_id, direction, ok, 100, 1, 100, False, 0, 0.0, 1.0, 2.0)
-
-
-class TestCopies:
-    def test_a_whole_life(self) -> None:
-        book = CopyBook(slots=4, ranks=1, block_bytes=100)
-        copy = book.save("r", "p", 40, (7, 8, 9))
-        assert book.pool.used == 3 and book.queued_bytes("save") == 300
-        jobs = book.take_jobs(0, idle=False)
-        assert jobs.saves == (Job(copy.copy_id, "r", (7, 8, 9), copy.slots),)
-        assert [settled.ok for settled in book.acknowledge([ack(copy.copy_id, "save")])] == [True]
-        assert book.queued_bytes("save") == 0
-        assert book.loadable_tokens("r", 100, 16) == 24
-        book.begin_load("r", 1, (1, 2), 24)
-        assert book.loadable_tokens("r", 100, 0) == 0
-        assert book.take_jobs(1, idle=False).loads == (Job(copy.copy_id, "r", (1, 2), copy.slots[1:]),)
-        assert book.pool.used == 3
-        book.acknowledge([ack(copy.copy_id, "load")])
-        assert book.pool.used == 0 and len(book) == 0
-
-    def test_all_ranks_must_finish(self) -> None:
-        book = CopyBook(slots=4, ranks=2, block_bytes=100)
-        copy = book.save("r", "p", 10, (1,))
-        book.take_jobs(0, idle=False)
-        assert book.acknowledge([ack(copy.copy_id, "save")]) == []
-        assert [settled.ok for settled in book.acknowledge([ack(copy.copy_id, "save", ok=False)])] == [False]
-        assert book.of("r") is None and book.pool.used == 0
-
-    def test_a_forgotten_load_keeps_its_slots_until_it_is_done(self) -> None:
-        book = CopyBook(slots=1, ranks=1, block_bytes=100)
-        copy = book.save("r", "p", 10, (1,))
-        book.take_jobs(0, idle=False)
-        book.begin_load("r", 0, (2,), 10)
-        book.forget("r")
-        assert book.of("r") is None and book.pool.free == 0
-        book.acknowledge([ack(copy.copy_id, "load")])
-        assert book.pool.free == 1
-
-    def test_a_save_that_is_forgotten_before_it_is_handed_over_is_not_made(self) -> None:
-        book = CopyBook(slots=1, ranks=1, block_bytes=100)
-        book.save("r", "p", 10, (1,))
-        book.forget("r")
-        assert book.take_jobs(0, idle=False).saves == ()
-
-    def test_a_request_that_comes_back_gets_another_generation(self) -> None:
-        book = CopyBook(slots=4, ranks=1, block_bytes=100)
-        first = book.save("r", "p1", 10, (1,))
-        book.take_jobs(0, idle=False)
-        book.forget("r")
-        second = book.save("r", "p2", 12, (1,))
-        assert second.copy_id != first.copy_id
-        assert book.acknowledge([ack(first.copy_id, "save", ok=False)]) == []
-        assert book.of("r") is second
 
 
 class FakeRequest:

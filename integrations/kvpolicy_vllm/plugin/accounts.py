@@ -8,9 +8,9 @@ from typing import Any
 from kvpolicy.attribution import LiveCost, LiveCosts, StepTimeModel
 from kvpolicy.events import Outcome
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
-from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
 from kvpolicy_vllm.plugin.journal import Journal
 from kvpolicy_vllm.plugin.ledger import OpenPreemption, Step, StepClock, compose
+from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
 from kvpolicy_vllm.plugin.metrics import Tally
 
 MOST_FAILURES = 5

@@ -9,13 +9,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copier import Copier, unique_segments
-from kvpolicy_vllm.plugin.jobs import Job, StepJobs, Transfers
+from kvpolicy_vllm.plugin.messages import Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.settings import GIB, Settings
 from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+# What vLLM carries from the scheduler to the workers and back: plain records elsewhere.
+KVConnectorMetadata.register(StepJobs)
+KVConnectorWorkerMetadata.register(Transfers)
 
 
 class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpolicy.errors import KVPolicyError
-from kvpolicy_vllm.plugin.jobs import Direction, Job, Transfer
+from kvpolicy_vllm.plugin.messages import Direction, Job, Transfer
 from kvpolicy_vllm.plugin.settings import Link
 
 IDLE_NAP_S = 0.001

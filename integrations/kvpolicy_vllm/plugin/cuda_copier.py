@@ -12,7 +12,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from kvpolicy_vllm.plugin.copier import Copier, Span
-from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.messages import Job
 from kvpolicy_vllm.plugin.staging import Staging, host_arena, offsets_of, segments_in
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]

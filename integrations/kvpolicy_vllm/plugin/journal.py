@@ -12,8 +12,8 @@ import vllm
 from kvpolicy.events import Outcome, as_row
 from kvpolicy.trace import Header, outcome_row
 from kvpolicy_vllm.plugin.copies import Settled
-from kvpolicy_vllm.plugin.jobs import Transfer
 from kvpolicy_vllm.plugin.ledger import Repeated, Step
+from kvpolicy_vllm.plugin.messages import Transfer
 from kvpolicy_vllm.plugin.recording import Recording
 from kvpolicy_vllm.plugin.situation import engine_shape
 

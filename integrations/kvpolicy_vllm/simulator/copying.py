@@ -8,8 +8,8 @@ from typing import Any
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvpolicy.simulator import Server, StepLoad, Times
-from kvpolicy_vllm.plugin.jobs import Direction, Job, StepJobs, Transfer, Transfers
 from kvpolicy_vllm.plugin.ledger import pairs
+from kvpolicy_vllm.plugin.messages import Direction, Job, StepJobs, Transfer, Transfers
 
 
 def load_of(output: Any, requests: dict[str, Any]) -> StepLoad:
