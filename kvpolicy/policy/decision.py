@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvpolicy.events import Decision, Option, Preemption, draft_of
-from kvpolicy.policy.base import Policy, PolicyState
+from kvpolicy.policy.base import Feedback, Policy, PolicyState
 
 RECOMPUTE = Option("recompute")
 HOST_TIER = "host"
@@ -34,6 +35,46 @@ def decide(
     _refuse_impossible(policy.name, probabilities, options)
     chosen = _draw(probabilities, rng.random())
     return _decision(tuple(options), probabilities, chosen, costs, policy.name, state.to_json())
+
+
+class Decider:
+    """The policy in charge and the state it has come to: decides one preemption after the other, and learns.
+
+    One per engine core, simulated or not. ``shadow``: what is intended is recorded, but everything is recomputed.
+    """
+
+    def __init__(self, policy: Policy, rng: random.Random, shadow: bool = False) -> None:
+        self.policy = policy
+        self.state = policy.initial_state()
+        self._rng = rng
+        self._shadow = shadow
+
+    def decide(self, situation: Preemption, why_no_swap: str = "") -> Decision:
+        """The decision, with what is to be executed and why that is not what was chosen.
+
+        ``why_no_swap``: what keeps the engine from swapping this victim; empty where nothing does.
+        """
+        options = feasible_options(situation, swap_possible=not why_no_swap)
+        decision = decide(self.policy, situation, options, self.state, self._rng)
+        self.state = self.policy.next_state(self.state, decision)
+        if why_no_swap:
+            return replace(decision, executed="recompute", reason=why_no_swap)
+        if self._shadow and decision.intended == "swap":
+            return replace(decision, executed="recompute", reason="shadow")
+        return replace(decision, executed=decision.intended)
+
+    @property
+    def learns(self) -> bool:
+        """Whether what becomes of decisions changes anything."""
+        return self.policy.learned(self.state) is not None
+
+    def learn(self, feedback: Feedback) -> None:
+        """What became of a decision is known."""
+        self.state = self.policy.observe(self.state, feedback)
+
+    def adopt(self, policy: Policy) -> None:
+        """Decide by another policy from now on, from its initial state; chance goes on where it was."""
+        self.policy, self.state = policy, policy.initial_state()
 
 
 def _draw(probabilities: Sequence[float], at: float) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
-from kvpolicy import policy as policies
-from kvpolicy.events import Decision, Ending, Preemption
-from kvpolicy.policy import Feedback, Policy
+from kvpolicy.events import Ending, Preemption
+from kvpolicy.policy import Decider, Feedback, Policy
 from kvpolicy.simulator.base import NULL_BLOCK, Server
 from kvpolicy.simulator.builtin import ledger
 from kvpolicy.simulator.builtin.copies import CopyBook
@@ -22,9 +20,7 @@ class Preemptions:
 
     def __init__(self, server: Server, policy: Policy, seed: int, journal: Journal, tallied: Tallied) -> None:
         self._server = server
-        self._policy = policy
-        self._state = policy.initial_state()
-        self._rng = random.Random(seed)
+        self._decider = Decider(policy, random.Random(seed))
         self._journal = journal
         self._tallied = tallied
         self._count = 0
@@ -35,7 +31,7 @@ class Preemptions:
         self._count += 1
         preemption_id = f"{self._journal.core}-{self._count}"
         situation = situation_of(live, scheduler, copies, self._server, now_s)
-        decision = self._decide(situation)
+        decision = self._decider.decide(situation, _why_no_swap(situation))
         option = next(one for one in decision.options if one.kind == decision.executed)
         account = Account(
             preemption_id, live, situation, decision, option, live.computed, now_s, step.number, live.preemptions
@@ -49,13 +45,6 @@ class Preemptions:
         if live.open is not None:
             self._close(live.open, "superseded", now_s)
         ledger.preempted(live, account)
-
-    def _decide(self, situation: Preemption) -> Decision:
-        why_not = _why_no_swap(situation)
-        options = policies.feasible_options(situation, swap_possible=not why_not)
-        decision = policies.decide(self._policy, situation, options, self._state, self._rng)
-        self._state = self._policy.next_state(self._state, decision)
-        return replace(decision, executed="recompute" if why_not else decision.intended, reason=why_not)
 
     def _decided(self, account: Account) -> None:
         """Nothing can change any more about what was executed."""
@@ -106,11 +95,10 @@ class Preemptions:
         self._closing.append(account)
 
     def _learn(self, account: Account) -> None:
-        if account.ended != "resumed" or self._policy.learned(self._state) is None:
+        if account.ended != "resumed" or not self._decider.learns:
             return
         delay_s = ledger.outcome(account).victim_delay_s
-        feedback = Feedback(account.situation, account.option, account.engine_s, delay_s)
-        self._state = self._policy.observe(self._state, feedback)
+        self._decider.learn(Feedback(account.situation, account.option, account.engine_s, delay_s))
 
 
 def _why_no_swap(situation: Preemption) -> str:
