@@ -6,11 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvpolicy.events import Decision, Option, Preemption, draft_of
-from kvpolicy.policy.base import Feedback, Policy, PolicyState
+from kvpolicy.events import Decision, Kind, Option, Preemption, draft_of
+from kvpolicy.policy.base import Feedback, Policy, PolicyState, all_on, first_of
 
 RECOMPUTE = Option("recompute")
 HOST_TIER = "host"
+PINNED = "pinned"
+"""In a decision, in place of a policy's name: a tool has the option pinned."""
 _decision = draft_of(Decision)
 
 
@@ -48,6 +50,7 @@ class Decider:
         self.state = policy.initial_state()
         self._rng = rng
         self._shadow = shadow
+        self._pinned: Kind | None = None
 
     def decide(self, situation: Preemption, why_no_swap: str = "") -> Decision:
         """The decision, with what is to be executed and why that is not what was chosen.
@@ -55,13 +58,22 @@ class Decider:
         ``why_no_swap``: what keeps the engine from swapping this victim; empty where nothing does.
         """
         options = feasible_options(situation, swap_possible=not why_no_swap)
-        decision = decide(self.policy, situation, options, self.state, self._rng)
-        self.state = self.policy.next_state(self.state, decision)
+        if self._pinned is None:
+            decision = decide(self.policy, situation, options, self.state, self._rng)
+            self.state = self.policy.next_state(self.state, decision)
+        else:
+            chosen = first_of(self._pinned, options) or 0
+            decision = Decision(options, all_on(chosen, len(options)), chosen, (), PINNED, "{}")
         if why_no_swap:
             return replace(decision, executed="recompute", reason=why_no_swap)
         if self._shadow and decision.intended == "swap":
             return replace(decision, executed="recompute", reason="shadow")
         return replace(decision, executed=decision.intended)
+
+    def pin(self, kind: Kind | None) -> None:
+        """Take ``kind`` wherever it is feasible, recorded as the policy :data:`PINNED`, and leave the policy in charge,
+        its state and its chance alone; None: ask that policy again."""
+        self._pinned = kind
 
     @property
     def learns(self) -> bool:

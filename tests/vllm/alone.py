@@ -184,8 +184,18 @@ def harry(scheduler: Any, worker: Any, rng: random.Random, resets: bool) -> None
 
 def accounts_left(scheduler: Any) -> int:
     """Preemptions the plugin still keeps an account of."""
-    live = scheduler.kvpolicy.accounts._live if hasattr(scheduler, "kvpolicy") else None
-    return 0 if live is None else len(live._accounts) + len(live._early)
+    from kvpolicy_vllm.plugin.cost_meter import CostMeter  # here: stock vLLM does without the plugin
+
+    observers = scheduler.kvpolicy.observers._all if hasattr(scheduler, "kvpolicy") else ()
+    return sum(len(observer) for observer in observers if isinstance(observer, CostMeter))
+
+
+def measure(controller: Any) -> None:
+    """Have the controller measure costs, by a step-time model that nothing was measured for."""
+    from kvpolicy_vllm.plugin.cost_meter import CostMeter  # here: stock vLLM does without the plugin
+
+    meter = CostMeter(STEP_TIME, controller.observers.tell, controller.metrics.tally)
+    controller.observers.replace(CostMeter, meter)
 
 
 def watch_counts() -> list[tuple[list[int], list[int]]]:
@@ -260,7 +270,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     schedule: list[Any] = []
     counts = watch_counts() if job.get("counts") else []
     if job.get("measured"):
-        scheduler.kvpolicy.accounts.measure_by(STEP_TIME)
+        measure(scheduler.kvpolicy)
     depth = 2 if job["asynchronous"] else 1
     rng = random.Random(job["seed"])
     for _ in range(200_000):

@@ -53,7 +53,7 @@ class SymbolicWorker:
             for request in self._requests
             if list(request.all_token_ids) != self._texts[request.request_id][: request.num_tokens].tolist()
         ]
-        undecided = len(self._scheduler.kvpolicy._undecided)
+        undecided = len(self._scheduler.kvpolicy.swaps.undecided)
         return self._counts | {"wrong": self._wrong[:WRONG_SHOWN], "garbled": garbled, "undecided": undecided}
 
     def execute(self, output: Any, sampled: dict[str, bool]) -> ModelRunnerOutput:

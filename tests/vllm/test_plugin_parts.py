@@ -24,7 +24,8 @@ from kvpolicy_vllm.plugin.connector import cores_here
 from kvpolicy_vllm.plugin.copier import IDLE_NAP_S, IndexingCopier, segments_of, unique_segments
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, StepClock, compose, pairs
 from kvpolicy_vllm.plugin.messages import Job
-from kvpolicy_vllm.plugin.metrics import KVPolicyStats, Tally
+from kvpolicy_vllm.plugin.metrics import KVPolicyStats
+from kvpolicy_vllm.plugin.observers import Tally
 from kvpolicy_vllm.plugin.recording import Recorder
 from kvpolicy_vllm.plugin.settings import Link, Settings
 from kvpolicy_vllm.plugin.situation import geometry_of
@@ -234,7 +235,7 @@ def test_counters_add_up_and_gauges_stand() -> None:
     tally.set("host_slots_used", 0)
     second = tally.report()
     assert second is not None
-    both = first.aggregate(second)
+    both = KVPolicyStats(first).aggregate(KVPolicyStats(second))
     assert both.data == {"counters": {"fallbacks|reason=host_full": 3}, "gauges": {"host_slots_used": 0}}
     assert KVPolicyStats().is_empty() and not both.is_empty()
 

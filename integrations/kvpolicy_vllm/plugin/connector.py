@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copier import Copier, unique_segments
 from kvpolicy_vllm.plugin.messages import Job, StepJobs, Transfers
@@ -50,7 +51,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             # Here, because the workers come first: the scheduler would see the memory that they have taken.
             self.settings.refuse_too_much_memory(cores_here(vllm_config))
         else:
-            self.controller = Controller(self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes)
+            self.controller = controller_for(self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes)
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._saved_step = -1
@@ -194,7 +195,8 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- both ----
 
     def get_kv_connector_stats(self) -> KVPolicyStats | None:
-        return None if self.controller is None else self.controller.tally.report()
+        changed = None if self.controller is None else self.controller.metrics.report()
+        return None if changed is None else KVPolicyStats(changed)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPolicyStats | None:

@@ -86,6 +86,16 @@ class Settled:
     def ok(self) -> bool:
         return all(transfer.ok for transfer in self.transfers)
 
+    @property
+    def slowest(self) -> Transfer:
+        """Of the ranks: when the copy was over."""
+        return max(self.transfers, key=lambda transfer: transfer.end_s - transfer.start_s)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Over all ranks."""
+        return sum(transfer.bytes for transfer in self.transfers if transfer.ok)
+
 
 class CopyBook:
     """All copies of one engine core. ``ranks``: how many workers must finish a transfer."""
@@ -94,6 +104,7 @@ class CopyBook:
         self.pool = SlotPool(slots)
         self.ranks = ranks
         self.block_bytes = block_bytes
+        self.health = CopyHealth()
         self._next_id = 0
         self._of_request: dict[str, Copy] = {}
         self._by_id: dict[int, Copy] = {}
@@ -240,6 +251,14 @@ class CopyHealth:
         self._suspended_until_s = None
         logger.warning("kvpolicy: swapping is tried again")
         return False
+
+    def settled(self, settled: Settled, now: float) -> None:
+        """One direction of a copy is finished on all ranks."""
+        if settled.ok:
+            self.succeeded()
+            return
+        first = next(transfer for transfer in settled.transfers if not transfer.ok)
+        self.failed(f"{first.direction} of copy {first.copy_id} failed: {first.error}", now)
 
     def succeeded(self) -> None:
         """A copy was made in full."""

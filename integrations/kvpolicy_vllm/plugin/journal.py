@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import vllm
 
 from kvpolicy.events import Outcome, as_row
-from kvpolicy.trace import Header, outcome_row
+from kvpolicy.trace import Header, decision_row, outcome_row
 from kvpolicy_vllm.plugin.copies import Settled
-from kvpolicy_vllm.plugin.ledger import Repeated, Step
-from kvpolicy_vllm.plugin.messages import Transfer
+from kvpolicy_vllm.plugin.ledger import OpenPreemption, Repeated, Step
+from kvpolicy_vllm.plugin.observers import Observer, Pending, Tally
 from kvpolicy_vllm.plugin.recording import Recording
 from kvpolicy_vllm.plugin.situation import engine_shape
+from kvpolicy_vllm.plugin.step_parts import fill_parts
+from kvpolicy_vllm.plugin.token_times import TokenTimes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,39 +26,45 @@ if TYPE_CHECKING:
     from kvpolicy_vllm.plugin.settings import Link, Settings
 
 
-@dataclass(slots=True)
-class Life:
-    """A request while it is served."""
+class TraceRecorder(Observer):
+    """Rows of a trace. ``anonymous`` gives a request its name there."""
 
-    arrival_s: float
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    output_tokens: int = 0
-    recomputed_tokens: int = 0
-    loaded_tokens: int = 0
+    trouble = "an event could not be recorded (counted as records_dropped)"
+    given_up = "recording failed too often in a row: the trace ends here"
 
-
-class Journal:
-    """Rows for the recorder. ``anonymous`` gives a request its name in the trace."""
-
-    def __init__(self, recorder: Recording, anonymous: Callable[[str], str]) -> None:
+    def __init__(self, recorder: Recording, anonymous: Callable[[str], str], core: str, tally: Tally) -> None:
         self.recorder = recorder
         self._anonymous = anonymous
-        self._lives: dict[str, Life] = {}
+        self._core = core
+        self._tally = tally
+        self._dropped = 0
+        self._tokens = TokenTimes()
+
+    def begin_afresh(self) -> bool:
+        self._tally.add("records_dropped")
+        return super().begin_afresh()
+
+    def close(self) -> None:
+        self.recorder.close()
+        self._count_dropped()
+
+    def _count_dropped(self) -> None:
+        if self.recorder.dropped > self._dropped:
+            self._tally.add("records_dropped", self.recorder.dropped - self._dropped)
+            self._dropped = self.recorder.dropped
 
     # ---- requests ----
 
     def arrived(self, request: Any, now: float) -> None:
-        self._lives[request.request_id] = Life(now)
+        self._tokens.arrived(request.request_id, now)
 
-    def finished(self, request: Any, now: float) -> None:
-        life = self._lives.pop(request.request_id, None)
+    def preempted(self, request: Any) -> None:
+        self._tokens.preempted(request.request_id)
+
+    def ended(self, request: Any, now: float) -> None:
+        life = self._tokens.ended(request, now)
         if life is None:
             return
-        # The last token of a request that stops comes with the very step that ends it.
-        if request.num_output_tokens > life.output_tokens:
-            life.last_token_s = now
-            life.first_token_s = now if life.first_token_s is None else life.first_token_s
         self.recorder.add(
             "requests",
             {
@@ -73,28 +81,33 @@ class Journal:
             },
         )
 
-    def repeated(self, parts: Iterable[Repeated]) -> None:
-        for part in parts:
-            life = self._lives.get(part.request_id)
+    def repeated(self, step: Step) -> None:
+        for part in step.repeated:
+            life = self._tokens.of(part.request_id)
             if life is not None:
                 life.recomputed_tokens += part.tokens
 
     def loaded(self, request_id: str, tokens: int) -> None:
-        life = self._lives.get(request_id)
+        life = self._tokens.of(request_id)
         if life is not None:
             life.loaded_tokens += tokens
 
     # ---- steps ----
 
-    def occupancy(self, step: Step, scheduler: Any) -> None:
-        """Enter who runs and waits, and how much memory is taken."""
+    def scheduled(self, step: Step, output: Any, scheduler: Any) -> None:
+        """Enter what it is made of, who runs and waits, and how much memory is taken."""
+        fill_parts(step, output, scheduler.requests)
         step.running_requests = len(scheduler.running)
-        step.waiting_requests = max(0, scheduler.get_num_unfinished_requests() - len(scheduler.running))
+        step.waiting_requests = max(0, scheduler.get_num_unfinished_requests() - step.running_requests)
         pool = scheduler.kv_cache_manager.block_pool
         step.used_blocks = pool.num_gpu_blocks - pool.get_num_free_blocks()
 
-    def step(self, step: Step, output: Any, scheduler: Any, began_s: float, now: float) -> None:
-        """The step's output is back."""
+    def done(self, step: Step, output: Any, scheduler: Any, began_s: float, now: float) -> None:
+        self._tokens.step(output, scheduler.requests, now)
+        self._count_dropped()
+        if not (step.scheduled_tokens or step.lost or step.saves or scheduler.requests):
+            return
+        self.failures = 0
         self.recorder.add(
             "steps",
             {
@@ -117,24 +130,26 @@ class Journal:
                 "repeated": [_repeated_row(part) for part in step.repeated],
             },
         )
-        self._note_tokens(output.num_scheduled_tokens, scheduler.requests, now)
-
-    def _note_tokens(self, scheduled: Mapping[str, int], requests: Mapping[str, Any], now: float) -> None:
-        for request_id in scheduled:
-            life, request = self._lives.get(request_id), requests.get(request_id)
-            if life is None or request is None or request.num_output_tokens <= life.output_tokens:
-                continue
-            life.output_tokens = request.num_output_tokens
-            life.last_token_s = now
-            if life.first_token_s is None:
-                life.first_token_s = now
 
     # ---- preemptions ----
 
-    def outcome(self, outcome: Outcome) -> None:
+    def executed(self, pending: Pending) -> None:
+        known = pending.identity
+        identity = {
+            "preemption_id": known.preemption_id,
+            "decision_id": f"{known.preemption_id}-0",
+            "request": self._anonymous(known.request_id),
+            "generation": known.generation,
+            "step": known.step,
+            "overflow_id": f"{self._core}-{known.step}",
+        } | dict(known.labels)
+        self.recorder.add("decisions", decision_row(pending.situation, pending.decision, **identity))
+
+    def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         self.recorder.add("outcomes", outcome_row(outcome))
 
-    def transfer(self, settled: Settled, slowest: Transfer, moved: int, step: int) -> None:
+    def copied(self, settled: Settled, step: int) -> None:
+        slowest, moved = settled.slowest, settled.moved_bytes
         self.recorder.add(
             "transfers",
             {
@@ -160,6 +175,11 @@ def _repeated_row(part: Repeated) -> dict[str, Any]:
     row = as_row(part)
     del row["request_id"]
     return row
+
+
+def pseudonym(salt: bytes, request_id: str) -> str:
+    """A request's name in traces: a keyed hash, so that nobody can be found out by it."""
+    return hashlib.blake2b(request_id.encode(), key=salt, digest_size=8).hexdigest()
 
 
 def header_link(link: Link | None) -> dict[str, Any]:

@@ -117,6 +117,38 @@ def _is_unhashed(block: Any) -> bool:
     return block.block_hash is None
 
 
+def why_no_swap(situation: Preemption, request: Any, scheduler: Any, copies: CopyBook) -> str:
+    """What keeps this engine from swapping the victim; empty where nothing does."""
+    if situation.cause == "reset":
+        return "reset"
+    if situation.computed_tokens == 0:
+        return "nothing_computed"
+    if not _is_loadable(request, scheduler):
+        return "not_loadable"
+    if copies.health.suspended(situation.time_s):
+        return "copies_failing"
+    return "host_full" if situation.free_host_blocks < situation.held_blocks else ""
+
+
+def _is_loadable(request: Any, scheduler: Any) -> bool:
+    if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
+        return False
+    # Up to vLLM 0.30, with --enable-return-routed-experts, a prompt's experts are read, when it is computed, from
+    # where its blocks lie.
+    reads_routed_experts = bool(getattr(scheduler, "enable_return_routed_experts", False))
+    return not reads_routed_experts or request.num_output_tokens > 0
+
+
+def restorable_tokens(request: Any, scheduler: Any) -> int:
+    """Most tokens that a load may bring ``request`` to. The last one known is computed, to sample the next."""
+    tokens = int(request.num_tokens) - 1
+    # vLLM 0.31 and later, with --enable-return-routed-experts, collect them by whole blocks from where a request
+    # resumes.
+    if getattr(scheduler, "aux_output_connector", None) is not None:
+        tokens -= tokens % int(scheduler.block_size)
+    return tokens
+
+
 def page_bytes(kv_cache: KVCacheConfig) -> int:
     """Bytes of one block in one layer: what lies contiguous unless a worker reports smaller pieces."""
     return int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from typing import Any
 
-from kvpolicy.policy import Policy
+from kvpolicy import policy as policies
+from kvpolicy.policy import Decider, Policy
 from kvpolicy.simulator import Server, Sink
 from kvpolicy_vllm.plugin.controller import Controller
+from kvpolicy_vllm.plugin.copies import CopyBook
 from kvpolicy_vllm.plugin.recording import Row
-from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.simulator.clock import VirtualClock
 
 ROWS = 1000
@@ -51,34 +53,22 @@ class SinkRecording:
 
 
 class SimulatedController(Controller):
-    """Requests are named by their numbers, they are nobody's; an error in deciding is an error."""
+    """Requests are named by their numbers, they are nobody's; whatever goes wrong is an error."""
 
     def __init__(
-        self,
-        scheduler: Any,
-        core: str,
-        server: Server,
-        policy: Policy,
-        seed: int,
-        clock: VirtualClock,
-        sink: Sink | None,
+        self, core: str, server: Server, policy: Policy, seed: int, clock: VirtualClock, sink: Sink | None
     ) -> None:
         super().__init__(
-            Settings(policy=policy.name, seed=seed, source="simulation", pin_memory=False),
-            scheduler.vllm_config,
-            scheduler.kv_cache_config,
-            server.host_blocks,
-            server.block_bytes,
+            core,
+            Decider(policy, random.Random(seed)),
+            CopyBook(server.host_blocks, 1, server.block_bytes),
+            server.segment_bytes or server.block_bytes,
             clock,
-            policy,
-            None if sink is None else SinkRecording(sink),
+            _raise,
+            policies.load,
         )
-        self.core = core
-        self._segment_bytes = server.segment_bytes or server.block_bytes
-
-    def _draw_seed(self, rank: int) -> int:
-        """The given one: the built-in simulator draws alike."""
-        return self.settings.seed
+        if sink is not None:
+            self.record_into(SinkRecording(sink), lambda request_id: str(number_of(request_id)))
 
     @property
     def disturbed(self) -> bool:
@@ -87,26 +77,23 @@ class SimulatedController(Controller):
 
     def counted(self, name: str, label: str = "") -> int:
         """Sum of a counter, of one label alone where it is given."""
-        parts = ((key.split("|"), value) for key, value in self.tally.totals.items())
+        parts = ((key.split("|"), value) for key, value in self.metrics.tally.totals.items())
         return round(sum(value for key, value in parts if key[0] == name and (not label or label in key)))
-
-    def anonymous(self, request_id: str) -> str:
-        return str(number_of(request_id))
 
     def arrived(self, request: Any) -> None:
         """When it came, not when the engine next looked."""
-        if self.journal is not None:
-            self.journal.arrived(request, request.arrival_time)
+        self.observers.tell("arrived", request, request.arrival_time)
 
-    def _complain(self, what: str) -> None:
-        raise  # called while an exception is handled
+
+def _raise(what: str) -> None:
+    raise  # called while an exception is handled
 
 
 def take_control(
     scheduler: Any, core: str, server: Server, policy: Policy, seed: int, clock: VirtualClock, sink: Sink | None
 ) -> SimulatedController:
     """Put a simulated controller in the place of the one that scheduler and connector were made with."""
-    controller = SimulatedController(scheduler, core, server, policy, seed, clock, sink)
+    controller = SimulatedController(core, server, policy, seed, clock, sink)
     scheduler.connector.controller.close()
     scheduler.connector.controller = scheduler.kvpolicy = controller
     return controller

@@ -1,43 +1,36 @@
-"""What the judge does with a state learned online that is not of its cost model; no engine is started."""
+"""What becomes of a state learned online that is not of the cost model; learning from costs as they come."""
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvpolicy import cost
 from kvpolicy.cost import ModelError, online
 from kvpolicy.cost.online import Online
-from kvpolicy_vllm.plugin.deciding import Judge
-from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy.policy import Decider, load
+from kvpolicy_vllm.plugin.learner import remember
 
 POLICY = "cheapest:cpu-llama-native,online=on"
 
 
-def judge(state: Path, policy: str = POLICY) -> Judge:
-    fits = dict.fromkeys(("block_size", "block_bytes", "geometry", "hardware"))
-    return Judge(Settings(policy=policy, online_state=state), fits, cost.load, rank=0, draw_seed=0)
-
-
-@pytest.fixture(autouse=True)
-def any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the model fits is not what is asked here."""
-    monkeypatch.setattr(Judge, "_check", lambda self, policy: None)
+def begun_with(state: Path, policy: str = POLICY) -> Decider:
+    decider = Decider(load(policy), random.Random(0))
+    remember(decider, state).close()
+    return decider
 
 
 def test_a_state_of_another_model_is_set_aside_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = tmp_path / "state.json"
     online.save(Online(events=7), "abc123" * 4, state)
     with caplog.at_level(logging.WARNING):
-        begun = judge(state)
-    begun.close()
-    assert begun.policy.learned(begun._state) == Online()
+        begun = begun_with(state)
+    assert begun.policy.learned(begun.state) == Online()
     assert [one.name for one in tmp_path.iterdir()] == ["state.json.other-abc123abc123"]
     assert "another cost model" in caplog.text and "state.json.other-abc123abc123" in caplog.text
     assert online.load(tmp_path / "state.json.other-abc123abc123", "abc123" * 4).events == 7
@@ -46,9 +39,8 @@ def test_a_state_of_another_model_is_set_aside_with_a_warning(tmp_path: Path, ca
 def test_a_state_of_the_same_model_is_resumed(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
     online.save(Online(events=7), cost.load("cpu-llama-native").digest, state)
-    begun = judge(state)
-    begun.close()
-    assert begun.policy.learned(begun._state) == Online(events=7)
+    begun = begun_with(state)
+    assert begun.policy.learned(begun.state) == Online(events=7)
 
 
 def cut_off(state: Path) -> str:
@@ -80,9 +72,8 @@ def test_a_damaged_state_is_set_aside_with_a_warning(
     why = damage(state)
     left = state.read_bytes()
     with caplog.at_level(logging.WARNING):
-        begun = judge(state)
-    begun.close()
-    assert begun.policy.learned(begun._state) == Online()
+        begun = begun_with(state)
+    assert begun.policy.learned(begun.state) == Online()
     assert why in caplog.text and "state.json.damaged" in caplog.text
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("state.json.damaged", left)]
 
@@ -91,5 +82,5 @@ def test_a_file_that_never_was_a_state_is_refused_and_stays(tmp_path: Path) -> N
     state = tmp_path / "notes.json"
     state.write_text('{"mine": 1}')
     with pytest.raises(ModelError, match=r"notes.json: schema_version is None"):
-        judge(state)
+        begun_with(state)
     assert state.read_text() == '{"mine": 1}'
