@@ -118,19 +118,24 @@ class Clocks:
     """Reads the clock whenever a scheduler's run passes from the plugin to vLLM or back."""
 
     def __init__(self) -> None:
-        self.own_ns = 0
+        self.marks: list[int] = []
+
+    def own_ns(self) -> int:
+        """What was spent in the plugin since the last call: the first, third, ... of the spans between two marks."""
+        own = sum(self.marks[1::2]) - sum(self.marks[::2])
+        self.marks.clear()
+        return own
 
     @contextmanager
     def put_in(self, scheduler: Any) -> Iterator[None]:
         connector, inner = scheduler.connector, (Scheduler.schedule, Scheduler.update_from_output)
-        asked = [
-            name for name in vars(KVPolicyConnector) if name[0] != "_" and callable(getattr(connector, name, None))
-        ]
-        with mock.patch.multiple(Scheduler, schedule=self._vllms(inner[0]), update_from_output=self._vllms(inner[1])):
+        public = (name for name in vars(KVPolicyConnector) if not name.startswith("_"))
+        asked = [name for name in public if callable(getattr(connector, name, None))]
+        with mock.patch.multiple(Scheduler, schedule=self._on(inner[0]), update_from_output=self._on(inner[1])):
             for name in asked:
-                setattr(connector, name, self._ours(getattr(connector, name)))
-            scheduler.schedule = self._ours(scheduler.schedule)
-            scheduler.update_from_output = self._ours(scheduler.update_from_output)
+                setattr(connector, name, self._on(getattr(connector, name)))
+            scheduler.schedule = self._on(scheduler.schedule)
+            scheduler.update_from_output = self._on(scheduler.update_from_output)
             try:
                 yield
             finally:
@@ -138,23 +143,17 @@ class Clocks:
                     delattr(connector, name)
                 del scheduler.schedule, scheduler.update_from_output
 
-    def _ours(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
-            self.own_ns -= perf_counter_ns()
+    def _on(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` between two marks, whether it leads from the plugin to vLLM or from vLLM to the plugin."""
+        mark, now = self.marks.append, perf_counter_ns
+
+        def marked(*arguments: Any, **options: Any) -> Any:
+            mark(now())
             result = function(*arguments, **options)
-            self.own_ns += perf_counter_ns()
+            mark(now())
             return result
 
-        return timed
-
-    def _vllms(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
-            self.own_ns += perf_counter_ns()
-            result = function(*arguments, **options)
-            self.own_ns -= perf_counter_ns()
-            return result
-
-        return timed
+        return marked
 
 
 def own_us(bench: Bench, steps: int) -> float:
@@ -162,9 +161,8 @@ def own_us(bench: Bench, steps: int) -> float:
     clocks, spans = Clocks(), []
     with clocks.put_in(bench.scheduler):
         for _ in range(steps):
-            clocks.own_ns = 0
             bench.step()
-            spans.append(clocks.own_ns)
+            spans.append(clocks.own_ns())
     return median(spans) / 1e3
 
 

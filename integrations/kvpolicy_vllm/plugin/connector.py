@@ -160,7 +160,9 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self._controlling.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._controlling.take_jobs(idle=scheduler_output.total_num_scheduled_tokens == 0)
+        controller = self.controller
+        assert controller is not None
+        return controller.take_jobs(scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         done = connector_output.kv_connector_worker_meta

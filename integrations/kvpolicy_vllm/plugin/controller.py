@@ -228,12 +228,13 @@ class Controller:
             self.observers.tell("repeated", step)
         if self.observers.follow_steps:
             self.observers.tell("scheduled", step, output, self._scheduler)
-        self._in_flight[id(output)] = step
+        if step.back or self.observers.follow_steps:
+            self._in_flight[id(output)] = step
 
     def step_done(self, output: Any) -> None:
         """After ``update_from_output()``."""
-        step = self._in_flight.pop(id(output), None)
-        if step is None:
+        step = self._in_flight.pop(id(output), None) if self._in_flight else None
+        if step is None:  # nobody asks for it
             return
         now = self.clock()
         for opened in step.back:
@@ -241,9 +242,10 @@ class Controller:
                 self.swaps.recomputed_after_all(opened, "not_loaded")
             self.observers.tell("closed", opened, opened.close("resumed", now))
         if self.observers.follow_steps:
-            busy = self._scheduler.get_num_unfinished_requests() > 0
+            scheduler = self._scheduler
+            busy = bool(scheduler.running) or scheduler.get_num_unfinished_requests() > 0
             began_s = self._step_clock.began_s(step, now, busy)
-            self.observers.tell("done", step, output, self._scheduler, began_s, now)
+            self.observers.tell("done", step, output, scheduler, began_s, now)
 
     def forget_saved(self) -> None:
         """Everything saved or queued is stale, as after a change of weights."""

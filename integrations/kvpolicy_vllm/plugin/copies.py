@@ -22,6 +22,8 @@ FIRST_SUSPENSION_S = 10.0
 MAX_SUSPENSION_S = 600.0
 """Each suspension that follows another without a good copy between is twice as long, up to this."""
 WARNING_EVERY_S = 60.0
+NOTHING, NOTHING_IDLE = StepJobs(-1), StepJobs(-1, idle=True)
+"""Of every step in which the workers have nothing to do, and of every such step that computes nothing."""
 
 
 class SlotPool:
@@ -30,25 +32,23 @@ class SlotPool:
     Freed slots are used again last, so that a fault shows as stale data as late as possible."""
 
     def __init__(self, slots: int) -> None:
-        self.total = slots
-        self._free = deque(range(slots))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    @property
-    def used(self) -> int:
-        return self.total - len(self._free)
+        self.total = self.free = slots
+        self.used = 0
+        self._unused = deque(range(slots))
 
     def take(self, count: int) -> tuple[int, ...]:
         """Raises ValueError where fewer are free; ask :attr:`free` first."""
-        if count > len(self._free):
-            raise ValueError(f"{count} host slots asked for, {len(self._free)} free")
-        return tuple(self._free.popleft() for _ in range(count))
+        if count > self.free:
+            raise ValueError(f"{count} host slots asked for, {self.free} free")
+        self._count(count)
+        return tuple(self._unused.popleft() for _ in range(count))
 
     def give_back(self, slots: tuple[int, ...]) -> None:
-        self._free.extend(slots)
+        self._count(-len(slots))
+        self._unused.extend(slots)
+
+    def _count(self, taken: int) -> None:
+        self.free, self.used = self.free - taken, self.used + taken
 
 
 class Stage(Enum):
@@ -178,7 +178,7 @@ class CopyBook:
     def take_jobs(self, step: int, idle: bool) -> StepJobs:
         """What the workers have to do in this step."""
         if not (self._saves or self._loads or self._dropped):  # as in nearly every step
-            return StepJobs(step, idle=idle)
+            return NOTHING_IDLE if idle else NOTHING
         saves = tuple(self._save_job(copy_id, block_ids) for copy_id, block_ids in self._saves.items())
         jobs = StepJobs(step, saves, tuple(self._loads), tuple(self._dropped), idle)
         self._saves, self._loads, self._dropped = {}, [], []

@@ -41,11 +41,9 @@ class CostMeter(Observer):
     def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         self._live.closed(opened.preemption_id, None if opened.mixed else opened.executed, outcome.ended)
 
-    def scheduled(self, step: Step, output: Any, scheduler: Any) -> None:
-        fill_parts(step, output, scheduler.requests)
-
     def done(self, step: Step, output: Any, scheduler: Any, began_s: float, now: float) -> None:
-        repeated = [(part.preemption_id, part.parts) for part in step.repeated]
+        fill_parts(step, output)
+        repeated = [(part.preemption_id, part.parts) for part in step.repeated] if step.repeated else ()
         for cost in self._live.step(step.parts, step.scheduled_requests, began_s, now, step.lost, repeated):
             # Until an abort it is a part of a cost; where a copy failed it is that of both options.
             if cost.ended == "resumed" and cost.executed is not None:

@@ -59,7 +59,7 @@ class TraceRecorder(Observer):
         self._tokens.arrived(request.request_id, now)
 
     def preempted(self, request: Any) -> None:
-        self._tokens.preempted(request.request_id)
+        self._tokens.preempted.append(request.request_id)
 
     def ended(self, request: Any, now: float) -> None:
         life = self._tokens.ended(request, now)
@@ -95,16 +95,17 @@ class TraceRecorder(Observer):
     # ---- steps ----
 
     def scheduled(self, step: Step, output: Any, scheduler: Any) -> None:
-        """Enter what it is made of, who runs and waits, and how much memory is taken."""
-        fill_parts(step, output, scheduler.requests)
+        """Enter who runs and waits, and how much memory is taken."""
         step.running_requests = len(scheduler.running)
         step.waiting_requests = max(0, scheduler.get_num_unfinished_requests() - step.running_requests)
         pool = scheduler.kv_cache_manager.block_pool
         step.used_blocks = pool.num_gpu_blocks - pool.get_num_free_blocks()
 
     def done(self, step: Step, output: Any, scheduler: Any, began_s: float, now: float) -> None:
+        fill_parts(step, output)
         self._tokens.step(output, scheduler.requests, now)
-        self._count_dropped()
+        if self.recorder.dropped > self._dropped:
+            self._count_dropped()
         if not (step.scheduled_tokens or step.lost or step.saves or scheduler.requests):
             return
         self.failures = 0

@@ -186,17 +186,20 @@ class Tally:
         self.gauges: dict[str, float] = {}
         self._added: dict[str, float] = {}
         self._gauges_moved = False
+        self.unreported = False
+        """Whether anything changed since the last report."""
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         at = key(name, **labels)
         self.totals[at] = self.totals.get(at, 0) + amount
         self._added[at] = self._added.get(at, 0) + amount
+        self.unreported = True
 
     def set(self, name: str, value: float, **labels: str) -> None:
         at = key(name, **labels)
         if self.gauges.get(at) != value:
             self.gauges[at] = value
-            self._gauges_moved = True
+            self._gauges_moved = self.unreported = True
 
     def raise_by(self, name: str, amount: float, **labels: str) -> None:
         """A gauge that sums up what may be below 0."""
@@ -209,11 +212,11 @@ class Tally:
 
     def report(self) -> dict[str, dict[str, float]] | None:
         """What was added to each counter since the last report, and all gauges; None where nothing changed."""
-        if not self._added and not self._gauges_moved:
+        if not self.unreported:
             return None
         changed = {"counters": self._added, "gauges": dict(self.gauges)}
         self._added = {}
-        self._gauges_moved = False
+        self._gauges_moved = self.unreported = False
         return changed
 
 
@@ -226,10 +229,12 @@ class MetricsCounter(Observer):
     def __init__(self, copies: CopyBook, ledger: Ledger) -> None:
         self.tally = Tally()
         self._copies, self._ledger = copies, ledger
-        self._shown: tuple[int, ...] = ()
+        self._shown = (-1, -1)
 
     def report(self) -> dict[str, dict[str, float]] | None:
         """See :meth:`Tally.report`."""
+        if not self.tally.unreported and self._shown == (self._copies.pool.used, len(self._ledger)):
+            return None  # as in nearly every step
         self._set_gauges()
         return self.tally.report()
 
@@ -250,12 +255,10 @@ class MetricsCounter(Observer):
         self.tally.set("cost_model", value, policy=policy.name, digest=digest)
 
     def _set_gauges(self) -> None:
-        shown = (self._copies.pool.used, self._copies.pool.total, len(self._ledger))
-        if shown == self._shown:  # as in nearly every step
-            return
-        self._shown = shown
-        for name, value in zip(("host_slots_used", "host_slots_total", "open_preemptions"), shown, strict=True):
-            self.tally.set(name, value)
+        self._shown = self._copies.pool.used, len(self._ledger)
+        self.tally.set("host_slots_used", self._copies.pool.used)
+        self.tally.set("host_slots_total", self._copies.pool.total)
+        self.tally.set("open_preemptions", len(self._ledger))
 
     # ---- events ----
 

@@ -34,6 +34,8 @@ class TokenTimes:
         self._steady: dict[str, Life] = {}
         self._watched: dict[str, Life] = {}
         """Of the others, those that were scheduled before."""
+        self.preempted: list[str] = []
+        """Since the last step. They may still get a token, of a step that is in flight."""
         self._rounds = 0
         self._round_s = 0.0
 
@@ -43,17 +45,15 @@ class TokenTimes:
     def arrived(self, request_id: str, now: float) -> None:
         self._lives[request_id] = Life(now)
 
-    def preempted(self, request_id: str) -> None:
-        """It may still get a token, of a step that is in flight."""
-        self._watch(request_id)
-
     def step(self, output: Any, requests: Mapping[str, Any], now: float) -> None:
         """A step's output is back. ``requests``: by id, with the tokens it brought."""
         scheduled = output.num_scheduled_tokens
+        if self.preempted:
+            for request_id in self.preempted:
+                self._watch(request_id)
+            self.preempted.clear()
         for new in output.scheduled_new_reqs:
             self._watch(new.req_id)
-        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
-            self._watch(request_id)
         if not self._steady.keys() <= scheduled.keys():
             for request_id in self._steady.keys() - scheduled.keys():
                 self._watch(request_id)

@@ -1,0 +1,31 @@
+"""What a step is made of, as if all of its requests were gone through."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvpolicy_vllm.plugin.ledger import Step, compose
+from kvpolicy_vllm.plugin.step_parts import fill_parts
+from tests.plugin.engine import Engine
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_are_those_of_going_through_everybody(seed: int) -> None:
+    kinds = set()
+
+    class Watched(Engine):
+        def schedule(self) -> Any:
+            flight = super().schedule()
+            quick, plain = Step(0, 0.0), Step(0, 0.0)
+            for _ in range(2):  # two observers ask
+                fill_parts(quick, flight.output)
+            compose(plain, flight.output.num_scheduled_tokens, self.requests)
+            assert quick == plain
+            kinds.add((plain.decode_requests > 0, plain.chunk_context > 0))
+            return flight
+
+    Watched(random.Random(seed), 2).run(120)
+    assert kinds >= {(False, True), (True, False), (True, True)}
