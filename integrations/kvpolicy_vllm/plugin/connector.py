@@ -16,7 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.copier import Copier, unique_segments
+from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
 from kvpolicy_vllm.plugin.messages import Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.settings import GIB, Settings

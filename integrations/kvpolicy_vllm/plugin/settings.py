@@ -11,7 +11,7 @@ from typing import Any
 from kvpolicy.hardware import available_memory_bytes
 
 GIB = 1 << 30
-DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.copier_for"
+DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.factory.copier_for"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvpolicy_vllm.plugin.copier import Copier, IndexingCopier
-from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
+from kvpolicy_vllm.plugin.copiers.base import Copier
+from kvpolicy_vllm.plugin.copiers.cuda import CudaCopier, StagedCudaCopier
+from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.settings import Link
 
 

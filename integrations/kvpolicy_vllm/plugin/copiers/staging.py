@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from kvpolicy_vllm.plugin.copier import Copier
+from kvpolicy_vllm.plugin.copiers.base import Copier
 from kvpolicy_vllm.plugin.messages import Job
 
 STAGED_BYTES = 64 << 20
