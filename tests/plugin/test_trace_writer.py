@@ -10,8 +10,8 @@ import pytest
 
 from kvpolicy import trace
 from kvpolicy.trace import Header
-from kvpolicy_vllm.plugin import recording
-from kvpolicy_vllm.plugin.recording import Recorder
+from kvpolicy_vllm.plugin import trace_writer
+from kvpolicy_vllm.plugin.trace_writer import TraceWriter
 
 
 def header() -> Header:
@@ -26,9 +26,9 @@ ROW = {
 }  # fmt: skip
 
 
-class TestRecorder:
+class TestTraceWriter:
     def test_rows_come_back(self, tmp_path: Path) -> None:
-        recorder = Recorder(tmp_path / "trace" / "core", header(), part_rows=2)
+        recorder = TraceWriter(tmp_path / "trace" / "core", header(), part_rows=2)
         for _ in range(5):
             recorder.add("requests", ROW)
         recorder.close()
@@ -38,13 +38,13 @@ class TestRecorder:
 
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")
-        recorder = Recorder(tmp_path / "file" / "core", header())
+        recorder = TraceWriter(tmp_path / "file" / "core", header())
         recorder.add("requests", ROW)
         recorder.close()
         assert recorder.dropped == 1
 
     def test_a_disk_that_does_not_keep_up(self, tmp_path: Path) -> None:
-        recorder = Recorder(tmp_path / "trace" / "core", header(), most_waiting=3, part_s=1e9)
+        recorder = TraceWriter(tmp_path / "trace" / "core", header(), most_waiting=3, part_s=1e9)
         with recorder._writing:  # the writer is stuck
             for _ in range(10):
                 recorder.add("requests", ROW)
@@ -57,8 +57,8 @@ class TestRecorder:
     ) -> None:
         """As a network folder whose server is gone: neither raises nor returns."""
         back = threading.Event()
-        monkeypatch.setattr(recording, "write_part", lambda *arguments: back.wait())
-        recorder = Recorder(tmp_path / "trace" / "core", header(), part_rows=2, close_s=0.2)
+        monkeypatch.setattr(trace_writer, "write_part", lambda *arguments: back.wait())
+        recorder = TraceWriter(tmp_path / "trace" / "core", header(), part_rows=2, close_s=0.2)
         for _ in range(5):
             recorder.add("requests", ROW)
         with caplog.at_level(logging.WARNING):

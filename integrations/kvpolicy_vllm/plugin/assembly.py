@@ -20,9 +20,9 @@ from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copies import CopyBook
 from kvpolicy_vllm.plugin.journal import header_link, header_of, pseudonym
 from kvpolicy_vllm.plugin.learner import remember
-from kvpolicy_vllm.plugin.recording import Recorder
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.situation import engine_shape, model_loader, page_bytes
+from kvpolicy_vllm.plugin.trace_writer import TraceWriter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,7 +54,7 @@ def controller_for(
     )
     if settings.trace is not None:
         header = header_of(settings, vllm_config, kv_cache, core, settings.policy, slots, block_bytes)
-        recorder = Recorder(settings.trace / core, replace(header, draw_seed=seed))
+        recorder = TraceWriter(settings.trace / core, replace(header, draw_seed=seed))
         controller.record_into(recorder, partial(pseudonym, uuid.uuid4().bytes))
     return controller
 

@@ -23,8 +23,8 @@ from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, StepClock
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
 from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending
-from kvpolicy_vllm.plugin.recording import Recording
 from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_no_swap
+from kvpolicy_vllm.plugin.trace_writer import RowWriter
 
 
 class Swaps:
@@ -127,7 +127,7 @@ class Controller:
         self.metrics = MetricsCounter(copies, self.ledger)
         self.observers = Observers(complain)
         self.observers.add(self.metrics)
-        self.recorder: Recording | None = None
+        self.recorder: RowWriter | None = None
         """Takes the trace's rows, where one is recorded."""
         self.next_step = 0
         """The number that the next step will have in table ``steps``."""
@@ -149,7 +149,7 @@ class Controller:
         self._keep = weakref.finalize(self, self.observers.close)
         self._take_charge(memory)
 
-    def record_into(self, recording: Recording, anonymous: Callable[[str], str]) -> None:
+    def record_into(self, recording: RowWriter, anonymous: Callable[[str], str]) -> None:
         """Record a trace from now on. ``anonymous`` gives a request its name in it."""
         self.recorder = recording
         self.observers.add(TraceRecorder(recording, anonymous, self.core, self.metrics.tally))

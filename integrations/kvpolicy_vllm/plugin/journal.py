@@ -14,10 +14,10 @@ from kvpolicy.trace import Header, decision_row, outcome_row
 from kvpolicy_vllm.plugin.copies import Settled
 from kvpolicy_vllm.plugin.ledger import OpenPreemption, Repeated, Step
 from kvpolicy_vllm.plugin.observers import Observer, Pending, Tally
-from kvpolicy_vllm.plugin.recording import Recording
 from kvpolicy_vllm.plugin.situation import engine_shape
 from kvpolicy_vllm.plugin.step_parts import fill_parts
 from kvpolicy_vllm.plugin.token_times import TokenTimes
+from kvpolicy_vllm.plugin.trace_writer import RowWriter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,7 +32,7 @@ class TraceRecorder(Observer):
     trouble = "an event could not be recorded (counted as records_dropped)"
     given_up = "recording failed too often in a row: the trace ends here"
 
-    def __init__(self, recorder: Recording, anonymous: Callable[[str], str], core: str, tally: Tally) -> None:
+    def __init__(self, recorder: RowWriter, anonymous: Callable[[str], str], core: str, tally: Tally) -> None:
         self.recorder = recorder
         self._anonymous = anonymous
         self._core = core

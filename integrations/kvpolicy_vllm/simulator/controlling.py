@@ -11,7 +11,7 @@ from kvpolicy.policy import Decider, Policy
 from kvpolicy.simulator import Server, Sink
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copies import CopyBook
-from kvpolicy_vllm.plugin.recording import Row
+from kvpolicy_vllm.plugin.trace_writer import Row
 from kvpolicy_vllm.simulator.clock import VirtualClock
 
 ROWS = 1000
@@ -27,7 +27,7 @@ def number_of(name: str) -> int:
     return int(name)
 
 
-class SinkRecording:
+class SinkWriter:
     """Rows for a :class:`Sink`, some at a time."""
 
     def __init__(self, sink: Sink) -> None:
@@ -68,7 +68,7 @@ class SimulatedController(Controller):
             policies.load,
         )
         if sink is not None:
-            self.record_into(SinkRecording(sink), lambda request_id: str(number_of(request_id)))
+            self.record_into(SinkWriter(sink), lambda request_id: str(number_of(request_id)))
 
     @property
     def disturbed(self) -> bool:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 
-class Recording(Protocol):
+class RowWriter(Protocol):
     """What takes a trace's rows."""
 
     dropped: int
@@ -32,7 +32,7 @@ class Recording(Protocol):
     def close(self) -> None: ...
 
 
-class Recorder:
+class TraceWriter:
     """Rows in, part files out. One per engine core.
 
     A part is written every ``part_rows`` rows or ``part_s`` seconds, so that a killed server loses at most that.
