@@ -154,7 +154,7 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
     good = job["refusals"]["nothing fits"] | {}
     good = with_policy(good, "always-swap")
     found["groups"] = told(good, groups=2)
-    with mock.patch("kvpolicy_vllm.plugin.situation.device_name", return_value="NVIDIA H100 80GB HBM3"):
+    with mock.patch("kvpolicy_vllm.plugin.engine_config.device_name", return_value="NVIDIA H100 80GB HBM3"):
         found["untrained"] = told(with_policy(good, "cheapest:analytic"))
     real, vllm.__version__ = vllm.__version__, "0.99.0"
     found["version"] = told(good)

@@ -15,8 +15,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvpolicy.hardware import Geometry
 from kvpolicy_vllm.plugin.connector import cores_here
+from kvpolicy_vllm.plugin.engine_config import geometry_of
 from kvpolicy_vllm.plugin.metrics import KVPolicyStats
-from kvpolicy_vllm.plugin.situation import geometry_of
 from tests.shape.configs import LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
 
 

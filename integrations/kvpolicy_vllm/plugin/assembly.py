@@ -18,11 +18,10 @@ from kvpolicy.cost import CostModel
 from kvpolicy.policy import Decider, Policy
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copies import CopyBook
-from kvpolicy_vllm.plugin.journal import header_link, header_of, pseudonym
+from kvpolicy_vllm.plugin.engine_config import engine_shape, header_link, header_of, model_loader, page_bytes
 from kvpolicy_vllm.plugin.learner import remember
 from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.situation import engine_shape, model_loader, page_bytes
-from kvpolicy_vllm.plugin.trace_writer import TraceWriter
+from kvpolicy_vllm.plugin.trace_writer import TraceWriter, pseudonym
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -18,13 +18,12 @@ from kvpolicy.events import Cause, Kind, copy_was_used
 from kvpolicy.policy import Decider, Policy
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
-from kvpolicy_vllm.plugin.journal import TraceRecorder
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.ledger import Ledger, OpenPreemption, Step, StepClock
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
 from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending
 from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_no_swap
-from kvpolicy_vllm.plugin.trace_writer import RowWriter
+from kvpolicy_vllm.plugin.trace_writer import RowWriter, TraceRecorder
 
 
 class Swaps:
