@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpolicy.hardware.link import GivenLink
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.bench.breakeven import Costs, break_even_link, flag
 from kvpolicy_vllm.bench.demo import DEMO_JSON, _make_room, _that_fit, demo, targets_of
@@ -15,7 +16,6 @@ from kvpolicy_vllm.bench.demoreport import DemoReport, LinkReport
 from kvpolicy_vllm.bench.exactness import Comparison
 from kvpolicy_vllm.bench.overload import Run
 from kvpolicy_vllm.bench.ratios import Ratio
-from kvpolicy_vllm.plugin.settings import Link
 
 
 def linear_costs(swap_share: float) -> list[Costs]:
@@ -46,8 +46,8 @@ def test_break_even_needs_states() -> None:
 
 
 def test_the_links_flag_is_read_back() -> None:
-    link = Link(2.3e8, 0.0071)
-    assert Link.parse(flag(link)) == link
+    link = GivenLink(2.3e8, 0.0071)
+    assert GivenLink.parse(flag(link)) == link
 
 
 def run(ttft_s: float, itl_s: tuple[tuple[float, ...], ...]) -> Run:

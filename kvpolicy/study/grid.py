@@ -11,11 +11,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.hardware.link import NATIVE
 from kvpolicy.study.cache import Kept, Result, usual_folder
 from kvpolicy.study.cell import DEFAULT_HOST_GIB, Cell, Serving, server_defaults
 from kvpolicy.study.machine import open_machine
 from kvpolicy.study.report import Failed, SweepReport
-from kvpolicy.study.run_cell import MEASURED, NATIVE, contents, run
+from kvpolicy.study.run_cell import MEASURED, contents, run
 from kvpolicy.study.workers import in_processes
 from kvpolicy.version import __version__
 

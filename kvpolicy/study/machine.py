@@ -5,7 +5,6 @@ of the hardware's own link.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -16,6 +15,7 @@ from kvpolicy import cost
 from kvpolicy.cost import Engine, FittedModel, ModelError
 from kvpolicy.events import Direction
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.link import GivenLink, header_link
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import StepLoad, Times
 from kvpolicy.simulator.base import Floats
@@ -47,7 +47,7 @@ class Machine:
     """Loads cost models by name as a server of this machine would: ``analytic`` is its own."""
     own_model: str | None
     """Name of a cost model that fits it, where there is one."""
-    link: Mapping[str, Any] = field(default_factory=lambda: {"kind": "native"})
+    link: Mapping[str, Any] = field(default_factory=lambda: header_link(None))
     """As in a trace's header; of a cost model that was measured behind a simulated link, that one."""
     facts: tuple[str, ...] = ()
     """Where its constants come from."""
@@ -188,31 +188,6 @@ def _config_of(geometry: Geometry, ranks: int) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenLink:
-    """Each direction takes ``latency_s + bytes / bytes_per_s``, one transfer at a time: as the plugin's ``--link``."""
-
-    bytes_per_s: float
-    latency_s: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> GivenLink:
-        """``BYTES_PER_S[,LATENCY_S]``. Raises ValueError naming what is wrong."""
-        try:
-            numbers = [float(part) for part in text.split(",")]
-        except ValueError:
-            numbers = []
-        if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)) or numbers[0] <= 0 or min(numbers) < 0:
-            raise ValueError(
-                f"link {text!r}: should be native or BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005, above 0"
-            )
-        return cls(*numbers)
-
-    def to_dict(self) -> Mapping[str, Any]:
-        """As in a trace's header."""
-        return {"kind": "simulated", "bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s}
-
-
-@dataclass(frozen=True, slots=True)
 class Behind:
     """Implements :class:`~kvpolicy.simulator.Times`: another one's steps, and copies over a given link."""
 
@@ -237,4 +212,4 @@ class Behind:
         return self.times.steps_s(loads)
 
     def copy_s(self, direction: Direction, copied_bytes: int, segments: int, segment_bytes: int) -> float:
-        return self.link.latency_s + copied_bytes / self.link.bytes_per_s
+        return self.link.seconds(copied_bytes)

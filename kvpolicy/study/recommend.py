@@ -17,12 +17,13 @@ from typing import Any
 
 from scipy.stats import t as student
 
+from kvpolicy.hardware.link import NATIVE
 from kvpolicy.study.cache import Result, workload_digest
 from kvpolicy.study.cell import DEFAULT_HOST_GIB
 from kvpolicy.study.grid import Progress, simulate
 from kvpolicy.study.machine import open_machine
 from kvpolicy.study.report import aligned, beyond_warning, figures, server_words, written
-from kvpolicy.study.run_cell import NATIVE, ORACLE, opened, seeded
+from kvpolicy.study.run_cell import ORACLE, opened, seeded
 from kvpolicy.workload import Source
 
 LEVEL = 0.95

@@ -16,6 +16,7 @@ from typing import Any
 from kvpolicy import engines
 from kvpolicy import policy as policies
 from kvpolicy.cost import Engine, ModelWarning
+from kvpolicy.hardware.link import NATIVE, header_link, link_of
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
@@ -26,7 +27,7 @@ from kvpolicy.simulator.sinks import FolderSink
 from kvpolicy.simulator.watched import Watched
 from kvpolicy.study.cache import path_digest, program_digest, workload_digest
 from kvpolicy.study.cell import Cell, Serving
-from kvpolicy.study.machine import Behind, GivenLink, Machine, open_machine
+from kvpolicy.study.machine import Behind, Machine, open_machine
 from kvpolicy.study.parts import Part
 from kvpolicy.workload import Format, Source, open_workload
 from kvpolicy.workload.files import FileSource, cells, lines
@@ -78,7 +79,6 @@ def rules_of(name: str) -> str:
     return str(getattr(simulator_of(name), "rules", BUILTIN_RULES))
 
 
-NATIVE = "native"
 ORACLE = "oracle"
 """A policy by name in simulations alone: the cheaper option by the simulator's own times."""
 SURVIVORS = (
@@ -158,13 +158,8 @@ def machine_of(cell: Cell) -> Machine:
     return open_machine(cell.hardware)
 
 
-def link_of(cell: Cell) -> GivenLink | None:
-    """None: the hardware's own."""
-    return None if cell.link == NATIVE else GivenLink.parse(cell.link)
-
-
 def times_of(cell: Cell, machine: Machine) -> Times:
-    link = link_of(cell)
+    link = link_of(cell.link)
     return machine.times if link is None else Behind(machine.times, link)
 
 
@@ -215,7 +210,7 @@ def model_digest(policy: str) -> str:
 @lru_cache(maxsize=KEEP_MODELS)
 def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
     """``digest``: of its cost model's folder, which tells it from what was there before."""
-    told_link = machine.link if link == NATIVE else GivenLink.parse(link).to_dict()
+    told_link = machine.link if link == NATIVE else header_link(link_of(link))
     block_bytes = machine.block_bytes(serving.block_size)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)

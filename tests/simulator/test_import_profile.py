@@ -12,13 +12,14 @@ import pytest
 import kvpolicy
 from kvpolicy import policy
 from kvpolicy.cli import main
+from kvpolicy.hardware.link import GivenLink
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator import Builtin, MemorySink, Server
 from kvpolicy.simulator.base import StepLoad
 from kvpolicy.simulator.hardware.grids import between_neighbours
 from kvpolicy.simulator.hardware.operator_tables import TableError
 from kvpolicy.simulator.hardware.table_times import HardwareError, TableTimes, load_hardware
-from kvpolicy.study.machine import Behind, GivenLink
+from kvpolicy.study.machine import Behind
 from kvpolicy.workload import Request, Workload
 from tests.simulator import tables
 from tests.simulator.tables import CONFIG, LAYERS

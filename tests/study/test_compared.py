@@ -8,10 +8,11 @@ from math import exp, log, sqrt
 import pytest
 
 from kvpolicy import policy
+from kvpolicy.hardware.link import GivenLink, header_link, link_of
 from kvpolicy.simulator import Link, Server, Times
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import Identity
-from kvpolicy.study.machine import Behind, GivenLink
+from kvpolicy.study.machine import Behind
 from kvpolicy.study.parts import Part, dealt
 from kvpolicy.study.recommend import paired_ratio
 from kvpolicy.workload import Request, Workload
@@ -119,4 +120,11 @@ def behind(link: str) -> Behind:
 @pytest.mark.parametrize("text", ["", "fast", "0", "-1", "1e9,-1", "1e9,0,0", "inf", "nan"])
 def test_a_link_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="should be native or BYTES_PER_S"):
+        link_of(text)
+    with pytest.raises(ValueError, match="should be BYTES_PER_S"):
         GivenLink.parse(text)
+
+
+def test_a_link_as_a_traces_header_has_it() -> None:
+    assert header_link(link_of("native")) == {"kind": "native"}
+    assert header_link(link_of("2e9,0.5")) == {"kind": "simulated", "bytes_per_s": 2e9, "latency_s": 0.5}

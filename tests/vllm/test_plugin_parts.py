@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvpolicy import trace
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.link import GivenLink
 from kvpolicy.trace import Header
 from kvpolicy_vllm.plugin import recording
 from kvpolicy_vllm.plugin.connector import cores_here
@@ -26,7 +27,7 @@ from kvpolicy_vllm.plugin.copies import CopyBook
 from kvpolicy_vllm.plugin.jobs import Job, Transfer
 from kvpolicy_vllm.plugin.metrics import KVPolicyStats, Tally
 from kvpolicy_vllm.plugin.recording import Recorder
-from kvpolicy_vllm.plugin.settings import Link, Settings
+from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.situation import geometry_of
 from tests.shape.configs import LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
 
@@ -122,7 +123,7 @@ class Clock:
 
 def test_the_simulated_link_serves_one_transfer_at_a_time() -> None:
     clock = Clock()
-    copier = IndexingCopier([torch.ones(8, 250)], 8, False, Link(1000.0, 0.5), clock, clock.sleep)
+    copier = IndexingCopier([torch.ones(8, 250)], 8, False, GivenLink(1000.0, 0.5), clock, clock.sleep)
     copier.save(Job(1, "a", (0, 1), (0, 1)))  # 2 blocks of 1000 bytes: 0.5 s + 2 s
     assert clock.now == 2.5
     copier.load(Job(1, "a", (2, 3), (0, 1)))

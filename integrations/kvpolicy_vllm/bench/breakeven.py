@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from kvpolicy_vllm.plugin.settings import Link
+from kvpolicy.hardware.link import GivenLink
 
 LATENCY_SHARE = 0.5
 """Of the link's time at break-even; the rest is for the bytes. A latency alone would make length all that matters."""
@@ -25,7 +25,7 @@ class Costs:
     swap_s: float
 
 
-def break_even_link(states: Sequence[Costs], bytes_per_token: float) -> Link | None:
+def break_even_link(states: Sequence[Costs], bytes_per_token: float) -> GivenLink | None:
     """The link on which swap costs as much as recompute at the median measured length.
 
     There recompute costs ``extra`` seconds more than swap over the native link. A save over a simulated link stalls
@@ -43,13 +43,13 @@ def break_even_link(states: Sequence[Costs], bytes_per_token: float) -> Link | N
         return None
     latency_s = LATENCY_SHARE * extra_s
     bytes_per_s = tokens * bytes_per_token / (extra_s - latency_s)
-    return Link(_two_digits(bytes_per_s), _two_digits(latency_s))
+    return GivenLink(_two_digits(bytes_per_s), _two_digits(latency_s))
 
 
 def _two_digits(value: float) -> float:
     return float(f"{value:.1e}")
 
 
-def flag(link: Link) -> str:
+def flag(link: GivenLink) -> str:
     """As ``--link`` takes it."""
     return f"{link.bytes_per_s:g},{link.latency_s:g}"

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from kvpolicy.datasets.profiles import measured
 from kvpolicy.evaluation.replay import evaluate
+from kvpolicy.hardware.link import GivenLink, header_link
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
 from kvpolicy_vllm.bench.breakeven import Costs, break_even_link, flag
@@ -43,7 +44,6 @@ from kvpolicy_vllm.bench.parts import Extent
 from kvpolicy_vllm.bench.profile import profile
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.bench.ratios import mean_and_percentiles
-from kvpolicy_vllm.plugin.settings import Link
 
 FIXED = ("always-recompute", "always-swap")
 LEARNED = "learned"
@@ -189,7 +189,7 @@ class Loop:
         judged = evaluate([trace], [*FIXED, learned], seed=self._seed)
         for report in (profiled, trained, judged):
             self._show.print(report.text(), highlight=False, markup=False, soft_wrap=True)
-        header = {"kind": "native"} if link is None else Link.parse(link).to_dict()
+        header = header_link(None if link is None else GivenLink.parse(link))
         return Measured(name, link, header, learned, trained.to_dict(), judged.to_dict())
 
     def simulated_link(self) -> str | None:

@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.hardware.link import GivenLink
 from kvpolicy_vllm.bench.ending import Counted, run_to_its_end
 from kvpolicy_vllm.bench.engine import EngineProcess
 from kvpolicy_vllm.bench.finishing import ProfileReport, finish_profile
 from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.parts import Extent, Rig, extent_of, model_length, parts_of
 from kvpolicy_vllm.bench.progress import Bar
-from kvpolicy_vllm.plugin.settings import Link
 
 Tell = Callable[[str, int, int], None]
 """Told what is being measured, windows done, windows in all; 0 in all while an engine starts."""
@@ -83,7 +83,7 @@ def prepare(
 def asked_for(llm: Path | None, link: str | None, seed: int, **how_much: Any) -> dict[str, Any]:
     """What a study was asked for, as its plan keeps it. Raises ValueError for a wrong link, or what is no model."""
     if link is not None:
-        Link.parse(link)
+        GivenLink.parse(link)
     if llm is not None:
         model_length(llm)
     asked = {"llm": None if llm is None else str(llm.resolve()), "link": link, "seed": seed} | how_much

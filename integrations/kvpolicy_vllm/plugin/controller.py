@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step
 from kvpolicy.events import Cause, Decision, Kind, Outcome, Preemption, copy_was_used
+from kvpolicy.hardware.link import header_link
 from kvpolicy.trace import decision_row
 from kvpolicy_vllm.plugin.accounts import Accounts
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.copy_health import CopyHealth
 from kvpolicy_vllm.plugin.deciding import Judge
 from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
-from kvpolicy_vllm.plugin.journal import Journal, header_link, header_of
+from kvpolicy_vllm.plugin.journal import Journal, header_of
 from kvpolicy_vllm.plugin.metrics import Tally
 from kvpolicy_vllm.plugin.recording import Recorder, Recording
 from kvpolicy_vllm.plugin.settings import Settings

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.hardware.link import GivenLink
 from kvpolicy_vllm.plugin.jobs import Direction, Job, Transfer
-from kvpolicy_vllm.plugin.settings import Link
 
 IDLE_NAP_S = 0.001
 """So long an engine with nothing to compute waits for a load before it asks again."""
@@ -84,7 +84,7 @@ class Copier(ABC):
         device_segments: list[torch.Tensor],
         slots: int,
         pin_memory: bool,
-        link: Link | None,
+        link: GivenLink | None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from kvpolicy.hardware.link import GivenLink
 from kvpolicy_vllm.plugin.copier import Copier, IndexingCopier
 from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
-from kvpolicy_vllm.plugin.settings import Link
 
 
-def copier_for(device_segments: list[torch.Tensor], slots: int, pin_memory: bool, link: Link | None) -> Copier:
+def copier_for(device_segments: list[torch.Tensor], slots: int, pin_memory: bool, link: GivenLink | None) -> Copier:
     """The copier for the device the KV cache is on."""
     if device_segments[0].device.type == "cuda":
         return (CudaCopier if pin_memory else StagedCudaCopier)(device_segments, slots, pin_memory, link)

@@ -15,8 +15,8 @@ from kvpolicy.attribution import LiveCost, StepTimeModel
 from kvpolicy.cost import CostModel, online
 from kvpolicy.cost.online import Online
 from kvpolicy.events import Decision, Kind, Option, Outcome, Preemption
+from kvpolicy.hardware.link import header_link
 from kvpolicy.policy import Feedback, Policy, PolicyState
-from kvpolicy_vllm.plugin.journal import header_link
 from kvpolicy_vllm.plugin.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ import vllm
 
 from kvpolicy.attribution.ledger import OpenPreemption, Repeated, Step
 from kvpolicy.events import Outcome
+from kvpolicy.hardware.link import header_link
 from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy.trace import Header, outcome_row, request_row, step_row, transfer_row
 from kvpolicy_vllm.plugin.copies import Settled
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvpolicy_vllm.plugin.settings import Link, Settings
+    from kvpolicy_vllm.plugin.settings import Settings
 
 
 @dataclass(slots=True)
@@ -116,10 +117,6 @@ class Journal:
         told = replace(slowest, bytes=moved, ok=settled.ok)
         row = transfer_row(told, preemption_id=settled.copy.preemption_id, step=step, tier=HOST_TIER)
         self.recorder.add("transfers", row)
-
-
-def header_link(link: Link | None) -> dict[str, Any]:
-    return {"kind": "native"} if link is None else link.to_dict()
 
 
 def header_of(

@@ -9,35 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.hardware import available_memory_bytes
+from kvpolicy.hardware.link import GivenLink
 
 GIB = 1 << 30
 DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.copier_for"
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A simulated link: each direction takes ``latency_s + bytes / bytes_per_s``, one transfer at a time."""
-
-    bytes_per_s: float
-    latency_s: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> Link:
-        """``BYTES_PER_S[,LATENCY_S]``; raises ValueError naming the part that is wrong."""
-        parts = [part.strip() for part in str(text).split(",")]
-        try:
-            numbers = [float(part) for part in parts]
-        except ValueError:
-            numbers = []
-        if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)) or numbers[0] <= 0 or min(numbers) < 0:
-            raise ValueError(f"link {text!r}: should be BYTES_PER_S[,LATENCY_S], as 2e9 or 2e9,0.001")
-        return cls(*numbers)
-
-    def seconds(self, size_bytes: int) -> float:
-        return self.latency_s + size_bytes / self.bytes_per_s
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": "simulated", "bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +33,8 @@ class Settings:
     seed: int = 0
     online_state: Path | None = None
     """File that keeps what a policy with ``online=on`` learned, over a restart."""
-    link: Link | None = None
+    link: GivenLink | None = None
+    """A simulated link that copies go over; None: the machine's own."""
     source: str = "production"
     """What the trace's header says it is."""
     copier: str = DEFAULT_COPIER
@@ -76,7 +52,7 @@ class Settings:
             "shadow": _flag,
             "seed": _whole,
             "online_state": _file,
-            "link": lambda key, value: Link.parse(_text(key, value)),
+            "link": lambda key, value: GivenLink.parse(_text(key, value)),
             "source": _text,
             "copier": _text,
         }

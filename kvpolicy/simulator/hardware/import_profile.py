@@ -10,6 +10,7 @@ from pathlib import Path
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.cost.laws import Channel
 from kvpolicy.hardware import Geometry
+from kvpolicy.hardware.link import GivenLink
 from kvpolicy.hardware.sheets import DeviceSheet, devices, known_sheet, link_sheet, links
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator.hardware import grids, operators
@@ -206,14 +207,12 @@ def _copies(link: str | None, sheet: DeviceSheet | None) -> tuple[Channel, str]:
         )
     segment = ASSUMED.segment_s.value
     if name.casefold() not in links() and name[:1].isdigit():
-        rate, _, latency = name.partition(",")
         try:
-            bytes_per_s, latency_s = float(rate), float(latency or 0.0)
+            given = GivenLink.parse(name)
         except ValueError as error:
-            raise ValueError(f"--link {name}: should be BYTES_PER_S[,LATENCY_S], as 25e9,1e-5") from error
-        if not (0 < bytes_per_s < float("inf") and 0 <= latency_s < float("inf")):
-            raise ValueError(f"--link {name}: bytes per second should be above 0, latency 0 or above")
-        return Channel(latency_s, 1 / bytes_per_s, segment), f"as given: {name}; {segment:g} s per piece assumed"
+            raise ValueError(f"--{error}") from error
+        channel = Channel(given.latency_s, 1 / given.bytes_per_s, segment)
+        return channel, f"as given: {name}; {segment:g} s per piece assumed"
     found = link_sheet(name)
     share, latency_s = ASSUMED.pinned_share.value, ASSUMED.copy_s.value
     source = (
