@@ -43,7 +43,7 @@ from kvpolicy.hardware import Geometry
 from kvpolicy.policy import Assessment, Policy, PolicyState
 from kvpolicy.policy.base import PolicyBase, all_on
 from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
-from kvpolicy.trace import Trace, from_rows, with_core
+from kvpolicy.trace import Header, Trace, from_rows, with_core
 from kvpolicy.training.logs import LogTrainReport, train_logged
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, random_arrivals
 
@@ -221,6 +221,9 @@ class OneOutcome:
 
     number: int
     engine_s: float | None = None
+
+    def begin(self, core: str, header: Header) -> None:
+        """The header says nothing of one preemption."""
 
     def add(self, table: str, rows: list[dict[str, Any]]) -> None:
         for row in rows if table == "outcomes" else ():

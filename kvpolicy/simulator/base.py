@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvpolicy.attribution.ledger import Step
 from kvpolicy.events import Direction, Kind
 from kvpolicy.policy import Policy
-from kvpolicy.trace import Trace
+from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
 
 Floats = NDArray[np.float64]
@@ -157,11 +157,17 @@ class Run:
 
 
 class Sink(Protocol):
-    """Takes rows of the trace's tables as they are finished."""
+    """Takes a run's header, then rows of the trace's tables as they are finished. One run each."""
 
-    def add(self, table: str, rows: list[dict[str, Any]]) -> None: ...
+    def begin(self, core: str, header: Header) -> None:
+        """``core``: the engine core's name in the trace."""
+        ...
 
-    def finish(self) -> Trace | None: ...
+    def add(self, table: str, rows: list[Row]) -> None: ...
+
+    def finish(self) -> Trace | None:
+        """The trace, where the sink has kept it."""
+        ...
 
 
 class Simulator(Protocol):

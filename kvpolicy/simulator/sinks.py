@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
 
 import pyarrow as pa
 
@@ -18,12 +17,6 @@ from kvpolicy.trace import SCHEMAS, Header, Row, Trace, from_rows, with_core, wr
 from kvpolicy.workload import Source
 
 PART_ROWS = 5000
-
-
-class HeaderSink(Protocol):
-    """A sink that wants the header too; the simulators give it before the first row."""
-
-    def begin(self, core: str, header: Header) -> None: ...
 
 
 class MemorySink:

@@ -47,6 +47,22 @@ def test_weights_count_as_often() -> None:
     assert np.isnan(Histogram().quantile(0.5))
 
 
+def test_a_sink_is_given_the_header_before_any_row() -> None:
+    told: list[str] = []
+
+    class Listening(MemorySink):
+        def begin(self, core: str, header: trace.Header) -> None:
+            told.append(f"begin {header.run_id == core}")
+            super().begin(core, header)
+
+        def add(self, table: str, rows: list[trace.Row]) -> None:
+            told.append("add")
+            super().add(table, rows)
+
+    Builtin().run(random_workload(5, 10, 60.0), policy.load("always-swap"), SERVER, LINEAR, sink=Listening())
+    assert told[0] == "begin True" and set(told[1:]) == {"add"}
+
+
 def test_a_folder_holds_what_memory_does(tmp_path: Path) -> None:
     source = random_workload(5, 40, 60.0)
     kept = run(source, SERVER, "always-swap")[1]

@@ -15,7 +15,7 @@ from kvpolicy.policy.cheapest import Always
 from kvpolicy.simulator import Server, Simulator
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
-from kvpolicy.trace import Trace
+from kvpolicy.trace import Header, Trace
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.simulator import VllmScheduler
 from kvpolicy_vllm.simulator.controlling import ROWS
@@ -146,8 +146,14 @@ def test_without_a_sink_there_is_a_summary_alone() -> None:
 def test_rows_are_handed_over_in_parts() -> None:
     class Counting(MemorySink):
         most = 0
+        begun = False
+
+        def begin(self, core: str, header: Header) -> None:
+            self.begun = True
+            super().begin(core, header)
 
         def add(self, table: str, rows: list[dict[str, object]]) -> None:
+            assert self.begun
             self.most = max(self.most, len(rows))
             super().add(table, rows)
 

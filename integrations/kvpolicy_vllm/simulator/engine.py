@@ -57,9 +57,8 @@ class VllmScheduler:
         began = self._wall()
         identity = Identity(requests, policy, server, times, seed)
         core = identity.core("vllm")
-        begin = getattr(sink, "begin", None)
-        if begin is not None:
-            begin(core, identity.header(core, f"vllm {vllm.__version__}, its scheduler alone", self._created))
+        if sink is not None:
+            sink.begin(core, identity.header(core, f"vllm {vllm.__version__}, its scheduler alone", self._created))
         tallied = Engine(core, requests, policy, server, times, seed, sink).serve()
         trace = None if sink is None else sink.finish()
         return Run(tallied.summary(self._wall() - began), trace)

@@ -378,9 +378,8 @@ class Builtin:
         began = self.wall()
         identity = Identity(requests, policy, server, times, seed)
         core = identity.core("sim")
-        begin = getattr(sink, "begin", None)
-        if begin is not None:
-            begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
+        if sink is not None:
+            sink.begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
         journal = Journal(core, sink)
         victims = self.victims or VllmVictims(server.scheduling)
         engine = Engine(requests, policy, server, times, seed, journal, victims, self.leap)
