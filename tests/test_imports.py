@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "version", "arrays"),
     ("events", "overflow", "shape", "regression"),
-    ("features", "hardware", "trace", "workload"),
+    ("features", "hardware", "workload"),
+    ("trace",),
     ("attribution",),
     ("cost", "datasets"),
     ("policy", "training"),

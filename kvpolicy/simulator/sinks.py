@@ -106,19 +106,15 @@ class Identity:
 
     def header(self, core: str, engine: str, created: str) -> Header:
         server = self.server
-        return Header(
+        return Header.recorded_on(
+            server.engine_spec,
             run_id=core,
             source="simulation",
             created=created,
             engine=engine,
-            hardware=dict(server.hardware),
-            geometry=dict(server.geometry),
-            block_size=server.block_size,
-            block_bytes=server.block_bytes,
             device_blocks=server.device_blocks + NULL_BLOCK,
             host_blocks=server.host_blocks,
             policy=self.policy.name,
             seed=self.seed,
             notes=f"workload {self.requests.name}; times: {self.times.source}",
-            token_budget=server.token_budget,
         )

@@ -15,7 +15,8 @@ from typing import Any
 
 from kvpolicy import engines
 from kvpolicy import policy as policies
-from kvpolicy.cost import Engine, ModelWarning
+from kvpolicy.cost import ModelWarning
+from kvpolicy.hardware import EngineSpec
 from kvpolicy.hardware.link import NATIVE, header_link, link_of
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
@@ -210,25 +211,19 @@ def model_digest(policy: str) -> str:
 @lru_cache(maxsize=KEEP_MODELS)
 def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
     """``digest``: of its cost model's folder, which tells it from what was there before."""
-    told_link = machine.link if link == NATIVE else header_link(link_of(link))
-    block_bytes = machine.block_bytes(serving.block_size)
+    engine = EngineSpec(
+        block_size=serving.block_size,
+        token_budget=serving.token_budget,
+        block_bytes=machine.block_bytes(serving.block_size),
+        geometry=machine.geometry.to_dict(),
+        hardware=machine.hardware,
+        link=machine.link if link == NATIVE else header_link(link_of(link)),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
-        loader = machine.model_loader(
-            Engine(
-                block_size=serving.block_size,
-                token_budget=serving.token_budget,
-                block_bytes=block_bytes,
-                geometry=machine.geometry,
-                hardware=machine.hardware,
-                link=told_link,
-            )
-        )
-        loaded = policies.load(policy, loader)
+        loaded = policies.load(policy, machine.model_loader(engine))
         if loaded.cost_model is not None:
-            loaded.cost_model.check_fit(
-                serving.block_size, block_bytes, machine.geometry, machine.hardware, told_link, serving.token_budget
-            )
+            loaded.cost_model.check_fit(engine)
     told = (str(one.message) for one in caught if issubclass(one.category, ModelWarning))
     return loaded, tuple(dict.fromkeys(told))
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step
 from kvpolicy.events import Cause, Decision, Kind, Outcome, Preemption, copy_was_used
-from kvpolicy.hardware.link import header_link
 from kvpolicy.trace import decision_row
 from kvpolicy_vllm.plugin.accounts import Accounts
 from kvpolicy_vllm.plugin.copies import CopyBook, Settled
@@ -29,7 +28,7 @@ from kvpolicy_vllm.plugin.journal import Journal, header_of
 from kvpolicy_vllm.plugin.metrics import Tally
 from kvpolicy_vllm.plugin.recording import Recorder, Recording
 from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.situation import RunningView, engine_shape, model_loader, page_bytes, situation_of
+from kvpolicy_vllm.plugin.situation import RunningView, engine_spec, model_loader, page_bytes, situation_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,12 +78,11 @@ class Controller:
         self._complained: set[str] = set()
         self._shown: tuple[int, ...] = ()
         rank = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
-        found = vllm_config, kv_cache, block_bytes
-        loader = model_loader(*found, settings.pin_memory, header_link(settings.link))
+        engine = engine_spec(vllm_config, kv_cache, block_bytes, settings)
         draw_seed = self._draw_seed(rank)
-        self.judge = Judge(settings, engine_shape(*found), loader, rank, draw_seed, policy)
+        self.judge = Judge(settings, engine, model_loader(vllm_config, engine), rank, draw_seed, policy)
         if recording is None and settings.trace is not None:
-            header = header_of(settings, vllm_config, kv_cache, self.core, settings.policy, slots, block_bytes)
+            header = header_of(settings, engine, self.core, kv_cache.num_blocks, slots)
             header = replace(header, draw_seed=draw_seed)
             recording = Recorder(settings.trace / self.core, header)
         self.journal = None if recording is None else Journal(recording, self.anonymous)

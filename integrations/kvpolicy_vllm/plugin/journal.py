@@ -11,18 +11,14 @@ import vllm
 
 from kvpolicy.attribution.ledger import OpenPreemption, Repeated, Step
 from kvpolicy.events import Outcome
-from kvpolicy.hardware.link import header_link
+from kvpolicy.hardware import EngineSpec
 from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy.trace import Header, outcome_row, request_row, step_row, transfer_row
 from kvpolicy_vllm.plugin.copies import Settled
 from kvpolicy_vllm.plugin.jobs import Transfer
 from kvpolicy_vllm.plugin.recording import Recording
-from kvpolicy_vllm.plugin.situation import engine_shape
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
     from kvpolicy_vllm.plugin.settings import Settings
 
 
@@ -119,30 +115,16 @@ class Journal:
         self.recorder.add("transfers", row)
 
 
-def header_of(
-    settings: Settings,
-    config: VllmConfig,
-    kv_cache: KVCacheConfig,
-    core: str,
-    policy: str,
-    slots: int,
-    block_bytes: int,
-) -> Header:
+def header_of(settings: Settings, engine: EngineSpec, core: str, device_blocks: int, host_blocks: int) -> Header:
     """The header of what this engine core records."""
-    shape = engine_shape(config, kv_cache, block_bytes)
-    return Header(
+    return Header.recorded_on(
+        engine,
         run_id=core,
         source=settings.source,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         engine=f"vllm {vllm.__version__}",
-        hardware=shape["hardware"],
-        geometry=shape["geometry"].to_dict(),
-        block_size=shape["block_size"],
-        block_bytes=block_bytes,
-        device_blocks=kv_cache.num_blocks,
-        host_blocks=slots,
-        policy=policy,
-        link=header_link(settings.link),
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        policy=settings.policy,
         seed=settings.seed,
-        token_budget=shape["token_budget"],
     )
