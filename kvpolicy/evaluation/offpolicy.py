@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats
 from kvpolicy.evaluation import bounds
 from kvpolicy.evaluation.bounds import INTERVALS, Resampled, Terms
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, log_refusals, support, told_by_action
@@ -19,8 +19,6 @@ from kvpolicy.evaluation.logged import Log, logged
 from kvpolicy.events import KINDS
 from kvpolicy.policy import Policy, load
 from kvpolicy.policy.objective import ENGINE, parse
-
-Floats = NDArray[np.float64]
 
 BOUNDED = frozenset({"ips", "dr", "cross-fitted-dr", "switch-dr", "dros"})
 """Estimators whose terms have limits: not the ratio of SNIPS, nor the direct method, whose fit knows none."""

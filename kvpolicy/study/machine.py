@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import cost
+from kvpolicy.arrays import Floats
 from kvpolicy.cost import FittedModel, ModelError
 from kvpolicy.events import Direction
 from kvpolicy.hardware import EngineSpec, Geometry
 from kvpolicy.hardware.link import GivenLink, header_link
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import StepLoad, Times
-from kvpolicy.simulator.base import Floats
 from kvpolicy.simulator.hardware.law_times import law_times
 from kvpolicy.simulator.hardware.table_times import FILE, load_hardware
 from kvpolicy.study.cache import path_digest
