@@ -15,7 +15,7 @@ import kvpolicy
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("errors", "version", "arrays"),
+    ("errors", "version", "arrays", "json_values", "stats"),
     ("events", "overflow", "shape", "regression"),
     ("features", "hardware", "workload"),
     ("trace",),
@@ -36,7 +36,7 @@ INTEGRATION = {
     "launch": {"policy", "engines"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"workload", "simulator"},
-    "bench": _DECIDE | {"datasets", "overflow", "workload", "simulator"},
+    "bench": _DECIDE | {"datasets", "overflow", "stats", "workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
     "bench.demo": _DECIDE | {"datasets", "workload", "simulator", "training", "evaluation"},
     # The learned policy it serves with is trained on the way.

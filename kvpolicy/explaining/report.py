@@ -12,6 +12,7 @@ from kvpolicy.explaining.account import Account
 from kvpolicy.explaining.asked import Asked
 from kvpolicy.explaining.boundary import BreakEven, Grid
 from kvpolicy.explaining.drivers import drivers_of
+from kvpolicy.json_values import finite
 from kvpolicy.policy import Objective
 from kvpolicy.policy.cheapest import lowest
 
@@ -63,7 +64,7 @@ class Explanation:
             "grid": self.grid.to_dict(),
             "notes": list(self.notes),
         }
-        plain: dict[str, Any] = _finite(whole)
+        plain: dict[str, Any] = finite(whole)
         return plain
 
     def text(self) -> str:
@@ -171,11 +172,3 @@ def _ms(seconds: float) -> str:
 
 def _exp(value: float) -> str:
     return "unbounded" if value == inf else f"{exp(value):.3g}"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not isfinite(value) else value

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
-
-from scipy.stats import t as student
 
 from kvpolicy.policy import load
 from kvpolicy.simulator.base import Server, Simulator, Summary, Times
+from kvpolicy.stats import student_interval
 from kvpolicy.workload import Source
 
 Measure = Callable[[Summary], float]
 
-CONFIDENCE = 0.95
 FEWEST_SEEDS = 4
 """Two to choose by and two to judge by."""
 
@@ -119,10 +116,7 @@ def tune_threshold(
 
 def _beside(tokens: int, mine: Sequence[float], best: Sequence[float]) -> Candidate:
     differences = [one - other for one, other in zip(mine, best, strict=True)]
-    count = len(differences)
-    room = float(student.ppf((1 + CONFIDENCE) / 2, count - 1)) * stdev(differences) / sqrt(count)
-    centre = fmean(differences)
-    return Candidate(tokens, fmean(mine), centre, centre - room, centre + room)
+    return Candidate(tokens, fmean(mine), *student_interval(differences))
 
 
 def _refuse(candidates: Sequence[int], seeds: Sequence[int]) -> None:
