@@ -277,6 +277,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
         worker = SymbolicWorker(scheduler, list(arriving), BLOCK, job["seed"])
     schedule: list[Any] = []
+    if hasattr(scheduler, "kvpolicy"):
+        # The same draws at every run, and a suspension of swapping that lasts some steps on a machine of any speed.
+        scheduler.kvpolicy.judge._rng = random.Random(job["seed"])
+        scheduler.kvpolicy.clock = lambda: float(len(schedule))
     counts = watch_counts() if job.get("counts") else []
     if job.get("measured"):
         scheduler.kvpolicy.accounts.measure_by(STEP_TIME)
