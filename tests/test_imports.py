@@ -65,6 +65,16 @@ LIVE_PATH = (
     "kvpolicy.cost.forest",
     "kvpolicy.policy",
 )
+WITHOUT_ENGINE = (
+    "kvpolicy_vllm.plugin.controller",
+    "kvpolicy_vllm.plugin.cost_meter",
+    "kvpolicy_vllm.plugin.learner",
+    "kvpolicy_vllm.plugin.messages",
+    "kvpolicy_vllm.plugin.settings",
+    "kvpolicy_vllm.plugin.situation",
+    "kvpolicy_vllm.plugin.trace_writer",
+)
+"""The plugin's logic: what it asks of a scheduler it asks of whatever it is given."""
 HEAVY = ("pandas", "sklearn", "lightgbm", "pyarrow", "torch", "vllm")
 
 
@@ -259,6 +269,10 @@ def _loaded_after(statement: str) -> set[str]:
 @pytest.mark.parametrize("module", LIVE_PATH)
 def test_a_live_decision_loads_nothing_heavy(module: str) -> None:
     assert not _loaded_after(f"import {module}") & set(HEAVY)
+
+
+def test_the_plugins_logic_loads_no_engine() -> None:
+    assert not _loaded_after(f"import {', '.join(WITHOUT_ENGINE)}") & {"torch", "vllm", "lightgbm", "sklearn", "pandas"}
 
 
 def test_the_package_itself_is_light() -> None:

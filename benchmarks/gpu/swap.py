@@ -25,8 +25,8 @@ from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry
 from benchmarks.gpu.intervals import interval_text, ratio_of
 from benchmarks.gpu.pieces import Done, Piece, ended, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
-from kvpolicy_vllm.plugin.copier import Copier, unique_segments
-from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
+from kvpolicy_vllm.plugin.messages import Job
 
 WAYS: dict[str, Callable[..., Copier]] = {"as they lie": copiers.plain, "staged": copiers.staged}
 """The plugin's two: pieces copied where they lie, and gathered on the device first."""

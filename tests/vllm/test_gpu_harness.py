@@ -30,9 +30,9 @@ from kvpolicy_vllm.bench.measuring import Measurement
 from kvpolicy_vllm.bench.parts import Rig
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
 from kvpolicy_vllm.bench.windows import Window
-from kvpolicy_vllm.plugin.copier import unique_segments
-from kvpolicy_vllm.plugin.jobs import Job
-from kvpolicy_vllm.plugin.staging import STAGED_BYTES, StagedCopier, Staging, host_arena, runs_of
+from kvpolicy_vllm.plugin.copiers.base import unique_segments
+from kvpolicy_vllm.plugin.copiers.staging import STAGED_BYTES, StagedCopier, Staging, host_arena, runs_of
+from kvpolicy_vllm.plugin.messages import Job
 from tests.vllm.harness import ROOT, environment
 
 

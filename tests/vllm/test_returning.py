@@ -84,13 +84,14 @@ def test_a_loaded_request_without_a_slot_for_its_adapter_keeps_its_place() -> No
     scheduler = Scheduler()
     returning = Returning(scheduler)
     for name, adapter in (("other", 3), ("same", 1), ("none", None)):
-        returning._requests[name] = Waiting(name, adapter)
-    with returning.places_held():
-        assert scheduler.max_num_running_reqs == 7, "vLLM passes over the one with another adapter alone"
+        returning.requests[name] = Waiting(name, adapter)
+    returning.hold_places()
+    assert scheduler.max_num_running_reqs == 7, "vLLM passes over the one with another adapter alone"
+    returning.give_places()
     assert scheduler.max_num_running_reqs == 8
     scheduler.running.pop()
-    with returning.places_held():
-        assert scheduler.max_num_running_reqs == 8, "a slot is free"
+    returning.hold_places()
+    assert scheduler.max_num_running_reqs == 8, "a slot is free"
 
 
 def test_the_limit_is_as_configured_after_every_step(model: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,37 +20,39 @@ class Returning:
         self._scheduler = scheduler
         # vLLM 0.31 and later have a limit of its own for admissions.
         self._limit = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
-        self._requests: dict[str, Any] = {}
+        self.requests: dict[str, Any] = {}
+        self.configured: int | None = None
+        """The limit as it was configured, while the scheduler is shown a lower one."""
         self._passed_over: set[str] = set()
         """Whom vLLM has seen in this step and could not admit, for want of a LoRA slot for one."""
 
     def load_begins(self, request: Any) -> None:
         """Called while the scheduler admits: the request has its blocks and waits for their content."""
-        self._requests[request.request_id] = request
+        self.requests[request.request_id] = request
         self._lower(1)
 
-    @contextmanager
-    def places_held(self) -> Iterator[None]:
-        """While the scheduler runs: a place is held for everybody who is still being loaded.
+    def hold_places(self) -> None:
+        """Before the scheduler runs: a place is held for everybody who is still being loaded. Nothing to do where
+        ``requests`` is empty.
 
         For whoever is ready no place is held: vLLM admits it first, and it takes the place itself; but where no slot
         is free for its LoRA adapter vLLM passes it over, and goes on to newcomers.
         """
-        self._requests = {name: request for name, request in self._requests.items() if _holds_blocks(request)}
+        self.requests = {name: request for name, request in self.requests.items() if _holds_blocks(request)}
         self._passed_over.clear()
-        configured = getattr(self._scheduler, self._limit)
         full = self._full_adapters()
-        self._lower(sum(not self._is_ready(one) or _lacks_slot(one, full) for one in self._requests.values()))
-        try:
-            yield
-        finally:
-            setattr(self._scheduler, self._limit, configured)
+        self._lower(sum(not self._is_ready(one) or _lacks_slot(one, full) for one in self.requests.values()))
+
+    def give_places(self) -> None:
+        """After the scheduler ran: the limit is as configured. Nothing to do where ``configured`` is None."""
+        setattr(self._scheduler, self._limit, self.configured)
+        self.configured = None
 
     def in_front(self, queue: Any) -> FrontOf | None:
         """``queue``, which holds them, with the one to be admitted first at its front; None where nobody is ready."""
         ready = [
             request
-            for name, request in self._requests.items()
+            for name, request in self.requests.items()
             if name not in self._passed_over and self._is_ready(request)
         ]
         if not ready:
@@ -64,7 +64,7 @@ class Returning:
     def _full_adapters(self) -> frozenset[int] | None:
         """The adapters of those who run, where there is no slot for another one; None where there is."""
         config = getattr(self._scheduler, "lora_config", None)
-        if config is None or not self._requests:
+        if config is None or not self.requests:
             return None
         used = frozenset(one.lora_request.lora_int_id for one in self._scheduler.running if one.lora_request)
         return used if len(used) >= config.max_loras else None
@@ -77,7 +77,9 @@ class Returning:
 
     def _lower(self, places: int) -> None:
         if places:
-            limit = getattr(self._scheduler, self._limit) - places
+            present = getattr(self._scheduler, self._limit)
+            self.configured = present if self.configured is None else self.configured
+            limit = present - places
             # Not below those who run: vLLM asserts that, and 0.24 compares by equality.
             setattr(self._scheduler, self._limit, max(limit, len(self._scheduler.running)))
 

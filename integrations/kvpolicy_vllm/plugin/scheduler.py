@@ -46,17 +46,21 @@ class Asking:
         self.returning = Returning(self)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self.kvpolicy.step_begins(self)
-        aside = self._force_out()
+        controller, returning = self.kvpolicy, self.returning
+        controller.step_begins(self)
+        aside = self._force_out() if self._forced_out else ()
         self._cause = "memory"
         try:
-            with self.returning.places_held():
-                output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
+            if returning.requests:
+                returning.hold_places()
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
         finally:
             self._cause = "reset"
+            if returning.configured is not None:
+                returning.give_places()
             for request in reversed(aside):
                 self.waiting.prepend_request(request)
-        self.kvpolicy.step_scheduled(output)
+        controller.step_scheduled(output)
         return output
 
     def _select_waiting_queue_for_scheduling(self) -> Any:

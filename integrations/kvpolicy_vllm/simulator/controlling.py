@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from typing import Any
 
-from kvpolicy.events import Cause, Decision
-from kvpolicy.policy import Policy
+from kvpolicy import policy as policies
+from kvpolicy.policy import Decider, Policy
 from kvpolicy.simulator import DecisionObserver, Server, Sink
 from kvpolicy.trace import Row
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy_vllm.plugin.copies import CopyBook
+from kvpolicy_vllm.plugin.observers import Observer, Pending
 from kvpolicy_vllm.simulator.clock import VirtualClock
 
 ROWS = 1000
@@ -26,7 +28,7 @@ def number_of(name: str) -> int:
     return int(name)
 
 
-class SinkRecording:
+class SinkWriter:
     """Rows for a :class:`Sink`, some at a time."""
 
     def __init__(self, sink: Sink) -> None:
@@ -54,12 +56,21 @@ class SinkRecording:
             rows.clear()
 
 
+class DecisionReporter(Observer):
+    """Hands every decision to whoever asked for them."""
+
+    def __init__(self, on_decision: DecisionObserver) -> None:
+        self._on_decision = on_decision
+
+    def decided(self, pending: Pending) -> None:
+        self._on_decision(pending.decision)
+
+
 class SimulatedController(Controller):
-    """Requests are named by their numbers, they are nobody's; an error in deciding is an error."""
+    """Requests are named by their numbers, they are nobody's; whatever goes wrong is an error."""
 
     def __init__(
         self,
-        scheduler: Any,
         core: str,
         server: Server,
         policy: Policy,
@@ -69,22 +80,18 @@ class SimulatedController(Controller):
         on_decision: DecisionObserver | None,
     ) -> None:
         super().__init__(
-            Settings(policy=policy.name, seed=seed, source="simulation", pin_memory=False),
-            scheduler.vllm_config,
-            scheduler.kv_cache_config,
-            server.host_blocks,
-            server.block_bytes,
+            core,
+            Decider(policy, random.Random(seed)),
+            CopyBook(server.host_blocks, 1, server.block_bytes),
+            server.segment_bytes or server.block_bytes,
             clock,
-            policy,
-            None if sink is None else SinkRecording(sink),
+            _raise,
+            policies.load,
         )
-        self.core = core
-        self._on_decision = on_decision
-        self._segment_bytes = server.segment_bytes or server.block_bytes
-
-    def _draw_seed(self, rank: int) -> int:
-        """The given one: the built-in simulator draws alike."""
-        return self.settings.seed
+        if sink is not None:
+            self.record_into(SinkWriter(sink), lambda request_id: str(number_of(request_id)))
+        if on_decision is not None:
+            self.observers.add(DecisionReporter(on_decision))
 
     @property
     def disturbed(self) -> bool:
@@ -93,24 +100,16 @@ class SimulatedController(Controller):
 
     def counted(self, name: str, label: str = "") -> int:
         """Sum of a counter, of one label alone where it is given."""
-        parts = ((key.split("|"), value) for key, value in self.tally.totals.items())
+        parts = ((key.split("|"), value) for key, value in self.metrics.tally.totals.items())
         return round(sum(value for key, value in parts if key[0] == name and (not label or label in key)))
-
-    def anonymous(self, request_id: str) -> str:
-        return str(number_of(request_id))
-
-    def _count(self, decision: Decision, cause: Cause) -> None:
-        super()._count(decision, cause)
-        if self._on_decision is not None:
-            self._on_decision(decision)
 
     def arrived(self, request: Any) -> None:
         """When it came, not when the engine next looked."""
-        if self.journal is not None:
-            self.journal.arrived(request, request.arrival_time)
+        self.observers.tell("arrived", request, request.arrival_time)
 
-    def _complain(self, what: str) -> None:
-        raise  # called while an exception is handled
+
+def _raise(what: str) -> None:
+    raise  # called while an exception is handled
 
 
 def take_control(
@@ -124,7 +123,7 @@ def take_control(
     on_decision: DecisionObserver | None,
 ) -> SimulatedController:
     """Put a simulated controller in the place of the one that scheduler and connector were made with."""
-    controller = SimulatedController(scheduler, core, server, policy, seed, clock, sink, on_decision)
+    controller = SimulatedController(core, server, policy, seed, clock, sink, on_decision)
     scheduler.connector.controller.close()
     scheduler.connector.controller = scheduler.kvpolicy = controller
     return controller

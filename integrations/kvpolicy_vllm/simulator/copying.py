@@ -10,7 +10,7 @@ from kvpolicy.attribution.ledger import OpenPreemption, Step
 from kvpolicy.simulator import Server, StepLoad, Times
 from kvpolicy.simulator.base import load_of
 from kvpolicy.simulator.link_queues import LinkQueues
-from kvpolicy_vllm.plugin.jobs import Job, StepJobs, Transfers
+from kvpolicy_vllm.plugin.messages import Job, StepJobs, Transfers
 
 
 def load_of_output(output: Any, requests: dict[str, Any]) -> StepLoad:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger
-from kvpolicy.events import Decision, Outcome, Preemption
+from kvpolicy.events import Outcome, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
-from kvpolicy.policy import Feedback, LearningPolicy, Policy
+from kvpolicy.policy import Decider, Feedback, Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Server
 from kvpolicy.simulator.builtin.copies import CopyBook
 from kvpolicy.simulator.builtin.journal import Journal
@@ -32,9 +32,7 @@ class Preemptions:
         on_decision: DecisionObserver | None = None,
     ) -> None:
         self._server = server
-        self._policy = policy
-        self._state = policy.initial_state()
-        self._rng = random.Random(seed)
+        self._decider = Decider(policy, random.Random(seed))
         self._journal = journal
         self._tallied = tallied
         self._on_decision = on_decision
@@ -47,7 +45,9 @@ class Preemptions:
         self._count += 1
         preemption_id = f"{self._journal.core}-{self._count}"
         situation = situation_of(live, scheduler, copies, self._server, now_s)
-        decision = self._decide(situation)
+        decision = self._decider.decide(situation, policies.why_no_swap(situation))
+        if self._on_decision is not None:
+            self._on_decision(decision)
         option = next(one for one in decision.options if one.kind == decision.executed)
         account = Account(
             preemption_id=preemption_id,
@@ -69,16 +69,6 @@ class Preemptions:
         step.lost.append(preemption_id)
         earlier = self.ledger.of(live)
         self._close(earlier, self.ledger.preempted(account))
-
-    def _decide(self, situation: Preemption) -> Decision:
-        why_not = policies.why_no_swap(situation)
-        options = policies.feasible_options(situation, swap_possible=not why_not)
-        decision = policies.decide(self._policy, situation, options, self._state, self._rng)
-        self._state = self._policy.next_state(self._state, decision)
-        decision = replace(decision, executed="recompute" if why_not else decision.intended, reason=why_not)
-        if self._on_decision is not None:
-            self._on_decision(decision)
-        return decision
 
     def _decided(self, account: Account) -> None:
         """Nothing can change any more about what was executed."""
@@ -139,10 +129,8 @@ class Preemptions:
             self._closing.append(account)
 
     def _learn(self, account: Account, outcome: Outcome) -> None:
-        if outcome.ended != "resumed" or not isinstance(self._policy, LearningPolicy):
-            return
-        feedback = Feedback(account.situation, account.option, outcome.engine_s, outcome.victim_delay_s)
-        self._state = self._policy.observe(self._state, feedback)
+        if outcome.ended == "resumed" and self._decider.learns:
+            self._decider.learn(Feedback(account.situation, account.option, outcome.engine_s, outcome.victim_delay_s))
 
 
 def situation_of(live: Live, scheduler: Scheduler, copies: CopyBook, server: Server, now_s: float) -> Preemption:

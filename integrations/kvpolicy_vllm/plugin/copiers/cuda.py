@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from vllm import _custom_ops as ops
 
-from kvpolicy_vllm.plugin.copier import Copier, Span
-from kvpolicy_vllm.plugin.jobs import Job
-from kvpolicy_vllm.plugin.staging import Staging, host_arena, offsets_of, segments_in
+from kvpolicy_vllm.plugin.copiers.base import Copier, Span
+from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, offsets_of, segments_in
+from kvpolicy_vllm.plugin.messages import Job
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
 """Submitted, begun and ended, on the device's clock."""

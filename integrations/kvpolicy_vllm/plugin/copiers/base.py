@@ -16,7 +16,7 @@ import torch
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hardware.link import SimulatedLink
-from kvpolicy_vllm.plugin.jobs import Direction, Job, Transfer
+from kvpolicy_vllm.plugin.messages import Direction, Job, Transfer
 
 IDLE_NAP_S = 0.001
 """So long an engine with nothing to compute waits for a load before it asks again."""
@@ -257,17 +257,3 @@ class Copier(ABC):
                 self.segment_bytes, self.pinned, queued, submit, start, end, why,
             )
         )  # fmt: skip
-
-
-class IndexingCopier(Copier):
-    """Plain torch indexing, at once: for devices whose memory is the host's."""
-
-    def copy_out(self, job: Job) -> None:
-        blocks, slots = torch.tensor(job.block_ids), torch.tensor(job.slots)
-        for device, host in zip(self.device_segments, self.host_segments, strict=True):
-            host[slots] = device[blocks]
-
-    def copy_in(self, job: Job) -> None:
-        blocks, slots = torch.tensor(job.block_ids), torch.tensor(job.slots)
-        for device, host in zip(self.device_segments, self.host_segments, strict=True):
-            device[blocks] = host[slots]

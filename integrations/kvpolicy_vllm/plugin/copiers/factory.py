@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvpolicy.hardware.link import SimulatedLink
-from kvpolicy_vllm.plugin.copier import Copier, IndexingCopier
-from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
+from kvpolicy_vllm.plugin.copiers.base import Copier
+from kvpolicy_vllm.plugin.copiers.cuda import CudaCopier, StagedCudaCopier
+from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 
 
 def copier_for(device_segments: list[torch.Tensor], slots: int, pin_memory: bool, link: SimulatedLink | None) -> Copier:

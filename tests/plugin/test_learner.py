@@ -1,44 +1,38 @@
-"""What the judge does with a state learned online that is not of its cost model; no engine is started."""
+"""What becomes of a state learned online that is not of the cost model; learning from costs as they come."""
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from kvpolicy import cost
 from kvpolicy.cost import ModelError, online
 from kvpolicy.cost.online import Online
-from kvpolicy_vllm.plugin.deciding import Judge
-from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy.policy import Decider, load
+from kvpolicy_vllm.plugin.learner import Learner, remember
+from kvpolicy_vllm.plugin.observers import Observers, Tally
 
 POLICY = "cheapest:cpu-llama-native,online=on"
 
 
-def judge(state: Path, policy: str = POLICY) -> Judge:
-    fits = dict.fromkeys(("block_size", "block_bytes", "geometry", "hardware"))
-    return Judge(Settings(policy=policy, online_state=state), fits, cost.load, rank=0, draw_seed=0)
-
-
-@pytest.fixture(autouse=True)
-def any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the model fits is not what is asked here."""
-    monkeypatch.setattr(Judge, "_check", lambda self, policy: None)
+def begun_with(state: Path, policy: str = POLICY) -> Decider:
+    decider = Decider(load(policy), random.Random(0))
+    remember(decider, state).close()
+    return decider
 
 
 def test_a_state_of_another_model_is_set_aside_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = tmp_path / "state.json"
     online.save(Online(events=7), "abc123" * 4, state)
     with caplog.at_level(logging.WARNING):
-        begun = judge(state)
-    begun.close()
-    assert begun.policy.learned(begun._state) == Online()
+        begun = begun_with(state)
+    assert begun.learned == Online()
     assert [one.name for one in tmp_path.iterdir()] == ["state.json.other-abc123abc123"]
     assert "another cost model" in caplog.text and "state.json.other-abc123abc123" in caplog.text
     assert online.load(tmp_path / "state.json.other-abc123abc123", "abc123" * 4).events == 7
@@ -47,23 +41,24 @@ def test_a_state_of_another_model_is_set_aside_with_a_warning(tmp_path: Path, ca
 def test_a_state_of_the_same_model_is_resumed(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
     online.save(Online(events=7), cost.load("cpu-llama-native").digest, state)
-    begun = judge(state)
-    begun.close()
-    assert begun.policy.learned(begun._state) == Online(events=7)
+    begun = begun_with(state)
+    assert begun.learned == Online(events=7)
 
 
 def test_an_idle_engine_has_what_was_learned_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy_vllm.plugin.deciding.KEEP_EVERY_S", 1e6)
+    monkeypatch.setattr("kvpolicy_vllm.plugin.learner.WRITE_EVERY_S", 1e6)
     state = tmp_path / "state.json"
-    begun = judge(state)
-    assert begun._memory is not None
-    begun._memory.keep(Online(events=3))
-    begun.keep_soon()
+    decider = Decider(load(POLICY), random.Random(0))
+    memory = remember(decider, state)
+    observers = Observers(pytest.fail)
+    observers.add(Learner(decider, memory, Tally()))
+    memory.keep(Online(events=3))
+    observers.tell("idle")
     patience = time.monotonic() + 60
     while not state.exists() and time.monotonic() < patience:
         time.sleep(0.01)
     assert online.load(state, cost.load("cpu-llama-native").digest).events == 3
-    begun.close()
+    observers.close()
 
 
 def cut_off(state: Path) -> str:
@@ -95,9 +90,8 @@ def test_a_damaged_state_is_set_aside_with_a_warning(
     why = damage(state)
     left = state.read_bytes()
     with caplog.at_level(logging.WARNING):
-        begun = judge(state)
-    begun.close()
-    assert begun.policy.learned(begun._state) == Online()
+        begun = begun_with(state)
+    assert begun.learned == Online()
     assert why in caplog.text and "state.json.damaged" in caplog.text
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("state.json.damaged", left)]
 
@@ -106,5 +100,5 @@ def test_a_file_that_never_was_a_state_is_refused_and_stays(tmp_path: Path) -> N
     state = tmp_path / "notes.json"
     state.write_text('{"mine": 1}')
     with pytest.raises(ModelError, match=r"notes.json: schema_version is None"):
-        judge(state)
+        begun_with(state)
     assert state.read_text() == '{"mine": 1}'

@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from kvpolicy_vllm.plugin.copier import Copier
-from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.copiers.base import Copier
+from kvpolicy_vllm.plugin.messages import Job
 
 STAGED_BYTES = 64 << 20
 """Of device memory per direction. A larger copy goes through in parts."""

@@ -1,10 +1,11 @@
-"""What the scheduler side and the workers tell each other, once per step."""
+"""What the scheduler side and the workers tell each other, once per step.
+
+Plain records; the connector alone knows what vLLM asks of them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvpolicy.events import Direction, Transfer
 
@@ -28,7 +29,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class StepJobs(KVConnectorMetadata):
+class StepJobs:
     """Scheduler to workers. Saves come before loads; ``dropped`` copies can no longer be loaded."""
 
     step: int
@@ -40,11 +41,11 @@ class StepJobs(KVConnectorMetadata):
 
 
 @dataclass(slots=True)
-class Transfers(KVConnectorWorkerMetadata):
+class Transfers:
     """Workers to scheduler: what finished on the ranks in one step."""
 
     done: list[Transfer] = field(default_factory=list)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Transfers:
-        assert isinstance(other, Transfers)
+    def aggregate(self, other: Transfers) -> Transfers:
+        """Those of two ranks."""
         return Transfers(self.done + other.done)
