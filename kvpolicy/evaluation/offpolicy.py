@@ -279,14 +279,7 @@ def _check_fit(policy: Policy, log: Log) -> None:
     if policy.cost_model is None:
         return
     for header in log.headers.values():
-        policy.cost_model.check_fit(
-            block_size=header.block_size,
-            block_bytes=header.block_bytes,
-            geometry=header.geometry,
-            hardware=header.hardware,
-            link=header.link,
-            token_budget=header.token_budget,
-        )
+        policy.cost_model.check_fit(header.engine_spec)
 
 
 def _stays(policy: Policy) -> bool:

@@ -216,14 +216,7 @@ def _check_fit(policies: Sequence[Policy], dataset: Dataset) -> None:
     for policy in policies:
         for header in dataset.headers.values() if policy.cost_model is not None else ():
             assert policy.cost_model is not None
-            policy.cost_model.check_fit(
-                block_size=header.block_size,
-                block_bytes=header.block_bytes,
-                geometry=header.geometry,
-                hardware=header.hardware,
-                link=header.link,
-                token_budget=header.token_budget,
-            )
+            policy.cost_model.check_fit(header.engine_spec)
 
 
 def _usable(dataset: Dataset, policies: Sequence[Policy]) -> tuple[list[State], dict[str, int]]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvpolicy.attribution.ledger import Step
 from kvpolicy.events import Decision, Direction, Kind
+from kvpolicy.hardware import EngineSpec
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
@@ -114,6 +115,17 @@ class Server:
     hardware: Mapping[str, Any] = field(default_factory=lambda: {"device": "simulated"})
     """For the trace's header."""
     geometry: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """For the trace's header."""
+        return EngineSpec(
+            self.block_size,
+            self.token_budget,
+            block_bytes=self.block_bytes,
+            geometry=self.geometry,
+            hardware=self.hardware,
+        )
 
 
 @dataclass(frozen=True, slots=True)

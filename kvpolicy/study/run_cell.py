@@ -15,10 +15,11 @@ from typing import Any
 
 from kvpolicy import integrations
 from kvpolicy import policy as policies
-from kvpolicy.cost import Engine, ModelWarning
+from kvpolicy.cost import ModelWarning
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
-from kvpolicy.hardware.link import NATIVE, SimulatedLink
+from kvpolicy.hardware import EngineSpec
+from kvpolicy.hardware.link import NATIVE, SimulatedLink, header_link
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
@@ -237,26 +238,19 @@ def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serv
 def _fitting(policy: str | Policy, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
     """The policy itself or the one of that name, and what its cost model warns of."""
     given = link_of(link)
-    told_link = machine.link if given is None else given.to_dict()
-    block_bytes = machine.block_bytes(serving.block_size)
-    token_budget = serving.limits(machine.device).token_budget
+    engine = EngineSpec(
+        block_size=serving.block_size,
+        token_budget=serving.limits(machine.device).token_budget,
+        block_bytes=machine.block_bytes(serving.block_size),
+        geometry=machine.geometry.to_dict(),
+        hardware=machine.hardware,
+        link=machine.link if given is None else header_link(given),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
-        loader = machine.model_loader(
-            Engine(
-                block_size=serving.block_size,
-                token_budget=token_budget,
-                block_bytes=block_bytes,
-                geometry=machine.geometry,
-                hardware=machine.hardware,
-                link=told_link,
-            )
-        )
-        loaded = policy if isinstance(policy, Policy) else policies.load(policy, loader)
+        loaded = policy if isinstance(policy, Policy) else policies.load(policy, machine.model_loader(engine))
         if loaded.cost_model is not None:
-            loaded.cost_model.check_fit(
-                serving.block_size, block_bytes, machine.geometry, machine.hardware, told_link, token_budget
-            )
+            loaded.cost_model.check_fit(engine)
     told = (str(one.message) for one in caught if issubclass(one.category, ModelWarning))
     return loaded, tuple(dict.fromkeys(told))
 

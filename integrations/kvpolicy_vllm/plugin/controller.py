@@ -24,11 +24,11 @@ from kvpolicy_vllm.plugin.copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.copy_health import CopyHealth
 from kvpolicy_vllm.plugin.deciding import Judge
 from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
-from kvpolicy_vllm.plugin.journal import Journal, header_link, header_of
+from kvpolicy_vllm.plugin.journal import Journal, header_of
 from kvpolicy_vllm.plugin.metrics import Tally
 from kvpolicy_vllm.plugin.recording import Recorder, Recording
 from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.situation import RunningView, engine_shape, model_loader, page_bytes, situation_of
+from kvpolicy_vllm.plugin.situation import RunningView, engine_spec, model_loader, page_bytes, situation_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,12 +78,11 @@ class Controller:
         self._complained: set[str] = set()
         self._shown: tuple[int, ...] = ()
         rank = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
-        found = vllm_config, kv_cache, block_bytes
-        loader = model_loader(*found, settings.pin_memory, header_link(settings.link))
+        engine = engine_spec(vllm_config, kv_cache, block_bytes, settings)
         draw_seed = self._draw_seed(rank)
-        self.judge = Judge(settings, engine_shape(*found), loader, rank, draw_seed, policy)
+        self.judge = Judge(settings, engine, model_loader(vllm_config, engine), rank, draw_seed, policy)
         if recording is None and settings.trace is not None:
-            header = header_of(settings, vllm_config, kv_cache, self.core, self.judge.policy.label, slots, block_bytes)
+            header = header_of(settings, engine, self.core, self.judge.policy.label, kv_cache.num_blocks, slots)
             header = replace(header, draw_seed=draw_seed)
             recording = Recorder(settings.trace / self.core, header)
         self.journal = None if recording is None else Journal(recording, self.anonymous)

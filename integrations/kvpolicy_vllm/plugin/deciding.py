@@ -16,8 +16,8 @@ from kvpolicy.cost import CostModel, online
 from kvpolicy.cost.online import Online
 from kvpolicy.errors import InputError
 from kvpolicy.events import Decision, Kind, Option, Outcome, Preemption
+from kvpolicy.hardware import EngineSpec
 from kvpolicy.policy import Feedback, LearningPolicy, Policy, PolicyState
-from kvpolicy_vllm.plugin.journal import header_link
 from kvpolicy_vllm.plugin.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Memory:
 
 
 class Judge:
-    """One per engine core. ``engine_shape``: what a cost model is checked against. ``policy``: decides in place of
+    """One per engine core. ``engine``: what a cost model is checked against. ``policy``: decides in place of
     the one that the settings name, and is not checked: a simulated engine is of no shape of its own.
 
     Raises as :func:`kvpolicy.policy.load` and the model's ``check_fit`` do.
@@ -97,14 +97,14 @@ class Judge:
     def __init__(
         self,
         settings: Settings,
-        engine_shape: Mapping[str, Any],
+        engine: EngineSpec,
         loader: Loader,
         rank: int,
         draw_seed: int,
         policy: Policy | None = None,
     ) -> None:
         self._settings = settings
-        self._engine_shape = engine_shape
+        self._engine = engine
         self._loader = loader
         self._rng = random.Random(draw_seed)
         self._pinned: Kind | None = None
@@ -147,7 +147,7 @@ class Judge:
 
     def _check(self, policy: Policy) -> None:
         if policy.cost_model is not None:
-            policy.cost_model.check_fit(**self._engine_shape, link=header_link(self._settings.link))
+            policy.cost_model.check_fit(self._engine)
             policy.cost_model.warm()
 
     # ---- deciding ----

@@ -11,18 +11,14 @@ import vllm
 
 from kvpolicy.attribution.ledger import OpenPreemption, Repeated, Step
 from kvpolicy.events import Outcome
+from kvpolicy.hardware import EngineSpec
 from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy.trace import Header, outcome_row, request_row, step_row, transfer_row
 from kvpolicy_vllm.plugin.copies import Settled
 from kvpolicy_vllm.plugin.jobs import Transfer
 from kvpolicy_vllm.plugin.recording import Recording
-from kvpolicy_vllm.plugin.situation import engine_shape
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
-    from kvpolicy.hardware.link import SimulatedLink
     from kvpolicy_vllm.plugin.settings import Settings
 
 
@@ -119,34 +115,18 @@ class Journal:
         self.recorder.add("transfers", row)
 
 
-def header_link(link: SimulatedLink | None) -> dict[str, Any]:
-    return {"kind": "native"} if link is None else link.to_dict()
-
-
 def header_of(
-    settings: Settings,
-    config: VllmConfig,
-    kv_cache: KVCacheConfig,
-    core: str,
-    policy: str,
-    slots: int,
-    block_bytes: int,
+    settings: Settings, engine: EngineSpec, core: str, policy: str, device_blocks: int, host_blocks: int
 ) -> Header:
     """The header of what this engine core records."""
-    shape = engine_shape(config, kv_cache, block_bytes)
-    return Header(
+    header = Header.recorded_on(
+        engine,
         run_id=core,
         source=settings.source,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         engine=f"vllm {vllm.__version__}",
-        hardware=shape["hardware"],
-        geometry=shape["geometry"].to_dict(),
-        block_size=shape["block_size"],
-        block_bytes=block_bytes,
-        device_blocks=kv_cache.num_blocks,
-        host_blocks=slots,
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
         policy=policy,
-        link=header_link(settings.link),
-        seed=settings.seed,
-        token_budget=shape["token_budget"],
     )
+    return replace(header, seed=settings.seed)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
-from kvpolicy.cost import Engine, FittedModel, engine_loader
+from kvpolicy.cost import FittedModel, engine_loader
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
-from kvpolicy.hardware import Geometry, describe
+from kvpolicy.hardware import EngineSpec, Geometry, describe
+from kvpolicy.hardware.link import header_link
 from kvpolicy.shape import ConfigError
 from kvpolicy_vllm.plugin.copies import CopyBook
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvpolicy_vllm.plugin.settings import Settings
 
 
 class RunningView:
@@ -130,32 +133,22 @@ def device_name() -> str:
     return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
 
 
-def engine_shape(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int) -> dict[str, Any]:
-    """What a cost model must have been made for: block size and bytes, geometry of one rank, hardware, token budget."""
-    return {
-        "block_size": int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
-        "block_bytes": block_bytes,
-        "geometry": geometry_of(config),
-        "hardware": describe(device_name()),
-        "token_budget": int(config.scheduler_config.max_num_batched_tokens),
-    }
-
-
-def model_loader(
-    config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, pinned: bool, link: Mapping[str, Any]
-) -> Callable[[str], FittedModel]:
-    """What loads cost models in this engine: by name or folder, or its own untrained one."""
-    shape = engine_shape(config, kv_cache, block_bytes)
-    engine = Engine(
-        block_size=shape["block_size"],
-        token_budget=shape["token_budget"],
+def engine_spec(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, settings: Settings) -> EngineSpec:
+    """What a cost model must have been made for: of one rank of this engine, with the plugin's link and host pool."""
+    return EngineSpec(
+        block_size=int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
+        token_budget=int(config.scheduler_config.max_num_batched_tokens),
         ranks=config.parallel_config.tensor_parallel_size,
-        pinned=pinned,
+        pinned=settings.pin_memory,
         block_bytes=block_bytes,
-        geometry=shape["geometry"],
-        hardware=shape["hardware"],
-        link=dict(link),
+        geometry=geometry_of(config).to_dict(),
+        hardware=describe(device_name()),
+        link=header_link(settings.link),
     )
+
+
+def model_loader(config: VllmConfig, engine: EngineSpec) -> Callable[[str], FittedModel]:
+    """What loads cost models in this engine: by name or folder, or its own untrained one."""
     return engine_loader(config.model_config.hf_config.to_dict(), engine, config.cache_config.cache_dtype)
 
 
