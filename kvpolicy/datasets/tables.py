@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Option, Preemption
 
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
 Objects = NDArray[Any]
 
 
@@ -71,11 +70,11 @@ def reals(table: pa.Table, column: str) -> Floats:
     return np.asarray(table[column].to_numpy(), np.float64)
 
 
-def wholes(table: pa.Table, column: str) -> Whole:
+def wholes(table: pa.Table, column: str) -> Ints:
     return np.asarray(table[column].to_numpy(), np.int64)
 
 
-def coded(table: pa.Table, column: str) -> tuple[Whole, list[str]]:
+def coded(table: pa.Table, column: str) -> tuple[Ints, list[str]]:
     """Each row's number among the different texts, and those, in alphabetical order."""
     codes = pc.dictionary_encode(table[column].combine_chunks())
     codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes

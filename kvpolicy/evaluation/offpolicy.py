@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats
 from kvpolicy.evaluation import bounds
 from kvpolicy.evaluation.bounds import Resampled, Terms
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, log_refusals, support, told_by_action
@@ -21,8 +21,6 @@ from kvpolicy.events import KINDS
 from kvpolicy.fields import WrongValue, parsed
 from kvpolicy.policy import Policy, PolicyState, load_policies
 from kvpolicy.policy.objective import ENGINE, Objective
-
-Floats = NDArray[np.float64]
 
 BOUNDED = frozenset({"ips", "dr", "cross-fitted-dr", "switch-dr", "dros"})
 """Estimators whose terms have limits: not the ratio of SNIPS, nor the direct method, whose fit knows none."""

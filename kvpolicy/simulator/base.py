@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvpolicy.arrays import Floats
 from kvpolicy.attribution.ledger import Step
 from kvpolicy.events import Decision, Direction, Kind
 from kvpolicy.hardware import EngineSpec
@@ -16,7 +14,6 @@ from kvpolicy.policy import Policy
 from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
 
-Floats = NDArray[np.float64]
 Scheduling = Literal["fcfs", "priority"]
 DecisionObserver = Callable[[Decision], None]
 """Told every decision of a run, and what of it is executed."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import cost
+from kvpolicy.arrays import Floats
 from kvpolicy.cost import FittedModel
 from kvpolicy.events import Direction
 from kvpolicy.fields import WrongValue
@@ -19,7 +20,6 @@ from kvpolicy.hardware import EngineSpec, Geometry
 from kvpolicy.hardware.link import SimulatedLink, header_link
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import StepLoad, Times
-from kvpolicy.simulator.base import Floats
 from kvpolicy.simulator.hardware.law_times import law_times
 from kvpolicy.simulator.hardware.table_times import FILE, load_hardware
 from kvpolicy.study.cache import path_digest

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats
 from kvpolicy.hardware import Geometry
 from kvpolicy.regression.ceilings import relative_fit
 from kvpolicy.regression.estimator import BoostedRegressor
@@ -17,8 +17,6 @@ from kvpolicy.simulator.hardware.interpolation import TERMS
 from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE, Rows
 from kvpolicy.simulator.hardware.operator_tables import Opened, Table, TableError, medians, rows_of, subsampled
 from kvpolicy.simulator.hardware.table_times import AXES, Grid
-
-Floats = NDArray[np.float64]
 
 ROWS_TO_FIT = 30_000
 SWEEPS = 30
@@ -183,7 +181,7 @@ def of_phases(prefill: Opened, decode: Opened, geometry: Geometry) -> Attention:
                      (*notes, *more, *told))  # fmt: skip
 
 
-def _like(one: Opened, operator: str, geometry: Geometry) -> tuple[Table, NDArray[np.bool_], str]:
+def _like(one: Opened, operator: str, geometry: Geometry) -> tuple[Table, Flags, str]:
     """Rows of this head size, without window, by the kernel that most of them have; which are of this very shape."""
     table = one.tables[operator]
     has = table.times.settings
@@ -235,7 +233,7 @@ def _prefill(one: Opened, geometry: Geometry) -> tuple[Grid, tuple[str, ...]]:
     return grid, () if same.any() else (_guess(one, geometry),)
 
 
-def _prefill_constants(chosen: Table, same: NDArray[np.bool_], others: Regressed, lengths: Floats) -> tuple[float, ...]:
+def _prefill_constants(chosen: Table, same: Flags, others: Regressed, lengths: Floats) -> tuple[float, ...]:
     """From batches of this shape; from the regressor, where there are none."""
     has = chosen.times.settings
     if not same.any():

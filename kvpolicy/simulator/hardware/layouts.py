@@ -20,11 +20,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats
 from kvpolicy.errors import InputError
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 
-Floats = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 Features = dict[str, Floats]
 
 TILE = 128
@@ -58,7 +57,7 @@ class Rows:
     def text(self, name: str) -> NDArray[np.str_]:
         return np.array(self._table[name].cast(pa.string()).fill_null("").to_pylist(), dtype=np.str_)
 
-    def absent(self, name: str) -> Mask:
+    def absent(self, name: str) -> Flags:
         return np.asarray(pc.is_null(self._table[name]).to_numpy(), np.bool_)
 
     def codes(self, name: str) -> Floats:
@@ -81,7 +80,7 @@ class Times:
     length_name: str
     physics: Ceilings
 
-    def of(self, rows: Mask) -> Times:
+    def of(self, rows: Flags) -> Times:
         def cut(columns: Mapping[str, Floats]) -> dict[str, Floats]:
             return {name: values[rows] for name, values in columns.items()}
 
@@ -96,7 +95,7 @@ class Part:
 
     operator: str
     time: str
-    rows: Mask
+    rows: Flags
     times: Times
     """Of all rows of the file."""
     left_out: tuple[str, ...] = ()
@@ -161,7 +160,7 @@ def _with_waves(found: Features, rows: Rows, tile_flops: Floats) -> None:
 # ---- AIConfigurator ----
 
 
-def _native(rows: Rows, names: tuple[str, ...]) -> tuple[Mask, tuple[str, ...]]:
+def _native(rows: Rows, names: tuple[str, ...]) -> tuple[Flags, tuple[str, ...]]:
     """The rows in bfloat16, and what that leaves out."""
     native = np.ones(len(rows), np.bool_)
     for name in names:
