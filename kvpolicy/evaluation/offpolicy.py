@@ -19,6 +19,7 @@ from kvpolicy.evaluation.estimators import ESTIMATORS, Records, Tuned, importanc
 from kvpolicy.evaluation.logged import Log, logged
 from kvpolicy.events import KINDS
 from kvpolicy.fields import WrongValue, parsed
+from kvpolicy.json_values import finite
 from kvpolicy.policy import Policy, PolicyState, load_policies
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -95,7 +96,7 @@ class OffPolicyReport:
     """Policies that change while they serve; asked in their first state throughout."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: _json_safe(value) for name, value in asdict(self).items()}
+        return {name: finite(value) for name, value in asdict(self).items()}
 
     def text(self) -> str:
         took = ", ".join(f"{kind} {count} ({known} with a known cost)" for kind, (count, known) in self.known.items())
@@ -131,15 +132,6 @@ def _calibration_lines(found: Calibration) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}"
-
-
-def _json_safe(value: Any) -> Any:
-    """JSON knows no infinity; null stands for it."""
-    if isinstance(value, dict):
-        return {name: _json_safe(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_safe(one) for one in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def estimate(

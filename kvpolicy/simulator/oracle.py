@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvpolicy.arrays import causal_pairs
 from kvpolicy.errors import InputError
 from kvpolicy.events import Cost, Decision, Kind, Option, Preemption
 from kvpolicy.policy import NoState, Objective, Policy, PricedPolicy
@@ -58,7 +59,7 @@ def recompute_s_of(one: Preemption, server: Server, times: Times) -> float:
     seconds = 0.0
     while done < one.computed_tokens:
         chunk = min(room, one.computed_tokens - done)
-        pairs = chunk * done + chunk * (chunk + 1) // 2
+        pairs = causal_pairs(done, done + chunk)
         seconds += times.step_s(StepLoad(others + chunk, others, read, pairs, 1, done)) - calm_s
         done += chunk
     return seconds

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from functools import lru_cache
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.hardware.link import NATIVE, SimulatedLink, header_link
+from kvpolicy.json_values import finite
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
@@ -126,13 +126,7 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
 def numbers(summary: Summary) -> dict[str, Any]:
     """A summary as JSON has it, which knows no nan: what nobody had (single tokens have no time between) is None."""
     told = asdict(summary) | {"preemptions": dict(summary.preemptions)}
-    return {name: _defined(value) for name, value in told.items()}
-
-
-def _defined(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _defined(one) for name, one in value.items()}
-    return None if isinstance(value, float) and isnan(value) else value
+    return {name: finite(value) for name, value in told.items()}
 
 
 # ---- what a cell names ----

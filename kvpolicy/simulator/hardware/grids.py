@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from kvpolicy.arrays import Flags, Floats
+from kvpolicy.arrays import Flags, Floats, causal_pairs
 from kvpolicy.hardware import Geometry
 from kvpolicy.regression.ceilings import relative_fit
 from kvpolicy.regression.estimator import BoostedRegressor
@@ -44,7 +44,7 @@ class Points:
 
 def terms(tokens: Floats, context: Floats, requests: Floats, decoded: Floats) -> Floats:
     """Columns of :data:`~kvpolicy.simulator.hardware.interpolation.TERMS`."""
-    pairs = tokens * context + tokens * (tokens + 1) / 2
+    pairs = causal_pairs(context, context + tokens)
     read = np.where(tokens > 0, tokens + context, 0.0)
     return np.column_stack([np.ones(len(tokens)), pairs, tokens, read, requests * decoded, decoded, requests])
 
@@ -241,7 +241,7 @@ def _prefill_constants(chosen: Table, same: Flags, others: Regressed, lengths: F
         return constants_of(terms(lengths, nothing, nothing, nothing), others.predict("prefill", lengths[:, None]))
     batch, length = has["batch"][same], has["length"][same]
     design = np.zeros((len(batch), len(TERMS)))
-    design[:, 0], design[:, 1], design[:, 2] = 1.0, batch * length * (length + 1) / 2, batch * length
+    design[:, 0], design[:, 1], design[:, 2] = 1.0, batch * causal_pairs(0, length), batch * length
     return constants_of(design, chosen.seconds[same])
 
 
