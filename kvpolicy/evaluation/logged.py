@@ -32,6 +32,7 @@ from kvpolicy.datasets.validation import COUNTS, refuse_doubled
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation import estimation
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Option, Preemption
+from kvpolicy.features import COLUMNS, feature_columns
 from kvpolicy.fields import one_of
 from kvpolicy.policy import Policy, probabilities_of
 from kvpolicy.policy.objective import ENGINE, Objective
@@ -174,20 +175,19 @@ def _count_others(headers: Mapping[str, Header], trace: Trace, counts: Counter[s
 
 def situation_columns(decisions: pa.Table) -> Floats:
     """(n, 12) what a direct model regresses on: 1, and what either action moves, computes and meets."""
-    column = {name: _reals(decisions, name) for name in SITUATION_FIELDS if name != "cause"}
-    tokens = column["computed_tokens"]
-    kept = np.minimum(column["shared_blocks"] * column["block_size"], tokens)
-    back = np.maximum(column["held_blocks"] - column["shared_blocks"], 0.0)
+    got = {name: _reals(decisions, name) for name in COLUMNS}
+    recompute, swap = feature_columns(got, "recompute"), feature_columns(got, "swap")
+    lost = recompute["recomputed_tokens"]
     return np.column_stack(
         [
-            np.ones(len(tokens)),
-            tokens - kept,
-            (tokens * (tokens + 1) - kept * (kept + 1)) / 2,
-            column["held_blocks"] * column["block_bytes"],
-            back * column["block_bytes"],
-            *(column[name] for name in ("queued_save_bytes", "queued_load_bytes", "running_requests")),
-            *(column[name] for name in ("batch_tokens", "waiting_requests", "free_blocks")),
-            (tokens - kept) * column["running_requests"],
+            np.ones(len(lost)),
+            lost,
+            recompute["recomputed_pairs"],
+            swap["save_bytes"],
+            swap["load_bytes"],
+            *(got[name] for name in ("queued_save_bytes", "queued_load_bytes", "running_requests")),
+            *(got[name] for name in ("batch_tokens", "waiting_requests", "free_blocks")),
+            lost * got["running_requests"],
         ]
     )
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvpolicy.events import Direction, Transfer
-from kvpolicy.features import copy_pieces
+from kvpolicy.events import Direction, Transfer, copy_pieces
 from kvpolicy.simulator.base import Server, Times
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from kvpolicy.arrays import causal_pairs
 from kvpolicy.errors import InputError
-from kvpolicy.events import Cost, Decision, Kind, Option, Preemption
+from kvpolicy.events import Cost, Decision, Kind, Option, Preemption, copy_pieces
+from kvpolicy.features import blocks_back
 from kvpolicy.policy import NoState, Objective, Policy, PricedPolicy
 from kvpolicy.policy.base import all_on, first_of
 from kvpolicy.policy.cheapest import lowest
@@ -71,8 +72,8 @@ def swap_s_of(one: Preemption, server: Server, times: Times) -> tuple[float, flo
     Copies that are waited for count in full, and so do those beside which nobody else runs; others by what they slow.
     """
     segment = max(1, one.segment_bytes)
-    pieces = max(1, one.block_bytes // segment)
-    back = one.held_blocks - one.shared_blocks
+    pieces = copy_pieces(one.block_bytes, segment)
+    back = blocks_back(one.held_blocks, one.shared_blocks)
     save_s = times.copy_s("save", one.copy_bytes, one.copy_segments, segment)
     load_s = times.copy_s("load", back * one.block_bytes, back * pieces, segment)
     link = server.link
