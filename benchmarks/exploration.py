@@ -34,10 +34,11 @@ from rich.progress import track
 from rich.table import Table
 
 from kvpolicy import cost, policy
+from kvpolicy.arrays import Floats
 from kvpolicy.cost import CostModel, FittedModel
 from kvpolicy.cost.intervals import unbounded
 from kvpolicy.evaluation.estimation import Estimation
-from kvpolicy.evaluation.logged import Floats, Log, log_of
+from kvpolicy.evaluation.logged import Log, log_of
 from kvpolicy.evaluation.offpolicy import Estimate, Judgement, judge
 from kvpolicy.events import KINDS, Decision, Option, Preemption
 from kvpolicy.hardware import Geometry

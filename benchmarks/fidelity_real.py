@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Real, recorded
-from numpy.typing import NDArray
 
 from kvpolicy import policy
+from kvpolicy.arrays import Floats
 from kvpolicy.events import Direction
 from kvpolicy.regression.nnls import robust_nonnegative_fit
 from kvpolicy.simulator import Link, Server, Simulator, StepLoad, Summary, Tail
@@ -22,7 +22,6 @@ from kvpolicy.simulator.hardware.law_times import linear
 from kvpolicy.trace import Header, Trace, read
 from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
 
-Floats = NDArray[np.float64]
 Rows = list[dict[str, Any]]
 
 PARTS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")

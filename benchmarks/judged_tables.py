@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 from lightgbm import LGBMRegressor
-from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.cost.intervals import conformal_room
 from kvpolicy.regression.conformal import grown
 from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
 from kvpolicy.simulator.hardware.operator_tables import Table, bins_of
-
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
 
 OURS = "physics x trees"
 FEWEST_PER_BIN = 30
@@ -42,8 +39,8 @@ class Part:
     """Rows of a table to learn from, and rows to judge by."""
 
     table: Table
-    seen: Whole
-    unseen: Whole
+    seen: Ints
+    unseen: Ints
 
 
 def ours(part: Part, seed: int, extrapolating: bool) -> BoostedRegressor:
@@ -214,7 +211,7 @@ def _coverage(
     ]
 
 
-def _calibration(misses: Floats, cell: Whole, by_length: Whole, one: int) -> list[float]:
+def _calibration(misses: Floats, cell: Ints, by_length: Ints, one: int) -> list[float]:
     """Misses of the bin; of its lengths, or of all, where it has under 30."""
     for rows in (cell == one, by_length == one // LOAD_BINS):
         if rows.sum() >= FEWEST_PER_BIN:

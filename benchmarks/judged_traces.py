@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from judged_tables import Effort, errors
 from lightgbm import LGBMRegressor
-from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.datasets.examples import LEAST_FLOOR_S, dealt, examples_of, noise_floors, option_of
 from kvpolicy.datasets.profiles import Dataset, State, measured
 from kvpolicy.evaluation.replay import price
@@ -26,7 +26,6 @@ from kvpolicy.training import provenance_of
 from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit
 
-Floats = NDArray[np.float64]
 Seconds = dict[Kind, float]
 Predictor = Callable[[State], Seconds]
 
@@ -264,9 +263,7 @@ def with_and_without(
     }
 
 
-def _held_out(
-    x: Floats, columns: tuple[str, ...], seconds: Floats, groups: NDArray[np.int64], effort: Effort
-) -> dict[str, Any]:
+def _held_out(x: Floats, columns: tuple[str, ...], seconds: Floats, groups: Ints, effort: Effort) -> dict[str, Any]:
     physics = Ceilings(((LAUNCH,), *((name,) for name in columns if name != "segment_bytes")))
     families = {
         "physics x trees": BoostedRegressor(physics, columns, least_rows_in_leaf=20),

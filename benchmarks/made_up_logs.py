@@ -10,12 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats
 from kvpolicy.evaluation.logged import Log
 from kvpolicy.events import KINDS
-
-Floats = NDArray[np.float64]
 
 POLICIES = ("always-recompute", "always-swap", "threshold")
 THRESHOLD_TOKENS = 900.0
@@ -55,14 +53,14 @@ def make(n: int, rng: np.random.Generator, scenario: Scenario | None = None) -> 
     )
 
 
-def _situations(n: int, rng: np.random.Generator) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+def _situations(n: int, rng: np.random.Generator) -> tuple[Floats, Floats, Flags]:
     """Tokens, running requests, and whether each action is feasible."""
     tokens = np.minimum(np.exp(rng.normal(6.5, 0.8, n)), CONTEXT_TOKENS)
     running = rng.integers(0, 12, n).astype(np.float64)
     return tokens, running, np.column_stack([np.ones(n, bool), rng.random(n) >= INFEASIBLE])
 
 
-def targets(tokens: Floats, feasible: NDArray[np.bool_]) -> dict[str, Floats]:
+def targets(tokens: Floats, feasible: Flags) -> dict[str, Floats]:
     """What each policy does, (n, K)."""
     wanted = {"always-recompute": np.zeros(len(tokens)), "always-swap": np.ones(len(tokens))}
     wanted["threshold"] = (tokens >= THRESHOLD_TOKENS).astype(np.float64)

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import kvpolicy
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.datasets.examples import drawn
 from kvpolicy.datasets.profiles import measured
 from kvpolicy.events import KINDS
@@ -38,8 +38,6 @@ from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit, held_out_scores, misses_of
 from kvpolicy.training.pipeline import MOST_STATES
 from kvpolicy.training.residual_fit import FEWEST_STATES
-
-Floats = NDArray[np.float64]
 
 COLUMNS = ("tokens", "pairs", "kv_read", "running", "batch_tokens", "copied_bytes", "segments", "free_blocks")
 PHYSICS = Ceilings(((LAUNCH,), ("tokens",), ("pairs",), ("kv_read",), ("copied_bytes",), ("segments",)))
@@ -131,7 +129,7 @@ def _draws(rows: int) -> int:
     return 0
 
 
-def made_up(rows: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats, NDArray[np.int64]]:
+def made_up(rows: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats, Ints]:
     """(X, measured seconds, seconds by the law, groups): every point four times."""
     groups = np.arange(rows) // REPEATS
     points = int(groups[-1]) + 1

@@ -13,10 +13,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("errors", "version", "lazy_names", "arrays"),
-    ("fields",),
+    ("errors", "version", "lazy_names", "arrays", "json_values"),
+    ("fields", "stats"),
     ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
-    ("features", "hardware", "trace", "workload"),
+    ("features", "hardware", "workload"),
+    ("trace",),
     ("attribution",),
     ("cost", "datasets"),
     ("policy", "training"),
@@ -38,7 +39,7 @@ INTEGRATION = {
     "integration": {"integrations", "settings", "simulator"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"workload", "simulator"},
-    "bench": _DECIDE | {"datasets", "overflow", "workload", "simulator"},
+    "bench": _DECIDE | {"datasets", "overflow", "stats", "workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
     "bench.run_demo": _DECIDE | {"datasets", "workload", "simulator", "training", "evaluation"},
     # The learned policy it serves with is trained on the way.

@@ -17,11 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvpolicy.attribution.step_time_fit import AFTERMATH_STEPS, Floats, Whole
-
-Flags = NDArray[np.bool_]
+from kvpolicy.arrays import Flags, Floats, Ints
+from kvpolicy.attribution.step_time_fit import AFTERMATH_STEPS
 
 SHORTEST_STEP_S = 1e-6
 """No step takes less: clock readings closer than that are the same moment."""
@@ -31,7 +29,7 @@ SHORTEST_STEP_S = 1e-6
 class Timeline:
     """The recorded steps of one engine core, ascending, and when its requests were served."""
 
-    number: Whole
+    number: Ints
     start_s: Floats
     end_s: Floats
     arrival_s: Floats
@@ -45,12 +43,12 @@ class Timeline:
 class Span:
     """Of each preemption, the rows and numbers of its steps; arrays of one length."""
 
-    first_row: Whole
-    last_row: Whole
+    first_row: Ints
+    last_row: Ints
     """Of its last step; -1 where that is not there."""
-    first: Whole
-    last: Whole
-    involved_row: Whole
+    first: Ints
+    last: Ints
+    involved_row: Ints
     """The last row that it had to do with: its copies may take longer than it did."""
     recorded: Flags
     """Whether its request has a record."""
@@ -94,7 +92,7 @@ def _tokens_between(line: Timeline, next_s: Floats) -> Flags:
     return np.asarray(np.searchsorted(tokens_s, after) > np.searchsorted(tokens_s, before, side="right"))
 
 
-def _sum(flags: Flags, first: Whole, end: Whole) -> Whole:
+def _sum(flags: Flags, first: Ints, end: Ints) -> Ints:
     """Flags set in ``[first, end)`` of each."""
     counted = np.append(0, np.cumsum(flags))
     return np.asarray(counted[end] - counted[np.maximum(0, first)], dtype=np.int64)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvpolicy.arrays import Floats
 from kvpolicy.attribution.step_time import (
     AFTERMATH_STEPS,
     PARTS,
-    Floats,
     HeldOutError,
     StepTimeModel,
-    Whole,
     medians,
     with_aftermath,
 )
 from kvpolicy.regression.nnls import robust_nonnegative_fit
 from kvpolicy.trace import TraceError
 
-__all__ = [
-    "AFTERMATH_STEPS", "PARTS", "Floats", "HeldOutError", "StepTimeModel", "Whole", "fit_step_time", "with_aftermath",
-]  # fmt: skip
+__all__ = ["AFTERMATH_STEPS", "PARTS", "HeldOutError", "StepTimeModel", "fit_step_time", "with_aftermath"]
 
 FEWEST_STEPS = 20
 FOLDS = 5

@@ -6,15 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import chi2
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.evaluation.bounds import Resampled, Terms, bootstrap
 from kvpolicy.events import KINDS
-
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-Whole = NDArray[np.int64]
 
 LEAST_EFFECTIVE = 0.2
 """Of the records."""
@@ -78,14 +74,14 @@ class Support:
     """Why no estimate is printed; empty where one is."""
 
 
-def calibration(probability: Floats, action: Whole) -> Calibration:
+def calibration(probability: Floats, action: Ints) -> Calibration:
     """Bins of equal numbers of decisions, thin ones joined with a neighbour. ``probability``: (n, K) as logged."""
     swap = KINDS.index("swap")
     open_ones = (probability[:, swap] > 0) & (probability[:, swap] < 1)
     share, took = probability[open_ones, swap], (action[open_ones] == swap).astype(np.float64)
     order = np.argsort(share, kind="stable")
-    bins: list[Whole] = []
-    waiting: Whole = np.empty(0, np.int64)
+    bins: list[Ints] = []
+    waiting: Ints = np.empty(0, np.int64)
     for part in _cut(order, share[order]):
         waiting = np.concatenate([waiting, part])
         if float((share[waiting] * (1 - share[waiting])).sum()) >= LEAST_VARIANCE:
@@ -97,7 +93,7 @@ def calibration(probability: Floats, action: Whole) -> Calibration:
     return Calibration(told, float(chi2.sf(sum(one.misses**2 for one in told), len(told))) if told else None)
 
 
-def _cut(order: Whole, share: Floats) -> list[Whole]:
+def _cut(order: Ints, share: Floats) -> list[Ints]:
     """About :data:`BINS` parts, never between equal shares."""
     if not len(order):
         return []
@@ -170,7 +166,7 @@ def _refusals(one: Support, n: int) -> tuple[str, ...]:
     return tuple(refused)
 
 
-def told_by_action(action: Whole, known: Flags) -> Mapping[str, tuple[int, int]]:
+def told_by_action(action: Ints, known: Flags) -> Mapping[str, tuple[int, int]]:
     """By action, records and those with a known cost."""
     return {
         kind: (int((action == i).sum()), int((known & (action == i)).sum())) for i, kind in enumerate(KINDS)

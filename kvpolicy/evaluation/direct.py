@@ -10,13 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.errors import InputError
-
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-Whole = NDArray[np.int64]
 
 FOLDS = 5
 RIDGE = 1e-6
@@ -39,17 +35,17 @@ class Design:
 
     x: Floats
     """(n, d) scaled to at most 1; first column 1."""
-    fold: Whole
+    fold: Ints
     """(n,) from 0."""
-    order: Whole
+    order: Ints
     """The records with a known cost, by action and, within it, by fold."""
     sorted_x: Floats
     """``x`` in that order."""
-    ends: Whole
+    ends: Ints
     """(K, folds + 1) where each action's folds begin and end in it."""
 
     @classmethod
-    def of(cls, x: Floats, action: Whole, known: Flags, actions: int, fold: Whole) -> Design:
+    def of(cls, x: Floats, action: Ints, known: Flags, actions: int, fold: Ints) -> Design:
         """``x``: (n, d), first column 1."""
         scale = np.abs(x).max(axis=0)
         scaled = x / np.where(scale > 0, scale, 1.0)
@@ -103,7 +99,7 @@ class Design:
         return weight
 
 
-def folds_of(cluster: Whole, rng: np.random.Generator, folds: int = FOLDS) -> Whole:
+def folds_of(cluster: Ints, rng: np.random.Generator, folds: int = FOLDS) -> Ints:
     """(n,) the fold of each record; whole clusters are dealt out."""
     count = int(cluster.max()) + 1
     return (rng.permutation(count) % min(folds, count))[cluster]

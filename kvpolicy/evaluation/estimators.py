@@ -15,14 +15,10 @@ from dataclasses import dataclass
 from math import inf, sqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.evaluation import estimation
 from kvpolicy.evaluation.bounds import Terms, spread_of_mean
-
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-Whole = NDArray[np.int64]
 
 TAUS = (0.5, 0.75, 0.9, 0.99)
 """Quantiles of the positive weights that are tried as SWITCH's threshold, besides none at all."""
@@ -45,7 +41,7 @@ class Records:
     """(n,) 0 where the cost is not known."""
     cost_s: Floats
     """(n,) NaN where it is not known."""
-    action: Whole
+    action: Ints
     """(n,)"""
     q_s: Floats
     """(n, K) by a direct model of all records."""
@@ -53,7 +49,7 @@ class Records:
     """(n, K) by one that has not seen the record's fold."""
     implied_weight: Floats
     """(n,) see :meth:`kvpolicy.evaluation.direct.Design.implied_weights`."""
-    group: Whole
+    group: Ints
     """(n,) records that vary together."""
 
 
@@ -67,7 +63,7 @@ class Tuned:
     """An upper bound on the size of the bias that the hyper-parameter lets in."""
 
 
-def importance_weights(target: Floats, probability: Floats, action: Whole, known: Flags, share: Floats) -> Floats:
+def importance_weights(target: Floats, probability: Floats, action: Ints, known: Flags, share: Floats) -> Floats:
     """(n,) t(a) / (p s(a)) where the cost is known, 0 elsewhere. Logged probabilities of chosen actions are above 0."""
     row = np.arange(len(action))
     weight = np.zeros(len(action))
@@ -89,7 +85,7 @@ def ips_terms(weight: Floats, cost_s: Floats) -> Floats:
     return weighted(weight, cost_s)
 
 
-def dr_terms(target: Floats, q_s: Floats, weight: Floats, cost_s: Floats, action: Whole) -> Floats:
+def dr_terms(target: Floats, q_s: Floats, weight: Floats, cost_s: Floats, action: Ints) -> Floats:
     """sum_a t(a) q(a) + w (c - q(a)) (Dudik, Langford, Li, ICML 2011)."""
     return dm_terms(target, q_s) + weighted(weight, cost_s - chosen(q_s, action))
 
@@ -111,7 +107,7 @@ def weighted(weight: Floats, value: Floats) -> Floats:
     return np.asarray(weight * np.where(weight > 0, value, 0.0))
 
 
-def chosen(values: Floats, action: Whole) -> Floats:
+def chosen(values: Floats, action: Ints) -> Floats:
     """Of (n, K) values, those of the chosen actions."""
     return np.asarray(values[np.arange(len(action)), action])
 

@@ -24,23 +24,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from kvpolicy import trace as traces
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.datasets.logs import attributed
 from kvpolicy.datasets.validation import COUNTS, refuse_doubled
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation import estimation
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Option, Preemption
+from kvpolicy.features import COLUMNS, feature_columns
 from kvpolicy.fields import one_of
 from kvpolicy.policy import Policy, probabilities_of
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import Header, Trace, TraceError
-
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-Whole = NDArray[np.int64]
-
 
 CLUSTERS: Mapping[str, str] = dict(zip(estimation.CLUSTERS, ("overflow_id", "request"), strict=True))
 """Records that are resampled together, and the column that tells them."""
@@ -54,13 +50,13 @@ class Log:
 
     cost_s: Floats
     """(n,) measured, by the objective; NaN where it is not known."""
-    action: Whole
+    action: Ints
     """(n,) intended."""
     probability: Floats
     """(n, K) as logged; 0 for what was not feasible."""
     feasible: Flags
     """(n, K)"""
-    cluster: Whole
+    cluster: Ints
     """(n,) numbered from 0 without gaps."""
     x: Floats
     """(n, d) what a direct model sees of the situation, see :func:`situation_columns`."""
@@ -179,20 +175,19 @@ def _count_others(headers: Mapping[str, Header], trace: Trace, counts: Counter[s
 
 def situation_columns(decisions: pa.Table) -> Floats:
     """(n, 12) what a direct model regresses on: 1, and what either action moves, computes and meets."""
-    column = {name: _reals(decisions, name) for name in SITUATION_FIELDS if name != "cause"}
-    tokens = column["computed_tokens"]
-    kept = np.minimum(column["shared_blocks"] * column["block_size"], tokens)
-    back = np.maximum(column["held_blocks"] - column["shared_blocks"], 0.0)
+    got = {name: _reals(decisions, name) for name in COLUMNS}
+    recompute, swap = feature_columns(got, "recompute"), feature_columns(got, "swap")
+    lost = recompute["recomputed_tokens"]
     return np.column_stack(
         [
-            np.ones(len(tokens)),
-            tokens - kept,
-            (tokens * (tokens + 1) - kept * (kept + 1)) / 2,
-            column["held_blocks"] * column["block_bytes"],
-            back * column["block_bytes"],
-            *(column[name] for name in ("queued_save_bytes", "queued_load_bytes", "running_requests")),
-            *(column[name] for name in ("batch_tokens", "waiting_requests", "free_blocks")),
-            (tokens - kept) * column["running_requests"],
+            np.ones(len(lost)),
+            lost,
+            recompute["recomputed_pairs"],
+            swap["save_bytes"],
+            swap["load_bytes"],
+            *(got[name] for name in ("queued_save_bytes", "queued_load_bytes", "running_requests")),
+            *(got[name] for name in ("batch_tokens", "waiting_requests", "free_blocks")),
+            lost * got["running_requests"],
         ]
     )
 
@@ -224,7 +219,7 @@ def _read_one(folder: str, trace: Trace, objective: Objective, cluster: str, cou
     }
 
 
-def _refuse_situations(folder: str, table: pa.Table, rows: Whole) -> None:
+def _refuse_situations(folder: str, table: pa.Table, rows: Ints) -> None:
     for name in COUNTS:
         values = _reals(table, name)
         for at in np.flatnonzero(values < 0)[:1]:
@@ -233,7 +228,7 @@ def _refuse_situations(folder: str, table: pa.Table, rows: Whole) -> None:
             )
 
 
-def _chances(folder: str, table: pa.Table, rows: Whole) -> tuple[Floats, Flags, list[tuple[Option, ...]]]:
+def _chances(folder: str, table: pa.Table, rows: Ints) -> tuple[Floats, Flags, list[tuple[Option, ...]]]:
     """Logged probabilities and feasibility, (n, K) each, and the options. Raises TraceError where one is missing."""
     probability, feasible = np.zeros((len(rows), len(KINDS))), np.zeros((len(rows), len(KINDS)), np.bool_)
     options = []
@@ -259,7 +254,7 @@ def _chances(folder: str, table: pa.Table, rows: Whole) -> tuple[Floats, Flags, 
     return probability, feasible, options
 
 
-def _actions(folder: str, table: pa.Table, rows: Whole, probability: Floats) -> Whole:
+def _actions(folder: str, table: pa.Table, rows: Ints, probability: Floats) -> Ints:
     number = {kind: i for i, kind in enumerate(KINDS)}
     action = np.zeros(len(rows), np.int64)
     for at, (given, chosen) in enumerate(zip(table["options"].to_pylist(), table["chosen"].to_pylist(), strict=True)):
@@ -276,7 +271,7 @@ def _actions(folder: str, table: pa.Table, rows: Whole, probability: Floats) -> 
     return action
 
 
-def _in_shadow(table: pa.Table, probability: Floats, action: Whole, counts: Counter[str]) -> None:
+def _in_shadow(table: pa.Table, probability: Floats, action: Ints, counts: Counter[str]) -> None:
     """Decisions of cores in shadow mode become what was executed, with certainty. Counts what else was not executed."""
     executed = np.array([KINDS.index(kind) for kind in table["executed"].to_pylist()], np.int64)
     cores = table["core"]
@@ -293,7 +288,7 @@ def _in_shadow(table: pa.Table, probability: Floats, action: Whole, counts: Coun
 
 
 def _costs(
-    folder: str, trace: Trace, table: pa.Table, objective: Objective, action: Whole, counts: Counter[str]
+    folder: str, trace: Trace, table: pa.Table, objective: Objective, action: Ints, counts: Counter[str]
 ) -> Floats:
     """(n,) by the objective; NaN where it is not known."""
     found = {}

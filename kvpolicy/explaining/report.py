@@ -13,6 +13,7 @@ from kvpolicy.explaining.boundary import BreakEven, Grid
 from kvpolicy.explaining.choice import PolicyChoice
 from kvpolicy.explaining.drivers import drivers_of
 from kvpolicy.explaining.question import Asked
+from kvpolicy.json_values import finite
 from kvpolicy.policy import Objective
 from kvpolicy.policy.cheapest import lowest
 
@@ -68,7 +69,7 @@ class Explanation:
         }
         if self.choice is not None:
             whole["policy"] = self.choice.to_dict()
-        plain: dict[str, Any] = _finite(whole)
+        plain: dict[str, Any] = finite(whole)
         return plain
 
     def text(self) -> str:
@@ -181,11 +182,3 @@ def _ms(seconds: float) -> str:
 
 def _exp(value: float) -> str:
     return "unbounded" if value == inf else f"{exp(value):.3g}"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not isfinite(value) else value

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-Floats = NDArray[np.float64]
+from kvpolicy.arrays import Floats
 
 LAUNCH = ""
 """The term that every row has once: its constant is a time."""

@@ -8,9 +8,8 @@ from typing import Any
 
 import lightgbm
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from kvpolicy.arrays import Floats
 
 TREE_COUNTS = (10, 20, 30, 45, 60, 80, 100)
 LEAST_GAIN = 0.03

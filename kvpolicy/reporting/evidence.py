@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats
 
-Floats = NDArray[np.float64]
+from kvpolicy.arrays import Floats, Ints
+
 Answer = Literal["yes", "no", "cannot tell"]
 
 LEVEL = 0.05
@@ -197,7 +197,7 @@ def _one_sided(distance: float, error: float, freedom: int) -> float:
     return float(stats.t.sf(distance / error, freedom))
 
 
-def _ratio_of_totals(a: Floats, b: Floats, drawn: NDArray[np.int64]) -> tuple[float | None, float | None, float | None]:
+def _ratio_of_totals(a: Floats, b: Floats, drawn: Ints) -> tuple[float | None, float | None, float | None]:
     return _with_interval(a.sum() / b.sum() if b.sum() > 0 else None, a[drawn].sum(axis=1), b[drawn].sum(axis=1))
 
 

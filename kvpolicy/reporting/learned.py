@@ -8,14 +8,13 @@ from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
-from scipy import stats
-
 from kvpolicy.cost import load
 from kvpolicy.datasets.profiles import Dataset, State, measured
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation.replay import EvaluationReport, evaluate
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.explaining import Explanation, Question, explain
+from kvpolicy.stats import proportion_interval
 from kvpolicy.training import train
 
 FIXED = ("always-recompute", "always-swap")
@@ -104,5 +103,4 @@ def _predicted(state: State, kind: Kind, costs: Sequence[tuple[float, float, flo
 def coverage(some: Sequence[Predicted]) -> tuple[float, float, float]:
     """Share of states inside their 90% interval, with Clopper and Pearson's 95% interval of that share."""
     held = sum(one.inside for one in some)
-    bounds = stats.binomtest(held, len(some)).proportion_ci(0.95, "exact")
-    return held / len(some), float(bounds.low), float(bounds.high)
+    return held / len(some), *proportion_interval(held, len(some))

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvpolicy.arrays import causal_pairs
 from kvpolicy.errors import InputError
-from kvpolicy.events import Cost, Decision, Kind, Option, Preemption
+from kvpolicy.events import Cost, Decision, Kind, Option, Preemption, copy_pieces
+from kvpolicy.features import blocks_back
 from kvpolicy.policy import NoState, Objective, Policy, PricedPolicy
 from kvpolicy.policy.base import all_on, first_of
 from kvpolicy.policy.cheapest import lowest
@@ -58,7 +60,7 @@ def recompute_s_of(one: Preemption, server: Server, times: Times) -> float:
     seconds = 0.0
     while done < one.computed_tokens:
         chunk = min(room, one.computed_tokens - done)
-        pairs = chunk * done + chunk * (chunk + 1) // 2
+        pairs = causal_pairs(done, done + chunk)
         seconds += times.step_s(StepLoad(others + chunk, others, read, pairs, 1, done)) - calm_s
         done += chunk
     return seconds
@@ -70,8 +72,8 @@ def swap_s_of(one: Preemption, server: Server, times: Times) -> tuple[float, flo
     Copies that are waited for count in full, and so do those beside which nobody else runs; others by what they slow.
     """
     segment = max(1, one.segment_bytes)
-    pieces = max(1, one.block_bytes // segment)
-    back = one.held_blocks - one.shared_blocks
+    pieces = copy_pieces(one.block_bytes, segment)
+    back = blocks_back(one.held_blocks, one.shared_blocks)
     save_s = times.copy_s("save", one.copy_bytes, one.copy_segments, segment)
     load_s = times.copy_s("load", back * one.block_bytes, back * pieces, segment)
     link = server.link

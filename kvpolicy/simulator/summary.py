@@ -9,10 +9,10 @@ from math import log, nan
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.simulator.base import Floats, StepLoad, Summary, Tail, Times
+from kvpolicy.simulator.base import StepLoad, Summary, Tail, Times
 
 LOWEST_S = 1e-9
 HIGHEST_S = 1e7
@@ -26,7 +26,7 @@ class Histogram:
     """Counts of positive numbers in bins of equal ratio. Quantiles are within 0.4%; below 1e-9 it says 0."""
 
     def __init__(self) -> None:
-        self._counts: NDArray[np.int64] = np.zeros(int(log(HIGHEST_S / LOWEST_S) / log(RATIO)) + 2, dtype=np.int64)
+        self._counts: Ints = np.zeros(int(log(HIGHEST_S / LOWEST_S) / log(RATIO)) + 2, dtype=np.int64)
         self._values: list[float] = []
         self._weights: list[int] = []
         self.count = 0
@@ -135,7 +135,7 @@ class Bounded(Protocol):
     """Times that know where they were measured; ``beyond``: rows of :data:`~kvpolicy.simulator.base.LOAD` columns
     in, whether each lies outside."""
 
-    def beyond(self, loads: Floats) -> NDArray[np.bool_]: ...
+    def beyond(self, loads: Floats) -> Flags: ...
 
 
 class Beyond:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import cost
-from kvpolicy.cost import Engine, FittedModel
+from kvpolicy.arrays import Floats
+from kvpolicy.cost import FittedModel
 from kvpolicy.events import Direction
 from kvpolicy.fields import WrongValue
-from kvpolicy.hardware import Geometry
-from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.hardware import EngineSpec, Geometry
+from kvpolicy.hardware.link import SimulatedLink, header_link
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import StepLoad, Times
-from kvpolicy.simulator.base import Floats
 from kvpolicy.simulator.hardware.law_times import law_times
 from kvpolicy.simulator.hardware.table_times import FILE, load_hardware
 from kvpolicy.study.cache import path_digest
@@ -41,11 +41,11 @@ class Machine:
     hardware: Mapping[str, Any]
     """As in a trace's header: ``device`` at least."""
     digest: str
-    model_loader: Callable[[Engine], Callable[[str], FittedModel]]
+    model_loader: Callable[[EngineSpec], Callable[[str], FittedModel]]
     """Loads cost models by name as a server of this machine would: ``analytic`` is its own."""
     own_model: str | None
     """Name of a cost model that fits it, where there is one."""
-    link: Mapping[str, Any] = field(default_factory=lambda: {"kind": "native"})
+    link: Mapping[str, Any] = field(default_factory=lambda: header_link(None))
     """As in a trace's header; of a cost model that was measured behind a simulated link, that one."""
     facts: tuple[str, ...] = ()
     """Where its constants come from."""
@@ -154,7 +154,7 @@ def _by_sheet(spec: str, config: str) -> Machine:
     made = model.provenance
     told = json.loads(_config_file(config).read_text(encoding="utf-8"))
 
-    def by_sheet(engine: Engine) -> Callable[[str], FittedModel]:
+    def by_sheet(engine: EngineSpec) -> Callable[[str], FittedModel]:
         find = cost.engine_loader(told, engine)
         # In full, so that a link that was named counts too.
         return lambda name: find(f"{cost.ANALYTIC}:{spec}" if name == cost.ANALYTIC else name)

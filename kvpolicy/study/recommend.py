@@ -10,15 +10,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from math import exp, isfinite, log, sqrt
-from statistics import fmean, stdev
+from math import exp, isfinite, log
+from statistics import fmean
 from typing import Any
-
-from scipy.stats import t as student
 
 from kvpolicy.errors import InputError
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
+from kvpolicy.stats import student_interval
 from kvpolicy.study.cache import Result, workload_digest
 from kvpolicy.study.config import DEFAULT_HOST_GIB, JUDGED, Criterion, Run, Serving
 from kvpolicy.study.contender import contender_of
@@ -71,12 +70,10 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], level: float = 
     if not pairs or not all(isfinite(a) and isfinite(b) and a > 0 and b > 0 for a, b in pairs):
         raise InputError(f"paired ratio of {list(ours)} over {list(theirs)}: pairs of numbers above 0 are needed")
     logs = [log(a / b) for a, b in pairs]
-    middle = fmean(logs)
     if len(logs) == 1:
-        return Ratio(exp(middle), None, None, 1)
-    quantile = float(student.ppf(1.0 - (1.0 - level) / (2 * comparisons), len(logs) - 1))
-    half = quantile * stdev(logs) / sqrt(len(logs))
-    return Ratio(exp(middle), exp(middle - half), exp(middle + half), len(logs))
+        return Ratio(exp(logs[0]), None, None, 1)
+    value, low, high = map(exp, student_interval(logs, (1.0 - level) / (2 * comparisons)))
+    return Ratio(value, low, high, len(logs))
 
 
 DEFAULT = "always-recompute"

@@ -9,16 +9,17 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from functools import lru_cache
-from math import isnan
 from pathlib import Path
 from typing import Any
 
 from kvpolicy import integrations
 from kvpolicy import policy as policies
-from kvpolicy.cost import Engine, ModelWarning
+from kvpolicy.cost import ModelWarning
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
-from kvpolicy.hardware.link import NATIVE, SimulatedLink
+from kvpolicy.hardware import EngineSpec
+from kvpolicy.hardware.link import NATIVE, SimulatedLink, header_link
+from kvpolicy.json_values import finite
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
@@ -125,13 +126,7 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
 def numbers(summary: Summary) -> dict[str, Any]:
     """A summary as JSON has it, which knows no nan: what nobody had (single tokens have no time between) is None."""
     told = asdict(summary) | {"preemptions": dict(summary.preemptions)}
-    return {name: _defined(value) for name, value in told.items()}
-
-
-def _defined(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _defined(one) for name, one in value.items()}
-    return None if isinstance(value, float) and isnan(value) else value
+    return {name: finite(value) for name, value in told.items()}
 
 
 # ---- what a cell names ----
@@ -237,26 +232,19 @@ def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serv
 def _fitting(policy: str | Policy, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
     """The policy itself or the one of that name, and what its cost model warns of."""
     given = link_of(link)
-    told_link = machine.link if given is None else given.to_dict()
-    block_bytes = machine.block_bytes(serving.block_size)
-    token_budget = serving.limits(machine.device).token_budget
+    engine = EngineSpec(
+        block_size=serving.block_size,
+        token_budget=serving.limits(machine.device).token_budget,
+        block_bytes=machine.block_bytes(serving.block_size),
+        geometry=machine.geometry.to_dict(),
+        hardware=machine.hardware,
+        link=machine.link if given is None else header_link(given),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
-        loader = machine.model_loader(
-            Engine(
-                block_size=serving.block_size,
-                token_budget=token_budget,
-                block_bytes=block_bytes,
-                geometry=machine.geometry,
-                hardware=machine.hardware,
-                link=told_link,
-            )
-        )
-        loaded = policy if isinstance(policy, Policy) else policies.load(policy, loader)
+        loaded = policy if isinstance(policy, Policy) else policies.load(policy, machine.model_loader(engine))
         if loaded.cost_model is not None:
-            loaded.cost_model.check_fit(
-                serving.block_size, block_bytes, machine.geometry, machine.hardware, told_link, token_budget
-            )
+            loaded.cost_model.check_fit(engine)
     told = (str(one.message) for one in caught if issubclass(one.category, ModelWarning))
     return loaded, tuple(dict.fromkeys(told))
 

@@ -17,6 +17,7 @@ from kvpolicy.datasets.examples import Example, dealt, examples_of, examples_und
 from kvpolicy.datasets.profiles import Dataset, State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, Features
+from kvpolicy.stats import quantile
 from kvpolicy.training.coverage import coverage
 from kvpolicy.training.extrapolation import beyond, carried, growing, inner_coverage, unsteady
 from kvpolicy.training.family import Costs, Family, laws_of
@@ -196,11 +197,3 @@ def _coverage(
         numbers.append(number)
         held.append(-below <= miss.model[of] <= above)
     return coverage(model.intervals, numbers, held)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between order statistics."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])

@@ -11,8 +11,8 @@ from math import inf
 from statistics import fmean, median
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats
 from kvpolicy.cost.laws import Channel, Law, LinearLaw, RecomputeRoofline, SwapRoofline, recompute_seconds
 from kvpolicy.datasets.examples import Example, Examples, log_miss
 from kvpolicy.datasets.profiles import State
@@ -20,8 +20,6 @@ from kvpolicy.datasets.tables import Move, Moves
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import Features
 from kvpolicy.regression.nnls import nonnegative_fit, relative_sum, robust_nonnegative_fit
-
-Floats = NDArray[np.float64]
 
 ROUNDS = 30
 OUTLIER_SCALES = 2.5

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpolicy.cost import load, store
 from kvpolicy.cost.analytic import implausible
-from kvpolicy.cost.model import FittedModel, Provenance
+from kvpolicy.cost.model import CostModel, FittedModel, ModelError, Provenance
 from kvpolicy.datasets.examples import dealt, drawn, examples_of
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins
@@ -390,7 +390,7 @@ class CalibrateReport:
 
 
 def calibrate(
-    cost_model: Path | str,
+    cost_model: Path | str | CostModel,
     traces: Sequence[Path | str],
     out: Path | str | None = None,
     states: int | None = None,
@@ -400,14 +400,15 @@ def calibrate(
     """Carry a cost model to where ``traces`` were measured; it is the report's ``model``, and is written to folder
     ``out`` where one is given.
 
-    ``cost_model``: a folder, the name of one that ships, or ``analytic:DEVICE[@LINK]:CONFIG``, the untrained one.
+    ``cost_model``: a folder, the name of one that ships, or ``analytic:DEVICE[@LINK]:CONFIG``, the untrained one; or a
+    model itself, as ``train(...).model``, if it is of this package's own kind.
     ``states``: how many of the traces' states to use, spread over their lengths; all that are not held out without it.
     Raises ModelError for the model, TraceError as :func:`train` for the traces (over 30% noise too, unless
     ``force``), ValueError for a number of states that
     is not there.
     """
-    model = load(cost_model)
-    forests = store.forest_texts(cost_model) if model.residuals else {}
+    model = _to_carry(cost_model)
+    forests = store.forest_texts(model)
     dataset = measured(traces)
     variation = _variation(dataset, force)
     tellable = len(dataset.states) >= FEWEST_TO_TELL
@@ -417,7 +418,7 @@ def calibrate(
 
     def place(some: Sequence[State]) -> Provenance:
         here = provenance_of(model.provenance.family, dataset, some, variation)
-        carried = f"carried from {cost_model} (digest {model.digest[:12]}) by {len(some)} states"
+        carried = f"carried from {model.name} (digest {model.digest[:12]}) by {len(some)} states"
         seen = tuple(sorted({*model.provenance.state_ids, *here.state_ids}))
         return replace(here, state_ids=seen, notes=(carried,))
 
@@ -433,4 +434,16 @@ def calibrate(
     found = store.round_trip(replace(carried.model, provenance=made), carried.forests, out)
     errors = error_by_count((0, *doubling(len(training))), training, held, predictor, seed) if held else ()
     place_of = "" if out is None else str(out)
-    return CalibrateReport(found, place_of, str(cost_model), found.digest, len(used), len(held), errors, notes)
+    return CalibrateReport(found, place_of, model.name, found.digest, len(used), len(held), errors, notes)
+
+
+def _to_carry(cost_model: Path | str | CostModel) -> FittedModel:
+    """The model itself, or the one of that name."""
+    if isinstance(cost_model, FittedModel):
+        return cost_model
+    if isinstance(cost_model, CostModel):
+        raise ModelError(
+            f"cost model {cost_model.name} is a {type(cost_model).__name__}, which has no laws that could be carried: "
+            "should be one that `train` or `calibrate` made, or an untrained one"
+        )
+    return load(cost_model)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import Example, log_miss
@@ -41,10 +41,10 @@ class Target:
     law: Law
     floor_s: float
 
-    def inputs(self) -> NDArray[np.float64]:
+    def inputs(self) -> Floats:
         return np.array([[getattr(example.x, name) for name in INPUTS[self.kind]] for example in self.examples])
 
-    def misses(self) -> NDArray[np.float64]:
+    def misses(self) -> Floats:
         pairs = ((example.engine_s, sum(self.law.parts(example.x))) for example in self.examples)
         return np.array([log_miss(measured, predicted, self.floor_s) for measured, predicted in pairs])
 

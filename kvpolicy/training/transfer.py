@@ -19,9 +19,9 @@ from math import exp, hypot, inf, log, log1p, sqrt
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from kvpolicy.arrays import Floats
 from kvpolicy.cost.intervals import calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import CHANNEL_FIELDS, Channel, Law, LinearLaw, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.model import FittedModel, Provenance
@@ -35,7 +35,6 @@ from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.training.fit import misses_of
 from kvpolicy.training.laws import FEWEST_STATES, fit_others_shares, fit_victim_delays, victim_delay_examples
 
-Floats = NDArray[np.float64]
 Scales = Mapping[str, float]
 Apply = Callable[[Scales], Law]
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from scipy.special import ndtr, stdtrit
 
 from kvpolicy.errors import InputError
+from kvpolicy.stats import quantile
 
 RESAMPLES = 5000
 CONFIDENCE = 0.95
@@ -71,16 +72,4 @@ def mean_and_percentiles(values: Sequence[float]) -> dict[str, float]:
     """Mean, median and 99th percentile, linear between order statistics. Raises ValueError for no values."""
     if not values:
         raise InputError("no values to summarise")
-    ordered = sorted(values)
-    return {
-        "mean": math.fsum(ordered) / len(ordered),
-        "p50": _percentile(ordered, 0.50),
-        "p99": _percentile(ordered, 0.99),
-    }
-
-
-def _percentile(ordered: Sequence[float], level: float) -> float:
-    at = level * (len(ordered) - 1)
-    below = math.floor(at)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+    return {"mean": math.fsum(values) / len(values), "p50": quantile(values, 0.50), "p99": quantile(values, 0.99)}

@@ -20,7 +20,7 @@ from rich.console import Console
 from kvpolicy.datasets.profiles import measured
 from kvpolicy.errors import InputError
 from kvpolicy.evaluation.replay import evaluate
-from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.hardware.link import SimulatedLink, header_link
 from kvpolicy.settings import Measurement
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
@@ -190,8 +190,7 @@ class Loop:
         judged = evaluate([trace], [*FIXED, learned], seed=self._seed)
         for report in (profiled, trained, judged):
             self._show.print(report.text(), highlight=False, markup=False, soft_wrap=True)
-        header = {"kind": "native"} if link is None else link.to_dict()
-        return Measured(name, link, header, learned, trained.to_dict(), judged.to_dict())
+        return Measured(name, link, header_link(link), learned, trained.to_dict(), judged.to_dict())
 
     def simulated_link(self) -> SimulatedLink | None:
         """None where natively swap does not win at the median length."""

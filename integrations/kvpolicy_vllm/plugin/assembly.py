@@ -7,17 +7,18 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpolicy.cost import CostModel
+from kvpolicy.hardware import EngineSpec
 from kvpolicy.policy import Decider, Policy
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copies import CopyBook
-from kvpolicy_vllm.plugin.engine_config import engine_shape, header_link, header_of, model_loader, page_bytes
+from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader, page_bytes
 from kvpolicy_vllm.plugin.learner import remember
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.trace_writer import TraceWriter, pseudonym
@@ -40,9 +41,8 @@ def controller_for(
     core = f"core-{uuid.uuid4().hex[:12]}"
     parallel = vllm_config.parallel_config
     rank = int(getattr(parallel, "data_parallel_index", 0))
-    found, link = (vllm_config, kv_cache, block_bytes), header_link(settings.link)
-    loader = model_loader(*found, settings.pin_memory, link)
-    load_policy = partial(load_fitting, settings=settings, loader=loader, engine_shape=engine_shape(*found), link=link)
+    engine = engine_spec(vllm_config, kv_cache, block_bytes, settings)
+    load_policy = partial(load_fitting, settings=settings, loader=model_loader(vllm_config, engine), engine=engine)
     seed = draw_seed(settings.seed, rank, core)
     decider = Decider(load_policy(""), random.Random(seed), settings.shadow)
     memory = None if settings.online_state is None else remember(decider, of_rank(settings.online_state, rank))
@@ -51,25 +51,18 @@ def controller_for(
         core, decider, copies, page_bytes(kv_cache), time.monotonic, Complaints(), load_policy, memory
     )
     if settings.trace is not None:
-        label = decider.policy.label
-        header = header_of(settings, vllm_config, kv_cache, core, label, slots, block_bytes)
+        header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
         recorder = TraceWriter(settings.trace / core, replace(header, draw_seed=seed))
         controller.record_into(recorder, partial(pseudonym, uuid.uuid4().bytes))
     return controller
 
 
-def load_fitting(
-    name: str,
-    settings: Settings,
-    loader: Callable[[str], CostModel],
-    engine_shape: Mapping[str, Any],
-    link: Mapping[str, Any],
-) -> Policy:
+def load_fitting(name: str, settings: Settings, loader: Callable[[str], CostModel], engine: EngineSpec) -> Policy:
     """The policy of that name, of the settings where it is empty, with a cost model, where it has one, that was made
     for this engine; ready for use."""
     policy = settings.load_policy(loader, name)
     if policy.cost_model is not None:
-        policy.cost_model.check_fit(**engine_shape, link=link)
+        policy.cost_model.check_fit(engine)
         policy.cost_model.warm()
     return policy
 

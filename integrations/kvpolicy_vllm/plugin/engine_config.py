@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import vllm
 from vllm.platforms import current_platform
 
-from kvpolicy.cost import Engine, FittedModel, engine_loader
-from kvpolicy.hardware import Geometry, describe
+from kvpolicy.cost import FittedModel, engine_loader
+from kvpolicy.hardware import EngineSpec, Geometry, describe
+from kvpolicy.hardware.link import header_link
 from kvpolicy.shape import ConfigError
 from kvpolicy.trace import Header
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvpolicy.hardware.link import SimulatedLink
     from kvpolicy_vllm.plugin.settings import Settings
 
 
@@ -31,32 +32,22 @@ def device_name() -> str:
     return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
 
 
-def engine_shape(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int) -> dict[str, Any]:
-    """What a cost model must have been made for: block size and bytes, geometry of one rank, hardware, token budget."""
-    return {
-        "block_size": int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
-        "block_bytes": block_bytes,
-        "geometry": geometry_of(config),
-        "hardware": describe(device_name()),
-        "token_budget": int(config.scheduler_config.max_num_batched_tokens),
-    }
-
-
-def model_loader(
-    config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, pinned: bool, link: Mapping[str, Any]
-) -> Callable[[str], FittedModel]:
-    """What loads cost models in this engine: by name or folder, or its own untrained one."""
-    shape = engine_shape(config, kv_cache, block_bytes)
-    engine = Engine(
-        block_size=shape["block_size"],
-        token_budget=shape["token_budget"],
+def engine_spec(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, settings: Settings) -> EngineSpec:
+    """What a cost model must have been made for: of one rank of this engine, with the plugin's link and host pool."""
+    return EngineSpec(
+        block_size=int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
+        token_budget=int(config.scheduler_config.max_num_batched_tokens),
         ranks=config.parallel_config.tensor_parallel_size,
-        pinned=pinned,
+        pinned=settings.pin_memory,
         block_bytes=block_bytes,
-        geometry=shape["geometry"],
-        hardware=shape["hardware"],
-        link=dict(link),
+        geometry=geometry_of(config).to_dict(),
+        hardware=describe(device_name()),
+        link=header_link(settings.link),
     )
+
+
+def model_loader(config: VllmConfig, engine: EngineSpec) -> Callable[[str], FittedModel]:
+    """What loads cost models in this engine: by name or folder, or its own untrained one."""
     return engine_loader(config.model_config.hf_config.to_dict(), engine, config.cache_config.cache_dtype)
 
 
@@ -96,34 +87,18 @@ def _kv_itemsize(config: VllmConfig) -> int:
     return int(config.model_config.dtype.itemsize) if cache_dtype in ("auto", "float32", "bfloat16", "float16") else 1
 
 
-def header_link(link: SimulatedLink | None) -> dict[str, Any]:
-    return {"kind": "native"} if link is None else link.to_dict()
-
-
 def header_of(
-    settings: Settings,
-    config: VllmConfig,
-    kv_cache: KVCacheConfig,
-    core: str,
-    policy: str,
-    slots: int,
-    block_bytes: int,
+    settings: Settings, engine: EngineSpec, core: str, policy: str, device_blocks: int, host_blocks: int
 ) -> Header:
     """The header of what this engine core records."""
-    shape = engine_shape(config, kv_cache, block_bytes)
-    return Header(
+    header = Header.recorded_on(
+        engine,
         run_id=core,
         source=settings.source,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         engine=f"vllm {vllm.__version__}",
-        hardware=shape["hardware"],
-        geometry=shape["geometry"].to_dict(),
-        block_size=shape["block_size"],
-        block_bytes=block_bytes,
-        device_blocks=kv_cache.num_blocks,
-        host_blocks=slots,
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
         policy=policy,
-        link=header_link(settings.link),
-        seed=settings.seed,
-        token_budget=shape["token_budget"],
     )
+    return replace(header, seed=settings.seed)

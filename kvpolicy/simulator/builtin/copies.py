@@ -73,6 +73,11 @@ class CopyBook:
             copy.account.busy -= 1
         return copy
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a step has something to bring to the worker."""
+        return bool(self._saves or self._loads)
+
     def take(self) -> tuple[list[Copy], list[Copy]]:
         """Saves and loads that the step now scheduled brings to the worker."""
         saves, loads, self._saves, self._loads = self._saves, self._loads, [], []

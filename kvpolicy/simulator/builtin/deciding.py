@@ -105,8 +105,9 @@ class Preemptions:
     def finished(self, live: Live, copies: CopyBook, now_s: float) -> None:
         """The request's last token is out."""
         self.forget(live, copies)
-        account = self.ledger.of(live)
-        self._close(account, self.ledger.gone(live, now_s))
+        if live in self.ledger.lost:
+            account = self.ledger.of(live)
+            self._close(account, self.ledger.gone(live, now_s))
 
     def settle(self) -> None:
         """Tell of the preemptions that nothing more will be charged to."""

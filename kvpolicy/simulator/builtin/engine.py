@@ -134,15 +134,17 @@ class Engine:
             step.compose(step.scheduled.values(), map(COMPUTED, step.scheduled))
             if self.preemptions.ledger.lost:
                 self.preemptions.count(step)
-        step.scheduled_tokens += step.crowd
-        step.scheduled_requests += step.crowd
-        step.decode_requests += step.crowd
-        step.kv_read_tokens += step.crowd_read
+        if step.crowd:
+            step.scheduled_tokens += step.crowd
+            step.scheduled_requests += step.crowd
+            step.decode_requests += step.crowd
+            step.kv_read_tokens += step.crowd_read
 
     def launch(self, step: Step) -> None:
         """When it runs, and what it copies."""
-        step.to_save, step.to_load = self.copies.take()
-        step.saves, step.loads = len(step.to_save), len(step.to_load)
+        if self.copies.waiting:
+            step.to_save, step.to_load = self.copies.take()
+            step.saves, step.loads = len(step.to_save), len(step.to_load)
         self.note(step)
         begins_s = max(self.now_s, self._device_free_s)
         computes_s = costs.seconds(self.times, load_of(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -138,6 +139,6 @@ class Step(ledger.Step[Account]):
     """Of the crowd: those whose last token it schedules, or scheduled before it where scheduling runs ahead."""
     sampling: set[Live] = field(default_factory=set)
     """Listed requests for which the step brings a token."""
-    to_save: list[Copy] = field(default_factory=list)
-    to_load: list[Copy] = field(default_factory=list)
+    to_save: Sequence[Copy] = ()
+    to_load: Sequence[Copy] = ()
     end_s: float = 0.0

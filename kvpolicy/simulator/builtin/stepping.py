@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvpolicy.simulator.base import LOAD, Floats, Server, StepLoad
+from kvpolicy.arrays import Floats
+from kvpolicy.simulator.base import LOAD, Server, StepLoad
 from kvpolicy.simulator.builtin.crowd import Crowd
 from kvpolicy.simulator.builtin.live import Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler

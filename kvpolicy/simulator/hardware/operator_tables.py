@@ -17,13 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.simulator.hardware.layouts import LAYOUTS, WHOLE, Layout, Rows, Times
-
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
 
 ENDINGS = (".parquet", ".csv", ".csv.gz")
 
@@ -41,7 +38,7 @@ class Table:
     layout: str
     times: Times
     seconds: Floats
-    groups: Whole
+    groups: Ints
     """Equal for repeats of one measured point."""
     rows_in_file: int
     left_out: tuple[str, ...]
@@ -185,13 +182,13 @@ def subsampled(table: Table, most_rows: int, seed: int) -> Table:
     )  # fmt: skip
 
 
-def bins_of(values: Floats, most: int) -> Whole:
+def bins_of(values: Floats, most: int) -> Ints:
     """Number of the quantile bin of each value; ties share a bin."""
     edges = np.unique(np.quantile(values, np.linspace(0, 1, most + 1)[1:-1]))
     return np.searchsorted(edges, values, side="right")
 
 
-def select(table: Table, rows: Sequence[int] | Whole) -> tuple[Floats, Floats, Floats, Whole]:
+def select(table: Table, rows: Sequence[int] | Ints) -> tuple[Floats, Floats, Floats, Ints]:
     """(features, plain settings, seconds, groups) of some rows."""
     chosen = np.asarray(rows)
     return table.x[chosen], table.plain[chosen], table.seconds[chosen], table.groups[chosen]

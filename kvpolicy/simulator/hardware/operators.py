@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import DeviceSheet
@@ -16,8 +16,6 @@ from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE, VIDUR_OPERATORS, Rows
 from kvpolicy.simulator.hardware.operator_tables import Opened, TableError, medians, rows_of, subsampled
 from kvpolicy.simulator.hardware.table_times import Curve
-
-Floats = NDArray[np.float64]
 
 PER_LAYER: Mapping[str, int] = {
     "qkv_proj": 1, "q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 1, "gate_up_proj": 1, "gate_proj": 1, "up_proj": 1,
