@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.policies import ALTERNATING
+
 ROOT = Path(__file__).resolve().parents[2]
 TIE_GAP = 1e-4
 """A first difference where the reference's two best log-probabilities are closer than this is a tie."""
@@ -73,6 +75,11 @@ def plugin(policy: str, **extra: Any) -> dict[str, Any]:
             "kv_connector_extra_config": {"policy": policy, "host_gib": 0.25, **extra},
         },
     }
+
+
+def alternating(**extra: Any) -> dict[str, Any]:
+    """As :func:`plugin`, with the policy that takes both options in turn."""
+    return plugin(ALTERNATING, allow_python_policies=True, **extra)
 
 
 def prompts(

@@ -28,10 +28,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_mixed_actions_change_no_token(
     case: str, model: str, references: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Greedy (or seeded) tokens under random:0.5 equal those of the run with memory enough."""
+    """Greedy (or seeded) tokens under both options in turn equal those of the run with memory enough."""
     workload, engine = CASES[case]
     requests = request.getfixturevalue(workload)
-    result = harness.run(job(model, requests, SCARCE | engine, plugin=harness.plugin("random:0.5", seed=5)), tmp_path)
+    result = harness.run(job(model, requests, SCARCE | engine, plugin=harness.alternating()), tmp_path)
     harness.assert_exact(references[workload], result)
     harness.assert_nothing_left(result)
     stats = result["stats"]
@@ -45,7 +45,7 @@ def test_two_tensor_parallel_workers(
     model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
 ) -> None:
     """The same with two worker processes, each with its own half of every block."""
-    work = job(model, requests, SCARCE | {"tensor_parallel_size": 2}, plugin=harness.plugin("random:0.5", seed=5))
+    work = job(model, requests, SCARCE | {"tensor_parallel_size": 2}, plugin=harness.alternating())
     result = harness.run(work, tmp_path, workers=2)
     harness.assert_exact(references["requests"], result)
     harness.assert_nothing_left(result)
