@@ -17,7 +17,7 @@ from scheduler_alone import BLOCK, BLOCK_BYTES, LAYERS, make_scheduler
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvpolicy_vllm.plugin.copies import CopyBook
+from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.situation import RunningView, situation_of
 
 MOST_BLOCKS = 4096

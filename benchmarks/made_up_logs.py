@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvpolicy.arrays import Flags, Floats
-from kvpolicy.evaluation.logged import Log
+from kvpolicy.evaluation.decision_log import Log
 from kvpolicy.events import KINDS
 
 POLICIES = ("always-recompute", "always-swap", "threshold")

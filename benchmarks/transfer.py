@@ -33,7 +33,7 @@ from kvpolicy import training
 from kvpolicy.cost.laws import Law
 from kvpolicy.datasets.examples import Example, log_miss
 from kvpolicy.features import FEATURES, Features
-from kvpolicy.training.laws import fit_recompute
+from kvpolicy.training.law_fits import fit_recompute
 from kvpolicy.training.transfer import carry_law
 
 SHIPPED = ("traces/cpu-llama-native", "traces/cpu-llama-simulated-link")

@@ -30,12 +30,12 @@ _HOMES = {
     "evaluate": "kvpolicy.evaluation",
     "simulate": "kvpolicy.study.grid",
     "recommend": "kvpolicy.study.recommend",
-    "explain": "kvpolicy.explaining",
+    "explain": "kvpolicy.explanation",
     "calibrate": "kvpolicy.training",
     "profile": "kvpolicy.integrations",
     "demo": "kvpolicy.integrations",
     "characterize": "kvpolicy.integrations",
-    "report": "kvpolicy.reporting.writing",
+    "report": "kvpolicy.reporting.pipeline",
     "import_profile": "kvpolicy.simulator.hardware.import_profile",
 }
 

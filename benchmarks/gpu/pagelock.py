@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from kvpolicy_vllm.bench.engine import environment
+from kvpolicy_vllm.bench.engine_process import environment
 from kvpolicy_vllm.plugin.copiers.staging import host_arena
 
 LOCKED_BYTES = 1 << 20

@@ -5,7 +5,7 @@ about*. What an action does to states to come is not in it; that takes a simulat
 
 Symbols: c is the measured cost of the chosen action a, p its logged probability, t(.) the target policy's
 probabilities, q(.) a direct model's predicted costs. w = t(a) / p is the importance weight; where a share s of the
-records of a have a known cost, it is t(a) / (p s) on those and 0 on the others (:mod:`.logged`).
+records of a have a known cost, it is t(a) / (p s) on those and 0 on the others (:mod:`.decision_log`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Records:
     crossed_q_s: Floats
     """(n, K) by one that has not seen the record's fold."""
     implied_weight: Floats
-    """(n,) see :meth:`kvpolicy.evaluation.direct.Design.implied_weights`."""
+    """(n,) see :meth:`kvpolicy.evaluation.direct_model.Design.implied_weights`."""
     group: Ints
     """(n,) records that vary together."""
 

@@ -12,11 +12,11 @@ import numpy as np
 from kvpolicy.arrays import Floats
 from kvpolicy.evaluation import bounds
 from kvpolicy.evaluation.bounds import Resampled, Terms
+from kvpolicy.evaluation.decision_log import Log, logged
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, log_refusals, support, told_by_action
-from kvpolicy.evaluation.direct import Design, Predicted, folds_of
+from kvpolicy.evaluation.direct_model import Design, Predicted, folds_of
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, Tuned, importance_weights
-from kvpolicy.evaluation.logged import Log, logged
 from kvpolicy.events import KINDS
 from kvpolicy.fields import WrongValue, parsed
 from kvpolicy.json_values import finite
@@ -91,7 +91,7 @@ class OffPolicyReport:
     known: Mapping[str, tuple[int, int]]
     """By action: records, and those whose cost is known."""
     counts: Mapping[str, int]
-    """See :class:`kvpolicy.evaluation.logged.Log`."""
+    """See :class:`kvpolicy.evaluation.decision_log.Log`."""
     learning: tuple[str, ...]
     """Policies that change while they serve; asked in their first state throughout."""
 
@@ -143,7 +143,7 @@ def estimate(
 ) -> OffPolicyReport:
     """Estimate what ``policies``, each by its name or itself, would have cost in the states of production logs.
 
-    Raises TraceError as :func:`kvpolicy.evaluation.logged.logged`, ModelError for
+    Raises TraceError as :func:`kvpolicy.evaluation.decision_log.logged`, ModelError for
     a model that is not for these engines, ValueError for a wrong name.
     """
     if seed < 0:

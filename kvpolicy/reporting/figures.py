@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 from kvpolicy.events import KINDS
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, TIMELINE
 from kvpolicy.reporting.findings import MOMENTS, arms_of, by_arm, lengths
-from kvpolicy.reporting.reading import Material, Overflow, ServedRun
+from kvpolicy.reporting.measurements import Material, Overflow, ServedRun
 from kvpolicy.stats import student_interval
 
 INK, MUTED, GRID, PAPER = "#1b1d22", "#656b76", "#d8dce3", "#fefefd"

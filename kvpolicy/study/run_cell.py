@@ -25,14 +25,14 @@ from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.choice_count import ChoiceCount
 from kvpolicy.simulator.oracle import Oracle
-from kvpolicy.simulator.recorded import RECORDED
 from kvpolicy.simulator.requests_csv import ARRIVAL, COUNTS, measured_requests
 from kvpolicy.simulator.sinks import FolderSink
+from kvpolicy.simulator.trace_workload import RECORDED
 from kvpolicy.study.cache import path_digest, program_digest, workload_digest
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Serving
 from kvpolicy.study.machine import Behind, Machine, open_machine
-from kvpolicy.study.parts import Part
+from kvpolicy.study.workload_parts import Part
 from kvpolicy.workload import Format, Source, open_workload
 from kvpolicy.workload.files import FileSource, cells, lines
 from kvpolicy.workload.options import Options

@@ -21,7 +21,7 @@ from kvpolicy.stats import quantile
 from kvpolicy.training.coverage import coverage
 from kvpolicy.training.extrapolation import beyond, carried, growing, inner_coverage, unsteady
 from kvpolicy.training.family import Costs, Family, laws_of
-from kvpolicy.training.laws import fit_others_shares, fit_victim_delays, victim_delay_misses
+from kvpolicy.training.law_fits import fit_others_shares, fit_victim_delays, victim_delay_misses
 from kvpolicy.training.residual_fit import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
 
 FOLDS = 5

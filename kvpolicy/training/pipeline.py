@@ -26,8 +26,8 @@ from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
 from kvpolicy.training.family import Family, family_of
 from kvpolicy.training.fit import Fit, fit, held_out_scores
-from kvpolicy.training.laws import untold_loads
-from kvpolicy.training.logs import LogTrainReport, as_told, train_logged
+from kvpolicy.training.law_fits import untold_loads
+from kvpolicy.training.log_fits import LogTrainReport, as_told, train_logged
 from kvpolicy.training.transfer import (
     ErrorByCount,
     carry,
@@ -178,7 +178,7 @@ def train(
     written to folder ``out`` where one is given. ``family``: :func:`kvpolicy.training.family.family_of`.
 
     Of production logs, in which each situation was met with one option, each option is learned from its own records
-    (:mod:`kvpolicy.training.logs`).
+    (:mod:`kvpolicy.training.log_fits`).
 
     A model that is there already is replaced once the new one is whole, and the report says so. A part of the states
     is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Of either part no more than

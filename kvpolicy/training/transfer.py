@@ -33,7 +33,7 @@ from kvpolicy.features import FEATURES
 from kvpolicy.hardware import same_machine
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.training.fit import misses_of
-from kvpolicy.training.laws import FEWEST_STATES, fit_others_shares, fit_victim_delays, victim_delay_examples
+from kvpolicy.training.law_fits import FEWEST_STATES, fit_others_shares, fit_victim_delays, victim_delay_examples
 
 Scales = Mapping[str, float]
 Apply = Callable[[Scales], Law]

@@ -15,8 +15,8 @@ from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from kvpolicy.events import Cause, Outcome
 from kvpolicy.policy import Decider, load
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.copies import CopyBook
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
+from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.messages import Direction, Transfer
 from kvpolicy_vllm.plugin.observers import Observer, Pending
 

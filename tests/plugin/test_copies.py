@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.events import DIRECTIONS
-from kvpolicy_vllm.plugin.copies import (
+from kvpolicy_vllm.plugin.host_copies import (
     FIRST_SUSPENSION_S,
     MAX_FAILURES_IN_A_ROW,
     MAX_SUSPENSION_S,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption
-from kvpolicy_vllm.plugin.copies import CopyBook
+from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.observers import EVENTS, MAX_FAILURES, MetricsCounter, Observer, Observers, Tally
 
 

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given
 from kvpolicy import policy
 from kvpolicy.simulator import Builtin, Link, MemorySink, Server
 from kvpolicy.simulator.builtin.engine import Engine
-from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.scheduler import VllmVictims
+from kvpolicy.simulator.builtin.trace_writer import Journal
 from kvpolicy.workload import Request, Source, Workload
 from tests.fuzzing import examples
 from tests.simulator.worlds import LINEAR, random_workload, run, worlds

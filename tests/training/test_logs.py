@@ -21,7 +21,7 @@ from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.trace import Trace, TraceError
-from kvpolicy.training.logs import (
+from kvpolicy.training.log_fits import (
     MOST_WEIGHT,
     RATIO_CONFIDENCE,
     LogTrainReport,

@@ -10,11 +10,11 @@ import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.overflow import EVICTED_TOKENS, FIGURES, MEMORY, TIMELINE
-from kvpolicy.reporting.reading import material
-from kvpolicy.reporting.writing import report
+from kvpolicy.reporting.measurements import material
+from kvpolicy.reporting.pipeline import report
 from kvpolicy.settings import Measurement
 from kvpolicy.trace import Trace
-from kvpolicy_vllm.bench.parts import Extent
+from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.reach import ARMS, Reach, runs_of
 from kvpolicy_vllm.bench.run_characterize import characterize
 from kvpolicy_vllm.bench.run_profile import UNFINISHED

@@ -18,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvpolicy import trace as traces
 from kvpolicy.attribution import LiveCost
 from kvpolicy.trace import Header
-from kvpolicy_vllm.plugin.copies import FIRST_SUSPENSION_S, MAX_FAILURES_IN_A_ROW
+from kvpolicy_vllm.plugin.host_copies import FIRST_SUSPENSION_S, MAX_FAILURES_IN_A_ROW
 from kvpolicy_vllm.plugin.messages import Transfer, Transfers
 from kvpolicy_vllm.plugin.observers import MAX_FAILURES, Observer
 from kvpolicy_vllm.plugin.situation import RunningView

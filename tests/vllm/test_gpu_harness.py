@@ -26,10 +26,10 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.profile import PIECE_S, TRAINING_S, shares_of, status_of
 from benchmarks.gpu.swap import settings_of
 from kvpolicy_vllm.bench.job import Job as MeasuringJob
-from kvpolicy_vllm.bench.measuring import Measurement
-from kvpolicy_vllm.bench.parts import Rig
+from kvpolicy_vllm.bench.measure_engine import Measurement
+from kvpolicy_vllm.bench.measured_window import Window
+from kvpolicy_vllm.bench.profile_parts import Rig
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
-from kvpolicy_vllm.bench.windows import Window
 from kvpolicy_vllm.plugin.copiers.base import unique_segments
 from kvpolicy_vllm.plugin.copiers.staging import STAGED_BYTES, StagedCopier, Staging, host_arena, runs_of
 from kvpolicy_vllm.plugin.messages import Job

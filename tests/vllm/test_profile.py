@@ -14,9 +14,9 @@ from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute
 from kvpolicy.settings import Measurement
 from kvpolicy.trace import Header, Trace
-from kvpolicy_vllm.bench.finishing import ProfileReport
 from kvpolicy_vllm.bench.job import Noise
-from kvpolicy_vllm.bench.parts import QUICK, Extent, parts_of
+from kvpolicy_vllm.bench.profile_parts import QUICK, Extent, parts_of
+from kvpolicy_vllm.bench.profile_results import ProfileReport
 from kvpolicy_vllm.bench.run_profile import UNFINISHED, profile
 from kvpolicy_vllm.bench.selfcheck import judge, self_checks
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid, waiting_prompt_tokens

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
-from kvpolicy_vllm.plugin.returning import Returning
+from kvpolicy_vllm.plugin.loaded_requests import Returning
 from tests.vllm import alone, harness
 from tests.vllm.disturbances import loaded_and_waiting
 from tests.vllm.symbolic import Faults, SymbolicWorker

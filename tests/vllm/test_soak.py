@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvpolicy_vllm.plugin.copies import SlotPool
+from kvpolicy_vllm.plugin.host_copies import SlotPool
 from kvpolicy_vllm.plugin.observers import MetricsCounter
 from kvpolicy_vllm.plugin.versions import NEWEST, OLDEST
 from tests.vllm import fuzz, soak

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvpolicy.errors import InputError
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, SERVED, TIMELINE, state_id
-from kvpolicy_vllm.bench.parts import PAGEABLE, Extent, Part
+from kvpolicy_vllm.bench.profile_parts import PAGEABLE, Extent, Part
 from kvpolicy_vllm.bench.states import State, running_for
 
 DECODED = 4

@@ -25,8 +25,8 @@ from kvpolicy.settings import Measurement
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
 from kvpolicy_vllm.bench.breakeven import Costs, break_even_link
-from kvpolicy_vllm.bench.demoreport import DemoReport, LinkReport
-from kvpolicy_vllm.bench.engine import EngineProcess
+from kvpolicy_vllm.bench.demo_report import DemoReport, LinkReport
+from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.exactness import Comparison, compare
 from kvpolicy_vllm.bench.overload import (
     STOCK,
@@ -42,7 +42,7 @@ from kvpolicy_vllm.bench.overload import (
     throughput_ratio,
     ttft_ratio,
 )
-from kvpolicy_vllm.bench.parts import Extent
+from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.bench.ratios import mean_and_percentiles
 from kvpolicy_vllm.bench.run_profile import profile
@@ -123,7 +123,7 @@ def demo(out: Path | None = None, quick: bool = False, seed: int = 0, plan: Plan
     _make_room(out)
     show = Console(stderr=True)
     show.rule("a small Llama, made from a seed")
-    with EngineProcess("kvpolicy_vllm.bench.preparing", out / "logs" / "preparing.log") as process:
+    with EngineProcess("kvpolicy_vllm.bench.inspect_model", out / "logs" / "preparing.log") as process:
         found = process.ask({"llm": None, "make": str(out / "llm"), "seed": seed, "shape": SHAPE})
     loop = Loop(out, Path(found["llm"]), not found["device"], plan, seed, show)
     native = loop.measure("native", None)

@@ -17,8 +17,8 @@ from kvpolicy.cost import CostModel
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.policy import Decider, Policy
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.copies import CopyBook
 from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader, page_bytes
+from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.learner import remember
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.trace_writer import TraceWriter, pseudonym

@@ -8,7 +8,7 @@ from typing import Any
 from kvpolicy.attribution import LiveCosts, StepTimeModel
 from kvpolicy.attribution.ledger import OpenPreemption, Step
 from kvpolicy.events import Outcome
-from kvpolicy_vllm.plugin.copies import Settled
+from kvpolicy_vllm.plugin.host_copies import Settled
 from kvpolicy_vllm.plugin.messages import StepJobs
 from kvpolicy_vllm.plugin.observers import Observer, Tally
 from kvpolicy_vllm.plugin.step_parts import fill_parts

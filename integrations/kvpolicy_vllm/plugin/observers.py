@@ -15,7 +15,7 @@ from kvpolicy.attribution import LiveCost
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step
 from kvpolicy.events import Cause, Decision, Outcome, Preemption
 from kvpolicy.policy import Policy
-from kvpolicy_vllm.plugin.copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.messages import StepJobs
 
 MAX_FAILURES = 5

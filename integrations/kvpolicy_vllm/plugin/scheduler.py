@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.returning import Returning
+from kvpolicy_vllm.plugin.loaded_requests import Returning
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_offloading
 
 if TYPE_CHECKING:

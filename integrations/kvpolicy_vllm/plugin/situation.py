@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
-from kvpolicy_vllm.plugin.copies import CopyBook
+from kvpolicy_vllm.plugin.host_copies import CopyBook
 
 
 class RunningView:

@@ -31,7 +31,7 @@ from kvpolicy.trace import (
     transfer_row,
     write_part,
 )
-from kvpolicy_vllm.plugin.copies import Settled
+from kvpolicy_vllm.plugin.host_copies import Settled
 from kvpolicy_vllm.plugin.observers import Observer, Pending, Tally
 from kvpolicy_vllm.plugin.step_parts import fill_parts
 from kvpolicy_vllm.plugin.token_times import TokenTimes

@@ -16,14 +16,14 @@ from kvpolicy.errors import InputError
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Run, Server, Sink, Times, load_of
 from kvpolicy.simulator.builtin import costs
-from kvpolicy.simulator.builtin.arrivals import Arrivals
+from kvpolicy.simulator.builtin.arrival_queue import Arrivals
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
-from kvpolicy.simulator.builtin.copies import CopyBook
-from kvpolicy.simulator.builtin.deciding import Preemptions
-from kvpolicy.simulator.builtin.journal import Journal
-from kvpolicy.simulator.builtin.live import Copy, Live, Status, Step
+from kvpolicy.simulator.builtin.fast_path import Stepper
+from kvpolicy.simulator.builtin.host_copies import CopyBook
+from kvpolicy.simulator.builtin.live_request import Copy, Live, Status, Step
+from kvpolicy.simulator.builtin.preemption import Preemptions
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims, VllmVictims
-from kvpolicy.simulator.builtin.stepping import Stepper
+from kvpolicy.simulator.builtin.trace_writer import Journal
 from kvpolicy.simulator.link_queues import LinkQueues
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import Tallied

@@ -7,9 +7,9 @@ from typing import Any
 
 from kvpolicy.cost import FittedModel
 from kvpolicy.events import KINDS, Preemption
-from kvpolicy.explaining.account import options_of
-from kvpolicy.explaining.boundary import BreakEven, turning
-from kvpolicy.explaining.question import as_long_as
+from kvpolicy.explanation.boundary import BreakEven, turning
+from kvpolicy.explanation.breakdown import options_of
+from kvpolicy.explanation.question import as_long_as
 from kvpolicy.policy import Policy, probabilities_of
 
 

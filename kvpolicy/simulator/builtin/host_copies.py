@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpolicy.events import Direction
 from kvpolicy.simulator.base import Server
-from kvpolicy.simulator.builtin.live import Account, Copy, Live
+from kvpolicy.simulator.builtin.live_request import Account, Copy, Live
 
 
 class CopyBook:

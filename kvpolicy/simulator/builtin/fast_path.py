@@ -12,8 +12,8 @@ import numpy as np
 
 from kvpolicy.arrays import Floats
 from kvpolicy.simulator.base import LOAD, Server, StepLoad
-from kvpolicy.simulator.builtin.crowd import Crowd
-from kvpolicy.simulator.builtin.live import Live, Status, Step
+from kvpolicy.simulator.builtin.decode_batch import Crowd
+from kvpolicy.simulator.builtin.live_request import Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
 
 MOST_STEPS = 2048

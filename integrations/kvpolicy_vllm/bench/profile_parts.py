@@ -11,7 +11,7 @@ from typing import Any
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.hardware.link import SimulatedLink
-from kvpolicy_vllm.bench.engine import device_arguments, plugin_arguments
+from kvpolicy_vllm.bench.engine_process import device_arguments, plugin_arguments
 from kvpolicy_vllm.bench.job import MOST_EXTRA, Job
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
 from kvpolicy_vllm.plugin.settings import GIB, Settings

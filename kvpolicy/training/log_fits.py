@@ -393,7 +393,7 @@ class LogTrainReport:
     """Trained on."""
     held_out_records: int
     held_out: Mapping[str, Any]
-    """See :func:`kvpolicy.training.logs.held_out_scores`."""
+    """See :func:`kvpolicy.training.log_fits.held_out_scores`."""
     trees: Mapping[Kind, int]
     clipped: Mapping[Kind, int]
     """Training records that stand for more situations than a weight may."""

@@ -8,11 +8,11 @@ from math import exp, inf, isfinite
 from typing import Any
 
 from kvpolicy.events import SITUATION_FIELDS, Kind, Preemption, as_row
-from kvpolicy.explaining.account import Account
-from kvpolicy.explaining.boundary import BreakEven, Grid
-from kvpolicy.explaining.choice import PolicyChoice
-from kvpolicy.explaining.drivers import drivers_of
-from kvpolicy.explaining.question import Asked
+from kvpolicy.explanation.boundary import BreakEven, Grid
+from kvpolicy.explanation.breakdown import Account
+from kvpolicy.explanation.choice import PolicyChoice
+from kvpolicy.explanation.drivers import drivers_of
+from kvpolicy.explanation.question import Asked
 from kvpolicy.json_values import finite
 from kvpolicy.policy import Objective
 from kvpolicy.policy.cheapest import lowest

@@ -1,9 +1,9 @@
 """One engine, measured: the process that `bench.run_profile` starts for every block size and pass.
 
-    python -m kvpolicy_vllm.bench.measuring
+    python -m kvpolicy_vllm.bench.measure_engine
 
-Takes one job (see :mod:`kvpolicy_vllm.bench.engine`): what to measure. The plugin inside the engine records it; the
-answer says what the trace's tables do not hold.
+Takes one job (see :mod:`kvpolicy_vllm.bench.engine_process`): what to measure. The plugin inside the engine records
+it; the answer says what the trace's tables do not hold.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 from vllm import LLM
 
-from kvpolicy_vllm.bench.engine import jobs
+from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.job import Job, Noise
+from kvpolicy_vllm.bench.measured_window import ARMS, Arm, Window, WindowDriver
 from kvpolicy_vllm.bench.states import State
-from kvpolicy_vllm.bench.windows import ARMS, Arm, Window, WindowDriver
 
 NOISE_WINDOWS = 10
 NOISE_STEPS = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from kvpolicy.events import Kind
-from kvpolicy.explaining.account import Account
+from kvpolicy.explanation.breakdown import Account
 from kvpolicy.policy import Objective
 from kvpolicy.policy.cheapest import lowest
 from kvpolicy.policy.objective import ENGINE

@@ -12,8 +12,8 @@ from typing import Any
 
 from kvpolicy.cost import FittedModel
 from kvpolicy.events import KINDS, Cost, Kind, Preemption
-from kvpolicy.explaining.account import options_of
-from kvpolicy.explaining.question import as_long_as, beside
+from kvpolicy.explanation.breakdown import options_of
+from kvpolicy.explanation.question import as_long_as, beside
 from kvpolicy.policy import Objective
 
 BEYOND = 4

@@ -12,10 +12,10 @@ from kvpolicy.events import Outcome, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Decider, Feedback, Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Server
-from kvpolicy.simulator.builtin.copies import CopyBook
-from kvpolicy.simulator.builtin.journal import Journal
-from kvpolicy.simulator.builtin.live import Account, Copy, Live, Step
+from kvpolicy.simulator.builtin.host_copies import CopyBook
+from kvpolicy.simulator.builtin.live_request import Account, Copy, Live, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
+from kvpolicy.simulator.builtin.trace_writer import Journal
 from kvpolicy.simulator.summary import Tallied
 
 

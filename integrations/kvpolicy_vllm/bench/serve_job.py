@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpolicy_vllm.bench.ending import Counted, run_to_its_end
+from kvpolicy_vllm.bench.engine_run import Counted, run_to_its_end
 from kvpolicy_vllm.bench.reach import Load, ServedRun
 
 PRESSURE = "kvpolicy_vllm.bench.pressure"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpolicy_vllm.bench.engine import EngineProcess
-from kvpolicy_vllm.bench.finishing import finish_core
+from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.job import NOISE_LIMIT
+from kvpolicy_vllm.bench.profile_results import finish_core
 
 Counted = Callable[[int, int], None]
 """Told windows done, and windows in all."""

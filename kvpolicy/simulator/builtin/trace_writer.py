@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpolicy.events import Outcome, Transfer
 from kvpolicy.simulator.base import Sink
-from kvpolicy.simulator.builtin.live import Account, Copy, Live, Step
+from kvpolicy.simulator.builtin.live_request import Account, Copy, Live, Step
 from kvpolicy.trace import Row, decision_row, outcome_row, request_row, step_row, transfer_row
 
 BATCH_ROWS = 1000

@@ -1,4 +1,4 @@
-"""What a profile has to know before its first engine starts: ``python -m kvpolicy_vllm.bench.preparing``.
+"""What a profile has to know before its first engine starts: ``python -m kvpolicy_vllm.bench.inspect_model``.
 
 Takes one job, ``{"llm": FOLDER or null, "make": FOLDER, "seed": ...}``, makes the small model in ``make`` where no
 other is given (``"shape"``: further arguments of :func:`make_llama`), and answers ``{"llm": FOLDER, "device": whether
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from vllm.platforms import current_platform
 
-from kvpolicy_vllm.bench.engine import jobs
+from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.models import make_llama
 
 

@@ -17,8 +17,8 @@ from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import PAPER, findings, missing
 from kvpolicy.reporting.group import Group, link_name
-from kvpolicy.reporting.learned import learned
-from kvpolicy.reporting.reading import material
+from kvpolicy.reporting.measurements import material
+from kvpolicy.reporting.model_section import learned
 from kvpolicy.trace import Header, TraceError
 
 Answers = tuple[tuple[str, int], ...]

@@ -7,11 +7,11 @@ from importlib import import_module
 from pathlib import Path
 
 from kvpolicy.cost import FittedModel, load
-from kvpolicy.explaining.account import Account, account_of
-from kvpolicy.explaining.boundary import Grid, break_even, grid
-from kvpolicy.explaining.choice import choice_of
-from kvpolicy.explaining.question import Asked, Question, resolve
-from kvpolicy.explaining.report import Explanation
+from kvpolicy.explanation.boundary import Grid, break_even, grid
+from kvpolicy.explanation.breakdown import Account, account_of
+from kvpolicy.explanation.choice import choice_of
+from kvpolicy.explanation.question import Asked, Question, resolve
+from kvpolicy.explanation.report import Explanation
 from kvpolicy.fields import WrongValue, parsed
 from kvpolicy.policy import Objective, Policy, load_policy
 from kvpolicy.policy.objective import ENGINE
@@ -73,7 +73,7 @@ def _plot_file(file: Path) -> Path:
 def _draw(found: Explanation, file: Path) -> str:
     """Why nothing was drawn; empty where it was."""
     try:
-        drawing = import_module("kvpolicy.explaining.drawing")
+        drawing = import_module("kvpolicy.explanation.plot")
     except ImportError as error:
         return f"{file} was not written: it needs matplotlib ({error}): pip install 'kvpolicy[plots]'"
     drawing.draw(found, file)

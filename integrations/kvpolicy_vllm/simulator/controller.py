@@ -11,7 +11,7 @@ from kvpolicy.policy import Decider, Policy
 from kvpolicy.simulator import DecisionObserver, Server, Sink
 from kvpolicy.trace import Row
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.copies import CopyBook
+from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.observers import Observer, Pending
 from kvpolicy_vllm.simulator.clock import VirtualClock
 

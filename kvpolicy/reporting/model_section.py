@@ -13,7 +13,7 @@ from kvpolicy.datasets.profiles import Dataset, State, measured
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation.replay import EvaluationReport, evaluate
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.explaining import Explanation, Question, explain
+from kvpolicy.explanation import Explanation, Question, explain
 from kvpolicy.stats import proportion_interval
 from kvpolicy.training import train
 

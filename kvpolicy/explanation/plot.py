@@ -11,7 +11,7 @@ from matplotlib.colors import Colormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kvpolicy.explaining.report import Explanation
+from kvpolicy.explanation.report import Explanation
 
 MOST_LOG = 1.5
 """Colours are full where one option costs 4.5 times the other."""

@@ -1,6 +1,6 @@
-"""One engine that serves workloads and times every token: ``python -m kvpolicy_vllm.bench.serving``.
+"""One engine that serves workloads and times every token: ``python -m kvpolicy_vllm.bench.serve_engine``.
 
-Jobs (see :mod:`kvpolicy_vllm.bench.engine`): ``{"do": "start", "engine": {...}}`` with the arguments of
+Jobs (see :mod:`kvpolicy_vllm.bench.engine_process`): ``{"do": "start", "engine": {...}}`` with the arguments of
 :class:`vllm.LLM`, then ``{"do": "serve", "requests": [[arrival_s, prompt_tokens, output_tokens], ...], "seed": ...}``
 as often as wanted. ``"policy"``: by which policy an engine with the plugin does it; None takes the plugin out of it.
 The engine core runs in this process and is stepped here.
@@ -21,8 +21,8 @@ import vllm
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from kvpolicy_vllm.bench.engine import jobs
-from kvpolicy_vllm.bench.switching import PluginSwitch
+from kvpolicy_vllm.bench.engine_process import jobs
+from kvpolicy_vllm.bench.plugin_switch import PluginSwitch
 
 FIRST_TOKEN_ID = 10
 """Prompts take no lower token: those are special."""

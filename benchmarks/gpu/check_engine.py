@@ -1,4 +1,4 @@
-"""One engine of gpu-check: ``python -m benchmarks.gpu.checking``. Takes jobs as `kvpolicy_vllm.bench.serving` does.
+"""One engine of gpu-check: ``python -m benchmarks.gpu.check_engine``. Takes jobs as `kvpolicy_vllm.bench.serve_engine`.
 
 ``start`` also takes ``environment``, set before the engine is made; ``serve`` also takes ``force_every``: somebody is
 forced out every so many steps, on top of what memory does by itself. The answer also says what is left behind.
@@ -12,8 +12,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from kvpolicy_vllm.bench.engine import jobs
-from kvpolicy_vllm.bench.serving import Serving
+from kvpolicy_vllm.bench.engine_process import jobs
+from kvpolicy_vllm.bench.serve_engine import Serving
 
 OPEN = ("host_slots_used", "open_preemptions")
 

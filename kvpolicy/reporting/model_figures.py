@@ -13,10 +13,10 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormat
 
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
-from kvpolicy.explaining import Explanation
-from kvpolicy.explaining.drawing import MOST_LOG, draw_choices
+from kvpolicy.explanation import Explanation
+from kvpolicy.explanation.plot import MOST_LOG, draw_choices
 from kvpolicy.reporting.figures import COLOURS, INK, MUTED, STYLE, colour, legend, marker, new_figure, plain_log
-from kvpolicy.reporting.learned import Predicted
+from kvpolicy.reporting.model_section import Predicted
 
 CHOICE = LinearSegmentedColormap.from_list("choice", [COLOURS["swap"], "#eceff4", COLOURS["recompute"]])
 

@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Iterator
 
 from kvpolicy.simulator.builtin.blocks import Pool
-from kvpolicy.simulator.builtin.live import Live
+from kvpolicy.simulator.builtin.live_request import Live
 
 
 class Crowd:
