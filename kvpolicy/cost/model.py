@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from math import inf, log
 from types import MappingProxyType
@@ -153,6 +153,10 @@ class FittedModel(CostModel):
         object.__setattr__(self, "_checks", checks)
         object.__setattr__(self, "_packed", packed)
         object.__setattr__(self, "_fast", None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What it is made of: compiled code is of one process."""
+        return type(self), tuple(getattr(self, one.name) for one in fields(self) if one.init)
 
     def _checked(self, kind: Kind) -> tuple[Check, ...]:
         """Position, range and power of length of the features that a prediction depends on."""

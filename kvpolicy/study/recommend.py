@@ -18,14 +18,15 @@ from kvpolicy.errors import InputError
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
 from kvpolicy.stats import student_interval
-from kvpolicy.study.cache import Result, workload_digest
+from kvpolicy.study.cache import Result
 from kvpolicy.study.config import DEFAULT_HOST_GIB, JUDGED, Criterion, Run, Serving
 from kvpolicy.study.contender import contender_of
 from kvpolicy.study.grid import simulate
+from kvpolicy.study.inputs import HardwareObject, workload_named
 from kvpolicy.study.machine import open_machine
 from kvpolicy.study.report import aligned, beyond_warning, figures, server_words, written
-from kvpolicy.study.run_cell import ORACLE, opened, seeded
-from kvpolicy.workload import Source
+from kvpolicy.study.run_cell import ORACLE, source_named
+from kvpolicy.workload import Source, Workload
 
 LEVEL = 0.95
 
@@ -188,8 +189,8 @@ INTERVALS = 4
 
 
 def recommend(
-    workload: str,
-    hardware: str,
+    workload: str | Workload,
+    hardware: str | HardwareObject,
     kv_blocks: int,
     policies: Sequence[str | Policy] = (),
     link: str = NATIVE,
@@ -199,14 +200,14 @@ def recommend(
 ) -> Advice:
     """Simulate ``workload`` under vLLM's own behaviour, the usual policies and ``policies``, and say which to deploy.
 
-    ``policies``: each by its name or itself.
+    ``policies``: each by its name or itself; so are ``workload`` and ``hardware``, as :func:`simulate` takes them.
 
     Each of the parts of the workload is one pair of a comparison, and so it is anew under each seed where the seed
     draws the requests; where it does not, as of a recorded file, seeds are averaged. One pair tells nothing from
     chance. Raises ValueError as :func:`kvpolicy.study.simulate`, and where a cell fails.
     """
     machine = open_machine(hardware)
-    source = opened(seeded(workload, 0), workload_digest(workload))
+    source = source_named(workload_named(workload), 0)
     usual = candidates(source, machine.own_model, serving.block_size)
     tried: dict[str, str | Policy] = {contender_of(one).label: one for one in (*usual, *policies)}
 
@@ -258,10 +259,10 @@ def closed(source: Source) -> bool:
     return thinks and len(starts) > 1 and len(set(starts.values())) == 1
 
 
-def drawn(workload: str) -> bool:
-    """Whether two seeds give other requests; not so of a file that is replayed as it was recorded."""
-    digest = workload_digest(workload)
-    pairs = zip_longest(*(opened(seeded(workload, seed), digest) for seed in (0, 1)))
+def drawn(workload: str | Workload) -> bool:
+    """Whether two seeds give other requests; not so of a file that is replayed as it was recorded, or of an object."""
+    named = workload_named(workload)
+    pairs = zip_longest(*(source_named(named, seed) for seed in (0, 1)))
     return any(one != other for one, other in pairs)
 
 
@@ -322,6 +323,11 @@ def advise(
     warnings.append(beyond_warning([one for some in runs.values() for one in some]))
     warnings += [f"not measured by anybody: {note}" for note in runs[best][0]["unmeasured"]]
     warnings += list(runs[best][0]["warnings"])
+    if told and _asks_an_object(deploy, given):
+        warnings.append(
+            f"{deploy} asks the cost model that was given as an object: a server loads it from the folder that `train` "
+            "or `calibrate` writes"
+        )
     if told and "policy_digest" in given:
         warnings.append(f"{best} was given as an object: a server takes it by name, as python:MODULE:FACTORY")
     return Advice(
@@ -386,10 +392,16 @@ def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: 
 
 
 def _config_line(policy: str, given: Mapping[str, Any], host_gib: float) -> str:
-    """``given``: the inputs of its runs. Empty for a policy that is an object, which no command line can name."""
-    if "policy_digest" in given:
+    """``given``: the inputs of its runs. Empty where the policy is an object, or asks a cost model that is one: no
+    command line can name it."""
+    if "policy_digest" in given or _asks_an_object(policy, given):
         return ""
     module = given.get("module", "")
     line = f"kvpolicy config --policy {shlex.quote(module or policy)}"
     line += " --allow-python-policies" if module else ""
     return line if host_gib == DEFAULT_HOST_GIB else f"{line} --host-gib {host_gib:g}"
+
+
+def _asks_an_object(policy: str, given: Mapping[str, Any]) -> bool:
+    model = policy.partition(":")[2].partition(",")[0]
+    return "hardware_digest" in given and model == given["hardware"]

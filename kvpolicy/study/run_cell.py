@@ -31,9 +31,10 @@ from kvpolicy.simulator.trace_workload import RECORDED
 from kvpolicy.study.cache import path_digest, program_digest, workload_digest
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Serving
-from kvpolicy.study.machine import Behind, Machine, open_machine
+from kvpolicy.study.inputs import Named
+from kvpolicy.study.machine import Behind, Machine, machine_named
 from kvpolicy.study.workload_parts import Part
-from kvpolicy.workload import Format, Source, open_workload
+from kvpolicy.workload import Format, Source, Workload, open_workload
 from kvpolicy.workload.files import FileSource, cells, lines
 from kvpolicy.workload.options import Options
 
@@ -133,9 +134,16 @@ def numbers(summary: Summary) -> dict[str, Any]:
 
 
 def source_of(cell: Cell) -> Source:
-    """Its workload, drawn by the cell's seed unless the workload names one itself."""
-    whole = opened(seeded(cell.workload, cell.seed), workload_digest(cell.workload))
+    """Its workload, or the part of it."""
+    whole = source_named(Named(cell.workload, cell.workload_digest, cell.requests), cell.seed)
     return whole if cell.parts == 1 else Part(whole, cell.part, cell.parts)
+
+
+def source_named(workload: Named[Workload], seed: int) -> Source:
+    """The object, or what the text names, drawn by ``seed`` unless it names one itself."""
+    if workload.given is not None:
+        return workload.given
+    return opened(seeded(workload.label, seed), workload_digest(workload.label))
 
 
 def rows_of(source: Source) -> dict[str, int] | None:
@@ -158,7 +166,7 @@ def seeded(workload: str, seed: int) -> str:
 
 
 def machine_of(cell: Cell) -> Machine:
-    return open_machine(cell.hardware)
+    return machine_named(Named(cell.hardware, cell.hardware_digest, cell.hardware_object))
 
 
 def link_of(text: str) -> SimulatedLink | None:
@@ -261,5 +269,5 @@ def contents(cell: Cell) -> dict[str, str]:
         "hardware": machine_of(cell).digest,
         "policy": policy.digest if cell.module else cell.policy_digest,
         "cost model": "" if policy.cost_model is None else policy.cost_model.digest,
-        "workload": workload_digest(cell.workload),
+        "workload": cell.workload_digest or workload_digest(cell.workload),
     }
