@@ -28,6 +28,8 @@ def environment(workers: int = 1, multiprocess: bool = False) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "0" if workers == 1 else "|".join(map(str, range(workers))),
         # Where the engine is in the process itself vLLM 0.32 does not read its own binding.
         "OMP_NUM_THREADS": "1",
+        # No set of names is in another order at the next run.
+        "PYTHONHASHSEED": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)),
         "VLLM_NO_USAGE_STATS": "1",

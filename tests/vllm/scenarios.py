@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,9 @@ class Run:
         self.gaps: dict[str, list[float]] = {}
         self.finish: dict[str, str] = {}
         self._many: dict[str, bool] = {}
+        if plugin_of(job):
+            # Elsewhere each start draws differently: here the same job does the same at every run.
+            self.scheduler.kvpolicy.judge._rng = random.Random(job.get("seed", 0))
 
     @property
     def scheduler(self) -> Any:

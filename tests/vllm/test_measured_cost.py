@@ -26,7 +26,7 @@ REQUESTS = harness.prompts(32, (20, 60), (100, 200), seed=4)
 @pytest.fixture(scope="module")
 def recorded(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
-    harness.run(job(model, REQUESTS, SCARCE, plugin=harness.plugin("random:0.5", trace=str(folder / "trace"))), folder)
+    harness.run(job(model, REQUESTS, SCARCE, plugin=harness.alternating(trace=str(folder / "trace"))), folder)
     return folder / "trace"
 
 

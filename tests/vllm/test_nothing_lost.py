@@ -15,7 +15,7 @@ def test_five_hundred_preemptions(model: str, tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     work = job(
         model, requests, {"num_gpu_blocks_override": 24, "max_model_len": 512},
-        plugin=harness.plugin("random:0.5", trace=str(folder), seed=1),
+        plugin=harness.alternating(trace=str(folder)),
     )  # fmt: skip
     result = harness.run(work | {"scenario": "harried"}, tmp_path)
     harness.assert_nothing_left(result)

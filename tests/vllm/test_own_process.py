@@ -19,11 +19,11 @@ def test_metrics_reach_the_other_process(
     model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
 ) -> None:
     """`LLM.get_metrics()` tells what the engine core's plugin counted; tokens are right."""
-    work = job(model, requests, SCARCE, scenario="own_process", plugin=harness.plugin("random:0.5", seed=5))
+    work = job(model, requests, SCARCE, scenario="own_process", plugin=harness.alternating())
     result = harness.run(work, tmp_path, multiprocess=True)
     harness.assert_exact(references["requests"], result)
     told = result["metrics"]
-    assert told["preemptions"] >= 4
+    assert told["preemptions"] >= 2, "both options, in turn"
     assert told["recomputed_tokens"] > 0 and told["loaded_tokens"] > 0
     assert told["copy_bytes"] > 0 and told["copy_microseconds"] > 0
     assert told["host_slots_used"] == 0 and told["host_slots_total"] > 0
