@@ -38,7 +38,7 @@ FIGURES: dict[str, Callable[[Any], float]] = {
 }
 BAR = {"mean e2e": 0.03, "mean TTFT": 0.08, "preemptions": 0.05}
 RANKED = ("throughput", "mean e2e", "mean TTFT")
-LEAST_PREEMPTIONS = 1.0
+MIN_PREEMPTIONS = 1.0
 """A mean of fewer per run is not compared in relative terms."""
 
 
@@ -251,7 +251,7 @@ def _pair(found: Judgement, workload: str, policies: tuple[str, str], figure: st
 def errors(found: Judgement, figure: str) -> list[float]:
     """Relative, by cell; cells where there is nothing to compare left out."""
     pairs = [cell.means(figure) for cell in found.cells.values()]
-    least = LEAST_PREEMPTIONS if figure == "preemptions" else 0.0
+    least = MIN_PREEMPTIONS if figure == "preemptions" else 0.0
     return [simulated / real - 1.0 for real, simulated in pairs if real > least]
 
 

@@ -20,8 +20,8 @@ from vllm.v1.request import Request
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.situation import RunningView, situation_of
 
-MOST_BLOCKS = 4096
-LENGTHS = (1, 16, 64, 256, 512, 1024, 2048, 3072, MOST_BLOCKS)
+MAX_BLOCKS = 4096
+LENGTHS = (1, 16, 64, 256, 512, 1024, 2048, 3072, MAX_BLOCKS)
 RUNNING = (0, 1, 4, 16, 64, 256, 512, 1024)
 CALLS = 200
 
@@ -30,9 +30,9 @@ Interval = Callable[[Sequence[float], random.Random], dict[str, float]]
 
 def collecting(rounds: int, rng: random.Random, with_interval: Interval) -> dict[str, Any]:
     """Slopes per round over blocks held and over running requests, microseconds; their medians and intervals."""
-    context = 2 * MOST_BLOCKS * BLOCK
+    context = 2 * MAX_BLOCKS * BLOCK
     scheduler = make_scheduler(context, sum(LENGTHS) + 2 * max(RUNNING) + 64, 512, context)
-    copies = CopyBook(MOST_BLOCKS, 1, BLOCK_BYTES)
+    copies = CopyBook(MAX_BLOCKS, 1, BLOCK_BYTES)
     victims = [_request(scheduler, f"blocks-{blocks}", blocks) for blocks in LENGTHS]
     others = [_request(scheduler, f"other-{i}", 2) for i in range(max(RUNNING))]
     per_block, per_running, least = [], [], []
@@ -49,7 +49,7 @@ def collecting(rounds: int, rng: random.Random, with_interval: Interval) -> dict
     return {
         "us_per_block": with_interval(per_block, rng),
         "us_per_running": with_interval(per_running, rng),
-        "least_us": with_interval(least, rng),
+        "min_us": with_interval(least, rng),
         "blocks": list(LENGTHS),
         "running": list(RUNNING),
     }

@@ -18,7 +18,7 @@ from kvpolicy.events import KINDS
 POLICIES = ("always-recompute", "always-swap", "threshold")
 THRESHOLD_TOKENS = 900.0
 CONTEXT_TOKENS = 4096.0
-MOST_S = 0.5
+MAX_S = 0.5
 """No cost is above."""
 INFEASIBLE = 0.15
 """Of the records: the host pool is full."""
@@ -28,7 +28,7 @@ INFEASIBLE = 0.15
 class Scenario:
     """How a log comes about."""
 
-    least_chance: float = 0.2
+    min_chance: float = 0.2
     """Of either action, wherever both are feasible."""
     unknown: float = 0.0
     """Of swaps, those whose cost is not known."""
@@ -41,7 +41,7 @@ def make(n: int, rng: np.random.Generator, scenario: Scenario | None = None) -> 
     tokens, running, feasible = _situations(n, rng)
     mean_s = _mean_costs(tokens, running)
     believed = np.log(mean_s[:, 1] / mean_s[:, 0]) + rng.normal(0.0, 0.5, n)
-    leaning = np.clip(1 / (1 + np.exp(2 * believed)), how.least_chance, 1 - how.least_chance)
+    leaning = np.clip(1 / (1 + np.exp(2 * believed)), how.min_chance, 1 - how.min_chance)
     swap = np.where(feasible[:, 1], leaning, 0.0)
     action = (rng.random(n) < swap).astype(np.int64)
     luck = 0.7 + 0.6 * rng.random(n)[cluster]

@@ -120,14 +120,14 @@ class Bench:
         return found
 
 
-def measure(place: Place, setting: Setting, seed: int, turns: int, most_s: float) -> dict[str, Any]:
+def measure(place: Place, setting: Setting, seed: int, turns: int, max_s: float) -> dict[str, Any]:
     geometry = TINY if place.tiny else EIGHT_B
     bench = Bench(place, setting, geometry, seed)
     rng = random.Random(f"{seed}/order")
     taken: dict[str, dict[str, list[tuple[float, float]]]] = {
         name: {"save": [], "load": []} for name in ("large", *bench.copiers)
     }
-    end_s = time.monotonic() + most_s
+    end_s = time.monotonic() + max_s
     for turn in range(-2, turns):  # two for what happens only once
         for name in rng.sample(list(taken), len(taken)):
             found = bench.turn(name) if name != "large" else {way: bench.large(way) for way in ("save", "load")}

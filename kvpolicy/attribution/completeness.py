@@ -21,7 +21,7 @@ import numpy as np
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.attribution.step_time_fit import AFTERMATH_STEPS
 
-SHORTEST_STEP_S = 1e-6
+MIN_STEP_S = 1e-6
 """No step takes less: clock readings closer than that are the same moment."""
 
 
@@ -69,7 +69,7 @@ def unbroken(line: Timeline, span: Span) -> Flags:
 def _holes(line: Timeline) -> tuple[Flags, Flags]:
     """For the hole after each row, if there is one: a loss for certain, and maybe a loss."""
     next_s = np.append(line.start_s[1:], np.inf)
-    hole = np.append(np.diff(line.number) != 1, True) & (next_s - line.end_s > SHORTEST_STEP_S)
+    hole = np.append(np.diff(line.number) != 1, True) & (next_s - line.end_s > MIN_STEP_S)
     lost = hole & (_served_after(line) | _tokens_between(line, next_s))
     doubtful = hole & ~lost
     doubtful[-1] = False
@@ -81,14 +81,14 @@ def _served_after(line: Timeline) -> Flags:
     order = np.argsort(line.arrival_s, kind="stable")
     latest_s = np.maximum.accumulate(np.append(-np.inf, np.nan_to_num(line.last_token_s[order], nan=-np.inf)))
     arrived = np.searchsorted(line.arrival_s[order], line.end_s, side="right")
-    return np.asarray(latest_s[arrived] > line.end_s + SHORTEST_STEP_S)
+    return np.asarray(latest_s[arrived] > line.end_s + MIN_STEP_S)
 
 
 def _tokens_between(line: Timeline, next_s: Floats) -> Flags:
     """Whether a request's first or last token came after each row, and not of the next one."""
     tokens_s = np.concatenate([line.first_token_s, line.last_token_s])
     tokens_s = np.sort(tokens_s[np.isfinite(tokens_s)])
-    before, after = line.end_s + SHORTEST_STEP_S, next_s + SHORTEST_STEP_S
+    before, after = line.end_s + MIN_STEP_S, next_s + MIN_STEP_S
     return np.asarray(np.searchsorted(tokens_s, after) > np.searchsorted(tokens_s, before, side="right"))
 
 

@@ -87,7 +87,7 @@ def constants_of(law: Law, geometry: Geometry, sheet: DeviceSheet | None = None)
 
 
 def _of_recompute(law: RecomputeRoofline, geometry: Geometry, sheet: DeviceSheet | None) -> dict[str, Constant]:
-    low, high = PLAUSIBLE_FLOPS if sheet is None else (0.02 * sheet.bf16_flops, _most_flops(sheet))
+    low, high = PLAUSIBLE_FLOPS if sheet is None else (0.02 * sheet.bf16_flops, _max_flops(sheet))
     found = {
         "fixed_s": Constant(law.fixed_s, "s per recompute", -1.0, PLAUSIBLE_FIXED_S),
         "alone_s": Constant(law.alone_s, "s per step for the victim alone", -1.0, PLAUSIBLE_FIXED_S),
@@ -101,7 +101,7 @@ def _of_recompute(law: RecomputeRoofline, geometry: Geometry, sheet: DeviceSheet
     return found
 
 
-def _most_flops(sheet: DeviceSheet) -> float:
+def _max_flops(sheet: DeviceSheet) -> float:
     return max(sheet.bf16_flops, sheet.fp8_flops or 0.0, sheet.int8_ops or 0.0)
 
 

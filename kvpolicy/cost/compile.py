@@ -96,7 +96,7 @@ def _stamp() -> int:
 
 Masks = NDArray[np.uint32]
 
-MOST_WORDS = 4_000_000
+MAX_MASK_WORDS = 4_000_000
 """Whole numbers of a table (32 MB); a forest that needs more is walked node by node."""
 ALL = np.uint32(MASK)
 
@@ -133,7 +133,7 @@ def _table(nodes: Nodes, n_at: int, c_at: int) -> tuple[Ints, list[float]] | Non
     used = sorted(set(nodes.feature))
     words = (len(trees) + 1) // 2
     places = {feature: sorted({t for tree in trees for t in _on(tree, feature)}) for feature in used}
-    if max(len(tree.leaf) for tree in trees) > LEAVES or words * sum(map(len, places.values())) > MOST_WORDS:
+    if max(len(tree.leaf) for tree in trees) > LEAVES or words * sum(map(len, places.values())) > MAX_MASK_WORDS:
         return None
     reals: list[float] = []
     for feature in used:

@@ -442,7 +442,7 @@ def _card(model: FittedModel, trees: Mapping[Kind, Any]) -> dict[str, Any]:
     }
 
 
-MOST_WHOLE = 2**53
+MAX_INTEGER = 2**53
 """Whole numbers beyond it are not exact as floats."""
 SHOWN = 24
 
@@ -456,7 +456,7 @@ def loads(text: str) -> Any:
     for field, number in _numbers(value, ""):
         if isinstance(number, float) and not isfinite(number):
             raise InputError(f"field {field} is {number!r}, which is no number")
-        if abs(number) > MOST_WHOLE and isinstance(number, int):
+        if abs(number) > MAX_INTEGER and isinstance(number, int):
             raise InputError(f"field {field} is {str(number)[:SHOWN]}..., a whole number too large")
     return value
 

@@ -25,7 +25,7 @@ from kvpolicy.errors import InputError
 ERROR = 0.05
 """1 - confidence."""
 RESAMPLES = 2000
-MOST_GROUPS = 2000
+MAX_GROUPS = 2000
 TIGHTEST_AT = 1000
 """Clusters for which the confidence sequence is tightest; fixed before any log is seen."""
 
@@ -64,7 +64,7 @@ class Resampled:
     def of(cls, cluster: Ints, rng: np.random.Generator, resamples: int = RESAMPLES) -> Resampled:
         """``cluster``: (n,) numbered from 0 without gaps."""
         clusters = int(cluster.max()) + 1
-        groups = min(clusters, MOST_GROUPS)
+        groups = min(clusters, MAX_GROUPS)
         group = cluster if groups == clusters else (rng.permutation(clusters) % groups)[cluster]
         drawn = rng.integers(0, groups, (resamples, groups)) + groups * np.arange(resamples)[:, None]
         counts = np.bincount(drawn.ravel(), minlength=resamples * groups)

@@ -142,13 +142,13 @@ def switch_dr(one: Records) -> Tuned:
     """Its threshold from quantiles of the weights, by the least upper bound on the MSE."""
     positive = one.weight[one.weight > 0]
     taus = [*map(float, np.quantile(positive, TAUS)), inf] if len(positive) else [inf]
-    return _least_mse(one, taus, switch_weights)
+    return _min_mse(one, taus, switch_weights)
 
 
 def dros(one: Records) -> Tuned:
     """Its shrinkage by the least upper bound on the MSE."""
     mean_square = float((one.weight**2).mean())
-    return _least_mse(one, [*(times * mean_square for times in LAMBDAS), inf], shrunk_weights)
+    return _min_mse(one, [*(times * mean_square for times in LAMBDAS), inf], shrunk_weights)
 
 
 ESTIMATORS: Mapping[str, Callable[[Records], Tuned]] = dict(
@@ -156,7 +156,7 @@ ESTIMATORS: Mapping[str, Callable[[Records], Tuned]] = dict(
 )
 
 
-def _least_mse(one: Records, tried: Sequence[float], changed: Callable[[Floats, float], Floats]) -> Tuned:
+def _min_mse(one: Records, tried: Sequence[float], changed: Callable[[Floats, float], Floats]) -> Tuned:
     """The hyper-parameter with the least upper bound on the MSE (after Su et al., ICML 2020, section 5).
 
     Variance of the mean by groups, plus the square of the lesser of two 95% bounds on the bias that changing the

@@ -26,7 +26,7 @@ from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load_polic
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import TraceError
 
-FEWEST_STATES = 20
+MIN_STATES = 20
 RESAMPLES = 2000
 NOISE_ERRORS = 2.0
 """Two means closer than that many standard errors of their difference are a tie."""
@@ -228,10 +228,10 @@ def _usable(dataset: Dataset, policies: Sequence[Policy]) -> tuple[list[State], 
         "states with an option measured only once": len(unseen) - len(repeated),
         "states in which the host pool had no room": len(repeated) - len(usable),
     }
-    if len(usable) < FEWEST_STATES:
+    if len(usable) < MIN_STATES:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count) or "nothing left out"
         raise TraceError(
-            f"{len(usable)} states can be priced, at least {FEWEST_STATES} are needed ({reasons}); "
+            f"{len(usable)} states can be priced, at least {MIN_STATES} are needed ({reasons}); "
             "let `kvpolicy profile` measure more; of 40 states or more, training holds out at least 20"
         )
     return usable, left_out

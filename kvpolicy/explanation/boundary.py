@@ -20,7 +20,7 @@ BEYOND = 4
 """Lengths are looked at up to so many times the longest trained, or asked for."""
 EVERY_UP_TO = 4096
 """Tokens up to which every length is looked at: swap's cost is a staircase by blocks, and so may the choice be."""
-MOST_EDGES = 1024
+MAX_EDGES = 1024
 """Edges of blocks looked at above, at least as far apart as one block."""
 LOADS = 13
 COLUMNS = 49
@@ -116,9 +116,9 @@ def _looked_at(up_to: int, block_size: int) -> list[int]:
     if up_to > EVERY_UP_TO:
         first, last = EVERY_UP_TO // block_size, up_to // block_size
         blocks: Iterable[int] = range(first, last + 1)
-        if last - first > MOST_EDGES:
+        if last - first > MAX_EDGES:
             ratio = up_to / EVERY_UP_TO
-            blocks = (round(EVERY_UP_TO * ratio ** (i / MOST_EDGES)) // block_size for i in range(MOST_EDGES + 1))
+            blocks = (round(EVERY_UP_TO * ratio ** (i / MAX_EDGES)) // block_size for i in range(MAX_EDGES + 1))
         edges = [block * block_size for block in blocks]
         found |= {at for edge in edges for at in (edge, edge + 1) if EVERY_UP_TO < at <= up_to} | {up_to}
     return sorted(found)

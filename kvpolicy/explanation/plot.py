@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kvpolicy.explanation.report import Explanation
 
-MOST_LOG = 1.5
+MAX_LOG = 1.5
 """Colours are full where one option costs 4.5 times the other."""
 
 
@@ -37,7 +37,7 @@ def draw_choices(axes: Axes, found: Explanation, colours: str | Colormap, ink: s
     """The cheaper option over lengths and loads: the line between them, dots where the model guesses, and a mark at the
     situation that was asked about."""
     grid, one = found.grid, found.asked.situation
-    norm = TwoSlopeNorm(0.0, -MOST_LOG, MOST_LOG)
+    norm = TwoSlopeNorm(0.0, -MAX_LOG, MAX_LOG)
     shown = axes.pcolormesh(grid.tokens, grid.running, grid.log_ratio, norm=norm, cmap=colours, shading="nearest")
     lowest, highest = (of(value for row in grid.log_ratio for value in row) for of in (min, max))
     if lowest < 0 < highest:

@@ -17,7 +17,7 @@ from kvpolicy.json_values import finite
 from kvpolicy.policy import Objective
 from kvpolicy.policy.cheapest import lowest
 
-MOST_TOLD = 6
+MAX_SHOWN = 6
 """Turns told one by one in the text; the dictionary has them all."""
 SIGNS: Mapping[tuple[bool, bool], str] = {
     (False, True): "R", (False, False): "r", (True, True): "S", (True, False): "s",
@@ -127,7 +127,7 @@ def _break_even_lines(even: BreakEven) -> list[str]:
 def _turns(even: BreakEven) -> list[str]:
     """Each turn; where there are many, between which lengths they are."""
     lines = []
-    if len(even.turns) > MOST_TOLD:
+    if len(even.turns) > MAX_SHOWN:
         first, last = even.turns[0], even.turns[-1]
         where = " (partly extrapolated)" if any(turn.extrapolated for turn in even.turns) else ""
         lines.append(

@@ -21,9 +21,9 @@ from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, exc
 from kvpolicy.regression.nnls import relative_sum
 from kvpolicy.regression.residual import TREE_COUNTS, Growth, Unseen, choose_tree_count, grow
 
-FEWEST_GROUPS = 20
+MIN_GROUPS = 20
 """With fewer nothing can be decided on unseen groups, and the residual is left out."""
-FEWEST_SHORT = 6
+MIN_SHORT_STATES = 6
 """Groups up to an inner edge: with fewer the physics is not told."""
 ROWS_TO_DECIDE_BY = 100_000
 """How many trees there are is decided on about so many rows, whole groups drawn; they are grown on all."""
@@ -143,7 +143,7 @@ class BoostedRegressor(AnalyticRegressor):
         max_trees: int = 100,
         leaves: int = 31,
         learning_rate: float = 0.2,
-        least_rows_in_leaf: int = 5,
+        min_rows_in_leaf: int = 5,
         folds: int = 5,
         n_jobs: int = 1,
         random_state: int = 0,
@@ -153,7 +153,7 @@ class BoostedRegressor(AnalyticRegressor):
         self.max_trees = max_trees
         self.leaves = leaves
         self.learning_rate = learning_rate
-        self.least_rows_in_leaf = least_rows_in_leaf
+        self.min_rows_in_leaf = min_rows_in_leaf
         self.folds = folds
         self.n_jobs = n_jobs
         self.random_state = random_state
@@ -165,7 +165,7 @@ class BoostedRegressor(AnalyticRegressor):
         self.trees_, self.booster_ = 0, None
         self.unseen_misses_: Floats | None = None
         self.physics_ = self._calibrated(x, seconds, weight)
-        if self.max_trees and len(np.unique(group)) >= FEWEST_GROUPS:
+        if self.max_trees and len(np.unique(group)) >= MIN_GROUPS:
             self._decide(x, seconds, weight, group)
         if self.trees_:
             wanted = np.log(seconds / self.physics_.seconds(x))
@@ -182,11 +182,11 @@ class BoostedRegressor(AnalyticRegressor):
         found: list[Inner] = []
         for share in SHARES:
             short = length <= share * length.max()
-            if len(np.unique(group[short])) < FEWEST_SHORT:
+            if len(np.unique(group[short])) < MIN_SHORT_STATES:
                 continue
             physics = self._calibrated(x[short], seconds[short], weight[short])
             booster = None
-            if self.trees_ and len(np.unique(group[short])) >= FEWEST_GROUPS:
+            if self.trees_ and len(np.unique(group[short])) >= MIN_GROUPS:
                 wanted = np.log(seconds[short] / physics.seconds(x[short]))
                 booster = grow(x[short], wanted, self.columns_, self.trees_, self._growth(), weight[short])
             span = x[short].min(axis=0), x[short].max(axis=0)
@@ -237,7 +237,7 @@ class BoostedRegressor(AnalyticRegressor):
         return Growth(
             leaves=self.leaves,
             learning_rate=self.learning_rate,
-            least_rows_in_leaf=self.least_rows_in_leaf,
+            min_rows_in_leaf=self.min_rows_in_leaf,
             monotone=frozenset(self.monotone),
             seed=self.random_state,
             threads=self.n_jobs,
@@ -290,14 +290,14 @@ def _folds(group: Ints, folds: int, seed: int) -> Iterator[tuple[Ints, Ints]]:
         yield np.flatnonzero(hand != one), np.flatnonzero(hand == one)
 
 
-def _drawn(group: Ints, most_rows: int, seed: int) -> Ints:
+def _drawn(group: Ints, max_rows: int, seed: int) -> Ints:
     """All row numbers, or those of groups drawn at random that hold about as many rows as are wanted."""
-    if len(group) <= most_rows:
+    if len(group) <= max_rows:
         return np.arange(len(group))
     names, number = np.unique(group, return_inverse=True)
     order = np.random.default_rng(seed).permutation(len(names))
-    kept = np.cumsum(np.bincount(number)[order]) <= most_rows
-    kept[: 2 * FEWEST_GROUPS] = True
+    kept = np.cumsum(np.bincount(number)[order]) <= max_rows
+    kept[: 2 * MIN_GROUPS] = True
     return np.flatnonzero(np.isin(number, order[kept]))
 
 

@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormat
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
 from kvpolicy.explanation import Explanation
-from kvpolicy.explanation.plot import MOST_LOG, draw_choices
+from kvpolicy.explanation.plot import MAX_LOG, draw_choices
 from kvpolicy.reporting.figures import COLOURS, INK, MUTED, STYLE, colour, legend, marker, new_figure, plain_log
 from kvpolicy.reporting.model_section import Predicted
 
@@ -29,7 +29,7 @@ def draw_boundary(found: Explanation) -> Figure:
         plain_log(axes)
         axes.set(xlabel="computed tokens of the victim", ylabel="running requests beside it")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        bar = figure.colorbar(shown, ax=axes, extend="both", ticks=[-MOST_LOG, 0, MOST_LOG])
+        bar = figure.colorbar(shown, ax=axes, extend="both", ticks=[-MAX_LOG, 0, MAX_LOG])
         bar.ax.set_yticklabels(["swap", "even", "recompute"])
         return figure
 

@@ -129,22 +129,22 @@ class Hindsight:
     """Whether none had more choices than were tried, after which everything was recomputed."""
 
 
-MOST_CHOICES = 12
+MAX_CHOICES = 12
 
 
 def best_in_hindsight(
     simulate: Callable[[Policy, DecisionObserver], Summary],
     value: Callable[[Summary], float] = lambda summary: summary.makespan_s,
-    choices: int = MOST_CHOICES,
+    choices: int = MAX_CHOICES,
 ) -> Hindsight:
     """Try every sequence of actions at the first ``choices`` preemptions that have a choice; the lowest ``value`` wins.
 
     ``simulate``: a whole run under a policy, its decisions told to an observer; the same in all else. What is done at
     one preemption decides which come after it, so sequences grow with what really happens: at most 2 ** ``choices``
-    runs, the first of equals wins. Raises ValueError for more choices than :data:`MOST_CHOICES`.
+    runs, the first of equals wins. Raises ValueError for more choices than :data:`MAX_CHOICES`.
     """
-    if not 0 <= choices <= MOST_CHOICES:
-        raise InputError(f"choices is {choices}: should be from 0 to {MOST_CHOICES}, as each doubles the runs")
+    if not 0 <= choices <= MAX_CHOICES:
+        raise InputError(f"choices is {choices}: should be from 0 to {MAX_CHOICES}, as each doubles the runs")
     best: tuple[float, tuple[Kind, ...], Summary] | None = None
     open_ones: list[tuple[Kind, ...]] = [()]
     schedules, complete = 0, True

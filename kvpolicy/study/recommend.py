@@ -109,14 +109,14 @@ class Advice:
     server: str
     """What it may take at a time."""
     judge_by: str
-    least_gain: float
+    min_gain: float
     """The share by which a policy has to be better to be worth a change."""
     seeds_differ: bool
     """Whether every seed of a part was a pair of its own, or all of them one."""
     best: str
-    """The best in the mean of those told to be better by more than ``least_gain``, or of all where none is."""
+    """The best in the mean of those told to be better by more than ``min_gain``, or of all where none is."""
     deploy: str
-    """``best``, where it is told to be better by more than ``least_gain``; else ``always-recompute``."""
+    """``best``, where it is told to be better by more than ``min_gain``; else ``always-recompute``."""
     reason: str
     config_line: str
     """The command that prints the flags; empty where nothing is to be changed."""
@@ -141,7 +141,7 @@ class Advice:
             f"ratios against {DEFAULT}: {self.judge_by} gain above 1 is better; throughput above 1, p99 below 1",
             f"server: {self.server}",
             f"all intervals shown together at {LEVEL:.0%}; a change is advised where all of the gain's interval lies "
-            f"above {1.0 + self.least_gain:g}",
+            f"above {1.0 + self.min_gain:g}",
             *aligned(rows),
             "",
             f"deploy this: {self.deploy}: {self.reason}",
@@ -308,15 +308,15 @@ def advise(
     seeds_differ: bool = True,
 ) -> Advice:
     """What follows from the runs; see :class:`Pairs`. A change is advised where the whole interval of a gain lies above
-    ``1 + least_gain``, to the best in the mean of those; the oracle is no policy that a server could have."""
-    judge_by, least_gain = criterion.judge_by, criterion.least_gain
+    ``1 + min_gain``, to the best in the mean of those; the oracle is no policy that a server could have."""
+    judge_by, min_gain = criterion.judge_by, criterion.min_gain
     pairs = Pairs(runs, seeds_differ)
     gains = {policy: _gain(pairs, policy, DEFAULT, judge_by) for policy in runs if policy != ORACLE}
-    surely = [policy for policy, gain in gains.items() if gain.low is not None and gain.low > 1.0 + least_gain]
+    surely = [policy for policy, gain in gains.items() if gain.low is not None and gain.low > 1.0 + min_gain]
     best = max(surely or gains, key=lambda policy: gains[policy].value)
     compared = tuple(_compared(pairs, policy, best, judge_by) for policy in runs)
     mine = next(one for one in compared if one.policy == best)
-    told = mine.gain.low is not None and mine.gain.low > 1.0 + least_gain
+    told = mine.gain.low is not None and mine.gain.low > 1.0 + min_gain
     deploy = best if told else DEFAULT
     given = runs[best][0]["inputs"]
     warnings = [extrapolation_warning(mine)] if told else []
@@ -336,11 +336,11 @@ def advise(
         kv_blocks=given["kv_blocks"],
         server=server_words(given["serving"], runs[best][0]["device"]),
         judge_by=judge_by,
-        least_gain=least_gain,
+        min_gain=min_gain,
         seeds_differ=seeds_differ,
         best=best,
         deploy=deploy,
-        reason=_reason(mine, compared, told, judge_by, least_gain),
+        reason=_reason(mine, compared, told, judge_by, min_gain),
         config_line=_config_line(deploy, given, host_gib) if told else "",
         compared=compared,
         warnings=tuple(warning for warning in warnings if warning),
@@ -367,7 +367,7 @@ def _gain(pairs: Pairs, policy: str, other: str, judge_by: str) -> Ratio:
     return pairs.ratio(policy, other, *JUDGED[judge_by], more_is_better=judge_by == "throughput")
 
 
-def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: str, least_gain: float) -> str:
+def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: str, min_gain: float) -> str:
     base = next(one for one in compared if one.policy == DEFAULT)
     if not base.choices and not base.figures["recompute"]:
         return "nothing was preempted in any run, so every policy does the same; keep vLLM's default"
@@ -379,9 +379,7 @@ def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: 
             f"{best.gain.value:.3f} of its {judge_by}, from chance; give --parts, or --seeds where they draw requests"
         )
     if not told:
-        short = (
-            "no difference" if not best.gain.told else f"less than the least gain that is worth it, {least_gain:.1%}"
-        )
+        short = "no difference" if not best.gain.told else f"less than the least gain that is worth it, {min_gain:.1%}"
         return (
             f"keep vLLM's default; the best other, {best.policy}, comes to {best.gain.text()} of its {judge_by}, "
             f"which is not told from {short}"

@@ -24,14 +24,14 @@ from kvpolicy.regression.nnls import nonnegative_fit, relative_sum, robust_nonne
 ROUNDS = 30
 OUTLIER_SCALES = 2.5
 """Relative residuals beyond that many robust standard deviations count only linearly."""
-FEWEST_MOVES = 10
-FEWEST_PER_REGIME = 3
+MIN_TRANSFERS = 10
+MIN_PER_REGIME = 3
 """With fewer states in which nobody else runs (or somebody does) the two are not told apart."""
 ROOFS_TOKENS = (16, 32, 64, 128, 256, 512)
 """Tokens of a step at which compute takes as long as reading the weights, tried one by one; none at all besides."""
 COLLINEAR = 0.99
 """Two columns with that share of their variance in common are told apart by noise alone."""
-LEAST_GAIN = 0.05
+MIN_GAIN = 0.05
 """The share by which a roof must lessen the mean miss to be told from none."""
 
 
@@ -78,7 +78,7 @@ def _alone(examples: Sequence[Example]) -> Floats:
 
 def _both_regimes(examples: Sequence[Example]) -> bool:
     alone = int(_alone(examples).sum())
-    return min(alone, len(examples) - alone) >= FEWEST_PER_REGIME
+    return min(alone, len(examples) - alone) >= MIN_PER_REGIME
 
 
 def _cost(examples: Sequence[Example]) -> Floats:
@@ -96,7 +96,7 @@ def fit_recompute(examples: Sequence[Example], floor_s: float, budget_tokens: fl
         (_with_roof(examples, rows, alone, floor_s, roof, budget_tokens) for roof in ROOFS_TOKENS),
         key=lambda pair: pair[1],
     )
-    return roofed if least < (1 - LEAST_GAIN) * missed else plain
+    return roofed if least < (1 - MIN_GAIN) * missed else plain
 
 
 def _with_roof(
@@ -141,7 +141,7 @@ def _fit_swap(examples: Sequence[Example], moves: Sequence[Move], floor_s: float
         columns["load_share"] = load_s
     for way, channel, felt in (("save", save, np.ones(len(alone))), ("load", load, alone)):
         waited_s = channel.s_per_byte * _column(examples, f"queued_{way}_bytes") * felt
-        if np.count_nonzero(waited_s) >= FEWEST_PER_REGIME:
+        if np.count_nonzero(waited_s) >= MIN_PER_REGIME:
             columns[f"{way}_queue_share"] = waited_s
     fitted = relative_fit(np.column_stack(list(columns.values())), _cost(examples), floor_s)
     found = dict(zip(columns, map(float, fitted), strict=True))
@@ -186,7 +186,7 @@ def _channels(examples: Sequence[Example], moves: Sequence[Move], floor_s: float
     for direction in ("save", "load"):
         sizes, segments, seconds = Moves.of(moves).measured(direction)
         floor = 1e-6
-        if len(sizes) < FEWEST_MOVES:
+        if len(sizes) < MIN_TRANSFERS:
             sizes, segments = _column(examples, f"{direction}_bytes"), _column(examples, f"{direction}_segments")
             seconds, floor = _cost(examples) / 2, floor_s / 2
         design = np.column_stack([np.ones(len(sizes)), sizes, segments])
@@ -226,8 +226,8 @@ DELAY_INPUTS: dict[Kind, tuple[str, ...]] = {
     "swap": ("save_bytes", "load_bytes", "load_segments", "running_requests", "batch_tokens"),
 }
 """The victim computes or copies, in steps that the others make longer."""
-FEWEST_STATES = 12
-MOST_SHARE = 2.0
+MIN_STATES = 12
+MAX_SHARE = 2.0
 
 
 def fit_victim_delays(states: Sequence[State]) -> dict[Kind, LinearLaw]:
@@ -235,7 +235,7 @@ def fit_victim_delays(states: Sequence[State]) -> dict[Kind, LinearLaw]:
     laws = {}
     for kind in KINDS:
         told = victim_delay_examples(states, kind)
-        if len(told) < FEWEST_STATES:
+        if len(told) < MIN_STATES:
             return {}
         names = DELAY_INPUTS[kind]
         design = np.array([[1.0, *(getattr(one.x, name) for name in names)] for one in told])
@@ -264,7 +264,7 @@ def fit_others_shares(states: Sequence[State]) -> dict[Kind, float]:
                 running = fmean(one.situation.running_requests for one in state.samples[kind])
                 waited += median(delays)
                 expected += state.typical_s[kind] * running
-        shares[kind] = min(MOST_SHARE, max(0.0, waited / expected)) if expected > 0 else 1.0
+        shares[kind] = min(MAX_SHARE, max(0.0, waited / expected)) if expected > 0 else 1.0
     return shares
 
 

@@ -4,7 +4,7 @@ Each option's law and residual come from its own records, which stand for 1 / ch
 
 The direct method, importance-weighted: with weights the law is the best one for all situations, not only for those in
 which the logging policy liked the option; that matters where no law is quite right. A weight is at most
-:data:`MOST_WEIGHT`, and how many were more is told. Weights enter as copies of a record, as the fits know no others.
+:data:`MAX_WEIGHT`, and how many were more is told. Weights enter as copies of a record, as the fits know no others.
 
 What the model then says on average over all situations is held against the doubly robust answer, and scaled to it where
 they differ by more than chance. The direct method answers by the model alone, ``mean m(x, a)``. The doubly robust
@@ -35,7 +35,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from kvpolicy.cost import store
-from kvpolicy.cost.intervals import FEWEST_PER_BIN, PREDICTED, Intervals, conformal_room, unbounded
+from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_room, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText, forest_of
@@ -48,7 +48,7 @@ from kvpolicy.regression.conformal import CONFIDENCE, Room
 from kvpolicy.trace import TraceError
 from kvpolicy.training.coverage import share_held
 from kvpolicy.training.family import Costs, Family, family_of, laws_of
-from kvpolicy.training.residual_fit import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
+from kvpolicy.training.residual_fit import INPUTS, MIN_STATES, Fold, Target, choose_tree_count, fit_residual
 from kvpolicy.training.transfer import scaled_by
 
 AVERAGE_CONFIDENCE = 0.95
@@ -114,9 +114,9 @@ def average(terms: Sequence[Term]) -> Average:
 
 
 FOLDS = 5
-FEWEST_RECORDS = 30
+MIN_RECORDS = 30
 """Of each option: fewer tell no law and no interval."""
-MOST_WEIGHT = 10.0
+MAX_WEIGHT = 10.0
 RATIO_CONFIDENCE = (1 + CONFIDENCE) / 2
 """Of each option's interval in that of the ratio."""
 
@@ -140,9 +140,9 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
     """
     by_kind = {kind: training.under(kind) for kind in KINDS}
     for kind, some in by_kind.items():
-        if len(some) < FEWEST_RECORDS:
+        if len(some) < MIN_RECORDS:
             raise TraceError(
-                f"table decisions: {len(some)} records to learn {kind} from, at least {FEWEST_RECORDS} are needed; "
+                f"table decisions: {len(some)} records to learn {kind} from, at least {MIN_RECORDS} are needed; "
                 "let the server's policy leave more to chance (explore:COST_MODEL), or profile"
             )
     notes: list[str] = []
@@ -182,12 +182,12 @@ def term_of(model: FittedModel, record: Record, kind: Kind) -> Term:
 
 def weight_of(record: Record) -> float:
     """How many situations a record stands for, clipped."""
-    return min(1.0 / record.chance, MOST_WEIGHT)
+    return min(1.0 / record.chance, MAX_WEIGHT)
 
 
 def clipped(records: Sequence[Record]) -> int:
     """Records whose weight is more than what it is clipped to."""
-    return sum(1.0 / record.chance > MOST_WEIGHT for record in records)
+    return sum(1.0 / record.chance > MAX_WEIGHT for record in records)
 
 
 def copied(records: Sequence[Record]) -> tuple[Example, ...]:
@@ -245,8 +245,8 @@ def _tree_counts(
     seen_and_unseen = [(_examples(seen), _examples(unseen)) for seen, unseen in folds]
     laws = [_laws(family, seen, training) for seen, _ in seen_and_unseen]
     for kind in KINDS:
-        if len(training.under(kind)) < FEWEST_STATES:
-            notes.append(f"{kind}: under {FEWEST_STATES} records: physics alone, no residual was learned")
+        if len(training.under(kind)) < MIN_STATES:
+            notes.append(f"{kind}: under {MIN_STATES} records: physics alone, no residual was learned")
             continue
         floor_s = training.floor_s[kind]
         trees[kind] = choose_tree_count(
@@ -327,11 +327,11 @@ def _edges(missed: Mapping[Kind, Sequence[tuple[Record, float]]]) -> tuple[float
     starts: list[int] = []
     held = dict.fromkeys(KINDS, 0)
     for octave in sorted(counts):
-        if not starts or min(held.values()) >= FEWEST_PER_BIN:
+        if not starts or min(held.values()) >= MIN_PER_BIN:
             starts.append(octave)
             held = dict.fromkeys(KINDS, 0)
         held = {kind: held[kind] + counts[octave][kind] for kind in KINDS}
-    if len(starts) > 1 and min(held.values()) < FEWEST_PER_BIN:
+    if len(starts) > 1 and min(held.values()) < MIN_PER_BIN:
         starts.pop()
     return tuple(float(1 << (octave - 1)) for octave in starts[1:])
 
@@ -397,7 +397,7 @@ class LogTrainReport:
     trees: Mapping[Kind, int]
     clipped: Mapping[Kind, int]
     """Training records that stand for more situations than a weight may."""
-    least_chance: Mapping[Kind, float]
+    min_chance: Mapping[Kind, float]
     averages: Mapping[Kind, Average]
     """Over all situations of the logs, directly and doubly robustly; where they differ the model was scaled."""
     left_out: Mapping[str, int]
@@ -430,8 +430,8 @@ class LogTrainReport:
             )
         for kind in KINDS:
             lines.append(
-                f"{kind}: least chance {self.least_chance[kind]:.3g}; {self.clipped[kind]} of {self.records[kind]} "
-                f"records stand for more than {MOST_WEIGHT:g} situations and count as that many"
+                f"{kind}: least chance {self.min_chance[kind]:.3g}; {self.clipped[kind]} of {self.records[kind]} "
+                f"records stand for more than {MAX_WEIGHT:g} situations and count as that many"
             )
         for kind in KINDS:
             one = self.averages[kind]
@@ -479,7 +479,7 @@ def train_logged(
         held_out=scores,
         trees=fitted.trees,
         clipped={kind: clipped(training.under(kind)) for kind in KINDS},
-        least_chance={kind: min(record.chance for record in training.under(kind)) for kind in KINDS},
+        min_chance={kind: min(record.chance for record in training.under(kind)) for kind in KINDS},
         averages=fitted.averages,
         left_out=records.left_out,
         notes=notes,

@@ -38,12 +38,12 @@ from kvpolicy.training.transfer import (
     unknown_beforehand,
 )
 
-FEWEST_STATES = 12
+MIN_STATES = 12
 """Fewer leave nothing to judge a fit by once it is made."""
-MOST_VARIATION = 0.30
-FEWEST_TO_TELL = 8
+MAX_VARIATION = 0.30
+MIN_STATES_TO_HOLD_OUT = 8
 """With fewer states a carried model is made of all of them, and nothing is held out to judge it by."""
-MOST_STATES = 4000
+MAX_STATES = 4000
 """States that are learned from, and as many at most to judge by: of more, so many are drawn, every length among them.
 What a draw costs in held-out error is what `benchmarks/training_scale.py --draws` prints."""
 EVALUABLE_STATES = 20
@@ -182,7 +182,7 @@ def train(
 
     A model that is there already is replaced once the new one is whole, and the report says so. A part of the states
     is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Of either part no more than
-    :data:`MOST_STATES` are used; the report says where they were drawn from more. Raises TraceError,
+    :data:`MAX_STATES` are used; the report says where they were drawn from more. Raises TraceError,
     naming table and row or file and field, for traces that cannot be trained on: one option missing, fewer than 12
     states, impossible values, all states of one length, different machines unless ``mixed_hardware``, over 30% noise
     unless ``force``; FileExistsError where ``out`` holds
@@ -196,14 +196,14 @@ def train(
         return train_logged(traces, out, family, seed, mixed_hardware)
     dataset = measured(traces, mixed_hardware)
     variation = _variation(dataset, force)
-    if len(dataset.states) < FEWEST_STATES:
+    if len(dataset.states) < MIN_STATES:
         raise TraceError(
             f"{', '.join(map(str, traces))}: {len(dataset.states)} states were measured under both options, training "
-            f"needs at least {FEWEST_STATES}; let `kvpolicy profile` measure more"
+            f"needs at least {MIN_STATES}; let `kvpolicy profile` measure more"
         )
     _refuse_one_length(dataset)
     parts = split(dataset.states, seed)
-    training, held = (drawn(part, MOST_STATES, random.Random(f"drawn {seed}")) for part in parts)
+    training, held = (drawn(part, MAX_STATES, random.Random(f"drawn {seed}")) for part in parts)
     dataset = replace(dataset, moves=dataset.moves_of(training))
     fitted = fit(family, training, dataset, provenance_of(family.label, dataset, training, variation), seed)
     told = (
@@ -280,11 +280,11 @@ def _variation(dataset: Dataset, force: bool) -> float | None:
         if header.source != "profile":
             continue
         value = header.noise.get("variation")
-        if isinstance(value, int | float) and 0 <= value <= MOST_VARIATION:
+        if isinstance(value, int | float) and 0 <= value <= MAX_VARIATION:
             found.append(float(value))
         elif not force:
             raise TraceError(
-                f"core {core}, header.json: noise.variation is {value!r}, should be at most {MOST_VARIATION}; "
+                f"core {core}, header.json: noise.variation is {value!r}, should be at most {MAX_VARIATION}; "
                 "measure again on a quieter machine, or --force it"
             )
         elif isinstance(value, int | float):
@@ -411,7 +411,7 @@ def calibrate(
     forests = store.forest_texts(model)
     dataset = measured(traces)
     variation = _variation(dataset, force)
-    tellable = len(dataset.states) >= FEWEST_TO_TELL
+    tellable = len(dataset.states) >= MIN_STATES_TO_HOLD_OUT
     training, held = split(dataset.states, seed) if tellable else (list(dataset.states), [])
     if states is not None and not 1 <= states <= len(training):
         raise WrongValue("states", f"is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")

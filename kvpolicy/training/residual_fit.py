@@ -20,7 +20,7 @@ from kvpolicy.features import GROWING
 from kvpolicy.regression.residual import TREE_COUNTS, Growth, Unseen, grow
 from kvpolicy.regression.residual import choose_tree_count as fewest_trees
 
-FEWEST_STATES = 40
+MIN_STATES = 40
 """With fewer training states the residual is left out: it would learn noise."""
 # Not the waiting requests: they grow without bound under pressure and take no part in any step.
 INPUTS: dict[Kind, tuple[str, ...]] = {
@@ -73,6 +73,6 @@ def fit_residual(target: Target, trees: int, seed: int) -> ForestText:
 
 def _boost(target: Target, trees: int, seed: int) -> Any:
     growth = Growth(
-        leaves=8, learning_rate=0.1, least_rows_in_leaf=max(5, len(target.examples) // 20), monotone=GROWING, seed=seed
+        leaves=8, learning_rate=0.1, min_rows_in_leaf=max(5, len(target.examples) // 20), monotone=GROWING, seed=seed
     )
     return grow(target.inputs(), target.misses(), INPUTS[target.kind], trees, growth)

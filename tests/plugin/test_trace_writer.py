@@ -96,7 +96,7 @@ class TestTraceWriter:
         assert recorder.dropped == 1
 
     def test_a_disk_that_does_not_keep_up(self, tmp_path: Path) -> None:
-        recorder = TraceWriter(tmp_path / "trace" / "core", header(), most_waiting=3, part_s=1e9)
+        recorder = TraceWriter(tmp_path / "trace" / "core", header(), max_waiting=3, part_s=1e9)
         with recorder._writing:  # the writer is stuck
             for _ in range(10):
                 recorder.add("requests", ROW)

@@ -178,7 +178,7 @@ def test_a_grid_spreads_over_everything_it_is_to_cover() -> None:
     assert lengths[-1] > 1200
     assert len({state.spare_blocks for state in states}) >= 3
     assert any(state.waiting for state in states)
-    assert all(sum(state.other_prompts) <= SPAN.most_batch_tokens for state in states)
+    assert all(sum(state.other_prompts) <= SPAN.max_batch_tokens for state in states)
 
 
 def test_a_grid_depends_on_its_seed_alone() -> None:

@@ -45,7 +45,7 @@ class Measurement:
         self._job = job
         self._tell = tell
         self._clock = clock
-        self._end_s = math.inf if job.most_s is None else clock() + job.most_s
+        self._end_s = math.inf if job.max_s is None else clock() + job.max_s
         self._rng = random.Random(f"{job.seed}/order/{job.first_repeat}")
         self._steps_out: dict[tuple[str, str], int] = {}
         self.discarded: dict[str, int] = {}
@@ -53,7 +53,7 @@ class Measurement:
     def run(self) -> Noise:
         self._warm_up()
         noise = self._noise()
-        repeats = self._job.repeats * min(noise.factor, self._job.most_extra)
+        repeats = self._job.repeats * min(noise.factor, self._job.max_extra)
         pairs = self._job.check_pairs
         self._tell({"windows": repeats * len(self._job.states) * len(ARMS) + 2 * pairs * len(self._job.checks)})
         for repeat in range(repeats):
@@ -128,7 +128,7 @@ def measure(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     return {
         "core": driver.controller.core,
         "noise": asdict(noise),
-        "repeats": job.repeats * min(noise.factor, job.most_extra),
+        "repeats": job.repeats * min(noise.factor, job.max_extra),
         "discarded": measurement.discarded,
         "records_dropped": driver.controller.recorder.dropped,
     }

@@ -24,8 +24,8 @@ ARMS: tuple[Arm, ...] = ("none", "recompute", "swap")
 
 WINDOW_TOKENS = 4
 """Tokens the victim emits before its window ends."""
-MOST_WINDOW_S = 60.0
-MOST_PAUSE_STEPS = 32
+MAX_WINDOW_S = 60.0
+MAX_PAUSE_STEPS = 32
 OUTPUT_TOKENS = 100_000
 """Asked of every request: none finishes by itself. Cut to what the model can hold."""
 
@@ -93,7 +93,7 @@ class WindowDriver:
         rng = random.Random(f"{self._seed}/{state.state_id}/{arm}/{repeat}/{attempt}")
         try:
             scene = self._set_up(state, rng)
-            return scene.play(arm, repeat, min(pause_steps, MOST_PAUSE_STEPS))
+            return scene.play(arm, repeat, min(pause_steps, MAX_PAUSE_STEPS))
         finally:
             self._clear()
 
@@ -179,11 +179,11 @@ class WindowDriver:
         self._names = []
         self.pool.free_blocks(self._held)
         self._held = []
-        deadline = self._clock() + MOST_WINDOW_S
+        deadline = self._clock() + MAX_WINDOW_S
         self.step()
         while self.pool.get_num_free_blocks() < self.pool.num_gpu_blocks - 1:
             if self._clock() > deadline:
-                raise WindowError(f"blocks were not given back within {MOST_WINDOW_S:g} s of a window's end")
+                raise WindowError(f"blocks were not given back within {MAX_WINDOW_S:g} s of a window's end")
             self.step()
 
 
@@ -211,7 +211,7 @@ class Scene:
         first, began = driver.next_step, driver.now_s
         opened = self._take(arm, lost, pause_steps)
         driver.controller.pin(None, None)
-        deadline = began + MOST_WINDOW_S
+        deadline = began + MAX_WINDOW_S
         trouble = self._trouble(arm)
         while not trouble and any(v.num_output_tokens < n for v, n in zip(self.victims, enough, strict=True)):
             driver.keep_free(state.growth_blocks)

@@ -12,12 +12,12 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy_vllm.bench.engine_process import device_arguments, plugin_arguments
-from kvpolicy_vllm.bench.job import MOST_EXTRA, Job
+from kvpolicy_vllm.bench.job import MAX_EXTRA, Job
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
 from kvpolicy_vllm.plugin.settings import GIB, Settings
 
-FEWEST_TOKENS = 64
-MOST_HOST_GIB = 4.0
+MIN_TOKENS = 64
+MAX_HOST_GIB = 4.0
 PAGEABLE = "-pageable"
 """Ends the ids of states whose copies went to memory that was not page-locked: their costs are others."""
 
@@ -34,20 +34,20 @@ class Extent:
     """Of every arm in every state and pass."""
     check_pairs: int
     """Twins per option, block size and pass."""
-    most_tokens: int
+    max_tokens: int
     """Computed tokens of the longest victim."""
-    most_others: int
-    most_batch_tokens: int
+    max_others: int
+    max_batch_tokens: int
     """Context of all running requests together."""
     model_tokens: int
     """The engine's ``max_model_len``, where the model can hold as many."""
-    most_extra: int = MOST_EXTRA
+    max_extra: int = MAX_EXTRA
     """Repeats are multiplied by that at most where the machine is noisy; 1 bounds the time a profile takes."""
 
     def span(self, model_tokens: int) -> Span:
         length = min(self.model_tokens, model_tokens)
-        most = min(self.most_tokens, length // 2)
-        return Span(FEWEST_TOKENS, most, self.most_others, self.most_batch_tokens, length)
+        most = min(self.max_tokens, length // 2)
+        return Span(MIN_TOKENS, most, self.max_others, self.max_batch_tokens, length)
 
 
 QUICK = Extent((32, 64), 24, 2, 1, 10, 1500, 7, 6000, 4096)
@@ -111,7 +111,7 @@ class Rig:
             repeats=self.extent.repeats,
             first_repeat=part.number * 100,
             seed=self.seed,
-            most_extra=self.extent.most_extra,
+            max_extra=self.extent.max_extra,
         )
 
     def engine_arguments(self, part: Part, trace: Path, span: Span, blocks: int) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Rig:
         }
         settings = Settings(
             policy="always-recompute",  # every measured decision is pinned
-            host_gib=min(MOST_HOST_GIB, 0.4 * available_memory_bytes() / GIB),
+            host_gib=min(MAX_HOST_GIB, 0.4 * available_memory_bytes() / GIB),
             link=self.link,
             trace=trace,
             seed=self.seed,

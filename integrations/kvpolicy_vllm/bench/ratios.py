@@ -14,7 +14,7 @@ from kvpolicy.stats import quantile
 
 RESAMPLES = 5000
 CONFIDENCE = 0.95
-FEWEST_BLOCKS = 2
+MIN_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def paired_ratio(
     Should Know About the Bootstrap", 2015, section 4.5): without that, intervals over eight blocks are too narrow.
     Raises ValueError for under 2 blocks, unequal numbers of them, and values not above 0.
     """
-    if len(above) != len(below) or len(above) < FEWEST_BLOCKS:
-        raise InputError(f"{len(above)} and {len(below)} blocks: should be as many of both, at least {FEWEST_BLOCKS}")
+    if len(above) != len(below) or len(above) < MIN_BLOCKS:
+        raise InputError(f"{len(above)} and {len(below)} blocks: should be as many of both, at least {MIN_BLOCKS}")
     if not all(math.isfinite(value) and value > 0 for value in (*above, *below)):
         raise InputError(f"a ratio needs values above 0, got {list(above)} and {list(below)}")
     logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]

@@ -198,7 +198,7 @@ def study_job(rig: Rig, reach: Reach, step: Step, folder: Path) -> Job:
         repeats=reach.repeats,
         first_repeat=part.number * 100,
         seed=rig.seed,
-        most_extra=1,
+        max_extra=1,
     )
 
 

@@ -83,13 +83,13 @@ is so much of its time that recomputed tokens hardly show, which is not how real
 _EXTENT = {
     "passes": 2,
     "repeats": 1,
-    "most_tokens": 512,
-    "most_batch_tokens": 4000,
+    "max_tokens": 512,
+    "max_batch_tokens": 4000,
     "model_tokens": 2048,
-    "most_extra": 1,
+    "max_extra": 1,
 }
 FULL = Plan(
-    extent=Extent((32,), states=64, check_pairs=5, most_others=15, **_EXTENT),
+    extent=Extent((32,), states=64, check_pairs=5, max_others=15, **_EXTENT),
     blocks=10,
     requests=48,
     warm_up_requests=32,
@@ -100,7 +100,7 @@ FULL = Plan(
     memory_share=0.33,
 )
 QUICK = Plan(
-    extent=Extent((32,), states=52, check_pairs=2, most_others=8, **_EXTENT),
+    extent=Extent((32,), states=52, check_pairs=2, max_others=8, **_EXTENT),
     blocks=2,
     requests=24,
     warm_up_requests=16,

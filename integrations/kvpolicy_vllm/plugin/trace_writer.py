@@ -186,7 +186,7 @@ class TraceWriter:
         header: Header,
         part_rows: int = 5000,
         part_s: float = 2.0,
-        most_waiting: int = 100_000,
+        max_waiting: int = 100_000,
         close_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -195,7 +195,7 @@ class TraceWriter:
         self._header = header
         self._part_rows = part_rows
         self._part_s = part_s
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._close_s = close_s
         self._clock = clock
         self._waiting: dict[str, deque[Row]] = {name: deque() for name in SCHEMAS}
@@ -213,7 +213,7 @@ class TraceWriter:
     def add(self, table: str, row: Row) -> None:
         """Queue one row; drops and counts it where too many wait."""
         waiting = self._waiting[table]
-        if len(waiting) >= self._most_waiting:
+        if len(waiting) >= self._max_waiting:
             self.dropped += 1
         else:
             waiting.append(row)

@@ -16,7 +16,7 @@ from kvpolicy.simulator.builtin.decode_batch import Crowd
 from kvpolicy.simulator.builtin.live_request import Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
 
-MOST_STEPS = 2048
+MAX_STEPS = 2048
 """Taken at once."""
 
 
@@ -120,7 +120,7 @@ class Stepper:
             return 0
         if any(step.scheduled or step.through or step.saves or step.loads for step in flying):
             return 0
-        most = min(self.crowd.next_end(), MOST_STEPS)
+        most = min(self.crowd.next_end(), MAX_STEPS)
         return self.crowd.steps_within(scheduler.pool.free, most) if most > 1 else 0
 
     def load(self, ahead: int) -> StepLoad:

@@ -161,15 +161,15 @@ def _refuse(file: Path, name: str, values: Floats, should: str, below: float = n
         raise TableError(f"{file}, row {row}: {name} is {float(values[row])!r}, should be {should}")
 
 
-def subsampled(table: Table, most_rows: int, seed: int) -> Table:
-    """At most about ``most_rows`` rows, whole points drawn at random under ``seed``; the longest tenth of all kept,
+def subsampled(table: Table, max_rows: int, seed: int) -> Table:
+    """At most about ``max_rows`` rows, whole points drawn at random under ``seed``; the longest tenth of all kept,
     as far as there is room."""
-    if len(table) <= most_rows:
+    if len(table) <= max_rows:
         return table
     points = int(table.groups.max()) + 1
     length = np.zeros(points)
     np.maximum.at(length, table.groups, table.times.length)
-    wanted = int(points * most_rows / len(table))
+    wanted = int(points * max_rows / len(table))
     longest = np.argsort(-length, kind="stable")[: min(wanted, ceil(points / 10))]
     rest = np.random.default_rng(seed).permutation(np.setdiff1d(np.arange(points), longest))
     drawn = np.concatenate([longest, rest[: wanted - len(longest)]])

@@ -30,7 +30,7 @@ ELEMENTWISE_LAUNCH_S = 2.5e-6
 """Norms, rotary embedding and activation at few tokens: 2.4 to 2.9 us each on LLMServingSim's RTX PRO 6000 table."""
 ELEMENTWISE_PER_LAYER = 4
 ROWS_TO_FIT = 20_000
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class Products:
 def of_products(products: Products, geometry: Geometry, sheet: DeviceSheet) -> Told:
     """Projections and MLP from matrix products; operators by element from the data sheet's memory bandwidth."""
     g = geometry
-    most = min(MOST_TOKENS, float(products.table.times.settings["m"].max()))
+    most = min(MAX_TOKENS, float(products.table.times.settings["m"].max()))
     m = np.unique(products.table.times.settings["m"])
     m = m[m <= most]
     attention = g.heads * g.head_dim

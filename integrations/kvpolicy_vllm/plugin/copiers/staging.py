@@ -49,12 +49,12 @@ def runs_of(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 class Staging:
     """One direction's device memory, and the two moves through it. Everything is ordered on the current stream."""
 
-    def __init__(self, segments: Sequence[torch.Tensor], arena: torch.Tensor, most_bytes: int = STAGED_BYTES) -> None:
+    def __init__(self, segments: Sequence[torch.Tensor], arena: torch.Tensor, max_bytes: int = STAGED_BYTES) -> None:
         widest = torch.int64 if all(s.shape[1] * s.element_size() % 8 == 0 for s in segments) else torch.uint8
         self._segments = [segment.view(widest) for segment in segments]
         self._arena = arena.view(widest)
         self._edges = [edge // widest.itemsize for edge in offsets_of(self._segments)]
-        self._blocks = max(1, min(most_bytes // arena.shape[1], arena.shape[0]))
+        self._blocks = max(1, min(max_bytes // arena.shape[1], arena.shape[0]))
         self._buffer = torch.empty((self._blocks, self._edges[-1]), dtype=widest, device=segments[0].device)
 
     def out(self, job: Job) -> None:
