@@ -35,29 +35,25 @@ FEW_STEPS = 16
 
 
 class Engine:
-    """One run, step by step."""
+    """One run, step by step. ``identity``: all that it follows from; the others: see :class:`Builtin`."""
 
     def __init__(
         self,
-        source: Source,
-        policy: Policy,
-        server: Server,
-        times: Times,
-        seed: int,
+        identity: Identity,
         journal: Journal,
         victims: Victims,
         leap: bool,
         on_decision: DecisionObserver | None = None,
     ) -> None:
-        self.server = server
-        self.times = times
+        self.server = server = identity.server
+        self.times = times = identity.times
         self.journal = journal
         self.tallied = Tallied(times)
         self.now_s = 0.0
-        self.arrivals = Arrivals(source, self._refuse)
+        self.arrivals = Arrivals(identity.requests, self._refuse)
         self.copies = CopyBook(server)
         self.link: LinkQueues[Copy] = LinkQueues(server, times)
-        self.preemptions = Preemptions(server, policy, seed, journal, self.tallied, on_decision)
+        self.preemptions = Preemptions(server, identity.policy, identity.seed, journal, self.tallied, on_decision)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted)
         self.present = 0
@@ -393,7 +389,7 @@ class Builtin:
             sink.begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
         journal = Journal(core, sink)
         victims = self.victims or VllmVictims(server.scheduling)
-        engine = Engine(requests, policy, server, times, seed, journal, victims, self.leap, on_decision)
+        engine = Engine(identity, journal, victims, self.leap, on_decision)
         engine.run()
         journal.flush()
         trace = None if sink is None else sink.finish()
