@@ -6,10 +6,7 @@ installed.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +28,8 @@ BASE: dict[str, Any] = {
 
 
 def run_alone(job: dict[str, Any], folder: Path, source: str) -> dict[str, Any]:
-    number = len(list(folder.glob("job-*")))
-    paths = folder / f"job-{number}.json", folder / f"result-{number}.json"
-    paths[0].write_text(json.dumps(job))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.alone", *map(str, paths)],
-        env=harness.environment() | {"KVPOLICY_VLLM_SOURCE": source},
-        cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
-    return json.loads(paths[1].read_text())
+    environment = harness.environment() | {"KVPOLICY_VLLM_SOURCE": source}
+    return harness.run_module("tests.vllm.alone", job, folder, environment)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
