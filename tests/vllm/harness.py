@@ -18,7 +18,9 @@ from tests.vllm.warm import Warm
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 1800.0
 WARM: dict[tuple[str, str | None], Warm] = {}
-"""By module and the vLLM it imports."""
+"""By module and the vLLM it imports, in the order of their last use."""
+MAX_WARM = 2
+"""Each takes some 600 MB."""
 TIE_GAP = 1e-4
 """A first difference where the reference's two best log-probabilities are closer than this is a tie."""
 TIES_PER_TOKEN = 1 / 50_000
@@ -64,8 +66,7 @@ def run_module(
     job_path.write_text(json.dumps(job))
     arguments = [str(job_path), str(result_path)]
     if warm:
-        process = WARM.setdefault((module, environment.get("KVPOLICY_VLLM_SOURCE")), Warm(module))
-        status = process.run(arguments, environment, output, TIMEOUT_S)
+        status = _warm(module, environment).run(arguments, environment, output, TIMEOUT_S)
     else:
         with output.open("w") as sink:
             status = subprocess.run(
@@ -76,6 +77,16 @@ def run_module(
     if status or not result_path.exists():
         raise EngineFailed(f"{module} ended with {status}:\n{printed[-6000:]}")
     return json.loads(result_path.read_text()) | {"output": printed}
+
+
+def _warm(module: str, environment: dict[str, str]) -> Warm:
+    """The one that has this module and vLLM imported; the one that was used longest ago ends for a new one."""
+    key = module, environment.get("KVPOLICY_VLLM_SOURCE")
+    found = WARM.pop(key, None) or Warm(module)
+    if len(WARM) == MAX_WARM:
+        WARM.pop(next(iter(WARM))).end()
+    WARM[key] = found
+    return found
 
 
 def plugin(policy: str, **extra: Any) -> dict[str, Any]:

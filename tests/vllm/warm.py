@@ -70,19 +70,19 @@ class Warm:
         status = process.stdout.readline() if ready else ""
         if status:
             return int(status)
-        self._end()
+        self.end()
         if not ready:
             raise subprocess.TimeoutExpired(arguments, timeout_s)
         raise RuntimeError(f"{self._module} cannot be imported, or its process was killed; see above")
 
     def _started(self, environment: dict[str, str]) -> subprocess.Popen[str]:
-        atexit.register(self._end)
+        atexit.register(self.end)
         return subprocess.Popen(
             [sys.executable, "-m", __spec__.name, self._module],
             env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """With its job, where one runs."""
         process, self._process = self._process, None
         if process is None:
