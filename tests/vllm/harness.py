@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.policies import ALTERNATING
+from benchmarks.gpu.alternating import ALTERNATING
 from tests.vllm.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.alternating import ALTERNATING
 from kvpolicy import trace
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.plugin.settings import SCHEDULER, transfer_config
 from tests.vllm import harness
 from tests.vllm.conftest import SCARCE, job
-from tests.vllm.policies import ALTERNATING
 
 
 def test_a_policy_goes_to_the_other_process_and_metrics_come_back(
