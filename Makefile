@@ -22,6 +22,7 @@ PYTEST_FLAGS ?=
 SOAK_FLAGS ?=
 # Whose scheduler `make test` drives beside the installed one; some 45 MB each, fetched through pip.
 SOURCES ?= 0.30.0
+WITH_VLLM = KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm
 QUICK = -m "not slow" --durations=25
 # Where flags choose some tests, one half may hold none of them: pytest says 5 then.
 NOTHING_FOUND = $(if $(PYTEST_FLAGS),|| test $$? -eq 5)
@@ -32,7 +33,7 @@ GPU_FLAGS ?=
 # All passed before, or flags chose none: pytest says 5 then.
 RESUMED = -p tests.resuming --durations=25 $(PYTEST_FLAGS) || test $$? -eq 5
 
-.PHONY: demo characterize test test-engines test-offline test-all test-all-engines test-all-offline lint check fuzz soak sources test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
+.PHONY: demo characterize test test-engines test-offline test-schedulers test-all test-all-engines test-all-offline test-all-schedulers lint check fuzz soak sources test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .DELETE_ON_ERROR:
 
 demo: .venv/.made
@@ -48,27 +49,33 @@ characterize: .venv/.made
 	.venv/bin/kvpolicy report $(STUDY)/simulated --out $(STUDY)/simulated.html --figures $(STUDY)/simulated-figures \
 		--json $(STUDY)/simulated.json
 
-# Engines take one core each, and most of the time; what starts none runs beside them.
+# Engines take one core each, and most of the time; what starts none runs beside them, one part after the other.
 test: .venv/.made
-	$(MAKE) --no-print-directory --keep-going -j2 test-engines test-offline
+	$(MAKE) --no-print-directory --keep-going -j2 test-engines test-offline test-schedulers
 
 # Without a network the tests that want other versions say so; what is there is kept.
 sources: .venv/.made
 	-.venv/bin/python tools/vllm_sources.py .vllm-sources $(SOURCES)
 
-test-engines: .venv/.made sources
-	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm $(QUICK) $(PYTEST_FLAGS) $(NOTHING_FOUND)
+test-engines: .venv/.made
+	$(WITH_VLLM) -m "not slow and not scheduler" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
+
+test-schedulers: .venv/.made sources
+	$(WITH_VLLM) -m "scheduler and not slow" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
 test-offline: .venv/.made
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --ignore=tests/vllm $(QUICK) $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
 test-all: .venv/.made
 	-.venv/bin/python tools/vllm_sources.py .vllm-sources
-	$(MAKE) --no-print-directory --keep-going -j2 test-all-engines test-all-offline
+	$(MAKE) --no-print-directory --keep-going -j2 test-all-engines test-all-offline test-all-schedulers
 	$(MAKE) --no-print-directory soak
 
 test-all-engines: .venv/.made
-	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm $(RESUMED)
+	$(WITH_VLLM) -m "not scheduler" $(RESUMED)
+
+test-all-schedulers: .venv/.made
+	$(WITH_VLLM) -m scheduler $(RESUMED)
 
 test-all-offline: .venv/.made
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --ignore=tests/vllm $(RESUMED)

@@ -22,6 +22,8 @@ from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
 from kvpolicy_vllm.plugin.jobs import Job
 from kvpolicy_vllm.plugin.staging import Staging, host_arena, runs_of, segments_in
 
+pytestmark = pytest.mark.scheduler
+
 SCHEDULES = 60
 OLD, NEW, OTHER = 3.0, 4.0, 5.0
 

@@ -17,6 +17,8 @@ from tests.vllm.setups import Setup
 from tests.vllm.test_soak import PRESSED
 from tests.vllm.versions import FETCHED_BY_MAKE, INSTALLED, quick_and_others, source_or_skip
 
+pytestmark = pytest.mark.scheduler
+
 LOCKED_OUT: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "by a better priority": ({"scheduling": "priority"}, (1, 3, 47, 48)),
     "by one that waited for an adapter": ({"adapters": 4}, (2, 7, 8, 12)),

@@ -13,6 +13,8 @@ from tests.vllm import harness
 from tests.vllm.test_same_schedule import BASE, run_alone
 from tests.vllm.versions import INSTALLED, quick_and_others
 
+pytestmark = pytest.mark.scheduler
+
 GOOD = harness.plugin("always-swap")
 TRANSFER = GOOD["kv_transfer_config"]
 

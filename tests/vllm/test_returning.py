@@ -15,6 +15,8 @@ from tests.vllm import alone, harness
 from tests.vllm.disturbances import loaded_and_waiting
 from tests.vllm.test_same_schedule import BASE
 
+pytestmark = pytest.mark.scheduler
+
 PLACES = 3
 
 

@@ -19,6 +19,8 @@ from tests.vllm.setups import Setup
 from tests.vllm.test_soak import PRESSED
 from tests.vllm.versions import INSTALLED, source_or_skip
 
+pytestmark = pytest.mark.scheduler
+
 FLAG = "--enable-return-routed-experts"
 
 

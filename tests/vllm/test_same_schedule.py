@@ -14,6 +14,8 @@ import pytest
 from tests.vllm import harness
 from tests.vllm.versions import INSTALLED, quick_and_others, source_or_skip
 
+pytestmark = pytest.mark.scheduler
+
 versions = pytest.mark.parametrize("version", quick_and_others(INSTALLED), scope="module")
 """One after the other: at each its vLLM is imported once."""
 SETTINGS: dict[str, dict[str, Any]] = {

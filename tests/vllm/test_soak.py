@@ -25,6 +25,8 @@ from tests.vllm.setups import Setup
 from tests.vllm.symbolic import SymbolicWorker
 from tests.vllm.versions import CLAIMED, FETCHED_BY_MAKE, INSTALLED, ROOT, quick_and_others, source_or_skip
 
+pytestmark = pytest.mark.scheduler
+
 SEEDS = range(30)
 PRESSED: dict[str, Any] = {
     "scheduling": "fcfs", "adapters": 0, "grammars": False, "prompt_logprobs": False, "copies_fail": False,

@@ -14,6 +14,8 @@ import pytest
 from tests.vllm import harness
 from tests.vllm.test_same_schedule import BASE, run_alone, versions
 
+pytestmark = pytest.mark.scheduler
+
 modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
