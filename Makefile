@@ -1,6 +1,8 @@
 # make demo       the main job on a real engine, in an environment made for it
 # make characterize  the overflow study, quick: over the native link, then behind a simulated one; a report of each
-# make test       the environment if need be, then every test
+# make test       the environment if need be, then what every change has to pass: within half an hour on two cores
+# make test-all   every test, with every version of vLLM that is claimed, and `make soak`: hours. Taken up again, it
+#                 leaves out what has passed on the same code
 # make lint       ruff and mypy: lint, format and types
 # make check      that, and the tests that start no engine
 # make fuzz       the properties, held against twenty times as many examples, new ones at every run
@@ -20,13 +22,18 @@ PYTEST_FLAGS ?=
 SOAK_FLAGS ?=
 # Whose scheduler `make test` drives beside the installed one; some 45 MB each, fetched through pip.
 SOURCES ?= 0.30.0
+WITH_VLLM = KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm
+QUICK = -m "not slow" --durations=25
 # Where flags choose some tests, one half may hold none of them: pytest says 5 then.
 NOTHING_FOUND = $(if $(PYTEST_FLAGS),|| test $$? -eq 5)
 # A machine with a GPU brings its own engine as often as not, and may have no network to make an environment from.
 GPU_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 GPU_FLAGS ?=
 
-.PHONY: demo characterize test test-engines test-offline lint check fuzz soak sources test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
+# All passed before, or flags chose none: pytest says 5 then.
+RESUMED = -p tests.resuming --durations=25 $(PYTEST_FLAGS) || test $$? -eq 5
+
+.PHONY: demo characterize test test-engines test-offline test-schedulers test-all test-all-engines test-all-offline test-all-schedulers lint check fuzz soak sources test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .DELETE_ON_ERROR:
 
 demo: .venv/.made
@@ -42,19 +49,36 @@ characterize: .venv/.made
 	.venv/bin/kvpolicy report $(STUDY)/simulated --out $(STUDY)/simulated.html --figures $(STUDY)/simulated-figures \
 		--json $(STUDY)/simulated.json
 
-# Engines take one core each, and most of the time; what starts none runs beside them.
+# Engines take one core each, and most of the time; what starts none runs beside them, one part after the other.
 test: .venv/.made
-	$(MAKE) --no-print-directory --keep-going -j2 test-engines test-offline
+	$(MAKE) --no-print-directory --keep-going -j2 test-engines test-offline test-schedulers
 
 # Without a network the tests that want other versions say so; what is there is kept.
 sources: .venv/.made
 	-.venv/bin/python tools/vllm_sources.py .vllm-sources $(SOURCES)
 
-test-engines: .venv/.made sources
-	KVPOLICY_REQUIRE_VLLM=1 .venv/bin/python -m pytest tests/vllm $(PYTEST_FLAGS) $(NOTHING_FOUND)
+test-engines: .venv/.made
+	$(WITH_VLLM) -m "not slow and not scheduler" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
+
+test-schedulers: .venv/.made sources
+	$(WITH_VLLM) -m "scheduler and not slow" --durations=25 $(PYTEST_FLAGS) $(NOTHING_FOUND)
 
 test-offline: .venv/.made
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --ignore=tests/vllm $(PYTEST_FLAGS) $(NOTHING_FOUND)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --ignore=tests/vllm $(QUICK) $(PYTEST_FLAGS) $(NOTHING_FOUND)
+
+test-all: .venv/.made
+	-.venv/bin/python tools/vllm_sources.py .vllm-sources
+	$(MAKE) --no-print-directory --keep-going -j2 test-all-engines test-all-offline test-all-schedulers
+	$(MAKE) --no-print-directory soak
+
+test-all-engines: .venv/.made
+	$(WITH_VLLM) -m "not scheduler" $(RESUMED)
+
+test-all-schedulers: .venv/.made
+	$(WITH_VLLM) -m scheduler $(RESUMED)
+
+test-all-offline: .venv/.made
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest --ignore=tests/vllm $(RESUMED)
 
 lint: .venv/.made
 	.venv/bin/ruff check .
@@ -62,7 +86,7 @@ lint: .venv/.made
 	.venv/bin/mypy
 
 check: lint
-	.venv/bin/python -m pytest --ignore=tests/vllm $(PYTEST_FLAGS)
+	.venv/bin/python -m pytest --ignore=tests/vllm $(QUICK) $(PYTEST_FLAGS)
 
 fuzz: .venv/.made
 	KVPOLICY_FUZZ=20 .venv/bin/python -m pytest --ignore=tests/vllm -m hypothesis $(PYTEST_FLAGS)
@@ -72,7 +96,7 @@ soak: .venv/.made
 	.venv/bin/python -m tests.vllm.soak $(SOAK_FLAGS)
 
 test-024: .venv-024/.made
-	KVPOLICY_REQUIRE_VLLM=1 .venv-024/bin/python -m pytest tests/vllm $(PYTEST_FLAGS)
+	KVPOLICY_REQUIRE_VLLM=1 .venv-024/bin/python -m pytest tests/vllm $(QUICK) $(PYTEST_FLAGS)
 
 gpu-check gpu-swap gpu-profile gpu-overload: gpu-%:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/integrations$${PYTHONPATH:+:$$PYTHONPATH}" \
@@ -90,4 +114,4 @@ environment: .venv/.made
 	touch $@
 
 clean:
-	rm -rf .venv .venv-024 .vllm-sources .soak build dist out
+	rm -rf .venv .venv-024 .vllm-sources .soak .test-all build dist out

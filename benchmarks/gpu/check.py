@@ -1,7 +1,7 @@
 """gpu-check: requests say the same whatever was done with their memory, blocks come back bit for bit, nothing leaks.
 
-Each case is an engine of its own with the plugin and too little memory, its actions drawn by ``random:0.5``, held
-against stock vLLM with memory for all. Ends with status 1 where a case fails, 3 where some are left for want of time.
+Each case is an engine of its own with the plugin and too little memory, both actions in turn, held against
+stock vLLM with memory for all. Ends with status 1 where a case fails, 3 where some are left for want of time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu import pagelock
+from benchmarks.gpu.alternating import ALTERNATING
 from benchmarks.gpu.pieces import Piece, ended, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy_vllm.bench.engine_process import EngineProcess, plugin_arguments
@@ -40,7 +41,7 @@ class Case:
     """One engine, one pass through the workload."""
 
     name: str
-    policy: str | None = "random:0.5"
+    policy: str | None = ALTERNATING
     copier: str | None = "digesting"
     """Of `benchmarks.gpu.copiers`; None: the plugin's own, and texts alone tell. A digest is work of the device's that
     may hide a wait which the plugin forgot."""
@@ -194,7 +195,7 @@ class Checks:
             values["attention_backend"] = self.attention
         if case.policy is None:
             return values
-        settings = Settings(policy=case.policy, host_gib=0.25, seed=5, pin_memory=case.pin_memory)
+        settings = Settings(policy=case.policy, host_gib=0.25, pin_memory=case.pin_memory, allow_python_policies=True)
         if case.copier is not None:
             settings = replace(settings, copier=f"{COPIERS}.{case.copier}")
         return values | plugin_arguments(settings)

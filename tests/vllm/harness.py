@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.policies import ALTERNATING
+from benchmarks.gpu.alternating import ALTERNATING
+from tests.vllm.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 1800.0
+WARM: dict[tuple[str, str | None], Warm] = {}
+"""By module and the vLLM it imports, in the order of their last use."""
+MAX_WARM = 2
+"""Each takes some 600 MB."""
 TIE_GAP = 1e-4
 """A first difference where the reference's two best log-probabilities are closer than this is a tie."""
 TIES_PER_TOKEN = 1 / 50_000
@@ -46,23 +52,41 @@ class EngineFailed(AssertionError):
 
 def run(job: dict[str, Any], folder: Path, *, workers: int = 1, multiprocess: bool = False) -> dict[str, Any]:
     """Run one job in a new process and return its result. Raises :class:`EngineFailed` with the child's last lines."""
+    alone = workers == 1 and not multiprocess  # other engines start processes of their own, and choose how
+    return run_module("tests.vllm.child", job, folder, environment(workers, multiprocess), warm=alone)
+
+
+def run_module(
+    module: str, job: dict[str, Any], folder: Path, environment: dict[str, str], *, warm: bool = True
+) -> dict[str, Any]:
+    """What ``python -m MODULE JOB RESULT`` comes to; ``warm``: in a process that has its imports behind it."""
     folder.mkdir(parents=True, exist_ok=True)
     number = len(list(folder.glob("job-*.json")))
-    job_path, result_path = folder / f"job-{number}.json", folder / f"result-{number}.json"
+    job_path, result_path, output = (folder / f"{name}-{number}.json" for name in ("job", "result", "output"))
     job_path.write_text(json.dumps(job))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.child", str(job_path), str(result_path)],
-        env=environment(workers, multiprocess),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    if done.returncode or not result_path.exists():
-        raise EngineFailed(f"engine ended with {done.returncode}:\n{done.stdout[-6000:]}")
-    return json.loads(result_path.read_text()) | {"output": done.stdout}
+    arguments = [str(job_path), str(result_path)]
+    if warm:
+        status = _warm(module, environment).run(arguments, environment, output, TIMEOUT_S)
+    else:
+        with output.open("w") as sink:
+            status = subprocess.run(
+                [sys.executable, "-m", module, *arguments],
+                env=environment, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False,
+            ).returncode  # fmt: skip
+    printed = output.read_text()
+    if status or not result_path.exists():
+        raise EngineFailed(f"{module} ended with {status}:\n{printed[-6000:]}")
+    return json.loads(result_path.read_text()) | {"output": printed}
+
+
+def _warm(module: str, environment: dict[str, str]) -> Warm:
+    """The one that has this module and vLLM imported; the one that was used longest ago ends for a new one."""
+    key = module, environment.get("KVPOLICY_VLLM_SOURCE")
+    found = WARM.pop(key, None) or Warm(module)
+    if len(WARM) == MAX_WARM:
+        WARM.pop(next(iter(WARM))).end()
+    WARM[key] = found
+    return found
 
 
 def plugin(policy: str, **extra: Any) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Run:
         self._many: dict[str, bool] = {}
         if plugin_of(job):
             # Elsewhere each start draws differently: here the same job does the same at every run.
-            self.scheduler.kvpolicy.judge._rng = random.Random(job.get("seed", 0))
+            self.scheduler.kvpolicy.decider._rng = random.Random(job.get("seed", 0))
 
     @property
     def scheduler(self) -> Any:
@@ -223,16 +223,23 @@ def _change_weights(run: Run) -> None:
 
 
 def _continuations(run: Run, requests: list[dict[str, Any]], before: dict[str, list[int]]) -> dict[str, Any]:
-    """For each request alone, by the changed model: the tokens after those it had, and how close they were."""
+    """For each request, by the changed model, as many at a time as have memory enough: the tokens after those it had,
+    and how close they were."""
     run.job["gaps"] = True
     run.tokens, run.gaps = {}, {}
-    for name, had in before.items():
-        request = requests[int(name[1:])]
-        left = request["max_tokens"] - len(had)
-        if left > 0:
-            run.add(name, {"prompt": request["prompt"] + had, "max_tokens": left})
-            run.serve()
+    unfinished = [name for name, had in before.items() if len(had) < requests[int(name[1:])]["max_tokens"]]
+    blocks = [-(-_tokens(requests[int(name[1:])]) // run.job["engine"]["block_size"]) for name in unfinished]
+    at_once = (run.result()["device_blocks"] - 1) // max(blocks)
+    for first in range(0, len(unfinished), at_once):
+        for name in unfinished[first : first + at_once]:
+            request, had = requests[int(name[1:])], before[name]
+            run.add(name, {"prompt": request["prompt"] + had, "max_tokens": request["max_tokens"] - len(had)})
+        run.serve()
     return {"tokens": run.tokens, "gaps": run.gaps}
+
+
+def _tokens(request: dict[str, Any]) -> int:
+    return len(request["prompt"]) + int(request["max_tokens"])
 
 
 def losing_trace(job: dict[str, Any]) -> dict[str, Any]:

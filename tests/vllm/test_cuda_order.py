@@ -22,6 +22,8 @@ from kvpolicy_vllm.plugin.copiers.cuda import CudaCopier, StagedCudaCopier
 from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, runs_of, segments_in
 from kvpolicy_vllm.plugin.messages import Job
 
+pytestmark = pytest.mark.scheduler
+
 SCHEDULES = 60
 OLD, NEW, OTHER = 3.0, 4.0, 5.0
 

@@ -41,10 +41,12 @@ def test_mixed_actions_change_no_token(
     assert harness.total(stats, "fallbacks", reason="error") == 0
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_workers(
     model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The same with two worker processes, each with its own half of every block."""
+    """The same with two worker processes, each with its own half of every block. With copies that fail they are in
+    `test_faults` at every run."""
     work = job(model, requests, SCARCE | {"tensor_parallel_size": 2}, plugin=harness.alternating())
     result = harness.run(work, tmp_path, workers=2)
     harness.assert_exact(references["requests"], result)

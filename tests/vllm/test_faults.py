@@ -50,15 +50,19 @@ def test_a_rank_that_fails_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With two workers a copy counts only where both made it; here each fails some that the other makes."""
+    """With two workers, each with its own half of every block, a copy counts only where both made it; here each fails
+    some that the other makes."""
     monkeypatch.setenv("KVPOLICY_TEST_FAULTS", json.dumps({"by_rank": [{"fail_saves": [1]}, {"fail_loads": [0, 2]}]}))
     swap = harness.plugin("always-swap", copier="tests.vllm.copiers.FaultyCopier")
     work = job(model, requests, SCARCE | {"tensor_parallel_size": 2}, plugin=swap)
     result = harness.run(work, tmp_path, workers=2)
     harness.assert_exact(references["requests"], result)
     harness.assert_nothing_left(result)
-    assert harness.total(result["stats"], "fallbacks", reason="save_failed") == 1
-    assert harness.total(result["stats"], "fallbacks", reason="load_failed") == 2
+    stats = result["stats"]
+    assert harness.total(stats, "fallbacks", reason="save_failed") == 1
+    assert harness.total(stats, "fallbacks", reason="load_failed") == 2
+    assert harness.total(stats, "preemptions", executed="swap") >= 4
+    assert harness.total(stats, "loaded_tokens") > 0
 
 
 def test_host_pool_of_three_blocks(

@@ -26,7 +26,10 @@ TIMES = ConstantTimes(2e-3, (5e-5, 1e-5, 1e-7, 1e-8, 2e-4, 0.0), 1e-3, 1e9)
 POLICIES = ("always-recompute", "always-swap")
 TIME_COLUMNS = ("start_s", "end_s", "submit_s", "time_s", "closed_s", "arrival_s", "first_token_s", "last_token_s")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # vLLM's own
+pytestmark = [
+    pytest.mark.scheduler,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # vLLM's own
+]
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ import pytest
 from tests.vllm import soak
 from tests.vllm.setups import Setup
 from tests.vllm.test_soak import PRESSED
-from tests.vllm.versions import CLAIMED, FETCHED_BY_MAKE, INSTALLED, source_or_skip
+from tests.vllm.versions import FETCHED_BY_MAKE, INSTALLED, quick_and_others, source_or_skip
+
+pytestmark = pytest.mark.scheduler
 
 LOCKED_OUT: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "by a better priority": ({"scheduling": "priority"}, (1, 3, 47, 48)),
@@ -49,7 +51,7 @@ def contended(places: str, policy: str) -> list[Setup]:
 Outcomes = Callable[[list[Setup]], list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=[INSTALLED, FETCHED_BY_MAKE, CLAIMED[0]])
+@pytest.fixture(scope="module", params=quick_and_others(INSTALLED, FETCHED_BY_MAKE))
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Of all schedules here, run in one process for each version: importing vLLM takes as long as many of them."""
     source_or_skip(request.param)

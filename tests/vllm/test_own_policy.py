@@ -1,4 +1,4 @@
-"""A policy of one's own in a real engine: by module path where the server is told to allow it, and as an object."""
+"""A policy of ten lines in a real engine, by module path; one that is given as an object is in `test_own_process`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from kvpolicy import trace
 from tests.policy.ten_line_policy import Longer
 from tests.vllm import harness
 from tests.vllm.conftest import SCARCE, job
-from tests.vllm.policies import ALTERNATING
 
 OWN = "python:tests.policy.ten_line_policy:Longer"
 
@@ -32,18 +31,3 @@ def test_a_module_path_serves(
     for row, swap in zip(rows, swapped, strict=True):
         assert (row["policy"], row["chosen"], row["probabilities"][1]) == ("longer", swap, swap)
     assert harness.total(result["stats"], "fallbacks", reason="error") == 0
-
-
-def test_an_object_goes_to_the_engine_core_wherever_that_is(
-    model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
-) -> None:
-    """In Python the policy itself may be given: it travels with vLLM's configuration, and needs no switch. Both options
-    come about, which the policy whose name is beside it would never do."""
-    work = job(
-        model, requests, SCARCE, scenario="own_process", plugin=harness.plugin("always-swap"), object=ALTERNATING
-    )
-    result = harness.run(work, tmp_path, multiprocess=True)
-    harness.assert_exact(references["requests"], result)
-    told = result["metrics"]
-    assert told["preemptions"] >= 2
-    assert told["recomputed_tokens"] > 0 and told["loaded_tokens"] > 0

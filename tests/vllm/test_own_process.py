@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.alternating import ALTERNATING
 from kvpolicy import trace
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
@@ -15,11 +16,13 @@ from tests.vllm import harness
 from tests.vllm.conftest import SCARCE, job
 
 
-def test_metrics_reach_the_other_process(
+def test_a_policy_goes_to_the_other_process_and_metrics_come_back(
     model: str, requests: list[dict[str, Any]], references: dict[str, Any], tmp_path: Path
 ) -> None:
-    """`LLM.get_metrics()` tells what the engine core's plugin counted; tokens are right."""
-    work = job(model, requests, SCARCE, scenario="own_process", plugin=harness.alternating())
+    """A policy may be given itself: it travels with vLLM's configuration and needs no switch. `LLM.get_metrics()` tells
+    what the engine core's plugin counted. Both options come about, as the policy named in the settings never would."""
+    plugin = harness.plugin("always-swap")
+    work = job(model, requests, SCARCE, scenario="own_process", plugin=plugin, object=ALTERNATING)
     result = harness.run(work, tmp_path, multiprocess=True)
     harness.assert_exact(references["requests"], result)
     told = result["metrics"]

@@ -10,7 +10,10 @@ from transformers import DeepseekV2Config, MambaConfig, PretrainedConfig, Whispe
 
 from kvpolicy_vllm.bench.models import make_tokenizer
 from tests.vllm import harness
-from tests.vllm.test_same_schedule import BASE, SOURCES, run_alone
+from tests.vllm.test_same_schedule import BASE, run_alone
+from tests.vllm.versions import INSTALLED, quick_and_others
+
+pytestmark = pytest.mark.scheduler
 
 GOOD = harness.plugin("always-swap")
 TRANSFER = GOOD["kv_transfer_config"]
@@ -110,7 +113,7 @@ LATE = {
 """Told when the scheduler or a worker is made: what they need is not known before, or vLLM asks nobody of ours."""
 
 
-@pytest.fixture(scope="module", params=SOURCES, ids=lambda source: Path(source).name or "installed")
+@pytest.fixture(scope="module", params=quick_and_others(INSTALLED))
 def messages(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """All configurations tried in one process, by the scheduler's own start-up."""
     folder: Path = tmp_path_factory.mktemp("refusals")

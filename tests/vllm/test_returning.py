@@ -21,6 +21,8 @@ from tests.vllm.disturbances import loaded_and_waiting
 from tests.vllm.symbolic import Faults, SymbolicWorker
 from tests.vllm.test_same_schedule import BASE
 
+pytestmark = pytest.mark.scheduler
+
 PLACES = 3
 EVERY_LOAD_FAILS = Faults(saves_failing=0.0, loads_failing=1.0, max_late_steps=0)
 

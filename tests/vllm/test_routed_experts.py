@@ -19,14 +19,17 @@ from tests.vllm.setups import Setup
 from tests.vllm.test_soak import PRESSED
 from tests.vllm.versions import INSTALLED, source_or_skip
 
+pytestmark = pytest.mark.scheduler
+
 FLAG = "--enable-return-routed-experts"
 
 
 POLICIES = ("always-recompute", "always-swap")
+others = [pytest.param(version, marks=pytest.mark.slow) for version in ("0.31.0", "0.33.0")]
 Runs = dict[str, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=["0.31.0", INSTALLED, "0.33.0"])
+@pytest.fixture(scope="module", params=[INSTALLED, *others])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """By policy, in one process for each version."""
     source, folder = source_or_skip(request.param), tmp_path_factory.mktemp("experts")

@@ -1,23 +1,23 @@
 """With the plugin on, `always-recompute` schedules exactly as stock vLLM: the scheduler alone, step by step.
 
-``KVPOLICY_VLLM_SOURCES`` may name folders of unpacked vLLM sources, separated as in PATH, to test beside what is
-installed.
+On every vLLM that is claimed, where its sources are here, and those that ``KVPOLICY_VLLM_SOURCES`` names, separated as
+in PATH.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.vllm import harness
+from tests.vllm.versions import INSTALLED, quick_and_others, source_or_skip
 
-SOURCES = ["", *filter(None, os.environ.get("KVPOLICY_VLLM_SOURCES", "").split(os.pathsep))]
+pytestmark = pytest.mark.scheduler
+
+versions = pytest.mark.parametrize("version", quick_and_others(INSTALLED), scope="module")
+"""One after the other: at each its vLLM is imported once."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "fcfs": {},
     "prefix-caching": {"prefix_caching": True},
@@ -30,26 +30,18 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run_alone(job: dict[str, Any], folder: Path, source: str) -> dict[str, Any]:
-    number = len(list(folder.glob("job-*")))
-    paths = folder / f"job-{number}.json", folder / f"result-{number}.json"
-    paths[0].write_text(json.dumps(job))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.alone", *map(str, paths)],
-        env=harness.environment() | {"KVPOLICY_VLLM_SOURCE": source},
-        cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
-    return json.loads(paths[1].read_text())
+def run_alone(job: dict[str, Any], folder: Path, version: str) -> dict[str, Any]:
+    environment = harness.environment() | {"KVPOLICY_VLLM_SOURCE": source_or_skip(version)}
+    return harness.run_module("tests.vllm.alone", job, folder, environment)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
+@versions
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_always_recompute_is_stock(setting: str, asynchronous: bool, source: str, model: str, tmp_path: Path) -> None:
+def test_always_recompute_is_stock(setting: str, asynchronous: bool, version: str, model: str, tmp_path: Path) -> None:
     job = BASE | SETTINGS[setting] | {"model": model, "asynchronous": asynchronous}
-    stock = run_alone(job, tmp_path, source)
-    ours = run_alone(job | {"plugin": harness.plugin("always-recompute")}, tmp_path, source)
+    stock = run_alone(job, tmp_path, version)
+    ours = run_alone(job | {"plugin": harness.plugin("always-recompute")}, tmp_path, version)
     assert ("AsyncScheduler" in ours["base"]) == asynchronous
     assert "Asking" in ours["base"] and "Asking" not in stock["base"]
     assert harness.total(ours["stats"], "preemptions") > 20
@@ -57,12 +49,12 @@ def test_always_recompute_is_stock(setting: str, asynchronous: bool, source: str
     harness.assert_nothing_left(ours)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
+@versions
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_swapping_leaves_nothing_behind(asynchronous: bool, source: str, model: str, tmp_path: Path) -> None:
+def test_swapping_leaves_nothing_behind(asynchronous: bool, version: str, model: str, tmp_path: Path) -> None:
     """Bookkeeping of saves and late loads over a thousand steps, also under asynchronous scheduling."""
     job = BASE | {"model": model, "asynchronous": asynchronous, "plugin": harness.plugin("random:0.5")}
-    ours = run_alone(job | {"prefix_caching": True}, tmp_path, source)
+    ours = run_alone(job | {"prefix_caching": True}, tmp_path, version)
     assert ours["unfinished"] == 0
     harness.assert_nothing_left(ours)
     assert harness.total(ours["stats"], "preemptions", executed="swap") > 20
@@ -70,15 +62,15 @@ def test_swapping_leaves_nothing_behind(asynchronous: bool, source: str, model: 
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
+@versions
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_aborts_and_resets_at_any_moment(
-    asynchronous: bool, source: str, seed: int, model: str, tmp_path: Path
+    asynchronous: bool, version: str, seed: int, model: str, tmp_path: Path
 ) -> None:
     """Whatever is queued, saved or being loaded when they come, bookkeeping ends empty."""
     job = BASE | {"model": model, "asynchronous": asynchronous, "plugin": harness.plugin("random:0.7")}
     harried = {"harry": True, "prefix_caching": True, "seed": seed, "measured": True}
-    ours = run_alone(job | harried, tmp_path, source)
+    ours = run_alone(job | harried, tmp_path, version)
     assert ours["unfinished"] == 0
     harness.assert_nothing_left(ours)
     assert harness.total(ours["stats"], "preemptions", cause="reset") > 0
@@ -89,11 +81,11 @@ def test_aborts_and_resets_at_any_moment(
 
 
 @pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
-def test_a_situation_is_counted_right(source: str, scheduling: str, model: str, tmp_path: Path) -> None:
+@versions
+def test_a_situation_is_counted_right(version: str, scheduling: str, model: str, tmp_path: Path) -> None:
     """Shared and hashed blocks, tokens of the others, blocks that lacked: what is counted once a step as one by one."""
     job = BASE | {"model": model, "plugin": harness.plugin("random:0.5"), "prefix_caching": True, "counts": True}
-    counts = run_alone(job | {"harry": True, "scheduling": scheduling}, tmp_path, source)["counts"]
+    counts = run_alone(job | {"harry": True, "scheduling": scheduling}, tmp_path, version)["counts"]
     shared, hashed, others, lacking = zip(*(by_hand for _, by_hand in counts), strict=True)
     assert len(counts) > 50 and any(shared) and len(set(hashed)) > 5 and len(set(others)) > 5 and len(set(lacking)) > 1
     assert [told for told, _ in counts] == [by_hand for _, by_hand in counts]

@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.gpu.alternating import ALTERNATING
 from kvpolicy import trace
 from tests.vllm import harness
-from tests.vllm.policies import ALTERNATING
 
 PATIENCE_S = 600.0
 """Whatever is waited for comes much sooner, except on a machine that is busy with something else."""

@@ -13,7 +13,10 @@ from kvpolicy import integrations
 from kvpolicy.study.config import Run
 from kvpolicy_vllm.simulator.engine import VllmScheduler
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # vLLM's own
+pytestmark = [
+    pytest.mark.scheduler,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # vLLM's own
+]
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 1024,

@@ -23,7 +23,10 @@ from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from tests.vllm import agreement
 from tests.vllm.agreement import Account, Case, account, differences, drawn
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # vLLM's own
+pytestmark = [
+    pytest.mark.scheduler,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # vLLM's own
+]
 REQUESTS = 30
 SEEDS = (*range(16), 144, 173)
 """Every eight of the first have each combination of scheduling, prefix caching and asynchronous scheduling once; in the

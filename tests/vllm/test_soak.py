@@ -23,7 +23,9 @@ from tests.vllm import fuzz, soak
 from tests.vllm.models import write_llama
 from tests.vllm.setups import Setup
 from tests.vllm.symbolic import SymbolicWorker
-from tests.vllm.versions import CLAIMED, FETCHED_BY_MAKE, INSTALLED, ROOT, source_or_skip
+from tests.vllm.versions import CLAIMED, FETCHED_BY_MAKE, INSTALLED, ROOT, quick_and_others, source_or_skip
+
+pytestmark = pytest.mark.scheduler
 
 SEEDS = range(30)
 PRESSED: dict[str, Any] = {
@@ -34,7 +36,7 @@ PRESSED: dict[str, Any] = {
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("version", [INSTALLED, FETCHED_BY_MAKE, CLAIMED[0], CLAIMED[-1]])
+@pytest.mark.parametrize("version", quick_and_others(INSTALLED, FETCHED_BY_MAKE))
 def test_drawn_schedules_are_clean(version: str, tmp_path: Path) -> None:
     source_or_skip(version)
     done = soak.run(version, [Setup.draw(seed) for seed in SEEDS], tmp_path)

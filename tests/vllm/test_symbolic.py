@@ -1,7 +1,7 @@
 """Every context position of every step is right, whatever fails, comes late, is aborted, forced out or reset.
 
 The scheduler alone drives a worker with symbolic KV (`tests.vllm.symbolic`), so that whole runs take seconds.
-``KVPOLICY_VLLM_SOURCES`` adds versions as in `test_same_schedule`.
+Versions are those of `test_same_schedule`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tests.vllm import harness
-from tests.vllm.test_same_schedule import BASE, SOURCES, run_alone
+from tests.vllm.test_same_schedule import BASE, run_alone, versions
 
-sources = pytest.mark.parametrize("source", SOURCES, ids=lambda source: Path(source).name or "installed")
+pytestmark = pytest.mark.scheduler
+
 modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
@@ -23,12 +24,12 @@ RESET_SEEDS = range(1, 25)
 """More, because the moment to be met comes about in one run of five."""
 
 
-def runs(model: str, folder: Path, source: str, seeds: range, **more: Any) -> list[dict[str, Any]]:
+def runs(model: str, folder: Path, version: str, seeds: range, **more: Any) -> list[dict[str, Any]]:
     """One run per seed, all in one process: most of the time of a single one would go into importing vLLM."""
     plugin = harness.plugin("random:0.7")
     size = {"requests": 80, "blocks": 140, "budget": 512}
     job = BASE | size | {"model": model, "plugin": plugin, "symbolic": True, "harry": True, "seeds": [*seeds]}
-    return run_alone(job | more, folder, source)["runs"]
+    return run_alone(job | more, folder, version)["runs"]
 
 
 def assert_right(found: dict[str, Any]) -> None:
@@ -52,11 +53,11 @@ def assert_eventful(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-prefixes", "prefixes"])
 @modes
-@sources
+@versions
 def test_every_position_is_right(
-    source: str, asynchronous: bool, prefix_caching: bool, model: str, tmp_path: Path
+    version: str, asynchronous: bool, prefix_caching: bool, model: str, tmp_path: Path
 ) -> None:
-    done = runs(model, tmp_path, source, SEEDS, asynchronous=asynchronous, prefix_caching=prefix_caching, resets=False)
+    done = runs(model, tmp_path, version, SEEDS, asynchronous=asynchronous, prefix_caching=prefix_caching, resets=False)
     for found in done:
         assert_right(found)
         assert_eventful(found)
@@ -65,12 +66,12 @@ def test_every_position_is_right(
 
 
 @modes
-@sources
+@versions
 def test_nothing_of_old_weights_is_read_after_a_reset(
-    source: str, asynchronous: bool, model: str, tmp_path: Path
+    version: str, asynchronous: bool, model: str, tmp_path: Path
 ) -> None:
     """Without prefix caching: with it, vLLM itself gives up on a reset while somebody is being loaded."""
-    done = runs(model, tmp_path, source, RESET_SEEDS, asynchronous=asynchronous, prefix_caching=False, resets=True)
+    done = runs(model, tmp_path, version, RESET_SEEDS, asynchronous=asynchronous, prefix_caching=False, resets=True)
     for found in done:
         assert_right(found)
         assert_eventful(found)
@@ -80,13 +81,13 @@ def test_nothing_of_old_weights_is_read_after_a_reset(
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-@sources
-def test_a_pause_that_clears_caches_waits_for_loads(mode: str, source: str, model: str, tmp_path: Path) -> None:
+@versions
+def test_a_pause_that_clears_caches_waits_for_loads(mode: str, version: str, model: str, tmp_path: Path) -> None:
     """vLLM's own pause, as in `sleep`: it must end, leave no block held, and nobody may read what was there before."""
     plugin = harness.plugin("always-swap")
     size = {"requests": 12, "blocks": 140, "budget": 512, "prefix_caching": True}
     job = BASE | size | {"model": model, "plugin": plugin, "mode": mode, "seeds": [*range(1, 9)]}
-    for found in run_alone(job, tmp_path, source)["runs"]:
+    for found in run_alone(job, tmp_path, version)["runs"]:
         assert found["paused"]["done"], "the pause failed or never came to its end"
         assert (found["paused"]["held_blocks"], found["paused"]["host_slots_used"]) == (0, 0)
         assert_right(found)

@@ -24,7 +24,10 @@ from kvpolicy_vllm.simulator.engine import VllmScheduler
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
 from tests.vllm.agreement import drawn
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # vLLM's own
+pytestmark = [
+    pytest.mark.scheduler,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # vLLM's own
+]
 SERVER = Server(block_size=16, block_bytes=65536, device_blocks=64, host_blocks=64, max_model_len=1024)
 TIMES = ConstantTimes(fixed_s=0.01, per_part_s=(0.0,) * 6)
 """Ten milliseconds a step."""

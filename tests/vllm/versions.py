@@ -6,6 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,13 @@ def tool() -> ModuleType:
 
 CLAIMED: tuple[str, ...] = tool().VERSIONS
 """One of each minor version that kvpolicy claims to serve, oldest first."""
+
+
+def quick_and_others(*quick: str) -> list[Any]:
+    """Parameters of a test that each version can be driven through: ``quick`` ones in `make test`, every other claimed
+    one and those that ``KVPOLICY_VLLM_SOURCES`` names in `make test-all` alone."""
+    others = dict.fromkeys([*CLAIMED, *(Path(folder).name for folder in named_sources())])
+    return [*quick, *(pytest.param(one, marks=pytest.mark.slow) for one in others if one not in quick)]
 
 
 def named_sources() -> list[str]:

@@ -1,4 +1,5 @@
-"""A policy for runs in which both options must come about: what a coin does on the mean, it does for certain."""
+"""A policy for runs in which both options must come about: what a coin does on the mean, it does for certain. Of
+gpu-check and of the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from kvpolicy.events import Decision, Option, Preemption
 from kvpolicy.policy import Policy
 from kvpolicy.policy.base import all_on
 
-ALTERNATING = "python:tests.vllm.policies:Alternating"
+ALTERNATING = "python:benchmarks.gpu.alternating:Alternating"
 """With ``allow_python_policies`` in the plugin's settings."""
 
 
