@@ -15,7 +15,7 @@ import pytest
 from kvpolicy import cost, policy, trace
 from kvpolicy.simulator import LOAD, Builtin, FolderSink, MemorySink, Server, StepLoad, law_times
 from kvpolicy.simulator.builtin.blocks import CachingPool, CountedPool, shared_keys
-from kvpolicy.simulator.builtin.host_copies import CopyBook
+from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import Account, Copy, Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler, VllmVictims
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
@@ -133,7 +133,7 @@ def test_cached_blocks_go_last_and_tails_first() -> None:
     pool.grow(live, 3)
     pool.cache(live, 10)
     live.preemptions = 1
-    pool.release(live, again=True)
+    pool.release(live, preempted=True)
     assert pool.free == 6 and len(pool.hits(live)) == 2
     other = Live(1, Request(0.0, 30, 5), 0.0)
     pool.grow(other, 4)
@@ -151,8 +151,8 @@ def test_what_was_used_last_goes_last_even_where_nobody_can_look_for_it() -> Non
     for live in (victim, finished):
         pool.grow(live, 2)
         pool.cache(live, 8)
-    pool.release(victim, again=True)
-    pool.release(finished, again=False)
+    pool.release(victim, preempted=True)
+    pool.release(finished, preempted=False)
     assert len(pool.hits(victim)) == 2
     pool.grow(new, 2)
     assert pool.hits(victim) == []
@@ -166,10 +166,10 @@ def test_blocks_of_equal_content_are_found_first_come_first() -> None:
     for live in (first, second):
         pool.grow(live, 3)
         pool.cache(live, 9)
-    assert pool.hits(third) == first.known
+    assert pool.hits(third) == first.keyed_blocks
     pool.adopt(third, pool.hits(third))
     assert pool.shared(third, 2) == 2 and pool.shared(second, 2) == 0
-    pool.release(first, again=False)
+    pool.release(first, preempted=False)
     assert pool.free == 3 and pool.shared(third, 2) == 0
 
 
@@ -191,7 +191,7 @@ def test_victims_are_a_policy_too() -> None:
 def test_a_load_leaves_prefills_the_blocks_they_still_need(tokens: int, admitted: bool) -> None:
     """Of nine free blocks a prefill on its way will need five: a load of four fits, one of five does not."""
     server = Server(block_size=4, block_bytes=1, device_blocks=10, host_blocks=10, token_budget=4)
-    copies = CopyBook(server)
+    copies = HostPool(server)
     told: list[int] = []
     scheduler = Scheduler(
         server, CountedPool(10), copies, VllmVictims("fcfs"), lambda live: None, lambda *about: told.append(about[1])
