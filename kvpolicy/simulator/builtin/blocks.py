@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from kvpolicy.simulator.builtin.live_request import KeyedBlock, Live
+from kvpolicy.simulator.builtin.live_request import KeyedBlock, LiveRequest
 from kvpolicy.workload import Request
 
 ID_BYTES = 16
@@ -26,7 +26,7 @@ class Pool(Protocol):
 
     free: int
 
-    def hits(self, live: Live) -> Sequence[KeyedBlock]:
+    def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
         """Cached blocks that hold the request's leading tokens, up to the last token but one. Changes nothing."""
         ...
 
@@ -34,23 +34,23 @@ class Pool(Protocol):
         """Number of these blocks that no request holds; adopting them lowers ``free``."""
         ...
 
-    def adopt(self, live: Live, hits: Sequence[KeyedBlock]) -> None:
+    def adopt(self, live: LiveRequest, hits: Sequence[KeyedBlock]) -> None:
         """Let the request, which holds no block yet, hold these blocks."""
         ...
 
-    def grow(self, live: Live, count: int) -> None:
+    def grow(self, live: LiveRequest, count: int) -> None:
         """Let the request hold ``count`` more blocks. The caller has checked that they are free."""
         ...
 
-    def cache(self, live: Live, tokens: int) -> None:
+    def cache(self, live: LiveRequest, tokens: int) -> None:
         """Enter the full blocks of the first ``tokens`` tokens, which are computed and known, into the cache."""
         ...
 
-    def release(self, live: Live, preempted: bool) -> None:
+    def release(self, live: LiveRequest, preempted: bool) -> None:
         """Give up all blocks of the request. ``preempted``: it will be back and look for them."""
         ...
 
-    def shared(self, live: Live, count: int) -> int:
+    def shared(self, live: LiveRequest, count: int) -> int:
         """Number of its first ``count`` blocks that other requests hold too."""
         ...
 
@@ -61,27 +61,27 @@ class CountedPool:
     def __init__(self, blocks: int) -> None:
         self.free = blocks
 
-    def hits(self, live: Live) -> Sequence[KeyedBlock]:
+    def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
         return ()
 
     def idle(self, hits: Sequence[KeyedBlock]) -> int:
         return 0
 
-    def adopt(self, live: Live, hits: Sequence[KeyedBlock]) -> None:
+    def adopt(self, live: LiveRequest, hits: Sequence[KeyedBlock]) -> None:
         """Nothing to do: there are no hits."""
 
-    def grow(self, live: Live, count: int) -> None:
+    def grow(self, live: LiveRequest, count: int) -> None:
         live.held += count
         self.free -= count
 
-    def cache(self, live: Live, tokens: int) -> None:
+    def cache(self, live: LiveRequest, tokens: int) -> None:
         """Nothing to do."""
 
-    def release(self, live: Live, preempted: bool) -> None:
+    def release(self, live: LiveRequest, preempted: bool) -> None:
         self.free += live.held
         live.held = 0
 
-    def shared(self, live: Live, count: int) -> int:
+    def shared(self, live: LiveRequest, count: int) -> int:
         return 0
 
 
@@ -102,7 +102,7 @@ class CachingPool:
         self._queue: deque[int | tuple[int, KeyedBlock]] = deque([blocks])
         self._places = 0
 
-    def hits(self, live: Live) -> Sequence[KeyedBlock]:
+    def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
         max_blocks = (live.tokens - 1) // self._size
         hits = []
         for index in range(max_blocks if live.preemptions else min(max_blocks, len(live.keys))):
@@ -115,7 +115,7 @@ class CachingPool:
     def idle(self, hits: Sequence[KeyedBlock]) -> int:
         return sum(not block.holders for block in hits)
 
-    def adopt(self, live: Live, hits: Sequence[KeyedBlock]) -> None:
+    def adopt(self, live: LiveRequest, hits: Sequence[KeyedBlock]) -> None:
         for block in hits:
             if not block.holders:
                 block.place = 0
@@ -124,7 +124,7 @@ class CachingPool:
         live.keyed_blocks = list(hits)
         live.held = live.cached = len(hits)
 
-    def grow(self, live: Live, count: int) -> None:
+    def grow(self, live: LiveRequest, count: int) -> None:
         self.free -= count
         live.held += count
         queue = self._queue
@@ -140,7 +140,7 @@ class CachingPool:
                 count -= 1
             queue.popleft()
 
-    def cache(self, live: Live, tokens: int) -> None:
+    def cache(self, live: LiveRequest, tokens: int) -> None:
         full = tokens // self._size
         if full <= live.cached:
             return
@@ -148,7 +148,7 @@ class CachingPool:
             live.keyed_blocks.append(self._keyed_block(live.keys[index]))
         live.cached = full
 
-    def release(self, live: Live, preempted: bool) -> None:
+    def release(self, live: LiveRequest, preempted: bool) -> None:
         if preempted:
             live.keyed_blocks += [
                 self._keyed_block(self._key(live, index)) for index in range(len(live.keyed_blocks), live.cached)
@@ -166,7 +166,7 @@ class CachingPool:
         if len(self._queue) > 2 * self._blocks + 1024:
             self._queue = deque(entry for entry in self._queue if isinstance(entry, int) or entry[1].place == entry[0])
 
-    def shared(self, live: Live, count: int) -> int:
+    def shared(self, live: LiveRequest, count: int) -> int:
         return sum(block.holders > 1 for block in live.keyed_blocks[:count])
 
     @property
@@ -202,7 +202,7 @@ class CachingPool:
         else:
             blocks.remove(block)
 
-    def _key(self, live: Live, index: int) -> int:
+    def _key(self, live: LiveRequest, index: int) -> int:
         if index < len(live.keys):
             return live.keys[index]
         return ((live.number << PRIVATE_BITS) | index) * 2 + 1

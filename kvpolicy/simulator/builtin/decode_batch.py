@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Iterator
 
 from kvpolicy.simulator.builtin.blocks import Pool
-from kvpolicy.simulator.builtin.live_request import Live
+from kvpolicy.simulator.builtin.live_request import LiveRequest
 
 
 class DecodeBatch:
@@ -30,16 +30,16 @@ class DecodeBatch:
         self.latest_turn = -1
         self._size = block_size
         self._ahead = ahead
-        self._members: dict[int, Live] = {}
-        self._phases: list[dict[int, Live]] = [{} for _ in range(block_size)]
-        self._unfilled: list[dict[int, Live]] = [{} for _ in range(block_size)]
+        self._members: dict[int, LiveRequest] = {}
+        self._phases: list[dict[int, LiveRequest]] = [{} for _ in range(block_size)]
+        self._unfilled: list[dict[int, LiveRequest]] = [{} for _ in range(block_size)]
         """By phase, members that still have keyed blocks to fill, which other requests may share."""
-        self._ends: list[tuple[int, int, Live]] = []
+        self._ends: list[tuple[int, int, LiveRequest]] = []
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def join(self, live: Live) -> None:
+    def join(self, live: LiveRequest) -> None:
         """Add a request that needs exactly one token in the next step and in every step after it."""
         live.joined = self.clock
         live.ends = self.clock + live.request.output_tokens - live.outputs - live.placeholders
@@ -87,7 +87,7 @@ class DecodeBatch:
             if unfilled[turn].cached >= len(unfilled[turn].keys):
                 del unfilled[turn]
 
-    def pop_finished(self, pool: Pool) -> list[Live]:
+    def pop_finished(self, pool: Pool) -> list[LiveRequest]:
         """Remove and return the members whose last token is scheduled, in the order of their turns."""
         leaving = []
         while self._ends and self._ends[0][0] == self.clock:
@@ -101,7 +101,7 @@ class DecodeBatch:
             leaving.append(live)
         return leaving
 
-    def dissolve(self, pool: Pool) -> Iterator[Live]:
+    def dissolve(self, pool: Pool) -> Iterator[LiveRequest]:
         """Remove all members, in the order of their turns."""
         members = [self._members[turn] for turn in sorted(self._members)]
         self._members.clear()
@@ -113,13 +113,13 @@ class DecodeBatch:
             self._settle(live, pool)
             yield live
 
-    def _computed(self, live: Live) -> int:
+    def _computed(self, live: LiveRequest) -> int:
         """Computed tokens of a member, by the clock."""
         if live.joined == self.clock:
             return live.computed
         return live.request.total_tokens - (live.ends - self.clock) - 1
 
-    def _settle(self, live: Live, pool: Pool) -> int:
+    def _settle(self, live: LiveRequest, pool: Pool) -> int:
         """Bring a member's own counts up to date with the clock; returns its computed tokens."""
         if live.joined == self.clock:
             return live.computed

@@ -20,7 +20,7 @@ from kvpolicy.simulator.builtin.arrival_queue import Arrivals
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
 from kvpolicy.simulator.builtin.fast_path import FastPath
 from kvpolicy.simulator.builtin.host_copies import HostPool
-from kvpolicy.simulator.builtin.live_request import Copy, Live, Status, Step
+from kvpolicy.simulator.builtin.live_request import Copy, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.preemption import Preemptions
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims, VllmVictims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
@@ -95,7 +95,7 @@ class Engine:
             return
         for arrival_s, number, request in self.arrivals.until(self.now_s):
             keys = shared_keys(request, self.server.block_size) if self.server.prefix_caching else ()
-            self.scheduler.arrive(Live(number, request, arrival_s, keys))
+            self.scheduler.arrive(LiveRequest(number, request, arrival_s, keys))
             self.present += 1
 
     def _refuse(self, number: int, request: Request) -> None:
@@ -202,7 +202,7 @@ class Engine:
                 self.finish(live)
         self._remove(leaving)
 
-    def _take_batch(self, step: Step) -> list[Live]:
+    def _take_batch(self, step: Step) -> list[LiveRequest]:
         """Give every request of the decode batch its token; return those that got their last one."""
         self.tallied.itl.add(self.now_s - self.fast_path.batch.last_s, step.batch_requests)
         finished = step.finished
@@ -212,7 +212,7 @@ class Engine:
             self._take_last(live)
         return finished
 
-    def _take_last(self, live: Live) -> None:
+    def _take_last(self, live: LiveRequest) -> None:
         """Give a request of the decode batch its last token."""
         live.outputs = live.request.output_tokens
         live.placeholders = live.in_flight = 0
@@ -220,7 +220,7 @@ class Engine:
         self.scheduler.pool.cache(live, live.computed)
         self.finish(live)
 
-    def take_token(self, live: Live, stale: bool) -> None:
+    def take_token(self, live: LiveRequest, stale: bool) -> None:
         live.outputs += 1
         if live.first_s is None:
             live.first_s = self.now_s
@@ -232,14 +232,14 @@ class Engine:
             if live.status is Status.RUNNING:
                 self.scheduler.pool.cache(live, live.computed - live.placeholders)
 
-    def _remove(self, leaving: list[Live]) -> None:
+    def _remove(self, leaving: list[LiveRequest]) -> None:
         for live in leaving:
             if live in self.scheduler.running:
                 self.scheduler.running.remove(live)
             else:  # preempted while its last token was in flight
                 self.scheduler.waiting.remove(live)
 
-    def finish(self, live: Live) -> None:
+    def finish(self, live: LiveRequest) -> None:
         """Count a request whose last token is out, and let the next one of its session arrive."""
         self.scheduler.finish(live)
         self.preemptions.finished(live, self.copies, self.now_s)
@@ -349,10 +349,10 @@ class Engine:
 
     # ---- called by the scheduler ----
 
-    def _preempting(self, live: Live) -> None:
+    def _preempting(self, live: LiveRequest) -> None:
         self.preemptions.preempting(live, self.scheduler, self.copies, self._step, self.now_s)
 
-    def _admitted(self, live: Live, load_tokens: int) -> None:
+    def _admitted(self, live: LiveRequest, load_tokens: int) -> None:
         if load_tokens:
             self.copies.begin_load(live, load_tokens, self.server.block_size)
         elif live.copy is not None:  # all of it is in the prefix cache: the copy is not needed

@@ -13,7 +13,7 @@ import numpy as np
 from kvpolicy.arrays import Floats
 from kvpolicy.simulator.base import LOAD, Server, StepLoad
 from kvpolicy.simulator.builtin.decode_batch import DecodeBatch
-from kvpolicy.simulator.builtin.live_request import Live, Status, Step
+from kvpolicy.simulator.builtin.live_request import LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
 
 MAX_STEPS = 2048
@@ -27,9 +27,9 @@ class FastPath:
         self.batch = DecodeBatch(server.block_size, int(server.asynchronous))
         self._server = server
         self._scheduler = scheduler
-        self._outside: list[Live] = []
+        self._outside: list[LiveRequest] = []
         """Running requests outside the decode batch, in scheduling order."""
-        self._finished: list[Live] = []
+        self._finished: list[LiveRequest] = []
         """Requests that have just left the batch while their last token is in flight."""
 
     def schedule(self, step: Step, steps_in_flight: Sequence[Step]) -> bool:
@@ -74,12 +74,12 @@ class FastPath:
         """Take over the running list after a step of the plain scheduler."""
         self._outside = list(self._scheduler.running)
 
-    def _sort_outside(self, steps_in_flight: Sequence[Step]) -> list[Live] | None:
+    def _sort_outside(self, steps_in_flight: Sequence[Step]) -> list[LiveRequest] | None:
         """Move requests that only decode into the batch.
 
         Return those still in their prefill; None where a request is neither.
         """
-        prefills: list[Live] = []
+        prefills: list[LiveRequest] = []
         for live in self._outside:
             if live.status is not Status.RUNNING or self._scheduler.last_token_is_coming(live):
                 continue
@@ -94,13 +94,13 @@ class FastPath:
             return None
         return prefills
 
-    def _decoded_last_step(self, live: Live, steps_in_flight: Sequence[Step]) -> bool:
+    def _decoded_last_step(self, live: LiveRequest, steps_in_flight: Sequence[Step]) -> bool:
         """Whether the request got a token in the previous step, as every member of the batch did."""
         if self._server.asynchronous:
             return bool(steps_in_flight) and live in steps_in_flight[-1].sampling
         return live.last_s == self.batch.last_s
 
-    def _fits(self, prefills: list[Live]) -> bool:
+    def _fits(self, prefills: list[LiveRequest]) -> bool:
         """Whether token budget and free blocks cover all running requests."""
         budget = self._server.token_budget - len(self.batch)
         if budget < 0:

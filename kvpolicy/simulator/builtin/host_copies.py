@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpolicy.events import Direction
 from kvpolicy.simulator.base import Server
-from kvpolicy.simulator.builtin.live_request import Account, Copy, Live
+from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest
 
 
 class HostPool:
@@ -24,7 +24,7 @@ class HostPool:
         """Bytes of copies that are under way or not yet sent to the worker."""
         return (self._unsaved_blocks if direction == "save" else self._loading_blocks) * self._block_bytes
 
-    def save(self, live: Live, account: Account, blocks: int) -> Copy:
+    def save(self, live: LiveRequest, account: Account, blocks: int) -> Copy:
         """Queue a save of the request's first ``blocks`` blocks. The caller has checked that as many slots are free."""
         self.forget(live)
         self._copy_count += 1
@@ -35,14 +35,14 @@ class HostPool:
         self._saves.append(copy)
         return copy
 
-    def loadable_tokens(self, live: Live, local: int) -> int:
+    def loadable_tokens(self, live: LiveRequest, local: int) -> int:
         """Tokens a load would bring beyond the local hit. Changes nothing."""
         copy = live.copy
         if copy is None or copy.loading:
             return 0
         return max(0, min(copy.tokens, live.tokens - 1) - local)
 
-    def begin_load(self, live: Live, tokens: int, block_size: int) -> None:
+    def begin_load(self, live: LiveRequest, tokens: int, block_size: int) -> None:
         """Queue a load of the last ``tokens`` tokens that can be loaded."""
         copy = live.copy
         assert copy is not None
@@ -53,7 +53,7 @@ class HostPool:
         self._loading_blocks += copy.load_blocks
         self._loads.append(copy)
 
-    def forget(self, live: Live) -> Copy | None:
+    def forget(self, live: LiveRequest) -> Copy | None:
         """Drop the request's copy. Its slots are free at once, since any later save follows this one in order.
 
         Return the copy where its save was not yet reported as done.

@@ -36,7 +36,7 @@ class KeyedBlock:
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveRequest:
     """One request. Token counts are those of vLLM's ``Request``."""
 
     number: int
@@ -93,7 +93,7 @@ class Copy:
     """A request's KV in host memory, as it was at one preemption."""
 
     copy_id: int
-    live: Live
+    live: LiveRequest
     account: Account
     tokens: int
     blocks: int
@@ -111,7 +111,7 @@ class Copy:
 class Account(OpenPreemption):
     """One preemption: the decision, and its cost so far. Closed once it has an outcome."""
 
-    request: Live
+    request: LiveRequest
     situation: Preemption
     decision: Decision
     option: Option
@@ -129,15 +129,15 @@ class Account(OpenPreemption):
 class Step(ledger.Step[Account]):
     """One scheduled step until its output is back; its counts include the decode batch."""
 
-    scheduled: dict[Live, int] = field(default_factory=dict)
+    scheduled: dict[LiveRequest, int] = field(default_factory=dict)
     """Tokens by request, in vLLM's order, without the decode batch."""
     batch_requests: int = 0
     """Requests of the decode batch, one token each; they are not listed in ``scheduled``."""
     batch_read_tokens: int = 0
     """Context that the decode batch reads."""
-    finished: list[Live] = field(default_factory=list)
+    finished: list[LiveRequest] = field(default_factory=list)
     """Requests of the decode batch whose last token this step schedules; scheduling ahead, the step before it."""
-    sampling: set[Live] = field(default_factory=set)
+    sampling: set[LiveRequest] = field(default_factory=set)
     """Requests in ``scheduled`` that get a token from the step."""
     to_save: Sequence[Copy] = ()
     to_load: Sequence[Copy] = ()

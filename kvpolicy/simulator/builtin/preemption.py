@@ -13,7 +13,7 @@ from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Decider, Feedback, Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Server
 from kvpolicy.simulator.builtin.host_copies import HostPool
-from kvpolicy.simulator.builtin.live_request import Account, Copy, Live, Step
+from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.summary import Tallied
@@ -40,7 +40,7 @@ class Preemptions:
         self._count = 0
         self._closing: list[Account] = []
 
-    def preempting(self, live: Live, scheduler: Scheduler, copies: HostPool, step: Step, now_s: float) -> None:
+    def preempting(self, live: LiveRequest, scheduler: Scheduler, copies: HostPool, step: Step, now_s: float) -> None:
         """Decide for a request that has left the running list and still holds its blocks; queue a save for a swap."""
         self._count += 1
         preemption_id = f"{self._trace_writer.core}-{self._count}"
@@ -80,7 +80,7 @@ class Preemptions:
         if not copy.forgotten:
             self._record_decision(copy.account)
 
-    def forget(self, live: Live, copies: HostPool) -> None:
+    def forget(self, live: LiveRequest, copies: HostPool) -> None:
         """Drop the request's copy; where its save was not complete, the decision is recorded now."""
         unsaved = copies.forget(live)
         if unsaved is not None:
@@ -102,7 +102,7 @@ class Preemptions:
         for account in step.back:
             self._close(account, account.close("resumed", now_s))
 
-    def finished(self, live: Live, copies: HostPool, now_s: float) -> None:
+    def finished(self, live: LiveRequest, copies: HostPool, now_s: float) -> None:
         """Close the request's preemption, if one is open, and drop its copy: its last token is out."""
         self.forget(live, copies)
         if live in self.ledger.lost:
@@ -134,7 +134,7 @@ class Preemptions:
             self._decider.learn(Feedback(account.situation, account.option, outcome.engine_s, outcome.victim_delay_s))
 
 
-def situation_of(live: Live, scheduler: Scheduler, copies: HostPool, server: Server, now_s: float) -> Preemption:
+def situation_of(live: LiveRequest, scheduler: Scheduler, copies: HostPool, server: Server, now_s: float) -> Preemption:
     """The situation of ``live``, which has left the running list. Time: O(its blocks + running requests)."""
     size = server.block_size
     held = -(-live.computed // size)
@@ -165,7 +165,7 @@ def situation_of(live: Live, scheduler: Scheduler, copies: HostPool, server: Ser
     )
 
 
-def _lacking_by_request(victim: Live, scheduler: Scheduler, server: Server) -> Iterator[int]:
+def _lacking_by_request(victim: LiveRequest, scheduler: Scheduler, server: Server) -> Iterator[int]:
     """Blocks that each running request, then the victim, lacks for what it computes next."""
     size, budget = server.block_size, server.token_budget
     for live in (*scheduler.running, victim):

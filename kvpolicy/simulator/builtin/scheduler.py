@@ -15,13 +15,13 @@ from typing import Protocol
 from kvpolicy.simulator.base import NULL_BLOCK, Scheduling, Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.host_copies import HostPool
-from kvpolicy.simulator.builtin.live_request import Live, Status, Step
+from kvpolicy.simulator.builtin.live_request import LiveRequest, Status, Step
 
 
 class Victims(Protocol):
     """Chooses the victim among the running requests. Pure: equal arguments give equal choices."""
 
-    def choose(self, running: Sequence[Live]) -> int:
+    def choose(self, running: Sequence[LiveRequest]) -> int:
         """Index of the victim. ``running`` is in scheduling order and must not be changed."""
         ...
 
@@ -32,7 +32,7 @@ class VllmVictims:
 
     scheduling: Scheduling
 
-    def choose(self, running: Sequence[Live]) -> int:
+    def choose(self, running: Sequence[LiveRequest]) -> int:
         if self.scheduling == "fcfs":
             return len(running) - 1
         ranks = [(live.request.priority, live.arrival_s) for live in running]
@@ -44,41 +44,41 @@ class Queue(Protocol):
 
     def __len__(self) -> int: ...
 
-    def append(self, live: Live) -> None: ...
+    def append(self, live: LiveRequest) -> None: ...
 
-    def first(self) -> Live: ...
+    def first(self) -> LiveRequest: ...
 
-    def pop(self) -> Live: ...
+    def pop(self) -> LiveRequest: ...
 
-    def put_back(self, lives: Iterable[Live]) -> None:
+    def put_back(self, lives: Iterable[LiveRequest]) -> None:
         """Return requests to the front in their order, or to their rank in a ranked queue."""
         ...
 
-    def remove(self, live: Live) -> None: ...
+    def remove(self, live: LiveRequest) -> None: ...
 
 
 class Fifo:
     """First come, first served."""
 
     def __init__(self) -> None:
-        self._lives: deque[Live] = deque()
+        self._lives: deque[LiveRequest] = deque()
 
     def __len__(self) -> int:
         return len(self._lives)
 
-    def append(self, live: Live) -> None:
+    def append(self, live: LiveRequest) -> None:
         self._lives.append(live)
 
-    def first(self) -> Live:
+    def first(self) -> LiveRequest:
         return self._lives[0]
 
-    def pop(self) -> Live:
+    def pop(self) -> LiveRequest:
         return self._lives.popleft()
 
-    def put_back(self, lives: Iterable[Live]) -> None:
+    def put_back(self, lives: Iterable[LiveRequest]) -> None:
         self._lives.extendleft(reversed(list(lives)))
 
-    def remove(self, live: Live) -> None:
+    def remove(self, live: LiveRequest) -> None:
         self._lives.remove(live)
 
 
@@ -86,25 +86,25 @@ class Ranked:
     """By priority, then arrival, then number."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, int], Live]] = []
+        self._heap: list[tuple[tuple[int, float, int], LiveRequest]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def append(self, live: Live) -> None:
+    def append(self, live: LiveRequest) -> None:
         heapq.heappush(self._heap, (live.order, live))
 
-    def first(self) -> Live:
+    def first(self) -> LiveRequest:
         return self._heap[0][1]
 
-    def pop(self) -> Live:
+    def pop(self) -> LiveRequest:
         return heapq.heappop(self._heap)[1]
 
-    def put_back(self, lives: Iterable[Live]) -> None:
+    def put_back(self, lives: Iterable[LiveRequest]) -> None:
         for live in lives:
             self.append(live)
 
-    def remove(self, live: Live) -> None:
+    def remove(self, live: LiveRequest) -> None:
         self._heap.remove((live.order, live))
         heapq.heapify(self._heap)
 
@@ -122,19 +122,19 @@ class Scheduler:
         pool: Pool,
         copies: HostPool,
         victims: Victims,
-        preempting: Callable[[Live], None],
-        admitted: Callable[[Live, int], None],
+        preempting: Callable[[LiveRequest], None],
+        admitted: Callable[[LiveRequest, int], None],
     ) -> None:
         self.pool = pool
-        self.running: list[Live] = []
+        self.running: list[LiveRequest] = []
         self.waiting: Queue = queue_for(server.scheduling)
         self.holding: Queue = queue_for(server.scheduling)
         """Waiting requests that hold blocks, because they are being loaded or are loaded. Always admitted first."""
-        self.loaded: set[Live] = set()
+        self.loaded: set[LiveRequest] = set()
         """Requests in ``holding`` whose load was reported as done and that were not considered since."""
         self.blocked = False
         """Whether no waiting request can be admitted until more changes than the blocks that decodes take."""
-        self._prefills: dict[Live, None] = {}
+        self._prefills: dict[LiveRequest, None] = {}
         """Admitted requests with an unfinished prefill: a load must leave them the blocks they still need."""
         self._server = server
         self._copies = copies
@@ -150,7 +150,7 @@ class Scheduler:
     def waiting_requests(self) -> int:
         return len(self.waiting) + len(self.holding)
 
-    def arrive(self, live: Live) -> None:
+    def arrive(self, live: LiveRequest) -> None:
         if not len(self.waiting) or self._server.scheduling == "priority":
             self.blocked = False
         self.waiting.append(live)
@@ -191,7 +191,7 @@ class Scheduler:
             index += 1
         return budget
 
-    def preempt(self, victim: Live) -> None:
+    def preempt(self, victim: LiveRequest) -> None:
         """Free the blocks of a request that has left the running list, and put it first in the waiting queue."""
         self._preempting(victim)
         self.blocked = False
@@ -203,13 +203,13 @@ class Scheduler:
         victim.preemptions += 1
         self.waiting.put_back([victim])
 
-    def last_token_is_coming(self, live: Live) -> bool:
+    def last_token_is_coming(self, live: LiveRequest) -> bool:
         """Whether a step in flight brings the request's last token; only with asynchronous scheduling."""
         if not live.placeholders:
             return False
         return live.computed + 2 - live.placeholders >= live.request.total_tokens
 
-    def _allocate(self, live: Live, tokens: int) -> bool:
+    def _allocate(self, live: LiveRequest, tokens: int) -> bool:
         """Allocate blocks for ``tokens`` tokens; return False where too few are free."""
         missing = -(-tokens // self._server.block_size) - live.held
         if missing > self.pool.free:
@@ -218,7 +218,7 @@ class Scheduler:
             self.pool.grow(live, missing)
         return True
 
-    def _cache_chunk(self, live: Live, computed: int) -> None:
+    def _cache_chunk(self, live: LiveRequest, computed: int) -> None:
         """Cache the blocks that a scheduled chunk completes at once, as far as their tokens are known."""
         self.pool.cache(live, min(computed, live.tokens))
 
@@ -226,8 +226,8 @@ class Scheduler:
 
     def admit(self, step: Step, budget: int) -> None:
         """Admit waiting requests in their order until one does not fit."""
-        waiting: list[Live] = []
-        holding: list[Live] = []
+        waiting: list[LiveRequest] = []
+        holding: list[LiveRequest] = []
         while budget > 0 and len(self.running) < self._max_running():
             queue = self.holding if len(self.holding) else self.waiting
             if not len(queue):
@@ -255,7 +255,7 @@ class Scheduler:
         """Requests that may run: one being loaded keeps its place; one that is loaded comes first and takes it."""
         return self._server.max_running - self._loading + len(self.loaded)
 
-    def _ready(self, live: Live) -> bool:
+    def _ready(self, live: LiveRequest) -> bool:
         """Whether the request itself is ready to be admitted."""
         if live.status is Status.LOADING:
             if live not in self.loaded:
@@ -266,7 +266,7 @@ class Scheduler:
             live.status = Status.PREEMPTED if live.preemptions else Status.WAITING
         return live.stale == 0
 
-    def _allocate_waiting(self, live: Live, budget: int) -> int | None:
+    def _allocate_waiting(self, live: LiveRequest, budget: int) -> int | None:
         """Allocate blocks for its next chunk and return the chunk's tokens; 0 where it is to be loaded first.
 
         None where the whole sequence so far does not fit above the watermark (``scheduler_reserve_full_isl``), or a
@@ -300,7 +300,7 @@ class Scheduler:
             self._cache_chunk(live, computed + new)
         return new
 
-    def _start(self, live: Live, new: int) -> None:
+    def _start(self, live: LiveRequest, new: int) -> None:
         self.running.append(live)
         live.status = Status.RUNNING
         live.turn = self._turns
@@ -327,7 +327,7 @@ class Scheduler:
                 step.sampling.add(live)
                 live.placeholders += self._server.asynchronous
 
-    def finish(self, live: Live) -> None:
+    def finish(self, live: LiveRequest) -> None:
         """Release a request whose last token is out. The caller removes it from the running list."""
         self.pool.release(live, preempted=False)
         self._prefills.pop(live, None)

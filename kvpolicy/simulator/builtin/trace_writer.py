@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpolicy.events import Outcome, Transfer
 from kvpolicy.simulator.base import Sink
-from kvpolicy.simulator.builtin.live_request import Account, Copy, Live, Step
+from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest, Step
 from kvpolicy.trace import Row, decision_row, outcome_row, request_row, step_row, transfer_row
 
 BATCH_ROWS = 1000
@@ -50,7 +50,7 @@ class TraceWriter:
         if self.enabled:
             self._add("outcomes", outcome_row(outcome))
 
-    def request(self, live: Live) -> None:
+    def request(self, live: LiveRequest) -> None:
         if not self.enabled:
             return
         row = request_row(
@@ -78,6 +78,6 @@ class TraceWriter:
             self._add("steps", step_row(step, step.began_s, step.end_s))
 
 
-def name_of(live: Live) -> str:
+def name_of(live: LiveRequest) -> str:
     """A request's name in the trace: its number in the workload."""
     return str(live.number)
