@@ -259,7 +259,7 @@ def losing_trace(job: dict[str, Any]) -> dict[str, Any]:
 
     run.serve(hook)
     run.scheduler.kvpolicy.recorder.flush()
-    run.scheduler.kvpolicy._count_dropped()
+    run.scheduler.kvpolicy.observers.tell("idle")
     return run.result()
 
 
