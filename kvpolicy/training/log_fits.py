@@ -435,8 +435,8 @@ class LogTrainReport:
             )
         for kind in KINDS:
             lines.append(
-                f"{kind}: least chance {self.min_chance[kind]:.3g}; {self.clipped[kind]} of {self.records[kind]} "
-                f"records stand for more than {MAX_WEIGHT:g} situations and count as that many"
+                f"{kind}: lowest logged probability {self.min_chance[kind]:.3g}; {self.clipped[kind]} of "
+                f"{self.records[kind]} records stand for more than {MAX_WEIGHT:g} situations and count as that many"
             )
         for kind in KINDS:
             mean = self.averages[kind]

@@ -118,14 +118,14 @@ class TrainReport:
         return lines
 
     def _beyond_lines(self) -> list[str]:
-        lines = ["90% interval holds beyond the range, told by short training states judged on longer ones:"]
+        lines = ["90% interval holds beyond the range, by fits to short training states tested on longer ones:"]
         for quantity, coverage in self.held_out["beyond"].items():
             for name, row in {
                 "all": coverage,
                 "up to 2x the edge": coverage["up_to_2x"],
                 "from 2x": coverage["from_2x"],
             }.items():
-                holds = "not told" if row["holds"] is None else f"{row['holds']:.0%} of {row['states']}"
+                holds = "unknown" if row["holds"] is None else f"{row['holds']:.0%} of {row['states']}"
                 lines.append(f"  {quantity:<10} {name:<34} {holds} [{row['low']:.0%}, {row['high']:.0%}]")
         return lines
 
@@ -136,7 +136,7 @@ class TrainReport:
         ]
 
     def _noise_lines(self) -> list[str]:
-        noise = "not told" if self.variation is None else f"{self.variation:.1%} between identical undisturbed windows"
+        noise = "unknown" if self.variation is None else f"{self.variation:.1%} between identical undisturbed windows"
         lines = [f"noise: {noise}"]
         for kind in KINDS:
             line = f"  {kind}: costs under {self.floor_s[kind] * 1e3:.3g} ms are not told from none"
@@ -225,7 +225,7 @@ def train(
 
 def _draw_notes(parts: tuple[list[State], list[State]], samples: tuple[list[State], list[State]]) -> list[str]:
     return [
-        f"{len(sample)} states drawn out of {len(states)} {purpose}, every length among them; the others take no part"
+        f"{len(sample)} states drawn out of {len(states)} {purpose}, every length among them; the others are not used"
         for states, sample, purpose in zip(parts, samples, ("to train on", "to judge by"), strict=True)
         if len(sample) < len(states)
     ]
