@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not asked.trace and asked.profiles is None:
         print("give at least one --trace FOLDER or --profiles FOLDER", file=sys.stderr)
         return 2
-    effort = Effort(folds=3, most_rows=1500, forest_trees=30) if asked.quick else Effort()
-    effort = Effort(effort.folds, asked.rows or effort.most_rows, effort.forest_trees, asked.seed)
+    effort = Effort(folds=3, max_rows=1500, forest_trees=30) if asked.quick else Effort()
+    effort = Effort(effort.folds, asked.rows or effort.max_rows, effort.forest_trees, asked.seed)
     began = time.monotonic()
     try:
         summary = _summary(asked.trace, asked.profiles, effort)
@@ -82,7 +82,7 @@ def missed_bars(summary: Mapping[str, Any]) -> list[str]:
             for of, bins in score["coverage"].items():
                 if of in KINDS:
                     found += _missed_error(f"{name}, {of}", part, score[of]["mean"])
-                telling = [b["covered"] for b in bins if b["bounded"] and b["n"] >= judged_tables.FEWEST_PER_BIN]
+                telling = [b["covered"] for b in bins if b["bounded"] and b["n"] >= judged_tables.MIN_PER_BIN]
                 found += _missed_coverage(f"{name}, {of}", _covered(bins), min(telling, default=None))
     return found
 
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _summary(traces: Sequence[str], profiles: Path | None, effort: Effort) -> dict[str, Any]:
     tables, passed_over = tables_in(profiles) if profiles is not None else ([], [])
-    drawn = [subsampled(table, _most_rows(table, tables, effort), effort.seed) for table in tables]
+    drawn = [subsampled(table, _max_rows(table, tables, effort), effort.seed) for table in tables]
     with _progress() as progress:
         task = progress.add_task("", total=len(traces) + len(drawn) + bool(traces))
         judged_t, judged_o = [], []
@@ -144,9 +144,9 @@ def _summary(traces: Sequence[str], profiles: Path | None, effort: Effort) -> di
     }  # fmt: skip
 
 
-def _most_rows(table: Table, tables: Sequence[Table], effort: Effort) -> int:
+def _max_rows(table: Table, tables: Sequence[Table], effort: Effort) -> int:
     siblings = sum(other.file == table.file for other in tables)
-    return min(effort.most_rows, ROWS_OF_MANY) if siblings >= MANY else effort.most_rows
+    return min(effort.max_rows, ROWS_OF_MANY) if siblings >= MANY else effort.max_rows
 
 
 def _progress() -> Progress:
@@ -185,7 +185,7 @@ def _pooled(judged: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
     return {
         "families": families,
         "coverage": sum(one["n"] * one["covered"] for one in bins) / tested if tested else None,
-        "worst_bin": min((one["covered"] for one in bins if one["n"] >= judged_tables.FEWEST_PER_BIN), default=None),
+        "worst_bin": min((one["covered"] for one in bins if one["n"] >= judged_tables.MIN_PER_BIN), default=None),
         "at_least": mean <= bar["at_least"],
         "aimed": mean <= bar["aimed"],
         "operators_above": [

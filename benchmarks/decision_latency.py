@@ -286,7 +286,7 @@ def show(
     if collecting:
         console.print(
             f"collecting the state: {_cell(collecting['us_per_block'], 4)} us per block held, "
-            f"{_cell(collecting['us_per_running'], 3)} us per running request, {_cell(collecting['least_us'])} us for "
+            f"{_cell(collecting['us_per_running'], 3)} us per running request, {_cell(collecting['min_us'])} us for "
             "one block and none running"
         )
     for what in missing:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from made_up_logs import MOST_S, POLICIES, Scenario, make, truth
+from made_up_logs import MAX_S, POLICIES, Scenario, make, truth
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -84,7 +84,7 @@ def one_seed(seed: int, records: int, unknown: float) -> list[Any]:
     log, targets = make(records, np.random.default_rng(seed), Scenario(unknown=unknown))
     found: list[Any] = []
     for interval in INTERVALS:
-        limit_s = MOST_S if interval == "bernstein" else None
+        limit_s = MAX_S if interval == "bernstein" else None
         report = judge(log, targets, seed, Estimation(interval=interval, limit_s=limit_s))
         for one in report.policies:
             if one.refused and interval == INTERVALS[0]:

@@ -21,7 +21,7 @@ from made_up_logs import make
 from kvpolicy.evaluation.offpolicy import judge
 
 COLUMNS = 12
-"""Of the direct model on a trace, see :func:`kvpolicy.evaluation.logged.situation_columns`."""
+"""Of the direct model on a trace, see :func:`kvpolicy.evaluation.decision_log.situation_columns`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

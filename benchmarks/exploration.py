@@ -34,10 +34,11 @@ from rich.progress import track
 from rich.table import Table
 
 from kvpolicy import cost, policy
+from kvpolicy.arrays import Floats
 from kvpolicy.cost import CostModel, FittedModel
 from kvpolicy.cost.intervals import unbounded
+from kvpolicy.evaluation.decision_log import Log, log_of
 from kvpolicy.evaluation.estimation import Estimation
-from kvpolicy.evaluation.logged import Floats, Log, log_of
 from kvpolicy.evaluation.offpolicy import Estimate, Judgement, judge
 from kvpolicy.events import KINDS, Decision, Option, Preemption
 from kvpolicy.hardware import Geometry
@@ -45,7 +46,7 @@ from kvpolicy.policy import Assessment, Policy, PolicyState
 from kvpolicy.policy.base import all_on
 from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
 from kvpolicy.trace import Header, Trace, from_rows, with_core
-from kvpolicy.training.logs import LogTrainReport, train_logged
+from kvpolicy.training.log_fits import LogTrainReport, train_logged
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, random_arrivals
 
 GEOMETRY = Geometry(

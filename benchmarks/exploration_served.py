@@ -44,12 +44,12 @@ from rich.table import Table
 
 from kvpolicy import policy
 from kvpolicy.datasets.logs import attributed
+from kvpolicy.evaluation.decision_log import Log, log_of
 from kvpolicy.evaluation.estimation import Estimation
-from kvpolicy.evaluation.logged import Log, log_of
 from kvpolicy.evaluation.offpolicy import Estimate, judge
 from kvpolicy.trace import Trace, read
-from kvpolicy.training.logs import train_logged
-from kvpolicy_vllm.bench.engine import EngineProcess
+from kvpolicy.training.log_fits import train_logged
+from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.overload import Arms, Settings
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.bench.run_demo import SHAPE
@@ -121,7 +121,7 @@ def _some(text: str) -> int:
 
 
 def prepared(out: Path, llm: Path | None) -> str:
-    with EngineProcess("kvpolicy_vllm.bench.preparing", out / "preparing.log") as process:
+    with EngineProcess("kvpolicy_vllm.bench.inspect_model", out / "preparing.log") as process:
         found = process.ask({"llm": llm and str(llm), "make": str(out / "llm"), "seed": 0, "shape": SHAPE})
     return json.dumps(found)
 

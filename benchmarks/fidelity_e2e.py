@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow.csv
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import nnls
 
 import kvpolicy
+from kvpolicy.arrays import Flags, Floats
 from kvpolicy.hardware.engine_time import EngineTime
 from kvpolicy.policy import load as load_policy
 from kvpolicy.shape import ModelShape
@@ -37,8 +37,6 @@ from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.hardware.table_times import HardwareModel, TableTimes
 from kvpolicy.simulator.requests_csv import MeasuredRun, measured_run
 from kvpolicy.simulator.sinks import MemorySink
-
-Floats = NDArray[np.float64]
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.1-8B": {
@@ -183,7 +181,7 @@ def gauss_newton(missed: Callable[[Floats], Floats], numbers: Floats, nudges: Fl
 # ---- judging ----
 
 
-def judged(measured: Replay, found: Replay, chosen: NDArray[np.bool_]) -> dict[str, Any]:
+def judged(measured: Replay, found: Replay, chosen: Flags) -> dict[str, Any]:
     """Per quantity measured, simulated and error; of requests those ``chosen``, of the whole run the rest."""
     lines: dict[str, Any] = {"requests": float(chosen.sum()), "steps beyond the tables": found.beyond}
     for name in ("queue_s", "prefill_s", "ttft_s", "itl_s", "e2e_s"):

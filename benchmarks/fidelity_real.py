@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Real, recorded
-from numpy.typing import NDArray
 
 from kvpolicy import policy
+from kvpolicy.arrays import Floats
 from kvpolicy.events import Direction
 from kvpolicy.regression.nnls import robust_nonnegative_fit
 from kvpolicy.simulator import Link, Server, Simulator, StepLoad, Summary, Tail
@@ -22,7 +22,6 @@ from kvpolicy.simulator.hardware.law_times import linear
 from kvpolicy.trace import Header, Trace, read
 from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
 
-Floats = NDArray[np.float64]
 Rows = list[dict[str, Any]]
 
 PARTS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")
@@ -39,7 +38,7 @@ FIGURES: dict[str, Callable[[Any], float]] = {
 }
 BAR = {"mean e2e": 0.03, "mean TTFT": 0.08, "preemptions": 0.05}
 RANKED = ("throughput", "mean e2e", "mean TTFT")
-LEAST_PREEMPTIONS = 1.0
+MIN_PREEMPTIONS = 1.0
 """A mean of fewer per run is not compared in relative terms."""
 
 
@@ -252,7 +251,7 @@ def _pair(found: Judgement, workload: str, policies: tuple[str, str], figure: st
 def errors(found: Judgement, figure: str) -> list[float]:
     """Relative, by cell; cells where there is nothing to compare left out."""
     pairs = [cell.means(figure) for cell in found.cells.values()]
-    least = LEAST_PREEMPTIONS if figure == "preemptions" else 0.0
+    least = MIN_PREEMPTIONS if figure == "preemptions" else 0.0
     return [simulated / real - 1.0 for real, simulated in pairs if real > least]
 
 

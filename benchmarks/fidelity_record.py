@@ -24,7 +24,7 @@ from kvpolicy.workload import (
     all_at_once,
     random_arrivals,
 )
-from kvpolicy_vllm.bench.engine import EngineProcess
+from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.overload import Arm, Arms, Run, Settings
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.bench.run_demo import SHAPE
@@ -131,7 +131,7 @@ def record(out: Path, session: int, extent: Extent, llm: Path | None) -> None:
     if extent.blocks % 2 or extent.blocks < 2:
         raise ValueError(f"{extent.blocks} blocks: should be an even number, half of them are kept out")
     folder = out / f"session-{session}"
-    with EngineProcess("kvpolicy_vllm.bench.preparing", folder / "preparing.log") as process:
+    with EngineProcess("kvpolicy_vllm.bench.inspect_model", folder / "preparing.log") as process:
         job = {"llm": llm and str(llm), "make": str(out / "llm"), "seed": 0, "shape": SHAPE}
         found = process.ask(job)
     settings = Settings(

@@ -8,21 +8,18 @@ from typing import Any
 
 import numpy as np
 from lightgbm import LGBMRegressor
-from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.cost.intervals import conformal_room
 from kvpolicy.regression.conformal import grown
 from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
 from kvpolicy.simulator.hardware.operator_tables import Table, bins_of
 
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
-
 OURS = "physics x trees"
-FEWEST_PER_BIN = 30
+MIN_PER_BIN = 30
 LENGTH_BINS, LOAD_BINS = 3, 2
-FEWEST_ROWS = 6
+MIN_ROWS = 6
 TRAINED_SHARE = 4
 """Extrapolation trains up to that fraction of the longest length."""
 
@@ -32,7 +29,7 @@ class Effort:
     """How long the judging may take."""
 
     folds: int = 5
-    most_rows: int = 6000
+    max_rows: int = 6000
     forest_trees: int = 100
     seed: int = 0
 
@@ -42,8 +39,8 @@ class Part:
     """Rows of a table to learn from, and rows to judge by."""
 
     table: Table
-    seen: Whole
-    unseen: Whole
+    seen: Ints
+    unseen: Ints
 
 
 def ours(part: Part, seed: int, extrapolating: bool) -> BoostedRegressor:
@@ -71,7 +68,7 @@ def _trees(x: Floats, part: Part, effort: Effort) -> Floats:
     like = BoostedRegressor()
     made = LGBMRegressor(
         objective="huber", alpha=0.3, n_estimators=like.max_trees, num_leaves=like.leaves,
-        learning_rate=like.learning_rate, min_child_samples=like.least_rows_in_leaf, reg_lambda=1.0,
+        learning_rate=like.learning_rate, min_child_samples=like.min_rows_in_leaf, reg_lambda=1.0,
         random_state=effort.seed, deterministic=True, force_col_wise=True, n_jobs=1, verbosity=-1,
     )  # fmt: skip
     made.fit(x[part.seen], np.log(part.table.seconds[part.seen]))
@@ -115,7 +112,7 @@ def judge(table: Table, effort: Effort, tell: Callable[[str], None]) -> dict[str
     }  # fmt: skip
     longest = float(table.times.length.max())
     short = table.times.length <= longest / TRAINED_SHARE
-    if short.sum() >= FEWEST_ROWS and (~short).any():
+    if short.sum() >= MIN_ROWS and (~short).any():
         tell("extrapolated")
         part = Part(table, np.flatnonzero(short), np.flatnonzero(~short))
         found["extrapolated"] = _scored([part], effort, True) | {
@@ -214,10 +211,10 @@ def _coverage(
     ]
 
 
-def _calibration(misses: Floats, cell: Whole, by_length: Whole, one: int) -> list[float]:
+def _calibration(misses: Floats, cell: Ints, by_length: Ints, one: int) -> list[float]:
     """Misses of the bin; of its lengths, or of all, where it has under 30."""
     for rows in (cell == one, by_length == one // LOAD_BINS):
-        if rows.sum() >= FEWEST_PER_BIN:
+        if rows.sum() >= MIN_PER_BIN:
             return list(misses[rows])
     return list(misses)
 

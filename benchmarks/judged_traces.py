@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from judged_tables import Effort, errors
 from lightgbm import LGBMRegressor
-from numpy.typing import NDArray
 from sklearn.ensemble import RandomForestRegressor
 
-from kvpolicy.datasets.examples import LEAST_FLOOR_S, dealt, examples_of, noise_floors, option_of
+from kvpolicy.arrays import Floats, Ints
+from kvpolicy.datasets.examples import MIN_FLOOR_S, dealt, examples_of, noise_floors, option_of
 from kvpolicy.datasets.profiles import Dataset, State, measured
 from kvpolicy.evaluation.replay import price
 from kvpolicy.events import KINDS, Cost, Kind
@@ -26,13 +26,12 @@ from kvpolicy.training import provenance_of
 from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit
 
-Floats = NDArray[np.float64]
 Seconds = dict[Kind, float]
 Predictor = Callable[[State], Seconds]
 
 NEAR_BREAK_EVEN = 0.10
 FIXED = ("always-recompute", "always-swap")
-FEWEST_MOVES = 20
+MIN_TRANSFERS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def _by_regressor(
     seconds: list[Seconds] = [{} for _ in unseen]
     for kind in KINDS:
         old, new = examples_of(seen)[kind], examples_of(unseen)[kind]
-        times = np.maximum([one.engine_s for one in old], LEAST_FLOOR_S)
+        times = np.maximum([one.engine_s for one in old], MIN_FLOOR_S)
         predicted = learn(np.array([one.x for one in old]), times, effort)(np.array([one.x for one in new]))
         for one, value in zip(seconds, predicted.tolist(), strict=True):
             one[kind] = value
@@ -231,7 +230,7 @@ def _segments(dataset: Dataset, effort: Effort) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for direction in ("save", "load"):
         moves = [m for m in dataset.moves if m.direction == direction and m.size_bytes > 0 and m.duration_s > 0]
-        if len(moves) < FEWEST_MOVES:
+        if len(moves) < MIN_TRANSFERS:
             continue
         sizes, segments = np.array([[m.size_bytes, max(m.segments, 1)] for m in moves], np.float64).T
         seconds = np.array([m.duration_s for m in moves])
@@ -264,12 +263,10 @@ def with_and_without(
     }
 
 
-def _held_out(
-    x: Floats, columns: tuple[str, ...], seconds: Floats, groups: NDArray[np.int64], effort: Effort
-) -> dict[str, Any]:
+def _held_out(x: Floats, columns: tuple[str, ...], seconds: Floats, groups: Ints, effort: Effort) -> dict[str, Any]:
     physics = Ceilings(((LAUNCH,), *((name,) for name in columns if name != "segment_bytes")))
     families = {
-        "physics x trees": BoostedRegressor(physics, columns, least_rows_in_leaf=20),
+        "physics x trees": BoostedRegressor(physics, columns, min_rows_in_leaf=20),
         "physics alone": AnalyticRegressor(physics, columns),
         "linear": LinearRegressor(columns),
     }

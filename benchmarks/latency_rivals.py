@@ -10,16 +10,15 @@ from typing import Any
 
 import lightgbm
 import numpy as np
-from numpy.typing import NDArray
 from sklearn.ensemble import HistGradientBoostingRegressor
 
+from kvpolicy.arrays import Floats
 from kvpolicy.cost import FittedModel
 from kvpolicy.cost.forest import Forest, Nodes
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.training.residual_fit import INPUTS
 
-Floats = NDArray[np.float64]
 Rows = Sequence[Sequence[Sequence[float]]]
 """Features, by situation and option."""
 Rivals = Mapping[str, Callable[[Rows], Callable[[int], object]]]

@@ -10,17 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvpolicy.evaluation.logged import Log
+from kvpolicy.arrays import Flags, Floats
+from kvpolicy.evaluation.decision_log import Log
 from kvpolicy.events import KINDS
-
-Floats = NDArray[np.float64]
 
 POLICIES = ("always-recompute", "always-swap", "threshold")
 THRESHOLD_TOKENS = 900.0
 CONTEXT_TOKENS = 4096.0
-MOST_S = 0.5
+MAX_S = 0.5
 """No cost is above."""
 INFEASIBLE = 0.15
 """Of the records: the host pool is full."""
@@ -30,7 +28,7 @@ INFEASIBLE = 0.15
 class Scenario:
     """How a log comes about."""
 
-    least_chance: float = 0.2
+    min_chance: float = 0.2
     """Of either action, wherever both are feasible."""
     unknown: float = 0.0
     """Of swaps, those whose cost is not known."""
@@ -43,7 +41,7 @@ def make(n: int, rng: np.random.Generator, scenario: Scenario | None = None) -> 
     tokens, running, feasible = _situations(n, rng)
     mean_s = _mean_costs(tokens, running)
     believed = np.log(mean_s[:, 1] / mean_s[:, 0]) + rng.normal(0.0, 0.5, n)
-    leaning = np.clip(1 / (1 + np.exp(2 * believed)), how.least_chance, 1 - how.least_chance)
+    leaning = np.clip(1 / (1 + np.exp(2 * believed)), how.min_chance, 1 - how.min_chance)
     swap = np.where(feasible[:, 1], leaning, 0.0)
     action = (rng.random(n) < swap).astype(np.int64)
     luck = 0.7 + 0.6 * rng.random(n)[cluster]
@@ -55,14 +53,14 @@ def make(n: int, rng: np.random.Generator, scenario: Scenario | None = None) -> 
     )
 
 
-def _situations(n: int, rng: np.random.Generator) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+def _situations(n: int, rng: np.random.Generator) -> tuple[Floats, Floats, Flags]:
     """Tokens, running requests, and whether each action is feasible."""
     tokens = np.minimum(np.exp(rng.normal(6.5, 0.8, n)), CONTEXT_TOKENS)
     running = rng.integers(0, 12, n).astype(np.float64)
     return tokens, running, np.column_stack([np.ones(n, bool), rng.random(n) >= INFEASIBLE])
 
 
-def targets(tokens: Floats, feasible: NDArray[np.bool_]) -> dict[str, Floats]:
+def targets(tokens: Floats, feasible: Flags) -> dict[str, Floats]:
     """What each policy does, (n, K)."""
     wanted = {"always-recompute": np.zeros(len(tokens)), "always-swap": np.ones(len(tokens))}
     wanted["threshold"] = (tokens >= THRESHOLD_TOKENS).astype(np.float64)

@@ -51,9 +51,9 @@ from kvpolicy.policy.cheapest import CheapestOnline
 
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE, WITHIN, AFTER, LONG, RECOVERY = 200, 50, 300, 2000, 1000
-MOST_OFF, MOST_OVER, MOST_WORSE, OUTLIER_BAND = log(1.25), 0.05, 0.01, (0.8, 1.25)
+MAX_LOG_ERROR, MAX_EXCESS, MAX_LOSS, OUTLIER_BAND = log(1.25), 0.05, 0.01, (0.8, 1.25)
 OUTLIER_SHARE, OUTLIER = 0.05, 20.0
-MOST_SEEDS, LEAST_TAKEN = 0.95, 0.1
+MAX_SEEDS, MIN_TAKEN = 0.95, 0.1
 
 Factors = Mapping[Kind, float]
 SAME: Factors = {"recompute": 1.0, "swap": 1.0}
@@ -191,7 +191,7 @@ def undrifted(field: Field, kind: Kind) -> float:
 
 def near(field: Field, kind: Kind, miss: float) -> bool:
     """Whether no more of a drift is left than the model misses by itself, and 25%."""
-    return miss <= undrifted(field, kind) + MOST_OFF
+    return miss <= undrifted(field, kind) + MAX_LOG_ERROR
 
 
 def over_knowing(field: Field, steps: Sequence[Step], done: Sequence[Kind], factors: Factors) -> float:
@@ -206,7 +206,7 @@ def noticed(
     if near(field, kind, missed_by(off(field, online, kind, factors[kind]))):
         return True
     over = over_knowing(field, rest, serve(policy, rest, online)[0], factors)
-    return over <= MOST_OVER < over_knowing(field, rest, serve(deaf(field), rest, None)[0], factors)
+    return over <= MAX_EXCESS < over_knowing(field, rest, serve(deaf(field), rest, None)[0], factors)
 
 
 def deaf(field: Field) -> LearningPolicy:
@@ -235,7 +235,7 @@ def caught(field: Field, policy: LearningPolicy, name: str, kind: Kind, factors:
         f"in {count} of {seeds} seeds; predictions off by {exp(fmean(misses)) - 1:.0%} "
         f"(worst {exp(max(misses)) - 1:.0%}; undrifted {exp(undrifted(field, kind)) - 1:.0%})"
     )
-    return Answer(figure, count >= MOST_SEEDS * seeds)
+    return Answer(figure, count >= MAX_SEEDS * seeds)
 
 
 def paid_afterwards(field: Field, policy: LearningPolicy, name: str, factors: Factors, seeds: int) -> Answer:
@@ -243,7 +243,7 @@ def paid_afterwards(field: Field, policy: LearningPolicy, name: str, factors: Fa
     for online, rest in drifted(field, policy, name, factors, seeds):
         overs.append(over_knowing(field, rest, serve(policy, rest, online)[0], factors))
     figure = f"{fmean(overs):+.1%} over a model told the change (worst {max(overs):+.1%})"
-    return Answer(figure, fmean(overs) <= MOST_OVER)
+    return Answer(figure, fmean(overs) <= MAX_EXCESS)
 
 
 def drifted(
@@ -274,7 +274,7 @@ def outliers(field: Field, policy: LearningPolicy, kind: Kind, factors: Factors,
         f"corrections {min(ratios):.2f} to {max(ratios):.2f} of those without; predictions right in {right} of "
         f"{seeds} seeds, off by {exp(fmean(misses)) - 1:.0%} (worst {exp(max(misses)) - 1:.0%})"
     )
-    return Answer(figure, low <= min(ratios) <= max(ratios) <= high and right >= MOST_SEEDS * seeds)
+    return Answer(figure, low <= min(ratios) <= max(ratios) <= high and right >= MAX_SEEDS * seeds)
 
 
 def nothing(field: Field, policy: LearningPolicy, seeds: int) -> Answer:
@@ -283,7 +283,7 @@ def nothing(field: Field, policy: LearningPolicy, seeds: int) -> Answer:
         steps = stream(field, [SAME] * LONG, random.Random(f"nothing {seed}"))
         without_s = paid_s(steps, serve(deaf(field), steps, None)[0])
         worse.append(paid_s(steps, serve(policy, steps, None)[0]) / without_s - 1)
-    return Answer(f"{fmean(worse):+.2%} in total (worst {max(worse):+.2%})", max(worse) <= MOST_WORSE)
+    return Answer(f"{fmean(worse):+.2%} in total (worst {max(worse):+.2%})", max(worse) <= MAX_LOSS)
 
 
 def recovery(field: Field, policy: LearningPolicy, seeds: int) -> Answer:
@@ -301,7 +301,7 @@ def recovery(field: Field, policy: LearningPolicy, seeds: int) -> Answer:
         f"while slow {fmean(slowed):+.1%} over a model told it; then {fmean(again):+.1%} over one never slowed "
         f"(worst {max(again):+.1%})"
     )
-    return Answer(figure, max(fmean(slowed), fmean(again)) <= MOST_OVER)
+    return Answer(figure, max(fmean(slowed), fmean(again)) <= MAX_EXCESS)
 
 
 @dataclass(frozen=True)
@@ -354,9 +354,9 @@ def judged(field: Field, demand: Demand, learner: Callable[[Field], LearningPoli
     if demand.taken is not None:
         kind, factors = demand.taken
         share = taken(field, kind, factors)
-        if share < LEAST_TAKEN:
+        if share < MIN_TAKEN:
             return Verdict(field.name, demand.name, "", False, void=f"{kind} is right in {share:.0%}")
-        if demand.of_predictions and undrifted(field, kind) > MOST_OFF:
+        if demand.of_predictions and undrifted(field, kind) > MAX_LOG_ERROR:
             miss = exp(undrifted(field, kind)) - 1
             return Verdict(field.name, demand.name, "", False, void=f"undrifted {kind} is missed by {miss:.0%}")
     answer = demand.judge(field, learner(field), seeds)

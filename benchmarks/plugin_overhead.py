@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy.workload import Request, Workload
-from kvpolicy_vllm.bench.engine import EngineProcess
+from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.bench.ratios import paired_ratio
@@ -40,7 +40,7 @@ def main() -> None:
     if options.pairs < 2:
         parser.error(f"--pairs is {options.pairs}, should be at least 2")
     with tempfile.TemporaryDirectory() as scratch:
-        with EngineProcess("kvpolicy_vllm.bench.preparing") as process:
+        with EngineProcess("kvpolicy_vllm.bench.inspect_model") as process:
             job = {"llm": options.llm and str(options.llm), "make": f"{scratch}/llm", "seed": 0, "shape": {}}
             found = process.ask(job)
         rows = measure(found["llm"], not found["device"], options.pairs, options.seed)

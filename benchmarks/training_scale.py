@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import kvpolicy
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.datasets.examples import drawn
 from kvpolicy.datasets.profiles import measured
 from kvpolicy.events import KINDS
@@ -36,10 +36,8 @@ from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.training import provenance_of, split
 from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit, held_out_scores, misses_of
-from kvpolicy.training.pipeline import MOST_STATES
-from kvpolicy.training.residual_fit import FEWEST_STATES
-
-Floats = NDArray[np.float64]
+from kvpolicy.training.pipeline import MAX_STATES
+from kvpolicy.training.residual_fit import MIN_STATES
 
 COLUMNS = ("tokens", "pairs", "kv_read", "running", "batch_tokens", "copied_bytes", "segments", "free_blocks")
 PHYSICS = Ceilings(((LAUNCH,), ("tokens",), ("pairs",), ("kv_read",), ("copied_bytes",), ("segments",)))
@@ -77,10 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(took_s > asked.seconds or peak_gb > asked.gigabytes)
 
 
-def _train(rows: int, most_s: float, most_gb: float) -> int:
+def _train(rows: int, max_s: float, max_gb: float) -> int:
     per_state = 2 * REPEATS
-    if rows < FEWEST_STATES * per_state:
-        print(f"--rows is {rows}, should be at least {FEWEST_STATES * per_state} with --train", file=sys.stderr)
+    if rows < MIN_STATES * per_state:
+        print(f"--rows is {rows}, should be at least {MIN_STATES * per_state} with --train", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
         trace, out = Path(folder) / "trace", Path(folder) / "model"
@@ -95,10 +93,10 @@ def _train(rows: int, most_s: float, most_gb: float) -> int:
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     print(
         f"kvpolicy.train, {rows // per_state * per_state} decision rows, {rows // per_state} states: {took_s:.1f} s "
-        f"(bar {most_s:g}), processors busy for {busy_s:.1f} s, peak {peak_gb:.2f} GB (bar {most_gb:g}), "
+        f"(bar {max_s:g}), processors busy for {busy_s:.1f} s, peak {peak_gb:.2f} GB (bar {max_gb:g}), "
         f"trees {dict(report.trees)}"
     )
-    return int(took_s > most_s or peak_gb > most_gb)
+    return int(took_s > max_s or peak_gb > max_gb)
 
 
 def _write_trace(folder: Path, states: int, bend: float = 0.0) -> None:
@@ -114,7 +112,7 @@ def _draws(rows: int) -> int:
         _write_trace(Path(folder) / "trace", rows // (2 * REPEATS), BEND)
         dataset = measured([Path(folder) / "trace"])
     every, held = split(dataset.states, 0)
-    held = drawn(held, MOST_STATES, random.Random(0))
+    held = drawn(held, MAX_STATES, random.Random(0))
     print(f"held-out error, |log(measured / predicted)|, +- 1 standard error; {len(held)} states held out")
     for count in [count for count in DRAWS if count < len(every)] + [len(every)]:
         training = drawn(every, count, random.Random(count))
@@ -131,7 +129,7 @@ def _draws(rows: int) -> int:
     return 0
 
 
-def made_up(rows: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats, NDArray[np.int64]]:
+def made_up(rows: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats, Ints]:
     """(X, measured seconds, seconds by the law, groups): every point four times."""
     groups = np.arange(rows) // REPEATS
     points = int(groups[-1]) + 1

@@ -33,13 +33,13 @@ from kvpolicy import training
 from kvpolicy.cost.laws import Law
 from kvpolicy.datasets.examples import Example, log_miss
 from kvpolicy.features import FEATURES, Features
-from kvpolicy.training.laws import fit_recompute
+from kvpolicy.training.law_fits import fit_recompute
 from kvpolicy.training.transfer import carry_law
 
 SHIPPED = ("traces/cpu-llama-native", "traces/cpu-llama-simulated-link")
 COUNTS = (1, 2, 4, 8, 16)
 FLOOR_S = 1e-9
-FEWEST_ROWS = 10
+MIN_ROWS = 10
 NOTHING = Features(*(0.0 for _ in FEATURES))
 
 
@@ -137,7 +137,7 @@ def table_pairs(folder: Path) -> Iterator[tuple[str, Place, Place]]:
             if columns <= set(table.column_names):
                 found[layout] += read(table, file.name.removesuffix(".gz").removesuffix(".csv"))
     for layout, places in found.items():
-        kept = [place for place in places if len(place.examples) >= FEWEST_ROWS]
+        kept = [place for place in places if len(place.examples) >= MIN_ROWS]
         for old, new in permutations(kept, 2):
             yield f"{layout}: {old.name} -> {new.name}", old, new
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +11,20 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-Count = TypeVar("Count", int, float, Floats)
+
+@overload
+def causal_pairs(start: int, end: int) -> int: ...
 
 
-def causal_pairs(start: Count, end: Count) -> Count:
-    """(query token, context token) pairs when positions ``start`` to ``end`` are computed, the diagonal in.
+@overload
+def causal_pairs(start: float, end: float) -> float: ...
 
-    Whole numbers, also where they come as floats.
-    """
-    return (end * (end + 1) - start * (start + 1)) // 2
+
+@overload
+def causal_pairs(start: Floats | float, end: Floats) -> Floats: ...
+
+
+def causal_pairs(start: Any, end: Any) -> Any:
+    """(query token, context token) pairs when positions ``start`` to ``end`` are computed, the diagonal in."""
+    twice = end * (end + 1) - start * (start + 1)
+    return twice // 2 if isinstance(twice, int) else twice / 2

@@ -23,6 +23,11 @@ ENDINGS: tuple[Ending, ...] = ("resumed", "aborted", "superseded")
 DIRECTIONS: tuple[Direction, ...] = ("save", "load")
 
 
+def copy_pieces(block_bytes: int, segment_bytes: int) -> int:
+    """Contiguous pieces that one block comes in; 1 for segments that are not smaller, or of no size."""
+    return max(1, block_bytes // max(1, segment_bytes))
+
+
 @dataclass(frozen=True, slots=True)
 class Preemption:
     """A situation: what is known when a request is about to lose its KV blocks.
@@ -73,7 +78,7 @@ class Preemption:
     @property
     def copy_segments(self) -> int:
         """Contiguous pieces those bytes come in."""
-        return self.held_blocks * max(1, self.block_bytes // max(1, self.segment_bytes))
+        return self.held_blocks * copy_pieces(self.block_bytes, self.segment_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,19 @@
 """The vector a cost model sees: what an option would move and compute, and what else the engine is busy with.
 
-Plain numbers, no arrays: this runs inside a scheduling step.
+Of one situation in plain numbers, which runs inside a scheduling step; of many in columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite
 from typing import NamedTuple
 
+import numpy as np
+
+from kvpolicy.arrays import Floats, causal_pairs
 from kvpolicy.errors import InputError
-from kvpolicy.events import Option, Preemption
+from kvpolicy.events import Kind, Option, Preemption
 
 
 class Features(NamedTuple):
@@ -53,11 +56,6 @@ GROWING = frozenset(
 """Features that can only grow when the victim is longer and nothing else changes; costs may not fall with them."""
 
 
-def copy_pieces(block_bytes: int, segment_bytes: int) -> int:
-    """Contiguous pieces that one block comes in; 1 for segments that are not smaller, or of no size."""
-    return max(1, block_bytes // max(1, segment_bytes))
-
-
 def lacking_blocks(computed_tokens: int, ahead_tokens: int, held_blocks: int, block_size: int) -> int:
     """Blocks that a request lacks to compute ``ahead_tokens`` more; 0 or below where it holds them."""
     return -(-(computed_tokens + ahead_tokens) // block_size) - held_blocks
@@ -70,6 +68,11 @@ def short_blocks(lacking: Iterable[int], free_blocks: int) -> int:
     Exact for a decode; for a prefill chunk an upper bound, since nobody says what was left of the token budget.
     """
     return next((blocks - free_blocks for blocks in lacking if blocks > free_blocks), 0)
+
+
+def blocks_back(held_blocks: int, shared_blocks: int) -> int:
+    """Blocks that a load brings back: those that nobody else holds."""
+    return max(0, held_blocks - shared_blocks)
 
 
 Row = tuple[
@@ -161,6 +164,46 @@ def usable(row: Sequence[float]) -> bool:
     for value in row:
         right = right and 0.0 <= value < inf
     return right
+
+
+# ---- the same for many situations at once ----
+
+COLUMNS = (
+    "computed_tokens", "shared_blocks", "held_blocks", "block_size", "block_bytes", "segment_bytes",
+    "queued_save_bytes", "queued_load_bytes", "running_requests", "batch_tokens", "free_blocks", "waiting_requests",
+)  # fmt: skip
+"""Fields of a :class:`~kvpolicy.events.Preemption` that features are made of."""
+_OF_COPIES = (
+    "save_bytes", "load_bytes", "save_segments", "load_segments", "segment_bytes", "queued_save_bytes",
+    "queued_load_bytes",
+)  # fmt: skip
+_SURROUNDINGS = ("computed_tokens", "running_requests", "batch_tokens", "free_blocks", "waiting_requests")
+
+
+def feature_columns(got: Mapping[str, Floats], kind: Kind) -> dict[str, Floats]:
+    """What :func:`features_of` gives for each situation, by feature. ``got``: by name, the :data:`COLUMNS`.
+
+    Values are 0 or above, as in every trace that was read.
+    """
+    nothing = np.zeros(len(got["computed_tokens"]))
+    around = {name: got[name] for name in _SURROUNDINGS}
+    if kind == "recompute":
+        kept = np.minimum(got["shared_blocks"] * got["block_size"], got["computed_tokens"])
+        lost = {
+            "recomputed_tokens": got["computed_tokens"] - kept,
+            "recomputed_pairs": causal_pairs(kept, got["computed_tokens"]),
+        }
+        return lost | dict.fromkeys(_OF_COPIES, nothing) | around
+    pieces = np.maximum(got["block_bytes"] // np.maximum(got["segment_bytes"], 1.0), 1.0)
+    held, back = got["held_blocks"], np.maximum(got["held_blocks"] - got["shared_blocks"], 0.0)
+    copied = {
+        "save_bytes": held * got["block_bytes"],
+        "load_bytes": back * got["block_bytes"],
+        "save_segments": held * pieces,
+        "load_segments": back * pieces,
+    }
+    queued = {name: got[name] for name in ("segment_bytes", "queued_save_bytes", "queued_load_bytes")}
+    return copied | queued | dict.fromkeys(("recomputed_tokens", "recomputed_pairs"), nothing) | around
 
 
 def _what_is_wrong(row: Row) -> str:

@@ -14,9 +14,9 @@ from kvpolicy import trace as traces
 from kvpolicy.cli import main
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, FIGURES, MEMORY, SEQUENCE_LENGTH, TIMELINE, figure_and_level
-from kvpolicy.reporting.reading import material
+from kvpolicy.reporting.measurements import material
 from kvpolicy.trace import Trace
-from kvpolicy_vllm.bench.finishing import finish_core
+from kvpolicy_vllm.bench.profile_results import finish_core
 from kvpolicy_vllm.bench.reach import (
     ARMS,
     FULL_CPU,
@@ -31,7 +31,7 @@ from kvpolicy_vllm.bench.reach import (
     time_left,
 )
 from kvpolicy_vllm.bench.run_characterize import Study, whole_parts
-from kvpolicy_vllm.bench.served import ServedJob
+from kvpolicy_vllm.bench.serve_job import ServedJob
 from kvpolicy_vllm.bench.states import free_blocks_for, running_for
 from tests.synthetic import make_trace
 

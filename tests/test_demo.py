@@ -11,7 +11,7 @@ import pytest
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.bench.breakeven import Costs, break_even_link
-from kvpolicy_vllm.bench.demoreport import DemoReport, LinkReport
+from kvpolicy_vllm.bench.demo_report import DemoReport, LinkReport
 from kvpolicy_vllm.bench.exactness import Comparison
 from kvpolicy_vllm.bench.overload import Run
 from kvpolicy_vllm.bench.ratios import Ratio

@@ -14,6 +14,8 @@ from tests.synthetic import options_for, situation
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md")
+PAGES = sorted(str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.md"))
+MAX_COLUMNS = 120
 
 
 def snippets(name: str) -> list[str]:
@@ -56,3 +58,17 @@ def test_files_that_are_named_exist(document: str) -> None:
     paths = [first or second for first, second in named]
     assert len(paths) > 3
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def prose_of(page: str) -> list[str]:
+    """Lines outside of code and tables."""
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [line for line in text.splitlines() if not line.startswith("|")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_prose_can_be_read_in_a_terminal(page: str) -> None:
+    """A line that cannot be broken, as a long command in backticks, may be longer."""
+    assert [
+        line for line in prose_of(page) if len(line) > MAX_COLUMNS and not re.fullmatch(r"\s*(\S|`[^`]*`)+", line)
+    ] == []

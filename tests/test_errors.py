@@ -28,10 +28,10 @@ BARE = {
     "kvpolicy/regression/estimator.py",
     "kvpolicy/reporting/findings.py",
     "integrations/kvpolicy_vllm/bench/overload.py",
-    "integrations/kvpolicy_vllm/bench/serving.py",
-    "integrations/kvpolicy_vllm/bench/switching.py",
-    "integrations/kvpolicy_vllm/plugin/copier.py",
-    "integrations/kvpolicy_vllm/plugin/pool.py",
+    "integrations/kvpolicy_vllm/bench/serve_engine.py",
+    "integrations/kvpolicy_vllm/bench/plugin_switch.py",
+    "integrations/kvpolicy_vllm/plugin/copiers/base.py",
+    "integrations/kvpolicy_vllm/plugin/host_copies.py",
 }
 """Where ValueError is raised for what no user gives: a caller's mistake in Python, or scikit-learn's contract."""
 COMMANDS: dict[str, list[str]] = {

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy import cli, cost, explaining
+from kvpolicy import cli, cost, explanation
 from kvpolicy.cost import FittedModel
 from kvpolicy.events import Option
-from kvpolicy.explaining import Explanation, Question, account_of
-from kvpolicy.explaining.boundary import break_even, grid, longest
-from kvpolicy.explaining.question import as_long_as, beside, resolve
+from kvpolicy.explanation import Explanation, Question, account_of
+from kvpolicy.explanation.boundary import break_even, grid, longest
+from kvpolicy.explanation.question import as_long_as, beside, resolve
 from kvpolicy.policy import Objective
 from tests.policy.ten_line_policy import Longer
 from tests.synthetic import CostLaw, fitted_model
@@ -28,7 +28,7 @@ WITH_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 @pytest.fixture(autouse=True)
 def _made(monkeypatch: pytest.MonkeyPatch) -> None:
     """``boosted``, ``linear`` and ``analytic`` are models by name."""
-    monkeypatch.setattr(explaining, "load", lambda name: replace(fitted_model(str(name)), name=str(name)))
+    monkeypatch.setattr(explanation, "load", lambda name: replace(fitted_model(str(name)), name=str(name)))
 
 
 def explain(**more: Any) -> Explanation:
@@ -224,7 +224,7 @@ def test_without_matplotlib_the_text_is_there_and_the_plot_is_missed(
     def missing(name: str) -> Any:
         raise ImportError("No module named 'matplotlib'")
 
-    monkeypatch.setattr(explaining, "import_module", missing)
+    monkeypatch.setattr(explanation, "import_module", missing)
     file = tmp_path / "boundary.svg"
     with pytest.raises(SystemExit) as end:
         cli.main(["explain", "--cost-model", "boosted", "--tokens", "500", "--plot", str(file)])
@@ -247,7 +247,7 @@ def test_the_boundary_is_drawn_the_same_every_time(tmp_path: Path, ending: str, 
 
 @pytest.mark.parametrize("name", cost.shipped())
 def test_models_that_ship_are_explained(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(explaining, "load", cost.load)
+    monkeypatch.setattr(explanation, "load", cost.load)
     assert "choice: " in kvpolicy.explain(name, Question(tokens=300, running=2)).text()
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.features import FEATURES, GROWING, Features, copy_pieces, features_of, lacking_blocks, short_blocks
+from kvpolicy.events import copy_pieces
+from kvpolicy.features import FEATURES, GROWING, Features, features_of, lacking_blocks, short_blocks
 from tests.synthetic import options_for, situation
 
 

@@ -28,7 +28,6 @@ LONGER = {
     "kvpolicy/trace/rows.py decision_row": "a row: one argument is one column",
     "kvpolicy/trace/rows.py request_row": "a row: one argument is one column",
     "kvpolicy/workload/sharegpt.py __init__": "a source's own options; nothing hands them on",
-    "kvpolicy/simulator/builtin/engine.py __init__": "one simulation's parts, put together in one place",
     "integrations/kvpolicy_vllm/bench/models.py make_llama": "a model's shape; nothing hands it on",
 }
 

@@ -13,14 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    ("errors", "version", "lazy_names", "arrays"),
-    ("fields",),
+    ("errors", "version", "lazy_names", "arrays", "json_values"),
+    ("fields", "stats"),
     ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
-    ("features", "hardware", "trace", "workload"),
+    ("features", "hardware", "workload"),
+    ("trace",),
     ("attribution",),
     ("cost", "datasets"),
     ("policy", "training"),
-    ("evaluation", "settings", "simulator", "explaining"),
+    ("evaluation", "settings", "simulator", "explanation"),
     ("integrations",),
     ("study", "reporting"),
     ("cli",),
@@ -38,7 +39,7 @@ INTEGRATION = {
     "integration": {"integrations", "settings", "simulator"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"workload", "simulator"},
-    "bench": _DECIDE | {"datasets", "overflow", "workload", "simulator"},
+    "bench": _DECIDE | {"datasets", "overflow", "stats", "workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
     "bench.run_demo": _DECIDE | {"datasets", "workload", "simulator", "training", "evaluation"},
     # The learned policy it serves with is trained on the way.
@@ -65,6 +66,16 @@ LIVE_PATH = (
     "kvpolicy.cost.forest",
     "kvpolicy.policy",
 )
+WITHOUT_ENGINE = (
+    "kvpolicy_vllm.plugin.controller",
+    "kvpolicy_vllm.plugin.cost_meter",
+    "kvpolicy_vllm.plugin.learner",
+    "kvpolicy_vllm.plugin.messages",
+    "kvpolicy_vllm.plugin.settings",
+    "kvpolicy_vllm.plugin.situation",
+    "kvpolicy_vllm.plugin.trace_writer",
+)
+"""The plugin's logic: what it asks of a scheduler it asks of whatever it is given."""
 HEAVY = ("pandas", "sklearn", "lightgbm", "pyarrow", "torch", "vllm")
 
 
@@ -150,14 +161,14 @@ def test_imports_point_left(package: str) -> None:
     ("module", "source"),
     [
         ("kvpolicy.events", "from kvpolicy.trace import Trace"),
-        ("kvpolicy.training.laws", "from kvpolicy import policy"),
-        ("kvpolicy.training.laws", "from ..policy import load"),
+        ("kvpolicy.training.law_fits", "from kvpolicy import policy"),
+        ("kvpolicy.training.law_fits", "from ..policy import load"),
         ("kvpolicy.features", "import kvpolicy.hardware"),
         ("kvpolicy.policy.cheapest", "def late():\n    from kvpolicy.evaluation import evaluate"),
         ("kvpolicy.cli", "import kvpolicy_vllm.launch"),
         ("kvpolicy.trace", "import vllm"),
-        ("kvpolicy.training.laws", "import torch"),
-        ("kvpolicy.training.laws", "from importlib import import_module\nimport_module('kvpolicy.policy')"),
+        ("kvpolicy.training.law_fits", "import torch"),
+        ("kvpolicy.training.law_fits", "from importlib import import_module\nimport_module('kvpolicy.policy')"),
         ("kvpolicy.unheard_of", "import kvpolicy.events"),
         ("kvpolicy_vllm.plugin.scheduler", "from kvpolicy.training import train"),
         ("kvpolicy_vllm.plugin.scheduler", "from kvpolicy_vllm.bench import profile"),
@@ -172,8 +183,8 @@ def test_the_rule_sees_what_breaks_it(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("kvpolicy.trace", "import json\nfrom kvpolicy.events import Preemption"),
-        ("kvpolicy.training.laws", "from kvpolicy.attribution.offline import fit\nfrom kvpolicy import features"),
-        ("kvpolicy.training.laws", "from .steps import fit"),
+        ("kvpolicy.training.law_fits", "from kvpolicy.attribution.offline import fit\nfrom kvpolicy import features"),
+        ("kvpolicy.training.law_fits", "from .steps import fit"),
         ("kvpolicy_vllm.plugin.scheduler", "import vllm\nfrom kvpolicy.policy import load"),
         ("kvpolicy_vllm.bench.run_profile", "from kvpolicy_vllm.plugin import settings\nfrom kvpolicy import workload"),
         ("kvpolicy_vllm.bench.run_demo", "from kvpolicy.training import train"),
@@ -259,6 +270,10 @@ def _loaded_after(statement: str) -> set[str]:
 @pytest.mark.parametrize("module", LIVE_PATH)
 def test_a_live_decision_loads_nothing_heavy(module: str) -> None:
     assert not _loaded_after(f"import {module}") & set(HEAVY)
+
+
+def test_the_plugins_logic_loads_no_engine() -> None:
+    assert not _loaded_after(f"import {', '.join(WITHOUT_ENGINE)}") & {"torch", "vllm", "lightgbm", "sklearn", "pandas"}
 
 
 def test_the_package_itself_is_light() -> None:

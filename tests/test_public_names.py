@@ -16,8 +16,8 @@ from kvpolicy.lazy_names import lazy_names
 ROOT = Path(__file__).resolve().parent.parent
 
 NOUNS = (
-    "Preemption", "Option", "Cost", "Decision", "Outcome", "Trace", "Policy", "CostModel", "Workload", "Server",
-    "KVPolicyError", "load_policy", "load_cost_model", "read_trace",
+    "Preemption", "Option", "Cost", "Decision", "Outcome", "Trace", "Policy", "CostModel", "Request", "Workload",
+    "HardwareModel", "Server", "KVPolicyError", "load_policy", "load_cost_model", "read_trace",
 )  # fmt: skip
 VERBS = (
     "train", "evaluate", "simulate", "recommend", "explain", "calibrate", "profile", "demo", "characterize", "report",

@@ -17,7 +17,7 @@ PYTHON=${PYTHON:-python3}; MINUTES=${MINUTES:-9}; PACK_S=${PACK_S:-60}
 END=$(( $(date +%s) + $(awk -v minutes="$MINUTES" 'BEGIN { printf "%d", 60 * minutes }') ))
 ARCHIVE=$RESULTS/gpu-results.tar.gz
 MARGIN_S=60   # of a step's time: a program is told so much less, for its start and its end
-LEAST_S=60    # a program that would be told less is not begun
+MIN_S=60    # a program that would be told less is not begun
 PACKING_S=15  # what hangs is ended so long before the time is up, so that what is done can still be packed
 export PYTHONPATH="$PWD:$PWD/integrations${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
@@ -49,7 +49,7 @@ for step in "$@"; do
     overload)       what="overload" ;;
     *) echo "no step $step"; exit 2 ;;
   esac
-  [ "$own" -ge "$LEAST_S" ] || { echo "$step: no time left"; worst=3; continue; }
+  [ "$own" -ge "$MIN_S" ] || { echo "$step: no time left"; worst=3; continue; }
   minutes=$(( own / 60 )).$(( own % 60 * 10 / 60 ))
   echo "== $step: $what --minutes $minutes"
   timeout --kill-after=5 "$(( left - PACKING_S ))" "$PYTHON" -m benchmarks.gpu.$what --minutes "$minutes"

@@ -21,7 +21,7 @@ from benchmarks.gpu import pagelock
 from benchmarks.gpu.alternating import ALTERNATING
 from benchmarks.gpu.pieces import Piece, ended, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
-from kvpolicy_vllm.bench.engine import EngineProcess, plugin_arguments
+from kvpolicy_vllm.bench.engine_process import EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.exactness import TIE_GAP, TOKENS_PER_TIE, compare
 from kvpolicy_vllm.bench.models import make_llama
 from kvpolicy_vllm.plugin.settings import Settings
@@ -137,7 +137,7 @@ class Checks:
 
     def run(self, case: Case) -> dict[str, Any]:
         """Serve the workload and judge it; raises RuntimeError saying everything that is wrong."""
-        with EngineProcess("benchmarks.gpu.checking", self.out / "logs" / f"{case.name}.log") as engine:
+        with EngineProcess("benchmarks.gpu.check_engine", self.out / "logs" / f"{case.name}.log") as engine:
             started = engine.ask({"do": "start", "engine": self.engine(case), "environment": environment_of(case)})
             job = {
                 "do": "serve",

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from kvpolicy_vllm.plugin.copier import Copier, IndexingCopier
-from kvpolicy_vllm.plugin.jobs import Job
-from kvpolicy_vllm.plugin.staging import StagedCopier
+from kvpolicy_vllm.plugin.copiers.base import Copier
+from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
+from kvpolicy_vllm.plugin.copiers.staging import StagedCopier
+from kvpolicy_vllm.plugin.messages import Job
 
 SLEEP_CYCLES = 50_000_000
 """Some 30 ms on the device: many steps of a small model."""
@@ -96,7 +97,7 @@ class SlowOnDevice:
 def _made(arguments: tuple[Any, ...], mixins: tuple[type, ...], staged: bool) -> Copier:
     """The device's copier behind some mixins."""
     if arguments[0][0].device.type == "cuda":
-        from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
+        from kvpolicy_vllm.plugin.copiers.cuda import CudaCopier, StagedCudaCopier
 
         base: type = StagedCudaCopier if staged else CudaCopier
         slow = SlowOnDevice

@@ -40,7 +40,7 @@ SHARES = (0.25, 0.15, 0.33)
 """Memory, as a share of what all requests of a block take at their longest. The last is the control: hardly anybody
 is preempted there, as only so many run at once."""
 ITL_FACTOR = 1.25
-MOST_HOST_GIB = 8.0
+MAX_HOST_GIB = 8.0
 SLOWER = 1.5
 """A pass at a limit is thought to take so many times what stock vLLM takes with memory for all."""
 STARTS_S = 400.0
@@ -138,8 +138,8 @@ class Overload:
         self.identity = identity_of(self.scale, policies, names)
         self.refused: dict[str, str] = {}
         self._arms = arms
-        most_gib = 0.5 if place.tiny else MOST_HOST_GIB
-        self.host_gib = min(most_gib, 0.3 * available_memory_bytes() / GIB)
+        max_gib = 0.5 if place.tiny else MAX_HOST_GIB
+        self.host_gib = min(max_gib, 0.3 * available_memory_bytes() / GIB)
         self._started = self._hangs = False
 
     def workload(self, block: int, share: float = 1.0) -> Workload:

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from kvpolicy_vllm.bench.engine import environment
-from kvpolicy_vllm.plugin.staging import host_arena
+from kvpolicy_vllm.bench.engine_process import environment
+from kvpolicy_vllm.plugin.copiers.staging import host_arena
 
 LOCKED_BYTES = 1 << 20
 
@@ -39,7 +39,7 @@ def asked() -> str | None:
 
 
 def main() -> int:
-    from kvpolicy_vllm.plugin.cuda_copier import _page_lock  # the very function that the engine's host pool takes
+    from kvpolicy_vllm.plugin.copiers.cuda import _page_lock  # the very function that the engine's host pool takes
 
     why = tried(_page_lock)
     if why is not None:

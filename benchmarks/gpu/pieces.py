@@ -46,7 +46,7 @@ class Piece:
         return self.seconds if learned_s is None else learned_s
 
     @property
-    def most_s(self) -> float:
+    def max_s(self) -> float:
         """What takes so much longer than it is thought to is taken to hang."""
         return 3 * self.expected_s + self.grace_s
 
@@ -107,7 +107,7 @@ def run_pieces(
         begun, start_s = True, clock()
         say(f"{head} ...")
         try:
-            with ended_after(min(left_s, piece.most_s)):
+            with ended_after(min(left_s, piece.max_s)):
                 results[piece.name] = piece.do(left_s) | ({"elsewhere": elsewhere} if elsewhere else {})
         except (EngineFailed, RuntimeError, ValueError, OSError) as error:
             failed[piece.name] = f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpolicy_vllm.bench.engine import environment
+from kvpolicy_vllm.bench.engine_process import environment
 
 MINUTES = 9.0
 TINY, FULL = "tiny", "full"

@@ -21,9 +21,9 @@ from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, wri
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.training import train
-from kvpolicy_vllm.bench.finishing import finish_profile
 from kvpolicy_vllm.bench.job import Job
-from kvpolicy_vllm.bench.parts import Extent, Part, Rig
+from kvpolicy_vllm.bench.profile_parts import Extent, Part, Rig
+from kvpolicy_vllm.bench.profile_results import finish_profile
 from kvpolicy_vllm.bench.run_profile import measure_part
 from kvpolicy_vllm.plugin.settings import GIB
 
@@ -33,21 +33,21 @@ EXTENT = Extent(
     passes=1,
     repeats=1,
     check_pairs=5,
-    most_tokens=32768,
-    most_others=63,
-    most_batch_tokens=65536,
+    max_tokens=32768,
+    max_others=63,
+    max_batch_tokens=65536,
     model_tokens=66560,
-    most_extra=1,
+    max_extra=1,
 )
 """Of one piece. 20 states are dealt from the lowest numbers of others up, so that nobody has more than 19 beside him;
 docs/gpu.md says how far the lengths go."""
 LONG = replace(
-    EXTENT, states=8, check_pairs=0, most_tokens=65536, most_others=3, most_batch_tokens=131072, model_tokens=131072
+    EXTENT, states=8, check_pairs=0, max_tokens=65536, max_others=3, max_batch_tokens=131072, model_tokens=131072
 )
 TINY_EXTENT = replace(
-    EXTENT, states=8, check_pairs=1, most_tokens=512, most_others=4, most_batch_tokens=1500, model_tokens=2048
+    EXTENT, states=8, check_pairs=1, max_tokens=512, max_others=4, max_batch_tokens=1500, model_tokens=2048
 )
-FULL_CPU_EXTENT = replace(EXTENT, states=12, most_tokens=1500, most_others=7, most_batch_tokens=6000, model_tokens=4096)
+FULL_CPU_EXTENT = replace(EXTENT, states=12, max_tokens=1500, max_others=7, max_batch_tokens=6000, model_tokens=4096)
 START_S = 90.0
 """What an engine's start may take of a piece's time, compiling and capturing included."""
 RESERVE_S = 20.0
@@ -55,7 +55,7 @@ PIECE_S = 200.0
 """Two of them, their checks and their models, within a call of 9 minutes."""
 TRAINING_S = 60.0
 """Kept at the end of a call."""
-LEAST_S = 20.0
+MIN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,24 +132,24 @@ class Profile:
                 self.say(f"    {share.name}: {done} of {of} windows")
 
         began = time.monotonic()
-        most_s = max(LEAST_S, min(PIECE_S, left_s) - START_S - RESERVE_S)
-        core = measure_part(self.job(share, llm, folder, most_s), traces, folder, share.name, tell)
+        max_s = max(MIN_S, min(PIECE_S, left_s) - START_S - RESERVE_S)
+        core = measure_part(self.job(share, llm, folder, max_s), traces, folder, share.name, tell)
         keep_log(folder / "engine.log", self.out / "logs" / f"{share.name}.log")
         shutil.rmtree(folder)
         return {"core": core, "trace": traces.name, "took_s": time.monotonic() - began}
 
-    def job(self, share: Share, llm: Path, folder: Path, most_s: float) -> Job:
+    def job(self, share: Share, llm: Path, folder: Path, max_s: float) -> Job:
         rig = Rig(llm, share.extent, None, self.seed, device=not self.place.on_cpu)
         job = rig.job(share.part, folder)
-        engine = job.engine | {"load_format": "dummy", "max_num_seqs": share.extent.most_others + 9}
+        engine = job.engine | {"load_format": "dummy", "max_num_seqs": share.extent.max_others + 9}
         if not self.place.on_cpu:
             engine |= {"dtype": "bfloat16"}
             engine |= {"async_scheduling": False} if self.synchronous else {}
         extra = engine["kv_transfer_config"]["kv_connector_extra_config"]
-        longest = share.extent.most_tokens + 2 * share.part.block_size
+        longest = share.extent.max_tokens + 2 * share.part.block_size
         wanted_gib = 1.1 * longest * share.geometry.kv_token_bytes * (2 if self.place.on_cpu else 1) / GIB
         extra["host_gib"] = max(0.25, min(wanted_gib, 0.4 * available_memory_bytes() / GIB))
-        return replace(job, engine=engine, most_s=most_s)
+        return replace(job, engine=engine, max_s=max_s)
 
     def finish(self, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Check and train what there is; a trace that is too little to train on is told of."""

@@ -25,8 +25,8 @@ from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry
 from benchmarks.gpu.intervals import interval_text, ratio_of
 from benchmarks.gpu.pieces import Done, Piece, ended, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
-from kvpolicy_vllm.plugin.copier import Copier, unique_segments
-from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
+from kvpolicy_vllm.plugin.messages import Job
 
 WAYS: dict[str, Callable[..., Copier]] = {"as they lie": copiers.plain, "staged": copiers.staged}
 """The plugin's two: pieces copied where they lie, and gathered on the device first."""
@@ -120,14 +120,14 @@ class Bench:
         return found
 
 
-def measure(place: Place, setting: Setting, seed: int, turns: int, most_s: float) -> dict[str, Any]:
+def measure(place: Place, setting: Setting, seed: int, turns: int, max_s: float) -> dict[str, Any]:
     geometry = TINY if place.tiny else EIGHT_B
     bench = Bench(place, setting, geometry, seed)
     rng = random.Random(f"{seed}/order")
     taken: dict[str, dict[str, list[tuple[float, float]]]] = {
         name: {"save": [], "load": []} for name in ("large", *bench.copiers)
     }
-    end_s = time.monotonic() + most_s
+    end_s = time.monotonic() + max_s
     for turn in range(-2, turns):  # two for what happens only once
         for name in rng.sample(list(taken), len(taken)):
             found = bench.turn(name) if name != "large" else {way: bench.large(way) for way in ("save", "load")}

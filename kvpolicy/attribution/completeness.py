@@ -17,13 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvpolicy.attribution.step_time_fit import AFTERMATH_STEPS, Floats, Whole
+from kvpolicy.arrays import Flags, Floats, Ints
+from kvpolicy.attribution.step_time_fit import AFTERMATH_STEPS
 
-Flags = NDArray[np.bool_]
-
-SHORTEST_STEP_S = 1e-6
+MIN_STEP_S = 1e-6
 """No step takes less: clock readings closer than that are the same moment."""
 
 
@@ -31,7 +29,7 @@ SHORTEST_STEP_S = 1e-6
 class Timeline:
     """The recorded steps of one engine core, ascending, and when its requests were served."""
 
-    number: Whole
+    number: Ints
     start_s: Floats
     end_s: Floats
     arrival_s: Floats
@@ -45,12 +43,12 @@ class Timeline:
 class Span:
     """Of each preemption, the rows and numbers of its steps; arrays of one length."""
 
-    first_row: Whole
-    last_row: Whole
+    first_row: Ints
+    last_row: Ints
     """Of its last step; -1 where that is not there."""
-    first: Whole
-    last: Whole
-    involved_row: Whole
+    first: Ints
+    last: Ints
+    involved_row: Ints
     """The last row that it had to do with: its copies may take longer than it did."""
     recorded: Flags
     """Whether its request has a record."""
@@ -71,7 +69,7 @@ def unbroken(line: Timeline, span: Span) -> Flags:
 def _holes(line: Timeline) -> tuple[Flags, Flags]:
     """For the hole after each row, if there is one: a loss for certain, and maybe a loss."""
     next_s = np.append(line.start_s[1:], np.inf)
-    hole = np.append(np.diff(line.number) != 1, True) & (next_s - line.end_s > SHORTEST_STEP_S)
+    hole = np.append(np.diff(line.number) != 1, True) & (next_s - line.end_s > MIN_STEP_S)
     lost = hole & (_served_after(line) | _tokens_between(line, next_s))
     doubtful = hole & ~lost
     doubtful[-1] = False
@@ -83,18 +81,18 @@ def _served_after(line: Timeline) -> Flags:
     order = np.argsort(line.arrival_s, kind="stable")
     latest_s = np.maximum.accumulate(np.append(-np.inf, np.nan_to_num(line.last_token_s[order], nan=-np.inf)))
     arrived = np.searchsorted(line.arrival_s[order], line.end_s, side="right")
-    return np.asarray(latest_s[arrived] > line.end_s + SHORTEST_STEP_S)
+    return np.asarray(latest_s[arrived] > line.end_s + MIN_STEP_S)
 
 
 def _tokens_between(line: Timeline, next_s: Floats) -> Flags:
     """Whether a request's first or last token came after each row, and not of the next one."""
     tokens_s = np.concatenate([line.first_token_s, line.last_token_s])
     tokens_s = np.sort(tokens_s[np.isfinite(tokens_s)])
-    before, after = line.end_s + SHORTEST_STEP_S, next_s + SHORTEST_STEP_S
+    before, after = line.end_s + MIN_STEP_S, next_s + MIN_STEP_S
     return np.asarray(np.searchsorted(tokens_s, after) > np.searchsorted(tokens_s, before, side="right"))
 
 
-def _sum(flags: Flags, first: Whole, end: Whole) -> Whole:
+def _sum(flags: Flags, first: Ints, end: Ints) -> Ints:
     """Flags set in ``[first, end)`` of each."""
     counted = np.append(0, np.cumsum(flags))
     return np.asarray(counted[end] - counted[np.maximum(0, first)], dtype=np.int64)

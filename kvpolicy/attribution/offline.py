@@ -24,15 +24,13 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.attribution.completeness import Span, Timeline, unbroken
 from kvpolicy.attribution.step_time_fit import (
     AFTERMATH_STEPS,
     PARTS,
-    Floats,
     StepTimeModel,
-    Whole,
     fit_step_time,
     with_aftermath,
 )
@@ -94,7 +92,7 @@ def attribute(trace: Trace, models: Mapping[str, StepTimeModel] | None = None) -
     return Trace(trace.headers, dict(trace.tables) | {"outcomes": outcomes})
 
 
-def _filled(table: pa.Table, column: str, values: Floats, empty: NDArray[np.bool_]) -> pa.Table:
+def _filled(table: pa.Table, column: str, values: Floats, empty: Flags) -> pa.Table:
     """What is stored stays: it may have been attributed with more of the trace at hand."""
     at = table.schema.get_field_index(column)
     found = pa.chunked_array([pa.array(values, pa.float64(), mask=empty)])
@@ -105,7 +103,7 @@ def _filled(table: pa.Table, column: str, values: Floats, empty: NDArray[np.bool
 class _Involved:
     """One row per reason for which a preemption is involved in a step."""
 
-    row: Whole
+    row: Ints
     preemption_id: pa.Array
     copy_s: Floats
     """Seconds that one of its copies overlapped the step."""
@@ -122,7 +120,7 @@ class _Core:
     parts: Floats
     duration_s: Floats
     involved: _Involved
-    calm: Whole
+    calm: Ints
     """Rows of the undisturbed steps."""
     whole: pa.Array
     """Preemptions whose steps are all here, and their save if they were swapped."""
@@ -154,7 +152,7 @@ def _core(trace: Trace, name: str) -> _Core:
     return _Core(name, steps, _parts(steps), duration_s, involved, calm, begun.filter(pa.array(whole)), loads)
 
 
-def _row_of(steps: pa.Table, numbers: pa.ChunkedArray) -> Whole:
+def _row_of(steps: pa.Table, numbers: pa.ChunkedArray) -> Ints:
     return _index_in(numbers.combine_chunks(), steps["step"].combine_chunks())
 
 
@@ -164,7 +162,7 @@ def _timeline(steps: pa.Table, requests: pa.Table) -> Timeline:
     return Timeline(_ints(steps, "step"), start_s, start_s + _reals(steps, "duration_s"), *served)
 
 
-def _span(steps: pa.Table, outcomes: pa.Table, first: Whole, involved: _Involved, seen: pa.Array) -> Span:
+def _span(steps: pa.Table, outcomes: pa.Table, first: Ints, involved: _Involved, seen: pa.Array) -> Span:
     """Where the outcomes' steps are; ``first``: rows of their first ones. ``seen``: preemptions of known requests."""
     ids = outcomes["preemption_id"].combine_chunks()
     latest = first.copy()
@@ -180,7 +178,7 @@ def _seen(decisions: pa.Table, requests: pa.Table) -> pa.Array:
     return decisions.filter(known)["preemption_id"].combine_chunks()
 
 
-def _lacks_save(outcomes: pa.Table, decisions: pa.Table, transfers: pa.Table) -> NDArray[np.bool_]:
+def _lacks_save(outcomes: pa.Table, decisions: pa.Table, transfers: pa.Table) -> Flags:
     """Of each outcome, whether it was swapped and no save is recorded."""
     ids = outcomes["preemption_id"].combine_chunks()
     swaps = decisions.filter(pc.equal(decisions["executed"], "swap"))["preemption_id"].combine_chunks()
@@ -193,7 +191,7 @@ def _moved(transfers: pa.Table, direction: str) -> pa.Array:
     return transfers.filter(pc.equal(transfers["direction"], direction))["preemption_id"].combine_chunks()
 
 
-def _begun(row: Whole, ids: pa.Array) -> _Involved:
+def _begun(row: Ints, ids: pa.Array) -> _Involved:
     return _Involved(row, ids, np.zeros(len(row)), np.zeros((len(row), len(PARTS))))
 
 
@@ -229,7 +227,7 @@ def _joined(*some: _Involved) -> _Involved:
     )
 
 
-def _calm(steps: pa.Table, involved: Whole) -> Whole:
+def _calm(steps: pa.Table, involved: Ints) -> Ints:
     """Rows of the steps that computed something, and that nothing of a preemption or its aftermath touched."""
     touched = np.zeros(steps.num_rows + AFTERMATH_STEPS, dtype=np.bool_)
     touched[involved] = True
@@ -300,7 +298,7 @@ def _shares(core: _Core, model: StepTimeModel) -> _Shares:
     return _Shares(names.take(pa.array(of)), extra_s, np.maximum(0.0, others), own[:, 0])
 
 
-def _with_aftermath_steps(core: _Core, row: Whole, who: Whole) -> tuple[Whole, Whole]:
+def _with_aftermath_steps(core: _Core, row: Ints, who: Ints) -> tuple[Ints, Ints]:
     """Each (row, preemption) once, with the working steps right after it, in ascending order."""
     later = [row + lag for lag in range(AFTERMATH_STEPS + 1)]
     pairs = np.column_stack([np.concatenate(later), np.tile(who, len(later))])
@@ -311,14 +309,14 @@ def _with_aftermath_steps(core: _Core, row: Whole, who: Whole) -> tuple[Whole, W
     return pairs[:, 0], pairs[:, 1]
 
 
-def _split(row: Whole, weight: Floats, rows: int) -> Floats:
+def _split(row: Ints, weight: Floats, rows: int) -> Floats:
     """Each entry's share of its step: by weight, in equal parts where nobody has any."""
     total = np.bincount(row, weight, rows)[row]
     sharers = np.bincount(row, minlength=rows)[row]
     return np.where(total > 0, weight / np.where(total > 0, total, 1.0), 1.0 / sharers)
 
 
-def _extra(core: _Core, model: StepTimeModel, row: Whole, own: Floats) -> Floats:
+def _extra(core: _Core, model: StepTimeModel, row: Ints, own: Floats) -> Floats:
     """Seconds beyond d0 of the steps ``row``, all victims' repeated tokens taken out."""
     left = core.parts.copy()
     np.subtract.at(left, row, own)
@@ -335,7 +333,7 @@ def _parts(steps: pa.Table) -> Floats:
     return np.column_stack([_ints(steps, name) for name in PARTS]).astype(np.float64)
 
 
-def _ints(table: pa.Table, column: str) -> Whole:
+def _ints(table: pa.Table, column: str) -> Ints:
     return np.asarray(table[column].to_numpy(), dtype=np.int64)
 
 
@@ -343,6 +341,6 @@ def _reals(table: pa.Table, column: str) -> Floats:
     return np.asarray(table[column].to_numpy(), dtype=np.float64)
 
 
-def _index_in(values: pa.Array, among: pa.Array) -> Whole:
+def _index_in(values: pa.Array, among: pa.Array) -> Ints:
     """Position of each value in ``among``; -1 where it is not in there."""
     return np.asarray(pc.fill_null(pc.index_in(values, among), -1), dtype=np.int64)

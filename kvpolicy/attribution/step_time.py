@@ -11,12 +11,9 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.errors import InputError
-
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
 
 PARTS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")
 """What a step is made of, as far as its duration depends on it: columns of ``steps``."""
@@ -64,7 +61,7 @@ class StepTimeModel:
         """Seconds that the parts alone add, aftermath left out."""
         return np.asarray(parts @ np.asarray(self.per_part_s[: len(PARTS)]), dtype=np.float64)
 
-    def pace(self, calm: Whole, parts: Floats, duration_s: Floats, row: Whole) -> Floats:
+    def pace(self, calm: Ints, parts: Floats, duration_s: Floats, row: Ints) -> Floats:
         """How much slower than d0 the machine was around each step ``row``: 1 where it was as fast.
 
         Machines have faster and slower moments, and a law that is linear in a step's parts is off by a little for
@@ -119,7 +116,7 @@ def with_aftermath(parts: Floats) -> Floats:
     return np.column_stack([parts, *before])
 
 
-def medians(values: Floats, at: Whole, skip: int) -> Floats:
+def medians(values: Floats, at: Ints, skip: int) -> Floats:
     """Median of the neighbours on both sides of each position, ``skip`` values from the position on left out.
 
     At an end of ``values`` the side that is short is made up for by the other one.

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvpolicy.arrays import Floats
 from kvpolicy.attribution.step_time import (
     AFTERMATH_STEPS,
     PARTS,
-    Floats,
     HeldOutError,
     StepTimeModel,
-    Whole,
     medians,
     with_aftermath,
 )
 from kvpolicy.regression.nnls import robust_nonnegative_fit
 from kvpolicy.trace import TraceError
 
-__all__ = [
-    "AFTERMATH_STEPS", "PARTS", "Floats", "HeldOutError", "StepTimeModel", "Whole", "fit_step_time", "with_aftermath",
-]  # fmt: skip
+__all__ = ["AFTERMATH_STEPS", "PARTS", "HeldOutError", "StepTimeModel", "fit_step_time", "with_aftermath"]
 
-FEWEST_STEPS = 20
+MIN_STEPS = 20
 FOLDS = 5
 BLOCK_STEPS = 20
 """Held-out error is taken over blocks of that many successive steps: neighbours are alike."""
@@ -30,11 +27,11 @@ BLOCK_STEPS = 20
 def fit_step_time(design: Floats, duration_s: Floats, fitted_on: str) -> StepTimeModel:
     """Fit d0 to undisturbed steps in the order they were executed; ``design`` from :func:`with_aftermath`.
 
-    Raises TraceError where there are fewer than :data:`FEWEST_STEPS`.
+    Raises TraceError where there are fewer than :data:`MIN_STEPS`.
     """
-    if len(duration_s) < FEWEST_STEPS:
+    if len(duration_s) < MIN_STEPS:
         raise TraceError(
-            f"steps: {len(duration_s)} undisturbed steps on {fitted_on}, at least {FEWEST_STEPS} are needed to tell "
+            f"steps: {len(duration_s)} undisturbed steps on {fitted_on}, at least {MIN_STEPS} are needed to tell "
             "what a step takes when nothing is preempted"
         )
     design = np.column_stack([np.ones(len(design)), design])

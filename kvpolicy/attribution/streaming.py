@@ -24,7 +24,7 @@ Parts = tuple[float, float, float, float]
 IDLE_S = 0.02
 """So long steps that compute nothing are taken together, seconds."""
 
-MOST_WAITING = 512
+MAX_WAITING = 512
 """So many steps wait for a copy to end; then it is given up, and what its preemption cost stays unknown."""
 
 
@@ -114,7 +114,7 @@ class LiveCosts:
         """A copy ran from ``start_s`` to ``end_s``, of the same clock as steps."""
         self._flying.pop((preemption_id, direction), None)
         self._landed.append(_Copy(preemption_id, start_s, end_s))
-        del self._landed[:-MOST_WAITING]  # no clock of a worker's can make this grow
+        del self._landed[:-MAX_WAITING]  # no clock of a worker's can make this grow
         self._calm = False
 
     def copy_lost(self, preemption_id: str, direction: str) -> None:
@@ -129,7 +129,7 @@ class LiveCosts:
             self._calm = False
             return
         self._early[preemption_id] = executed, ended
-        if len(self._early) > MOST_WAITING:  # of steps that were never told
+        if len(self._early) > MAX_WAITING:  # of steps that were never told
             del self._early[next(iter(self._early))]
 
     def step(
@@ -157,7 +157,7 @@ class LiveCosts:
         self._waiting.append(_Step(number, start_s, end_s, parts, requests, self._own(number, preempted, repeated)))
         while self._waiting and not self._may_be_overlapped(self._waiting[0].number):
             self._settle(self._waiting.popleft())
-        if len(self._waiting) > MOST_WAITING:
+        if len(self._waiting) > MAX_WAITING:
             self._give_up(self._waiting[0].number)
         done = tuple(self._finished())
         self._calm = not (self._waiting or self._flying or self._landed or self._closed or any(self._recent))

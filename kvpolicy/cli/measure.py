@@ -14,7 +14,7 @@ import kvpolicy
 from kvpolicy import integrations
 from kvpolicy.cli.flags import command, show
 from kvpolicy.evaluation.estimation import Estimation
-from kvpolicy.explaining import Question
+from kvpolicy.explanation import Question
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware.engine_time import EngineTime
 from kvpolicy.policy import HELP

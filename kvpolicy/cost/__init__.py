@@ -1,13 +1,12 @@
 """Cost models: what an option will cost the engine. Loading one imports nothing that trains one."""
 
-from kvpolicy.cost.analytic import ANALYTIC, Engine, engine_loader, load, load_cost_model, untrained
+from kvpolicy.cost.analytic import ANALYTIC, engine_loader, load, load_cost_model, untrained
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, ModelWarning
 from kvpolicy.cost.store import holds_model, shipped
 
 __all__ = [
     "ANALYTIC",
     "CostModel",
-    "Engine",
     "FittedModel",
     "ModelError",
     "ModelWarning",

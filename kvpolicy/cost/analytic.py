@@ -21,7 +21,8 @@ from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, Provenance
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
-from kvpolicy.hardware import Geometry
+from kvpolicy.hardware import EngineSpec, Geometry
+from kvpolicy.hardware.link import header_link
 from kvpolicy.hardware.sheets import DeviceSheet, LinkSheet, SheetError, device_sheet, known_sheet, link_sheet
 from kvpolicy.shape import ConfigError, ModelShape
 
@@ -86,7 +87,7 @@ def constants_of(law: Law, geometry: Geometry, sheet: DeviceSheet | None = None)
 
 
 def _of_recompute(law: RecomputeRoofline, geometry: Geometry, sheet: DeviceSheet | None) -> dict[str, Constant]:
-    low, high = PLAUSIBLE_FLOPS if sheet is None else (0.02 * sheet.bf16_flops, _most_flops(sheet))
+    low, high = PLAUSIBLE_FLOPS if sheet is None else (0.02 * sheet.bf16_flops, _max_flops(sheet))
     found = {
         "fixed_s": Constant(law.fixed_s, "s per recompute", -1.0, PLAUSIBLE_FIXED_S),
         "alone_s": Constant(law.alone_s, "s per step for the victim alone", -1.0, PLAUSIBLE_FIXED_S),
@@ -100,7 +101,7 @@ def _of_recompute(law: RecomputeRoofline, geometry: Geometry, sheet: DeviceSheet
     return found
 
 
-def _most_flops(sheet: DeviceSheet) -> float:
+def _max_flops(sheet: DeviceSheet) -> float:
     return max(sheet.bf16_flops, sheet.fp8_flops or 0.0, sheet.int8_ops or 0.0)
 
 
@@ -128,36 +129,18 @@ def implausible(laws: Mapping[Kind, Law], geometry: Geometry, sheet: DeviceSheet
 
 
 ANALYTIC = "analytic"
-DEFAULT_BLOCK_SIZE = 16
 DEFAULT_BUDGET_TOKENS = 2048
-"""vLLM's own token budget of a step where a server is not told another; on large devices it takes more."""
+"""Of a step, where the engine does not say: vLLM's own where it is not told another; on large devices it takes more."""
+UNSAID = EngineSpec()
+"""An engine of which nothing is known."""
 FLOOR_S = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What an engine says of itself, as far as the formulas need it."""
-
-    block_size: int = DEFAULT_BLOCK_SIZE
-    token_budget: int = DEFAULT_BUDGET_TOKENS
-    """Most tokens of a step (``max_num_batched_tokens``)."""
-    ranks: int = 1
-    """Tensor parallel; no time is counted for the ranks' communication."""
-    pinned: bool = True
-    block_bytes: int | None = None
-    """On one rank; from the shape where the engine does not say."""
-    geometry: Geometry | None = None
-    """As the engine records it; from the shape where it does not say."""
-    hardware: Mapping[str, Any] | None = None
-    link: Mapping[str, Any] | None = None
-    """As in a trace's header."""
 
 
 def untrained(
     shape: ModelShape,
     sheet: DeviceSheet,
     link: LinkSheet | None = None,
-    engine: Engine = Engine(),
+    engine: EngineSpec = UNSAID,
     assumed: Assumptions = ASSUMED,
 ) -> FittedModel:
     """The roofline of ``shape`` on ``sheet``; ``link``: the device's usual one where none is given."""
@@ -173,13 +156,13 @@ def untrained(
         f"shares of these rates are assumed: {assumed.linear_share.value:g} of compute in linear layers, "
         f"{assumed.attention_share.value:g} in attention, {assumed.weight_share.value:g} of memory bandwidth, "
         f"{_link_share(engine, assumed):g} of the link",
-        f"token budget {engine.token_budget}, {engine.ranks} rank{'s' if engine.ranks > 1 else ''}",
+        f"token budget {_budget(engine)}, {engine.ranks} rank{'s' if engine.ranks > 1 else ''}",
     )
     made = Provenance(
         family="analytic",
         hardware=dict(engine.hardware or {"device": sheet.device_names[0]}),
-        geometry=engine.geometry or Geometry.of_shape(shape, engine.ranks),
-        link=dict(engine.link or {"kind": "native"}),
+        geometry=Geometry.from_dict(engine.geometry) if engine.geometry else Geometry.of_shape(shape, engine.ranks),
+        link=dict(engine.link or header_link(None)),
         block_sizes=(engine.block_size,),
         kv_bytes_per_token=_kv_bytes_per_token(shape, engine),
         trace_digests=(),
@@ -195,7 +178,11 @@ def untrained(
     return replace(model, digest=hashlib.sha256(told.encode()).hexdigest())
 
 
-def _kv_bytes_per_token(shape: ModelShape, engine: Engine) -> float:
+def _budget(engine: EngineSpec) -> int:
+    return DEFAULT_BUDGET_TOKENS if engine.token_budget is None else engine.token_budget
+
+
+def _kv_bytes_per_token(shape: ModelShape, engine: EngineSpec) -> float:
     if engine.block_bytes is not None:
         return engine.block_bytes / engine.block_size
     return shape.kv_bytes_per_token / _kv_parts(shape, engine.ranks)
@@ -206,7 +193,7 @@ def _kv_parts(shape: ModelShape, ranks: int) -> int:
     return min(ranks, max(1, shape.kinds[0].attention.kv_heads))
 
 
-def _recompute(shape: ModelShape, sheet: DeviceSheet, engine: Engine, assumed: Assumptions) -> RecomputeRoofline:
+def _recompute(shape: ModelShape, sheet: DeviceSheet, engine: EngineSpec, assumed: Assumptions) -> RecomputeRoofline:
     linear_rate = assumed.linear_share.value * sheet.flops(shape.precision.arithmetic) * engine.ranks
     attention_rate = assumed.attention_share.value * sheet.bf16_flops * engine.ranks
     weight_rate = assumed.weight_share.value * sheet.memory_bytes_per_s * engine.ranks
@@ -223,21 +210,21 @@ def _recompute(shape: ModelShape, sheet: DeviceSheet, engine: Engine, assumed: A
         s_per_kv_token=shape.full_kv_bytes_per_token / kv_rate,
         s_per_window_pair=0.0 if window is None else shape.window_flops_per_pair / attention_rate,
         window_tokens=float(window or 0),
-        budget_tokens=float(engine.token_budget),
+        budget_tokens=float(_budget(engine)),
     )
 
 
-def _link_share(engine: Engine, assumed: Assumptions) -> float:
+def _link_share(engine: EngineSpec, assumed: Assumptions) -> float:
     return (assumed.pinned_share if engine.pinned else assumed.pageable_share).value
 
 
-def _swap(sheet: DeviceSheet, link: LinkSheet, engine: Engine, assumed: Assumptions) -> SwapRoofline:
+def _swap(sheet: DeviceSheet, link: LinkSheet, engine: EngineSpec, assumed: Assumptions) -> SwapRoofline:
     """A save is felt in full: the step that needs the blocks waits for it. A load beside others takes from them the
     memory bandwidth that it uses."""
     rate = _link_share(engine, assumed) * link.bytes_per_s
-    if engine.link and engine.link.get("kind") == "simulated":
+    if engine.link.get("kind") == "simulated":
         rate = min(rate, float(engine.link["bytes_per_s"]))
-    latency = assumed.copy_s.value + float((engine.link or {}).get("latency_s") or 0.0)
+    latency = assumed.copy_s.value + float(engine.link.get("latency_s") or 0.0)
     channel = Channel(latency, 1.0 / rate, assumed.segment_s.value)
     return SwapRoofline(
         save=channel,
@@ -277,10 +264,10 @@ def load(name: str | Path) -> FittedModel:
 
     Raises ModelError for what cannot be loaded, and for ``analytic`` alone: only a running engine knows the rest.
     """
-    return _load(name, Engine(), "auto")
+    return _load(name, UNSAID, "auto")
 
 
-def _load(name: str | Path, engine: Engine, kv_cache_dtype: str) -> FittedModel:
+def _load(name: str | Path, engine: EngineSpec, kv_cache_dtype: str) -> FittedModel:
     """``engine``: what an untrained model is to count with; its shape and device are those of the name."""
     kind, _, rest = str(name).partition(":")
     if kind != ANALYTIC or Path(name).is_dir():
@@ -294,10 +281,10 @@ def _load(name: str | Path, engine: Engine, kv_cache_dtype: str) -> FittedModel:
     place, _, link = device.partition("@")
     shape, sheet = _shape(config, kv_cache_dtype), _sheet(place)
     geometry = Geometry.of_shape(shape, engine.ranks)
-    if engine.geometry is not None:  # 16 bits are 16 bits: which of the types they are is the engine's to say
-        geometry = replace(geometry, dtype=engine.geometry.dtype)
-    same = engine.hardware is not None and known_sheet(engine.hardware.get("device")) == sheet
-    here = replace(engine, geometry=geometry, block_bytes=None, hardware=engine.hardware if same else None)
+    if engine.geometry:  # 16 bits are 16 bits: which of the types they are is the engine's to say
+        geometry = replace(geometry, dtype=engine.geometry["dtype"])
+    same = known_sheet(engine.hardware.get("device")) == sheet
+    here = replace(engine, geometry=geometry.to_dict(), block_bytes=None, hardware=engine.hardware if same else {})
     return replace(untrained(shape, sheet, _link(link) if link else None, here), name=str(name))
 
 
@@ -323,7 +310,7 @@ def _shape(config: str, kv_cache_dtype: str) -> ModelShape:
 
 
 def engine_loader(
-    config: Mapping[str, Any], engine: Engine, kv_cache_dtype: str = "auto"
+    config: Mapping[str, Any], engine: EngineSpec, kv_cache_dtype: str = "auto"
 ) -> Callable[[str], FittedModel]:
     """For :func:`kvpolicy.policy.load` inside a server: ``analytic`` becomes the untrained model of this engine.
 
@@ -337,7 +324,7 @@ def engine_loader(
     def find(name: str) -> FittedModel:
         if name != ANALYTIC:
             return _load(name, engine, kv_cache_dtype)
-        device = (engine.hardware or {}).get("device")
+        device = engine.hardware.get("device")
         if not device:
             raise ModelError("analytic: the engine named no device")
         try:

@@ -19,6 +19,7 @@ from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from kvpolicy import features
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.cost import kernel, laws
 from kvpolicy.cost.forest import Nodes
 from kvpolicy.cost.kernel import (
@@ -93,11 +94,9 @@ def _stamp() -> int:
     return int.from_bytes(told.digest()[:7], "big") + 1
 
 
-Reals = NDArray[np.float64]
-Whole = NDArray[np.int64]
 Masks = NDArray[np.uint32]
 
-MOST_WORDS = 4_000_000
+MAX_MASK_WORDS = 4_000_000
 """Whole numbers of a table (32 MB); a forest that needs more is walked node by node."""
 ALL = np.uint32(MASK)
 
@@ -113,7 +112,7 @@ class Tree:
     leaf: Sequence[float]
 
 
-def arrays(packed: Packed, forests: Sequence[Nodes | None]) -> tuple[Whole, Reals]:
+def arrays(packed: Packed, forests: Sequence[Nodes | None]) -> tuple[Ints, Floats]:
     """``n`` and ``c`` with tables, and with what :func:`~kvpolicy.cost.kernel.pair` writes to. ``forests`` by kind."""
     n, c = list(packed.n), list(packed.c)
     parts, size = [], len(n)
@@ -128,13 +127,13 @@ def arrays(packed: Packed, forests: Sequence[Nodes | None]) -> tuple[Whole, Real
     return np.concatenate([np.array(n, np.int64), *parts]), np.array(c + [0.0] * (2 * COUNT), np.float64)
 
 
-def _table(nodes: Nodes, n_at: int, c_at: int) -> tuple[Whole, list[float]] | None:
+def _table(nodes: Nodes, n_at: int, c_at: int) -> tuple[Ints, list[float]] | None:
     """What is appended to ``n``, from ``n_at`` on, and to ``c``; None for a forest that is not for a table."""
     trees = [_tree(nodes, root) for root in nodes.roots]
     used = sorted(set(nodes.feature))
     words = (len(trees) + 1) // 2
     places = {feature: sorted({t for tree in trees for t in _on(tree, feature)}) for feature in used}
-    if max(len(tree.leaf) for tree in trees) > LEAVES or words * sum(map(len, places.values())) > MOST_WORDS:
+    if max(len(tree.leaf) for tree in trees) > LEAVES or words * sum(map(len, places.values())) > MAX_MASK_WORDS:
         return None
     reals: list[float] = []
     for feature in used:
@@ -155,7 +154,7 @@ def _on(tree: Tree, feature: int) -> list[float]:
     return [t for t, of in zip(tree.threshold, tree.feature, strict=True) if of == feature]
 
 
-def _masks(trees: Sequence[Tree], feature: int, places: Sequence[float], words: int) -> Whole:
+def _masks(trees: Sequence[Tree], feature: int, places: Sequence[float], words: int) -> Ints:
     """A row of masks per place between thresholds: two trees to a number, the earlier one in its lower half."""
     rank = {threshold: number + 1 for number, threshold in enumerate(places)}
     masks: Masks = np.full((len(places) + 1, 2 * words), ALL, np.uint32)

@@ -35,9 +35,12 @@ class Nodes:
 class Forest:
     """Sum of trees. ``feature`` numbers in ``nodes`` are positions in the row given to :meth:`predict`."""
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, text: str = "", positions: Sequence[int] = ()) -> None:
         self.nodes = nodes
         self.used = frozenset(nodes.feature)
+        self.text = text
+        """What it was read from, with the ``positions`` of :meth:`from_text`; empty for one made of nodes."""
+        self.positions = tuple(positions)
 
     @classmethod
     def from_text(cls, text: str, positions: Sequence[int]) -> Forest:
@@ -60,7 +63,7 @@ class Forest:
                 nodes.add(_fields(tree))
             except ValueError as error:
                 raise ForestError(f"tree {number}: {error}") from error
-        return cls(nodes.build())
+        return cls(nodes.build(), text, positions)
 
     def predict(self, row: Sequence[float]) -> float:
         """The forest's raw value for one row of finite numbers."""

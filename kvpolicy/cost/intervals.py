@@ -23,7 +23,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.regression.conformal import CONFIDENCE, Room, grown
 
-FEWEST_PER_BIN = 30
+MIN_PER_BIN = 30
 
 PREDICTED = ("recompute", "swap", "ratio")
 
@@ -224,10 +224,10 @@ def _bins(
     """By powers of two; a bin of fewer than 30 states takes in its neighbour. Ascending; at least one."""
     bins: list[list[Misses]] = [[]]
     for state in sorted(misses, key=size):
-        if len(bins[-1]) >= FEWEST_PER_BIN and octave(state) > octave(bins[-1][-1]):
+        if len(bins[-1]) >= MIN_PER_BIN and octave(state) > octave(bins[-1][-1]):
             bins.append([])
         bins[-1].append(state)
-    if len(bins) > 1 and len(bins[-1]) < FEWEST_PER_BIN:
+    if len(bins) > 1 and len(bins[-1]) < MIN_PER_BIN:
         last = bins.pop()
         bins[-1] += last
     return bins

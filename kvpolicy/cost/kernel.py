@@ -29,7 +29,7 @@ from kvpolicy.regression.conformal import distance_beyond, grown
 
 COUNT = len(FEATURES)
 RECOMPUTE, SWAP, RATIO = 0, 1, 2
-MOST_EXPONENT = 600.0
+MAX_EXPONENT = 600.0
 
 # Where in n: of the whole model,
 LENGTHS, LENGTHS_AT, LOADS_AT, BINS, ROOMS_AT, SCRATCH_AT, GROWTH_AT = range(7)
@@ -220,9 +220,9 @@ def room_at(n: Sequence[int], of: int, outside: bool, number: int) -> int:
 
 
 def times_exp(seconds: float, exponent: float) -> float:
-    if exponent > MOST_EXPONENT:
+    if exponent > MAX_EXPONENT:
         return inf
-    return 0.0 if exponent < -MOST_EXPONENT else seconds * exp(exponent)
+    return 0.0 if exponent < -MAX_EXPONENT else seconds * exp(exponent)
 
 
 def option_cost(

@@ -29,7 +29,7 @@ COMPUTED, RECOMPUTED, PAIRS, SAVE_BYTES, LOAD_BYTES, SAVE_SEGMENTS, LOAD_SEGMENT
 )  # fmt: skip
 
 
-MOST_COEFFICIENT = 1e12
+MAX_COEFFICIENT = 1e12
 """Beyond it sums of squares and of products with features may overflow, and infinity less infinity is no number."""
 
 
@@ -296,6 +296,6 @@ def _channel(values: Mapping[str, Any], name: str) -> Channel:
 
 def _coefficient(values: Mapping[str, Any], name: str) -> float:
     value = values[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_COEFFICIENT:
-        raise InputError(f"{name} is {value!r}, should be a finite number, from 0 to {MOST_COEFFICIENT:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_COEFFICIENT:
+        raise InputError(f"{name} is {value!r}, should be a finite number, from 0 to {MAX_COEFFICIENT:g}")
     return float(value)

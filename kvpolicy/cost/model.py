@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from math import inf, log
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from kvpolicy.cost.laws import Law, RecomputeRoofline, SwapRoofline
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, Features, features_of
-from kvpolicy.hardware import Geometry
+from kvpolicy.hardware import EngineSpec, Geometry
 from kvpolicy.regression.conformal import Room
 
 MIN_FLOOR_S = 1e-6
@@ -81,19 +81,8 @@ class CostModel(ABC):
         for ``option``; what it puts down to copies is taken where no more is known."""
         return cost.save_s + cost.load_s
 
-    def check_fit(
-        self,
-        block_size: int,
-        block_bytes: int,
-        geometry: Geometry | Mapping[str, Any],
-        hardware: Mapping[str, Any],
-        link: Mapping[str, Any] | None = None,
-        token_budget: int | None = None,
-    ) -> None:
-        """Raises :class:`ModelError` for an engine it was not measured on; warns where physics carries over.
-
-        ``link`` and ``token_budget`` as in a trace's header; not compared where None.
-        """
+    def check_fit(self, engine: EngineSpec) -> None:
+        """Raises :class:`ModelError` for an engine it was not measured on; warns where physics carries over."""
         return
 
     def warm(self) -> bool:
@@ -164,6 +153,10 @@ class FittedModel(CostModel):
         object.__setattr__(self, "_checks", checks)
         object.__setattr__(self, "_packed", packed)
         object.__setattr__(self, "_fast", None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What it is made of: compiled code is of one process."""
+        return type(self), tuple(getattr(self, one.name) for one in fields(self) if one.init)
 
     def _checked(self, kind: Kind) -> tuple[Check, ...]:
         """Position, range and power of length of the features that a prediction depends on."""
@@ -247,33 +240,25 @@ class FittedModel(CostModel):
 
     # ---- fitting an engine ----
 
-    def check_fit(
-        self,
-        block_size: int,
-        block_bytes: int,
-        geometry: Geometry | Mapping[str, Any],
-        hardware: Mapping[str, Any],
-        link: Mapping[str, Any] | None = None,
-        token_budget: int | None = None,
-    ) -> None:
-        shape = geometry.to_dict() if isinstance(geometry, Geometry) else dict(geometry)
-        trained = self.provenance.geometry.to_dict()
-        for name, value in trained.items():
-            if shape.get(name) != value:
-                self._refuse(f"geometry.{name}", value, shape.get(name))
+    def check_fit(self, engine: EngineSpec) -> None:
+        """See :class:`CostModel`. Link and token budget are not compared where the engine does not say them."""
+        for name, value in self.provenance.geometry.to_dict().items():
+            if engine.geometry.get(name) != value:
+                self._refuse(f"geometry.{name}", value, engine.geometry.get(name))
         bytes_per_token = self.provenance.kv_bytes_per_token
-        if block_bytes != block_size * bytes_per_token:
-            self._refuse("KV bytes per token", bytes_per_token, block_bytes / block_size)
+        if engine.block_bytes is None or engine.block_bytes != engine.block_size * bytes_per_token:
+            found = None if engine.block_bytes is None else engine.block_bytes / engine.block_size
+            self._refuse("KV bytes per token", bytes_per_token, found)
         device = self.provenance.hardware.get("device")
-        if hardware.get("device") != device:
-            self._refuse("device", device, hardware.get("device"))
-        if link is not None and dict(link) != dict(self.provenance.link):
-            self._refuse("link", dict(self.provenance.link), dict(link))
-        self._compare_host(hardware, device == "cpu")
-        if block_size not in self.provenance.block_sizes:
+        if engine.hardware.get("device") != device:
+            self._refuse("device", device, engine.hardware.get("device"))
+        if engine.link and dict(engine.link) != dict(self.provenance.link):
+            self._refuse("link", dict(self.provenance.link), dict(engine.link))
+        self._compare_host(engine.hardware, device == "cpu")
+        if engine.block_size not in self.provenance.block_sizes:
             sizes = ", ".join(map(str, self.provenance.block_sizes))
-            self._warn(f"was measured on block sizes {sizes}; blocks of {block_size} are extrapolated to")
-        self._compare_budget(token_budget)
+            self._warn(f"was measured on block sizes {sizes}; blocks of {engine.block_size} are extrapolated to")
+        self._compare_budget(engine.token_budget)
 
     def _compare_host(self, hardware: Mapping[str, Any], host_computes: bool) -> None:
         for name in ("processor", "cores"):

@@ -50,15 +50,15 @@ HALF_LIFE = 200.0
 OPTION_DOUBT, SIZE_DOUBT = 2.0, 4.0
 """So many outcomes that missed by nothing are taken to have been there before."""
 SURE_ERRORS = 2.0
-LEAST_SCALE = 0.05
-MOST_LOG = log(16.0)
+MIN_SCALE = 0.05
+MAX_LOG = log(16.0)
 """No correction is beyond 16 or below 1 / 16."""
-MOST_MISS = log(64.0)
+MAX_MISS = log(64.0)
 
 MISCOVERAGE = 1.0 - CONFIDENCE
 ADAPTATION = 0.1
-LEAST_ROOM, MOST_ROOM = 0.05, 20.0
-LEAST_S = 1e-6
+MIN_MARGIN, MAX_MARGIN = 0.05, 20.0
+MIN_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Measured:
     engine_s: float | None
     """None where it could not be attributed."""
     victim_delay_s: float | None
-    floor_s: float = LEAST_S
+    floor_s: float = MIN_S
     """What the model's traces could not tell from no cost."""
 
 
@@ -123,14 +123,14 @@ class Online:
         size = size_of(measured.computed_tokens)
         pairs = (
             (measured.engine_s, measured.predicted.engine_s, measured.floor_s),
-            (measured.victim_delay_s, measured.predicted.victim_delay_s, LEAST_S),
+            (measured.victim_delay_s, measured.predicted.victim_delay_s, MIN_S),
         )
         misses = list(self.misses)
         for i, (seconds, predicted_s, floor_s) in enumerate(pairs):
             if seconds is not None and predicted_s is not None and isfinite(seconds):
                 at = i * len(KINDS) + which
                 found = log(max(seconds, floor_s) / max(predicted_s, floor_s))
-                kept = Miss(self.events, size, round(min(MOST_MISS, max(-MOST_MISS, found)), 6))
+                kept = Miss(self.events, size, round(min(MAX_MISS, max(-MAX_MISS, found)), 6))
                 misses[at] = (*misses[at], kept)[-WINDOW:]
         after = Online(self.events + 1, tuple(misses), *self._rooms_after(measured, which, size))
         after.to_json()  # now, and not at the next decision
@@ -149,7 +149,7 @@ class Online:
         missed = not cost.low_s <= seconds <= max(cost.high_s, measured.floor_s)
         rooms = list(self.room_outside if predicted.extrapolated else self.room)
         room = rooms[which] * exp(ADAPTATION * (missed - MISCOVERAGE))
-        rooms[which] = round(min(MOST_ROOM, max(LEAST_ROOM, room)), 6)
+        rooms[which] = round(min(MAX_MARGIN, max(MIN_MARGIN, room)), 6)
         return (self.room, tuple(rooms)) if predicted.extrapolated else (tuple(rooms), self.room_outside)
 
 
@@ -186,7 +186,7 @@ def _corrections(misses: Sequence[Miss], now: int) -> list[float]:
             if len(mine) <= SIZE_DOUBT
             else estimate([values[i] - common for i in mine], [weights[i] for i in mine], SIZE_DOUBT)
         )
-        found.append(min(MOST_LOG, max(-MOST_LOG, common + own)))
+        found.append(min(MAX_LOG, max(-MAX_LOG, common + own)))
     return found
 
 
@@ -197,7 +197,7 @@ def estimate(values: Sequence[float], weights: Sequence[float], doubt: float) ->
         return 0.0
     middle = weighted_median([*values, 0.0], [*weights, doubt])
     spread = weighted_median([abs(value - middle) for value in values], weights)
-    error = 1.2533 * max(LEAST_SCALE, 1.4826 * spread) / sqrt(count)
+    error = 1.2533 * max(MIN_SCALE, 1.4826 * spread) / sqrt(count)
     unsure = (SURE_ERRORS * error) ** 2
     if middle * middle <= unsure:
         return 0.0
@@ -386,8 +386,8 @@ def _miss(path: Path, field: str, row: Any, events: int) -> Miss:
     if not isinstance(row, list) or len(row) != 3:
         raise ModelError(f"{path}: field {field} holds {row!r}, should hold [outcome, size, log miss]")
     at, size, value = row
-    if type(value) not in (int, float) or not abs(value) <= MOST_MISS + 1e-6:
-        raise ModelError(f"{path}: field {field} holds a log miss of {value!r}, should be within {MOST_MISS:.3f}")
+    if type(value) not in (int, float) or not abs(value) <= MAX_MISS + 1e-6:
+        raise ModelError(f"{path}: field {field} holds a log miss of {value!r}, should be within {MAX_MISS:.3f}")
     return Miss(_whole(path, field, at, events - 1), _whole(path, field, size, SIZES - 1), float(value))
 
 
@@ -397,8 +397,8 @@ def _rooms(path: Path, card: Mapping[str, Any], name: str) -> tuple[float, ...]:
 
 
 def _room(path: Path, field: str, value: Any) -> float:
-    if type(value) not in (int, float) or not LEAST_ROOM <= value <= MOST_ROOM:
-        raise ModelError(f"{path}: field {field} is {value!r}, should be {LEAST_ROOM} to {MOST_ROOM}")
+    if type(value) not in (int, float) or not MIN_MARGIN <= value <= MAX_MARGIN:
+        raise ModelError(f"{path}: field {field} is {value!r}, should be {MIN_MARGIN} to {MAX_MARGIN}")
     return float(value)
 
 

@@ -124,15 +124,16 @@ def _put_in_place(scratch: Path, place: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def forest_texts(name_or_folder: str | Path) -> dict[Kind, ForestText]:
-    """The forests of a model folder as they are stored. Raises ModelError as :func:`load`."""
-    folder = _find(name_or_folder)
-    values = _parsed(folder, _read(folder / CARD))
-    _residuals(folder, values)
+def forest_texts(model: FittedModel) -> dict[Kind, ForestText]:
+    """The model's forests as they are stored. Raises ModelError for a forest that was not read from a text."""
+    for kind, forest in model.residuals.items():
+        if not forest.text:
+            raise ModelError(
+                f"cost model {model.name}: its residual of {kind} has no text: it was not fitted or loaded"
+            )
     return {
-        kind: ForestText(_read(folder / f"{kind}.txt"), tuple(values["trees"][kind]["inputs"]))
-        for kind in KINDS
-        if kind in values["trees"]
+        kind: ForestText(forest.text, tuple(FEATURES[position] for position in forest.positions))
+        for kind, forest in model.residuals.items()
     }
 
 
@@ -441,7 +442,7 @@ def _card(model: FittedModel, trees: Mapping[Kind, Any]) -> dict[str, Any]:
     }
 
 
-MOST_WHOLE = 2**53
+MAX_INTEGER = 2**53
 """Whole numbers beyond it are not exact as floats."""
 SHOWN = 24
 
@@ -455,7 +456,7 @@ def loads(text: str) -> Any:
     for field, number in _numbers(value, ""):
         if isinstance(number, float) and not isfinite(number):
             raise InputError(f"field {field} is {number!r}, which is no number")
-        if abs(number) > MOST_WHOLE and isinstance(number, int):
+        if abs(number) > MAX_INTEGER and isinstance(number, int):
             raise InputError(f"field {field} is {str(number)[:SHOWN]}..., a whole number too large")
     return value
 

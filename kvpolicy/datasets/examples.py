@@ -12,7 +12,7 @@ from kvpolicy.datasets.profiles import State
 from kvpolicy.events import KINDS, Kind, Option
 from kvpolicy.features import FEATURES, Features
 
-LEAST_FLOOR_S = 1e-6
+MIN_FLOOR_S = 1e-6
 """No trace is taken to tell costs under a microsecond apart."""
 
 
@@ -57,11 +57,11 @@ def noise_floors(states: Sequence[State]) -> dict[Kind, float]:
     for kind in KINDS:
         repeated = [(state.typical_s[kind], state.costs_s(kind)) for state in states]
         repeated = [(centre, costs) for centre, costs in repeated if len(costs) > 1]
-        floors[kind] = LEAST_FLOOR_S
+        floors[kind] = MIN_FLOOR_S
         if repeated:
             distances = [abs(cost_s - centre) for centre, costs in repeated for cost_s in costs]
             sigma_s = 1.4826 * median(distances)
-            floors[kind] = max(LEAST_FLOOR_S, 1.2533 * sigma_s / sqrt(median(len(costs) for _, costs in repeated)))
+            floors[kind] = max(MIN_FLOOR_S, 1.2533 * sigma_s / sqrt(median(len(costs) for _, costs in repeated)))
     return floors
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute, common_step_time
 from kvpolicy.attribution.step_time import StepTimeModel
-from kvpolicy.datasets.examples import LEAST_FLOOR_S, Example, option_of
+from kvpolicy.datasets.examples import MIN_FLOOR_S, Example, option_of
 from kvpolicy.datasets.profiles import refuse_mixture
 from kvpolicy.datasets.validation import refuse_doubled, refuse_situation, refuse_sizes
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption, copy_was_used, situation_of
@@ -85,7 +85,7 @@ class Records:
     @property
     def floor_s(self) -> dict[Kind, float]:
         """What single costs are not told from none below: d0's error on one step, where steps tell it."""
-        told_s = LEAST_FLOOR_S if self.step_time is None else max(LEAST_FLOOR_S, self.step_time.error.mean_s)
+        told_s = MIN_FLOOR_S if self.step_time is None else max(MIN_FLOOR_S, self.step_time.error.mean_s)
         return dict.fromkeys(KINDS, told_s)
 
 

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Option, Preemption
+from kvpolicy.features import COLUMNS, feature_columns
 
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
 Objects = NDArray[Any]
 
 
@@ -71,11 +71,11 @@ def reals(table: pa.Table, column: str) -> Floats:
     return np.asarray(table[column].to_numpy(), np.float64)
 
 
-def wholes(table: pa.Table, column: str) -> Whole:
+def wholes(table: pa.Table, column: str) -> Ints:
     return np.asarray(table[column].to_numpy(), np.int64)
 
 
-def coded(table: pa.Table, column: str) -> tuple[Whole, list[str]]:
+def coded(table: pa.Table, column: str) -> tuple[Ints, list[str]]:
     """Each row's number among the different texts, and those, in alphabetical order."""
     codes = pc.dictionary_encode(table[column].combine_chunks())
     codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
@@ -134,47 +134,8 @@ class Situations(Sequence[Preemption]):
         return self.between(start, start + 1)[0]
 
     def features(self, kind: Kind) -> dict[str, Floats]:
-        """What :func:`kvpolicy.features.features_of` gives for each of them, by feature.
-
-        Counts are 0 or above, as in every trace that was read.
-        """
-        got = {name: self._columns[name].astype(np.float64) for name in _FEATURE_SOURCES}
-        nothing = np.zeros(len(self))
-        tokens, shared, held = got["computed_tokens"], got["shared_blocks"], got["held_blocks"]
-        found = dict.fromkeys(_COPY_FEATURES, nothing) if kind == "recompute" else {
-            "segment_bytes": got["segment_bytes"],
-            "queued_save_bytes": got["queued_save_bytes"],
-            "queued_load_bytes": got["queued_load_bytes"],
-        }  # fmt: skip
-        if kind == "recompute":
-            kept = np.minimum(shared * got["block_size"], tokens)
-            found |= {
-                "recomputed_tokens": tokens - kept,
-                "recomputed_pairs": (tokens * (tokens + 1) - kept * (kept + 1)) / 2,
-            }
-        else:
-            pieces = np.maximum(got["block_bytes"] // np.maximum(got["segment_bytes"], 1.0), 1.0)
-            back = np.maximum(held - shared, 0.0)
-            found |= {
-                "recomputed_tokens": nothing,
-                "recomputed_pairs": nothing,
-                "save_bytes": held * got["block_bytes"],
-                "load_bytes": back * got["block_bytes"],
-                "save_segments": held * pieces,
-                "load_segments": back * pieces,
-            }
-        surroundings = ("running_requests", "batch_tokens", "free_blocks", "waiting_requests")
-        return found | {name: got[name] for name in ("computed_tokens", *surroundings)}
-
-
-_COPY_FEATURES = (
-    "save_bytes", "load_bytes", "save_segments", "load_segments", "segment_bytes", "queued_save_bytes",
-    "queued_load_bytes",
-)  # fmt: skip
-_FEATURE_SOURCES = (
-    "computed_tokens", "shared_blocks", "held_blocks", "block_size", "block_bytes", "segment_bytes",
-    "queued_save_bytes", "queued_load_bytes", "running_requests", "batch_tokens", "free_blocks", "waiting_requests",
-)  # fmt: skip
+        """See :func:`kvpolicy.features.feature_columns`."""
+        return feature_columns({name: self._columns[name].astype(np.float64) for name in COLUMNS}, kind)
 
 
 class Moves(Sequence[Move]):

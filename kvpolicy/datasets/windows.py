@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
-from kvpolicy.datasets.tables import Moves, Whole, Windows, coded, keys, reals, texts, wholes
+from kvpolicy.arrays import Flags, Ints
+from kvpolicy.datasets.tables import Moves, Windows, coded, keys, reals, texts, wholes
 from kvpolicy.datasets.validation import (
     CLOCK_ROUNDING_S,
     COUNTS,
@@ -27,8 +27,6 @@ from kvpolicy.datasets.validation import (
 )
 from kvpolicy.events import KINDS, SITUATION_FIELDS
 from kvpolicy.trace import Trace, TraceError
-
-Flags = NDArray[np.bool_]
 
 DECISION_COLUMNS = (*SITUATION_FIELDS, "core", "preemption_id", "state_id", "arm", "repeat", "executed")
 WINDOW_COLUMNS = ("core", "preemption_id", "duration_s", "discarded")
@@ -139,7 +137,7 @@ def _refuse_rows(folder: str, decisions: pa.Table, labelled: Flags, kept: Flags)
     _refuse_first(decisions, bad, refuse)
 
 
-def _why_not(decisions: pa.Table, windows: pa.Table, outcomes: pa.Table) -> Whole:
+def _why_not(decisions: pa.Table, windows: pa.Table, outcomes: pa.Table) -> Ints:
     """Which of :data:`REASONS` holds of each decision; -1 of one that counts. Its window and outcome beside it."""
     named = pc.is_valid(windows["discarded"])
     counts = pc.equal(windows["discarded"], "")
@@ -157,7 +155,7 @@ def _why_not(decisions: pa.Table, windows: pa.Table, outcomes: pa.Table) -> Whol
     return reason
 
 
-def _count(left_out: Counter[str], reason: Whole) -> None:
+def _count(left_out: Counter[str], reason: Ints) -> None:
     """In the order of their first rows."""
     for number in sorted(set(reason[reason >= 0].tolist()), key=lambda one: int(np.argmax(reason == one))):
         left_out[REASONS[number]] += int(np.count_nonzero(reason == number))
@@ -189,7 +187,7 @@ def _by_state(measured: pa.Table, left_out: Counter[str]) -> tuple[Windows, list
     return Windows(measured.take(pa.array(order))), [(names[number], (a, b, c)) for number, a, b, c in rows]
 
 
-def _last_in(values: pa.Array, table: pa.Table) -> Whole:
+def _last_in(values: pa.Array, table: pa.Table) -> Ints:
     """The last row of the table with each key; -1 where none has."""
     among = keys(table["core"], table["preemption_id"])
     at = pc.index_in(values, among.take(pa.array(np.arange(len(among))[::-1])))
@@ -197,7 +195,7 @@ def _last_in(values: pa.Array, table: pa.Table) -> Whole:
     return len(among) - 1 - found
 
 
-def _places(rows: Whole) -> pa.Array:
+def _places(rows: Ints) -> pa.Array:
     """For ``take``, which gives empty values where a row is -1."""
     return pa.array(rows, mask=rows < 0)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvpolicy.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from kvpolicy.evaluation.choosing import evaluate
+    from kvpolicy.evaluation.dispatch import evaluate
     from kvpolicy.evaluation.estimation import Estimation
     from kvpolicy.evaluation.offpolicy import OffPolicyReport
     from kvpolicy.evaluation.replay import EvaluationReport
@@ -19,6 +19,6 @@ __getattr__, __dir__ = lazy_names(
         "Estimation": "kvpolicy.evaluation.estimation",
         "EvaluationReport": "kvpolicy.evaluation.replay",
         "OffPolicyReport": "kvpolicy.evaluation.offpolicy",
-        "evaluate": "kvpolicy.evaluation.choosing",
+        "evaluate": "kvpolicy.evaluation.dispatch",
     },
 )

@@ -18,18 +18,14 @@ from dataclasses import dataclass
 from math import log, sqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.errors import InputError
-
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
-
 
 ERROR = 0.05
 """1 - confidence."""
 RESAMPLES = 2000
-MOST_GROUPS = 2000
+MAX_GROUPS = 2000
 TIGHTEST_AT = 1000
 """Clusters for which the confidence sequence is tightest; fixed before any log is seen."""
 
@@ -41,7 +37,7 @@ class Terms:
     value: Floats
     norm: Floats | None = None
 
-    def sums(self, group: Whole, groups: int) -> tuple[Floats, Floats]:
+    def sums(self, group: Ints, groups: int) -> tuple[Floats, Floats]:
         """Values and norms, summed by group."""
         norms = np.bincount(group, self.norm, groups).astype(np.float64)
         return np.bincount(group, self.value, groups).astype(np.float64), norms
@@ -58,24 +54,24 @@ class Terms:
 class Resampled:
     """How often each group of clusters is drawn in each resample; drawn once for all that is compared."""
 
-    group: Whole
+    group: Ints
     """(n,) of each record."""
     groups: int
     counts: Floats
     """(resamples, groups)"""
 
     @classmethod
-    def of(cls, cluster: Whole, rng: np.random.Generator, resamples: int = RESAMPLES) -> Resampled:
+    def of(cls, cluster: Ints, rng: np.random.Generator, resamples: int = RESAMPLES) -> Resampled:
         """``cluster``: (n,) numbered from 0 without gaps."""
         clusters = int(cluster.max()) + 1
-        groups = min(clusters, MOST_GROUPS)
+        groups = min(clusters, MAX_GROUPS)
         group = cluster if groups == clusters else (rng.permutation(clusters) % groups)[cluster]
         drawn = rng.integers(0, groups, (resamples, groups)) + groups * np.arange(resamples)[:, None]
         counts = np.bincount(drawn.ravel(), minlength=resamples * groups)
         return cls(group, groups, counts.reshape(resamples, groups).astype(np.float64))
 
 
-def spread_of_mean(value: Floats, group: Whole) -> float:
+def spread_of_mean(value: Floats, group: Ints) -> float:
     """Standard error of the mean of ``value``, groups drawn independently."""
     sums, sizes = (np.bincount(group, some).astype(np.float64) for some in (value, None))
     return _standard_error(sums, sizes, float(sums.sum() / sizes.sum()))
@@ -102,7 +98,7 @@ def bootstrap(terms: Terms, drawn: Resampled) -> tuple[float, float]:
     return centre - float(high) * error, centre - float(low) * error
 
 
-def bernstein(terms: Terms, cluster: Whole, limits: tuple[float, float]) -> tuple[float, float]:
+def bernstein(terms: Terms, cluster: Ints, limits: tuple[float, float]) -> tuple[float, float]:
     """``limits``: of a record's value, lowest and highest. Raises ValueError for values outside, and for a ratio.
 
     A cluster's sum, in units of the mean cluster's size, is one draw from limits as wide as the largest cluster.
@@ -125,7 +121,7 @@ def bernstein(terms: Terms, cluster: Whole, limits: tuple[float, float]) -> tupl
     return max(low, centre - room), min(high, centre + room)
 
 
-def sequence(terms: Terms, cluster: Whole) -> tuple[float, float]:
+def sequence(terms: Terms, cluster: Ints) -> tuple[float, float]:
     """The confidence sequence's interval at the log's end, by the spread of the (linearised) cluster sums."""
     clusters = int(cluster.max()) + 1
     a, b = terms.sums(cluster, clusters)

@@ -6,32 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import chi2
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.evaluation.bounds import Resampled, Terms, bootstrap
 from kvpolicy.events import KINDS
 
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-Whole = NDArray[np.int64]
-
-LEAST_EFFECTIVE = 0.2
+MIN_EFFECTIVE = 0.2
 """Of the records."""
 WEIGHT_LIMITS = (0.9, 1.1)
 """The 95% interval of the mean weight should lie within: its mean is 1 where logged probabilities are right."""
-MOST_UNSUPPORTED = 0.01
+MAX_UNSUPPORTED = 0.01
 """Of the target policy's probability, on actions without support."""
-LEAST_SUPPORT = 0.01
+MIN_SUPPORT = 0.01
 """Chance that the logging policy must have given an action. What it hardly ever did it did too few times to be told:
 a few dear situations may all be missing from the log, and neither weights nor intervals would show it."""
-MOST_UNKNOWN = 0.1
+MAX_UNKNOWN = 0.1
 """Of the records, those whose cost is not known."""
-FEWEST_CLUSTERS = 20
+MIN_CLUSTERS = 20
 BINS = 10
-LEAST_VARIANCE = 5.0
+MIN_VARIANCE = 5.0
 """Of the number of swaps a bin should see: with less, the normal distribution is no good for it."""
-LEAST_CHANCE = 1e-3
+MIN_CHANCE = 1e-3
 """Of a miss this large, if logged probabilities were right: below, they are taken to be wrong."""
 
 
@@ -78,17 +74,17 @@ class Support:
     """Why no estimate is printed; empty where one is."""
 
 
-def calibration(probability: Floats, action: Whole) -> Calibration:
+def calibration(probability: Floats, action: Ints) -> Calibration:
     """Bins of equal numbers of decisions, thin ones joined with a neighbour. ``probability``: (n, K) as logged."""
     swap = KINDS.index("swap")
     open_ones = (probability[:, swap] > 0) & (probability[:, swap] < 1)
     share, took = probability[open_ones, swap], (action[open_ones] == swap).astype(np.float64)
     order = np.argsort(share, kind="stable")
-    bins: list[Whole] = []
-    waiting: Whole = np.empty(0, np.int64)
+    bins: list[Ints] = []
+    waiting: Ints = np.empty(0, np.int64)
     for part in _cut(order, share[order]):
         waiting = np.concatenate([waiting, part])
-        if float((share[waiting] * (1 - share[waiting])).sum()) >= LEAST_VARIANCE:
+        if float((share[waiting] * (1 - share[waiting])).sum()) >= MIN_VARIANCE:
             bins.append(waiting)
             waiting = np.empty(0, np.int64)
     if len(waiting) and bins:
@@ -97,7 +93,7 @@ def calibration(probability: Floats, action: Whole) -> Calibration:
     return Calibration(told, float(chi2.sf(sum(one.misses**2 for one in told), len(told))) if told else None)
 
 
-def _cut(order: Whole, share: Floats) -> list[Whole]:
+def _cut(order: Ints, share: Floats) -> list[Ints]:
     """About :data:`BINS` parts, never between equal shares."""
     if not len(order):
         return []
@@ -120,12 +116,12 @@ def _bin(share: Floats, took: Floats) -> Bin:
 def log_refusals(calibrated: Calibration, clusters: int, known: Flags) -> tuple[str, ...]:
     """What of the log itself forbids every estimate."""
     refused = []
-    if clusters < FEWEST_CLUSTERS:
-        refused.append(f"{clusters} clusters of decisions, at least {FEWEST_CLUSTERS} are needed for an interval")
+    if clusters < MIN_CLUSTERS:
+        refused.append(f"{clusters} clusters of decisions, at least {MIN_CLUSTERS} are needed for an interval")
     unknown = 1.0 - float(known.mean())
-    if unknown > MOST_UNKNOWN:
-        refused.append(f"the cost of {unknown:.1%} of the records is not known, over {MOST_UNKNOWN:.0%}")
-    if calibrated.chance is not None and calibrated.chance < LEAST_CHANCE:
+    if unknown > MAX_UNKNOWN:
+        refused.append(f"the cost of {unknown:.1%} of the records is not known, over {MAX_UNKNOWN:.0%}")
+    if calibrated.chance is not None and calibrated.chance < MIN_CHANCE:
         worst = max(calibrated.bins, key=lambda one: abs(one.misses))
         refused.append(
             f"logged probabilities are not how often actions were chosen (chance {calibrated.chance:.1e}): at "
@@ -144,23 +140,22 @@ def support(
     effective = total**2 / squares if squares > 0 else 0.0
     low, high = bootstrap(Terms(weight), drawn) if drawn.groups > 1 else (0.0, float("inf"))
     known = np.nan_to_num(known_share) > 0
-    unsupported = float(np.where((probability >= LEAST_SUPPORT) & known, 0.0, target).sum()) / n
+    unsupported = float(np.where((probability >= MIN_SUPPORT) & known, 0.0, target).sum()) / n
     told = Support(effective, effective / n, total / n, low, high, unsupported, ())
     return Support(effective, effective / n, total / n, low, high, unsupported, _refusals(told, n))
 
 
 def _refusals(one: Support, n: int) -> tuple[str, ...]:
     refused = []
-    if one.unsupported_share > MOST_UNSUPPORTED:
+    if one.unsupported_share > MAX_UNSUPPORTED:
         refused.append(
-            f"{one.unsupported_share:.1%} of what it would do has no support, over {MOST_UNSUPPORTED:.0%}: the log's "
-            f"policy does that there with a chance under {LEAST_SUPPORT:.0%}, if at all; outside what it leaves to "
+            f"{one.unsupported_share:.1%} of what it would do has no support, over {MAX_UNSUPPORTED:.0%}: the log's "
+            f"policy does that there with a chance under {MIN_SUPPORT:.0%}, if at all; outside what it leaves to "
             "chance it says nothing of other policies"
         )
-    if one.effective_share < LEAST_EFFECTIVE:
+    if one.effective_share < MIN_EFFECTIVE:
         refused.append(
-            f"effective sample {one.effective:.0f} of {n} records, {one.effective_share:.1%}, "
-            f"under {LEAST_EFFECTIVE:.0%}"
+            f"effective sample {one.effective:.0f} of {n} records, {one.effective_share:.1%}, under {MIN_EFFECTIVE:.0%}"
         )
     if not (WEIGHT_LIMITS[0] <= one.mean_weight_low and one.mean_weight_high <= WEIGHT_LIMITS[1]):
         refused.append(
@@ -170,7 +165,7 @@ def _refusals(one: Support, n: int) -> tuple[str, ...]:
     return tuple(refused)
 
 
-def told_by_action(action: Whole, known: Flags) -> Mapping[str, tuple[int, int]]:
+def told_by_action(action: Ints, known: Flags) -> Mapping[str, tuple[int, int]]:
     """By action, records and those with a known cost."""
     return {
         kind: (int((action == i).sum()), int((known & (action == i)).sum())) for i, kind in enumerate(KINDS)

@@ -5,7 +5,7 @@ about*. What an action does to states to come is not in it; that takes a simulat
 
 Symbols: c is the measured cost of the chosen action a, p its logged probability, t(.) the target policy's
 probabilities, q(.) a direct model's predicted costs. w = t(a) / p is the importance weight; where a share s of the
-records of a have a known cost, it is t(a) / (p s) on those and 0 on the others (:mod:`.logged`).
+records of a have a known cost, it is t(a) / (p s) on those and 0 on the others (:mod:`.decision_log`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ from dataclasses import dataclass
 from math import inf, sqrt
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.evaluation import estimation
 from kvpolicy.evaluation.bounds import Terms, spread_of_mean
-
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-Whole = NDArray[np.int64]
 
 TAUS = (0.5, 0.75, 0.9, 0.99)
 """Quantiles of the positive weights that are tried as SWITCH's threshold, besides none at all."""
@@ -45,15 +41,15 @@ class Records:
     """(n,) 0 where the cost is not known."""
     cost_s: Floats
     """(n,) NaN where it is not known."""
-    action: Whole
+    action: Ints
     """(n,)"""
     q_s: Floats
     """(n, K) by a direct model of all records."""
     crossed_q_s: Floats
     """(n, K) by one that has not seen the record's fold."""
     implied_weight: Floats
-    """(n,) see :meth:`kvpolicy.evaluation.direct.Design.implied_weights`."""
-    group: Whole
+    """(n,) see :meth:`kvpolicy.evaluation.direct_model.Design.implied_weights`."""
+    group: Ints
     """(n,) records that vary together."""
 
 
@@ -67,7 +63,7 @@ class Tuned:
     """An upper bound on the size of the bias that the hyper-parameter lets in."""
 
 
-def importance_weights(target: Floats, probability: Floats, action: Whole, known: Flags, share: Floats) -> Floats:
+def importance_weights(target: Floats, probability: Floats, action: Ints, known: Flags, share: Floats) -> Floats:
     """(n,) t(a) / (p s(a)) where the cost is known, 0 elsewhere. Logged probabilities of chosen actions are above 0."""
     row = np.arange(len(action))
     weight = np.zeros(len(action))
@@ -89,7 +85,7 @@ def ips_terms(weight: Floats, cost_s: Floats) -> Floats:
     return weighted(weight, cost_s)
 
 
-def dr_terms(target: Floats, q_s: Floats, weight: Floats, cost_s: Floats, action: Whole) -> Floats:
+def dr_terms(target: Floats, q_s: Floats, weight: Floats, cost_s: Floats, action: Ints) -> Floats:
     """sum_a t(a) q(a) + w (c - q(a)) (Dudik, Langford, Li, ICML 2011)."""
     return dm_terms(target, q_s) + weighted(weight, cost_s - chosen(q_s, action))
 
@@ -111,7 +107,7 @@ def weighted(weight: Floats, value: Floats) -> Floats:
     return np.asarray(weight * np.where(weight > 0, value, 0.0))
 
 
-def chosen(values: Floats, action: Whole) -> Floats:
+def chosen(values: Floats, action: Ints) -> Floats:
     """Of (n, K) values, those of the chosen actions."""
     return np.asarray(values[np.arange(len(action)), action])
 
@@ -146,13 +142,13 @@ def switch_dr(one: Records) -> Tuned:
     """Its threshold from quantiles of the weights, by the least upper bound on the MSE."""
     positive = one.weight[one.weight > 0]
     taus = [*map(float, np.quantile(positive, TAUS)), inf] if len(positive) else [inf]
-    return _least_mse(one, taus, switch_weights)
+    return _min_mse(one, taus, switch_weights)
 
 
 def dros(one: Records) -> Tuned:
     """Its shrinkage by the least upper bound on the MSE."""
     mean_square = float((one.weight**2).mean())
-    return _least_mse(one, [*(times * mean_square for times in LAMBDAS), inf], shrunk_weights)
+    return _min_mse(one, [*(times * mean_square for times in LAMBDAS), inf], shrunk_weights)
 
 
 ESTIMATORS: Mapping[str, Callable[[Records], Tuned]] = dict(
@@ -160,7 +156,7 @@ ESTIMATORS: Mapping[str, Callable[[Records], Tuned]] = dict(
 )
 
 
-def _least_mse(one: Records, tried: Sequence[float], changed: Callable[[Floats, float], Floats]) -> Tuned:
+def _min_mse(one: Records, tried: Sequence[float], changed: Callable[[Floats, float], Floats]) -> Tuned:
     """The hyper-parameter with the least upper bound on the MSE (after Su et al., ICML 2020, section 5).
 
     Variance of the mean by groups, plus the square of the lesser of two 95% bounds on the bias that changing the

@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats
 from kvpolicy.evaluation import bounds
 from kvpolicy.evaluation.bounds import Resampled, Terms
+from kvpolicy.evaluation.decision_log import Log, logged
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, log_refusals, support, told_by_action
-from kvpolicy.evaluation.direct import Design, Predicted, folds_of
+from kvpolicy.evaluation.direct_model import Design, Predicted, folds_of
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, Tuned, importance_weights
-from kvpolicy.evaluation.logged import Log, logged
 from kvpolicy.events import KINDS
 from kvpolicy.fields import WrongValue, parsed
+from kvpolicy.json_values import finite
 from kvpolicy.policy import Policy, PolicyState, load_policies
 from kvpolicy.policy.objective import ENGINE, Objective
-
-Floats = NDArray[np.float64]
 
 BOUNDED = frozenset({"ips", "dr", "cross-fitted-dr", "switch-dr", "dros"})
 """Estimators whose terms have limits: not the ratio of SNIPS, nor the direct method, whose fit knows none."""
@@ -92,12 +91,12 @@ class OffPolicyReport:
     known: Mapping[str, tuple[int, int]]
     """By action: records, and those whose cost is known."""
     counts: Mapping[str, int]
-    """See :class:`kvpolicy.evaluation.logged.Log`."""
+    """See :class:`kvpolicy.evaluation.decision_log.Log`."""
     learning: tuple[str, ...]
     """Policies that change while they serve; asked in their first state throughout."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: _json_safe(value) for name, value in asdict(self).items()}
+        return {name: finite(value) for name, value in asdict(self).items()}
 
     def text(self) -> str:
         took = ", ".join(f"{kind} {count} ({known} with a known cost)" for kind, (count, known) in self.known.items())
@@ -135,15 +134,6 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}"
 
 
-def _json_safe(value: Any) -> Any:
-    """JSON knows no infinity; null stands for it."""
-    if isinstance(value, dict):
-        return {name: _json_safe(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_safe(one) for one in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
 def estimate(
     traces: Sequence[Path | str],
     policies: Sequence[str | Policy],
@@ -153,7 +143,7 @@ def estimate(
 ) -> OffPolicyReport:
     """Estimate what ``policies``, each by its name or itself, would have cost in the states of production logs.
 
-    Raises TraceError as :func:`kvpolicy.evaluation.logged.logged`, ModelError for
+    Raises TraceError as :func:`kvpolicy.evaluation.decision_log.logged`, ModelError for
     a model that is not for these engines, ValueError for a wrong name.
     """
     if seed < 0:
@@ -279,14 +269,7 @@ def _check_fit(policy: Policy, log: Log) -> None:
     if policy.cost_model is None:
         return
     for header in log.headers.values():
-        policy.cost_model.check_fit(
-            block_size=header.block_size,
-            block_bytes=header.block_bytes,
-            geometry=header.geometry,
-            hardware=header.hardware,
-            link=header.link,
-            token_budget=header.token_budget,
-        )
+        policy.cost_model.check_fit(header.engine_spec)
 
 
 def _stays(policy: Policy) -> bool:

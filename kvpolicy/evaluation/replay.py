@@ -15,8 +15,8 @@ from statistics import fmean, variance
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_option_always_wins
 from kvpolicy.datasets.quality import Floor
 from kvpolicy.errors import KVPolicyError
@@ -26,9 +26,7 @@ from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load_polic
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import TraceError
 
-Floats = NDArray[np.float64]
-
-FEWEST_STATES = 20
+MIN_STATES = 20
 RESAMPLES = 2000
 NOISE_ERRORS = 2.0
 """Two means closer than that many standard errors of their difference are a tie."""
@@ -216,14 +214,7 @@ def _check_fit(policies: Sequence[Policy], dataset: Dataset) -> None:
     for policy in policies:
         for header in dataset.headers.values() if policy.cost_model is not None else ():
             assert policy.cost_model is not None
-            policy.cost_model.check_fit(
-                block_size=header.block_size,
-                block_bytes=header.block_bytes,
-                geometry=header.geometry,
-                hardware=header.hardware,
-                link=header.link,
-                token_budget=header.token_budget,
-            )
+            policy.cost_model.check_fit(header.engine_spec)
 
 
 def _usable(dataset: Dataset, policies: Sequence[Policy]) -> tuple[list[State], dict[str, int]]:
@@ -237,10 +228,10 @@ def _usable(dataset: Dataset, policies: Sequence[Policy]) -> tuple[list[State], 
         "states with an option measured only once": len(unseen) - len(repeated),
         "states in which the host pool had no room": len(repeated) - len(usable),
     }
-    if len(usable) < FEWEST_STATES:
+    if len(usable) < MIN_STATES:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count) or "nothing left out"
         raise TraceError(
-            f"{len(usable)} states can be priced, at least {FEWEST_STATES} are needed ({reasons}); "
+            f"{len(usable)} states can be priced, at least {MIN_STATES} are needed ({reasons}); "
             "let `kvpolicy profile` measure more; of 40 states or more, training holds out at least 20"
         )
     return usable, left_out
@@ -255,7 +246,7 @@ def _both_feasible(sample: Sample) -> bool:
 
 
 def _score(
-    name: str, number: int, prices: Sequence[StatePrices], states: Sequence[State], resampled: NDArray[np.int64]
+    name: str, number: int, prices: Sequence[StatePrices], states: Sequence[State], resampled: Ints
 ) -> PolicyScore:
     paid_s, oracle_s = np.array([one.policy_s[number] for one in prices]), np.array([one.oracle_s for one in prices])
     right = np.array([one.right[number] for one in prices])
@@ -278,7 +269,7 @@ def _interval(value: float, resampled: Floats) -> Interval:
     return Interval(value, float(low), float(high))
 
 
-def _accuracy(right: Floats, decided: NDArray[np.bool_], resampled: NDArray[np.int64]) -> Interval | None:
+def _accuracy(right: Floats, decided: Flags, resampled: Ints) -> Interval | None:
     if not decided.any():
         return None
     drawn = decided[resampled]
@@ -287,7 +278,7 @@ def _accuracy(right: Floats, decided: NDArray[np.bool_], resampled: NDArray[np.i
     return _interval(float(right[decided].mean()), means)
 
 
-def _over(paid_s: Floats, oracle_s: Floats, resampled: NDArray[np.int64]) -> Interval | None:
+def _over(paid_s: Floats, oracle_s: Floats, resampled: Ints) -> Interval | None:
     totals = oracle_s[resampled].sum(axis=1)
     if oracle_s.sum() <= 0 or (totals <= 0).any():
         return None

@@ -47,3 +47,8 @@ class SimulatedLink:
     def to_dict(self) -> dict[str, Any]:
         """As in a trace's header."""
         return {"kind": "simulated", "bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s}
+
+
+def header_link(link: SimulatedLink | None) -> dict[str, Any]:
+    """The link as in a trace's header; None: the machine's own."""
+    return {"kind": NATIVE} if link is None else link.to_dict()

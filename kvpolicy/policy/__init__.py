@@ -1,7 +1,7 @@
 """Policies: from a situation and its options to probabilities, and the one place where chance comes in."""
 
 from kvpolicy.policy.base import Assessment, Feedback, LearningPolicy, NoState, Policy, PolicyState, PricedPolicy
-from kvpolicy.policy.decision import decide, feasible_options, probabilities_of, why_no_swap
+from kvpolicy.policy.decision import Decider, decide, feasible_options, probabilities_of, why_no_swap
 from kvpolicy.policy.objective import Objective
 from kvpolicy.policy.spec import COST_MODELS, FORMS, HELP, anchored, load, load_policies, load_policy, needs_engine
 
@@ -10,6 +10,7 @@ __all__ = [
     "FORMS",
     "HELP",
     "Assessment",
+    "Decider",
     "Feedback",
     "LearningPolicy",
     "NoState",

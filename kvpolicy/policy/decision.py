@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
-from kvpolicy.events import Decision, Option, Preemption, draft_of
-from kvpolicy.policy.base import Policy, PolicyState
+from kvpolicy.cost.online import Online
+from kvpolicy.events import Decision, Kind, Option, Preemption, draft_of
+from kvpolicy.policy.base import Feedback, LearningPolicy, Policy, PolicyState, all_on, first_of
 
 RECOMPUTE = Option("recompute")
 HOST_TIER = "host"
+PINNED = "pinned"
+"""In a decision, in place of a policy's name: a tool has the option pinned."""
 _decision = draft_of(Decision)
 
 
@@ -57,6 +61,62 @@ def decide(
     _refuse_impossible(policy.name, probabilities, options)
     chosen = _draw(probabilities, rng.random())
     return _decision(tuple(options), probabilities, chosen, costs, policy.name, state.to_json())
+
+
+class Decider:
+    """The policy in charge and the state it has come to: decides one preemption after the other, and learns.
+
+    One per engine core, simulated or not. ``shadow``: what is intended is recorded, but everything is recomputed.
+    """
+
+    def __init__(self, policy: Policy, rng: random.Random, shadow: bool = False) -> None:
+        self.policy = policy
+        self.state = policy.initial_state()
+        self._rng = rng
+        self._shadow = shadow
+        self._pinned: Kind | None = None
+
+    def decide(self, situation: Preemption, why_no_swap: str = "") -> Decision:
+        """The decision, with what is to be executed and why that is not what was chosen.
+
+        ``why_no_swap``: what keeps the engine from swapping this victim; empty where nothing does.
+        """
+        options = feasible_options(situation, swap_possible=not why_no_swap)
+        if self._pinned is None:
+            decision = decide(self.policy, situation, options, self.state, self._rng)
+            self.state = self.policy.next_state(self.state, decision)
+        else:
+            chosen = first_of(self._pinned, options) or 0
+            decision = Decision(options, all_on(chosen, len(options)), chosen, (), PINNED, "{}")
+        if why_no_swap:
+            return replace(decision, executed="recompute", reason=why_no_swap)
+        if self._shadow and decision.intended == "swap":
+            return replace(decision, executed="recompute", reason="shadow")
+        return replace(decision, executed=decision.intended)
+
+    def pin(self, kind: Kind | None) -> None:
+        """Take ``kind`` wherever it is feasible, recorded as the policy :data:`PINNED`, and leave the policy in charge,
+        its state and its chance alone; None: ask that policy again."""
+        self._pinned = kind
+
+    @property
+    def learns(self) -> bool:
+        """Whether the policy is to be told what becomes of its decisions."""
+        return isinstance(self.policy, LearningPolicy)
+
+    def learn(self, feedback: Feedback) -> None:
+        """What became of a decision is known. Does nothing for a policy that does not learn."""
+        if isinstance(self.policy, LearningPolicy):
+            self.state = self.policy.observe(self.state, feedback)
+
+    @property
+    def learned(self) -> Online | None:
+        """What of the state is worth keeping over a restart; None for nothing."""
+        return self.policy.learned(self.state) if isinstance(self.policy, LearningPolicy) else None
+
+    def adopt(self, policy: Policy) -> None:
+        """Decide by another policy from now on, from its initial state; chance goes on where it was."""
+        self.policy, self.state = policy, policy.initial_state()
 
 
 def _draw(probabilities: Sequence[float], at: float) -> int:

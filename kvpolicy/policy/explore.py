@@ -93,8 +93,8 @@ class Explore(PricedPolicy[Explored]):
         self, state: Explored, probabilities: Sequence[float], costs: Sequence[Cost]
     ) -> tuple[float, float]:  # fmt: skip
         """Regret spent, and cost at the cheapest, once a decision with these probabilities is taken."""
-        regret_s, least_s = predicted_regret(probabilities, costs, self.objective)
-        return (state.spent_s or 0.0) + regret_s, state.cheapest_s + least_s
+        regret_s, min_s = predicted_regret(probabilities, costs, self.objective)
+        return (state.spent_s or 0.0) + regret_s, state.cheapest_s + min_s
 
 
 @dataclass(frozen=True)
@@ -125,5 +125,5 @@ def predicted_regret(
 ) -> tuple[float, float]:  # fmt: skip
     """Expected cost beyond that of the cheapest option, never below 0, and the cheapest option's cost; seconds."""
     seconds = [objective.of(cost) for cost in costs]
-    least_s = min(seconds)
-    return sum(share * (one - least_s) for share, one in zip(probabilities, seconds, strict=True)), least_s
+    min_s = min(seconds)
+    return sum(share * (one - min_s) for share, one in zip(probabilities, seconds, strict=True)), min_s

@@ -48,7 +48,7 @@ PRICED = ("cheapest", "explore")
 MODELLED = (*PRICED, "minwaste")
 """Kinds that name a cost model."""
 OPTIONS = ("online", "objective", "budget")
-MOST_DIGITS = 18
+MAX_DIGITS = 18
 """Of a threshold: more are no length, and Python itself refuses thousands."""
 
 
@@ -227,8 +227,8 @@ def _switch(spec: str, options: Mapping[str, str], key: str) -> bool:
 def _tokens(spec: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()):
         raise _wrong(spec, "should name a whole number of tokens, 0 or above")
-    if len(value.lstrip("0")) > MOST_DIGITS:
-        raise _wrong(f"{spec[:40]}...", f"should name at most {'9' * MOST_DIGITS} tokens")
+    if len(value.lstrip("0")) > MAX_DIGITS:
+        raise _wrong(f"{spec[:40]}...", f"should name at most {'9' * MAX_DIGITS} tokens")
     return int(value.lstrip("0") or "0")
 
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-Floats = NDArray[np.float64]
+from kvpolicy.arrays import Floats
 
 LAUNCH = ""
 """The term that every row has once: its constant is a time."""
-LEAST_S = 1e-12
+MIN_S = 1e-12
 """No prediction is below: logarithms are taken of it."""
 ROUNDS = 15
 SWITCHES = 12
@@ -111,7 +110,7 @@ def _design(x: Floats, position: Sequence[int]) -> Floats:
 
 def _bounded(design: Floats, constants: Floats, groups: Sequence[Sequence[int]]) -> Floats:
     slowest = [(design[:, list(group)] * constants[list(group)]).max(axis=1) for group in groups]
-    return np.asarray(np.maximum(np.sum(slowest, axis=0), LEAST_S), np.float64)
+    return np.asarray(np.maximum(np.sum(slowest, axis=0), MIN_S), np.float64)
 
 
 def _switched(design: Floats, seconds: Floats, weight: Floats, groups: Sequence[Sequence[int]]) -> Floats:

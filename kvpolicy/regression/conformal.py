@@ -17,7 +17,7 @@ from math import inf, log
 CONFIDENCE = 0.9
 SHARES = (0.25, 0.5)
 """Of the longest length in training: up to there the fits of inner extrapolation learn."""
-FEWEST_BEYOND = 9
+MIN_EXTRAPOLATED = 9
 """States beyond an inner edge: fewer bound nothing with 90%."""
 
 Room = tuple[float, float]
@@ -54,7 +54,7 @@ def carries(carried: Sequence[float], dropped: Sequence[float], states: int, oth
 
     The misses of both, log(measured / predicted), of ``states`` different states or points.
     """
-    if states < FEWEST_BEYOND or list(carried) == list(dropped):
+    if states < MIN_EXTRAPOLATED or list(carried) == list(dropped):
         return otherwise
     return sum(map(abs, carried)) <= sum(map(abs, dropped))
 
@@ -66,7 +66,7 @@ def excess(miss: float, room: Room, distance: float) -> float:
 
 def growth_of(scores: Sequence[float], states: int, confidence: float) -> float:
     """Room to add to either side per unit of distance, from scores of :func:`excess`; ``inf`` of too few states."""
-    if states < FEWEST_BEYOND:
+    if states < MIN_EXTRAPOLATED:
         return inf
     ordered = sorted(scores)
     # As in split conformal prediction; the two fits' scores of one state are no two states.

@@ -12,21 +12,18 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, validate_data
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.regression.ceilings import Calibrated, Ceilings, Constant, Physics
 from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, excess, growth_of
 from kvpolicy.regression.nnls import relative_sum
 from kvpolicy.regression.residual import TREE_COUNTS, Growth, Unseen, choose_tree_count, grow
 
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
-
-FEWEST_GROUPS = 20
+MIN_GROUPS = 20
 """With fewer nothing can be decided on unseen groups, and the residual is left out."""
-FEWEST_SHORT = 6
+MIN_SHORT_STATES = 6
 """Groups up to an inner edge: with fewer the physics is not told."""
 ROWS_TO_DECIDE_BY = 100_000
 """How many trees there are is decided on about so many rows, whole groups drawn; they are grown on all."""
@@ -76,7 +73,7 @@ class _Times(RegressorMixin, BaseEstimator):
             raise ValueError(f"columns: {len(set(names))} different names for {count} columns of X")
         return names
 
-    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats | None) -> None:
+    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Ints, length: Floats | None) -> None:
         raise NotImplementedError
 
     def _seconds(self, x: Floats) -> Floats:
@@ -89,7 +86,7 @@ class LinearRegressor(_Times):
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         self.columns = columns
 
-    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats | None) -> None:
+    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Ints, length: Floats | None) -> None:
         design = np.column_stack([np.ones(len(x)), x])
         found = relative_sum(design, seconds, weight / seconds**2)
         self.intercept_, self.coef_ = float(found[0]), found[1:]
@@ -114,7 +111,7 @@ class AnalyticRegressor(_Times):
         check_is_fitted(self)
         return self.physics_.constants
 
-    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats | None) -> None:
+    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Ints, length: Floats | None) -> None:
         self.physics_ = self._calibrated(x, seconds, weight)
 
     def _calibrated(self, x: Floats, seconds: Floats, weight: Floats) -> Calibrated:
@@ -146,7 +143,7 @@ class BoostedRegressor(AnalyticRegressor):
         max_trees: int = 100,
         leaves: int = 31,
         learning_rate: float = 0.2,
-        least_rows_in_leaf: int = 5,
+        min_rows_in_leaf: int = 5,
         folds: int = 5,
         n_jobs: int = 1,
         random_state: int = 0,
@@ -156,19 +153,19 @@ class BoostedRegressor(AnalyticRegressor):
         self.max_trees = max_trees
         self.leaves = leaves
         self.learning_rate = learning_rate
-        self.least_rows_in_leaf = least_rows_in_leaf
+        self.min_rows_in_leaf = min_rows_in_leaf
         self.folds = folds
         self.n_jobs = n_jobs
         self.random_state = random_state
 
-    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats | None) -> None:
+    def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Ints, length: Floats | None) -> None:
         unknown = sorted(set(self.monotone) - set(self.columns_))
         if unknown:
             raise ValueError(f"monotone: there is no column {unknown[0]!r}; there are {', '.join(self.columns_)}")
         self.trees_, self.booster_ = 0, None
         self.unseen_misses_: Floats | None = None
         self.physics_ = self._calibrated(x, seconds, weight)
-        if self.max_trees and len(np.unique(group)) >= FEWEST_GROUPS:
+        if self.max_trees and len(np.unique(group)) >= MIN_GROUPS:
             self._decide(x, seconds, weight, group)
         if self.trees_:
             wanted = np.log(seconds / self.physics_.seconds(x))
@@ -179,17 +176,17 @@ class BoostedRegressor(AnalyticRegressor):
         if length is not None and self.unseen_misses_ is not None:
             self._look_beyond(x, seconds, weight, group, length)
 
-    def _look_beyond(self, x: Floats, seconds: Floats, weight: Floats, group: Whole, length: Floats) -> None:
+    def _look_beyond(self, x: Floats, seconds: Floats, weight: Floats, group: Ints, length: Floats) -> None:
         drawn = _drawn(group, ROWS_TO_DECIDE_BY, self.random_state)
         x, seconds, weight, group, length = x[drawn], seconds[drawn], weight[drawn], group[drawn], length[drawn]
         found: list[Inner] = []
         for share in SHARES:
             short = length <= share * length.max()
-            if len(np.unique(group[short])) < FEWEST_SHORT:
+            if len(np.unique(group[short])) < MIN_SHORT_STATES:
                 continue
             physics = self._calibrated(x[short], seconds[short], weight[short])
             booster = None
-            if self.trees_ and len(np.unique(group[short])) >= FEWEST_GROUPS:
+            if self.trees_ and len(np.unique(group[short])) >= MIN_GROUPS:
                 wanted = np.log(seconds[short] / physics.seconds(x[short]))
                 booster = grow(x[short], wanted, self.columns_, self.trees_, self._growth(), weight[short])
             span = x[short].min(axis=0), x[short].max(axis=0)
@@ -219,7 +216,7 @@ class BoostedRegressor(AnalyticRegressor):
         points = {int(number) for one in self.inner_ or () for number in one.group}
         return growth_of(scores, len(points), confidence)
 
-    def _decide(self, x: Floats, seconds: Floats, weight: Floats, group: Whole) -> None:
+    def _decide(self, x: Floats, seconds: Floats, weight: Floats, group: Ints) -> None:
         drawn = _drawn(group, ROWS_TO_DECIDE_BY, self.random_state)
         x, y, weight = x[drawn], seconds[drawn], weight[drawn]
         rows, folds = [], []
@@ -240,7 +237,7 @@ class BoostedRegressor(AnalyticRegressor):
         return Growth(
             leaves=self.leaves,
             learning_rate=self.learning_rate,
-            least_rows_in_leaf=self.least_rows_in_leaf,
+            min_rows_in_leaf=self.min_rows_in_leaf,
             monotone=frozenset(self.monotone),
             seed=self.random_state,
             threads=self.n_jobs,
@@ -256,7 +253,7 @@ class Inner:
 
     share: float
     """Of the longest length: up to there it learned."""
-    group: Whole
+    group: Ints
     distance: Floats
     """log(length / longest learned)."""
     carried: Floats
@@ -280,12 +277,12 @@ def _priced(x: Floats, physics: Calibrated, booster: Any, span: tuple[Floats, Fl
     return np.where(above & below, seconds, np.where(above | below, alone, seconds * factor))
 
 
-def grouped_folds(groups: Sequence[Any] | Whole, folds: int, seed: int) -> Iterator[tuple[Whole, Whole]]:
+def grouped_folds(groups: Sequence[Any] | Ints, folds: int, seed: int) -> Iterator[tuple[Ints, Ints]]:
     """Row numbers to learn from and to judge by; whole groups are dealt out at random, in equal numbers."""
     return _folds(np.unique(np.asarray(groups), return_inverse=True)[1], folds, seed)
 
 
-def _folds(group: Whole, folds: int, seed: int) -> Iterator[tuple[Whole, Whole]]:
+def _folds(group: Ints, folds: int, seed: int) -> Iterator[tuple[Ints, Ints]]:
     names, number = np.unique(group, return_inverse=True)
     hands = min(folds, len(names))
     hand = np.random.default_rng(seed).permutation(np.arange(len(names)) % hands)[number]
@@ -293,14 +290,14 @@ def _folds(group: Whole, folds: int, seed: int) -> Iterator[tuple[Whole, Whole]]
         yield np.flatnonzero(hand != one), np.flatnonzero(hand == one)
 
 
-def _drawn(group: Whole, most_rows: int, seed: int) -> Whole:
+def _drawn(group: Ints, max_rows: int, seed: int) -> Ints:
     """All row numbers, or those of groups drawn at random that hold about as many rows as are wanted."""
-    if len(group) <= most_rows:
+    if len(group) <= max_rows:
         return np.arange(len(group))
     names, number = np.unique(group, return_inverse=True)
     order = np.random.default_rng(seed).permutation(len(names))
-    kept = np.cumsum(np.bincount(number)[order]) <= most_rows
-    kept[: 2 * FEWEST_GROUPS] = True
+    kept = np.cumsum(np.bincount(number)[order]) <= max_rows
+    kept[: 2 * MIN_GROUPS] = True
     return np.flatnonzero(np.isin(number, order[kept]))
 
 
@@ -316,7 +313,7 @@ def _weights(given: Any, seconds: Floats) -> Floats:
     return weight
 
 
-def _numbered(groups: Any, x: Floats) -> Whole:
+def _numbered(groups: Any, x: Floats) -> Ints:
     check_consistent_length(x, groups)
     return np.asarray(np.unique(np.asarray(groups), return_inverse=True)[1], np.int64)
 
@@ -328,7 +325,7 @@ def _lengths(given: Any, x: Floats) -> Floats:
     return length
 
 
-def _refuse(bad: NDArray[np.bool_], values: Floats, what: str, should: str) -> None:
+def _refuse(bad: Flags, values: Floats, what: str, should: str) -> None:
     if bad.any():
         row = int(np.argmax(bad))
         raise ValueError(f"{what}: row {row} holds {float(values[row])!r}, should be {should}")

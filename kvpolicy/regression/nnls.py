@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 from sklearn.linear_model import LinearRegression
 
-Floats = NDArray[np.float64]
+from kvpolicy.arrays import Floats
 
 ROUNDS = 20
 OUTLIER_SCALES = 2.5

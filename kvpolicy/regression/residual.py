@@ -8,12 +8,11 @@ from typing import Any
 
 import lightgbm
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from kvpolicy.arrays import Floats
 
 TREE_COUNTS = (10, 20, 30, 45, 60, 80, 100)
-LEAST_GAIN = 0.03
+MIN_GAIN = 0.03
 """The share by which trees must lessen the mean miss on unseen rows to be worth their time in every decision."""
 TOLERANCE = 0.02
 """Misses that far above the least count as no worse: every tree is walked in every decision."""
@@ -29,7 +28,7 @@ class Growth:
 
     leaves: int = 31
     learning_rate: float = 0.1
-    least_rows_in_leaf: int = 5
+    min_rows_in_leaf: int = 5
     l2: float = 1.0
     huber_delta: float = HUBER_DELTA
     monotone: frozenset[str] = field(default_factory=frozenset)
@@ -47,7 +46,7 @@ def grow(
         "alpha": growth.huber_delta,
         "num_leaves": growth.leaves,
         "learning_rate": growth.learning_rate,
-        "min_data_in_leaf": growth.least_rows_in_leaf,
+        "min_data_in_leaf": growth.min_rows_in_leaf,
         "lambda_l2": growth.l2,
         "monotone_constraints": [int(name in growth.monotone) for name in names],
         "seed": growth.seed,
@@ -87,6 +86,6 @@ def choose_tree_count(folds: Iterable[Unseen], counts: Sequence[int] = TREE_COUN
         for count in missed:
             missed[count] += float((weight * np.abs(fold.misses(count))).sum())
     least = min(missed[count] for count in counts)
-    if least >= (1 - LEAST_GAIN) * missed[0] or missed[0] <= TO_BE_LEARNED * total:
+    if least >= (1 - MIN_GAIN) * missed[0] or missed[0] <= TO_BE_LEARNED * total:
         return 0
     return next(count for count in counts if missed[count] <= (1 + TOLERANCE) * least)

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats
 
-Floats = NDArray[np.float64]
+from kvpolicy.arrays import Floats, Ints
+
 Answer = Literal["yes", "no", "cannot tell"]
 
 LEVEL = 0.05
-FEWEST_FOR_TREND = 5
+MIN_POINTS_FOR_TREND = 5
 """With four points in perfect order Kendall's test still has p = 0.083."""
-FEWEST_PAIRS = 6
+MIN_PAIRS = 6
 """With five pairs that all agree the signed-rank test still has p = 0.0625."""
-FEWEST_EACH = 4
+MIN_OF_EACH = 4
 """With three against three that do not overlap the rank-sum test still has p = 0.1."""
-FEWEST_RUNS = 3
+MIN_RUNS = 3
 FLAT_MARGIN = 0.25
 RESAMPLES = 4000
 
@@ -59,8 +59,8 @@ def trend(x: Sequence[float], y: Sequence[float], rises: bool, effect: str, of: 
     """
     xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     test = "Kendall's rank correlation; Theil-Sen slope"
-    if len(xs) < FEWEST_FOR_TREND or len(np.unique(xs)) < 3:
-        why = f"{len(xs)} {of} at {len(np.unique(xs))} levels; at least {FEWEST_FOR_TREND} at 3 are needed"
+    if len(xs) < MIN_POINTS_FOR_TREND or len(np.unique(xs)) < 3:
+        why = f"{len(xs)} {of} at {len(np.unique(xs))} levels; at least {MIN_POINTS_FOR_TREND} at 3 are needed"
         return Evidence("cannot tell", test, effect, len(xs), of, why=why)
     if len(np.unique(ys)) < 2:
         return Evidence("cannot tell", test, effect, len(xs), of, 0.0, 0.0, 0.0, 1.0, why="all costs are alike")
@@ -81,8 +81,8 @@ def cheaper(one: Sequence[float], other: Sequence[float], rng: np.random.Generat
     """
     a, b = np.asarray(one, dtype=np.float64), np.asarray(other, dtype=np.float64)
     test, effect = "Wilcoxon's signed-rank test; bootstrap over pairs", "times the other's cost, totals"
-    if len(a) < FEWEST_PAIRS:
-        why = f"{len(a)} {of}; at least {FEWEST_PAIRS} are needed"
+    if len(a) < MIN_PAIRS:
+        why = f"{len(a)} {of}; at least {MIN_PAIRS} are needed"
         return Evidence("cannot tell", test, effect, len(a), of, why=why)
     if not np.any(a != b):
         return Evidence("cannot tell", test, effect, len(a), of, 1.0, 1.0, 1.0, 1.0, why="all pairs are alike")
@@ -102,8 +102,8 @@ def lower(one: Sequence[float], other: Sequence[float], rng: np.random.Generator
     """
     a, b = np.asarray(one, dtype=np.float64), np.asarray(other, dtype=np.float64)
     test, effect = "Mann-Whitney rank-sum test; bootstrap", "times the other's cost, means"
-    if min(len(a), len(b)) < FEWEST_EACH:
-        why = f"{len(a)} and {len(b)} {of}; at least {FEWEST_EACH} of each are needed"
+    if min(len(a), len(b)) < MIN_OF_EACH:
+        why = f"{len(a)} and {len(b)} {of}; at least {MIN_OF_EACH} of each are needed"
         return Evidence("cannot tell", test, effect, len(a) + len(b), of, why=why)
     found = stats.mannwhitneyu(a, b, alternative="two-sided")
     means = [np.mean(rng.choice(some, (RESAMPLES, len(some))), axis=1) for some in (a, b)]
@@ -124,7 +124,7 @@ def flat(x: Sequence[float], y: Sequence[float], of: str = "windows", margin: fl
     test = f"two one-sided t tests of the slope, margin {margin:.0%}"
     effect = "of the mean is the change from the lowest to the highest level"
     levels = len(np.unique(xs))
-    if len(xs) < FEWEST_FOR_TREND or levels < 2 or ys.mean() <= 0:
+    if len(xs) < MIN_POINTS_FOR_TREND or levels < 2 or ys.mean() <= 0:
         why = "costs drown in the noise" if len(xs) and ys.mean() <= 0 else f"{len(xs)} {of} at {levels} levels"
         return Evidence("cannot tell", test, effect, len(xs), of, confidence=0.9, why=why)
     line = stats.linregress(xs, ys)
@@ -149,9 +149,9 @@ def lowest_at(runs: Mapping[int, Sequence[float]], wanted: Sequence[int], rng: n
     test = "means drawn from the t distribution of each level's runs"
     effect = f"of the draws have the lowest mean at {' or '.join(map(str, wanted))}"
     count = sum(map(len, runs.values()))
-    short = [level for level, some in runs.items() if len(some) < FEWEST_RUNS]
+    short = [level for level, some in runs.items() if len(some) < MIN_RUNS]
     if not set(wanted) & runs.keys() or not runs.keys() - set(wanted) or short:
-        why = f"fewer than {FEWEST_RUNS} runs at {short[0]}" if short else "levels to compare are missing"
+        why = f"fewer than {MIN_RUNS} runs at {short[0]}" if short else "levels to compare are missing"
         return Evidence("cannot tell", test, effect, count, "runs", why=why)
     levels = sorted(runs)
     drawn = [_means(np.asarray(runs[level], dtype=np.float64), rng) for level in levels]
@@ -197,7 +197,7 @@ def _one_sided(distance: float, error: float, freedom: int) -> float:
     return float(stats.t.sf(distance / error, freedom))
 
 
-def _ratio_of_totals(a: Floats, b: Floats, drawn: NDArray[np.int64]) -> tuple[float | None, float | None, float | None]:
+def _ratio_of_totals(a: Floats, b: Floats, drawn: Ints) -> tuple[float | None, float | None, float | None]:
     return _with_interval(a.sum() / b.sum() if b.sum() > 0 else None, a[drawn].sum(axis=1), b[drawn].sum(axis=1))
 
 

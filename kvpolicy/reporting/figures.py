@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from textwrap import wrap
 from typing import Any
 
@@ -16,12 +15,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
-from scipy import stats
 
 from kvpolicy.events import KINDS
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, TIMELINE
 from kvpolicy.reporting.findings import MOMENTS, arms_of, by_arm, lengths
-from kvpolicy.reporting.reading import Material, Overflow, ServedRun
+from kvpolicy.reporting.measurements import Material, Overflow, ServedRun
+from kvpolicy.stats import student_interval
 
 INK, MUTED, GRID, PAPER = "#1b1d22", "#656b76", "#d8dce3", "#fefefd"
 COLOURS = {"recompute": "#c2500e", "swap": "#0f69b4"}
@@ -110,7 +109,8 @@ def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half of its 95% t interval; 0 for a single value."""
     if len(values) < 2:
         return fmean(values), 0.0
-    return fmean(values), float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
+    mean, _, high = student_interval(values)
+    return mean, high - mean
 
 
 def legend(axes: Axes) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, FIGURES, MEMORY, SEQUENCE_LENGTH, TIMELINE
 from kvpolicy.reporting.evidence import Evidence, cheaper, coincide, flat, lower, lowest_at, trend
-from kvpolicy.reporting.reading import Material, Overflow, ServedRun
+from kvpolicy.reporting.measurements import Material, Overflow, ServedRun
 
 PAPER: Mapping[str, str] = {
     BLOCK_SIZE: "recompute stays flat, swap falls as blocks grow, pinned memory beats pageable at large blocks",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpolicy.reporting.findings import Finding
-from kvpolicy.reporting.learned import Learned
-from kvpolicy.reporting.reading import Material
+from kvpolicy.reporting.measurements import Material
+from kvpolicy.reporting.model_section import Learned
 from kvpolicy.trace import Header
 
 

@@ -16,12 +16,12 @@ from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
 from kvpolicy.overflow import FIGURES, SERVED
 from kvpolicy.reporting import figures as colours
-from kvpolicy.reporting.drawn import draw_boundary, draw_calibration, draw_regret
 from kvpolicy.reporting.figures import draw, svg, write
 from kvpolicy.reporting.findings import PAPER
 from kvpolicy.reporting.group import Group, link_name
-from kvpolicy.reporting.learned import FIXED, LEARNED_NAME, Learned, coverage
-from kvpolicy.reporting.reading import Material
+from kvpolicy.reporting.measurements import Material
+from kvpolicy.reporting.model_figures import draw_boundary, draw_calibration, draw_regret
+from kvpolicy.reporting.model_section import FIXED, LEARNED_NAME, Learned, coverage
 from kvpolicy.trace import Header
 from kvpolicy.version import __version__
 

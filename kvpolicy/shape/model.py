@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.arrays import causal_pairs
 from kvpolicy.shape.layers import Attention, ConfigError, Mlp, attentions_of, mlps_of, number, text_of
 from kvpolicy.shape.precision import Precision, precision_of
 from kvpolicy.shape.refusals import refuse_uncounted
@@ -213,5 +214,5 @@ def _capped(tokens: float, window: int | None) -> float:
 def _pairs(tokens: float, window: int | None) -> float:
     """(token, token it sees, itself included) of a causal prefill from nothing."""
     if window is None or tokens <= window:
-        return tokens * (tokens + 1) / 2
-    return window * (window + 1) / 2 + (tokens - window) * window
+        return causal_pairs(0, tokens)
+    return causal_pairs(0, window) + (tokens - window) * window

@@ -6,16 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvpolicy.arrays import Floats
 from kvpolicy.attribution.ledger import Step
 from kvpolicy.events import Decision, Direction, Kind
+from kvpolicy.hardware import EngineSpec
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
 
-Floats = NDArray[np.float64]
 Scheduling = Literal["fcfs", "priority"]
 DecisionObserver = Callable[[Decision], None]
 """Told every decision of a run, and what of it is executed."""
@@ -114,6 +112,17 @@ class Server:
     hardware: Mapping[str, Any] = field(default_factory=lambda: {"device": "simulated"})
     """For the trace's header."""
     geometry: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """For the trace's header."""
+        return EngineSpec(
+            self.block_size,
+            self.token_budget,
+            block_bytes=self.block_bytes,
+            geometry=self.geometry,
+            hardware=self.hardware,
+        )
 
 
 @dataclass(frozen=True, slots=True)

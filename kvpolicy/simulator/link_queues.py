@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from kvpolicy.events import Direction, Transfer
-from kvpolicy.features import copy_pieces
+from kvpolicy.events import Direction, Transfer, copy_pieces
 from kvpolicy.simulator.base import Server, Times
 
 
@@ -21,6 +20,8 @@ class Numbered(Protocol):
 
 
 Copied = TypeVar("Copied", bound=Numbered)
+Brought = Iterable[tuple[Copied, int]]
+"""What a step brings to the link: copies, each with its blocks."""
 
 
 class Sent(NamedTuple, Generic[Copied]):
@@ -43,14 +44,8 @@ class LinkQueues(Generic[Copied]):
         self.running: list[Sent[Copied]] = []
         """Not yet reported; no more than a few."""
 
-    def step(
-        self,
-        saves: Iterable[tuple[Copied, int]],
-        loads: Iterable[tuple[Copied, int]],
-        begins_s: float,
-        computes_s: float,
-    ) -> float:
-        """When a step that begins now, computes that long and brings those copies ends. Each copy with its blocks."""
+    def step(self, saves: Brought[Copied], loads: Brought[Copied], begins_s: float, computes_s: float) -> float:
+        """When a step that begins now, computes that long and brings those copies ends."""
         if self._link.overlapped:
             return self._beside(saves, loads, begins_s, computes_s)
         return self._within(saves, loads, begins_s, computes_s)
@@ -68,13 +63,7 @@ class LinkQueues(Generic[Copied]):
             done.sort(key=lambda sent: sent.transfer.end_s)
         return done
 
-    def _beside(
-        self,
-        saves: Iterable[tuple[Copied, int]],
-        loads: Iterable[tuple[Copied, int]],
-        begins_s: float,
-        computes_s: float,
-    ) -> float:
+    def _beside(self, saves: Brought[Copied], loads: Brought[Copied], begins_s: float, computes_s: float) -> float:
         """Copies run beside the steps, which they slow down; loads from the end of this one on."""
         for copy, blocks in saves:
             saved_s = self._send(copy, "save", blocks, begins_s, max(begins_s, self._free_s["save"]))
@@ -87,13 +76,7 @@ class LinkQueues(Generic[Copied]):
             self._send(copy, "load", blocks, ends_s, max(ends_s, self._free_s["load"], self._saved_s(copy)))
         return ends_s
 
-    def _within(
-        self,
-        saves: Iterable[tuple[Copied, int]],
-        loads: Iterable[tuple[Copied, int]],
-        begins_s: float,
-        computes_s: float,
-    ) -> float:
+    def _within(self, saves: Brought[Copied], loads: Brought[Copied], begins_s: float, computes_s: float) -> float:
         """The step waits for its saves, computes, and waits for its loads."""
         for copy, blocks in saves:
             begins_s = self._send(copy, "save", blocks, begins_s, begins_s)

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvpolicy.arrays import causal_pairs
 from kvpolicy.errors import InputError
-from kvpolicy.events import Cost, Decision, Kind, Option, Preemption
+from kvpolicy.events import Cost, Decision, Kind, Option, Preemption, copy_pieces
+from kvpolicy.features import blocks_back
 from kvpolicy.policy import NoState, Objective, Policy, PricedPolicy
 from kvpolicy.policy.base import all_on, first_of
 from kvpolicy.policy.cheapest import lowest
@@ -58,7 +60,7 @@ def recompute_s_of(one: Preemption, server: Server, times: Times) -> float:
     seconds = 0.0
     while done < one.computed_tokens:
         chunk = min(room, one.computed_tokens - done)
-        pairs = chunk * done + chunk * (chunk + 1) // 2
+        pairs = causal_pairs(done, done + chunk)
         seconds += times.step_s(StepLoad(others + chunk, others, read, pairs, 1, done)) - calm_s
         done += chunk
     return seconds
@@ -70,8 +72,8 @@ def swap_s_of(one: Preemption, server: Server, times: Times) -> tuple[float, flo
     Copies that are waited for count in full, and so do those beside which nobody else runs; others by what they slow.
     """
     segment = max(1, one.segment_bytes)
-    pieces = max(1, one.block_bytes // segment)
-    back = one.held_blocks - one.shared_blocks
+    pieces = copy_pieces(one.block_bytes, segment)
+    back = blocks_back(one.held_blocks, one.shared_blocks)
     save_s = times.copy_s("save", one.copy_bytes, one.copy_segments, segment)
     load_s = times.copy_s("load", back * one.block_bytes, back * pieces, segment)
     link = server.link
@@ -127,22 +129,22 @@ class Hindsight:
     """Whether none had more choices than were tried, after which everything was recomputed."""
 
 
-MOST_CHOICES = 12
+MAX_CHOICES = 12
 
 
 def best_in_hindsight(
     simulate: Callable[[Policy, DecisionObserver], Summary],
     value: Callable[[Summary], float] = lambda summary: summary.makespan_s,
-    choices: int = MOST_CHOICES,
+    choices: int = MAX_CHOICES,
 ) -> Hindsight:
     """Try every sequence of actions at the first ``choices`` preemptions that have a choice; the lowest ``value`` wins.
 
     ``simulate``: a whole run under a policy, its decisions told to an observer; the same in all else. What is done at
     one preemption decides which come after it, so sequences grow with what really happens: at most 2 ** ``choices``
-    runs, the first of equals wins. Raises ValueError for more choices than :data:`MOST_CHOICES`.
+    runs, the first of equals wins. Raises ValueError for more choices than :data:`MAX_CHOICES`.
     """
-    if not 0 <= choices <= MOST_CHOICES:
-        raise InputError(f"choices is {choices}: should be from 0 to {MOST_CHOICES}, as each doubles the runs")
+    if not 0 <= choices <= MAX_CHOICES:
+        raise InputError(f"choices is {choices}: should be from 0 to {MAX_CHOICES}, as each doubles the runs")
     best: tuple[float, tuple[Kind, ...], Summary] | None = None
     open_ones: list[tuple[Kind, ...]] = [()]
     schedules, complete = 0, True

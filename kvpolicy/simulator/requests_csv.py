@@ -13,12 +13,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.workload import Request, Workload
-
-Floats = NDArray[np.float64]
 
 COUNTS = ("input_toks", "output_toks")
 ARRIVAL = "client_arrival_s"
@@ -62,7 +60,7 @@ def measured_run(path: Path | str) -> MeasuredRun:
     return MeasuredRun(_workload(file, found), *(found[name][_order(found)] for name in STAMPS))
 
 
-def _order(found: dict[str, Floats]) -> NDArray[np.int64]:
+def _order(found: dict[str, Floats]) -> Ints:
     """A log may be written in the order in which requests ended."""
     return np.argsort(found[ARRIVAL], kind="stable")
 
@@ -98,7 +96,7 @@ def _numbers(file: Path, name: str, column: pa.ChunkedArray) -> Floats:
     return values
 
 
-def _refuse(file: Path, bad: NDArray[np.bool_], name: str, values: Floats, should: str) -> None:
+def _refuse(file: Path, bad: Flags, name: str, values: Floats, should: str) -> None:
     if bad.any():
         row = int(np.argmax(bad))
         raise RequestsError(f"{file}, row {row}: {name} is {float(values[row])!r}, should be {should}")

@@ -5,7 +5,7 @@ A run begins with what stands at the head of its trace, which tells one simulate
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -107,19 +107,14 @@ class Identity:
 
     def header(self, core: str, engine: str, created: str) -> Header:
         server = self.server
-        return Header(
+        header = Header.recorded_on(
+            server.engine_spec,
             run_id=core,
             source="simulation",
             created=created,
             engine=engine,
-            hardware=dict(server.hardware),
-            geometry=dict(server.geometry),
-            block_size=server.block_size,
-            block_bytes=server.block_bytes,
             device_blocks=server.device_blocks + NULL_BLOCK,
             host_blocks=server.host_blocks,
             policy=self.policy.label,
-            seed=self.seed,
-            notes=f"workload {self.requests.name}; times: {self.times.source}",
-            token_budget=server.token_budget,
         )
+        return replace(header, seed=self.seed, notes=f"workload {self.requests.name}; times: {self.times.source}")

@@ -9,13 +9,13 @@ from math import log, nan
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.simulator.base import Floats, StepLoad, Summary, Tail, Times
+from kvpolicy.simulator.base import StepLoad, Summary, Tail, Times
 
-LOWEST_S = 1e-9
-HIGHEST_S = 1e7
+MIN_S = 1e-9
+MAX_S = 1e7
 RATIO = 1.008
 """Between the edges of a bin; what is told is its geometric middle, so quantiles are off by 0.4% at most."""
 WAITING = 4096
@@ -26,7 +26,7 @@ class Histogram:
     """Counts of positive numbers in bins of equal ratio. Quantiles are within 0.4%; below 1e-9 it says 0."""
 
     def __init__(self) -> None:
-        self._counts: NDArray[np.int64] = np.zeros(int(log(HIGHEST_S / LOWEST_S) / log(RATIO)) + 2, dtype=np.int64)
+        self._counts: Ints = np.zeros(int(log(MAX_S / MIN_S) / log(RATIO)) + 2, dtype=np.int64)
         self._values: list[float] = []
         self._weights: list[int] = []
         self.count = 0
@@ -50,13 +50,13 @@ class Histogram:
         if not self.count:
             return nan
         at = int(np.searchsorted(np.cumsum(self._counts), level * self.count, side="left"))
-        return 0.0 if at == 0 else LOWEST_S * RATIO ** (at - 0.5)
+        return 0.0 if at == 0 else MIN_S * RATIO ** (at - 0.5)
 
     def _sort_in(self) -> None:
         values = np.maximum(np.asarray(self._values), 0.0)
         weights = np.asarray(self._weights, dtype=np.int64)
         with np.errstate(divide="ignore"):
-            bins = np.floor(np.log(values / LOWEST_S) / log(RATIO)) + 1
+            bins = np.floor(np.log(values / MIN_S) / log(RATIO)) + 1
         at = np.clip(bins, 0, len(self._counts) - 1).astype(np.int64)
         np.add.at(self._counts, at, weights)
         self.count += int(weights.sum())
@@ -135,7 +135,7 @@ class Bounded(Protocol):
     """Times that know where they were measured; ``beyond``: rows of :data:`~kvpolicy.simulator.base.LOAD` columns
     in, whether each lies outside."""
 
-    def beyond(self, loads: Floats) -> NDArray[np.bool_]: ...
+    def beyond(self, loads: Floats) -> Flags: ...
 
 
 class Beyond:

@@ -12,13 +12,15 @@ from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
 from kvpolicy.policy import Policy
 from kvpolicy.study.config import Serving
+from kvpolicy.study.inputs import HardwareObject
+from kvpolicy.workload import Workload
 
-OF_OWN_POLICIES = ("module", "policy_digest", "given")
+OF_OBJECTS = ("module", "policy_digest", "workload_digest", "hardware_digest", "given", "requests", "hardware_object")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One simulation. It travels to other processes and, but for a policy that is an object, into JSON."""
+    """One simulation. It travels to other processes and, but for objects, into JSON."""
 
     workload: str
     policy: str
@@ -39,6 +41,14 @@ class Cell:
     """Of a policy that is an object."""
     given: Policy | None = field(default=None, compare=False, repr=False)
     """The object: its digest stands for it."""
+    workload_digest: str = ""
+    """Of a workload that is an object."""
+    requests: Workload | None = field(default=None, compare=False, repr=False)
+    """That object."""
+    hardware_digest: str = ""
+    """Of hardware that is an object."""
+    hardware_object: HardwareObject | None = field(default=None, compare=False, repr=False)
+    """That object."""
 
     def __post_init__(self) -> None:
         if self.kv_blocks < 1:
@@ -47,13 +57,13 @@ class Cell:
             raise InputError(f"part {self.part} of {self.parts}: should be from 0 to {self.parts - 1}")
 
     def inputs(self) -> dict[str, Any]:
-        """Plain values; of how the policy is come by, what there is to say."""
-        told = asdict(replace(self, given=None))
-        return {name: value for name, value in told.items() if name not in OF_OWN_POLICIES or value}
+        """Plain values; of objects their digests, and how a policy is come by, where there is something to say."""
+        told = asdict(replace(self, given=None, requests=None, hardware_object=None))
+        return {name: value for name, value in told.items() if name not in OF_OBJECTS or value}
 
     def words(self) -> str:
         """For a person: what tells it from its neighbours."""
-        left_out = ("serving", "part", "parts", *OF_OWN_POLICIES)
+        left_out = ("serving", "part", "parts", *OF_OBJECTS)
         seen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         if self.parts > 1:
             seen["part"] = f"{self.part + 1}/{self.parts}"

@@ -146,7 +146,7 @@ class Criterion:
     """What policies are compared by, and from where on a difference is worth a change."""
 
     judge_by: str = option("e2e, ttft, itl (mean seconds) or throughput", "e2e", one_of(*JUDGED))
-    least_gain: float = option("Share by which a policy has to be better, with all of its interval.", 0.01, AMOUNT)
+    min_gain: float = option("Share by which a policy has to be better, with all of its interval.", 0.01, AMOUNT)
 
     def __post_init__(self) -> None:
         settle(self)

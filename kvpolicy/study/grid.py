@@ -20,19 +20,21 @@ from kvpolicy.study.cache import Kept, Result, usual_folder
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
 from kvpolicy.study.contender import contenders, packed, unpacked
-from kvpolicy.study.machine import open_machine
+from kvpolicy.study.inputs import HardwareObject, hardware_named, workload_named
+from kvpolicy.study.machine import machine_named
 from kvpolicy.study.report import Failed, SweepReport
 from kvpolicy.study.run_cell import contents
 from kvpolicy.study.run_cell import run as run_cell
 from kvpolicy.study.workers import in_processes
 from kvpolicy.version import __version__
+from kvpolicy.workload import Workload
 
 
 def simulate(
-    workloads: Sequence[str],
+    workloads: Sequence[str | Workload],
     policies: Sequence[str | Policy],
     kv_blocks: Sequence[int],
-    hardware: str,
+    hardware: str | HardwareObject,
     links: Sequence[str] = (NATIVE,),
     serving: Serving = Serving(),
     run: Run = Run(),
@@ -40,32 +42,40 @@ def simulate(
     """Simulate every workload under every policy, memory and link, as often as ``run`` says.
 
     Workloads as :func:`kvpolicy.workload.open_workload` takes them, drawn by the seed where they draw at all;
-    ``requests:FILE`` replays a measured run. ``policies``: each by its name or itself; an object has to be picklable
-    where other processes run its cells. ``kv_blocks``: usable ones of the device. ``hardware``:
-    :data:`~kvpolicy.study.config.HARDWARE_FORMS`. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. What is kept
-    of an earlier call with the same inputs is taken up. Cells that fail are in the report, and the others are finished;
-    raises ValueError where none can even begin.
+    ``requests:FILE`` replays a measured run. A :class:`~kvpolicy.workload.Workload` itself is the same under every
+    seed. ``policies``: each by its name or itself; an object has to be picklable where other processes run its cells.
+    ``kv_blocks``: usable ones of the device. ``hardware``: :data:`~kvpolicy.study.config.HARDWARE_FORMS`; or what such
+    a folder holds, a hardware model or a trained cost model itself. ``links``: ``native`` or
+    ``BYTES_PER_S[,LATENCY_S]``. What is kept of an earlier call with the same inputs is taken up. Cells that fail are
+    in the report, and the others are finished; raises ValueError where none can even begin.
     """
-    serving = serving.on(open_machine(hardware).device)
+    place = hardware_named(hardware)
+    serving = serving.on(machine_named(place).device)
     if not workloads:
         raise WrongValue("workloads", "are none, should be one at least")
     cells = [
         Cell(
-            workload,
-            policy.label,
-            blocks,
-            link,
-            seed,
-            hardware,
-            run.engine,
-            serving,
-            part,
-            run.parts,
-            policy.module,
-            policy.digest,
-            policy.given,
+            workload=workload.label,
+            policy=policy.label,
+            kv_blocks=blocks,
+            link=link,
+            seed=seed,
+            hardware=place.label,
+            engine=run.engine,
+            serving=serving,
+            part=part,
+            parts=run.parts,
+            module=policy.module,
+            policy_digest=policy.digest,
+            given=policy.given,
+            workload_digest=workload.digest,
+            requests=workload.given,
+            hardware_digest=place.digest,
+            hardware_object=place.given,
         )
-        for workload, blocks, link, policy in itertools.product(workloads, kv_blocks, links, contenders(policies))
+        for workload, blocks, link, policy in itertools.product(
+            [workload_named(one) for one in workloads], kv_blocks, links, contenders(policies)
+        )
         for seed in range(run.seeds)
         for part in range(run.parts)
     ]

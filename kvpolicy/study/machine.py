@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import cost
-from kvpolicy.cost import Engine, FittedModel
+from kvpolicy.arrays import Floats
+from kvpolicy.cost import FittedModel
 from kvpolicy.events import Direction
 from kvpolicy.fields import WrongValue
-from kvpolicy.hardware import Geometry
-from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.hardware import EngineSpec, Geometry
+from kvpolicy.hardware.link import SimulatedLink, header_link
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.simulator import StepLoad, Times
-from kvpolicy.simulator.base import Floats
 from kvpolicy.simulator.hardware.law_times import law_times
-from kvpolicy.simulator.hardware.table_times import FILE, load_hardware
+from kvpolicy.simulator.hardware.table_times import FILE, HardwareModel, TableTimes, load_hardware
 from kvpolicy.study.cache import path_digest
 from kvpolicy.study.config import HARDWARE_FORMS
+from kvpolicy.study.inputs import HardwareObject, Named, hardware_named
 
 KEPT = 16
 """Machines that a process keeps open."""
@@ -41,11 +42,11 @@ class Machine:
     hardware: Mapping[str, Any]
     """As in a trace's header: ``device`` at least."""
     digest: str
-    model_loader: Callable[[Engine], Callable[[str], FittedModel]]
+    model_loader: Callable[[EngineSpec], Callable[[str], FittedModel]]
     """Loads cost models by name as a server of this machine would: ``analytic`` is its own."""
     own_model: str | None
     """Name of a cost model that fits it, where there is one."""
-    link: Mapping[str, Any] = field(default_factory=lambda: {"kind": "native"})
+    link: Mapping[str, Any] = field(default_factory=lambda: header_link(None))
     """As in a trace's header; of a cost model that was measured behind a simulated link, that one."""
     facts: tuple[str, ...] = ()
     """Where its constants come from."""
@@ -85,8 +86,30 @@ class Machine:
         return min(1.0, rate / sheet.memory_bytes_per_s)
 
 
-def open_machine(spec: str) -> Machine:
-    """The machine of that name. Raises ValueError, naming file and field, for what cannot be opened."""
+def open_machine(hardware: str | HardwareObject) -> Machine:
+    """The machine of that name or object. Raises ValueError, naming file and field, for what cannot be opened."""
+    return machine_named(hardware_named(hardware))
+
+
+def machine_named(hardware: Named[HardwareObject]) -> Machine:
+    """See :func:`open_machine`."""
+    return _by_name(hardware.label) if hardware.given is None else _of_object(hardware)
+
+
+@lru_cache(maxsize=KEPT)
+def _of_object(hardware: Named[HardwareObject]) -> Machine:
+    model = hardware.given
+    assert model is not None
+    if isinstance(model, HardwareModel):
+        return _of_tables(TableTimes(model))
+
+    def load(name: str) -> FittedModel:
+        return model if name == hardware.label else cost.load(name)
+
+    return replace(_of_model(model, hardware.label), digest=hardware.digest, model_loader=lambda engine: load)
+
+
+def _by_name(spec: str) -> Machine:
     place = next((Path(one) for one in (spec, spec.partition(":")[2]) if one and Path(one).exists()), None)
     return _opened(spec, "" if place is None else path_digest(place))
 
@@ -95,9 +118,9 @@ def open_machine(spec: str) -> Machine:
 def _opened(spec: str, digest: str) -> Machine:
     """``digest``: of what it is read from, which tells it from what was there before."""
     if (Path(spec) / FILE).is_file() or Path(spec).name == FILE:
-        return _imported(spec)
+        return _of_tables(load_hardware(spec))
     if Path(spec).is_dir() or spec in cost.shipped():
-        return _trained(spec)
+        return _of_model(cost.load(spec), spec)
     place, colon, config = spec.partition(":")
     if not colon or not place or not config:
         raise WrongValue(
@@ -106,8 +129,7 @@ def _opened(spec: str, digest: str) -> Machine:
     return _by_sheet(spec, config)
 
 
-def _imported(spec: str) -> Machine:
-    times = load_hardware(spec)
+def _of_tables(times: TableTimes) -> Machine:
     geometry = Geometry.from_dict(times.model.geometry)
     known = known_sheet(times.model.device) is not None
     config = _config_of(geometry, times.model.ranks)
@@ -124,8 +146,8 @@ def _imported(spec: str) -> Machine:
     )
 
 
-def _trained(spec: str) -> Machine:
-    model = cost.load(spec)
+def _of_model(model: FittedModel, name: str) -> Machine:
+    """``name``: by which its loader knows it."""
     made = model.provenance
     return Machine(
         times=law_times(model),
@@ -134,10 +156,10 @@ def _trained(spec: str) -> Machine:
         hardware=made.hardware,
         digest=model.digest,
         model_loader=lambda engine: cost.load,
-        own_model=spec,
+        own_model=name,
         link=made.link,
         piece_bytes_per_token=_piece_bytes_per_token(model),
-        facts=(f"cost model {spec}, trained on {made.hardware.get('device')}", *made.notes),
+        facts=(f"cost model {name}, trained on {made.hardware.get('device')}", *made.notes),
     )
 
 
@@ -154,7 +176,7 @@ def _by_sheet(spec: str, config: str) -> Machine:
     made = model.provenance
     told = json.loads(_config_file(config).read_text(encoding="utf-8"))
 
-    def by_sheet(engine: Engine) -> Callable[[str], FittedModel]:
+    def by_sheet(engine: EngineSpec) -> Callable[[str], FittedModel]:
         find = cost.engine_loader(told, engine)
         # In full, so that a link that was named counts too.
         return lambda name: find(f"{cost.ANALYTIC}:{spec}" if name == cost.ANALYTIC else name)

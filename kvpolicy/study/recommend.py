@@ -10,23 +10,23 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from math import exp, isfinite, log, sqrt
-from statistics import fmean, stdev
+from math import exp, isfinite, log
+from statistics import fmean
 from typing import Any
-
-from scipy.stats import t as student
 
 from kvpolicy.errors import InputError
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
-from kvpolicy.study.cache import Result, workload_digest
+from kvpolicy.stats import student_interval
+from kvpolicy.study.cache import Result
 from kvpolicy.study.config import DEFAULT_HOST_GIB, JUDGED, Criterion, Run, Serving
 from kvpolicy.study.contender import contender_of
 from kvpolicy.study.grid import simulate
+from kvpolicy.study.inputs import HardwareObject, workload_named
 from kvpolicy.study.machine import open_machine
 from kvpolicy.study.report import aligned, beyond_warning, figures, server_words, written
-from kvpolicy.study.run_cell import ORACLE, opened, seeded
-from kvpolicy.workload import Source
+from kvpolicy.study.run_cell import ORACLE, source_named
+from kvpolicy.workload import Source, Workload
 
 LEVEL = 0.95
 
@@ -71,12 +71,10 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], level: float = 
     if not pairs or not all(isfinite(a) and isfinite(b) and a > 0 and b > 0 for a, b in pairs):
         raise InputError(f"paired ratio of {list(ours)} over {list(theirs)}: pairs of numbers above 0 are needed")
     logs = [log(a / b) for a, b in pairs]
-    middle = fmean(logs)
     if len(logs) == 1:
-        return Ratio(exp(middle), None, None, 1)
-    quantile = float(student.ppf(1.0 - (1.0 - level) / (2 * comparisons), len(logs) - 1))
-    half = quantile * stdev(logs) / sqrt(len(logs))
-    return Ratio(exp(middle), exp(middle - half), exp(middle + half), len(logs))
+        return Ratio(exp(logs[0]), None, None, 1)
+    value, low, high = map(exp, student_interval(logs, (1.0 - level) / (2 * comparisons)))
+    return Ratio(value, low, high, len(logs))
 
 
 DEFAULT = "always-recompute"
@@ -111,14 +109,14 @@ class Advice:
     server: str
     """What it may take at a time."""
     judge_by: str
-    least_gain: float
+    min_gain: float
     """The share by which a policy has to be better to be worth a change."""
     seeds_differ: bool
     """Whether every seed of a part was a pair of its own, or all of them one."""
     best: str
-    """The best in the mean of those told to be better by more than ``least_gain``, or of all where none is."""
+    """The best in the mean of those told to be better by more than ``min_gain``, or of all where none is."""
     deploy: str
-    """``best``, where it is told to be better by more than ``least_gain``; else ``always-recompute``."""
+    """``best``, where it is told to be better by more than ``min_gain``; else ``always-recompute``."""
     reason: str
     config_line: str
     """The command that prints the flags; empty where nothing is to be changed."""
@@ -143,7 +141,7 @@ class Advice:
             f"ratios against {DEFAULT}: {self.judge_by} gain above 1 is better; throughput above 1, p99 below 1",
             f"server: {self.server}",
             f"all intervals shown together at {LEVEL:.0%}; a change is advised where all of the gain's interval lies "
-            f"above {1.0 + self.least_gain:g}",
+            f"above {1.0 + self.min_gain:g}",
             *aligned(rows),
             "",
             f"deploy this: {self.deploy}: {self.reason}",
@@ -191,8 +189,8 @@ INTERVALS = 4
 
 
 def recommend(
-    workload: str,
-    hardware: str,
+    workload: str | Workload,
+    hardware: str | HardwareObject,
     kv_blocks: int,
     policies: Sequence[str | Policy] = (),
     link: str = NATIVE,
@@ -202,14 +200,14 @@ def recommend(
 ) -> Advice:
     """Simulate ``workload`` under vLLM's own behaviour, the usual policies and ``policies``, and say which to deploy.
 
-    ``policies``: each by its name or itself.
+    ``policies``: each by its name or itself; so are ``workload`` and ``hardware``, as :func:`simulate` takes them.
 
     Each of the parts of the workload is one pair of a comparison, and so it is anew under each seed where the seed
     draws the requests; where it does not, as of a recorded file, seeds are averaged. One pair tells nothing from
     chance. Raises ValueError as :func:`kvpolicy.study.simulate`, and where a cell fails.
     """
     machine = open_machine(hardware)
-    source = opened(seeded(workload, 0), workload_digest(workload))
+    source = source_named(workload_named(workload), 0)
     usual = candidates(source, machine.own_model, serving.block_size)
     tried: dict[str, str | Policy] = {contender_of(one).label: one for one in (*usual, *policies)}
 
@@ -261,10 +259,10 @@ def closed(source: Source) -> bool:
     return thinks and len(starts) > 1 and len(set(starts.values())) == 1
 
 
-def drawn(workload: str) -> bool:
-    """Whether two seeds give other requests; not so of a file that is replayed as it was recorded."""
-    digest = workload_digest(workload)
-    pairs = zip_longest(*(opened(seeded(workload, seed), digest) for seed in (0, 1)))
+def drawn(workload: str | Workload) -> bool:
+    """Whether two seeds give other requests; not so of a file that is replayed as it was recorded, or of an object."""
+    named = workload_named(workload)
+    pairs = zip_longest(*(source_named(named, seed) for seed in (0, 1)))
     return any(one != other for one, other in pairs)
 
 
@@ -310,21 +308,26 @@ def advise(
     seeds_differ: bool = True,
 ) -> Advice:
     """What follows from the runs; see :class:`Pairs`. A change is advised where the whole interval of a gain lies above
-    ``1 + least_gain``, to the best in the mean of those; the oracle is no policy that a server could have."""
-    judge_by, least_gain = criterion.judge_by, criterion.least_gain
+    ``1 + min_gain``, to the best in the mean of those; the oracle is no policy that a server could have."""
+    judge_by, min_gain = criterion.judge_by, criterion.min_gain
     pairs = Pairs(runs, seeds_differ)
     gains = {policy: _gain(pairs, policy, DEFAULT, judge_by) for policy in runs if policy != ORACLE}
-    surely = [policy for policy, gain in gains.items() if gain.low is not None and gain.low > 1.0 + least_gain]
+    surely = [policy for policy, gain in gains.items() if gain.low is not None and gain.low > 1.0 + min_gain]
     best = max(surely or gains, key=lambda policy: gains[policy].value)
     compared = tuple(_compared(pairs, policy, best, judge_by) for policy in runs)
     mine = next(one for one in compared if one.policy == best)
-    told = mine.gain.low is not None and mine.gain.low > 1.0 + least_gain
+    told = mine.gain.low is not None and mine.gain.low > 1.0 + min_gain
     deploy = best if told else DEFAULT
     given = runs[best][0]["inputs"]
     warnings = [extrapolation_warning(mine)] if told else []
     warnings.append(beyond_warning([one for some in runs.values() for one in some]))
     warnings += [f"not measured by anybody: {note}" for note in runs[best][0]["unmeasured"]]
     warnings += list(runs[best][0]["warnings"])
+    if told and _asks_an_object(deploy, given):
+        warnings.append(
+            f"{deploy} asks the cost model that was given as an object: a server loads it from the folder that `train` "
+            "or `calibrate` writes"
+        )
     if told and "policy_digest" in given:
         warnings.append(f"{best} was given as an object: a server takes it by name, as python:MODULE:FACTORY")
     return Advice(
@@ -333,11 +336,11 @@ def advise(
         kv_blocks=given["kv_blocks"],
         server=server_words(given["serving"], runs[best][0]["device"]),
         judge_by=judge_by,
-        least_gain=least_gain,
+        min_gain=min_gain,
         seeds_differ=seeds_differ,
         best=best,
         deploy=deploy,
-        reason=_reason(mine, compared, told, judge_by, least_gain),
+        reason=_reason(mine, compared, told, judge_by, min_gain),
         config_line=_config_line(deploy, given, host_gib) if told else "",
         compared=compared,
         warnings=tuple(warning for warning in warnings if warning),
@@ -364,7 +367,7 @@ def _gain(pairs: Pairs, policy: str, other: str, judge_by: str) -> Ratio:
     return pairs.ratio(policy, other, *JUDGED[judge_by], more_is_better=judge_by == "throughput")
 
 
-def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: str, least_gain: float) -> str:
+def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: str, min_gain: float) -> str:
     base = next(one for one in compared if one.policy == DEFAULT)
     if not base.choices and not base.figures["recompute"]:
         return "nothing was preempted in any run, so every policy does the same; keep vLLM's default"
@@ -376,9 +379,7 @@ def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: 
             f"{best.gain.value:.3f} of its {judge_by}, from chance; give --parts, or --seeds where they draw requests"
         )
     if not told:
-        short = (
-            "no difference" if not best.gain.told else f"less than the least gain that is worth it, {least_gain:.1%}"
-        )
+        short = "no difference" if not best.gain.told else f"less than the least gain that is worth it, {min_gain:.1%}"
         return (
             f"keep vLLM's default; the best other, {best.policy}, comes to {best.gain.text()} of its {judge_by}, "
             f"which is not told from {short}"
@@ -389,10 +390,16 @@ def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: 
 
 
 def _config_line(policy: str, given: Mapping[str, Any], host_gib: float) -> str:
-    """``given``: the inputs of its runs. Empty for a policy that is an object, which no command line can name."""
-    if "policy_digest" in given:
+    """``given``: the inputs of its runs. Empty where the policy is an object, or asks a cost model that is one: no
+    command line can name it."""
+    if "policy_digest" in given or _asks_an_object(policy, given):
         return ""
     module = given.get("module", "")
     line = f"kvpolicy config --policy {shlex.quote(module or policy)}"
     line += " --allow-python-policies" if module else ""
     return line if host_gib == DEFAULT_HOST_GIB else f"{line} --host-gib {host_gib:g}"
+
+
+def _asks_an_object(policy: str, given: Mapping[str, Any]) -> bool:
+    model = policy.partition(":")[2].partition(",")[0]
+    return "hardware_digest" in given and model == given["hardware"]

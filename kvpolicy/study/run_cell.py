@@ -9,30 +9,32 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from functools import lru_cache
-from math import isnan
 from pathlib import Path
 from typing import Any
 
 from kvpolicy import integrations
 from kvpolicy import policy as policies
-from kvpolicy.cost import Engine, ModelWarning
+from kvpolicy.cost import ModelWarning
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
-from kvpolicy.hardware.link import NATIVE, SimulatedLink
+from kvpolicy.hardware import EngineSpec
+from kvpolicy.hardware.link import NATIVE, SimulatedLink, header_link
+from kvpolicy.json_values import finite
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.choice_count import ChoiceCount
 from kvpolicy.simulator.oracle import Oracle
-from kvpolicy.simulator.recorded import RECORDED
 from kvpolicy.simulator.requests_csv import ARRIVAL, COUNTS, measured_requests
 from kvpolicy.simulator.sinks import FolderSink
+from kvpolicy.simulator.trace_workload import RECORDED
 from kvpolicy.study.cache import path_digest, program_digest, workload_digest
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Serving
-from kvpolicy.study.machine import Behind, Machine, open_machine
-from kvpolicy.study.parts import Part
-from kvpolicy.workload import Format, Source, open_workload
+from kvpolicy.study.inputs import Named
+from kvpolicy.study.machine import Behind, Machine, machine_named
+from kvpolicy.study.workload_parts import Part
+from kvpolicy.workload import Format, Source, Workload, open_workload
 from kvpolicy.workload.files import FileSource, cells, lines
 from kvpolicy.workload.options import Options
 
@@ -125,22 +127,23 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
 def numbers(summary: Summary) -> dict[str, Any]:
     """A summary as JSON has it, which knows no nan: what nobody had (single tokens have no time between) is None."""
     told = asdict(summary) | {"preemptions": dict(summary.preemptions)}
-    return {name: _defined(value) for name, value in told.items()}
-
-
-def _defined(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _defined(one) for name, one in value.items()}
-    return None if isinstance(value, float) and isnan(value) else value
+    return {name: finite(value) for name, value in told.items()}
 
 
 # ---- what a cell names ----
 
 
 def source_of(cell: Cell) -> Source:
-    """Its workload, drawn by the cell's seed unless the workload names one itself."""
-    whole = opened(seeded(cell.workload, cell.seed), workload_digest(cell.workload))
+    """Its workload, or the part of it."""
+    whole = source_named(Named(cell.workload, cell.workload_digest, cell.requests), cell.seed)
     return whole if cell.parts == 1 else Part(whole, cell.part, cell.parts)
+
+
+def source_named(workload: Named[Workload], seed: int) -> Source:
+    """The object, or what the text names, drawn by ``seed`` unless it names one itself."""
+    if workload.given is not None:
+        return workload.given
+    return opened(seeded(workload.label, seed), workload_digest(workload.label))
 
 
 def rows_of(source: Source) -> dict[str, int] | None:
@@ -163,7 +166,7 @@ def seeded(workload: str, seed: int) -> str:
 
 
 def machine_of(cell: Cell) -> Machine:
-    return open_machine(cell.hardware)
+    return machine_named(Named(cell.hardware, cell.hardware_digest, cell.hardware_object))
 
 
 def link_of(text: str) -> SimulatedLink | None:
@@ -237,26 +240,19 @@ def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serv
 def _fitting(policy: str | Policy, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
     """The policy itself or the one of that name, and what its cost model warns of."""
     given = link_of(link)
-    told_link = machine.link if given is None else given.to_dict()
-    block_bytes = machine.block_bytes(serving.block_size)
-    token_budget = serving.limits(machine.device).token_budget
+    engine = EngineSpec(
+        block_size=serving.block_size,
+        token_budget=serving.limits(machine.device).token_budget,
+        block_bytes=machine.block_bytes(serving.block_size),
+        geometry=machine.geometry.to_dict(),
+        hardware=machine.hardware,
+        link=machine.link if given is None else header_link(given),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
-        loader = machine.model_loader(
-            Engine(
-                block_size=serving.block_size,
-                token_budget=token_budget,
-                block_bytes=block_bytes,
-                geometry=machine.geometry,
-                hardware=machine.hardware,
-                link=told_link,
-            )
-        )
-        loaded = policy if isinstance(policy, Policy) else policies.load(policy, loader)
+        loaded = policy if isinstance(policy, Policy) else policies.load(policy, machine.model_loader(engine))
         if loaded.cost_model is not None:
-            loaded.cost_model.check_fit(
-                serving.block_size, block_bytes, machine.geometry, machine.hardware, told_link, token_budget
-            )
+            loaded.cost_model.check_fit(engine)
     told = (str(one.message) for one in caught if issubclass(one.category, ModelWarning))
     return loaded, tuple(dict.fromkeys(told))
 
@@ -273,5 +269,5 @@ def contents(cell: Cell) -> dict[str, str]:
         "hardware": machine_of(cell).digest,
         "policy": policy.digest if cell.module else cell.policy_digest,
         "cost model": "" if policy.cost_model is None else policy.cost_model.digest,
-        "workload": workload_digest(cell.workload),
+        "workload": cell.workload_digest or workload_digest(cell.workload),
     }

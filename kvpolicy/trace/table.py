@@ -26,6 +26,8 @@ import pyarrow.parquet as pq
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import CAUSES, DIRECTIONS, ENDINGS, KINDS, Preemption
 from kvpolicy.extensions import names_module
+from kvpolicy.hardware import EngineSpec
+from kvpolicy.hardware.link import header_link
 from kvpolicy.trace.digest import row_texts
 
 SCHEMA_VERSION = 1
@@ -190,7 +192,7 @@ class Header:
     device_blocks: int
     host_blocks: int
     policy: str
-    link: Mapping[str, Any] = field(default_factory=lambda: {"kind": "native"})
+    link: Mapping[str, Any] = field(default_factory=lambda: header_link(None))
     """``{"kind": "native"}`` or ``{"kind": "simulated", "bytes_per_s": ..., "latency_s": ...}``."""
     seed: int = 0
     noise: Mapping[str, Any] = field(default_factory=dict)
@@ -201,6 +203,53 @@ class Header:
     draw_seed: int | None = None
     """Seed of the policy's draws in this engine core; None where nothing was drawn or it was not recorded."""
     schema_version: int = SCHEMA_VERSION
+
+    @classmethod
+    def recorded_on(
+        cls,
+        spec: EngineSpec,
+        *,
+        run_id: str,
+        source: str,
+        created: str,
+        engine: str,
+        device_blocks: int,
+        host_blocks: int,
+        policy: str,
+    ) -> Header:
+        """A header of what always stands in one; ``replace`` sets the rest.
+
+        Raises TraceError for an engine that does not say its block's bytes.
+        """
+        if spec.block_bytes is None:
+            raise TraceError(f"header of {run_id}: the engine's block_bytes are missing")
+        return cls(
+            run_id=run_id,
+            source=source,
+            created=created,
+            engine=engine,
+            hardware=dict(spec.hardware),
+            geometry=dict(spec.geometry),
+            block_size=spec.block_size,
+            block_bytes=spec.block_bytes,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            policy=policy,
+            link=dict(spec.link or header_link(None)),
+            token_budget=spec.token_budget,
+        )
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """What a cost model is checked against."""
+        return EngineSpec(
+            self.block_size,
+            self.token_budget,
+            block_bytes=self.block_bytes,
+            geometry=self.geometry,
+            hardware=self.hardware,
+            link=self.link,
+        )
 
     def write(self, core: Path) -> None:
         core.mkdir(parents=True, exist_ok=True)

@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scipy.special import betaincinv
-
 from kvpolicy.cost.intervals import Intervals
-
-SURE = 0.95
-"""Confidence of the interval around a share of states."""
-
-
-def proportion_interval(successes: int, trials: int) -> tuple[float, float]:
-    """The exact 95% interval of a probability that came true that often (Clopper, Pearson 1934); (0, 1) of no trial."""
-    tail = (1.0 - SURE) / 2.0
-    low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
-    high = float(betaincinv(successes + 1, trials - successes, 1.0 - tail)) if successes < trials else 1.0
-    return low, high
+from kvpolicy.stats import proportion_interval
 
 
 def coverage(intervals: Intervals, numbers: Sequence[int], held: Sequence[bool]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from kvpolicy.features import GROWING, Features
 from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, excess, growth_of
 from kvpolicy.training.coverage import share_held
 
-FEWEST_SHORT = 12
+MIN_SHORT_STATES = 12
 """States up to an inner edge: with fewer no law is told."""
 DOUBLE = log(2.0)
 """Coverage is told up to twice the edge, and from there on."""
@@ -60,7 +60,7 @@ def beyond(
     found = []
     for share in ALL_SHARES:
         short = [state for state in states if state.computed_tokens <= share * longest]
-        if len(short) < FEWEST_SHORT:
+        if len(short) < MIN_SHORT_STATES:
             continue
         rest = [state for state in states if state.computed_tokens > share * longest]
         model = fit(short)
@@ -181,7 +181,7 @@ def _told(
     short: Sequence[Misses], share: float, missed: Sequence[Beyond], kept: Mapping[Kind, bool]
 ) -> Intervals | None:
     """The intervals of a model that had learned from ``short`` alone; None where it is too little to judge by."""
-    if len(short) < FEWEST_SHORT:
+    if len(short) < MIN_SHORT_STATES:
         return None
     longest = _longest(short)
     nested = [
@@ -200,7 +200,7 @@ def _growth(inside: Sequence[Misses], missed: Sequence[Beyond], kept: Mapping[Ki
     for share in SHARES:
         short = [one for one in inside if one.computed_tokens <= share * longest]
         mine = [one for one in missed if one.share == share]
-        if not mine or len(short) < FEWEST_SHORT:
+        if not mine or len(short) < MIN_SHORT_STATES:
             continue
         rooms = calibrate(short, kept_of(kept))
         for of in PREDICTED:

@@ -19,7 +19,7 @@ from kvpolicy.datasets.examples import Examples
 from kvpolicy.datasets.tables import Move
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.training.laws import fit_analytic, fit_linear
+from kvpolicy.training.law_fits import fit_analytic, fit_linear
 
 GROUP = "kvpolicy.families"
 """Of entry points: families that installed packages offer by name."""

@@ -17,14 +17,15 @@ from kvpolicy.datasets.examples import Example, dealt, examples_of, examples_und
 from kvpolicy.datasets.profiles import Dataset, State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, Features
+from kvpolicy.stats import quantile
 from kvpolicy.training.coverage import coverage
 from kvpolicy.training.extrapolation import beyond, carried, growing, inner_coverage, unsteady
 from kvpolicy.training.family import Costs, Family, laws_of
-from kvpolicy.training.laws import fit_others_shares, fit_victim_delays, victim_delay_misses
-from kvpolicy.training.residual_fit import FEWEST_STATES, INPUTS, Fold, Target, choose_tree_count, fit_residual
+from kvpolicy.training.law_fits import fit_others_shares, fit_victim_delays, victim_delay_misses
+from kvpolicy.training.residual_fit import INPUTS, MIN_STATES, Fold, Target, choose_tree_count, fit_residual
 
 FOLDS = 5
-FEWEST_TO_GROW = 20
+MIN_STATES_FOR_RESIDUAL = 20
 """States that trees are grown on in inner extrapolation."""
 
 
@@ -46,8 +47,8 @@ def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: P
     floor_s = noise_floors(states)
     trees: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     notes = []
-    if family.trees and len(states) < FEWEST_STATES:
-        notes.append(f"{len(states)} training states are under {FEWEST_STATES}: physics alone, no residual was learned")
+    if family.trees and len(states) < MIN_STATES:
+        notes.append(f"{len(states)} training states are under {MIN_STATES}: physics alone, no residual was learned")
     elif family.trees:
         pairs = [(_laws(family, seen, dataset, floor_s), seen, unseen) for seen, unseen in folds]
         for kind in KINDS:
@@ -61,7 +62,7 @@ def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: P
         without.append(one)
 
     def refit(some: list[State]) -> FittedModel:
-        grown = trees if len(some) >= FEWEST_TO_GROW else dict.fromkeys(KINDS, 0)
+        grown = trees if len(some) >= MIN_STATES_FOR_RESIDUAL else dict.fromkeys(KINDS, 0)
         return _fit_once(family, some, dataset, provenance, grown, unbounded(), seed)[0]
 
     far = beyond(states, refit, misses_of)
@@ -196,11 +197,3 @@ def _coverage(
         numbers.append(number)
         held.append(-below <= miss.model[of] <= above)
     return coverage(model.intervals, numbers, held)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between order statistics."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpolicy.cost import load, store
 from kvpolicy.cost.analytic import implausible
-from kvpolicy.cost.model import FittedModel, Provenance
+from kvpolicy.cost.model import CostModel, FittedModel, ModelError, Provenance
 from kvpolicy.datasets.examples import dealt, drawn, examples_of
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins
@@ -26,8 +26,8 @@ from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
 from kvpolicy.training.family import Family, family_of
 from kvpolicy.training.fit import Fit, fit, held_out_scores
-from kvpolicy.training.laws import untold_loads
-from kvpolicy.training.logs import LogTrainReport, as_told, train_logged
+from kvpolicy.training.law_fits import untold_loads
+from kvpolicy.training.log_fits import LogTrainReport, as_told, train_logged
 from kvpolicy.training.transfer import (
     ErrorByCount,
     carry,
@@ -38,12 +38,12 @@ from kvpolicy.training.transfer import (
     unknown_beforehand,
 )
 
-FEWEST_STATES = 12
+MIN_STATES = 12
 """Fewer leave nothing to judge a fit by once it is made."""
-MOST_VARIATION = 0.30
-FEWEST_TO_TELL = 8
+MAX_VARIATION = 0.30
+MIN_STATES_TO_HOLD_OUT = 8
 """With fewer states a carried model is made of all of them, and nothing is held out to judge it by."""
-MOST_STATES = 4000
+MAX_STATES = 4000
 """States that are learned from, and as many at most to judge by: of more, so many are drawn, every length among them.
 What a draw costs in held-out error is what `benchmarks/training_scale.py --draws` prints."""
 EVALUABLE_STATES = 20
@@ -178,11 +178,11 @@ def train(
     written to folder ``out`` where one is given. ``family``: :func:`kvpolicy.training.family.family_of`.
 
     Of production logs, in which each situation was met with one option, each option is learned from its own records
-    (:mod:`kvpolicy.training.logs`).
+    (:mod:`kvpolicy.training.log_fits`).
 
     A model that is there already is replaced once the new one is whole, and the report says so. A part of the states
     is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Of either part no more than
-    :data:`MOST_STATES` are used; the report says where they were drawn from more. Raises TraceError,
+    :data:`MAX_STATES` are used; the report says where they were drawn from more. Raises TraceError,
     naming table and row or file and field, for traces that cannot be trained on: one option missing, fewer than 12
     states, impossible values, all states of one length, different machines unless ``mixed_hardware``, over 30% noise
     unless ``force``; FileExistsError where ``out`` holds
@@ -196,14 +196,14 @@ def train(
         return train_logged(traces, out, family, seed, mixed_hardware)
     dataset = measured(traces, mixed_hardware)
     variation = _variation(dataset, force)
-    if len(dataset.states) < FEWEST_STATES:
+    if len(dataset.states) < MIN_STATES:
         raise TraceError(
             f"{', '.join(map(str, traces))}: {len(dataset.states)} states were measured under both options, training "
-            f"needs at least {FEWEST_STATES}; let `kvpolicy profile` measure more"
+            f"needs at least {MIN_STATES}; let `kvpolicy profile` measure more"
         )
     _refuse_one_length(dataset)
     parts = split(dataset.states, seed)
-    training, held = (drawn(part, MOST_STATES, random.Random(f"drawn {seed}")) for part in parts)
+    training, held = (drawn(part, MAX_STATES, random.Random(f"drawn {seed}")) for part in parts)
     dataset = replace(dataset, moves=dataset.moves_of(training))
     fitted = fit(family, training, dataset, provenance_of(family.label, dataset, training, variation), seed)
     told = (
@@ -280,11 +280,11 @@ def _variation(dataset: Dataset, force: bool) -> float | None:
         if header.source != "profile":
             continue
         value = header.noise.get("variation")
-        if isinstance(value, int | float) and 0 <= value <= MOST_VARIATION:
+        if isinstance(value, int | float) and 0 <= value <= MAX_VARIATION:
             found.append(float(value))
         elif not force:
             raise TraceError(
-                f"core {core}, header.json: noise.variation is {value!r}, should be at most {MOST_VARIATION}; "
+                f"core {core}, header.json: noise.variation is {value!r}, should be at most {MAX_VARIATION}; "
                 "measure again on a quieter machine, or --force it"
             )
         elif isinstance(value, int | float):
@@ -390,7 +390,7 @@ class CalibrateReport:
 
 
 def calibrate(
-    cost_model: Path | str,
+    cost_model: Path | str | CostModel,
     traces: Sequence[Path | str],
     out: Path | str | None = None,
     states: int | None = None,
@@ -400,24 +400,25 @@ def calibrate(
     """Carry a cost model to where ``traces`` were measured; it is the report's ``model``, and is written to folder
     ``out`` where one is given.
 
-    ``cost_model``: a folder, the name of one that ships, or ``analytic:DEVICE[@LINK]:CONFIG``, the untrained one.
+    ``cost_model``: a folder, the name of one that ships, or ``analytic:DEVICE[@LINK]:CONFIG``, the untrained one; or a
+    model itself, as ``train(...).model``, if it is of this package's own kind.
     ``states``: how many of the traces' states to use, spread over their lengths; all that are not held out without it.
     Raises ModelError for the model, TraceError as :func:`train` for the traces (over 30% noise too, unless
     ``force``), ValueError for a number of states that
     is not there.
     """
-    model = load(cost_model)
-    forests = store.forest_texts(cost_model) if model.residuals else {}
+    model = _to_carry(cost_model)
+    forests = store.forest_texts(model)
     dataset = measured(traces)
     variation = _variation(dataset, force)
-    tellable = len(dataset.states) >= FEWEST_TO_TELL
+    tellable = len(dataset.states) >= MIN_STATES_TO_HOLD_OUT
     training, held = split(dataset.states, seed) if tellable else (list(dataset.states), [])
     if states is not None and not 1 <= states <= len(training):
         raise WrongValue("states", f"is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")
 
     def place(some: Sequence[State]) -> Provenance:
         here = provenance_of(model.provenance.family, dataset, some, variation)
-        carried = f"carried from {cost_model} (digest {model.digest[:12]}) by {len(some)} states"
+        carried = f"carried from {model.name} (digest {model.digest[:12]}) by {len(some)} states"
         seen = tuple(sorted({*model.provenance.state_ids, *here.state_ids}))
         return replace(here, state_ids=seen, notes=(carried,))
 
@@ -433,4 +434,16 @@ def calibrate(
     found = store.round_trip(replace(carried.model, provenance=made), carried.forests, out)
     errors = error_by_count((0, *doubling(len(training))), training, held, predictor, seed) if held else ()
     place_of = "" if out is None else str(out)
-    return CalibrateReport(found, place_of, str(cost_model), found.digest, len(used), len(held), errors, notes)
+    return CalibrateReport(found, place_of, model.name, found.digest, len(used), len(held), errors, notes)
+
+
+def _to_carry(cost_model: Path | str | CostModel) -> FittedModel:
+    """The model itself, or the one of that name."""
+    if isinstance(cost_model, FittedModel):
+        return cost_model
+    if isinstance(cost_model, CostModel):
+        raise ModelError(
+            f"cost model {cost_model.name} is a {type(cost_model).__name__}, which has no laws that could be carried: "
+            "should be one that `train` or `calibrate` made, or an untrained one"
+        )
+    return load(cost_model)

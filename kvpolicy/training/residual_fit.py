@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import Example, log_miss
@@ -20,7 +20,7 @@ from kvpolicy.features import GROWING
 from kvpolicy.regression.residual import TREE_COUNTS, Growth, Unseen, grow
 from kvpolicy.regression.residual import choose_tree_count as fewest_trees
 
-FEWEST_STATES = 40
+MIN_STATES = 40
 """With fewer training states the residual is left out: it would learn noise."""
 # Not the waiting requests: they grow without bound under pressure and take no part in any step.
 INPUTS: dict[Kind, tuple[str, ...]] = {
@@ -41,10 +41,10 @@ class Target:
     law: Law
     floor_s: float
 
-    def inputs(self) -> NDArray[np.float64]:
+    def inputs(self) -> Floats:
         return np.array([[getattr(example.x, name) for name in INPUTS[self.kind]] for example in self.examples])
 
-    def misses(self) -> NDArray[np.float64]:
+    def misses(self) -> Floats:
         pairs = ((example.engine_s, sum(self.law.parts(example.x))) for example in self.examples)
         return np.array([log_miss(measured, predicted, self.floor_s) for measured, predicted in pairs])
 
@@ -73,6 +73,6 @@ def fit_residual(target: Target, trees: int, seed: int) -> ForestText:
 
 def _boost(target: Target, trees: int, seed: int) -> Any:
     growth = Growth(
-        leaves=8, learning_rate=0.1, least_rows_in_leaf=max(5, len(target.examples) // 20), monotone=GROWING, seed=seed
+        leaves=8, learning_rate=0.1, min_rows_in_leaf=max(5, len(target.examples) // 20), monotone=GROWING, seed=seed
     )
     return grow(target.inputs(), target.misses(), INPUTS[target.kind], trees, growth)

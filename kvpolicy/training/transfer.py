@@ -19,9 +19,9 @@ from math import exp, hypot, inf, log, log1p, sqrt
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from kvpolicy.arrays import Floats
 from kvpolicy.cost.intervals import calibrate, kept_of, unbounded
 from kvpolicy.cost.laws import CHANNEL_FIELDS, Channel, Law, LinearLaw, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.model import FittedModel, Provenance
@@ -33,9 +33,8 @@ from kvpolicy.features import FEATURES
 from kvpolicy.hardware import same_machine
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.training.fit import misses_of
-from kvpolicy.training.laws import FEWEST_STATES, fit_others_shares, fit_victim_delays, victim_delay_examples
+from kvpolicy.training.law_fits import MIN_STATES, fit_others_shares, fit_victim_delays, victim_delay_examples
 
-Floats = NDArray[np.float64]
 Scales = Mapping[str, float]
 Apply = Callable[[Scales], Law]
 
@@ -54,7 +53,7 @@ class Spreads:
 
 
 ELSEWHERE = Spreads()
-MOST_EXPONENT = 50.0
+MAX_EXPONENT = 50.0
 MOVE_SPREAD = 0.1
 """The same of a copy's duration."""
 OUTLIER_SPREADS = 2.5
@@ -152,7 +151,7 @@ def _scales(groups: Sequence[str], misses: Callable[[Scales], list[float]], spre
 
     def named(logs: Floats) -> dict[str, float]:
         return {
-            group: exp(min(max(logs[0] + own, -MOST_EXPONENT), MOST_EXPONENT))
+            group: exp(min(max(logs[0] + own, -MAX_EXPONENT), MAX_EXPONENT))
             for group, own in zip(groups, logs[1:], strict=True)
         }
 
@@ -184,11 +183,11 @@ def _cauchy(z: float) -> float:
 UNCHANGED_SPREAD = 0.05
 """Of both scales of a law where neither machine, model nor (for copies) link has changed."""
 FLOOR_S = 1e-6
-MOST_MISS_SPREAD = 0.2
+MAX_MISS_SPREAD = 0.2
 """A model that missed its own states by more was held back by noise, which counts by itself."""
 LEAVE_OUTS = 10
 DAMPINGS = (1.0, 0.5, 0.0)
-FEWEST_TO_CHOOSE = 8
+MIN_STATES_TO_CHOOSE = 8
 """With fewer states a learned residual is kept by half: they cannot say whether it holds."""
 
 
@@ -298,7 +297,7 @@ def carry_once(
         floor_s=floor_s,
         intervals=unbounded(),
         victim_delays=_victim_delays(model, states),
-        others_share=fit_others_shares(states) if len(states) >= FEWEST_STATES else dict(model.others_share),
+        others_share=fit_others_shares(states) if len(states) >= MIN_STATES else dict(model.others_share),
         step_time=dataset.common_step_time,
         carried=dict(model.carried),
     )
@@ -320,7 +319,7 @@ def _spreads(model: FittedModel, kind: Kind, made: Provenance) -> Spreads:
     scores = model.provenance.held_out.get(kind)
     missed = scores.get("mean_error") if isinstance(scores, Mapping) else None
     spreads = (
-        ELSEWHERE if not missed else replace(ELSEWHERE, miss=min(max(1.25 * float(missed), 0.05), MOST_MISS_SPREAD))
+        ELSEWHERE if not missed else replace(ELSEWHERE, miss=min(max(1.25 * float(missed), 0.05), MAX_MISS_SPREAD))
     )
     if _unchanged(kind, model.provenance, made):
         return replace(spreads, common=UNCHANGED_SPREAD, own=UNCHANGED_SPREAD)
@@ -372,7 +371,7 @@ def _dampings(model: FittedModel, kind: Kind, states: int, made: Provenance) -> 
     """The shares of the residual to try: few states cannot say whether it holds."""
     if kind not in model.residuals:
         return (0.0,)
-    if states < FEWEST_TO_CHOOSE:
+    if states < MIN_STATES_TO_CHOOSE:
         return (1.0,) if _unchanged(kind, model.provenance, made) else (0.5,)
     return DAMPINGS
 

@@ -14,8 +14,8 @@ from kvpolicy.workload.arrivals import (
     Weibull,
     random_arrivals,
 )
-from kvpolicy.workload.drawn import Drawn, all_at_once
 from kvpolicy.workload.files import Care, Counts
+from kvpolicy.workload.length_tables import LengthTable
 from kvpolicy.workload.lengths import (
     AZURE_CONVERSATION,
     DEEPSEEK_R1,
@@ -31,8 +31,8 @@ from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate, c
 from kvpolicy.workload.sessions import Conversations, Session, Starting, Turn, Users, served
 from kvpolicy.workload.sharegpt import ShareGPT
 from kvpolicy.workload.spec import FORMATS, Format, open_workload
-from kvpolicy.workload.tables import LengthTable
-from kvpolicy.workload.timed import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Layout, TimedFile
+from kvpolicy.workload.synthetic import Drawn, all_at_once
+from kvpolicy.workload.timed_tables import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Layout, TimedFile
 
 __all__ = [
     "ARRIVALS",

@@ -11,14 +11,14 @@ from typing import Protocol
 
 from kvpolicy.workload.requests import WorkloadError
 
-LEAST_VARIATION, MOST_VARIATION = 1e-3, 1e3
-VARIATIONS = f"from {LEAST_VARIATION:g} to {MOST_VARIATION:g}"
+MIN_VARIATION, MAX_VARIATION = 1e-3, 1e3
+VARIATIONS = f"from {MIN_VARIATION:g} to {MAX_VARIATION:g}"
 """Standard deviations over means that a gamma distribution is drawn with; beyond them numbers over- or underflow."""
 
 LEAST, MOST = 1e-9, 1e9
 WITHIN = f"above 0, from {LEAST:g} to {MOST:g}"
 """Rates, durations, and factors on either: beyond them times over- or underflow."""
-LEAST_SHAPE, MOST_SHAPE = 1e-2, 1e3
+MIN_SHAPE, MAX_SHAPE = 1e-2, 1e3
 """Of a Weibull distribution: below, its mean over its scale has no number."""
 
 
@@ -85,7 +85,7 @@ class Gamma:
 
     def __post_init__(self) -> None:
         _positive(self, rate_per_s=self.rate_per_s)
-        if not LEAST_VARIATION <= self.variation <= MOST_VARIATION:
+        if not MIN_VARIATION <= self.variation <= MAX_VARIATION:
             raise WorkloadError(f"Gamma: variation is {self.variation}, should be {VARIATIONS}")
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
@@ -103,8 +103,8 @@ class Weibull:
 
     def __post_init__(self) -> None:
         _positive(self, rate_per_s=self.rate_per_s)
-        if not LEAST_SHAPE <= self.shape <= MOST_SHAPE:
-            raise WorkloadError(f"Weibull: shape is {self.shape}, should be from {LEAST_SHAPE:g} to {MOST_SHAPE:g}")
+        if not MIN_SHAPE <= self.shape <= MAX_SHAPE:
+            raise WorkloadError(f"Weibull: shape is {self.shape}, should be from {MIN_SHAPE:g} to {MAX_SHAPE:g}")
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
         # The mean of a Weibull distribution is scale * gamma(1 + 1 / shape).
@@ -161,7 +161,7 @@ class Think:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.mean_s) and self.mean_s >= 0):
             raise WorkloadError(f"Think: mean_s is {self.mean_s}, should be 0 or more")
-        if self.variation and not LEAST_VARIATION <= self.variation <= MOST_VARIATION:
+        if self.variation and not MIN_VARIATION <= self.variation <= MAX_VARIATION:
             raise WorkloadError(f"Think: variation is {self.variation}, should be 0 or {VARIATIONS}")
 
     def draw(self, rng: random.Random) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -76,6 +77,18 @@ class Workload:
                 raise WorkloadError(
                     f"workload {self.name}, request {number}: {request}: both lengths should be 1 or more"
                 )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that it holds. Raises WorkloadError for requests that may change: a list, or another class."""
+        if type(self.requests) is not tuple or any(type(request) is not Request for request in self.requests):
+            raise WorkloadError(
+                f"workload {self.name}: requests should be a tuple of Request, else they have no digest"
+            )
+        told = hashlib.sha256(repr((self.name, self.seed, self.source)).encode())
+        for request in self.requests:
+            told.update(repr(request).encode())
+        return told.hexdigest()
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.requests)

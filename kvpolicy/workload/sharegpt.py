@@ -20,7 +20,7 @@ TOKENS_PER_WORD = 4 / 3
 ASKING = ("human", "user", "system")
 ANSWERING = ("gpt", "assistant", "chatgpt", "bing", "bard")
 
-LONGEST_ITEM_BYTES = 64 * 2**20
+MAX_ITEM_BYTES = 64 * 2**20
 """A conversation longer than this is taken for a file whose brackets do not close."""
 
 
@@ -177,7 +177,7 @@ class _Scan:
         done = self._begin if self._depth else self._place
         self.line += self._bytes.count(b"\n", 0, done)
         self._bytes, self._place, self._begin = self._bytes[done:], self._place - done, 0
-        if len(self._bytes) > LONGEST_ITEM_BYTES:
+        if len(self._bytes) > MAX_ITEM_BYTES:
             raise DamagedFile(f"{self._path}, line {self.line}: conversation {self.number + 1} does not end")
 
     def _ends(self, found: re.Match[bytes]) -> bool:

@@ -27,16 +27,16 @@ from pathlib import Path
 from kvpolicy.workload.agentic import FIELDS as AGENTIC_FIELDS
 from kvpolicy.workload.agentic import AgentSessions
 from kvpolicy.workload.arrivals import Arrivals, AtOnce, Bursts, Even, Gamma, Poisson, Think, Weibull
-from kvpolicy.workload.drawn import Drawn
 from kvpolicy.workload.files import Care, DamagedRow, chunks, names_of, record
+from kvpolicy.workload.length_tables import COLUMNS, LengthTable
 from kvpolicy.workload.lengths import SHIPPED, scale_to
 from kvpolicy.workload.options import Options
 from kvpolicy.workload.requests import Source, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate
 from kvpolicy.workload.sessions import Beginning, Conversations, Starting, Users
 from kvpolicy.workload.sharegpt import TOKENS_PER_WORD, ShareGPT
-from kvpolicy.workload.tables import COLUMNS, LengthTable
-from kvpolicy.workload.timed import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Layout, TimedFile
+from kvpolicy.workload.synthetic import Drawn
+from kvpolicy.workload.timed_tables import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Layout, TimedFile
 
 Read = Callable[[Path, Options], Source]
 Known = Callable[[Path], bool]

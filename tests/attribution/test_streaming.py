@@ -11,7 +11,7 @@ import pytest
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import REPEATED_PARTS, attribute, common_step_time
 from kvpolicy.attribution.step_time import PARTS, HeldOutError, StepTimeModel, aftermath, step_seconds
-from kvpolicy.attribution.streaming import MOST_WAITING, LiveCost, LiveCosts, Parts
+from kvpolicy.attribution.streaming import MAX_WAITING, LiveCost, LiveCosts, Parts
 from kvpolicy.trace import Trace
 
 ROOT = __file__.rsplit("/tests/", 1)[0]
@@ -119,7 +119,7 @@ def test_a_copy_whose_end_is_never_told_is_given_up_and_nothing_is_made_up() -> 
     engine.live.copy_begins("p", "save")
     engine.step(preempted=("p",))
     engine.live.closed("p", "swap", "resumed")
-    for _ in range(MOST_WAITING + 5):
+    for _ in range(MAX_WAITING + 5):
         assert engine.step() == ()
     assert engine.live.given_up == 1
     engine.step(extra_s=1e-3, preempted=("q",))
@@ -240,8 +240,8 @@ def test_an_outcome_may_close_before_the_step_in_which_the_blocks_went_is_told()
 
 def test_nothing_is_kept_of_what_is_never_told() -> None:
     engine = Engine()
-    for number in range(3 * MOST_WAITING):
+    for number in range(3 * MAX_WAITING):
         engine.live.closed(f"never-{number}", "recompute", "aborted")
         engine.live.copy_ends(f"ahead-{number}", "save", 1e9, 1e9 + 1)
     engine.calm(0)
-    assert len(engine.live._early) <= MOST_WAITING and len(engine.live._landed) <= MOST_WAITING
+    assert len(engine.live._early) <= MAX_WAITING and len(engine.live._landed) <= MAX_WAITING

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.cost import Engine, ModelError, engine_loader, load, untrained
+from kvpolicy.cost import ModelError, engine_loader, load, untrained
 from kvpolicy.cost.analytic import ASSUMED, Constant, constants_of, implausible
 from kvpolicy.events import KINDS, Option, Preemption
-from kvpolicy.hardware import Geometry
+from kvpolicy.hardware import EngineSpec, Geometry
 from kvpolicy.hardware.sheets import SheetError, device_sheet, devices, link_sheet, links
 from kvpolicy.policy import load as load_policy
 from kvpolicy.policy import needs_engine
@@ -88,7 +88,7 @@ def test_a_link_that_is_none_lists_those_there_are() -> None:
 
 
 def test_recompute_of_a_long_request_takes_its_flops() -> None:
-    recompute, _ = costs(victim(8192), engine=Engine(token_budget=8192))
+    recompute, _ = costs(victim(8192), engine=EngineSpec(token_budget=8192))
     linear = 8192 * LLAMA.linear_flops_per_token / (ASSUMED.linear_share.value * 989.5e12)
     attention = LLAMA.attention_flops(8192) / (ASSUMED.attention_share.value * 989.5e12)
     assert recompute == pytest.approx(linear + attention, rel=0.06)
@@ -117,14 +117,14 @@ def test_choices_are_sensible() -> None:
         )
     ]
     assert ratios == sorted(ratios)
-    assert costs(victim(4096), engine=Engine(pinned=False))[1] > 2 * costs(victim(4096))[1]
+    assert costs(victim(4096), engine=EngineSpec(pinned=False))[1] > 2 * costs(victim(4096))[1]
     assert costs(victim(4096, queued_save_bytes=10**9))[1] > costs(victim(4096))[1] + 0.01
     small, large = (replace(victim(4096), segment_bytes=size) for size in (4096, 65536))
     assert costs(small)[1] > costs(large)[1]
 
 
 def test_tensor_parallel_ranks_share_the_work_and_the_kv() -> None:
-    one, two = (untrained(LLAMA, H100, engine=Engine(ranks=ranks)) for ranks in (1, 2))
+    one, two = (untrained(LLAMA, H100, engine=EngineSpec(ranks=ranks)) for ranks in (1, 2))
     assert two.provenance.kv_bytes_per_token == one.provenance.kv_bytes_per_token / 2
     assert two.laws["recompute"].coefficients[2] == one.laws["recompute"].coefficients[2] / 2
 
@@ -183,11 +183,13 @@ def test_a_configuration_that_is_none_is_named() -> None:
 
 def test_inside_a_server_the_engine_says_the_rest() -> None:
     hardware = {"device": "NVIDIA H100 80GB HBM3", "processor": "a host", "cores": 16}
-    geometry = Geometry.from_config(LLAMA_31_8B)
-    engine = Engine(32, 8192, block_bytes=32 * 131072, geometry=geometry, hardware=hardware, link={"kind": "native"})
+    geometry = Geometry.from_config(LLAMA_31_8B).to_dict()
+    engine = EngineSpec(
+        32, 8192, block_bytes=32 * 131072, geometry=geometry, hardware=hardware, link={"kind": "native"}
+    )
     policy = load_policy("cheapest:analytic", engine_loader(LLAMA_31_8B, engine))
     assert policy.cost_model is not None
-    policy.cost_model.check_fit(32, 32 * 131072, geometry, hardware, {"kind": "native"})
+    policy.cost_model.check_fit(engine)
     assert policy.cost_model.digest
 
 
@@ -204,33 +206,35 @@ def test_an_untrained_model_by_name_fits_the_server_of_its_shape(
         whole, heads=whole.heads // ranks, kv_heads=whole.kv_heads // ranks, dtype="float16",
         intermediate=whole.intermediate // ranks,
     )  # fmt: skip
-    engine = Engine(32, 8192, ranks, block_bytes=32 * geometry.kv_bytes_per_token, geometry=geometry, hardware=hardware)
+    size = 32 * geometry.kv_bytes_per_token
+    engine = EngineSpec(32, 8192, ranks, block_bytes=size, geometry=geometry.to_dict(), hardware=hardware)
     find = engine_loader(config, engine)
     named = find(f"analytic:H100-SXM:{tmp_path}")
-    fit: dict[str, Any] = {"block_size": 32, "block_bytes": engine.block_bytes, "geometry": geometry}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        named.check_fit(**fit, hardware=hardware, token_budget=8192)
+        named.check_fit(engine)
     assert named.laws == find("analytic").laws
     with pytest.raises(ModelError, match="device is"):
-        find(f"analytic:A100-SXM-80GB:{tmp_path}").check_fit(**fit, hardware=hardware)
+        find(f"analytic:A100-SXM-80GB:{tmp_path}").check_fit(engine)
     with pytest.raises(ModelError, match=r"geometry\.layers is"):
-        named.check_fit(**fit | {"geometry": replace(geometry, layers=3)}, hardware=hardware)
+        named.check_fit(replace(engine, geometry=replace(geometry, layers=3).to_dict()))
 
 
 def test_a_cpu_server_is_told_to_measure() -> None:
-    loader = engine_loader(LLAMA_31_8B, Engine(hardware={"device": "cpu"}))
+    loader = engine_loader(LLAMA_31_8B, EngineSpec(hardware={"device": "cpu"}))
     with pytest.raises(ModelError, match=r"no hardware sheet for device 'cpu'.*kvpolicy profile"):
         load_policy("cheapest:analytic", loader)
     with pytest.raises(ModelError, match="named no device"):
-        load_policy("cheapest:analytic", engine_loader(LLAMA_31_8B, Engine()))
+        load_policy("cheapest:analytic", engine_loader(LLAMA_31_8B, EngineSpec()))
     with pytest.raises(ModelError, match=r"hidden_size.* is missing"):
-        load_policy("cheapest:analytic", engine_loader({"num_hidden_layers": 2}, Engine(hardware={"device": "H200"})))
+        load_policy(
+            "cheapest:analytic", engine_loader({"num_hidden_layers": 2}, EngineSpec(hardware={"device": "H200"}))
+        )
 
 
 def test_other_names_are_loaded_in_a_server_as_ever() -> None:
     with pytest.raises(ModelError, match="nowhere/at/all"):
-        engine_loader(LLAMA_31_8B, Engine())("nowhere/at/all")
+        engine_loader(LLAMA_31_8B, EngineSpec())("nowhere/at/all")
 
 
 def test_which_policies_only_a_server_can_load() -> None:

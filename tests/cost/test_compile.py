@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.cost import compile, kernel, model
-from kvpolicy.cost.compile import MOST_WORDS, arrays
+from kvpolicy.cost.compile import MAX_MASK_WORDS, arrays
 from kvpolicy.cost.forest import Forest, Nodes
 from kvpolicy.cost.intervals import PREDICTED, Intervals
 from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
@@ -179,7 +179,7 @@ def test_a_forest_too_large_for_its_table_has_none() -> None:
     forest = grown(100, 31, 0)
     n, _ = arrays(replace(made(1), residuals={"recompute": forest})._packed, [forest.nodes, None])
     assert n[kernel.OPTION + kernel.TABLE_AT] != kernel.NONE
-    assert len(n) < MOST_WORDS
+    assert len(n) < MAX_MASK_WORDS
     large = grown(20, 40, 0)
     n, _ = arrays(replace(made(1), residuals={"recompute": large})._packed, [large.nodes, None])
     assert n[kernel.OPTION + kernel.TABLE_AT] == kernel.NONE

@@ -22,7 +22,8 @@ from kvpolicy.cost.intervals import (
     unbounded,
 )
 from kvpolicy.cost.model import turned
-from kvpolicy.training.coverage import coverage, proportion_interval
+from kvpolicy.stats import proportion_interval
+from kvpolicy.training.coverage import coverage
 
 
 def misses(tokens: float, score: float, running: float = 0, law: float | None = None) -> Misses:

@@ -19,17 +19,18 @@ from kvpolicy.cost import ModelError, ModelWarning, store
 from kvpolicy.cost.laws import RecomputeRoofline
 from kvpolicy.cost.model import FittedModel
 from kvpolicy.datasets.profiles import measured
+from kvpolicy.hardware import EngineSpec
 from kvpolicy.training import provenance_of, split, train
 from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit
 from tests.synthetic import GEOMETRY, HARDWARE, NATIVE, CostLaw, make_trace, options_for, situation
 
-ENGINE: dict[str, Any] = {
-    "block_size": 32,
-    "block_bytes": 32 * GEOMETRY.kv_bytes_per_token,
-    "geometry": GEOMETRY,
-    "hardware": HARDWARE,
-}
+ENGINE = EngineSpec(
+    block_size=32,
+    block_bytes=32 * GEOMETRY.kv_bytes_per_token,
+    geometry=GEOMETRY.to_dict(),
+    hardware=HARDWARE,
+)
 
 
 @pytest.fixture(scope="module")
@@ -231,16 +232,18 @@ def test_the_engine_it_was_measured_on_fits_without_a_word(trained: Path) -> Non
     model = cost.load(trained)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.check_fit(**ENGINE, link=NATIVE)
-        model.check_fit(**ENGINE | {"geometry": GEOMETRY.to_dict()})
+        model.check_fit(ENGINE)
+        model.check_fit(replace(ENGINE, link=NATIVE))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"geometry": replace(GEOMETRY, layers=5)}, "geometry.layers is 5 here, it was measured on 4"),
-        ({"geometry": replace(GEOMETRY, dtype="bfloat16")}, "geometry.dtype is 'bfloat16'"),
+        ({"geometry": replace(GEOMETRY, layers=5).to_dict()}, "geometry.layers is 5 here, it was measured on 4"),
+        ({"geometry": replace(GEOMETRY, dtype="bfloat16").to_dict()}, "geometry.dtype is 'bfloat16'"),
         ({"block_bytes": 16 * GEOMETRY.kv_bytes_per_token}, "KV bytes per token"),
+        ({"block_bytes": None}, "KV bytes per token is None here"),
+        ({"geometry": {}}, "geometry.layers is None here"),
         ({"hardware": HARDWARE | {"device": "Tesla"}}, "device is 'Tesla' here"),
         ({"hardware": HARDWARE | {"processor": "another"}}, "processor is 'another' here"),
         ({"link": {"kind": "simulated", "bytes_per_s": 1e9, "latency_s": 0.0}}, "link is"),
@@ -248,28 +251,28 @@ def test_the_engine_it_was_measured_on_fits_without_a_word(trained: Path) -> Non
 )
 def test_another_engine_is_refused_by_what_differs(trained: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        cost.load(trained).check_fit(**ENGINE | change)
+        cost.load(trained).check_fit(replace(ENGINE, **change))
 
 
 def test_another_block_size_is_carried_by_physics_with_a_warning(trained: Path) -> None:
     model = cost.load(trained)
     with pytest.warns(ModelWarning, match="blocks of 128 are extrapolated to"):
-        model.check_fit(**ENGINE | {"block_size": 128, "block_bytes": 128 * GEOMETRY.kv_bytes_per_token})
+        model.check_fit(replace(ENGINE, block_size=128, block_bytes=128 * GEOMETRY.kv_bytes_per_token))
     one = situation(1000, block_size=128)
     assert model.predict(one, options_for(one))[1].extrapolated
     with pytest.warns(ModelWarning, match="cores 2, here it is 64"):
-        model.check_fit(**ENGINE | {"hardware": HARDWARE | {"cores": 64}})
+        model.check_fit(replace(ENGINE, hardware=HARDWARE | {"cores": 64}))
 
 
 def test_another_token_budget_is_warned_of(trained: Path) -> None:
     model = cost.load(trained)
     law = model.laws["recompute"]
     assert isinstance(law, RecomputeRoofline)
-    model.check_fit(**ENGINE, token_budget=512)
+    model.check_fit(replace(ENGINE, token_budget=512))
     budgeted = replace(model, laws={**model.laws, "recompute": replace(law, budget_tokens=256.0)})
-    budgeted.check_fit(**ENGINE, token_budget=256)
+    budgeted.check_fit(replace(ENGINE, token_budget=256))
     with pytest.warns(ModelWarning, match="token budget of 256 .*here it is 512"):
-        budgeted.check_fit(**ENGINE, token_budget=512)
+        budgeted.check_fit(replace(ENGINE, token_budget=512))
 
 
 def test_a_folder_that_holds_something_else_is_not_written_to(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvpolicy.evaluation.bounds import (
     ERROR,
-    MOST_GROUPS,
+    MAX_GROUPS,
     TIGHTEST_AT,
     Resampled,
     Terms,
@@ -60,10 +60,10 @@ def test_what_never_varies_has_no_width() -> None:
 
 def test_many_clusters_are_joined_and_say_the_same() -> None:
     rng = np.random.default_rng(3)
-    n = 3 * MOST_GROUPS
+    n = 3 * MAX_GROUPS
     values = rng.exponential(size=n)
     joined = drawn(np.arange(n))
-    assert joined.groups == MOST_GROUPS
+    assert joined.groups == MAX_GROUPS
     low, high = bootstrap(Terms(values), joined)
     assert high - low == pytest.approx(2 * 1.96 * stdev(values) / sqrt(n), rel=0.1)
 

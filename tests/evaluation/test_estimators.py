@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.evaluation.bounds import Terms
-from kvpolicy.evaluation.direct import Design, Predicted, folds_of
+from kvpolicy.evaluation.direct_model import Design, Predicted, folds_of
 from kvpolicy.evaluation.estimators import (
     ESTIMATORS,
     Records,

@@ -16,9 +16,9 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.evaluation import OffPolicyReport, evaluate
+from kvpolicy.evaluation.decision_log import Log, log_of, logged
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS
-from kvpolicy.evaluation.logged import Log, log_of, logged
 from kvpolicy.evaluation.offpolicy import Estimate, estimate, heaviest_weight, judge
 from kvpolicy.events import KINDS
 from kvpolicy.policy import feasible_options, load

@@ -1,13 +1,23 @@
-"""What can be done with a victim, and why not more."""
+"""What can be done with a victim, and why not more; the policy's state goes along with its decisions."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 
-from kvpolicy.events import Cause
-from kvpolicy.policy import feasible_options, why_no_swap
+from kvpolicy.events import Cause, Decision, Option, Preemption
+from kvpolicy.policy import (
+    Decider,
+    Feedback,
+    LearningPolicy,
+    feasible_options,
+    load,
+    why_no_swap,
+)
+from kvpolicy.policy.cheapest import Always
 from tests.synthetic import situation
 
 VICTIM = replace(situation(100, 32), cause="memory", free_host_blocks=4)
@@ -37,3 +47,67 @@ def test_a_swap_is_an_option_where_nothing_speaks_against_it(free_host_blocks: i
     one = replace(VICTIM, free_host_blocks=free_host_blocks, computed_tokens=computed_tokens)
     kinds = [option.kind for option in feasible_options(one)]
     assert kinds == (["recompute"] if why_no_swap(one) else ["recompute", "swap"])
+
+
+@dataclass(frozen=True)
+class Count:
+    decisions: int = 0
+    outcomes: int = 0
+
+    def to_json(self) -> str:
+        return f'{{"decisions": {self.decisions}}}'
+
+
+class Counting(LearningPolicy[Count]):
+    """Swaps at every other decision, and counts."""
+
+    name = "counting"
+
+    def initial_state(self) -> Count:
+        return Count()
+
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: Count) -> Sequence[float]:
+        swap = state.decisions % 2 == 1 and len(options) == 2
+        return (0.0, 1.0) if swap else (1.0, 0.0)[: len(options)]
+
+    def next_state(self, state: Count, decision: Decision) -> Count:
+        return replace(state, decisions=state.decisions + 1)
+
+    def observe(self, state: Count, feedback: Feedback) -> Count:
+        return replace(state, outcomes=state.outcomes + 1)
+
+
+SWAPPABLE = situation(computed_tokens=64)
+
+
+def test_the_state_goes_along() -> None:
+    decider = Decider(Counting(), random.Random(0))
+    decisions = [decider.decide(SWAPPABLE) for _ in range(3)]
+    assert [one.executed for one in decisions] == ["recompute", "swap", "recompute"]
+    assert [one.state for one in decisions] == [f'{{"decisions": {i}}}' for i in range(3)]
+    decider.learn(Feedback(SWAPPABLE, decisions[1].options[1], 1.0, None))
+    assert decider.state == Count(3, 1) and decider.learns and decider.learned is None
+    decider.adopt(Always("always-swap", "swap"))
+    assert decider.decide(SWAPPABLE).policy == "always-swap" and not decider.learns
+    decider.learn(Feedback(SWAPPABLE, decisions[1].options[1], 1.0, None))  # nobody listens
+
+
+def test_what_keeps_an_engine_from_swapping_is_the_reason() -> None:
+    decision = Decider(load("always-swap"), random.Random(0)).decide(SWAPPABLE, "copies_failing")
+    assert (decision.intended, decision.executed, decision.reason) == ("recompute", "recompute", "copies_failing")
+    assert [option.kind for option in decision.options] == ["recompute"]
+
+
+@pytest.mark.parametrize(("policy", "reason"), [("always-swap", "shadow"), ("always-recompute", "")])
+def test_a_shadow_intends_and_recomputes(policy: str, reason: str) -> None:
+    decision = Decider(load(policy), random.Random(0), shadow=True).decide(SWAPPABLE)
+    assert (decision.intended, decision.executed) == (policy.removeprefix("always-"), "recompute")
+    assert decision.reason == reason
+
+
+def test_a_decision_takes_one_number_whatever_is_feasible() -> None:
+    decider, twin = Decider(load("random:0.5"), random.Random(7)), random.Random(7)
+    for why_not in ("", "host_full", ""):
+        decider.decide(SWAPPABLE, why_not)
+        twin.random()
+    assert decider._rng.getstate() == twin.getstate()

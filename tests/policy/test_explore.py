@@ -77,8 +77,8 @@ def test_a_budget_as_a_share_is_never_exceeded_at_any_time(told: list[Told], per
     policy, model = exploring(f",budget={percent!r}%")
     for upto in range(0, len(told) + 1, 5):
         made, state = played(policy, model, told[:upto], seed)
-        least_s = sum(min(cost.engine_s for cost in decision.costs) for decision in made)
-        assert state.cheapest_s == pytest.approx(least_s)
+        min_s = sum(min(cost.engine_s for cost in decision.costs) for decision in made)
+        assert state.cheapest_s == pytest.approx(min_s)
         assert state.spent_s is not None
         assert state.spent_s <= percent / 100 * state.cheapest_s
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from sklearn.base import clone
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from kvpolicy.arrays import Floats
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
 
-Floats = NDArray[np.float64]
 COLUMNS = ("tokens", "pairs", "batch")
 PHYSICS = Ceilings(((LAUNCH,), ("tokens",), ("pairs",)), {"tokens": "token"})
 

@@ -20,8 +20,8 @@ from kvpolicy import overflow, trace
 from kvpolicy.cli import main
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import MOMENTS, Finding, findings, lengths, missing, pool_changes
-from kvpolicy.reporting.reading import Mark, Material, ServedRun, material
-from kvpolicy.reporting.writing import report
+from kvpolicy.reporting.measurements import Mark, Material, ServedRun, material
+from kvpolicy.reporting.pipeline import report
 from kvpolicy.trace import Trace, TraceError
 from tests.synthetic import CostLaw, make_trace
 from tests.synthetic_steps import with_steps

@@ -12,7 +12,7 @@ from kvpolicy.policy import Policy, decide, load
 from kvpolicy.simulator import Link, Server, Summary, Tail
 from kvpolicy.simulator.base import DecisionObserver
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
-from kvpolicy.simulator.oracle import MOST_CHOICES, Oracle, best_in_hindsight
+from kvpolicy.simulator.oracle import MAX_CHOICES, Oracle, best_in_hindsight
 from tests.synthetic import options_for, situation
 
 NEVER = Tail(0.0, 0.0, 0.0)
@@ -135,4 +135,4 @@ def test_what_lies_beyond_is_recomputed_and_said() -> None:
     assert (found.kinds, found.value, found.schedules, found.complete) == (("recompute",), -7.0, 2, False)
     assert best_in_hindsight(Toy(TREE), choices=0).schedules == 1
     with pytest.raises(ValueError, match="from 0 to 12"):
-        best_in_hindsight(Toy(TREE), choices=MOST_CHOICES + 1)
+        best_in_hindsight(Toy(TREE), choices=MAX_CHOICES + 1)

@@ -15,8 +15,8 @@ import pytest
 from kvpolicy import cost, policy, trace
 from kvpolicy.simulator import LOAD, Builtin, FolderSink, MemorySink, Server, StepLoad, law_times
 from kvpolicy.simulator.builtin.blocks import CachingPool, CountedPool, shared_keys
-from kvpolicy.simulator.builtin.copies import CopyBook
-from kvpolicy.simulator.builtin.live import Account, Copy, Live, Status, Step
+from kvpolicy.simulator.builtin.host_copies import CopyBook
+from kvpolicy.simulator.builtin.live_request import Account, Copy, Live, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler, VllmVictims
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.summary import Histogram

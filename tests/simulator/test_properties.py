@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given
 from kvpolicy import policy
 from kvpolicy.simulator import Builtin, Link, MemorySink, Server
 from kvpolicy.simulator.builtin.engine import Engine
-from kvpolicy.simulator.builtin.journal import Journal
 from kvpolicy.simulator.builtin.scheduler import VllmVictims
+from kvpolicy.simulator.builtin.trace_writer import Journal
+from kvpolicy.simulator.sinks import Identity
 from kvpolicy.workload import Request, Source, Workload
 from tests.fuzzing import examples
 from tests.simulator.worlds import LINEAR, random_workload, run, worlds
@@ -205,7 +206,8 @@ def test_a_source_is_read_as_time_goes_on() -> None:
 
 def engine_of(source: Source, server: Server, name: str) -> Engine:
     victims = VllmVictims(server.scheduling)
-    return Engine(source, policy.load(name), server, LINEAR, 0, Journal("core", None), victims, True)
+    identity = Identity(source, policy.load(name), server, LINEAR, 0)
+    return Engine(identity, Journal("core", None), victims, True)
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0, math.nan])

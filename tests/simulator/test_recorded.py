@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.simulator.recorded import RECORDED, RecordedRequests
+from kvpolicy.simulator.trace_workload import RECORDED, RecordedRequests
 from kvpolicy.trace import Header, from_rows, write_part
 from kvpolicy.workload import Care, Request, WorkloadError, counts_of, open_workload
 

@@ -93,9 +93,7 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = (
-        "--workload w --hardware h --kv-blocks 10 --policy p --host-gib 2 --judge-by ttft --least-gain 0.02 --ray auto"
-    )
+    line = "--workload w --hardware h --kv-blocks 10 --policy p --host-gib 2 --judge-by ttft --min-gain 0.02 --ray auto"
     assert called(monkeypatch, "recommend", *line.split()) == {
         "workload": "w",
         "hardware": "h",
@@ -122,7 +120,7 @@ def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--kv-blocks 0", "--kv-blocks is 0, should be 1 or more"),
         ("--hardware H100", "--hardware 'H100': should be a folder that"),
         ("--judge-by speed", "--judge-by is 'speed', should be one of e2e, ttft, itl, throughput"),
-        ("--least-gain -1", "--least-gain is -1.0, should be 0 or above"),
+        ("--min-gain -1", "--min-gain is -1.0, should be 0 or above"),
     ],
 )
 def test_a_wrong_value_is_told_by_its_flag(

@@ -13,8 +13,8 @@ from kvpolicy.simulator import Link, Server, Times
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import Identity
 from kvpolicy.study.machine import Behind
-from kvpolicy.study.parts import Part, dealt
 from kvpolicy.study.recommend import paired_ratio
+from kvpolicy.study.workload_parts import Part, dealt
 from kvpolicy.workload import Request, Workload
 
 

@@ -160,7 +160,7 @@ def test_a_copy_moves_pieces_of_the_size_that_was_measured(hardware: str, tmp_pa
     cell = Cell(WORKLOAD, "always-swap", 30, "native", 0, model, serving=Serving(block_size=32))
     server = run_cell.server_of(cell, run_cell.machine_of(cell))
     assert server.segment_bytes == 65536
-    trained = run_cell.open_machine(model).model_loader
+    trained = run_cell.machine_of(cell).model_loader
     low, high = cost.load(model).ranges["swap"]["segment_bytes"]
     assert trained is not None and low <= server.segment_bytes <= high
     by_sheet = _priced(hardware)

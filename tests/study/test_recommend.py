@@ -155,7 +155,7 @@ def test_a_gain_has_to_be_worth_it() -> None:
     told = advise(some, Criterion(), 4.0)
     assert told.compared[1].gain.told and told.deploy == "always-recompute"
     assert "less than the least gain that is worth it, 1.0%" in told.reason
-    assert advise(some, Criterion(least_gain=0.0), 4.0).deploy == "always-swap"
+    assert advise(some, Criterion(min_gain=0.0), 4.0).deploy == "always-swap"
 
 
 def test_all_intervals_that_are_shown_hold_together() -> None:
@@ -210,7 +210,7 @@ def test_the_whole_way(hardware: str, tmp_path: Path) -> None:
     assert set(told.to_dict()) >= {"deploy", "reason", "config_line", "compared", "warnings"}
     alone = kvpolicy.recommend(**grouped(**given, parts=1, cache=tmp_path / "c"))
     assert alone.deploy == "always-recompute" and not alone.config_line
-    with pytest.raises(ValueError, match="least_gain is -1"):
-        kvpolicy.recommend(**grouped(**given, least_gain=-1))
+    with pytest.raises(ValueError, match="min_gain is -1"):
+        kvpolicy.recommend(**grouped(**given, min_gain=-1))
     with pytest.raises(ValueError, match="judge_by is 'speed'"):
         kvpolicy.recommend(**grouped(**given, judge_by="speed"))

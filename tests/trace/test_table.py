@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvpolicy import trace as traces
 from kvpolicy.events import CAUSES, ENDINGS, KINDS, Cost, Decision, Option, Outcome, Preemption, situation_of
+from kvpolicy.hardware import EngineSpec
 from kvpolicy.trace import SCHEMAS, Header, Trace, TraceError, from_rows, read, with_core
 from tests.fuzzing import examples
 
@@ -87,6 +88,21 @@ def decision_row() -> dict[str, Any]:
     decision = Decision(options, (0.5, 0.5), 1, (), "random:0.5", "{}", executed="swap")
     identity = {"preemption_id": "p0", "decision_id": "d0", "request": "r", "generation": 1, "step": 4}
     return traces.decision_row(SITUATION, decision, overflow_id="o0", **identity)
+
+
+def test_a_header_says_what_engine_it_was_recorded_on(tmp_path: Path) -> None:
+    engine = EngineSpec(
+        32, 512, block_bytes=65536, geometry={"layers": 2}, hardware={"device": "cpu"}, link={"kind": "native"}
+    )
+    said: dict[str, Any] = {
+        "run_id": "run", "source": "production", "created": "2026-01-01T00:00:00Z", "engine": "vllm 0.32.0",
+        "device_blocks": 128, "host_blocks": 64, "policy": "always-swap",
+    }  # fmt: skip
+    Header.recorded_on(engine, **said).write(tmp_path)
+    assert Header.read(tmp_path / "header.json").engine_spec == engine
+    assert HEADER.engine_spec.link == {"kind": "native"} and HEADER.engine_spec.token_budget is None
+    with pytest.raises(ValueError, match="block_bytes"):
+        Header.recorded_on(EngineSpec(), **said)
 
 
 @pytest.fixture

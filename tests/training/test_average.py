@@ -9,7 +9,7 @@ import pytest
 
 from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
 from kvpolicy.features import FEATURES, Features
-from kvpolicy.training.logs import Average, Term, average
+from kvpolicy.training.log_fits import Average, Term, average
 from kvpolicy.training.transfer import scaled_by
 
 

@@ -11,7 +11,7 @@ from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
 from kvpolicy.datasets.examples import Example, examples_of, noise_floors
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS
-from kvpolicy.training.laws import fit_analytic, fit_linear, relative_fit, untold_loads
+from kvpolicy.training.law_fits import fit_analytic, fit_linear, relative_fit, untold_loads
 from tests.synthetic import CostLaw, changed, fitted_model, make_trace, without
 
 LAW = CostLaw()

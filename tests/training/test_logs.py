@@ -21,8 +21,8 @@ from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.trace import Trace, TraceError
-from kvpolicy.training.logs import (
-    MOST_WEIGHT,
+from kvpolicy.training.log_fits import (
+    MAX_WEIGHT,
     RATIO_CONFIDENCE,
     LogTrainReport,
     clipped,
@@ -77,7 +77,7 @@ def test_the_report_says_what_it_rests_on(trained: LogTrainReport) -> None:
     text = trained.text()
     assert trained.records["recompute"] + trained.records["swap"] + trained.held_out_records == 900
     assert trained.records["recompute"] > 1.5 * trained.records["swap"]
-    assert trained.least_chance == pytest.approx({"recompute": 0.7, "swap": 0.3})
+    assert trained.min_chance == pytest.approx({"recompute": 0.7, "swap": 0.3})
     assert "no situation was met with both options" in text
     for kind in KINDS:
         assert trained.held_out[kind]["mean_error"] == pytest.approx(0.08, abs=0.03)
@@ -198,7 +198,7 @@ def test_a_record_is_copied_as_often_as_it_weighs() -> None:
 
 def test_weights_are_clipped_and_counted() -> None:
     some = [record(chance=0.001), record(chance=0.2)]
-    assert [weight_of(one) for one in some] == [MOST_WEIGHT, 5.0]
+    assert [weight_of(one) for one in some] == [MAX_WEIGHT, 5.0]
     assert clipped(some) == 1
 
 

@@ -363,7 +363,7 @@ def test_of_more_states_than_are_used_a_draw_is_learned_from_and_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_trace(states=120).write(tmp_path / "trace")
-    monkeypatch.setattr("kvpolicy.training.pipeline.MOST_STATES", 40)
+    monkeypatch.setattr("kvpolicy.training.pipeline.MAX_STATES", 40)
     report = train([tmp_path / "trace"], tmp_path / "model")
     every = measured([tmp_path / "trace"]).states
     training, held = split(every, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.cost import load
+from kvpolicy.cost import CostModel, ModelError, load
+from kvpolicy.cost.forest import Forest
 from kvpolicy.cost.laws import LinearLaw, RecomputeRoofline
 from kvpolicy.cost.model import Provenance
 from kvpolicy.cost.store import forest_of, forest_texts
 from kvpolicy.datasets.examples import examples_of
 from kvpolicy.datasets.profiles import dataset_of
-from kvpolicy.events import KINDS
+from kvpolicy.events import KINDS, Cost, Option, Preemption
 from kvpolicy.trace import TraceError
 from kvpolicy.training import calibrate, train
 from kvpolicy.training.transfer import carry_law, damped, doubling, rebased, spread, unknown_beforehand
@@ -109,6 +111,31 @@ def test_where_nothing_changed_the_old_range_holds_on(home: Path, tmp_path: Path
     made, old = load(tmp_path / "carried"), load(home)
     assert made.ranges["recompute"]["recomputed_tokens"][1] == old.ranges["recompute"]["recomputed_tokens"][1]
     assert made.intervals.growth == old.intervals.growth
+
+
+def test_a_model_itself_is_carried_as_its_folder_is(home: Path, tmp_path: Path) -> None:
+    trace = elsewhere(tmp_path, law=SLOWER)
+    by_name, by_object = (calibrate(model, [trace], states=12) for model in (home, load(home)))
+    assert load(home).residuals, "a forest that has to come along"
+    assert by_object.model.digest == by_name.model.digest
+    assert by_object.to_dict() == by_name.to_dict() and by_object.source == str(home)
+    again = calibrate(by_object.model, [trace], states=12)
+    assert f"carried from {by_object.model.name}" in " ".join(again.notes)
+
+
+def test_a_model_that_cannot_be_carried_is_refused_by_name(home: Path) -> None:
+    class Guess(CostModel):
+        name = "guess"
+
+        def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
+            raise AssertionError
+
+    with pytest.raises(ModelError, match=r"cost model guess is a Guess, which has no laws"):
+        calibrate(Guess(), [])
+    model = load(home)
+    bare = replace(model, name="bare", residuals={kind: Forest(one.nodes) for kind, one in model.residuals.items()})
+    with pytest.raises(ModelError, match=r"cost model bare: its residual of \w+ has no text"):
+        calibrate(bare, [])
 
 
 def test_few_states_are_all_used_and_none_is_held_out(home: Path, tmp_path: Path) -> None:
@@ -217,7 +244,7 @@ def _place(device: str, geometry: Any) -> Provenance:
 
 
 def test_a_damped_forest_says_as_much_less(home: Path) -> None:
-    texts = forest_texts(home)
+    texts = forest_texts(load(home))
     assert texts
     for text in texts.values():
         whole, half = forest_of(text), forest_of(damped(text, 0.5))

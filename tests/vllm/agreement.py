@@ -18,7 +18,7 @@ from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.trace import Trace
 from kvpolicy.workload import Request, Workload
-from kvpolicy_vllm.simulator.controlling import number_of
+from kvpolicy_vllm.simulator.controller import number_of
 from kvpolicy_vllm.simulator.engine import Engine as VllmEngine
 from kvpolicy_vllm.simulator.engine import VllmScheduler
 

@@ -136,7 +136,7 @@ class Worker:
     def _copies(self, jobs: Any) -> KVConnectorOutput | None:
         if jobs is None:
             return None
-        from kvpolicy_vllm.plugin.jobs import Transfer, Transfers
+        from kvpolicy_vllm.plugin.messages import Transfer, Transfers
 
         def done(job: Any, direction: str) -> Transfer:
             size = len(job.slots) * 131072
@@ -186,7 +186,7 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
         found["diffusion by its settings"] = refused(engine)
     with mock.patch.dict(engine.model_config.__dict__, is_diffusion=True):
         found["diffusion by its model"] = refused(engine)
-    with mock.patch("kvpolicy_vllm.plugin.situation.device_name", return_value="NVIDIA H100 80GB HBM3"):
+    with mock.patch("kvpolicy_vllm.plugin.engine_config.device_name", return_value="NVIDIA H100 80GB HBM3"):
         found["untrained"] = told(with_policy(good, "cheapest:analytic"))
     real, vllm.__version__ = vllm.__version__, "0.99.0"
     found["version"] = told(good)
@@ -213,8 +213,18 @@ def with_policy(plugin: dict[str, Any], policy: str, **more: Any) -> dict[str, A
 
 def accounts_left(scheduler: Any) -> int:
     """Preemptions the plugin still keeps an account of."""
-    live = scheduler.kvpolicy.accounts._live if hasattr(scheduler, "kvpolicy") else None
-    return 0 if live is None else len(live._accounts) + len(live._early)
+    from kvpolicy_vllm.plugin.cost_meter import CostMeter  # here: stock vLLM does without the plugin
+
+    observers = scheduler.kvpolicy.observers._all if hasattr(scheduler, "kvpolicy") else ()
+    return sum(len(observer) for observer in observers if isinstance(observer, CostMeter))
+
+
+def measure(controller: Any) -> None:
+    """Have the controller measure costs, by a step-time model that nothing was measured for."""
+    from kvpolicy_vllm.plugin.cost_meter import CostMeter  # here: stock vLLM does without the plugin
+
+    meter = CostMeter(STEP_TIME, controller.observers.tell, controller.metrics.tally)
+    controller.observers.replace(CostMeter, meter)
 
 
 def watch_counts() -> list[tuple[list[int], list[int]]]:
@@ -279,11 +289,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     schedule: list[Any] = []
     if hasattr(scheduler, "kvpolicy"):
         # The same draws at every run, and a suspension of swapping that lasts some steps on a machine of any speed.
-        scheduler.kvpolicy.judge._rng = random.Random(job["seed"])
+        scheduler.kvpolicy.decider._rng = random.Random(job["seed"])
         scheduler.kvpolicy.clock = lambda: float(len(schedule))
     counts = watch_counts() if job.get("counts") else []
     if job.get("measured"):
-        scheduler.kvpolicy.accounts.measure_by(STEP_TIME)
+        measure(scheduler.kvpolicy)
     disturb = _disturbances(job, scheduler, worker)
     for output in drive(scheduler, arriving, worker.execute, job["asynchronous"], disturb):
         preempted = sorted(getattr(output, "preempted_req_ids", None) or ())

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 
-from kvpolicy_vllm.plugin.copier import CopyError, IndexingCopier
-from kvpolicy_vllm.plugin.jobs import Job
+from kvpolicy_vllm.plugin.copiers.base import CopyError
+from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
+from kvpolicy_vllm.plugin.messages import Job
 
 
 class FaultyCopier(IndexingCopier):

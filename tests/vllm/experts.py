@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from tests.vllm import alone, harness
-from tests.vllm.fuzz import drawn_requests, watch_swaps
+from tests.vllm.fuzz import UnusedSwaps, drawn_requests
 from tests.vllm.models import write_mixtral
 from tests.vllm.setups import BLOCK, Setup
 from tests.vllm.symbolic import NO_FAULTS, SymbolicWorker
@@ -131,7 +131,8 @@ def run(setup: Setup, model: Path) -> dict[str, Any]:
             scheduler = alone.scheduler_for(job)
     except ValueError as error:
         return {"refused": str(error)}
-    not_swapped = watch_swaps(scheduler.kvpolicy)
+    swaps = UnusedSwaps()
+    scheduler.kvpolicy.observers.add(swaps)
     requests = drawn_requests(setup)
     router = Router(scheduler, requests, setup.seed)
     raised = ""
@@ -146,7 +147,7 @@ def run(setup: Setup, model: Path) -> dict[str, Any]:
         "wrong_rows": [] if raised else router.wrong_rows(),
         "wrong": router.found()["wrong"],
         "unfinished": len(scheduler.requests),
-        "not_swapped": not_swapped,
+        "not_swapped": swaps.found,
         "stats": scheduler.connector.stats(),
     }
 

@@ -28,6 +28,10 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvpolicy import events
+from kvpolicy.attribution.ledger import OpenPreemption
+from kvpolicy_vllm.plugin.learner import Learner
+from kvpolicy_vllm.plugin.observers import Observer
 from tests.vllm.disturbances import Disturbances, Shares, loaded_and_waiting
 from tests.vllm.models import write_llama
 from tests.vllm.setups import BLOCK, MAX_SHARED_TOKENS, Setup
@@ -97,8 +101,11 @@ class Schedule:
         self.scheduler = alone.scheduler_for(_job(setup, model), grammars=self.grammars if setup.grammars else None)
         self.steps = self.tokens = 0
         self._make_repeatable()
-        self.scheduler.kvpolicy.accounts.measure_by(alone.STEP_TIME)
-        self.not_swapped = watch_swaps(self.scheduler.kvpolicy)
+        controller = self.scheduler.kvpolicy
+        alone.measure(controller)
+        self.learner = Learner(controller.decider, None, controller.metrics.tally)
+        self.swaps = UnusedSwaps()
+        controller.observers.add(self.learner, self.swaps)
         self.requests = drawn_requests(setup)
         faults = Faults(max_late_steps=setup.max_late_steps)
         if not setup.copies_fail:
@@ -117,7 +124,7 @@ class Schedule:
     def _make_repeatable(self) -> None:
         """Elsewhere each start draws differently, and a suspension of swapping lasts as long as the machine is slow."""
         controller = self.scheduler.kvpolicy
-        controller.judge._rng = random.Random(self.setup.seed)
+        controller.decider._rng = random.Random(self.setup.seed)
         controller.clock = lambda: self.steps * STEP_S
 
     def run(self) -> None:
@@ -181,10 +188,10 @@ class Schedule:
             yield self.stalled
             return
         yield from _wrong_contents(self.workers)
-        yield from _left_behind(self.scheduler, self.workers)
+        yield from _left_behind(self.scheduler, self.workers, self.learner)
         yield from _miscounted(self.scheduler, self.requests)
-        if self.not_swapped:
-            yield f"recorded as swapped, but computed again: {', '.join(self.not_swapped[:5])}"
+        if self.swaps.found:
+            yield f"recorded as swapped, but computed again: {', '.join(self.swaps.found[:5])}"
         yield from _ended_badly(self.requests, self.disturbances.aborted)
 
     def outcome(self) -> Outcome:
@@ -209,18 +216,16 @@ def _loaded(request: Request | None, scheduler: Any) -> bool:
     return request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0
 
 
-def watch_swaps(controller: Any) -> list[str]:
-    """From now on: preemptions that ended as swaps although nothing was loaded and more than a block was computed."""
-    closed, found = controller.accounts.closed, []
+class UnusedSwaps(Observer):
+    """Preemptions that ended as swaps although nothing was loaded and more than a block was computed."""
 
-    def watched(opened: Any, outcome: Any) -> None:
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def closed(self, opened: OpenPreemption, outcome: events.Outcome) -> None:
         unused = outcome.loaded_tokens == 0 and outcome.recomputed_tokens > BLOCK
         if opened.executed == "swap" and outcome.ended == "resumed" and unused:
-            found.append(f"{opened.request_id}, {outcome.recomputed_tokens} tokens")
-        closed(opened, outcome)
-
-    controller.accounts.closed = watched
-    return found
+            self.found.append(f"{opened.request}, {outcome.recomputed_tokens} tokens")
 
 
 def _job(setup: Setup, model: Path) -> dict[str, Any]:
@@ -284,7 +289,7 @@ def _wrong_contents(workers: list[SymbolicWorker]) -> Iterator[str]:
         yield f"tokens lost or repeated: {', '.join(garbled[:5])}"
 
 
-def _left_behind(scheduler: Any, workers: list[SymbolicWorker]) -> Iterator[str]:
+def _left_behind(scheduler: Any, workers: list[SymbolicWorker], learner: Learner) -> Iterator[str]:
     """Blocks, slots, copies and accounts that nobody gave back."""
     controller, pool = scheduler.kvpolicy, scheduler.kv_cache_manager.block_pool
     # A copy forgotten last is dropped by the workers in a step that does not come any more.
@@ -297,7 +302,7 @@ def _left_behind(scheduler: Any, workers: list[SymbolicWorker]) -> Iterator[str]
         "copies in a worker": max(max(0, worker.copies - to_drop) for worker in workers),
         "copies loading": controller.copies.loading,
         "open preemptions": len(controller.ledger),
-        "decisions awaited": len(controller.judge._awaited),
+        "decisions awaited": len(learner._awaited),
         "steps in flight": len(controller._in_flight),
         "accounts": accounts if accounts > MAX_ACCOUNTS else 0,
     }

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from tests.vllm.alone import BLOCK, made_requests, scheduler_for
 from tests.vllm.symbolic import SymbolicWorker
 
-MOST_STEPS = 5000
+MAX_STEPS = 5000
 
 
 class Core:
@@ -70,7 +70,7 @@ def pause(job: dict[str, Any]) -> dict[str, Any]:
 
 def _load_somebody(scheduler: Any, worker: SymbolicWorker) -> str:
     """Force requests out until one of them is being loaded; returns its name."""
-    for step in range(MOST_STEPS):
+    for step in range(MAX_STEPS):
         if step % 5 == 4 and scheduler.running:
             scheduler.preempt_at_next_step(scheduler.running[0].request_id)
         _step(scheduler, worker)
@@ -83,11 +83,11 @@ def _load_somebody(scheduler: Any, worker: SymbolicWorker) -> str:
 
 def _run(core: Core, worker: SymbolicWorker) -> int:
     """Step for as long as the engine core sees work; returns how often."""
-    for step in range(MOST_STEPS):
+    for step in range(MAX_STEPS):
         if not core.has_work():
             return step
         _step(core.scheduler, worker)
-    raise AssertionError(f"still at work after {MOST_STEPS} steps")
+    raise AssertionError(f"still at work after {MAX_STEPS} steps")
 
 
 def _step(scheduler: Any, worker: SymbolicWorker) -> None:

@@ -45,7 +45,7 @@ class Run:
         self._many: dict[str, bool] = {}
         if plugin_of(job):
             # Elsewhere each start draws differently: here the same job does the same at every run.
-            self.scheduler.kvpolicy.judge._rng = random.Random(job.get("seed", 0))
+            self.scheduler.kvpolicy.decider._rng = random.Random(job.get("seed", 0))
 
     @property
     def scheduler(self) -> Any:
@@ -258,8 +258,6 @@ def losing_trace(job: dict[str, Any]) -> dict[str, Any]:
             run.scheduler.kvpolicy.recorder.flush()
 
     run.serve(hook)
-    run.scheduler.kvpolicy.recorder.flush()
-    run.scheduler.kvpolicy._count_dropped()
     return run.result()
 
 

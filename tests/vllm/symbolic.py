@@ -15,7 +15,7 @@ import numpy as np
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvpolicy_vllm.plugin.jobs import Direction, Job, StepJobs, Transfer, Transfers
+from kvpolicy_vllm.plugin.messages import Direction, Job, StepJobs, Transfer, Transfers
 
 NOTHING, HALF_COPIED = -1, -2
 POSITIONS, TOKENS = 1 << 12, 1 << 12
@@ -83,7 +83,7 @@ class SymbolicWorker:
             for request in self._requests
             if list(request.all_token_ids) != self._texts[request.request_id][: request.num_tokens].tolist()
         ]
-        undecided = len(self._scheduler.kvpolicy._undecided)
+        undecided = len(self._scheduler.kvpolicy.swaps.undecided)
         return self._counts | {"wrong": self._wrong[:WRONG_SHOWN], "garbled": garbled, "undecided": undecided}
 
     def execute(self, output: Any, sampled: dict[str, bool]) -> ModelRunnerOutput:

@@ -17,8 +17,8 @@ from rich.console import Console
 from kvpolicy.errors import EngineFailed
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.workload import Request, Workload
-from kvpolicy_vllm.bench.demoreport import DemoReport
-from kvpolicy_vllm.bench.engine import EngineProcess, plugin_arguments
+from kvpolicy_vllm.bench.demo_report import DemoReport
+from kvpolicy_vllm.bench.engine_process import EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.models import VOCABULARY, make_llama, make_tokenizer
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
 from kvpolicy_vllm.bench.run_demo import QUICK, Loop, Measured
@@ -26,7 +26,7 @@ from kvpolicy_vllm.plugin.settings import Settings as PluginSettings
 
 TINY = dataclasses.replace(QUICK, requests=16, warm_up_requests=2, calm_requests=2)
 ARMS = {"vllm", "always-recompute", "always-swap", "learned"}
-SERVING = "kvpolicy_vllm.bench.serving"
+SERVING = "kvpolicy_vllm.bench.serve_engine"
 
 
 def test_the_model_is_the_same_from_the_same_seed(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_broken_engine_tells_its_last_lines(tmp_path: Path) -> None:
 def test_an_engine_dies_with_its_parent(tmp_path: Path) -> None:
     """The parent is killed outright, so nothing of it can clean up."""
     parent = (
-        "import sys, time; from kvpolicy_vllm.bench.engine import EngineProcess\n"
+        "import sys, time; from kvpolicy_vllm.bench.engine_process import EngineProcess\n"
         "engine = EngineProcess('tests.vllm.patient'); engine.ask({}); print(engine.pid, flush=True); time.sleep(600)"
     )
     paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)

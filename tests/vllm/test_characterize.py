@@ -10,11 +10,11 @@ import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.overflow import EVICTED_TOKENS, FIGURES, MEMORY, TIMELINE
-from kvpolicy.reporting.reading import material
-from kvpolicy.reporting.writing import report
+from kvpolicy.reporting.measurements import material
+from kvpolicy.reporting.pipeline import report
 from kvpolicy.settings import Measurement
 from kvpolicy.trace import Trace
-from kvpolicy_vllm.bench.parts import Extent
+from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.reach import ARMS, Reach, runs_of
 from kvpolicy_vllm.bench.run_characterize import characterize
 from kvpolicy_vllm.bench.run_profile import UNFINISHED
@@ -23,8 +23,8 @@ TINY = Reach(
     lengths=(64, 128), length_requests=3, block_sizes=(32,), block_size_tokens=96,
     victims=(1, 3), victim_tokens=64, passes=1, repeats=1,
     scale=1 / 32, served_requests=8, levels=(30, 60), served_passes=1, served_repeats=1, timeline_repeats=1,
-    learning=Extent((32,), states=16, passes=1, repeats=1, check_pairs=0, most_tokens=128, most_others=3,
-                    most_batch_tokens=500, model_tokens=512, most_extra=1),
+    learning=Extent((32,), states=16, passes=1, repeats=1, check_pairs=0, max_tokens=128, max_others=3,
+                    max_batch_tokens=500, model_tokens=512, max_extra=1),
 )  # fmt: skip
 
 

@@ -16,10 +16,11 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvpolicy import trace as traces
+from kvpolicy.attribution import LiveCost
 from kvpolicy.trace import Header
-from kvpolicy_vllm.plugin.accounts import MOST_FAILURES
-from kvpolicy_vllm.plugin.copy_health import FIRST_SUSPENSION_S, MAX_FAILURES_IN_A_ROW
-from kvpolicy_vllm.plugin.jobs import Transfer, Transfers
+from kvpolicy_vllm.plugin.host_copies import FIRST_SUSPENSION_S, MAX_FAILURES_IN_A_ROW
+from kvpolicy_vllm.plugin.messages import Transfer, Transfers
+from kvpolicy_vllm.plugin.observers import MAX_FAILURES, Observer
 from kvpolicy_vllm.plugin.situation import RunningView
 from tests.vllm import alone, harness
 from tests.vllm.symbolic import _failures
@@ -73,13 +74,27 @@ def broken(*arguments: Any) -> Any:
     raise ValueError("made up")
 
 
+class Costs(Observer):
+    """Who is told every cost; ``fails``: so many times with an error."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.executed: list[str | None] = []
+        self._fails = fails
+
+    def measured(self, cost: LiveCost) -> None:
+        self._fails -= 1
+        if self._fails >= 0:
+            raise ValueError("made up")
+        self.executed.append(cost.executed)
+
+
 def test_one_failing_observation_does_not_end_measuring(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.controller.accounts.measure_by(alone.STEP_TIME)
-    for broken_part in ((engine.controller.judge, "decide"), (engine.controller.accounts, "done")):
+    alone.measure(engine.controller)
+    for broken_part in ("kvpolicy.policy.Decider.decide", "kvpolicy.attribution.streaming.LiveCosts.step"):
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-            patch.setattr(*broken_part, broken)
+            patch.setattr(broken_part, broken)
             engine.preempt()
             engine.step()
     assert "deciding failed" in caplog.text and "could not be measured" in caplog.text
@@ -91,26 +106,38 @@ def test_one_failing_observation_does_not_end_measuring(
     assert harness.total(stats, "measured_preemptions") > 0
 
 
-def test_a_cost_that_cannot_be_learned_from_is_dropped_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.controller.accounts.measure_by(alone.STEP_TIME)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.controller.judge, "learn", broken)
+def test_an_observer_that_fails_keeps_nobody_else(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    costs = [Costs(fails=1), Costs()]
+    engine.controller.observers.add(*costs)
+    alone.measure(engine.controller)
+    for _ in range(2):
         engine.preempt()
         engine.steps(20)
-    engine.preempt()
-    engine.steps(20)
+    assert [one.executed for one in costs] == [["swap"], ["swap", "swap"]]
+    assert caplog.text.count("following preemptions failed") == 1
     stats = engine.controller.stats()
-    assert harness.total(stats, "measuring_failed") == 1
-    assert harness.total(stats, "measured_preemptions") == 2
+    assert harness.total(stats, "measured_preemptions") == 2 and harness.total(stats, "measuring_failed") == 0
+
+
+def test_an_observer_that_always_fails_is_given_up(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    always = Costs(fails=1000)
+    engine.controller.observers.add(always)
+    alone.measure(engine.controller)
+    for _ in range(MAX_FAILURES + 2):
+        engine.preempt()
+        engine.steps(20)
+    assert always.failures == MAX_FAILURES
+    assert caplog.text.count("it is given up") == 1
+    assert harness.total(engine.controller.stats(), "measured_preemptions") == MAX_FAILURES + 2
 
 
 def test_measuring_is_given_up_where_it_never_works(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.controller.accounts.measure_by(alone.STEP_TIME)
+    alone.measure(engine.controller)
     monkeypatch.setattr("kvpolicy.attribution.streaming.LiveCosts.step", broken)
-    engine.steps(2 * MOST_FAILURES)
-    assert harness.total(engine.controller.stats(), "measuring_failed") == MOST_FAILURES
+    engine.steps(2 * MAX_FAILURES)
+    assert harness.total(engine.controller.stats(), "measuring_failed") == MAX_FAILURES
     assert caplog.text.count("no more costs are measured") == 1
 
 
@@ -136,12 +163,10 @@ def saves_fail(jobs: Any) -> KVConnectorOutput | None:
 
 
 @pytest.mark.parametrize(("answer", "reason"), [(loads_fail, "load_failed"), (saves_fail, "save_failed")])
-def test_what_a_failed_copy_cost_is_neither_options(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, answer: Answer, reason: str
-) -> None:
-    learned: list[Any] = []
-    engine.controller.accounts.measure_by(alone.STEP_TIME)
-    monkeypatch.setattr(engine.controller.judge, "learn", learned.append)
+def test_what_a_failed_copy_cost_is_neither_options(engine: Engine, answer: Answer, reason: str) -> None:
+    costs = Costs()
+    engine.controller.observers.add(costs)
+    alone.measure(engine.controller)
     engine.preempt()
     for _ in range(20):
         engine.step(answer)
@@ -149,19 +174,19 @@ def test_what_a_failed_copy_cost_is_neither_options(
     assert harness.total(stats, "fallbacks", reason=reason) == 1
     assert harness.total(stats, "resumed", executed="recompute") == 1
     assert harness.total(stats, "resumed", executed="swap") == 0
-    assert harness.total(stats, "measured_preemptions") == 0 and learned == []
+    assert harness.total(stats, "measured_preemptions") == 0 and costs.executed == []
     assert alone.accounts_left(engine.scheduler) == 0
     engine.preempt()
     engine.steps(20)
     stats = engine.controller.stats()
-    assert [cost.executed for cost in learned] == ["swap"], "the next one counts"
+    assert costs.executed == ["swap"], "the next one counts"
     assert harness.total(stats, "measured_preemptions", executed="swap") == 1
 
 
 def test_a_copy_that_vllm_would_not_load_was_a_recompute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM 0.33 does where it collects routed experts: it asks, and then loads nothing."""
     monkeypatch.setattr(type(engine.controller), "loadable_tokens", lambda self, request, local_tokens: 0)
-    engine.controller.accounts.measure_by(alone.STEP_TIME)
+    alone.measure(engine.controller)
     engine.preempt()
     engine.steps(20)
     stats = engine.controller.stats()
@@ -206,7 +231,7 @@ def test_no_two_starts_draw_alike_and_the_header_says_what_was_drawn_from(model:
         controller.close()
         header = Header.read(tmp_path / controller.core / "header.json")
         assert header.seed == 7 and header.draw_seed is not None
-        draws.append([controller.judge._rng.random() for _ in range(4)])
+        draws.append([controller.decider._rng.random() for _ in range(4)])
         again = random.Random(header.draw_seed)
         assert draws[-1] == [again.random() for _ in range(4)]
     assert draws[0] != draws[1]
@@ -268,7 +293,7 @@ def test_a_load_that_fails_before_its_save_is_confirmed_settles_the_decision(eng
     engine.step(lambda jobs: KVConnectorOutput(kv_connector_worker_meta=late))
     engine.steps(20)
     stats = engine.controller.stats()
-    assert not engine.controller._undecided
+    assert not engine.controller.swaps.undecided
     assert harness.total(stats, "preemptions", executed="swap") == 1
     assert harness.total(stats, "fallbacks", reason="load_failed") == 1
     assert stats["host_slots_used"] == 0

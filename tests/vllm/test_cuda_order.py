@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvpolicy_vllm.plugin import cuda_copier
-from kvpolicy_vllm.plugin.cuda_copier import CudaCopier, StagedCudaCopier
-from kvpolicy_vllm.plugin.jobs import Job
-from kvpolicy_vllm.plugin.staging import Staging, host_arena, runs_of, segments_in
+from kvpolicy_vllm.plugin.copiers import cuda
+from kvpolicy_vllm.plugin.copiers.cuda import CudaCopier, StagedCudaCopier
+from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, runs_of, segments_in
+from kvpolicy_vllm.plugin.messages import Job
 
 pytestmark = pytest.mark.scheduler
 
@@ -126,14 +126,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     pretended = {"Event": device.Event, "Stream": device.made_stream}
     pretended |= {"current_stream": device.current_stream, "stream": device.stream}
     for name, stand_in in pretended.items():
-        monkeypatch.setattr(cuda_copier.torch.cuda, name, stand_in)
+        monkeypatch.setattr(cuda.torch.cuda, name, stand_in)
 
     def move_pieces(source: torch.Tensor, target: torch.Tensor, sizes: torch.Tensor) -> None:
         pieces = list(zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True))
         for a, b, size in pieces:  # each by itself, as a copy engine may be interrupted between any two
             device.launch(lambda a=a, b=b, size=size: ctypes.memmove(b, a, size))
 
-    monkeypatch.setattr(cuda_copier.ops, "swap_blocks_batch", move_pieces)
+    monkeypatch.setattr(cuda.ops, "swap_blocks_batch", move_pieces)
     monkeypatch.setattr(Staging, "out", lambda self, job: device.in_steps(out_steps(self, job)))
     monkeypatch.setattr(Staging, "back", lambda self, job: device.in_steps(back_steps(self, job)))
     return device
@@ -233,14 +233,14 @@ def test_a_load_that_fails_half_way_writes_no_more(device: Device, monkeypatch: 
     """Its blocks go to somebody else at once, whose step must not be written over by what had been launched of it."""
     segments = [torch.zeros(12, 16) for _ in range(3)]
     copier = CudaCopier(segments, 8, False, None)
-    job, move = Job(1, "r", (1, 2), (0, 1)), cuda_copier.ops.swap_blocks_batch
+    job, move = Job(1, "r", (1, 2), (0, 1)), cuda.ops.swap_blocks_batch
 
     def half(*tables: torch.Tensor) -> None:
         move(*(table[: len(table) // 2] for table in tables))
         raise RuntimeError("made to fail")
 
     copier.save(job)
-    monkeypatch.setattr(cuda_copier.ops, "swap_blocks_batch", half)
+    monkeypatch.setattr(cuda.ops, "swap_blocks_batch", half)
     copier.load(job)
     assert [done.ok for done in copier.poll()] == [False]
     for segment in segments:

@@ -26,13 +26,13 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.profile import PIECE_S, TRAINING_S, shares_of, status_of
 from benchmarks.gpu.swap import settings_of
 from kvpolicy_vllm.bench.job import Job as MeasuringJob
-from kvpolicy_vllm.bench.measuring import Measurement
-from kvpolicy_vllm.bench.parts import Rig
+from kvpolicy_vllm.bench.measure_engine import Measurement
+from kvpolicy_vllm.bench.measured_window import Window
+from kvpolicy_vllm.bench.profile_parts import Rig
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
-from kvpolicy_vllm.bench.windows import Window
-from kvpolicy_vllm.plugin.copier import unique_segments
-from kvpolicy_vllm.plugin.jobs import Job
-from kvpolicy_vllm.plugin.staging import STAGED_BYTES, StagedCopier, Staging, host_arena, runs_of
+from kvpolicy_vllm.plugin.copiers.base import unique_segments
+from kvpolicy_vllm.plugin.copiers.staging import STAGED_BYTES, StagedCopier, Staging, host_arena, runs_of
+from kvpolicy_vllm.plugin.messages import Job
 from tests.vllm.harness import ROOT, environment
 
 
@@ -257,12 +257,12 @@ def made_segments(dtypes: tuple[torch.dtype, ...], blocks: int = 24) -> list[tor
     return unique_segments(caches, blocks)
 
 
-@pytest.mark.parametrize("most_bytes", [STAGED_BYTES, 1, 3000])
-def test_staged_blocks_come_back_and_touch_no_other(most_bytes: int) -> None:
+@pytest.mark.parametrize("max_bytes", [STAGED_BYTES, 1, 3000])
+def test_staged_blocks_come_back_and_touch_no_other(max_bytes: int) -> None:
     """Through a buffer for all of them, for one, for a few; slots that follow each other and slots that do not."""
     segments = made_segments((torch.bfloat16, torch.float32, torch.bfloat16))
     copier = StagedCopier(segments, 16, False, None)
-    copier.staging = Staging(segments, copier.arena, most_bytes)
+    copier.staging = Staging(segments, copier.arena, max_bytes)
     job = Job(1, "r", (3, 19, 1, 4, 17, 8), (2, 3, 4, 9, 8, 15))
     before = [segment.clone() for segment in segments]
     copier.save(job)
@@ -353,12 +353,12 @@ class TimedDriver:
 def test_measuring_ends_in_time_and_leaves_no_state_half_measured() -> None:
     span = Span(64, 256, 3, 1000, 1024)
     states = grid(32, 8, span, random.Random(0))
-    job = MeasuringJob({}, states, check_states(32, span), 2, 1, 0, 0, most_s=160.0)
+    job = MeasuringJob({}, states, check_states(32, span), 2, 1, 0, 0, max_s=160.0)
     timed: Any = TimedDriver()
     Measurement(timed, job, lambda values: None, lambda: timed.now_s).run()
     assert 130 < timed.now_s < 200
     measured = {state for state, _ in timed.windows}
     assert 2 <= len(measured) < 8 and len(timed.windows) == 3 * len(measured)
     everything: Any = TimedDriver()
-    Measurement(everything, replace(job, most_s=None), lambda values: None, lambda: everything.now_s).run()
+    Measurement(everything, replace(job, max_s=None), lambda values: None, lambda: everything.now_s).run()
     assert len(everything.windows) == 3 * 8 + 2 * 2 * 2

@@ -14,15 +14,15 @@ from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute
 from kvpolicy.settings import Measurement
 from kvpolicy.trace import Header, Trace
-from kvpolicy_vllm.bench.finishing import ProfileReport
 from kvpolicy_vllm.bench.job import Noise
-from kvpolicy_vllm.bench.parts import QUICK, Extent, parts_of
+from kvpolicy_vllm.bench.profile_parts import QUICK, Extent, parts_of
+from kvpolicy_vllm.bench.profile_results import ProfileReport
 from kvpolicy_vllm.bench.run_profile import UNFINISHED, profile
 from kvpolicy_vllm.bench.selfcheck import judge, self_checks
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid, waiting_prompt_tokens
 
 SPAN = Span(64, 1500, 7, 6000, 4096)
-SMALL = Extent((32,), 6, 2, 1, 2, 400, 3, 1200, 1024, most_extra=2)
+SMALL = Extent((32,), 6, 2, 1, 2, 400, 3, 1200, 1024, max_extra=2)
 
 SAME_IN_BOTH_ARMS = (
     "computed_tokens", "prompt_tokens", "output_tokens", "block_size", "block_bytes", "segment_bytes", "held_blocks",
@@ -178,7 +178,7 @@ def test_a_grid_spreads_over_everything_it_is_to_cover() -> None:
     assert lengths[-1] > 1200
     assert len({state.spare_blocks for state in states}) >= 3
     assert any(state.waiting for state in states)
-    assert all(sum(state.other_prompts) <= SPAN.most_batch_tokens for state in states)
+    assert all(sum(state.other_prompts) <= SPAN.max_batch_tokens for state in states)
 
 
 def test_a_grid_depends_on_its_seed_alone() -> None:

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from kvpolicy_vllm.plugin.jobs import Job, StepJobs
+from kvpolicy_vllm.plugin.messages import Job, StepJobs
 from tests.vllm import harness
 
 BLOCKS = 8

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.pool import SlotPool
+from kvpolicy_vllm.plugin.host_copies import SlotPool
+from kvpolicy_vllm.plugin.observers import MetricsCounter
 from kvpolicy_vllm.plugin.versions import NEWEST, OLDEST
 from tests.vllm import fuzz, soak
 from tests.vllm.models import write_llama
@@ -133,7 +133,7 @@ def save_in_reverse(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Controller, "_count", lambda controller, decision, cause: None)
+    patch.setattr(MetricsCounter, "executed", lambda counter, pending: None)
 
 
 def never_say_that_a_load_is_done(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.trace import Header, Trace
 from kvpolicy.workload import Request, Workload
-from kvpolicy_vllm.simulator.controlling import ROWS
+from kvpolicy_vllm.simulator.controller import ROWS
 from kvpolicy_vllm.simulator.engine import VllmScheduler
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
 from tests.vllm.agreement import drawn

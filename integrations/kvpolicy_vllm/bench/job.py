@@ -12,7 +12,7 @@ from kvpolicy_vllm.bench.states import State
 
 NOISE_LIMIT = 0.10
 """Variation of identical windows above which there are more repeats."""
-MOST_EXTRA = 3
+MAX_EXTRA = 3
 """Repeats are multiplied by that at most."""
 
 
@@ -30,9 +30,9 @@ class Job:
     first_repeat: int
     """Repeats are numbered from here on: passes do not share numbers."""
     seed: int
-    most_extra: int = MOST_EXTRA
+    max_extra: int = MAX_EXTRA
     """Repeats are multiplied by that at most where the machine is noisy."""
-    most_s: float | None = None
+    max_s: float | None = None
     """What is not measured so many seconds after the engine was up is left out; None: nothing is."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,4 +61,4 @@ class Noise:
     @property
     def factor(self) -> int:
         """By how much to multiply repeats: the variance that is too much, made up for as far as is bearable."""
-        return max(1, min(MOST_EXTRA, math.ceil((self.variation / NOISE_LIMIT) ** 2)))
+        return max(1, min(MAX_EXTRA, math.ceil((self.variation / NOISE_LIMIT) ** 2)))

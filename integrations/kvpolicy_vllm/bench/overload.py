@@ -17,11 +17,11 @@ from typing import Any
 from kvpolicy.events import KINDS
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.workload import Workload
-from kvpolicy_vllm.bench.engine import EngineProcess, device_arguments, plugin_arguments
+from kvpolicy_vllm.bench.engine_process import EngineProcess, device_arguments, plugin_arguments
 from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
 from kvpolicy_vllm.plugin.settings import Settings as PluginSettings
 
-SERVING = "kvpolicy_vllm.bench.serving"
+SERVING = "kvpolicy_vllm.bench.serve_engine"
 STOCK = "vllm"
 """The arm without the plugin."""
 
@@ -117,7 +117,7 @@ class Run:
 
     @classmethod
     def of(cls, arm: str, block: int, result: Mapping[str, Any]) -> Run:
-        """Out of what :mod:`kvpolicy_vllm.bench.serving` answers."""
+        """Out of what :mod:`kvpolicy_vllm.bench.serve_engine` answers."""
         stats = result["stats"]
         executed: dict[str, int] = {kind: _total(stats, "preemptions", f"executed={kind}") for kind in KINDS}
         if not stats:  # stock vLLM, which recomputes whatever it preempts
@@ -158,8 +158,8 @@ class Arms:
     """Engines side by side. A context manager; an arm's engine starts when the arm is added.
 
     Arms that differ only in policy share one engine, which changes policy between workloads, or has the plugin taken
-    out (:mod:`kvpolicy_vllm.bench.switching`): two processes of one and the same program can differ by several percent
-    in speed for as long as they live, and that must not pass for a difference between policies.
+    out (:mod:`kvpolicy_vllm.bench.plugin_switch`): two processes of one and the same program can differ by several
+    percent in speed for as long as they live, and that must not pass for a difference between policies.
     """
 
     def __init__(self, settings: Settings, logs: Path | None = None) -> None:

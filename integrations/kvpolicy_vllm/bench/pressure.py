@@ -2,9 +2,10 @@
 
     python -m kvpolicy_vllm.bench.pressure
 
-Takes one job (see :mod:`kvpolicy_vllm.bench.engine`), a :class:`kvpolicy_vllm.bench.served.ServedJob`. All levels of
-memory are served by one engine whose block pool is made smaller between runs, as if it had been started with less: two
-processes of one program can differ in speed for as long as they live, and that must not pass for an effect of memory.
+Takes one job (see :mod:`kvpolicy_vllm.bench.engine_process`), a :class:`kvpolicy_vllm.bench.serve_job.ServedJob`. All
+levels of memory are served by one engine whose block pool is made smaller between runs, as if it had been started with
+less: two processes of one program can differ in speed for as long as they live, and that must not pass for an effect
+of memory.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from dataclasses import asdict
 from typing import Any
 
 from kvpolicy.trace import window_row
-from kvpolicy_vllm.bench.engine import jobs
+from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.job import Noise
-from kvpolicy_vllm.bench.measuring import NOISE_STEPS, NOISE_WINDOWS
+from kvpolicy_vllm.bench.measure_engine import NOISE_STEPS, NOISE_WINDOWS
+from kvpolicy_vllm.bench.measured_window import WindowDriver
 from kvpolicy_vllm.bench.reach import ServedRun
-from kvpolicy_vllm.bench.served import ServedJob
-from kvpolicy_vllm.bench.serving import Serving
+from kvpolicy_vllm.bench.serve_engine import Serving
+from kvpolicy_vllm.bench.serve_job import ServedJob
 from kvpolicy_vllm.bench.states import State
-from kvpolicy_vllm.bench.windows import WindowDriver
 
 
 class Pressure:

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from scipy.special import ndtr, stdtrit
 
 from kvpolicy.errors import InputError
+from kvpolicy.stats import quantile
 
 RESAMPLES = 5000
 CONFIDENCE = 0.95
-FEWEST_BLOCKS = 2
+MIN_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ def paired_ratio(
     Should Know About the Bootstrap", 2015, section 4.5): without that, intervals over eight blocks are too narrow.
     Raises ValueError for under 2 blocks, unequal numbers of them, and values not above 0.
     """
-    if len(above) != len(below) or len(above) < FEWEST_BLOCKS:
-        raise InputError(f"{len(above)} and {len(below)} blocks: should be as many of both, at least {FEWEST_BLOCKS}")
+    if len(above) != len(below) or len(above) < MIN_BLOCKS:
+        raise InputError(f"{len(above)} and {len(below)} blocks: should be as many of both, at least {MIN_BLOCKS}")
     if not all(math.isfinite(value) and value > 0 for value in (*above, *below)):
         raise InputError(f"a ratio needs values above 0, got {list(above)} and {list(below)}")
     logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
@@ -71,16 +72,4 @@ def mean_and_percentiles(values: Sequence[float]) -> dict[str, float]:
     """Mean, median and 99th percentile, linear between order statistics. Raises ValueError for no values."""
     if not values:
         raise InputError("no values to summarise")
-    ordered = sorted(values)
-    return {
-        "mean": math.fsum(ordered) / len(ordered),
-        "p50": _percentile(ordered, 0.50),
-        "p99": _percentile(ordered, 0.99),
-    }
-
-
-def _percentile(ordered: Sequence[float], level: float) -> float:
-    at = level * (len(ordered) - 1)
-    below = math.floor(at)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+    return {"mean": math.fsum(values) / len(values), "p50": quantile(values, 0.50), "p99": quantile(values, 0.99)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvpolicy.errors import InputError
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGTH, SERVED, TIMELINE, state_id
-from kvpolicy_vllm.bench.parts import PAGEABLE, Extent, Part
+from kvpolicy_vllm.bench.profile_parts import PAGEABLE, Extent, Part
 from kvpolicy_vllm.bench.states import State, running_for
 
 DECODED = 4
@@ -108,13 +108,13 @@ class Reach:
         return load_of(self.scale, self.served_requests)
 
 
-_LEARNING = {"repeats": 1, "check_pairs": 0, "most_extra": 1, "most_others": 20}
+_LEARNING = {"repeats": 1, "check_pairs": 0, "max_extra": 1, "max_others": 20}
 QUICK = Reach(
     lengths=(64, 128, 256, 512), length_requests=16, block_sizes=(32, 64, 128), block_size_tokens=384,
     victims=(1, 2, 4, 8), victim_tokens=128, passes=2, repeats=3,
     scale=1 / 8, served_requests=PAPER_REQUESTS, levels=(10, 20, 30, 40, 50, 60),
     served_passes=1, served_repeats=3, timeline_repeats=2,
-    learning=Extent((32,), states=48, passes=1, most_tokens=512, most_batch_tokens=4000, model_tokens=2048,
+    learning=Extent((32,), states=48, passes=1, max_tokens=512, max_batch_tokens=4000, model_tokens=2048,
                     **_LEARNING | {"repeats": 2}),
 )  # fmt: skip
 FULL_CPU = Reach(
@@ -122,7 +122,7 @@ FULL_CPU = Reach(
     victims=(1, 2, 4, 8, 12), victim_tokens=128, passes=3, repeats=4,
     scale=1 / 4, served_requests=PAPER_REQUESTS, levels=(10, 20, 30, 40, 50, 60),
     served_passes=3, served_repeats=2, timeline_repeats=2,
-    learning=Extent((32,), states=64, passes=3, most_tokens=1024, most_batch_tokens=8000, model_tokens=4096,
+    learning=Extent((32,), states=64, passes=3, max_tokens=1024, max_batch_tokens=8000, model_tokens=4096,
                     **_LEARNING),
 )  # fmt: skip
 FULL_DEVICE = Reach(
@@ -131,7 +131,7 @@ FULL_DEVICE = Reach(
     victims=(1, 2, 4, 6), victim_tokens=256, passes=3, repeats=4,
     scale=1.0, served_requests=PAPER_REQUESTS, levels=(10, 20, 30, 40, 50, 60),
     served_passes=3, served_repeats=1, timeline_repeats=1,
-    learning=Extent((32,), states=64, passes=3, most_tokens=4096, most_batch_tokens=40000, model_tokens=16384,
+    learning=Extent((32,), states=64, passes=3, max_tokens=4096, max_batch_tokens=40000, model_tokens=16384,
                     **_LEARNING),
 )  # fmt: skip
 

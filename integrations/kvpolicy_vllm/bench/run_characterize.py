@@ -23,7 +23,7 @@ from kvpolicy.settings import Measurement
 from kvpolicy.trace import Header
 from kvpolicy.training import train
 from kvpolicy_vllm.bench.job import Job
-from kvpolicy_vllm.bench.parts import Rig, model_length
+from kvpolicy_vllm.bench.profile_parts import Rig, model_length
 from kvpolicy_vllm.bench.reach import (
     ARMS,
     DECODED,
@@ -49,7 +49,7 @@ from kvpolicy_vllm.bench.run_profile import (
     telling,
     write_plan,
 )
-from kvpolicy_vllm.bench.served import ServedJob, serve_part
+from kvpolicy_vllm.bench.serve_job import ServedJob, serve_part
 from kvpolicy_vllm.bench.states import Span
 
 NEXT = ", "
@@ -198,7 +198,7 @@ def study_job(rig: Rig, reach: Reach, step: Step, folder: Path) -> Job:
         repeats=reach.repeats,
         first_repeat=part.number * 100,
         seed=rig.seed,
-        most_extra=1,
+        max_extra=1,
     )
 
 

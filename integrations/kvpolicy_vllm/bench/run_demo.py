@@ -20,13 +20,13 @@ from rich.console import Console
 from kvpolicy.datasets.profiles import measured
 from kvpolicy.errors import InputError
 from kvpolicy.evaluation.replay import evaluate
-from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.hardware.link import SimulatedLink, header_link
 from kvpolicy.settings import Measurement
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
 from kvpolicy_vllm.bench.breakeven import Costs, break_even_link
-from kvpolicy_vllm.bench.demoreport import DemoReport, LinkReport
-from kvpolicy_vllm.bench.engine import EngineProcess
+from kvpolicy_vllm.bench.demo_report import DemoReport, LinkReport
+from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.exactness import Comparison, compare
 from kvpolicy_vllm.bench.overload import (
     STOCK,
@@ -42,7 +42,7 @@ from kvpolicy_vllm.bench.overload import (
     throughput_ratio,
     ttft_ratio,
 )
-from kvpolicy_vllm.bench.parts import Extent
+from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.bench.ratios import mean_and_percentiles
 from kvpolicy_vllm.bench.run_profile import profile
@@ -83,13 +83,13 @@ is so much of its time that recomputed tokens hardly show, which is not how real
 _EXTENT = {
     "passes": 2,
     "repeats": 1,
-    "most_tokens": 512,
-    "most_batch_tokens": 4000,
+    "max_tokens": 512,
+    "max_batch_tokens": 4000,
     "model_tokens": 2048,
-    "most_extra": 1,
+    "max_extra": 1,
 }
 FULL = Plan(
-    extent=Extent((32,), states=64, check_pairs=5, most_others=15, **_EXTENT),
+    extent=Extent((32,), states=64, check_pairs=5, max_others=15, **_EXTENT),
     blocks=10,
     requests=48,
     warm_up_requests=32,
@@ -100,7 +100,7 @@ FULL = Plan(
     memory_share=0.33,
 )
 QUICK = Plan(
-    extent=Extent((32,), states=52, check_pairs=2, most_others=8, **_EXTENT),
+    extent=Extent((32,), states=52, check_pairs=2, max_others=8, **_EXTENT),
     blocks=2,
     requests=24,
     warm_up_requests=16,
@@ -123,7 +123,7 @@ def demo(out: Path | None = None, quick: bool = False, seed: int = 0, plan: Plan
     _make_room(out)
     show = Console(stderr=True)
     show.rule("a small Llama, made from a seed")
-    with EngineProcess("kvpolicy_vllm.bench.preparing", out / "logs" / "preparing.log") as process:
+    with EngineProcess("kvpolicy_vllm.bench.inspect_model", out / "logs" / "preparing.log") as process:
         found = process.ask({"llm": None, "make": str(out / "llm"), "seed": seed, "shape": SHAPE})
     loop = Loop(out, Path(found["llm"]), not found["device"], plan, seed, show)
     native = loop.measure("native", None)
@@ -190,8 +190,7 @@ class Loop:
         judged = evaluate([trace], [*FIXED, learned], seed=self._seed)
         for report in (profiled, trained, judged):
             self._show.print(report.text(), highlight=False, markup=False, soft_wrap=True)
-        header = {"kind": "native"} if link is None else link.to_dict()
-        return Measured(name, link, header, learned, trained.to_dict(), judged.to_dict())
+        return Measured(name, link, header_link(link), learned, trained.to_dict(), judged.to_dict())
 
     def simulated_link(self) -> SimulatedLink | None:
         """None where natively swap does not win at the median length."""

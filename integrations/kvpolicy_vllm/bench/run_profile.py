@@ -18,17 +18,17 @@ from typing import Any
 
 from kvpolicy.errors import InputError
 from kvpolicy.settings import Measurement
-from kvpolicy_vllm.bench.ending import Counted, run_to_its_end
-from kvpolicy_vllm.bench.engine import EngineProcess
-from kvpolicy_vllm.bench.finishing import ProfileReport, finish_profile
+from kvpolicy_vllm.bench.engine_process import EngineProcess
+from kvpolicy_vllm.bench.engine_run import Counted, run_to_its_end
 from kvpolicy_vllm.bench.job import Job
-from kvpolicy_vllm.bench.parts import Extent, Rig, extent_of, model_length, parts_of
+from kvpolicy_vllm.bench.profile_parts import Extent, Rig, extent_of, model_length, parts_of
+from kvpolicy_vllm.bench.profile_results import ProfileReport, finish_profile
 from kvpolicy_vllm.bench.progress import Bar
 
 Tell = Callable[[str, int, int], None]
 """Told what is being measured, windows done, windows in all; 0 in all while an engine starts."""
 
-MEASURING = "kvpolicy_vllm.bench.measuring"
+MEASURING = "kvpolicy_vllm.bench.measure_engine"
 PLAN = "profile.json"
 UNFINISHED = "unfinished"
 
@@ -61,7 +61,7 @@ def prepare(scratch: Path, how: Measurement, extent: Extent | None, shape: Mappi
     """What all parts share. ``shape``: of the model that is made where none is given."""
     llm = None if how.llm is None else str(how.llm)
     job = {"llm": llm, "make": str(scratch / "llm"), "seed": how.seed, "shape": shape or {}}
-    with EngineProcess("kvpolicy_vllm.bench.preparing", scratch / "preparing.log") as process:
+    with EngineProcess("kvpolicy_vllm.bench.inspect_model", scratch / "preparing.log") as process:
         found = process.ask(job)
     device = bool(found["device"])
     return Rig(

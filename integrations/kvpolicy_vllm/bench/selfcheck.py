@@ -19,7 +19,7 @@ from kvpolicy_vllm.bench.states import CHECK_PREFIX
 
 Verdict = Literal["agrees", "disagrees", "cannot tell"]
 
-FEWEST_PAIRS = 10
+MIN_PAIRS = 10
 WIDEST = 0.5
 """Of the effect: an interval wider than that cannot tell."""
 CONFIDENCE = 0.95
@@ -43,7 +43,7 @@ class SelfCheck:
         """For a person."""
         what = f"{self.arm}, blocks of {self.block_size}: {self.verdict} ({self.pairs} pairs"
         if self.low_s is None or self.high_s is None:
-            return f"{what}; at least {FEWEST_PAIRS} are needed)"
+            return f"{what}; at least {MIN_PAIRS} are needed)"
         beside = f"{1e3 * self.low_s:+.2f} to {1e3 * self.high_s:+.2f} ms"
         return f"{what}; attributed {1e3 * self.attributed_s:.2f} ms, twins {beside} beside it)"
 
@@ -52,7 +52,7 @@ def judge(arm: str, block_size: int, measured_s: Sequence[float], attributed_s: 
     """``measured_s``: disturbed minus undisturbed, per pair."""
     pairs = len(measured_s)
     effect_s = float(np.mean(attributed_s)) if pairs else 0.0
-    if pairs < FEWEST_PAIRS:
+    if pairs < MIN_PAIRS:
         return SelfCheck(arm, block_size, pairs, effect_s, None, None, "cannot tell")
     beside = np.asarray(measured_s) - np.asarray(attributed_s)
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, pairs - 1) * beside.std(ddof=1) / np.sqrt(pairs))

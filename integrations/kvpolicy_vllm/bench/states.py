@@ -18,7 +18,7 @@ from kvpolicy.events import Cause
 NATURAL_SHARE = 0.6
 """Of a grid's states: with those of the self-check, which are forced, well over half stay natural."""
 SPARE_LEVELS = (0, 2, 8, 32)
-FEWEST_DECODED = 2
+MIN_DECODED = 2
 LONG_WINDOW_TOKENS = 256
 """Tokens that every other request can come to emit while a slow link brings the victim back."""
 CHECK_PREFIX = "check-"
@@ -94,11 +94,11 @@ def free_blocks_for(victims: int, running: int, blocks_each: int) -> int:
 class Span:
     """What a grid covers."""
 
-    fewest_tokens: int
-    most_tokens: int
+    min_tokens: int
+    max_tokens: int
     """Computed tokens of the victim."""
-    most_others: int
-    most_batch_tokens: int
+    max_others: int
+    max_batch_tokens: int
     """Context of all running requests together."""
     model_tokens: int
     """The engine's ``max_model_len``; requests that wait ask for nearly that much."""
@@ -109,17 +109,17 @@ def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[S
 
     Raises ValueError for a count below 4 or a span that holds nothing.
     """
-    if count < 4 or not 0 < span.fewest_tokens < span.most_tokens < span.model_tokens:
+    if count < 4 or not 0 < span.min_tokens < span.max_tokens < span.model_tokens:
         raise InputError(f"cannot lay a grid of {count} states over {span}")
-    lengths = _log_strata(count, span.fewest_tokens, span.most_tokens, rng)
-    others = _dealt(range(span.most_others + 1), count, rng)
+    lengths = _log_strata(count, span.min_tokens, span.max_tokens, rng)
+    others = _dealt(range(span.max_others + 1), count, rng)
     spare = _dealt(SPARE_LEVELS, count, rng)
     waiting = _dealt((0, 0, 1, 2, 4, 8), count, rng)
     natural = math.ceil(NATURAL_SHARE * count)
     causes: list[Cause] = ["memory" if i < natural else "forced" for i in rng.sample(range(count), count)]
     states = []
     for i in range(count):
-        decoded = min(FEWEST_DECODED + rng.randrange(8), lengths[i] // 4)
+        decoded = min(MIN_DECODED + rng.randrange(8), lengths[i] // 4)
         state = State(
             state_id=f"b{block_size}-{i:03d}",
             block_size=block_size,
@@ -136,8 +136,8 @@ def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[S
 
 def check_states(block_size: int, span: Span) -> tuple[State, State]:
     """The states of the self-check, one per option: forced, memory to spare, a few others to be disturbed."""
-    tokens = round(math.sqrt(span.fewest_tokens * span.most_tokens) * 2)
-    prompts = (max(span.fewest_tokens, tokens // 2),) * min(3, max(1, span.most_others))
+    tokens = round(math.sqrt(span.min_tokens * span.max_tokens) * 2)
+    prompts = (max(span.min_tokens, tokens // 2),) * min(3, max(1, span.max_others))
 
     def state(name: str) -> State:
         return State(f"{CHECK_PREFIX}{name}-b{block_size}", block_size, "forced", tokens, 4, prompts, 0, 8)
@@ -148,15 +148,15 @@ def check_states(block_size: int, span: Span) -> tuple[State, State]:
 def _others(count: int, victim_tokens: int, span: Span, rng: random.Random) -> tuple[int, ...]:
     if count == 0:
         return ()
-    most = min(span.most_tokens, (span.most_batch_tokens - victim_tokens) // count)
-    high = max(most, span.fewest_tokens + 1)
-    return tuple(round(math.exp(rng.uniform(math.log(span.fewest_tokens), math.log(high)))) for _ in range(count))
+    most = min(span.max_tokens, (span.max_batch_tokens - victim_tokens) // count)
+    high = max(most, span.min_tokens + 1)
+    return tuple(round(math.exp(rng.uniform(math.log(span.min_tokens), math.log(high)))) for _ in range(count))
 
 
 def _without_waiting_that_would_fit(state: State, span: Span) -> State:
     """Nobody may be admitted during a window: drop those who wait where there will be room for one."""
-    most_free = state.victim_blocks + state.growth_blocks + state.spare_blocks
-    if state.waiting and most_free >= waiting_prompt_tokens(span.model_tokens) // state.block_size:
+    max_free = state.victim_blocks + state.growth_blocks + state.spare_blocks
+    if state.waiting and max_free >= waiting_prompt_tokens(span.model_tokens) // state.block_size:
         return State.from_dict(state.to_dict() | {"waiting": 0})
     return state
 

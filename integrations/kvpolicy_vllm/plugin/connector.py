@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
@@ -16,9 +17,10 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy.errors import InputError
 from kvpolicy.hardware import available_memory_bytes
+from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.copier import Copier, unique_segments
-from kvpolicy_vllm.plugin.jobs import Job, StepJobs, Transfers
+from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
+from kvpolicy_vllm.plugin.messages import Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.settings import GIB, Settings
 from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported, warn_untested
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+# What vLLM carries from the scheduler to the workers and back: plain records elsewhere.
+KVConnectorMetadata.register(StepJobs)
+KVConnectorWorkerMetadata.register(Transfers)
 
 
 class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
@@ -49,7 +55,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             self.settings.refuse_too_much_memory(available_to_all_ranks(), cores_here(vllm_config))
         else:
             warn_untested()
-            self.controller = Controller(self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes)
+            self.controller = controller_for(self.settings, vllm_config, kv_cache_config, self.slots, self.block_bytes)
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._saved_step = -1
@@ -167,7 +173,9 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self._controlling.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._controlling.take_jobs(idle=scheduler_output.total_num_scheduled_tokens == 0)
+        controller = self.controller
+        assert controller is not None
+        return controller.take_jobs(scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         done = connector_output.kv_connector_worker_meta
@@ -202,7 +210,8 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- both ----
 
     def get_kv_connector_stats(self) -> KVPolicyStats | None:
-        return None if self.controller is None else self.controller.tally.report()
+        changed = None if self.controller is None else self.controller.metrics.report()
+        return None if changed is None else KVPolicyStats(changed)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVPolicyStats | None:

@@ -1,145 +1,201 @@
-"""The scheduler side's mind: sees a preemption, asks the policy, follows what becomes of it.
+"""The scheduler side's state machine: sees a preemption, has it decided, follows it until it is closed.
+
+    preempted -> decided -> executed: a recompute at once; a swap when its save is confirmed, has failed or is forgotten
+              -> admitted -> loaded -> closed: resumed, preempted again or gone
 
 Nothing here may stop a request or change a token. Whatever goes wrong in deciding, the request is recomputed, as vLLM
-alone would have done, and the reason is counted.
+alone would have done, and the reason is counted. What counts, records, measures and learns are observers.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import time
-import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpolicy import policy as policies
-from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step
-from kvpolicy.events import Cause, Decision, Kind, Outcome, Preemption, copy_was_used
-from kvpolicy.trace import decision_row
-from kvpolicy_vllm.plugin.accounts import Accounts
-from kvpolicy_vllm.plugin.copies import CopyBook, Settled
-from kvpolicy_vllm.plugin.copy_health import CopyHealth
-from kvpolicy_vllm.plugin.deciding import Judge
-from kvpolicy_vllm.plugin.jobs import StepJobs, Transfer
-from kvpolicy_vllm.plugin.journal import Journal, header_link, header_of
-from kvpolicy_vllm.plugin.metrics import Tally
-from kvpolicy_vllm.plugin.recording import Recorder, Recording
-from kvpolicy_vllm.plugin.settings import Settings
-from kvpolicy_vllm.plugin.situation import RunningView, engine_shape, model_loader, page_bytes, situation_of
+from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
+from kvpolicy.events import Cause, Kind, copy_was_used
+from kvpolicy.policy import Decider, Policy
+from kvpolicy_vllm.plugin.cost_meter import CostMeter
+from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.learner import Learner, Memory
+from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
+from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending
+from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_not_loadable
+from kvpolicy_vllm.plugin.trace_writer import RowWriter, TraceRecorder
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = logging.getLogger(__name__)
+class Swaps:
+    """Preemptions that are swapped, from the queued save to the end of the load; what was decided stands only when the
+    save is confirmed, has failed or is forgotten."""
+
+    def __init__(self, copies: CopyBook, ledger: Ledger[OpenPreemption], observers: Observers) -> None:
+        self._copies, self._ledger, self._observers = copies, ledger, observers
+        self.undecided: dict[int, Pending] = {}
+        """By copy: what was decided, but not yet executed for certain."""
+
+    def begin(self, pending: Pending, block_ids: Sequence[int]) -> None:
+        """Queue the save. ``block_ids``: all that the request holds."""
+        known, situation = pending.identity, pending.situation
+        self.forget(known.request_id)
+        needed = tuple(block_ids[: situation.held_blocks])
+        copy = self._copies.save(known.request_id, known.preemption_id, situation.computed_tokens, needed)
+        self.undecided[copy.copy_id] = pending
+
+    def settled(self, settled: Settled) -> None:
+        """One direction of a copy is finished on all ranks."""
+        copy = settled.copy
+        opened = self._ledger.of(copy.request_id)
+        if settled.direction == "save":
+            self._saved(copy.copy_id, settled.ok, opened)
+            return
+        if copy.copy_id in self.undecided:  # nobody waits for what ranks have still to say of the save
+            self._settle_early(copy.copy_id)
+        if copy.orphan:
+            return
+        if not settled.ok:
+            self.recomputed_after_all(opened, "load_failed")
+            return
+        self._observers.tell("loaded", copy.request_id, copy.load_tokens)
+        if opened is not None:
+            opened.loaded_tokens = copy.load_tokens
+
+    def _saved(self, copy_id: int, ok: bool, opened: OpenPreemption | None) -> None:
+        pending = self.undecided.pop(copy_id, None)
+        if pending is None:  # forgotten while it was being loaded, before all ranks had confirmed the save
+            return
+        if not ok:
+            pending.decision = replace(pending.decision, executed="recompute", reason="save_failed")
+            if opened is not None and opened.preemption_id == pending.identity.preemption_id:
+                opened.executed, opened.mixed = "recompute", True
+        self._observers.tell("executed", pending)
+
+    def recomputed_after_all(self, opened: OpenPreemption | None, reason: str) -> None:
+        """The copy was not loaded, because that failed or vLLM would not: what it cost is neither option's cost."""
+        self._observers.tell("fell_back", reason)
+        if opened is not None:
+            opened.executed, opened.mixed = "recompute", True
+
+    def forget(self, request_id: str) -> None:
+        """The request needs its copy no more."""
+        copy = self._copies.forget(request_id)
+        if copy is not None and copy.copy_id in self.undecided:
+            self._settle_early(copy.copy_id)
+
+    def forget_all(self) -> None:
+        """Everything saved or queued is stale, as after a change of weights."""
+        for copy_id in list(self.undecided):
+            self._settle_early(copy_id)
+        self._copies.forget_all()
+
+    def close(self) -> None:
+        """The engine ends: what was decided is told as it stands."""
+        for pending in self.undecided.values():
+            self._observers.tell("executed", pending)
+        self.undecided.clear()
+
+    def _settle_early(self, copy_id: int) -> None:
+        """A copy was forgotten or its load ended before its save was confirmed: the decision stands as executed."""
+        pending = self.undecided.pop(copy_id)
+        self._observers.tell("executed", pending)
+        self._observers.tell("copy_lost", pending.identity.preemption_id)
 
 
 class Controller:
     """One per engine core, owned by the connector, driven by the scheduler and the connector.
 
-    ``policy`` and ``recording`` take the place of what the settings name, in a simulation.
+    ``segment_bytes``: of a block, what lies contiguous until a worker says otherwise. ``load_policy``: by name, as it
+    fits this engine. ``memory``: keeps what is learned. ``complain``: told what went wrong, while the exception is
+    handled.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        vllm_config: VllmConfig,
-        kv_cache: KVCacheConfig,
-        slots: int,
-        block_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-        policy: policies.Policy | None = None,
-        recording: Recording | None = None,
+        core: str,
+        decider: Decider,
+        copies: CopyBook,
+        segment_bytes: int,
+        clock: Callable[[], float],
+        complain: Callable[[str], None],
+        load_policy: Callable[[str], Policy],
+        memory: Memory | None = None,
     ) -> None:
-        self.settings = settings
-        self.tally = Tally()
-        self.clock = clock
-        self.core = f"core-{uuid.uuid4().hex[:12]}"
-        self.copies = CopyBook(slots, vllm_config.parallel_config.world_size, block_bytes)
-        self.health = CopyHealth()
+        self.core, self.decider, self.copies, self.clock = core, decider, copies, clock
         self.ledger: Ledger[OpenPreemption] = Ledger()
-        self._segment_bytes = page_bytes(kv_cache)
+        self.metrics = MetricsCounter(copies, self.ledger)
+        self.observers = Observers(complain)
+        self.observers.add(self.metrics)
+        self.recorder: RowWriter | None = None
+        """Takes the trace's rows, where one is recorded."""
+        self.next_step = 0
+        """The number that the next step will have in table ``steps``."""
+        self._complain, self._load_policy = complain, load_policy
+        self._segment_bytes = segment_bytes
+        self._labels: Mapping[str, Any] = {}
         self._scheduler: Any = None
         self._running_view: RunningView | None = None
         """Of the step that is being scheduled; made at its first preemption."""
         self._step: Step[OpenPreemption] = Step(-1, clock())
-        self._steps = 0
-        self._scheduling = False
-        self._between_steps: list[str] = []
-        """Preemptions since the last step was scheduled: a reset's, which belong to the next one."""
+        self._step_clock = StepClock()
         self._in_flight: dict[int, Step[OpenPreemption]] = {}
+        self._belongs_to = 0
+        """The step that a preemption belongs to: between two steps, as at a reset, the next one."""
+        self._lost: list[str] = []
+        """Preemptions of that step."""
         self._preemptions = 0
-        self._salt = uuid.uuid4().bytes
-        # Decisions to swap whose save is not yet done: (situation, decision, identity).
-        self._undecided: dict[int, tuple[Preemption, Decision, dict[str, Any]]] = {}
-        self._complained: set[str] = set()
-        self._shown: tuple[int, ...] = ()
-        rank = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
-        found = vllm_config, kv_cache, block_bytes
-        loader = model_loader(*found, settings.pin_memory, header_link(settings.link))
-        draw_seed = self._draw_seed(rank)
-        self.judge = Judge(settings, engine_shape(*found), loader, rank, draw_seed, policy)
-        if recording is None and settings.trace is not None:
-            header = header_of(settings, vllm_config, kv_cache, self.core, self.judge.policy.label, slots, block_bytes)
-            header = replace(header, draw_seed=draw_seed)
-            recording = Recorder(settings.trace / self.core, header)
-        self.journal = None if recording is None else Journal(recording, self.anonymous)
-        self.accounts = Accounts(self.tally, self.journal)
-        self.accounts.measure_by(self.judge.step_time)
+        self.swaps = Swaps(copies, self.ledger, self.observers)
         # An engine inside a script's own process is not shut down by every vLLM: what it recorded would end with it.
-        self._keep = weakref.finalize(self, _keep, recording, self.judge)
-        self._set_gauges()
-        self._show_policy(1)
+        self._keep = weakref.finalize(self, self.observers.close)
+        self._take_charge(memory)
+
+    def record_into(self, recording: RowWriter, anonymous: Callable[[str], str]) -> None:
+        """Record a trace from now on. ``anonymous`` gives a request its name in it."""
+        self.recorder = recording
+        self.observers.add(TraceRecorder(recording, anonymous, self.core, self.metrics.tally))
 
     # ---- for tools that drive an engine ----
 
     def pin(self, kind: Kind | None, labels: Mapping[str, Any] | None = None) -> None:
         """Execute ``kind`` at every following preemption and record it with ``labels``; None: ask the policy."""
-        self.judge.pin(kind, dict(labels or {}))
+        self.decider.pin(kind)
+        self._labels = dict(labels or {})
 
     def adopt(self, name: str) -> None:
         """Decide by another policy from now on. Raises as at start-up where it cannot be loaded or does not fit."""
-        self._show_policy(0)
-        try:
-            self.judge.adopt(name)
-        finally:
-            self._show_policy(1)
-        self.accounts.measure_by(self.judge.step_time)
+        policy = self._load_policy(name)
+        self.metrics.show_policy(self.decider.policy, 0)
+        self.decider.adopt(policy)
+        self._take_charge(None)
 
-    @property
-    def next_step(self) -> int:
-        """The number that the next step will have in table ``steps``."""
-        return self._steps
+    def _take_charge(self, memory: Memory | None) -> None:
+        """Show the policy in charge; measure and learn as far as it can."""
+        policy, tell, tally = self.decider.policy, self.observers.tell, self.metrics.tally
+        self.metrics.show_policy(policy, 1)
+        step_time = None if policy.cost_model is None else policy.cost_model.step_time
+        self.observers.replace(CostMeter, None if step_time is None else CostMeter(step_time, tell, tally))
+        self.observers.replace(Learner, Learner(self.decider, memory, tally) if self.decider.learns else None)
 
     def leave_out(self, seconds: float) -> None:
         """Time since the last step that a tool took for itself: it is no part of the next one."""
-        self.accounts.leave_out(seconds)
+        self._step_clock.leave_out(seconds)
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges since the start, by ``name|label=value``."""
-        self._set_gauges()
-        return self.tally.totals | self.tally.gauges
-
-    @property
-    def recorder(self) -> Any:
-        """The trace's recorder, or None where nothing is recorded."""
-        return None if self.journal is None else self.journal.recorder
+        return self.metrics.stats()
 
     @property
     def unsettled(self) -> bool:
         """Whether an idle or paused engine should go on stepping: a load is under way, or something is to be told."""
-        return self.tally.urgent or self.copies.loading > 0
+        return self.metrics.urgent or self.copies.loading > 0
 
     # ---- from the scheduler ----
 
     def step_begins(self, scheduler: Any) -> None:
         self._scheduler, self._running_view = scheduler, None
-        self._step = Step(self._steps, self.clock(), lost=self._between_steps)
-        self._steps += 1
-        self._scheduling, self._between_steps = True, []
+        self._step = Step(self.next_step, self.clock(), lost=self._lost)
+        self._belongs_to, self.next_step = self.next_step, self.next_step + 1
 
     def preempting(self, request: Any, cause: Cause) -> None:
         """A request is about to lose its blocks: decide, and queue the save where it is to be swapped."""
@@ -147,349 +203,135 @@ class Controller:
             self.forget_saved()
         self._preemptions += 1
         preemption_id = f"{self.core}-{self._preemptions}"
+        self._lost.append(preemption_id)
         kind: Kind = "recompute"
         try:
             kind = self._decide(request, cause, preemption_id)
         # The one boundary between a policy and a server: whatever is wrong with deciding, vLLM's own way is safe.
         except Exception:  # noqa: BLE001
             self._running_view = None
-            self._fell_back("error")
+            self.observers.tell("undecided", cause)
             self._complain("deciding failed; recomputing (counted as fallback 'error')")
-            self.tally.add("preemptions", intended="recompute", executed="recompute", cause=cause)
-        (self._step.lost if self._scheduling else self._between_steps).append(preemption_id)
-        opened = OpenPreemption(
-            preemption_id, request.request_id, kind, request.num_computed_tokens, self.clock(), self._step_number
-        )
+        tokens, now = request.num_computed_tokens, self.clock()
+        opened = OpenPreemption(preemption_id, request.request_id, kind, tokens, now, self._belongs_to)
         superseded = self.ledger.of(request.request_id)
-        earlier = self.ledger.preempted(opened)
-        if superseded is not None and earlier is not None:
-            self._closed(superseded, earlier)
+        outcome = self.ledger.preempted(opened)
+        if superseded is not None and outcome is not None:
+            self.observers.tell("closed", superseded, outcome)
+        self.observers.tell("preempted", request)
 
     def step_scheduled(self, output: Any) -> None:
         """After ``schedule()``: computed tokens are advanced, jobs are taken."""
-        self._scheduling, self._running_view = False, None
-        scheduled = output.num_scheduled_tokens
-        step, scheduler = self._step, self._scheduler
+        step, self._running_view = self._step, None
+        self._belongs_to, self._lost = self.next_step, []
+        scheduled, requests = output.num_scheduled_tokens, self._scheduler.requests
         for request_id in [name for name in self.ledger.lost if name in scheduled]:
-            end = scheduler.requests[request_id].num_computed_tokens
+            end = requests[request_id].num_computed_tokens
             self.ledger.count(step, request_id, end - scheduled[request_id], end)
         if step.repeated:
-            self.tally.add("recomputed_tokens", step.recomputed_tokens)
-        self.accounts.scheduled(step, scheduled, scheduler)
-        self._in_flight[id(output)] = step
+            self.observers.tell("repeated", step)
+        if self.observers.follow_steps:
+            self.observers.tell("scheduled", step, output, self._scheduler)
+        if step.back or self.observers.follow_steps:
+            self._in_flight[id(output)] = step
 
     def step_done(self, output: Any) -> None:
         """After ``update_from_output()``."""
-        step = self._in_flight.pop(id(output), None)
-        if step is None:
+        step = self._in_flight.pop(id(output), None) if self._in_flight else None
+        if step is None:  # nobody asks for it
             return
         now = self.clock()
         for opened in step.back:
-            self._check_use(opened)
-            outcome = opened.close("resumed", now)
-            self.tally.add("resumed", executed=opened.executed)
-            self.tally.add("victim_delay_microseconds", outcome.victim_delay_s * 1e6, executed=opened.executed)
-            self.tally.add("wait_blocks_microseconds", outcome.wait_blocks_s * 1e6, executed=opened.executed)
-            self._closed(opened, outcome)
-        self._account(step, output, now)
-        if self.journal is not None:
-            self._count_dropped()
-        if self._scheduler.get_num_unfinished_requests() == 0:
-            # A server may be ended now, and vLLM's default does not let it close.
-            self.judge.keep_soon()
-            if self.journal is not None:
-                self.journal.recorder.flush_soon()
-        self._set_gauges()
-
-    def _account(self, step: Step[OpenPreemption], output: Any, now: float) -> None:
-        try:
-            for cost in self.accounts.done(step, output, self._scheduler, now):
-                self.judge.learn(cost)
-                self.accounts.observed()
-        # As with deciding: whatever is wrong with measuring and learning, serving goes on.
-        except Exception:  # noqa: BLE001
-            self._complain("a preemption's cost could not be measured or learned from (counted as measuring_failed)")
-            if not self.accounts.begin_afresh():
-                self._complain("measuring failed too often in a row: no more costs are measured and learned from")
-
-    def _closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
-        if opened.mixed:
-            self.judge.forget(outcome.preemption_id)
-        else:
-            self.judge.closed(outcome)
-        self.accounts.closed(opened, outcome)
-
-    def _check_use(self, opened: OpenPreemption) -> None:
-        """A swap whose copy was not loaded, because that failed or vLLM would not, was a recompute in the end."""
-        if not copy_was_used(opened.executed, opened.loaded_tokens, opened.recomputed_tokens):
-            self._fell_back("not_loaded")
-            opened.executed, opened.mixed = "recompute", True
+            if not copy_was_used(opened.executed, opened.loaded_tokens, opened.recomputed_tokens):
+                self.swaps.recomputed_after_all(opened, "not_loaded")
+            self.observers.tell("closed", opened, opened.close("resumed", now))
+        if self.observers.follow_steps:
+            scheduler = self._scheduler
+            busy = bool(scheduler.running) or scheduler.get_num_unfinished_requests() > 0
+            began_s = self._step_clock.began_s(step, now, busy)
+            self.observers.tell("done", step, output, scheduler, began_s, now)
+            if not busy:
+                self.observers.tell("idle")
 
     def forget_saved(self) -> None:
         """Everything saved or queued is stale, as after a change of weights."""
-        for copy_id in list(self._undecided):
-            self._settle_early(copy_id)
-        self.copies.forget_all()
-        self._set_gauges()
+        self.swaps.forget_all()
 
     # ---- from the connector ----
 
     def arrived(self, request: Any) -> None:
-        if self.journal is not None:
-            self.journal.arrived(request, self.clock())
+        self.observers.tell("arrived", request, self.clock())
 
     def loadable_tokens(self, request: Any, local_tokens: int) -> int:
         """Tokens to load beyond the local hit. Asked at every admission attempt; changes nothing."""
         if request.skip_reading_prefix_cache:
             return 0
-        return self.copies.loadable_tokens(request.request_id, self._restorable_tokens(request), local_tokens)
-
-    def _restorable_tokens(self, request: Any) -> int:
-        """Tokens that a load can bring ``request`` to, 0 without a copy. The last one known is computed, to sample the
-        next."""
-        copy = self.copies.of(request.request_id)
-        tokens = 0 if copy is None else min(copy.tokens, int(request.num_tokens) - 1)
-        if self._captures_routed_experts:  # vLLM would load nothing where a block is not whole
-            tokens -= tokens % self._block_size
-        return tokens
+        total = restorable_tokens(request, self._scheduler, self.copies)
+        return self.copies.loadable_tokens(request.request_id, total, local_tokens)
 
     def admitted(self, request: Any, block_ids: list[int], load_tokens: int) -> None:
         """The request has blocks again; ``load_tokens`` of them are to be loaded (0: none)."""
         request_id = request.request_id
-        copy = self.copies.of(request_id)
-        opened = self.ledger.of(request_id)
+        copy, opened = self.copies.of(request_id), self.ledger.of(request_id)
         if load_tokens > 0 and copy is not None:
-            total = self._restorable_tokens(request)
-            first = (total - load_tokens) // self._block_size
-            last = -(-total // self._block_size)
+            size = int(self._scheduler.block_size)
+            total = restorable_tokens(request, self._scheduler, self.copies)
+            first, last = (total - load_tokens) // size, -(-total // size)
             self.copies.begin_load(request_id, first, tuple(block_ids[first:last]), load_tokens)
             self._scheduler.returning.load_begins(request)
         elif copy is not None and copy.load_tokens == 0:
             # It fits what is cached locally, or vLLM would not load: the copy has served.
-            self._forget(request_id)
+            self.swaps.forget(request_id)
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.clock()
 
     def take_jobs(self, idle: bool) -> StepJobs:
         jobs = self.copies.take_jobs(self._step.number, idle)
-        self._step.saves, self._step.loads = len(jobs.saves), len(jobs.loads)
-        self.accounts.copies_begin(jobs, self.copies)
+        if jobs.saves or jobs.loads:
+            self._step.saves, self._step.loads = len(jobs.saves), len(jobs.loads)
+            preemptions = {job.copy_id: self.copies.preemption_of(job) for job in (*jobs.saves, *jobs.loads)}
+            self.observers.tell("copies_begin", jobs, preemptions)
         return jobs
 
     def transferred(self, done: Iterable[Transfer]) -> None:
         """Workers finished copies."""
         for settled in self.copies.acknowledge(done):
-            self._count_transfer(settled)
-            if settled.direction == "save":
-                self._saved(settled)
-                continue
-            if settled.copy.copy_id in self._undecided:  # nobody waits for what ranks have still to say of the save
-                self._settle_early(settled.copy.copy_id)
-            if settled.ok and not settled.copy.orphan:
-                self.tally.add("loaded_tokens", settled.copy.load_tokens)
-                if self.journal is not None:
-                    self.journal.loaded(settled.copy.request_id, settled.copy.load_tokens)
-                opened = self.ledger.of(settled.copy.request_id)
-                if opened is not None:
-                    opened.loaded_tokens = settled.copy.load_tokens
-            elif not settled.ok and not settled.copy.orphan:
-                self._fell_back("load_failed")
-                opened = self.ledger.of(settled.copy.request_id)
-                if opened is not None:
-                    opened.executed, opened.mixed = "recompute", True
-        self._set_gauges()
+            self._segment_bytes = settled.transfers[0].segment_bytes
+            self.copies.health.settled(settled, self.clock())
+            self.observers.tell("copied", settled, self._step.number)
+            self.swaps.settled(settled)
 
     def finished(self, request: Any) -> None:
         """The request ended, well or not."""
-        self._forget(request.request_id)
-        opened = self.ledger.of(request.request_id)
-        outcome = self.ledger.gone(request.request_id, self.clock())
+        self.swaps.forget(request.request_id)
+        opened, now = self.ledger.of(request.request_id), self.clock()
+        outcome = self.ledger.gone(request.request_id, now)
         if opened is not None and outcome is not None:
-            self._closed(opened, outcome)
-        if self.journal is not None:
-            self.journal.finished(request, self.clock())
-        self._set_gauges()
+            self.observers.tell("closed", opened, outcome)
+        self.observers.tell("ended", request, now)
 
     def close(self) -> None:
         """Once; whatever is still to be written is."""
         if not self._keep.alive:
             return
-        if self.journal is not None:
-            self._write_undecided()
+        self.swaps.close()
         self._keep()
-        if self.journal is not None:
-            self._count_dropped()
 
-    # ---- deciding ----
+    # ---- from one state to the next ----
 
     def _decide(self, request: Any, cause: Cause, preemption_id: str) -> Kind:
         if self._running_view is None:
             self._running_view = RunningView(self._scheduler, request)
-        situation = situation_of(
-            request, self._scheduler, self._running_view, cause, self.copies, self._segment_bytes, self.clock()
-        )
-        why_not = policies.why_no_swap(situation, self._refused(request, situation))
-        options = policies.feasible_options(situation, swap_possible=not why_not)
-        decision = self.judge.decide(situation, options)
-        executed, reason = self._executable(decision, situation, why_not)
-        decision = replace(decision, executed=executed, reason=reason)
-        self.judge.executing(preemption_id, situation, decision)
-        identity = self._identity(request, preemption_id)
+        view, scheduler, now = self._running_view, self._scheduler, self.clock()
+        situation = situation_of(request, scheduler, view, cause, self.copies, self._segment_bytes, now)
+        refused = why_not_loadable(request, self.copies, now)
+        decision = self.decider.decide(situation, policies.why_no_swap(situation, refused))
+        identity = Identity(preemption_id, request.request_id, request.num_preemptions, self._belongs_to, self._labels)
+        pending = Pending(situation, decision, identity)
+        executed: Kind = "swap" if decision.executed == "swap" else "recompute"
         if executed == "swap":
-            self._save(request, situation, decision, identity)
+            self.swaps.begin(pending, scheduler.kv_cache_manager.get_block_ids(request.request_id)[0])
         else:
-            self._count(decision, cause)
-            self._write(situation, decision, identity)
+            self.observers.tell("executed", pending)
+        self.observers.tell("decided", pending)
         return executed
-
-    def _refused(self, request: Any, situation: Preemption) -> str:
-        """A request that must not or cannot be loaded is recomputed, and so is everybody while copies fail."""
-        if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
-            return "not_loadable"
-        return "copies_failing" if self.health.suspended(situation.time_s) else ""
-
-    def _executable(self, decision: Decision, situation: Preemption, why_not: str) -> tuple[Kind, str]:
-        if why_not:
-            return "recompute", why_not
-        if self.settings.shadow and decision.intended == "swap":
-            return "recompute", "shadow"
-        return decision.intended, ""
-
-    def _save(self, request: Any, situation: Preemption, decision: Decision, identity: dict[str, Any]) -> None:
-        blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-        needed = tuple(blocks[: situation.held_blocks])
-        self._forget(request.request_id)
-        copy = self.copies.save(request.request_id, identity["preemption_id"], situation.computed_tokens, needed)
-        self._undecided[copy.copy_id] = (situation, decision, identity)
-
-    def _saved(self, settled: Settled) -> None:
-        """A save is done or has failed on all ranks: only now it is known what was executed."""
-        waiting = self._undecided.pop(settled.copy.copy_id, None)
-        if waiting is None:  # forgotten while it was being loaded, before all ranks had confirmed the save
-            return
-        situation, decision, identity = waiting
-        if not settled.ok:
-            decision = replace(decision, executed="recompute", reason="save_failed")
-            opened = self.ledger.of(settled.copy.request_id)
-            if opened is not None and opened.preemption_id == identity["preemption_id"]:
-                opened.executed, opened.mixed = "recompute", True
-        self._count(decision, situation.cause)
-        self._write(situation, decision, identity)
-
-    def _write_undecided(self) -> None:
-        for situation, decision, identity in self._undecided.values():
-            self._count(decision, situation.cause)
-            self._write(situation, decision, identity)
-        self._undecided.clear()
-
-    # ---- counting and recording ----
-
-    def _identity(self, request: Any, preemption_id: str) -> dict[str, Any]:
-        return {
-            "preemption_id": preemption_id,
-            "decision_id": f"{preemption_id}-0",
-            "request": self.anonymous(request.request_id),
-            "generation": request.num_preemptions,
-            "step": self._step_number,
-            "overflow_id": f"{self.core}-{self._step_number}",
-        } | dict(self.judge.labels)
-
-    def anonymous(self, request_id: str) -> str:
-        """A request's name in traces: a keyed hash, so that nobody can be found out by it."""
-        return hashlib.blake2b(request_id.encode(), key=self._salt, digest_size=8).hexdigest()
-
-    def _count(self, decision: Decision, cause: Cause) -> None:
-        assert decision.executed is not None
-        self.tally.add("preemptions", intended=decision.intended, executed=decision.executed, cause=cause)
-        if decision.reason:
-            self._fell_back(decision.reason)
-        for option, cost in zip(decision.options, decision.costs, strict=False):
-            if option.kind == decision.executed:
-                self.tally.add("predicted_cost_microseconds", cost.engine_s * 1e6, executed=decision.executed)
-        if any(cost.extrapolated for cost in decision.costs):
-            self.tally.add("extrapolated")
-
-    def _write(self, situation: Preemption, decision: Decision, identity: dict[str, Any]) -> None:
-        if self.journal is not None:
-            self.journal.recorder.add("decisions", decision_row(situation, decision, **identity))
-
-    def _count_transfer(self, settled: Settled) -> None:
-        self._segment_bytes = settled.transfers[0].segment_bytes
-        slowest = max(settled.transfers, key=lambda transfer: transfer.end_s - transfer.start_s)
-        moved = sum(transfer.bytes for transfer in settled.transfers if transfer.ok)
-        self.tally.add("copy_bytes", moved, direction=settled.direction)
-        self.tally.add("copy_microseconds", (slowest.end_s - slowest.start_s) * 1e6, direction=settled.direction)
-        self.accounts.copied(settled, slowest, moved, self._step.number)
-        if settled.ok:
-            self.health.succeeded(settled.direction)
-        else:
-            first = next(transfer for transfer in settled.transfers if not transfer.ok)
-            what = f"{first.direction} of copy {first.copy_id} failed: {first.error}"
-            self.health.failed(settled.direction, what, self.clock())
-
-    def _fell_back(self, reason: str) -> None:
-        self.tally.add("fallbacks", reason=reason)
-
-    def _complain(self, what: str) -> None:
-        if what not in self._complained:
-            self._complained.add(what)
-            logger.exception("kvpolicy: %s (told once)", what)
-
-    def _count_dropped(self) -> None:
-        assert self.journal is not None
-        known = self.tally.totals.get("records_dropped", 0)
-        if self.journal.recorder.dropped > known:
-            self.tally.add("records_dropped", self.journal.recorder.dropped - known)
-
-    def _set_gauges(self) -> None:
-        shown = (self.copies.pool.used, self.copies.pool.total, len(self.ledger))
-        if shown == self._shown:  # as in nearly every step
-            return
-        self._shown = shown
-        for name, value in zip(("host_slots_used", "host_slots_total", "open_preemptions"), shown, strict=True):
-            self.tally.set(name, value)
-
-    # ---- forgetting ----
-
-    def _forget(self, request_id: str) -> None:
-        copy = self.copies.forget(request_id)
-        if copy is not None and copy.copy_id in self._undecided:
-            self._settle_early(copy.copy_id)
-
-    def _settle_early(self, copy_id: int) -> None:
-        """A copy was forgotten or its load ended before its save was confirmed: the decision stands as executed."""
-        situation, decision, identity = self._undecided.pop(copy_id)
-        self._count(decision, situation.cause)
-        self._write(situation, decision, identity)
-        self.accounts.copies_lost([identity["preemption_id"]])
-
-    # ---- at start-up, and what the engine is ----
-
-    def _draw_seed(self, rank: int) -> int:
-        """Seed of the policy's draws: another one for each engine core and each start, so that no two logs share
-        their coins. Recorded in the trace's header."""
-        text = f"{self.settings.seed}/{rank}/{self.core}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
-
-    @property
-    def _captures_routed_experts(self) -> bool:
-        """vLLM 0.33, with ``--enable-return-routed-experts``; earlier versions are refused with it."""
-        return getattr(self._scheduler, "aux_output_connector", None) is not None
-
-    @property
-    def _step_number(self) -> int:
-        """The step a preemption now belongs to."""
-        return self._step.number if self._scheduling else self._steps
-
-    @property
-    def _block_size(self) -> int:
-        return int(self._scheduler.block_size)
-
-    def _show_policy(self, value: int) -> None:
-        self.tally.set("cost_model", value, policy=self.judge.policy.label, digest=self.judge.digest)
-
-
-def _keep(recording: Recording | None, judge: Judge) -> None:
-    if recording is not None:
-        recording.close()
-    judge.close()

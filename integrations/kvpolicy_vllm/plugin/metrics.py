@@ -40,53 +40,6 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def key(name: str, **labels: str) -> str:
-    return "|".join([name, *(f"{label}={value.replace('|', '/')}" for label, value in labels.items())])
-
-
-class Tally:
-    """Counts of one engine core: totals since the start, and what was added since the last report."""
-
-    def __init__(self) -> None:
-        self.totals: dict[str, float] = {}
-        self.gauges: dict[str, float] = {}
-        self._added: dict[str, float] = {}
-        self._gauges_moved = False
-
-    def add(self, name: str, amount: float = 1, **labels: str) -> None:
-        at = key(name, **labels)
-        self.totals[at] = self.totals.get(at, 0) + amount
-        self._added[at] = self._added.get(at, 0) + amount
-
-    def set(self, name: str, value: float, **labels: str) -> None:
-        at = key(name, **labels)
-        if self.gauges.get(at) != value:
-            self.gauges[at] = value
-            self._gauges_moved = True
-
-    def raise_by(self, name: str, amount: float, **labels: str) -> None:
-        """A gauge that sums up what may be below 0."""
-        self.set(name, self.gauges.get(key(name, **labels), 0.0) + amount, **labels)
-
-    @property
-    def unreported(self) -> bool:
-        return bool(self._added) or self._gauges_moved
-
-    @property
-    def urgent(self) -> bool:
-        """Whether an idle engine should step once more to report. Dropped records can wait: a step makes new ones."""
-        return self._gauges_moved or any(at != "records_dropped" for at in self._added)
-
-    def report(self) -> KVPolicyStats | None:
-        """What changed since the last report, or None."""
-        if not self.unreported:
-            return None
-        stats = KVPolicyStats({"counters": self._added, "gauges": dict(self.gauges)})
-        self._added = {}
-        self._gauges_moved = False
-        return stats
-
-
 @dataclass
 class KVPolicyStats(KVConnectorStats):
     """``data``: {"counters": {key: added}, "gauges": {key: value}}."""

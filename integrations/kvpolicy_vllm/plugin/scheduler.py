@@ -1,8 +1,8 @@
 """The scheduler: vLLM's own, which asks the controller before a request loses its blocks.
 
-Only `schedule`, `update_from_output`, `_preempt_request`, `reset_prefix_cache` and, up to vLLM 0.30,
-`_select_waiting_queue_for_scheduling` are extended, each by calling the original. Nothing of vLLM's scheduling is
-repeated here, so `always-recompute` schedules exactly as stock vLLM does.
+Only `schedule`, `update_from_output`, `_preempt_request`, `_update_waiting_for_remote_kv`, `reset_prefix_cache` and, up
+to vLLM 0.30, `_select_waiting_queue_for_scheduling` are extended, each by calling the original. Nothing of vLLM's
+scheduling is repeated here, so `always-recompute` schedules exactly as stock vLLM does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.returning import Returning
+from kvpolicy_vllm.plugin.loaded_requests import Returning
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_offloading
 
 if TYPE_CHECKING:
@@ -46,17 +46,21 @@ class Asking:
         self.returning = Returning(self)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self.kvpolicy.step_begins(self)
-        aside = self._force_out()
+        controller, returning = self.kvpolicy, self.returning
+        controller.step_begins(self)
+        aside = self._force_out() if self._forced_out else ()
         self._cause = "memory"
         try:
-            with self.returning.places_held():
-                output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
+            if returning.requests:
+                returning.hold_places()
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
         finally:
             self._cause = "reset"
+            if returning.configured is not None:
+                returning.give_places()
             for request in reversed(aside):
                 self.waiting.prepend_request(request)
-        self.kvpolicy.step_scheduled(output)
+        controller.step_scheduled(output)
         return output
 
     def _select_waiting_queue_for_scheduling(self) -> Any:
@@ -74,6 +78,14 @@ class Asking:
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.kvpolicy.preempting(request, self._cause)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _update_waiting_for_remote_kv(self, request: Any) -> None:
+        """The request's load has ended. After a failed one vLLM frees the blocks, but goes on keeping as many free for
+        the request. The next load that does not fit beside them would then end the scan of those who wait: for good,
+        where nobody runs."""
+        super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
+        if request.num_computed_tokens == 0:
+            self._inflight_prefills.discard(request)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Weights may have changed: nothing saved, queued or being loaded may be used again."""

@@ -16,7 +16,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.settings import ServerSettings
 
 GIB = 1 << 30
-DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.copier_for"
+DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.factory.copier_for"
 SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
 CONNECTOR = "KVPolicyConnector"
 CONNECTOR_MODULE = "kvpolicy_vllm.connector"

@@ -1,23 +1,17 @@
-"""Reading a `Preemption` off a live scheduler, before it frees the victim's blocks."""
+"""Reading a `Preemption` off a live scheduler, before it frees the victim's blocks, and what that scheduler would load.
+
+Needs no vLLM: it asks the scheduler that it is given.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from vllm.platforms import current_platform
-
-from kvpolicy.cost import Engine, FittedModel, engine_loader
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
-from kvpolicy.hardware import Geometry, describe
-from kvpolicy.shape import ConfigError
-from kvpolicy_vllm.plugin.copies import CopyBook
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+from kvpolicy_vllm.plugin.host_copies import CopyBook
 
 
 class RunningView:
@@ -121,75 +115,23 @@ def _is_unhashed(block: Any) -> bool:
     return block.block_hash is None
 
 
-def page_bytes(kv_cache: KVCacheConfig) -> int:
-    """Bytes of one block in one layer: what lies contiguous unless a worker reports smaller pieces."""
-    return int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
+def why_not_loadable(request: Any, copies: CopyBook, now: float) -> str:
+    """Why this engine would not load ``request`` back, in a word for the trace; empty where it would.
 
-
-def device_name() -> str:
-    return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
-
-
-def engine_shape(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int) -> dict[str, Any]:
-    """What a cost model must have been made for: block size and bytes, geometry of one rank, hardware, token budget."""
-    return {
-        "block_size": int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
-        "block_bytes": block_bytes,
-        "geometry": geometry_of(config),
-        "hardware": describe(device_name()),
-        "token_budget": int(config.scheduler_config.max_num_batched_tokens),
-    }
-
-
-def model_loader(
-    config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, pinned: bool, link: Mapping[str, Any]
-) -> Callable[[str], FittedModel]:
-    """What loads cost models in this engine: by name or folder, or its own untrained one."""
-    shape = engine_shape(config, kv_cache, block_bytes)
-    engine = Engine(
-        block_size=shape["block_size"],
-        token_budget=shape["token_budget"],
-        ranks=config.parallel_config.tensor_parallel_size,
-        pinned=pinned,
-        block_bytes=block_bytes,
-        geometry=shape["geometry"],
-        hardware=shape["hardware"],
-        link=dict(link),
-    )
-    return engine_loader(config.model_config.hf_config.to_dict(), engine, config.cache_config.cache_dtype)
-
-
-def geometry_of(config: VllmConfig) -> Geometry:
-    """The model's shape on one rank, from its Hugging Face configuration.
-
-    The MLP is as wide as :class:`Geometry` has it, so that mixtures and families with fields of their own count alike
-    with and without an engine.
+    While copies fail nobody is swapped.
     """
-    model, parallel = config.model_config, config.parallel_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    ranks = parallel.tensor_parallel_size
-    return Geometry(
-        layers=model.get_num_layers(parallel),
-        hidden=model.get_hidden_size(),
-        heads=model.get_num_attention_heads(parallel),
-        kv_heads=model.get_num_kv_heads(parallel),
-        head_dim=model.get_head_size(),
-        intermediate=_mlp_width(config) // ranks,
-        vocab=model.get_vocab_size(),
-        weight_bytes=model.dtype.itemsize,
-        kv_bytes=_kv_itemsize(config),
-        dtype=dtype,
-    )
+    if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
+        return "not_loadable"
+    return "copies_failing" if copies.health.suspended(now) else ""
 
 
-def _mlp_width(config: VllmConfig) -> int:
-    """As the shape has it; the field of that name, or 0, where the shape is not understood."""
-    try:
-        return Geometry.from_config(config.model_config.hf_config.to_dict()).intermediate
-    except ConfigError:
-        return int(getattr(config.model_config.hf_text_config, "intermediate_size", 0))
-
-
-def _kv_itemsize(config: VllmConfig) -> int:
-    cache_dtype = config.cache_config.cache_dtype
-    return int(config.model_config.dtype.itemsize) if cache_dtype in ("auto", "float32", "bfloat16", "float16") else 1
+def restorable_tokens(request: Any, scheduler: Any, copies: CopyBook) -> int:
+    """Tokens that a load can bring ``request`` to, 0 without a copy. The last one known is computed, to sample the
+    next."""
+    copy = copies.of(request.request_id)
+    tokens = 0 if copy is None else min(copy.tokens, int(request.num_tokens) - 1)
+    # With --enable-return-routed-experts vLLM 0.33 would load nothing where a block is not whole; earlier versions are
+    # refused with it.
+    if getattr(scheduler, "aux_output_connector", None) is not None:
+        tokens -= tokens % int(scheduler.block_size)
+    return tokens

@@ -19,16 +19,16 @@ from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import DecisionObserver, Run, Server, Sink, Times
-from kvpolicy.simulator.builtin.arrivals import Arrivals
+from kvpolicy.simulator.builtin.arrival_queue import Arrivals
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import Tallied
 from kvpolicy.workload import Request, Source
 from kvpolicy_vllm.plugin.versions import engine_version
 from kvpolicy_vllm.simulator.clock import VirtualClock
-from kvpolicy_vllm.simulator.controlling import name_of, take_control
-from kvpolicy_vllm.simulator.copying import VirtualWorker, load_of_output
+from kvpolicy_vllm.simulator.controller import name_of, take_control
 from kvpolicy_vllm.simulator.deployment import scheduler_for
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
+from kvpolicy_vllm.simulator.virtual_worker import VirtualWorker, load_of_output
 
 
 class VllmScheduler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpolicy.workload import Request
 
-MOST_TOKENS = 1 << 32
+MAX_TOKENS = 1 << 32
 """Of one request, far beyond any: keeps the tokens of different requests apart."""
 
 
@@ -18,7 +18,7 @@ def prompt_of(request: Request, number: int) -> list[int]:
         found.extend(range(first, first + 2 * min(size, shared - len(found)), 2))
         if len(found) == shared:
             break
-    start = 2 * number * MOST_TOKENS + 1
+    start = 2 * number * MAX_TOKENS + 1
     found.extend(range(start + 2 * shared, start + 2 * request.prompt_tokens, 2))
     return found
 
@@ -29,4 +29,4 @@ def token_at(request: Request, number: int, position: int) -> int:
     if position < len(request.prefix) * size:
         block, offset = divmod(position, size)
         return 2 * (request.prefix[block] * size + offset)
-    return 2 * (number * MOST_TOKENS + position) + 1
+    return 2 * (number * MAX_TOKENS + position) + 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from kvpolicy.simulator.builtin.live import Held, Live
+from kvpolicy.simulator.builtin.live_request import Held, Live
 from kvpolicy.workload import Request
 
 ID_BYTES = 16

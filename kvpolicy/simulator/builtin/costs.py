@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from kvpolicy.attribution.ledger import Repeated
 from kvpolicy.simulator.base import StepLoad, Times, load_of
-from kvpolicy.simulator.builtin.live import Account, Copy, Step
+from kvpolicy.simulator.builtin.live_request import Account, Copy, Step
 from kvpolicy.simulator.link_queues import Sent
 
 

@@ -16,14 +16,14 @@ from kvpolicy.errors import InputError
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Run, Server, Sink, Times, load_of
 from kvpolicy.simulator.builtin import costs
-from kvpolicy.simulator.builtin.arrivals import Arrivals
+from kvpolicy.simulator.builtin.arrival_queue import Arrivals
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
-from kvpolicy.simulator.builtin.copies import CopyBook
-from kvpolicy.simulator.builtin.deciding import Preemptions
-from kvpolicy.simulator.builtin.journal import Journal
-from kvpolicy.simulator.builtin.live import Copy, Live, Status, Step
+from kvpolicy.simulator.builtin.fast_path import Stepper
+from kvpolicy.simulator.builtin.host_copies import CopyBook
+from kvpolicy.simulator.builtin.live_request import Copy, Live, Status, Step
+from kvpolicy.simulator.builtin.preemption import Preemptions
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims, VllmVictims
-from kvpolicy.simulator.builtin.stepping import Stepper
+from kvpolicy.simulator.builtin.trace_writer import Journal
 from kvpolicy.simulator.link_queues import LinkQueues
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import Tallied
@@ -35,29 +35,25 @@ FEW_STEPS = 16
 
 
 class Engine:
-    """One run, step by step."""
+    """One run, step by step. ``identity``: all that it follows from; the others: see :class:`Builtin`."""
 
     def __init__(
         self,
-        source: Source,
-        policy: Policy,
-        server: Server,
-        times: Times,
-        seed: int,
+        identity: Identity,
         journal: Journal,
         victims: Victims,
         leap: bool,
         on_decision: DecisionObserver | None = None,
     ) -> None:
-        self.server = server
-        self.times = times
+        self.server = server = identity.server
+        self.times = times = identity.times
         self.journal = journal
         self.tallied = Tallied(times)
         self.now_s = 0.0
-        self.arrivals = Arrivals(source, self._refuse)
+        self.arrivals = Arrivals(identity.requests, self._refuse)
         self.copies = CopyBook(server)
         self.link: LinkQueues[Copy] = LinkQueues(server, times)
-        self.preemptions = Preemptions(server, policy, seed, journal, self.tallied, on_decision)
+        self.preemptions = Preemptions(server, identity.policy, identity.seed, journal, self.tallied, on_decision)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted)
         self.present = 0
@@ -134,15 +130,17 @@ class Engine:
             step.compose(step.scheduled.values(), map(COMPUTED, step.scheduled))
             if self.preemptions.ledger.lost:
                 self.preemptions.count(step)
-        step.scheduled_tokens += step.crowd
-        step.scheduled_requests += step.crowd
-        step.decode_requests += step.crowd
-        step.kv_read_tokens += step.crowd_read
+        if step.crowd:
+            step.scheduled_tokens += step.crowd
+            step.scheduled_requests += step.crowd
+            step.decode_requests += step.crowd
+            step.kv_read_tokens += step.crowd_read
 
     def launch(self, step: Step) -> None:
         """When it runs, and what it copies."""
-        step.to_save, step.to_load = self.copies.take()
-        step.saves, step.loads = len(step.to_save), len(step.to_load)
+        if self.copies.waiting:
+            step.to_save, step.to_load = self.copies.take()
+            step.saves, step.loads = len(step.to_save), len(step.to_load)
         self.note(step)
         begins_s = max(self.now_s, self._device_free_s)
         computes_s = costs.seconds(self.times, load_of(step))
@@ -391,7 +389,7 @@ class Builtin:
             sink.begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
         journal = Journal(core, sink)
         victims = self.victims or VllmVictims(server.scheduling)
-        engine = Engine(requests, policy, server, times, seed, journal, victims, self.leap, on_decision)
+        engine = Engine(identity, journal, victims, self.leap, on_decision)
         engine.run()
         journal.flush()
         trace = None if sink is None else sink.finish()

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from kvpolicy.simulator.base import NULL_BLOCK, Scheduling, Server
 from kvpolicy.simulator.builtin.blocks import Pool
-from kvpolicy.simulator.builtin.copies import CopyBook
-from kvpolicy.simulator.builtin.live import Live, Status, Step
+from kvpolicy.simulator.builtin.host_copies import CopyBook
+from kvpolicy.simulator.builtin.live_request import Live, Status, Step
 
 
 class Victims(Protocol):

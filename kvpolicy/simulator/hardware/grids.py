@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, causal_pairs
 from kvpolicy.hardware import Geometry
 from kvpolicy.regression.ceilings import relative_fit
 from kvpolicy.regression.estimator import BoostedRegressor
@@ -17,8 +17,6 @@ from kvpolicy.simulator.hardware.interpolation import TERMS
 from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE, Rows
 from kvpolicy.simulator.hardware.operator_tables import Opened, Table, TableError, medians, rows_of, subsampled
 from kvpolicy.simulator.hardware.table_times import AXES, Grid
-
-Floats = NDArray[np.float64]
 
 ROWS_TO_FIT = 30_000
 SWEEPS = 30
@@ -46,7 +44,7 @@ class Points:
 
 def terms(tokens: Floats, context: Floats, requests: Floats, decoded: Floats) -> Floats:
     """Columns of :data:`~kvpolicy.simulator.hardware.interpolation.TERMS`."""
-    pairs = tokens * context + tokens * (tokens + 1) / 2
+    pairs = causal_pairs(context, context + tokens)
     read = np.where(tokens > 0, tokens + context, 0.0)
     return np.column_stack([np.ones(len(tokens)), pairs, tokens, read, requests * decoded, decoded, requests])
 
@@ -183,7 +181,7 @@ def of_phases(prefill: Opened, decode: Opened, geometry: Geometry) -> Attention:
                      (*notes, *more, *told))  # fmt: skip
 
 
-def _like(one: Opened, operator: str, geometry: Geometry) -> tuple[Table, NDArray[np.bool_], str]:
+def _like(one: Opened, operator: str, geometry: Geometry) -> tuple[Table, Flags, str]:
     """Rows of this head size, without window, by the kernel that most of them have; which are of this very shape."""
     table = one.tables[operator]
     has = table.times.settings
@@ -235,7 +233,7 @@ def _prefill(one: Opened, geometry: Geometry) -> tuple[Grid, tuple[str, ...]]:
     return grid, () if same.any() else (_guess(one, geometry),)
 
 
-def _prefill_constants(chosen: Table, same: NDArray[np.bool_], others: Regressed, lengths: Floats) -> tuple[float, ...]:
+def _prefill_constants(chosen: Table, same: Flags, others: Regressed, lengths: Floats) -> tuple[float, ...]:
     """From batches of this shape; from the regressor, where there are none."""
     has = chosen.times.settings
     if not same.any():
@@ -243,7 +241,7 @@ def _prefill_constants(chosen: Table, same: NDArray[np.bool_], others: Regressed
         return constants_of(terms(lengths, nothing, nothing, nothing), others.predict("prefill", lengths[:, None]))
     batch, length = has["batch"][same], has["length"][same]
     design = np.zeros((len(batch), len(TERMS)))
-    design[:, 0], design[:, 1], design[:, 2] = 1.0, batch * length * (length + 1) / 2, batch * length
+    design[:, 0], design[:, 1], design[:, 2] = 1.0, batch * causal_pairs(0, length), batch * length
     return constants_of(design, chosen.seconds[same])
 
 

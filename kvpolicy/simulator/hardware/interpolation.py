@@ -11,12 +11,9 @@ from functools import cache
 from typing import Any
 
 import numba
-import numpy as np
 from numba.extending import register_jitable
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
+from kvpolicy.arrays import Floats, Ints
 
 TERMS = ("launch", "pairs", "tokens", "chunk_read", "decode_read", "decode_context", "decode_requests")
 """Columns of :func:`physics`, one constant each: seconds per (query, context) pair, query token of a chunk, context
@@ -38,7 +35,7 @@ decoding requests takes longer than the tables say of even contexts."""
 TOKENS, SEQUENCES, PREFILL, DECODE, MIXED, BEYOND, ENGINE = 0, 2, 4, 7, 10, 15, 20
 
 
-def part(data: Floats, starts: Whole, number: int) -> Floats:
+def part(data: Floats, starts: Ints, number: int) -> Floats:
     return data[starts[number] : starts[number + 1]]
 
 
@@ -111,7 +108,7 @@ def triangle(c: float, k: float) -> float:
     return c * k + c * (c + 1) / 2
 
 
-def prefill_s(data: Floats, starts: Whole, chunk: float, pairs: float, k: float) -> float:
+def prefill_s(data: Floats, starts: Ints, chunk: float, pairs: float, k: float) -> float:
     tokens, context = part(data, starts, PREFILL), part(data, starts, PREFILL + 1)
     constants = part(data, starts, BEYOND + 2)
     ci, ki = clamped(tokens, chunk), clamped(context, k)
@@ -120,7 +117,7 @@ def prefill_s(data: Floats, starts: Whole, chunk: float, pairs: float, k: float)
     return seconds * physics(constants, chunk, pairs, k, 0.0, 0.0) / edge
 
 
-def decode_s(data: Floats, starts: Whole, n: float, d: float) -> float:
+def decode_s(data: Floats, starts: Ints, n: float, d: float) -> float:
     requests, context = part(data, starts, DECODE), part(data, starts, DECODE + 1)
     constants = part(data, starts, BEYOND + 3)
     ni, di = clamped(requests, n), clamped(context, d)
@@ -128,7 +125,7 @@ def decode_s(data: Floats, starts: Whole, n: float, d: float) -> float:
     return seconds * physics(constants, 0.0, 0.0, 0.0, n, d) / physics(constants, 0.0, 0.0, 0.0, ni, di)
 
 
-def mixed_s(data: Floats, starts: Whole, chunk: float, pairs: float, k: float, n: float, d: float) -> float:
+def mixed_s(data: Floats, starts: Ints, chunk: float, pairs: float, k: float, n: float, d: float) -> float:
     tokens, context = part(data, starts, MIXED), part(data, starts, MIXED + 1)
     requests, decoded = part(data, starts, MIXED + 2), part(data, starts, MIXED + 3)
     constants = part(data, starts, BEYOND + 4)
@@ -139,7 +136,7 @@ def mixed_s(data: Floats, starts: Whole, chunk: float, pairs: float, k: float, n
 
 
 def attention(
-    data: Floats, starts: Whole, chunk: float, pairs: float, decode: float, kv_read: float, uneven: float
+    data: Floats, starts: Ints, chunk: float, pairs: float, decode: float, kv_read: float, uneven: float
 ) -> float:
     """Chunks of several requests count as one chunk of as many tokens, behind as much context as gives the same pairs;
     where that would be less than none, physics says what fewer pairs save."""
@@ -157,7 +154,7 @@ def attention(
 
 
 def step(
-    data: Floats, starts: Whole, scheduled: float, decode: float, kv_read: float, pairs: float, prefills: float
+    data: Floats, starts: Ints, scheduled: float, decode: float, kv_read: float, pairs: float, prefills: float
 ) -> float:
     """Seconds of one step."""
     engine = part(data, starts, ENGINE)
@@ -173,7 +170,7 @@ def step(
     return float(seconds)
 
 
-def steps(data: Floats, starts: Whole, loads: Floats, found: Floats) -> None:
+def steps(data: Floats, starts: Ints, loads: Floats, found: Floats) -> None:
     """:func:`step` of each row of ``loads``, columns as :data:`~kvpolicy.simulator.base.LOAD`, into ``found``."""
     for i in range(len(loads)):
         found[i] = step(data, starts, loads[i, 0], loads[i, 1], loads[i, 2], loads[i, 3], loads[i, 4])

@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvpolicy.arrays import Floats
 from kvpolicy.attribution import StepTimeModel
 from kvpolicy.attribution.step_time import FULL_AFTERMATH_TOKENS
 from kvpolicy.cost import FittedModel, ModelError
 from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
 from kvpolicy.events import Direction
-from kvpolicy.simulator.base import LOAD, Floats, StepLoad
+from kvpolicy.simulator.base import LOAD, StepLoad
 
 
 @dataclass(frozen=True, slots=True)

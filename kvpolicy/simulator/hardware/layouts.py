@@ -20,11 +20,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, causal_pairs
 from kvpolicy.errors import InputError
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 
-Floats = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 Features = dict[str, Floats]
 
 TILE = 128
@@ -58,7 +57,7 @@ class Rows:
     def text(self, name: str) -> NDArray[np.str_]:
         return np.array(self._table[name].cast(pa.string()).fill_null("").to_pylist(), dtype=np.str_)
 
-    def absent(self, name: str) -> Mask:
+    def absent(self, name: str) -> Flags:
         return np.asarray(pc.is_null(self._table[name]).to_numpy(), np.bool_)
 
     def codes(self, name: str) -> Floats:
@@ -81,7 +80,7 @@ class Times:
     length_name: str
     physics: Ceilings
 
-    def of(self, rows: Mask) -> Times:
+    def of(self, rows: Flags) -> Times:
         def cut(columns: Mapping[str, Floats]) -> dict[str, Floats]:
             return {name: values[rows] for name, values in columns.items()}
 
@@ -96,7 +95,7 @@ class Part:
 
     operator: str
     time: str
-    rows: Mask
+    rows: Flags
     times: Times
     """Of all rows of the file."""
     left_out: tuple[str, ...] = ()
@@ -161,7 +160,7 @@ def _with_waves(found: Features, rows: Rows, tile_flops: Floats) -> None:
 # ---- AIConfigurator ----
 
 
-def _native(rows: Rows, names: tuple[str, ...]) -> tuple[Mask, tuple[str, ...]]:
+def _native(rows: Rows, names: tuple[str, ...]) -> tuple[Flags, tuple[str, ...]]:
     """The rows in bfloat16, and what that leaves out."""
     native = np.ones(len(rows), np.bool_)
     for name in names:
@@ -176,7 +175,7 @@ def _context_attention(rows: Rows) -> Iterator[Part]:
     heads, kv_heads, dim = rows.number("num_heads"), rows.number("num_key_value_heads"), rows.number("head_dim")
     window = _window(rows)
     seen = np.where((window > 0) & (window < length), window, length)
-    pairs = seen * (seen + 1) / 2 + (length - seen) * seen
+    pairs = causal_pairs(0, seen) + (length - seen) * seen
     flops = 4 * batch * heads * dim * pairs
     moved = batch * length * dim * (2 * heads + 2 * kv_heads) * ELEMENT_BYTES[NATIVE_DTYPE]
     found: Features = {
@@ -244,7 +243,7 @@ def _gemm(rows: Rows) -> Iterator[Part]:
 def _mixed_attention(rows: Rows) -> Iterator[Part]:
     chunk, before = rows.number("prefill_chunk"), rows.number("kv_prefill")
     decoding, context = rows.number("n_decode"), rows.number("kv_decode")
-    pairs = chunk * before + chunk * (chunk + 1) / 2
+    pairs = causal_pairs(before, before + chunk)
     found: Features = {
         "chunk": chunk, "before": before, "decoding": decoding, "context": context,
         "prefill_pairs": pairs, "tile_pairs": _tiles(chunk) * TILE * (before + chunk),
@@ -374,7 +373,7 @@ def _splitwise(rows: Rows) -> Iterator[Part]:
     tokens, context = batch * prompt, batch * (prompt + output / 2)
     prefill: Features = {
         "prompt": prompt, "batch": batch, "workers": workers, "tokens": tokens / workers,
-        "pairs": batch * prompt * (prompt + 1) / 2 / workers, "weights": 1 / workers, "moved": tokens,
+        "pairs": batch * causal_pairs(0, prompt) / workers, "weights": 1 / workers, "moved": tokens,
     }  # fmt: skip
     decode: Features = settings | {"tokens": batch / workers, "kv_read": context / workers, "weights": 1 / workers}
     for name in sorted(set(which.tolist())):
@@ -394,7 +393,7 @@ def _splitwise(rows: Rows) -> Iterator[Part]:
 def _sarathi(rows: Rows) -> Iterator[Part]:
     prefill, decode = rows.number("batch_num_prefill_tokens"), rows.number("batch_num_decode_tokens")
     settings = {"prefill": prefill, "decode": decode}
-    found: Features = settings | {"tokens": prefill + decode, "pairs": prefill * (prefill + 1) / 2}
+    found: Features = settings | {"tokens": prefill + decode, "pairs": causal_pairs(0, prefill)}
     physics = _physics((LAUNCH,), ("tokens",), ("pairs",), known=found)
     times = Times(settings, found, prefill + decode, decode, "tokens in the batch", physics)
     yield Part("whole batch", "batch_execution_time", np.ones(len(rows), np.bool_), times)

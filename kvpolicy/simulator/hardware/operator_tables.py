@@ -17,13 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats, Ints
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.simulator.hardware.layouts import LAYOUTS, WHOLE, Layout, Rows, Times
-
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
 
 ENDINGS = (".parquet", ".csv", ".csv.gz")
 
@@ -41,7 +38,7 @@ class Table:
     layout: str
     times: Times
     seconds: Floats
-    groups: Whole
+    groups: Ints
     """Equal for repeats of one measured point."""
     rows_in_file: int
     left_out: tuple[str, ...]
@@ -164,15 +161,15 @@ def _refuse(file: Path, name: str, values: Floats, should: str, below: float = n
         raise TableError(f"{file}, row {row}: {name} is {float(values[row])!r}, should be {should}")
 
 
-def subsampled(table: Table, most_rows: int, seed: int) -> Table:
-    """At most about ``most_rows`` rows, whole points drawn at random under ``seed``; the longest tenth of all kept,
+def subsampled(table: Table, max_rows: int, seed: int) -> Table:
+    """At most about ``max_rows`` rows, whole points drawn at random under ``seed``; the longest tenth of all kept,
     as far as there is room."""
-    if len(table) <= most_rows:
+    if len(table) <= max_rows:
         return table
     points = int(table.groups.max()) + 1
     length = np.zeros(points)
     np.maximum.at(length, table.groups, table.times.length)
-    wanted = int(points * most_rows / len(table))
+    wanted = int(points * max_rows / len(table))
     longest = np.argsort(-length, kind="stable")[: min(wanted, ceil(points / 10))]
     rest = np.random.default_rng(seed).permutation(np.setdiff1d(np.arange(points), longest))
     drawn = np.concatenate([longest, rest[: wanted - len(longest)]])
@@ -185,13 +182,13 @@ def subsampled(table: Table, most_rows: int, seed: int) -> Table:
     )  # fmt: skip
 
 
-def bins_of(values: Floats, most: int) -> Whole:
+def bins_of(values: Floats, most: int) -> Ints:
     """Number of the quantile bin of each value; ties share a bin."""
     edges = np.unique(np.quantile(values, np.linspace(0, 1, most + 1)[1:-1]))
     return np.searchsorted(edges, values, side="right")
 
 
-def select(table: Table, rows: Sequence[int] | Whole) -> tuple[Floats, Floats, Floats, Whole]:
+def select(table: Table, rows: Sequence[int] | Ints) -> tuple[Floats, Floats, Floats, Ints]:
     """(features, plain settings, seconds, groups) of some rows."""
     chosen = np.asarray(rows)
     return table.x[chosen], table.plain[chosen], table.seconds[chosen], table.groups[chosen]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Floats
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import DeviceSheet
@@ -16,8 +16,6 @@ from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE, VIDUR_OPERATORS, Rows
 from kvpolicy.simulator.hardware.operator_tables import Opened, TableError, medians, rows_of, subsampled
 from kvpolicy.simulator.hardware.table_times import Curve
-
-Floats = NDArray[np.float64]
 
 PER_LAYER: Mapping[str, int] = {
     "qkv_proj": 1, "q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 1, "gate_up_proj": 1, "gate_proj": 1, "up_proj": 1,
@@ -32,7 +30,7 @@ ELEMENTWISE_LAUNCH_S = 2.5e-6
 """Norms, rotary embedding and activation at few tokens: 2.4 to 2.9 us each on LLMServingSim's RTX PRO 6000 table."""
 ELEMENTWISE_PER_LAYER = 4
 ROWS_TO_FIT = 20_000
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +177,7 @@ class Products:
 def of_products(products: Products, geometry: Geometry, sheet: DeviceSheet) -> Told:
     """Projections and MLP from matrix products; operators by element from the data sheet's memory bandwidth."""
     g = geometry
-    most = min(MOST_TOKENS, float(products.table.times.settings["m"].max()))
+    most = min(MAX_TOKENS, float(products.table.times.settings["m"].max()))
     m = np.unique(products.table.times.settings["m"])
     m = m[m <= most]
     attention = g.heads * g.head_dim

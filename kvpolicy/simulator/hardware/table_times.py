@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.cost.laws import Channel
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import Direction
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.engine_time import EngineTime
-from kvpolicy.simulator.base import Floats, StepLoad
+from kvpolicy.simulator.base import StepLoad
 from kvpolicy.simulator.hardware.interpolation import TERMS, compiled
 
 FILE = "hardware.json"
@@ -198,7 +198,7 @@ class TableTimes:
 
     model: HardwareModel
     _data: Floats = field(init=False, repr=False, compare=False)
-    _starts: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    _starts: Ints = field(init=False, repr=False, compare=False)
     _step: Callable[..., float] = field(init=False, repr=False, compare=False)
     _steps: Callable[..., None] = field(init=False, repr=False, compare=False)
 
@@ -232,7 +232,7 @@ class TableTimes:
         """Alike in both directions."""
         return self.model.copies.seconds(copied_bytes, segments)
 
-    def beyond(self, loads: Floats) -> NDArray[np.bool_]:
+    def beyond(self, loads: Floats) -> Flags:
         """Which of these steps lie beyond what the tables hold, where physics alone goes on. Rows as ``steps_s``."""
         scheduled, decode, kv_read, pairs, prefills = np.asarray(loads, np.float64).T[:5]
         chunk = scheduled - decode
@@ -249,14 +249,14 @@ class TableTimes:
         return np.asarray(out, np.bool_)
 
 
-def _outside(grid: Grid, values: tuple[Floats, ...]) -> NDArray[np.bool_]:
+def _outside(grid: Grid, values: tuple[Floats, ...]) -> Flags:
     found = np.zeros(len(values[0]), np.bool_)
     for axis, value in zip(grid.axes.values(), values, strict=True):
         found |= (value < axis[0]) | (value > axis[-1])
     return found
 
 
-def _packed(model: HardwareModel) -> tuple[Floats, NDArray[np.int64]]:
+def _packed(model: HardwareModel) -> tuple[Floats, Ints]:
     """The parts of :data:`~kvpolicy.simulator.hardware.interpolation.PARTS`, one after the other, and where each
     begins.
     """

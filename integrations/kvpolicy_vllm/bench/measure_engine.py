@@ -1,0 +1,143 @@
+"""One engine, measured: the process that `bench.run_profile` starts for every block size and pass.
+
+    python -m kvpolicy_vllm.bench.measure_engine
+
+Takes one job (see :mod:`kvpolicy_vllm.bench.engine_process`): what to measure. The plugin inside the engine records
+it; the answer says what the trace's tables do not hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from vllm import LLM
+
+from kvpolicy_vllm.bench.engine_process import jobs
+from kvpolicy_vllm.bench.job import Job, Noise
+from kvpolicy_vllm.bench.measured_window import ARMS, Arm, Window, WindowDriver
+from kvpolicy_vllm.bench.states import State
+
+NOISE_WINDOWS = 10
+NOISE_STEPS = 12
+TRIES = 3
+"""A discarded window is measured again; that many times in all."""
+CHECKED: tuple[Arm, Arm] = ("recompute", "swap")
+"""The option that each state of the self-check is for."""
+
+
+class Measurement:
+    """Everything one engine measures, in order."""
+
+    def __init__(
+        self,
+        driver: WindowDriver,
+        job: Job,
+        tell: Callable[[dict[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._driver = driver
+        self._job = job
+        self._tell = tell
+        self._clock = clock
+        self._end_s = math.inf if job.max_s is None else clock() + job.max_s
+        self._rng = random.Random(f"{job.seed}/order/{job.first_repeat}")
+        self._steps_out: dict[tuple[str, str], int] = {}
+        self.discarded: dict[str, int] = {}
+
+    def run(self) -> Noise:
+        self._warm_up()
+        noise = self._noise()
+        repeats = self._job.repeats * min(noise.factor, self._job.max_extra)
+        pairs = self._job.check_pairs
+        self._tell({"windows": repeats * len(self._job.states) * len(ARMS) + 2 * pairs * len(self._job.checks)})
+        for repeat in range(repeats):
+            for state in self._shuffled(self._job.states):
+                if self._clock() > self._end_s:
+                    return noise
+                for arm in self._shuffled(ARMS):
+                    self._measure(state, arm, self._job.first_repeat + repeat)
+        for state, arm in zip(self._job.checks, CHECKED, strict=True):
+            for pair in range(pairs):
+                if self._clock() > self._end_s:
+                    return noise
+                # Alternating, and which is first alternates too.
+                order: tuple[Arm, Arm] = ("none", arm) if pair % 2 else (arm, "none")
+                for each in order:
+                    self._measure(state, each, self._job.first_repeat + pair)
+        return noise
+
+    def _shuffled(self, things: Sequence[Any]) -> list[Any]:
+        return self._rng.sample(list(things), len(things))
+
+    def _warm_up(self) -> None:
+        """Whatever an engine does only once happens here, and is thrown away."""
+        longest = max(self._job.states, key=lambda state: state.prompt_tokens)
+        fullest = max(self._job.states, key=lambda state: len(state.other_prompts))
+        for state in (longest, fullest):
+            for arm in ARMS:
+                window = self._driver.measure(state, arm, -1)
+                self._steps_out[state.state_id, arm] = window.steps_out
+                self._record(window, "warm-up")
+
+    def _noise(self) -> Noise:
+        """Identical windows, nobody disturbed."""
+        middle = sorted(self._job.states, key=lambda state: sum(state.other_prompts))[len(self._job.states) // 2]
+        durations_s = []
+        for repeat in range(NOISE_WINDOWS):
+            window = self._driver.undisturbed(middle, repeat, NOISE_STEPS)
+            self._record(window, "noise")
+            durations_s.append(window.duration_s)
+        return Noise.of(durations_s)
+
+    def _measure(self, state: State, arm: Arm, repeat: int) -> None:
+        for attempt in range(TRIES):
+            pause = self._pause_steps(state) if arm == "none" else 1
+            window = self._driver.measure(state, arm, repeat, attempt, pause)
+            self._record(window, window.discarded)
+            if not window.discarded:
+                self._steps_out[state.state_id, arm] = window.steps_out
+                break
+        self._tell({"done": 1})
+
+    def _pause_steps(self, state: State) -> int:
+        """As many steps as the victim was out of the batch when it was taken in earnest."""
+        seen = [
+            self._steps_out[key] for arm in ("swap", "recompute") if (key := (state.state_id, arm)) in self._steps_out
+        ]
+        return seen[0] if seen else 1
+
+    def _record(self, window: Window, discarded: str) -> None:
+        if discarded not in ("", "warm-up", "noise"):
+            self.discarded[discarded] = self.discarded.get(discarded, 0) + 1
+        self._driver.controller.recorder.add("windows", window.row() | {"discarded": discarded})
+
+
+def measure(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Start the engine, measure, and close the trace. Returns the core's name, its noise, repeats and discards."""
+    llm = LLM(**job.engine)
+    driver = WindowDriver(llm, job.seed)
+    measurement = Measurement(driver, job, tell)
+    noise = measurement.run()
+    llm.llm_engine.engine_core.shutdown()
+    return {
+        "core": driver.controller.core,
+        "noise": asdict(noise),
+        "repeats": job.repeats * min(noise.factor, job.max_extra),
+        "discarded": measurement.discarded,
+        "records_dropped": driver.controller.recorder.dropped,
+    }
+
+
+def main() -> None:
+    for job, answer in jobs():
+        answer("result", measure(Job.from_dict(job), functools.partial(answer, "news")))
+
+
+if __name__ == "__main__":
+    main()

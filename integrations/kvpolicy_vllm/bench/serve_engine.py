@@ -1,0 +1,225 @@
+"""One engine that serves workloads and times every token: ``python -m kvpolicy_vllm.bench.serve_engine``.
+
+Jobs (see :mod:`kvpolicy_vllm.bench.engine_process`): ``{"do": "start", "engine": {...}}`` with the arguments of
+:class:`vllm.LLM`, then ``{"do": "serve", "requests": [[arrival_s, prompt_tokens, output_tokens], ...], "seed": ...}``
+as often as wanted. ``"policy"``: by which policy an engine with the plugin does it; None takes the plugin out of it.
+The engine core runs in this process and is stepped here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import vllm
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from kvpolicy_vllm.bench.engine_process import jobs
+from kvpolicy_vllm.bench.plugin_switch import PluginSwitch
+
+FIRST_TOKEN_ID = 10
+"""Prompts take no lower token: those are special."""
+NEWS_EVERY_S = 0.2
+SETTLING_STEPS = 1000
+OFFLOADED = ("vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes")
+"""What vLLM's own offloading counts, where the engine keeps statistics."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has come out for one request."""
+
+    arrival_s: float
+    times_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Counted:
+    """What was scheduled, counted in the same way whatever the scheduler is. vLLM itself counts no repeated token."""
+
+    steps: int = 0
+    preemptions: int = 0
+    scheduled_tokens: int = 0
+    recomputed_tokens: int = 0
+    _highest: dict[str, int] = field(default_factory=dict)
+
+    def count(self, output: Any, requests: dict[str, Any]) -> None:
+        """After ``schedule()``, when computed tokens are already advanced by those scheduled."""
+        self.steps += output.total_num_scheduled_tokens > 0
+        self.preemptions += len(output.preempted_req_ids or ())
+        for request_id, new_tokens in output.num_scheduled_tokens.items():
+            end = requests[request_id].num_computed_tokens
+            highest = self._highest.get(request_id, 0)
+            self.scheduled_tokens += new_tokens
+            self.recomputed_tokens += max(0, min(end, highest) - (end - new_tokens))
+            self._highest[request_id] = max(highest, end)
+
+
+class Serving:
+    """An engine in this process and the workloads it serves, one after the other."""
+
+    def __init__(self, arguments: dict[str, Any], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.llm = LLM(**arguments)
+        self._clock = clock
+        self._core = self.llm.llm_engine.engine_core.engine_core
+        self._vocabulary = self.llm.model_config.get_vocab_size()
+        self._counted = Counted()
+        self._names = itertools.count()
+        self._plugin = PluginSwitch(self._core)
+        self._count_schedules()
+
+    def _count_schedules(self) -> None:
+        scheduler = self._core.scheduler
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            # By its class of the moment: with the plugin taken out it is another one.
+            output = type(scheduler).schedule(scheduler, *args, **kwargs)
+            self._counted.count(output, scheduler.requests)
+            return output
+
+        scheduler.schedule = counted
+
+    def about(self) -> dict[str, Any]:
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        return {"engine": f"vllm {vllm.__version__}", "device_blocks": pool.num_gpu_blocks}
+
+    def serve(self, job: dict[str, Any], news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Serve every request to its end, each not before its arrival."""
+        self._plugin.set(job["policy"] is not None)
+        if job["policy"] is not None:
+            self._core.scheduler.kvpolicy.adopt(job["policy"])
+        held = self._hold_back(job.get("device_blocks"))
+        prompts = self._prompts(job)
+        number = next(self._names)
+        waiting = [(f"{number}-{i}", *request) for i, request in enumerate(job["requests"])]
+        progress = {name: Progress(arrival_s) for name, arrival_s, _, _ in waiting}
+        self._counted = Counted()
+        before, offloaded = self._stats(), self._offloaded_bytes()
+        start = told = self._clock()
+        arrived = 0
+        while arrived < len(waiting) or self.llm.llm_engine.has_unfinished_requests():
+            now = self._clock() - start
+            while arrived < len(waiting) and waiting[arrived][1] <= now:
+                name, _, _, output_tokens = waiting[arrived]
+                self._add(name, prompts[arrived], output_tokens, job.get("gaps", False))
+                arrived += 1
+            if not self.llm.llm_engine.has_unfinished_requests():
+                time.sleep(waiting[arrived][1] - now)
+                continue
+            self._step(progress, start)
+            if self._clock() - told > NEWS_EVERY_S:
+                told = self._clock()
+                news({"tokens": sum(len(one.tokens) for one in progress.values())})
+        makespan_s = self._clock() - start
+        self._settle(held)
+        return self._result(progress, makespan_s, before) | {
+            "offloaded_bytes": self._offloaded_bytes() - offloaded,
+        }
+
+    def _prompts(self, job: dict[str, Any]) -> list[list[int]]:
+        rng = random.Random(job["seed"])
+        return [
+            [rng.randrange(FIRST_TOKEN_ID, self._vocabulary) for _ in range(prompt_tokens)]
+            for _, prompt_tokens, _ in job["requests"]
+        ]
+
+    def _add(self, name: str, prompt: list[int], output_tokens: int, gaps: bool) -> None:
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=output_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=2 if gaps else None,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+
+    def _step(self, progress: dict[str, Progress], start: float) -> None:
+        outputs = self.llm.llm_engine.step()
+        now = self._clock() - start
+        for output in outputs:
+            one, completion = progress[output.request_id], output.outputs[0]
+            one.tokens += completion.token_ids
+            one.times_s += [now] * len(completion.token_ids)
+            if completion.logprobs:
+                one.gaps += [_gap(entry) for entry in completion.logprobs]
+
+    def _hold_back(self, device_blocks: int | None) -> list[Any]:
+        """Take memory out of play until ``device_blocks`` are left, vLLM's own one among them; None: take none."""
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        if device_blocks is None:
+            return []
+        if not 1 < device_blocks <= pool.num_gpu_blocks:
+            raise ValueError(f"device_blocks is {device_blocks}, the engine has {pool.num_gpu_blocks}")
+        return list(pool.get_new_blocks(pool.num_gpu_blocks - device_blocks))
+
+    def _settle(self, held: list[Any]) -> None:
+        """Let late reports in, give back what was held, and start the next run from an empty prefix cache."""
+        for _ in range(SETTLING_STEPS):
+            # With asynchronous scheduling a step can still be on the way when nobody is left.
+            if not self._core.scheduler.has_requests() and not self._core.batch_queue:
+                break
+            self._core.step_fn()
+        self._core.scheduler.kv_cache_manager.block_pool.free_blocks(held)
+        self.llm.reset_prefix_cache()
+
+    def _stats(self) -> dict[str, float]:
+        """The plugin's; other connectors have none of the kind."""
+        stats = getattr(self._core.scheduler.connector, "stats", None)
+        return {} if stats is None else stats()
+
+    def _offloaded_bytes(self) -> int:
+        """Moved by a connector of vLLM's own since the start; 0 where nobody counts it."""
+        if not self.llm.llm_engine.log_stats:
+            return 0
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name in OFFLOADED)
+
+    def _result(self, progress: dict[str, Progress], makespan_s: float, before: dict[str, float]) -> dict[str, Any]:
+        after = self._stats()
+        return {
+            "scheduler": [base.__name__ for base in type(self._core.scheduler).__mro__],
+            "makespan_s": makespan_s,
+            "arrival_s": [one.arrival_s for one in progress.values()],
+            "times_s": [[round(at, 6) for at in one.times_s] for one in progress.values()],
+            "tokens": [one.tokens for one in progress.values()],
+            "gaps": [one.gaps for one in progress.values()],
+            "steps": self._counted.steps,
+            "preemptions": self._counted.preemptions,
+            "scheduled_tokens": self._counted.scheduled_tokens,
+            "recomputed_tokens": self._counted.recomputed_tokens,
+            "stats": {name: value - before.get(name, 0) for name, value in after.items()},
+            "cpu_s": time.process_time(),
+        }
+
+
+def _gap(entry: dict[int, Any]) -> float:
+    """By how much the best token's log-probability is above the second best's."""
+    best = sorted((value.logprob for value in entry.values()), reverse=True)
+    return float(best[0] - best[1])
+
+
+def main() -> None:
+    serving: Serving | None = None
+    for job, answer in jobs():
+        if job["do"] == "start":
+            serving = Serving(job["engine"])
+            answer("result", serving.about())
+        else:
+            assert serving is not None, "the first job starts the engine"
+            answer("result", serving.serve(job, partial(answer, "news")))
+    if serving is not None:
+        serving.llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # whatever threads a library left behind

@@ -1,0 +1,91 @@
+"""Puts the scheduler's side of an engine core together, from vLLM's configuration and the plugin's settings."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpolicy.cost import CostModel
+from kvpolicy.hardware import EngineSpec
+from kvpolicy.policy import Decider, Policy
+from kvpolicy_vllm.plugin.controller import Controller
+from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader, page_bytes
+from kvpolicy_vllm.plugin.host_copies import CopyBook
+from kvpolicy_vllm.plugin.learner import remember
+from kvpolicy_vllm.plugin.settings import Settings
+from kvpolicy_vllm.plugin.trace_writer import TraceWriter, pseudonym
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+def controller_for(
+    settings: Settings, vllm_config: VllmConfig, kv_cache: KVCacheConfig, slots: int, block_bytes: int
+) -> Controller:
+    """The controller of this engine core. ``slots``: of the host pool.
+
+    Raises as :func:`kvpolicy.policy.load`, a cost model's ``check_fit`` and
+    :func:`kvpolicy_vllm.plugin.learner.remember` do.
+    """
+    core = f"core-{uuid.uuid4().hex[:12]}"
+    parallel = vllm_config.parallel_config
+    rank = int(getattr(parallel, "data_parallel_index", 0))
+    engine = engine_spec(vllm_config, kv_cache, block_bytes, settings)
+    load_policy = partial(load_fitting, settings=settings, loader=model_loader(vllm_config, engine), engine=engine)
+    seed = draw_seed(settings.seed, rank, core)
+    decider = Decider(load_policy(""), random.Random(seed), settings.shadow)
+    memory = None if settings.online_state is None else remember(decider, of_rank(settings.online_state, rank))
+    copies = CopyBook(slots, parallel.world_size, block_bytes)
+    controller = Controller(
+        core, decider, copies, page_bytes(kv_cache), time.monotonic, Complaints(), load_policy, memory
+    )
+    if settings.trace is not None:
+        header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
+        recorder = TraceWriter(settings.trace / core, replace(header, draw_seed=seed))
+        controller.record_into(recorder, partial(pseudonym, uuid.uuid4().bytes))
+    return controller
+
+
+def load_fitting(name: str, settings: Settings, loader: Callable[[str], CostModel], engine: EngineSpec) -> Policy:
+    """The policy of that name, of the settings where it is empty, with a cost model, where it has one, that was made
+    for this engine; ready for use."""
+    policy = settings.load_policy(loader, name)
+    if policy.cost_model is not None:
+        policy.cost_model.check_fit(engine)
+        policy.cost_model.warm()
+    return policy
+
+
+def draw_seed(seed: int, rank: int, core: str) -> int:
+    """Seed of the policy's draws: another one for each engine core and each start, so that no two logs share their
+    coins. Recorded in the trace's header."""
+    text = f"{seed}/{rank}/{core}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+
+def of_rank(path: Path, rank: int) -> Path:
+    """Data-parallel engine cores learn apart: each but the first has the rank in its file's name."""
+    return path if rank == 0 else path.with_name(f"{path.stem}-{rank}{path.suffix}")
+
+
+class Complaints:
+    """Logs what went wrong, each thing once, with the exception that is being handled."""
+
+    def __init__(self) -> None:
+        self._made: set[str] = set()
+
+    def __call__(self, what: str) -> None:
+        if what not in self._made:
+            self._made.add(what)
+            logger.exception("kvpolicy: %s (told once)", what)

@@ -1,0 +1,155 @@
+"""Copies on CUDA, on side streams ordered by events: piece by piece in one call, or through a staging buffer."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import _custom_ops as ops
+
+from kvpolicy_vllm.plugin.copiers.base import Copier, Span
+from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, offsets_of, segments_in
+from kvpolicy_vllm.plugin.messages import Job
+
+Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
+"""Submitted, begun and ended, on the device's clock."""
+
+
+class CudaCopier(Copier):
+    """One side stream per direction, so that a save never waits for the loads before it.
+
+    A save waits for what is on the compute stream and the compute stream waits for the save: the blocks it reads are
+    overwritten by whatever is launched next. A load waits for all saves, its own among them, and for the compute stream
+    too: it writes into blocks whose last readers may still be in flight (see the `kv_producer` role).
+
+    Pieces are copied as they lie, by the engine's own batched copy: one driver call however many there are.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        device = self.device_segments[0].device
+        self._save_stream = torch.cuda.Stream(device=device)
+        self._load_stream = torch.cuda.Stream(device=device)
+        # Nothing is ever launched here, so that an event on it tells when it was recorded.
+        self._idle_stream = torch.cuda.Stream(device=device)
+        self._saves: dict[int, Events] = {}
+        self._loads: dict[int, Events] = {}
+        # Host memory of pointer tables must outlive the copies that read them.
+        self._tables: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
+        self._new_tables: tuple[torch.Tensor, ...] = ()
+        self._device_base = np.array([s.data_ptr() for s in self.device_segments], dtype=np.int64)
+        self._piece_bytes = np.array([s.shape[1] * s.element_size() for s in self.device_segments], dtype=np.int64)
+        self._piece_offset = np.array(offsets_of(self.device_segments)[:-1], dtype=np.int64)
+
+    def host_pool(self, slots: int) -> list[torch.Tensor]:
+        self.arena = host_arena(slots, self.block_bytes)
+        if self.pinned:
+            _page_lock(self, self.arena)
+        return segments_in(self.arena, self.device_segments)
+
+    def copy_out(self, job: Job) -> None:
+        self._saves[job.copy_id] = self._on(self._save_stream, self.move_out, job)
+        torch.cuda.current_stream().wait_stream(self._save_stream)
+
+    def save_span(self, job: Job, called_s: float) -> Span | None:
+        if not self._saves[job.copy_id][2].query():
+            return None
+        return _span(self._saves.pop(job.copy_id))
+
+    def copy_in(self, job: Job) -> None:
+        self._load_stream.wait_stream(self._save_stream)
+        try:
+            self._loads[job.copy_id] = self._on(self._load_stream, self.move_in, job)
+        except RuntimeError:
+            self._load_stream.synchronize()  # its blocks are given away now: what was launched of it must have ended
+            raise
+
+    def copied_in(self, job: Job) -> bool:
+        try:
+            return bool(self._loads[job.copy_id][2].query())
+        except RuntimeError:
+            del self._loads[job.copy_id]
+            raise
+
+    def load_span(self, job: Job) -> Span | None:
+        return _span(self._loads.pop(job.copy_id))
+
+    def drain(self) -> None:
+        self._save_stream.synchronize()
+        self._load_stream.synchronize()
+
+    def move_out(self, job: Job) -> None:
+        """Device blocks to host slots, on the current stream."""
+        device, host = self._pointers(job)
+        self._move(device, host)
+
+    def move_in(self, job: Job) -> None:
+        """Host slots to device blocks, on the current stream."""
+        device, host = self._pointers(job)
+        self._move(host, device)
+
+    def _on(self, stream: torch.cuda.Stream, move: Callable[[Job], None], job: Job) -> Events:
+        submitted, began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        with torch.cuda.stream(self._idle_stream):
+            submitted.record()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            began.record()
+            move(job)
+            ended.record()
+        self._tables.append((ended, self._new_tables))
+        while len(self._tables) > 1 and self._tables[0][0].query():
+            self._tables.popleft()
+        return submitted, began, ended
+
+    def _pointers(self, job: Job) -> tuple[np.ndarray, np.ndarray]:
+        blocks, slots = np.asarray(job.block_ids, dtype=np.int64), np.asarray(job.slots, dtype=np.int64)
+        device = (self._device_base[:, None] + blocks * self._piece_bytes[:, None]).ravel()
+        host = (self.arena.data_ptr() + self._piece_offset[:, None] + slots * self.block_bytes).ravel()
+        return device, host
+
+    def _move(self, source: np.ndarray, target: np.ndarray) -> None:
+        sizes = np.repeat(self._piece_bytes, len(source) // len(self._piece_bytes))
+        self._new_tables = tuple(torch.from_numpy(table) for table in (source, target, sizes))
+        ops.swap_blocks_batch(*self._new_tables)
+
+
+class StagedCudaCopier(CudaCopier):
+    """Gathered on the device first: one piece a block crosses the link, and stretches of slots together.
+
+    It takes two buffers of device memory and one launch a layer; pageable host memory goes through here, because a
+    batch of pieces is defined for page-locked memory only.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._outward = Staging(self.device_segments, self.arena)
+        self._inward = Staging(self.device_segments, self.arena)
+
+    def move_out(self, job: Job) -> None:
+        self._outward.out(job)
+
+    def move_in(self, job: Job) -> None:
+        self._inward.back(job)
+
+
+def _span(events: Events) -> Span:
+    submitted, began, ended = events
+    return float(submitted.elapsed_time(began)) / 1e3, float(submitted.elapsed_time(ended)) / 1e3
+
+
+def _page_lock(owner: object, memory: torch.Tensor) -> None:
+    """Page-lock ``memory`` until ``owner`` is gone. Afterwards, because torch's own page-locked allocations are rounded
+    up to a power of two. Raises RuntimeError where the driver refuses."""
+    runtime = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0).value
+    if status != 0:
+        raise RuntimeError(
+            f"{memory.nbytes} bytes of the host pool could not be page-locked (CUDA error {status}); "
+            'give less host_gib, or "pin_memory": false'
+        )
+    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -1,0 +1,17 @@
+"""Which copier a worker uses, by the device its KV cache is on. A setting may name another factory."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy_vllm.plugin.copiers.base import Copier
+from kvpolicy_vllm.plugin.copiers.cuda import CudaCopier, StagedCudaCopier
+from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
+
+
+def copier_for(device_segments: list[torch.Tensor], slots: int, pin_memory: bool, link: SimulatedLink | None) -> Copier:
+    """The copier for the device the KV cache is on."""
+    if device_segments[0].device.type == "cuda":
+        return (CudaCopier if pin_memory else StagedCudaCopier)(device_segments, slots, pin_memory, link)
+    return IndexingCopier(device_segments, slots, pin_memory, link)

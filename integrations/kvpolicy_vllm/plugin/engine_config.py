@@ -1,0 +1,104 @@
+"""What an engine is, read from vLLM's configuration: its shape, its models' loader, the header of its traces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import vllm
+from vllm.platforms import current_platform
+
+from kvpolicy.cost import FittedModel, engine_loader
+from kvpolicy.hardware import EngineSpec, Geometry, describe
+from kvpolicy.hardware.link import header_link
+from kvpolicy.shape import ConfigError
+from kvpolicy.trace import Header
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvpolicy_vllm.plugin.settings import Settings
+
+
+def page_bytes(kv_cache: KVCacheConfig) -> int:
+    """Bytes of one block in one layer: what lies contiguous unless a worker reports smaller pieces."""
+    return int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
+
+
+def device_name() -> str:
+    return "cpu" if current_platform.is_cpu() else str(current_platform.get_device_name())
+
+
+def engine_spec(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, settings: Settings) -> EngineSpec:
+    """What a cost model must have been made for: of one rank of this engine, with the plugin's link and host pool."""
+    return EngineSpec(
+        block_size=int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
+        token_budget=int(config.scheduler_config.max_num_batched_tokens),
+        ranks=config.parallel_config.tensor_parallel_size,
+        pinned=settings.pin_memory,
+        block_bytes=block_bytes,
+        geometry=geometry_of(config).to_dict(),
+        hardware=describe(device_name()),
+        link=header_link(settings.link),
+    )
+
+
+def model_loader(config: VllmConfig, engine: EngineSpec) -> Callable[[str], FittedModel]:
+    """What loads cost models in this engine: by name or folder, or its own untrained one."""
+    return engine_loader(config.model_config.hf_config.to_dict(), engine, config.cache_config.cache_dtype)
+
+
+def geometry_of(config: VllmConfig) -> Geometry:
+    """The model's shape on one rank, from its Hugging Face configuration.
+
+    The MLP is as wide as :class:`Geometry` has it, so that mixtures and families with fields of their own count alike
+    with and without an engine.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    ranks = parallel.tensor_parallel_size
+    return Geometry(
+        layers=model.get_num_layers(parallel),
+        hidden=model.get_hidden_size(),
+        heads=model.get_num_attention_heads(parallel),
+        kv_heads=model.get_num_kv_heads(parallel),
+        head_dim=model.get_head_size(),
+        intermediate=_mlp_width(config) // ranks,
+        vocab=model.get_vocab_size(),
+        weight_bytes=model.dtype.itemsize,
+        kv_bytes=_kv_itemsize(config),
+        dtype=dtype,
+    )
+
+
+def _mlp_width(config: VllmConfig) -> int:
+    """As the shape has it; the field of that name, or 0, where the shape is not understood."""
+    try:
+        return Geometry.from_config(config.model_config.hf_config.to_dict()).intermediate
+    except ConfigError:
+        return int(getattr(config.model_config.hf_text_config, "intermediate_size", 0))
+
+
+def _kv_itemsize(config: VllmConfig) -> int:
+    cache_dtype = config.cache_config.cache_dtype
+    return int(config.model_config.dtype.itemsize) if cache_dtype in ("auto", "float32", "bfloat16", "float16") else 1
+
+
+def header_of(
+    settings: Settings, engine: EngineSpec, core: str, policy: str, device_blocks: int, host_blocks: int
+) -> Header:
+    """The header of what this engine core records."""
+    header = Header.recorded_on(
+        engine,
+        run_id=core,
+        source=settings.source,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        engine=f"vllm {vllm.__version__}",
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        policy=policy,
+    )
+    return replace(header, seed=settings.seed)

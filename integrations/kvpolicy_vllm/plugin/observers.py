@@ -1,0 +1,310 @@
+"""Who follows what becomes of preemptions, and how they are told; the counter of it all.
+
+The controller tells events; an observer has a method for each that it follows. One that is off is not there, and one
+that fails is told of it, begins afresh or is given up: neither costs a step or a request anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import isfunction
+from typing import Any
+
+from kvpolicy.attribution import LiveCost
+from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step
+from kvpolicy.events import Cause, Decision, Outcome, Preemption
+from kvpolicy.policy import Policy
+from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.messages import StepJobs
+
+MAX_FAILURES = 5
+"""An observer that has failed so often without doing its work in between is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which preemption a decision is about."""
+
+    preemption_id: str
+    request_id: str
+    generation: int
+    """How often the request was preempted before."""
+    step: int
+    labels: Mapping[str, Any]
+    """Of a tool that has the option pinned."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A decision, and what was really executed as far as that is known: a save may still fail."""
+
+    situation: Preemption
+    decision: Decision
+    identity: Identity
+
+
+class Observer:
+    """Follows the events whose methods it overrides.
+
+    ``requests`` and ``scheduler`` are vLLM's, ``output`` its output of a step; times are of the controller's clock.
+    """
+
+    trouble = "following preemptions failed"
+    given_up = "following preemptions failed too often in a row: it is given up"
+    failures = 0
+
+    def arrived(self, request: Any, now: float) -> None:
+        """A new request."""
+
+    def preempted(self, request: Any) -> None:
+        """A request is about to lose its blocks, whatever was decided."""
+
+    def decided(self, pending: Pending) -> None:
+        """A decision was made and is being executed."""
+
+    def undecided(self, cause: Cause) -> None:
+        """Deciding failed: the request is recomputed."""
+
+    def executed(self, pending: Pending) -> None:
+        """Nothing can change any more about what was executed: a save was confirmed, or failed, or given up."""
+
+    def fell_back(self, reason: str) -> None:
+        """A swap became a recompute after all."""
+
+    def copies_begin(self, jobs: StepJobs, preemptions: Mapping[int, str]) -> None:
+        """Copies are handed to the workers. ``preemptions``: by copy."""
+
+    def copied(self, settled: Settled, step: int) -> None:
+        """All ranks have finished one direction of a copy."""
+
+    def copy_lost(self, preemption_id: str) -> None:
+        """A save was forgotten before it was confirmed: nobody will say how long it took."""
+
+    def loaded(self, request_id: str, tokens: int) -> None:
+        """Tokens of a request are back from the host pool."""
+
+    def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
+        """A preemption ended: its request is back at its token, was preempted again, or is gone."""
+
+    def measured(self, cost: LiveCost) -> None:
+        """What a resumed preemption cost is known in full."""
+
+    def repeated(self, step: Step[OpenPreemption]) -> None:
+        """A step that was scheduled computes lost tokens again."""
+
+    def scheduled(self, step: Step[OpenPreemption], output: Any, scheduler: Any) -> None:
+        """A step was scheduled; computed tokens are advanced past it."""
+
+    def done(self, step: Step[OpenPreemption], output: Any, scheduler: Any, began_s: float, now: float) -> None:
+        """A step's output is back."""
+
+    def ended(self, request: Any, now: float) -> None:
+        """A request finished, well or not."""
+
+    def idle(self) -> None:
+        """The engine has nothing left to do, and may be ended without warning: have written what is to be kept."""
+
+    def begin_afresh(self) -> bool:
+        """After a failure: drop what is half done. False where it failed too often and is given up."""
+        self.failures += 1
+        return self.failures < MAX_FAILURES
+
+    def close(self) -> None:
+        """The engine ends; write what is still to be written."""
+
+
+EVENTS = tuple(
+    name for name, method in vars(Observer).items() if isfunction(method) and name not in ("begin_afresh", "close")
+)
+
+
+class Observers:
+    """All of one engine core. An event goes to those that follow it, in the order in which they were added.
+
+    ``complain``: told what went wrong, while the exception is handled.
+    """
+
+    def __init__(self, complain: Callable[[str], None]) -> None:
+        self._complain = complain
+        self._all: tuple[Observer, ...] = ()
+        self._given_up: tuple[Observer, ...] = ()
+        self._following: dict[str, tuple[Callable[..., None], ...]] = dict.fromkeys(EVENTS, ())
+        self.follow_steps = False
+        """Whether anybody asks for more of a step than the tokens it computes again."""
+
+    def add(self, *observers: Observer) -> None:
+        self._be((*self._all, *observers))
+
+    def replace(self, kind: type[Observer], observer: Observer | None) -> None:
+        """Close the one of that kind, if there is one, and have ``observer`` in its place; None: nobody."""
+        for one in self._all:
+            if isinstance(one, kind):
+                one.close()
+        others = tuple(one for one in self._all if not isinstance(one, kind))
+        self._be(others if observer is None else (*others, observer))
+
+    def tell(self, event: str, *arguments: Any) -> None:
+        for follow in self._following[event]:
+            try:
+                follow(*arguments)
+            # Whatever is wrong with counting, recording, measuring or learning: serving goes on.
+            except Exception:  # noqa: BLE001
+                self._failed(follow.__self__)  # type: ignore[attr-defined]  # a bound method of an observer
+
+    def close(self) -> None:
+        for observer in (*self._all, *self._given_up):
+            try:
+                observer.close()
+            except Exception:  # noqa: BLE001  # the others have something to write, too
+                self._complain("what was followed could not be written at the end")
+
+    def _be(self, observers: tuple[Observer, ...]) -> None:
+        self._all = observers
+        for event in EVENTS:
+            plain = getattr(Observer, event)
+            self._following[event] = tuple(getattr(o, event) for o in observers if getattr(type(o), event) is not plain)
+        self.follow_steps = bool(self._following["scheduled"] or self._following["done"])
+
+    def _failed(self, observer: Observer) -> None:
+        self._complain(observer.trouble)
+        if not observer.begin_afresh():
+            self._complain(observer.given_up)
+            self._given_up += (observer,)
+            self._be(tuple(one for one in self._all if one is not observer))
+
+
+# ---- counting ----
+
+
+def key(name: str, **labels: str) -> str:
+    return "|".join([name, *(f"{label}={value.replace('|', '/')}" for label, value in labels.items())])
+
+
+class Tally:
+    """Counts of one engine core: totals since the start, and what was added since the last report."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, float] = {}
+        self.gauges: dict[str, float] = {}
+        self._added: dict[str, float] = {}
+        self._gauges_moved = False
+        self.unreported = False
+        """Whether anything changed since the last report."""
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        at = key(name, **labels)
+        self.totals[at] = self.totals.get(at, 0) + amount
+        self._added[at] = self._added.get(at, 0) + amount
+        self.unreported = True
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        at = key(name, **labels)
+        if self.gauges.get(at) != value:
+            self.gauges[at] = value
+            self._gauges_moved = self.unreported = True
+
+    def raise_by(self, name: str, amount: float, **labels: str) -> None:
+        """A gauge that sums up what may be below 0."""
+        self.set(name, self.gauges.get(key(name, **labels), 0.0) + amount, **labels)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether an idle engine should step once more to report. Dropped records can wait: a step makes new ones."""
+        return self._gauges_moved or any(at != "records_dropped" for at in self._added)
+
+    def report(self) -> dict[str, dict[str, float]] | None:
+        """What was added to each counter since the last report, and all gauges; None where nothing changed."""
+        if not self.unreported:
+            return None
+        changed = {"counters": self._added, "gauges": dict(self.gauges)}
+        self._added = {}
+        self._gauges_moved = self.unreported = False
+        return changed
+
+
+class MetricsCounter(Observer):
+    """What the engine's metrics say of preemptions. Names and labels: :mod:`kvpolicy_vllm.plugin.metrics`."""
+
+    trouble = "preemptions could not be counted"
+    given_up = "counting failed too often in a row: metrics of preemptions stand still"
+
+    def __init__(self, copies: CopyBook, ledger: Ledger[OpenPreemption]) -> None:
+        self.tally = Tally()
+        self._copies, self._ledger = copies, ledger
+        self._shown = (-1, -1)
+
+    def report(self) -> dict[str, dict[str, float]] | None:
+        """See :meth:`Tally.report`."""
+        if not self.tally.unreported and self._shown == (self._copies.pool.used, len(self._ledger)):
+            return None  # as in nearly every step
+        self._set_gauges()
+        return self.tally.report()
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges since the start, by ``name|label=value``."""
+        self._set_gauges()
+        return self.tally.totals | self.tally.gauges
+
+    @property
+    def urgent(self) -> bool:
+        """See :attr:`Tally.urgent`."""
+        self._set_gauges()
+        return self.tally.urgent
+
+    def show_policy(self, policy: Policy, value: int) -> None:
+        """1 for the policy in charge, 0 for the one that was."""
+        digest = "" if policy.cost_model is None else str(policy.cost_model.digest)
+        self.tally.set("cost_model", value, policy=policy.label, digest=digest)
+
+    def _set_gauges(self) -> None:
+        self._shown = self._copies.pool.used, len(self._ledger)
+        self.tally.set("host_slots_used", self._copies.pool.used)
+        self.tally.set("host_slots_total", self._copies.pool.total)
+        self.tally.set("open_preemptions", len(self._ledger))
+
+    # ---- events ----
+
+    def undecided(self, cause: Cause) -> None:
+        self.fell_back("error")
+        self.tally.add("preemptions", intended="recompute", executed="recompute", cause=cause)
+
+    def executed(self, pending: Pending) -> None:
+        decision = pending.decision
+        assert decision.executed is not None
+        self.tally.add(
+            "preemptions", intended=decision.intended, executed=decision.executed, cause=pending.situation.cause
+        )
+        if decision.reason:
+            self.fell_back(decision.reason)
+        for option, cost in zip(decision.options, decision.costs, strict=False):
+            if option.kind == decision.executed:
+                self.tally.add("predicted_cost_microseconds", cost.engine_s * 1e6, executed=decision.executed)
+        if any(cost.extrapolated for cost in decision.costs):
+            self.tally.add("extrapolated")
+
+    def fell_back(self, reason: str) -> None:
+        self.tally.add("fallbacks", reason=reason)
+
+    def copied(self, settled: Settled, step: int) -> None:
+        slowest = settled.slowest
+        self.tally.add("copy_bytes", settled.moved_bytes, direction=settled.direction)
+        self.tally.add("copy_microseconds", (slowest.end_s - slowest.start_s) * 1e6, direction=settled.direction)
+
+    def loaded(self, request_id: str, tokens: int) -> None:
+        self.tally.add("loaded_tokens", tokens)
+
+    def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
+        if outcome.ended != "resumed":
+            return
+        self.tally.add("resumed", executed=opened.executed)
+        self.tally.add("victim_delay_microseconds", outcome.victim_delay_s * 1e6, executed=opened.executed)
+        self.tally.add("wait_blocks_microseconds", outcome.wait_blocks_s * 1e6, executed=opened.executed)
+
+    def measured(self, cost: LiveCost) -> None:
+        assert cost.executed is not None
+        self.tally.add("measured_preemptions", executed=cost.executed)
+        self.tally.raise_by("measured_cost_microseconds", cost.engine_s * 1e6, executed=cost.executed)
+
+    def repeated(self, step: Step[OpenPreemption]) -> None:
+        self.tally.add("recomputed_tokens", step.recomputed_tokens)

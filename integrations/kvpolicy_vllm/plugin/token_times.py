@@ -1,0 +1,107 @@
+"""When each request's first and last tokens came, at no cost per request that decodes a token in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Life:
+    """A request while it is served."""
+
+    arrival_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    output_tokens: int = 0
+    recomputed_tokens: int = 0
+    loaded_tokens: int = 0
+    joined: int = 0
+    """Of a steady request: rounds there had been when its tokens were last counted."""
+
+
+class TokenTimes:
+    """All requests of one engine core.
+
+    A request is *steady* from a token on for as long as every step schedules it: each such step, a *round*, brings it
+    one token more, so that rounds are counted and not tokens. Any other request is looked at in the steps that
+    schedule it.
+    """
+
+    def __init__(self) -> None:
+        self._lives: dict[str, Life] = {}
+        self._steady: dict[str, Life] = {}
+        self._watched: dict[str, Life] = {}
+        """Of the others, those that were scheduled before."""
+        self.preempted: list[str] = []
+        """Since the last step. They may still get a token, of a step that is in flight."""
+        self._rounds = 0
+        self._round_s = 0.0
+
+    def of(self, request_id: str) -> Life | None:
+        return self._lives.get(request_id)
+
+    def arrived(self, request_id: str, now: float) -> None:
+        self._lives[request_id] = Life(now)
+
+    def step(self, output: Any, requests: Mapping[str, Any], now: float) -> None:
+        """A step's output is back. ``requests``: by id, with the tokens it brought."""
+        scheduled = output.num_scheduled_tokens
+        if self.preempted:
+            for request_id in self.preempted:
+                self._watch(request_id)
+            self.preempted.clear()
+        for new in output.scheduled_new_reqs:
+            self._watch(new.req_id)
+        if not self._steady.keys() <= scheduled.keys():
+            for request_id in self._steady.keys() - scheduled.keys():
+                self._watch(request_id)
+        self._rounds += 1
+        self._round_s = now
+        if self._watched:
+            for request_id in self._watched.keys() & scheduled.keys():
+                self._look_at(request_id, requests.get(request_id), now)
+
+    def ended(self, request: Any, now: float) -> Life | None:
+        """The request finished; None where it never arrived."""
+        life = self._lives.pop(request.request_id, None)
+        if life is None:
+            return None
+        self._watched.pop(request.request_id, None)
+        if self._steady.pop(request.request_id, None) is not None:
+            self._count(life)
+        # The last token of a request that stops comes with the very step that ends it.
+        if request.num_output_tokens > life.output_tokens:
+            _note(life, request, now)
+        return life
+
+    def _watch(self, request_id: str) -> None:
+        life = self._lives.get(request_id)
+        if life is None:
+            return
+        if self._steady.pop(request_id, None) is not None:
+            self._count(life)
+        self._watched[request_id] = life
+
+    def _look_at(self, request_id: str, request: Any, now: float) -> None:
+        life = self._watched[request_id]
+        if request is None or request.num_output_tokens <= life.output_tokens:
+            return
+        _note(life, request, now)
+        life.joined = self._rounds
+        self._steady[request_id] = self._watched.pop(request_id)
+
+    def _count(self, life: Life) -> None:
+        """Enter the tokens that rounds have brought."""
+        if self._rounds > life.joined:
+            life.output_tokens += self._rounds - life.joined
+            life.last_token_s = self._round_s
+            life.joined = self._rounds
+
+
+def _note(life: Life, request: Any, now: float) -> None:
+    life.output_tokens = request.num_output_tokens
+    life.last_token_s = now
+    if life.first_token_s is None:
+        life.first_token_s = now

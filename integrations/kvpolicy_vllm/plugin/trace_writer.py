@@ -1,0 +1,277 @@
+"""A trace beside a running scheduler, at no cost it can feel: what becomes a row, and how rows reach the disk.
+
+The scheduler appends plain rows to bounded queues; a thread turns them into Parquet parts. Whatever the disk does,
+rows that do not fit are dropped and counted, and the scheduler never waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvpolicy.attribution.ledger import OpenPreemption, Step
+from kvpolicy.events import Outcome
+from kvpolicy.policy.decision import HOST_TIER
+from kvpolicy.trace import (
+    SCHEMAS,
+    Header,
+    Row,
+    decision_row,
+    from_rows,
+    outcome_row,
+    request_row,
+    step_row,
+    transfer_row,
+    write_part,
+)
+from kvpolicy_vllm.plugin.host_copies import Settled
+from kvpolicy_vllm.plugin.observers import Observer, Pending, Tally
+from kvpolicy_vllm.plugin.step_parts import fill_parts
+from kvpolicy_vllm.plugin.token_times import TokenTimes
+
+logger = logging.getLogger(__name__)
+
+
+class RowWriter(Protocol):
+    """What takes a trace's rows."""
+
+    dropped: int
+    """Rows that could not be kept."""
+
+    def add(self, table: str, row: Row) -> None: ...
+
+    def flush_soon(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TraceRecorder(Observer):
+    """Rows of a trace. ``anonymous`` gives a request its name there."""
+
+    trouble = "an event could not be recorded (counted as records_dropped)"
+    given_up = "recording failed too often in a row: the trace ends here"
+
+    def __init__(self, recorder: RowWriter, anonymous: Callable[[str], str], core: str, tally: Tally) -> None:
+        self.recorder = recorder
+        self._anonymous = anonymous
+        self._core = core
+        self._tally = tally
+        self._dropped = 0
+        self._tokens = TokenTimes()
+
+    def begin_afresh(self) -> bool:
+        self._tally.add("records_dropped")
+        return super().begin_afresh()
+
+    def close(self) -> None:
+        self.recorder.close()
+        self._count_dropped()
+
+    def _count_dropped(self) -> None:
+        if self.recorder.dropped > self._dropped:
+            self._tally.add("records_dropped", self.recorder.dropped - self._dropped)
+            self._dropped = self.recorder.dropped
+
+    # ---- requests ----
+
+    def arrived(self, request: Any, now: float) -> None:
+        self._tokens.arrived(request.request_id, now)
+
+    def preempted(self, request: Any) -> None:
+        self._tokens.preempted.append(request.request_id)
+
+    def ended(self, request: Any, now: float) -> None:
+        life = self._tokens.ended(request, now)
+        if life is None:
+            return
+        row = request_row(
+            request=self._anonymous(request.request_id),
+            arrival_s=life.arrival_s,
+            first_token_s=life.first_token_s,
+            last_token_s=life.last_token_s,
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_output_tokens,
+            preemptions=request.num_preemptions,
+            recomputed_tokens=life.recomputed_tokens,
+            loaded_tokens=life.loaded_tokens,
+            finish=str(request.get_finished_reason()),
+        )
+        self.recorder.add("requests", row)
+
+    def repeated(self, step: Step[OpenPreemption]) -> None:
+        for part in step.repeated:
+            life = self._tokens.of(str(part.opened.request))
+            if life is not None:
+                life.recomputed_tokens += part.tokens
+
+    def loaded(self, request_id: str, tokens: int) -> None:
+        life = self._tokens.of(request_id)
+        if life is not None:
+            life.loaded_tokens += tokens
+
+    # ---- steps ----
+
+    def scheduled(self, step: Step[OpenPreemption], output: Any, scheduler: Any) -> None:
+        """Enter who runs and waits, and how much memory is taken."""
+        step.running_requests = len(scheduler.running)
+        step.waiting_requests = max(0, scheduler.get_num_unfinished_requests() - step.running_requests)
+        pool = scheduler.kv_cache_manager.block_pool
+        step.used_blocks = pool.num_gpu_blocks - pool.get_num_free_blocks()
+
+    def done(self, step: Step[OpenPreemption], output: Any, scheduler: Any, began_s: float, now: float) -> None:
+        fill_parts(step, output)
+        self._tokens.step(output, scheduler.requests, now)
+        if self.recorder.dropped > self._dropped:
+            self._count_dropped()
+        if not (step.scheduled_tokens or step.lost or step.saves or scheduler.requests):
+            return
+        self.failures = 0
+        self.recorder.add("steps", step_row(step, began_s, now))
+
+    def idle(self) -> None:
+        self.recorder.flush_soon()
+
+    # ---- preemptions ----
+
+    def executed(self, pending: Pending) -> None:
+        known = pending.identity
+        row = decision_row(
+            pending.situation,
+            pending.decision,
+            preemption_id=known.preemption_id,
+            decision_id=f"{known.preemption_id}-0",
+            request=self._anonymous(known.request_id),
+            generation=known.generation,
+            step=known.step,
+            overflow_id=f"{self._core}-{known.step}",
+            **known.labels,
+        )
+        self.recorder.add("decisions", row)
+
+    def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
+        self.recorder.add("outcomes", outcome_row(outcome))
+
+    def copied(self, settled: Settled, step: int) -> None:
+        told = replace(settled.slowest, bytes=settled.moved_bytes, ok=settled.ok)
+        row = transfer_row(told, preemption_id=settled.copy.preemption_id, step=step, tier=HOST_TIER)
+        self.recorder.add("transfers", row)
+
+
+def pseudonym(salt: bytes, request_id: str) -> str:
+    """A request's name in traces: a keyed hash, so that nobody can be found out by it."""
+    return hashlib.blake2b(request_id.encode(), key=salt, digest_size=8).hexdigest()
+
+
+MIN_PART_S = 0.5
+"""Parts that are asked for, since the engine idles, are written no more often than this, seconds."""
+
+
+class TraceWriter:
+    """Rows in, part files out. One per engine core.
+
+    A part is written every ``part_rows`` rows or ``part_s`` seconds, so that a killed server loses at most that, and
+    within half a second where :meth:`flush_soon` is called.
+    """
+
+    def __init__(
+        self,
+        core: Path,
+        header: Header,
+        part_rows: int = 5000,
+        part_s: float = 2.0,
+        max_waiting: int = 100_000,
+        close_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.core = core
+        self.dropped = 0
+        self._header = header
+        self._part_rows = part_rows
+        self._part_s = part_s
+        self._max_waiting = max_waiting
+        self._close_s = close_s
+        self._clock = clock
+        self._waiting: dict[str, deque[Row]] = {name: deque() for name in SCHEMAS}
+        self._parts = dict.fromkeys(SCHEMAS, 0)
+        self._has_header = False
+        self._complained = False
+        self._writing = threading.Lock()
+        self._writing_rows = 0
+        """Taken off the queue, but not yet on the disk."""
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvpolicy-trace", daemon=True)
+        self._thread.start()
+
+    def add(self, table: str, row: Row) -> None:
+        """Queue one row; drops and counts it where too many wait."""
+        waiting = self._waiting[table]
+        if len(waiting) >= self._max_waiting:
+            self.dropped += 1
+        else:
+            waiting.append(row)
+
+    def flush_soon(self) -> None:
+        """Have the thread write what was added so far, as where the engine has nothing left to do. Does not wait."""
+        self._wake.set()
+
+    def flush(self) -> None:
+        """Write all rows added so far. For tests and tools: waits for the disk."""
+        with self._writing:
+            for name in SCHEMAS:
+                while self._waiting[name]:
+                    self._write(name)
+
+    def close(self) -> None:
+        """Once. Waits ``close_s`` for the disk; what is not written by then is dropped and counted."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(timeout=self._close_s)
+        if self._thread.is_alive():
+            unwritten = self._writing_rows + sum(map(len, self._waiting.values()))
+            self.dropped += unwritten
+            logger.warning(
+                "kvpolicy: trace %s was not written within %g s at the end, dropping %d records",
+                self.core, self._close_s, unwritten,
+            )  # fmt: skip
+
+    def _run(self) -> None:
+        last, asked = self._clock(), False
+        while not self._stop.is_set():
+            asked = self._wake.wait(MIN_PART_S / 5) or asked
+            self._wake.clear()  # before it is written: what is asked for meanwhile may be of later rows
+            since_s = self._clock() - last
+            due = since_s >= (min(MIN_PART_S, self._part_s) if asked else self._part_s)
+            if asked and not due:  # it is remembered; a server that idles after every request makes no part of each
+                self._stop.wait(MIN_PART_S / 5)
+            if due or any(len(rows) >= self._part_rows for rows in self._waiting.values()):
+                last, asked = self._clock(), False
+                self.flush()
+        self.flush()  # here, not where it is closed: a disk that is gone must not keep anybody else
+
+    def _write(self, name: str) -> None:
+        waiting = self._waiting[name]
+        rows = [waiting.popleft() for _ in range(min(len(waiting), self._part_rows))]
+        self._writing_rows = len(rows)
+        try:
+            if not self._has_header:
+                self._header.write(self.core)
+                self._has_header = True
+            elif not (self.core / "header.json").exists():
+                raise FileNotFoundError(f"{self.core} was removed while it was recorded into")
+            write_part(self.core, name, self._parts[name], from_rows(name, rows))
+            self._parts[name] += 1
+        # Whatever it is, the thread must live: a full disk may have room again later. Until then rows are counted.
+        except Exception as error:  # noqa: BLE001
+            self.dropped += len(rows)
+            if not self._complained:
+                self._complained = True
+                logger.warning("kvpolicy: cannot write trace %s, dropping records: %s", self.core, error)
+        self._writing_rows = 0

@@ -1,0 +1,56 @@
+"""A made-up worker: it computes nothing, and says when steps and copies would have ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvpolicy.attribution.ledger import OpenPreemption, Step
+from kvpolicy.simulator import Server, StepLoad, Times
+from kvpolicy.simulator.base import load_of
+from kvpolicy.simulator.link_queues import LinkQueues
+from kvpolicy_vllm.plugin.messages import Job, StepJobs, Transfers
+
+
+def load_of_output(output: Any, requests: dict[str, Any]) -> StepLoad:
+    """What a scheduled step computes; ``requests`` have their computed tokens advanced past it."""
+    step: Step[OpenPreemption] = Step(-1)
+    scheduled = output.num_scheduled_tokens
+    step.compose(scheduled.values(), [requests[name].num_computed_tokens for name in scheduled])
+    return load_of(step)
+
+
+class VirtualWorker:
+    """One device and one link, in virtual time: steps in their order, copies one at a time per direction."""
+
+    def __init__(self, server: Server, times: Times) -> None:
+        self._times = times
+        self._free_s = 0.0
+        self._link: LinkQueues[Job] = LinkQueues(server, times)
+
+    def execute(self, jobs: StepJobs, load: StepLoad, now_s: float) -> float:
+        """Take a step that is scheduled now; returns when its output is there."""
+        begins_s = max(now_s, self._free_s)
+        computes_s = self._times.step_s(load) if load.scheduled_tokens else 0.0
+        self._free_s = self._link.step(_with_blocks(jobs.saves), _with_blocks(jobs.loads), begins_s, computes_s)
+        return self._free_s
+
+    def next_copied_s(self) -> float | None:
+        """When the next copy on its way ends."""
+        return self._link.next_end_s()
+
+    def finished(self, now_s: float) -> KVConnectorOutput | None:
+        """Copies that have ended since the last call, as vLLM's worker reports them with a step's output."""
+        done = self._link.ended(now_s)
+        if not done:
+            return None
+        loaded = {job.request_id for job, transfer in done if transfer.direction == "load"}
+        return KVConnectorOutput(
+            finished_recving=loaded or None,
+            kv_connector_worker_meta=Transfers([transfer for _, transfer in done]),
+        )
+
+
+def _with_blocks(jobs: tuple[Job, ...]) -> list[tuple[Job, int]]:
+    return [(job, len(job.slots)) for job in jobs]

@@ -1,0 +1,184 @@
+"""An explanation as text and as a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp, inf, isfinite
+from typing import Any
+
+from kvpolicy.events import SITUATION_FIELDS, Kind, Preemption, as_row
+from kvpolicy.explanation.boundary import BreakEven, Grid
+from kvpolicy.explanation.breakdown import Account
+from kvpolicy.explanation.choice import PolicyChoice
+from kvpolicy.explanation.drivers import drivers_of
+from kvpolicy.explanation.question import Asked
+from kvpolicy.json_values import finite
+from kvpolicy.policy import Objective
+from kvpolicy.policy.cheapest import lowest
+
+MAX_SHOWN = 6
+"""Turns told one by one in the text; the dictionary has them all."""
+SIGNS: Mapping[tuple[bool, bool], str] = {
+    (False, True): "R", (False, False): "r", (True, True): "S", (True, False): "s",
+}  # fmt: skip
+"""By whether swap is the cheaper one, and whether that is sure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Both costs of one situation, and why one is the lower."""
+
+    cost_model: str
+    family: str
+    objective: Objective
+    asked: Asked
+    accounts: tuple[Account, Account]
+    """Recompute's and swap's."""
+    break_even: BreakEven
+    grid: Grid
+    notes: tuple[str, ...]
+    choice: PolicyChoice | None = None
+    """What a policy makes of it, where one was asked about."""
+    not_drawn: str = ""
+    """Why there is no plot though one was asked for."""
+
+    @property
+    def drivers(self) -> tuple[str, ...]:
+        """What drove the choice."""
+        return drivers_of(self.accounts, self.objective)
+
+    @property
+    def chosen(self) -> Kind:
+        return self.accounts[lowest([one.cost for one in self.accounts], self.objective)].kind
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: infinite bounds are null."""
+        whole = {
+            "cost_model": self.cost_model,
+            "family": self.family,
+            "objective": self.objective.text,
+            "situation": {name: as_row(self.asked.situation)[name] for name in SITUATION_FIELDS if name != "time_s"},
+            "assumed": list(self.asked.assumed),
+            "chosen": self.chosen,
+            "drivers": list(self.drivers),
+            "options": [one.to_dict() for one in self.accounts],
+            "break_even": self.break_even.to_dict(),
+            "grid": self.grid.to_dict(),
+            "notes": list(self.notes),
+        }
+        if self.choice is not None:
+            whole["policy"] = self.choice.to_dict()
+        plain: dict[str, Any] = finite(whole)
+        return plain
+
+    def text(self) -> str:
+        blocks = ["\n".join(self._head()), *("\n".join(_account_lines(one)) for one in self.accounts)]
+        blocks += ["\n".join(self._why()), "\n".join(self._map())]
+        if self.choice is not None:
+            blocks.append("\n".join([*self.choice.lines(), *_break_even_lines(self.choice.turns)]))
+        if self.notes:
+            blocks.append("\n".join(f"note: {note}" for note in self.notes))
+        return "\n\n".join(blocks)
+
+    def _head(self) -> list[str]:
+        one = self.asked.situation
+        others = f"beside {one.running_requests} running ({one.batch_tokens} tokens)" if one.running_requests else (
+            "with nobody else running"
+        )  # fmt: skip
+        return [
+            f"{one.computed_tokens} tokens in {one.held_blocks} blocks of {one.block_size} "
+            f"({one.copy_bytes / 2**20:.3g} MiB, {one.shared_blocks} shared), {others}, "
+            f"{one.free_blocks} blocks free{_queued(one)}",
+            f"cost model {self.cost_model} ({self.family}); minimised: {self.objective.text}",
+            f"choice: {self.chosen}",
+            "what drove it:",
+            *(f"  {line}" for line in self.drivers),
+        ]
+
+    def _why(self) -> list[str]:
+        again, swap = self.accounts
+        low, high = swap.cost.log_ratio_low, swap.cost.log_ratio_high
+        ratio = swap.cost.engine_s / again.cost.engine_s
+        doubt = "the choice is in doubt" if low <= 0 <= high else "it leaves 1 out: the choice is clear"
+        lines = [
+            f"swap / recompute: {ratio:.3g} (90% interval {_exp(low)} to {_exp(high)}); {doubt}",
+        ]
+        return lines + _break_even_lines(self.break_even)
+
+    def _map(self) -> list[str]:
+        """The choice over lengths and loads, highest load first."""
+        grid, width = self.grid, len(str(self.grid.running[-1]))
+        lines = ["choice over tokens and running requests: R recompute, S swap; small letters where in doubt"]
+        for load in reversed(range(len(grid.running))):
+            signs = [SIGNS[ratio < 0, sure] for ratio, sure in zip(grid.log_ratio[load], grid.sure[load], strict=True)]
+            lines.append(f"{grid.running[load]:>{width}} |{''.join(signs)}")
+        first, last = str(grid.tokens[0]), f"{grid.tokens[-1]} tokens"
+        lines.append(f"{'':>{width}}  {first}{last:>{max(len(last) + 1, len(grid.tokens) - len(first))}}")
+        return lines
+
+
+def _break_even_lines(even: BreakEven) -> list[str]:
+    if not even.turns:
+        return [f"break-even at this load: none up to {even.up_to_tokens} tokens, always {even.first}", *_turns(even)]
+    return _turns(even)
+
+
+def _turns(even: BreakEven) -> list[str]:
+    """Each turn; where there are many, between which lengths they are."""
+    lines = []
+    if len(even.turns) > MAX_SHOWN:
+        first, last = even.turns[0], even.turns[-1]
+        where = " (partly extrapolated)" if any(turn.extrapolated for turn in even.turns) else ""
+        lines.append(
+            f"break-even at this load: {even.first} below {first.tokens} tokens, {last.to} from {last.tokens} on; "
+            f"between them it turns {len(even.turns) - 2} more times{where}: whole blocks are copied"
+        )
+    else:
+        for turn in even.turns:
+            where = " (extrapolated)" if turn.extrapolated else ""
+            lines.append(f"break-even at this load: {turn.to} from {turn.tokens} tokens on{where}")
+    if even.every_up_to < even.up_to_tokens:
+        lines.append(
+            f"every length up to {even.every_up_to} was looked at; above, edges of blocks up to {even.widest_gap} "
+            "tokens apart, between which it may turn and turn back"
+        )
+    return lines
+
+
+def _queued(one: Preemption) -> str:
+    both = (("saved", one.queued_save_bytes), ("loaded", one.queued_load_bytes))
+    return "".join(f", {size / 2**20:.3g} MiB queued to be {way}" for way, size in both if size)
+
+
+def _account_lines(one: Account) -> list[str]:
+    cost = one.cost
+    lines = [
+        f"{one.kind}: {_ms(cost.engine_s)} (90% interval {_ms(cost.low_s)} to {_ms(cost.high_s)})",
+        f"  save {_ms(cost.save_s)}, load {_ms(cost.load_s)}, recompute {_ms(cost.recompute_s)}",
+        f"  others wait {cost.stall_s * 1e3:.3g} request-ms"
+        + ("" if cost.victim_delay_s is None else f"; the victim is back after {_ms(cost.victim_delay_s)}"),
+        f"  physics {_ms(one.law_s)}"
+        + (f", below what the traces can tell: {_ms(one.floor_s)} taken" if one.floored else "")
+        + _learned(one),
+    ]
+    for beyond in one.beyond:
+        lines.append(
+            f"  extrapolated: {beyond.feature} is {beyond.value:g}, trained on {beyond.low:g} to {beyond.high:g}"
+        )
+    return lines
+
+
+def _learned(one: Account) -> str:
+    if one.residual_factor == 1:
+        return "; nothing learned on top here"
+    what = "held at the edge of the trained range" if one.beyond else "learned"
+    return f", times {one.residual_factor:.3g} {what}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if isfinite(seconds) else "unbounded"
+
+
+def _exp(value: float) -> str:
+    return "unbounded" if value == inf else f"{exp(value):.3g}"

@@ -1,0 +1,123 @@
+"""`kvpolicy report`: traces to verdicts, figures and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpolicy import trace as traces
+from kvpolicy.errors import InputError
+from kvpolicy.fields import AMOUNT, WrongValue
+from kvpolicy.hardware import fingerprint
+from kvpolicy.overflow import FIGURES
+from kvpolicy.reporting.findings import PAPER, findings, missing
+from kvpolicy.reporting.group import Group, link_name
+from kvpolicy.reporting.measurements import material
+from kvpolicy.reporting.model_section import learned
+from kvpolicy.trace import Header, TraceError
+
+Answers = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StudyReport:
+    """What was written, and what it says."""
+
+    groups: tuple[Group, ...]
+    out: Path
+    figures: tuple[Path, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            group.name: {
+                "traces": [str(folder) for folder in group.folders],
+                "findings": [one.to_dict() for one in group.findings],
+                "missing": dict(group.missing),
+            }
+            for group in self.groups
+        }
+
+    def text(self) -> str:
+        lines = []
+        for group in self.groups:
+            lines += [f"{group.name}: {group.verdict()}"]
+            for figure in FIGURES:
+                lines += [f"  {figure}: {PAPER[figure]}"] if group.of(figure) else []
+                lines += [f"    {one.sentence()}" for one in group.of(figure)]
+            lines += [f"  {figure} is not filled: {why}" for figure, why in group.missing]
+            lines += [f"  {one}" for one in group.learned.lacking]
+        lines.append(f"written: {self.out}" + (f" and {len(self.figures)} figure files" if self.figures else ""))
+        return "\n".join(lines)
+
+
+def report(
+    traces: Sequence[Path | str],
+    out: Path | str = Path("report.html"),
+    figures: Path | str | None = None,
+    cost_model: str | None = None,
+    seed: int = 0,
+) -> StudyReport:
+    """Test the study's findings on ``traces``, draw its figures, and write one page that needs nothing else.
+
+    ``figures``: a folder for each figure as SVG and PNG. ``cost_model``: whose boundary, calibration and regret are
+    shown, a folder or a name; None trains one on two thirds of the states. Raises TraceError for traces that cannot be
+    read, ValueError where matplotlib or Jinja are missing or a folder to write into is.
+    """
+    page = _page()
+    out = Path(out)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise WrongValue("out", f"is {out}, should end in .html")
+    if not out.parent.is_dir():
+        raise WrongValue("out", f"is {out}: there is no folder {out.parent}")
+    AMOUNT.refuse("seed", seed)
+    groups = tuple(_group(name, some, cost_model, seed) for name, some in _grouped(traces).items())
+    if figures is not None:
+        Path(figures).mkdir(parents=True, exist_ok=True)
+    shown = page.drawn(groups)
+    out.write_text(page.render(groups, shown, seed), encoding="utf-8")
+    written = () if figures is None else page.write_figures(shown, Path(figures))
+    return StudyReport(groups, out, written)
+
+
+def _page() -> Any:
+    try:
+        return import_module("kvpolicy.reporting.page")
+    except ImportError as error:
+        raise InputError(f"a report needs matplotlib and Jinja ({error}): pip install 'kvpolicy[plots]'") from error
+
+
+def _grouped(folders: Sequence[Path | str]) -> dict[str, list[Path]]:
+    """Folders by what they were measured on; names as short as tells them apart."""
+    if not folders:
+        raise TraceError("no trace was given")
+    found: dict[tuple[str, str, str], list[Path]] = {}
+    for folder in map(Path, folders):
+        keys = {_key(Header.read(core / "header.json")) for core in traces.core_folders(folder)}
+        if len(keys) > 1:
+            raise TraceError(f"{folder}: its cores were measured on different machines, models or links")
+        mine = found.setdefault(keys.pop(), [])
+        if folder in mine:
+            raise TraceError(f"{folder}: given twice")
+        mine.append(folder)
+    several = len({key[:2] for key in found}) > 1
+    names = [f"{link}, {machine}, {model}" if several else link for machine, model, link in found]
+    return dict(zip(names, found.values(), strict=True))
+
+
+def _key(header: Header) -> tuple[str, str, str]:
+    geometry = header.geometry
+    model = f"{geometry['layers']} layers of {geometry['hidden']}, {header.block_bytes / header.block_size:g} B/token"
+    return fingerprint(header.hardware), model, link_name(header)
+
+
+def _group(name: str, folders: Sequence[Path], cost_model: str | None, seed: int) -> Group:
+    found = material(traces.read(*folders))
+    rng = np.random.default_rng(seed)
+    lacks = tuple((figure, why) for figure in FIGURES if (why := missing(found, figure)))
+    told = tuple(one for figure in FIGURES for one in findings(found, figure, rng))
+    return Group(name, tuple(folders), found, told, lacks, learned(folders, cost_model, seed))

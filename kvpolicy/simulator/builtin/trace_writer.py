@@ -1,0 +1,83 @@
+"""Rows of the trace, with the meaning they have in a trace of the plugin; none are made without a sink."""
+
+from __future__ import annotations
+
+from kvpolicy.events import Outcome, Transfer
+from kvpolicy.simulator.base import Sink
+from kvpolicy.simulator.builtin.live_request import Account, Copy, Live, Step
+from kvpolicy.trace import Row, decision_row, outcome_row, request_row, step_row, transfer_row
+
+BATCH_ROWS = 1000
+
+
+class Journal:
+    """``core``: the engine core's name in the trace."""
+
+    def __init__(self, core: str, sink: Sink | None) -> None:
+        self.core = core
+        self.kept = sink is not None
+        self._sink = sink
+        self._rows: dict[str, list[Row]] = {}
+
+    def flush(self) -> None:
+        if self._sink is not None:
+            for table, rows in self._rows.items():
+                self._sink.add(table, rows)
+        self._rows = {}
+
+    def _add(self, table: str, row: Row) -> None:
+        rows = self._rows.setdefault(table, [])
+        rows.append(row)
+        if len(rows) >= BATCH_ROWS:
+            self.flush()
+
+    def decision(self, account: Account) -> None:
+        if not self.kept:
+            return
+        row = decision_row(
+            account.situation,
+            account.decision,
+            preemption_id=account.preemption_id,
+            decision_id=f"{account.preemption_id}-0",
+            request=name_of(account.request),
+            generation=account.generation,
+            step=account.first_step,
+            overflow_id=f"{self.core}-{account.first_step}",
+        )
+        self._add("decisions", row)
+
+    def outcome(self, outcome: Outcome) -> None:
+        if self.kept:
+            self._add("outcomes", outcome_row(outcome))
+
+    def request(self, live: Live) -> None:
+        if not self.kept:
+            return
+        row = request_row(
+            request=name_of(live),
+            arrival_s=live.arrival_s,
+            first_token_s=live.first_s,
+            last_token_s=live.last_s,
+            prompt_tokens=live.request.prompt_tokens,
+            output_tokens=live.outputs,
+            preemptions=live.preemptions,
+            recomputed_tokens=live.recomputed,
+            loaded_tokens=live.loaded,
+            finish="length",
+        )
+        self._add("requests", row)
+
+    def transfer(self, copy: Copy, transfer: Transfer, step: int) -> None:
+        if self.kept:
+            account = copy.account
+            row = transfer_row(transfer, preemption_id=account.preemption_id, step=step, tier=account.option.tier)
+            self._add("transfers", row)
+
+    def step(self, step: Step) -> None:
+        if self.kept:
+            self._add("steps", step_row(step, step.began_s, step.end_s))
+
+
+def name_of(live: Live) -> str:
+    """A request's name in the trace: its place in the workload."""
+    return str(live.number)

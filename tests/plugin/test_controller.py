@@ -1,0 +1,317 @@
+"""A preemption from state to state, over a scheduler that is made up; what vLLM's own does is tests/vllm's affair."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpolicy.attribution.ledger import OpenPreemption
+from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
+from kvpolicy.events import Cause, Outcome
+from kvpolicy.policy import Decider, load
+from kvpolicy_vllm.plugin.controller import Controller
+from kvpolicy_vllm.plugin.cost_meter import CostMeter
+from kvpolicy_vllm.plugin.host_copies import CopyBook
+from kvpolicy_vllm.plugin.messages import Direction, Transfer
+from kvpolicy_vllm.plugin.observers import Observer, Pending
+
+SIZE, BLOCKS = 16, 3
+COMPUTED = 40
+"""Tokens of the one request: two full blocks and a part of a third."""
+
+
+class Request(SimpleNamespace):
+    def __init__(self) -> None:
+        super().__init__(
+            request_id="r", num_computed_tokens=COMPUTED, num_prompt_tokens=30, num_output_tokens=11, num_tokens=41,
+            num_output_placeholders=0, num_preemptions=0, priority=0, skip_reading_prefix_cache=False,
+        )  # fmt: skip
+
+
+class Pool(SimpleNamespace):
+    num_gpu_blocks = 100
+
+    def get_num_free_blocks(self) -> int:
+        return 0
+
+
+class Scheduler:
+    """One request, which the test takes out and brings back by itself."""
+
+    block_size, max_num_scheduled_tokens = SIZE, 512
+
+    def __init__(self, request: Request) -> None:
+        self.requests: dict[str, Any] = {"r": request}
+        self.running: list[Any] = []
+        blocks = [SimpleNamespace(ref_cnt=1, block_hash=None) for _ in range(BLOCKS)]
+        self.kv_cache_manager = SimpleNamespace(
+            block_pool=Pool(),
+            get_blocks=lambda _: SimpleNamespace(blocks=[blocks]),
+            get_block_ids=lambda _: ([7, 8, 9],),
+        )
+        self.returning = SimpleNamespace(load_begins=lambda request: None)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.requests)
+
+
+class Rows:
+    """What is recorded, by table."""
+
+    dropped = 0
+
+    def __init__(self) -> None:
+        self.closed = 0
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+
+    def add(self, table: str, row: dict[str, Any]) -> None:
+        self.rows.setdefault(table, []).append(row)
+
+    def flush_soon(self) -> None:
+        """Rows are kept at once."""
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Events(Observer):
+    """In the order they were told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def decided(self, pending: Pending) -> None:
+        self.told.append(("decided", str(pending.decision.executed)))
+
+    def undecided(self, cause: Cause) -> None:
+        self.told.append(("undecided", cause))
+
+    def executed(self, pending: Pending) -> None:
+        self.told.append(("executed", str(pending.decision.executed)))
+
+    def loaded(self, request_id: str, tokens: int) -> None:
+        self.told.append(("loaded", str(tokens)))
+
+    def fell_back(self, reason: str) -> None:
+        self.told.append(("fell_back", reason))
+
+    def copy_lost(self, preemption_id: str) -> None:
+        self.told.append(("copy_lost", preemption_id))
+
+    def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
+        self.told.append((outcome.ended, opened.executed))
+
+
+class World:
+    """A controller and its one request; steps are done as soon as they are scheduled."""
+
+    def __init__(self, policy: str = "always-swap", complain: Callable[[str], None] = pytest.fail) -> None:
+        self.now, self.events, self.rows = 0.0, Events(), Rows()
+        self.request = Request()
+        self.scheduler = Scheduler(self.request)
+        self.controller = Controller(
+            "core", Decider(load(policy), random.Random(0)), CopyBook(8, 1, 100), 100, self._clock, complain, load
+        )
+        self.controller.record_into(self.rows, lambda request_id: f"anonymous {request_id}")
+        self.controller.observers.add(self.events)
+        self.jobs = deque[Any]()
+
+    def _clock(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def preempt(self, cause: Cause = "memory") -> None:
+        """In a step of its own."""
+        self.controller.step_begins(self.scheduler)
+        self.controller.preempting(self.request, cause)
+        self.request.num_computed_tokens = 0
+        self.request.num_preemptions += 1
+        self._rest_of_step({})
+
+    def step(self, tokens: int = 0) -> None:
+        self.controller.step_begins(self.scheduler)
+        self._rest_of_step({"r": tokens} if tokens else {})
+
+    def _rest_of_step(self, scheduled: dict[str, int]) -> None:
+        begin = self.request.num_computed_tokens
+        self.request.num_computed_tokens += sum(scheduled.values())
+        cached = SimpleNamespace(req_ids=list(scheduled), num_computed_tokens=[begin] * len(scheduled))
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_new_reqs=[], scheduled_cached_reqs=cached,
+        )  # fmt: skip
+        self.jobs.append(self.controller.take_jobs(idle=not scheduled))
+        self.controller.step_scheduled(output)
+        self.controller.step_done(output)
+
+    def finish_copies(self, direction: Direction, ok: bool = True) -> None:
+        jobs = [job for step in self.jobs for job in (step.saves if direction == "save" else step.loads)]
+        now = self.now
+        done = [Transfer(job.copy_id, direction, ok, 300, 3, 100, False, 0, now, now, now) for job in jobs]
+        self.controller.transferred(done)
+
+    def come_back(self) -> None:
+        """By a load, as far as there is one, and the tokens that are left."""
+        load = self.controller.loadable_tokens(self.request, 0)
+        self.controller.admitted(self.request, [1, 2, 3], load)
+        if load:
+            self.step()
+            self.finish_copies("load")
+            self.request.num_computed_tokens = load
+            self.controller.admitted(self.request, [1, 2, 3], 0)
+        self.step(self.request.num_tokens - self.request.num_computed_tokens)
+
+    def stats(self, name: str) -> dict[str, float]:
+        return {key: value for key, value in self.controller.stats().items() if key.split("|")[0] == name}
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_swap_from_the_decision_to_its_end(world: World) -> None:
+    world.preempt()
+    assert world.events.told == [("decided", "swap")] and "decisions" not in world.rows.rows
+    world.finish_copies("save")
+    world.come_back()
+    told = [("decided", "swap"), ("executed", "swap"), ("loaded", "40"), ("resumed", "swap")]
+    assert world.events.told == told
+    (decision,), (outcome,) = world.rows.rows["decisions"], world.rows.rows["outcomes"]
+    assert (decision["preemption_id"], decision["request"], decision["executed"]) == ("core-1", "anonymous r", "swap")
+    assert (decision["computed_tokens"], decision["held_blocks"], decision["step"]) == (COMPUTED, BLOCKS, 0)
+    assert (outcome["loaded_tokens"], outcome["recomputed_tokens"]) == (COMPUTED, 0)
+    assert world.stats("preemptions") == {"preemptions|intended=swap|executed=swap|cause=memory": 1}
+    assert world.controller.stats()["host_slots_used"] == 0 and not world.controller.copies.loading
+
+
+def test_a_recompute_is_executed_at_once() -> None:
+    world = World("always-recompute")
+    world.preempt()
+    assert world.events.told == [("executed", "recompute"), ("decided", "recompute")]
+    world.come_back()
+    assert world.events.told[-1] == ("resumed", "recompute")
+    assert world.stats("recomputed_tokens") == {"recomputed_tokens": COMPUTED}
+
+
+def test_a_save_that_fails_makes_a_recompute_of_it(world: World) -> None:
+    world.preempt()
+    world.finish_copies("save", ok=False)
+    world.come_back()
+    assert world.events.told == [("decided", "swap"), ("executed", "recompute"), ("resumed", "recompute")]
+    assert world.rows.rows["decisions"][0]["reason"] == "save_failed"
+
+
+def test_a_load_that_fails_makes_a_recompute_of_it(world: World) -> None:
+    world.preempt()
+    world.finish_copies("save")
+    world.controller.admitted(world.request, [1, 2, 3], world.controller.loadable_tokens(world.request, 0))
+    world.step()
+    world.finish_copies("load", ok=False)
+    world.come_back()
+    assert world.events.told[2:] == [("fell_back", "load_failed"), ("resumed", "recompute")]
+
+
+def test_who_goes_before_its_save_is_confirmed_leaves_nothing(world: World) -> None:
+    world.preempt()
+    world.controller.finished(world.request)
+    assert world.events.told[1:] == [("executed", "swap"), ("copy_lost", "core-1"), ("aborted", "swap")]
+    world.finish_copies("save")
+    assert len(world.events.told) == 4 and world.controller.stats()["host_slots_used"] == 0
+
+
+def test_a_reset_forgets_what_was_saved_and_swaps_nobody(world: World) -> None:
+    world.preempt()
+    world.request.num_computed_tokens = 20
+    world.controller.preempting(world.request, "reset")
+    assert ("executed", "swap") in world.events.told and world.events.told[-1] == ("superseded", "swap")
+    assert world.rows.rows["decisions"][-1]["reason"] == "reset"
+    assert world.rows.rows["decisions"][-1]["step"] == world.controller.next_step, "between steps: the next one's"
+    world.step()
+    assert world.rows.rows["steps"][-1]["preemptions"] == 1
+
+
+def test_whatever_is_wrong_with_deciding_the_request_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    complaints: list[str] = []
+    world = World(complain=complaints.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.controller.decider, "decide", lambda *arguments: 1 / 0)
+        world.preempt()
+    assert world.events.told == [("undecided", "memory")] and len(complaints) == 1
+    world.come_back()
+    assert world.events.told[-1] == ("resumed", "recompute")
+    assert world.stats("fallbacks") == {"fallbacks|reason=error": 1}
+
+
+def test_what_is_undecided_at_the_end_is_told_as_it_stands(world: World) -> None:
+    world.preempt()
+    world.controller.close()
+    world.controller.close()
+    assert world.events.told[-1] == ("executed", "swap")
+    assert len(world.rows.rows["decisions"]) == 1 and world.rows.closed == 1
+
+
+def test_a_controller_that_nobody_closes_closes_what_it_recorded() -> None:
+    world = World()
+    rows = world.rows
+    world.controller._keep()  # as at the interpreter's exit, or when the controller is collected
+    assert rows.closed == 1
+    world.controller.close()
+    assert rows.closed == 1
+
+
+def test_a_recorder_that_fails_stops_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    complaints: list[str] = []
+    world = World(complain=complaints.append)
+    monkeypatch.setattr(world.rows, "add", lambda table, row: 1 / 0)
+    world.preempt()
+    world.finish_copies("save")
+    world.come_back()
+    assert world.events.told[-1] == ("resumed", "swap")
+    assert "an event could not be recorded (counted as records_dropped)" in complaints
+    assert world.controller.stats()["records_dropped"] > 0
+
+
+def test_a_pinned_option_is_recorded_with_its_labels_and_a_policy_is_adopted(world: World) -> None:
+    world.controller.pin("recompute", {"state_id": "s1", "arm": "recompute", "repeat": 2})
+    world.preempt()
+    world.come_back()
+    world.controller.pin(None)
+    world.controller.adopt("threshold:1000")
+    world.request.num_computed_tokens = COMPUTED
+    world.preempt()
+    first, second = world.rows.rows["decisions"]
+    assert (first["policy"], first["arm"], first["repeat"], first["executed"]) == (
+        "pinned",
+        "recompute",
+        2,
+        "recompute",
+    )
+    assert (second["policy"], second["arm"], second["executed"]) == ("threshold:1000", None, "recompute")
+    shown = world.stats("cost_model")
+    assert shown == {"cost_model|policy=always-swap|digest=": 0, "cost_model|policy=threshold:1000|digest=": 1}
+
+
+def test_a_policy_that_cannot_be_loaded_leaves_the_one_in_charge(world: World) -> None:
+    with pytest.raises(ValueError, match="is no policy"):
+        world.controller.adopt("nonsense")
+    assert world.controller.decider.policy.name == "always-swap"
+    assert world.stats("cost_model") == {"cost_model|policy=always-swap|digest=": 1}
+
+
+def test_what_a_resumed_swap_cost_is_measured(world: World) -> None:
+    controller = world.controller
+    step_time = StepTimeModel(1e-4, (1e-6,) * 6, "nothing", 100, HeldOutError(0.0, 0.0, 0.0))
+    meter = CostMeter(step_time, controller.observers.tell, controller.metrics.tally)
+    controller.observers.replace(CostMeter, meter)
+    world.preempt()
+    world.finish_copies("save")
+    world.come_back()
+    for _ in range(5):
+        world.step(1)
+    assert world.stats("measured_preemptions") == {"measured_preemptions|executed=swap": 1} and len(meter) == 0

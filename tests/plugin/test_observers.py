@@ -1,0 +1,135 @@
+"""Events go to those that follow them, whoever else fails; counters are told once, gauges as they stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpolicy.attribution.ledger import Ledger, OpenPreemption
+from kvpolicy_vllm.plugin.host_copies import CopyBook
+from kvpolicy_vllm.plugin.observers import EVENTS, MAX_FAILURES, MetricsCounter, Observer, Observers, Tally
+
+
+class Follower(Observer):
+    """Follows arrivals. ``works``: how often it does before it fails; then it always does."""
+
+    trouble, given_up = "arrivals failed", "arrivals are given up"
+
+    def __init__(self, works: int = 1000) -> None:
+        self.seen: list[Any] = []
+        self.closed_times = 0
+        self._works = works
+
+    def arrived(self, request: Any, now: float) -> None:
+        self._works -= 1
+        if self._works < 0:
+            raise ValueError("made up")
+        self.seen.append(request)
+
+    def close(self) -> None:
+        self.closed_times += 1
+        if self._works < 0:
+            raise ValueError("made up")
+
+
+class Steps(Observer):
+    def done(self, step: Any, output: Any, scheduler: Any, began_s: float, now: float) -> None:
+        """Only follows."""
+
+
+def test_events_are_known() -> None:
+    assert {"arrived", "decided", "executed", "copied", "closed", "measured", "done", "ended"} <= set(EVENTS)
+    assert not {"close", "begin_afresh"} & set(EVENTS)
+
+
+def test_only_followers_are_told_and_one_that_fails_keeps_nobody() -> None:
+    complaints: list[str] = []
+    observers = Observers(complaints.append)
+    broken, sound = Follower(works=1), Follower()
+    observers.add(broken, Steps(), sound)
+    for number in range(3):
+        observers.tell("arrived", number, 0.0)
+    observers.tell("ended", 7, 0.0)
+    assert broken.seen == [0] and sound.seen == [0, 1, 2]
+    assert complaints == ["arrivals failed", "arrivals failed"]
+
+
+def test_one_that_always_fails_is_given_up_but_closed_in_the_end() -> None:
+    complaints: list[str] = []
+    observers = Observers(complaints.append)
+    broken, sound = Follower(works=0), Follower()
+    observers.add(broken, sound)
+    for number in range(2 * MAX_FAILURES):
+        observers.tell("arrived", number, 0.0)
+    assert broken.failures == MAX_FAILURES and len(sound.seen) == 2 * MAX_FAILURES
+    assert complaints.count("arrivals are given up") == 1
+    observers.close()
+    assert (broken.closed_times, sound.closed_times) == (1, 1)
+
+
+def test_where_nobody_follows_steps_nobody_is_told_of_them() -> None:
+    observers = Observers(pytest.fail)
+    observers.add(Follower())
+    assert not observers.follow_steps
+    observers.replace(Steps, Steps())
+    assert observers.follow_steps
+    observers.replace(Steps, None)
+    assert not observers.follow_steps
+
+
+def test_who_is_replaced_is_closed() -> None:
+    observers = Observers(pytest.fail)
+    first, second = Follower(), Follower()
+    observers.add(first)
+    observers.replace(Follower, second)
+    observers.tell("arrived", 1, 0.0)
+    assert (first.seen, first.closed_times, second.seen, second.closed_times) == ([], 1, [1], 0)
+
+
+def test_a_strict_engine_is_told_of_every_mistake() -> None:
+    def complain(what: str) -> None:
+        raise  # called while an exception is handled
+
+    observers = Observers(complain)
+    observers.add(Follower(works=0))
+    with pytest.raises(ValueError, match="made up"):
+        observers.tell("arrived", 1, 0.0)
+
+
+def test_counters_are_reported_once_and_gauges_as_they_stand() -> None:
+    tally = Tally()
+    tally.add("fallbacks", reason="host_full")
+    tally.set("host_slots_used", 3)
+    assert tally.report() == {"counters": {"fallbacks|reason=host_full": 1}, "gauges": {"host_slots_used": 3}}
+    assert tally.report() is None
+    tally.set("host_slots_used", 3)
+    assert tally.report() is None and not tally.urgent
+    tally.add("fallbacks", 2, reason="host_full")
+    tally.set("host_slots_used", 0)
+    assert tally.report() == {"counters": {"fallbacks|reason=host_full": 2}, "gauges": {"host_slots_used": 0}}
+    assert tally.totals == {"fallbacks|reason=host_full": 3}
+
+
+def test_dropped_records_alone_keep_no_idle_engine_stepping() -> None:
+    tally = Tally()
+    tally.add("records_dropped")
+    assert not tally.urgent and tally.report() is not None
+    tally.add("loaded_tokens", 7)
+    assert tally.urgent
+
+
+def test_gauges_follow_slots_and_open_preemptions() -> None:
+    copies, ledger = CopyBook(slots=4, ranks=1, block_bytes=100), Ledger()
+    counter = MetricsCounter(copies, ledger)
+    first = counter.report()
+    assert first is not None and first["gauges"] == {
+        "host_slots_used": 0, "host_slots_total": 4, "open_preemptions": 0,
+    }  # fmt: skip
+    assert counter.report() is None and not counter.urgent
+    copies.save("r", "p", 40, (7, 8, 9))
+    ledger.preempted(OpenPreemption("p", "r", "swap", 40, 0.0, 0))
+    assert counter.urgent
+    assert counter.stats()["host_slots_used"] == 3 and counter.stats()["open_preemptions"] == 1
+    second = counter.report()
+    assert second is not None and second["gauges"]["host_slots_used"] == 3

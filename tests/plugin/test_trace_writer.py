@@ -1,0 +1,120 @@
+"""Rows on their way to the disk, whatever the disk does."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpolicy import trace
+from kvpolicy.trace import Header
+from kvpolicy_vllm.plugin import trace_writer
+from kvpolicy_vllm.plugin.trace_writer import TraceWriter
+
+
+def header() -> Header:
+    return Header(
+        "run", "production", "2026-01-01T00:00:00Z", "vllm 0", {"device": "cpu"}, {}, 32, 100, 10, 4, "always-swap"
+    )
+
+
+ROW = {
+    "request": "r", "arrival_s": 0.0, "first_token_s": None, "last_token_s": None, "prompt_tokens": 1,
+    "output_tokens": 0, "preemptions": 0, "recomputed_tokens": 0, "loaded_tokens": 0, "finish": "abort",
+}  # fmt: skip
+
+
+class TestTraceWriter:
+    def test_rows_come_back(self, tmp_path: Path) -> None:
+        recorder = TraceWriter(tmp_path / "trace" / "core", header(), part_rows=2)
+        for _ in range(5):
+            recorder.add("requests", ROW)
+        recorder.close()
+        assert trace.read(tmp_path / "trace").table("requests").num_rows == 5
+        assert len(list((tmp_path / "trace" / "core" / "requests").iterdir())) == 3
+        assert recorder.dropped == 0
+
+    def test_what_is_asked_for_is_written_while_rows_are_few_and_time_is_short(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As where the engine idles after its last answer, and may be killed at any moment."""
+        written = threading.Event()
+        write = trace_writer.write_part
+
+        def write_and_tell(*arguments: Any) -> None:
+            write(*arguments)
+            written.set()
+
+        monkeypatch.setattr(trace_writer, "write_part", write_and_tell)
+        recorder = TraceWriter(tmp_path / "trace" / "core", header(), part_s=1e9)
+        for parts in (1, 2):
+            recorder.add("requests", ROW)
+            recorder.flush_soon()
+            assert written.wait(60)
+            assert trace.read(tmp_path / "trace").table("requests").num_rows == parts
+            written.clear()
+        recorder.close()
+
+    def test_a_server_that_idles_after_every_request_writes_few_parts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = 0.0
+        monkeypatch.setattr(trace_writer, "MIN_PART_S", 0.05)
+        recorder = TraceWriter(tmp_path / "trace" / "core", header(), part_s=1e9, clock=lambda: now)
+        for _ in range(50):  # the clock stands still: however often it is asked for, nothing is due
+            recorder.add("requests", ROW)
+            recorder.flush_soon()
+            time.sleep(0.002)
+        folder = tmp_path / "trace" / "core" / "requests"
+        assert not folder.exists()
+        now = 1.0
+        patience = time.monotonic() + 60
+        while not folder.exists() and time.monotonic() < patience:
+            time.sleep(0.002)
+        recorder.close()
+        assert trace.read(tmp_path / "trace").table("requests").num_rows == 50
+        assert len(list(folder.iterdir())) == 1, "asked for once more than enough, and remembered"
+
+    def test_asking_for_it_does_not_wait_for_the_disk(self, tmp_path: Path) -> None:
+        recorder = TraceWriter(tmp_path / "trace" / "core", header())
+        with recorder._writing:  # the writer is stuck
+            recorder.add("requests", ROW)
+            recorder.flush_soon()
+            recorder.flush_soon()
+        recorder.close()
+        assert trace.read(tmp_path / "trace").table("requests").num_rows == 1
+
+    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("in the way")
+        recorder = TraceWriter(tmp_path / "file" / "core", header())
+        recorder.add("requests", ROW)
+        recorder.close()
+        assert recorder.dropped == 1
+
+    def test_a_disk_that_does_not_keep_up(self, tmp_path: Path) -> None:
+        recorder = TraceWriter(tmp_path / "trace" / "core", header(), max_waiting=3, part_s=1e9)
+        with recorder._writing:  # the writer is stuck
+            for _ in range(10):
+                recorder.add("requests", ROW)
+        recorder.close()
+        assert recorder.dropped == 7
+        assert trace.read(tmp_path / "trace").table("requests").num_rows == 3
+
+    def test_a_disk_that_hangs_keeps_nobody_at_the_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As a network folder whose server is gone: neither raises nor returns."""
+        back = threading.Event()
+        monkeypatch.setattr(trace_writer, "write_part", lambda *arguments: back.wait())
+        recorder = TraceWriter(tmp_path / "trace" / "core", header(), part_rows=2, close_s=0.2)
+        for _ in range(5):
+            recorder.add("requests", ROW)
+        with caplog.at_level(logging.WARNING):
+            recorder.close()
+        back.set()
+        assert recorder.dropped == 5
+        assert "dropping 5 records" in caplog.text

@@ -1,0 +1,48 @@
+"""What a step costs the plugin where nothing is preempted: as much for many running requests as for few."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm import harness
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The benchmark at a tiny scale; whether its bars are met is not asked, the machine may be busy."""
+    out = tmp_path_factory.mktemp("cost") / "figures.json"
+    command = [sys.executable, "benchmarks/step_cost.py", "--running", "8", "40", "--rounds", "2", "--steps", "2"]
+    done = subprocess.run(
+        [*command, "--json", str(out)], env=harness.environment(), cwd=harness.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return found
+
+
+def test_no_function_of_the_plugin_goes_through_the_running_requests(rows: list[dict[str, Any]]) -> None:
+    """Python instructions executed in the plugin, per step: 32 requests more bring not even one each."""
+    opcodes: dict[str, list[float]] = {}
+    for row in rows:
+        opcodes.setdefault(row["mode"], []).append(row["opcodes"])
+    assert set(opcodes) == {"metrics only", "trace", "cost model", "cost model, trace"}
+    assert all(abs(few - many) < 4 for few, many in opcodes.values()), opcodes
+
+
+def test_an_observer_that_is_off_costs_nothing(rows: list[dict[str, Any]]) -> None:
+    costs = {row["mode"]: row["opcodes"] for row in rows}
+    assert costs["metrics only"] < costs["cost model"] < costs["cost model, trace"]
+    assert costs["metrics only"] < costs["trace"] < costs["cost model, trace"]
+
+
+def test_the_benchmark_says_how_long_own_functions_take_and_beside_what(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert 0.0 < row["own_least_us"] <= row["own_us"] and row["stock_us"] > 0.0
+        assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]
