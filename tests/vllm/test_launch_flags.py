@@ -15,32 +15,37 @@ from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.plugin.settings import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
 
+pytestmark = pytest.mark.scheduler
+
 PARSE = """
 import json, sys
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(sys.argv[1:]))
-transfer = arguments.kv_transfer_config
-print(json.dumps({
-    "model": arguments.model,
-    "seed": arguments.seed,
-    "scheduler": arguments.scheduler_cls,
-    "connector": transfer.kv_connector,
-    "module": transfer.kv_connector_module_path,
-    "role": transfer.kv_role,
-    "failures": transfer.kv_load_failure_policy,
-    "extra": transfer.kv_connector_extra_config,
-}))
+found = []
+for flags in json.loads(sys.argv[1]):
+    arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(flags))
+    transfer = arguments.kv_transfer_config
+    found.append({
+        "model": arguments.model,
+        "seed": arguments.seed,
+        "scheduler": arguments.scheduler_cls,
+        "connector": transfer.kv_connector,
+        "module": transfer.kv_connector_module_path,
+        "role": transfer.kv_role,
+        "failures": transfer.kv_load_failure_policy,
+        "extra": transfer.kv_connector_extra_config,
+    })
+print(json.dumps(found))
 """
 
 
-def parsed(*flags: str) -> dict[str, Any]:
+def parsed(*each: list[str]) -> list[dict[str, Any]]:
     """What vLLM understands, in a process of its own: whatever imports vLLM inherits its settings."""
-    done = subprocess.run([sys.executable, "-c", PARSE, *flags], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PARSE, json.dumps(each)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
@@ -55,7 +60,7 @@ def flags_of(command: list[str]) -> list[str]:
 def test_vllms_own_commands_start(command: str) -> None:
     """They ask for a distribution named vllm, which the CPU build alone is not."""
     program = [sys.executable, "-m", "vllm.entrypoints.cli.main", command, "--help"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"vllm {command}" in done.stdout
 
@@ -64,10 +69,9 @@ def test_vllm_understands_the_flags_and_the_yaml(tmp_path: Path) -> None:
     settings = ServerSettings("random:0.5", True, 0.5, trace=tmp_path / "trace", seed=7, link=SimulatedLink(2e9))
     extra = launch.options(settings)
     command = launch.serve_command("some/llm", extra, ["--seed", "3"])
-    by_flags = parsed(*flags_of(command))
     file = tmp_path / "kvpolicy.yaml"
     file.write_text(launch.config_yaml(extra))
-    by_file = parsed("--model", "some/llm", "--seed", "3", "--config", str(file))
+    by_flags, by_file = parsed(flags_of(command), ["--model", "some/llm", "--seed", "3", "--config", str(file)])
     assert by_flags == by_file
     assert by_flags == {
         "model": "some/llm",

@@ -22,7 +22,7 @@ from kvpolicy_vllm.bench.selfcheck import judge, self_checks
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid, waiting_prompt_tokens
 
 SPAN = Span(64, 1500, 7, 6000, 4096)
-SMALL = Extent((32,), 6, 2, 1, 2, 400, 3, 1200, 1024, most_extra=2)
+SMALL = Extent((32,), 6, 2, 1, 2, 400, 3, 1200, 1024, max_extra=2)
 
 SAME_IN_BOTH_ARMS = (
     "computed_tokens", "prompt_tokens", "output_tokens", "block_size", "block_bytes", "segment_bytes", "held_blocks",

@@ -13,6 +13,8 @@ pytest.importorskip("vllm")
 
 from tests.vllm import harness
 
+pytestmark = pytest.mark.scheduler
+
 RANK = """
 import json, sys, time
 from unittest import mock
