@@ -37,13 +37,13 @@ from kvpolicy import cost, policy
 from kvpolicy.arrays import Floats
 from kvpolicy.cost import CostModel, FittedModel
 from kvpolicy.cost.intervals import unbounded
-from kvpolicy.evaluation.decision_log import Log, log_of
+from kvpolicy.evaluation.decision_log import Log, log_from_traces
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.offpolicy import Estimate, Judgement, judge
 from kvpolicy.events import KINDS, Decision, Option, Preemption
 from kvpolicy.hardware import Geometry
 from kvpolicy.policy import Assessment, Policy, PolicyState
-from kvpolicy.policy.base import all_on
+from kvpolicy.policy.base import certain_choice
 from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
 from kvpolicy.trace import Header, Trace, from_rows, with_core
 from kvpolicy.training.log_fits import LogTrainReport, train_logged
@@ -165,11 +165,11 @@ def compared(
     really = {}
     for name in FIXED:
         run, trace = served(workload, name, seed)
-        really[name] = log_of({name: trace}), run
+        really[name] = log_from_traces({name: trace}), run
     rows = []
     for way in ways:
         run, trace = served(workload, way.spec, seed, way.model)
-        log = log_of({way.name: trace})
+        log = log_from_traces({way.name: trace})
         targets = {name: log.targets(policy.load(name)) for name in FIXED}
         report = judge(log, targets, seed, Estimation(ESTIMATORS))
         for one in report.policies:
@@ -209,7 +209,7 @@ class Turned(Policy[Counted]):
         told = self.policy.assess(situation, options, state.inner)
         if state.made + 1 != self.number:
             return told
-        return all_on([option.kind for option in options].index(KINDS[self.action]), len(options)), told[1]
+        return certain_choice([option.kind for option in options].index(KINDS[self.action]), len(options)), told[1]
 
     def probabilities(self, situation: Preemption, options: Sequence[Option], state: Counted) -> tuple[float, ...]:
         return self.assess(situation, options, state)[0]

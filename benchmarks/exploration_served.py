@@ -44,7 +44,7 @@ from rich.table import Table
 
 from kvpolicy import policy
 from kvpolicy.datasets.logs import attributed
-from kvpolicy.evaluation.decision_log import Log, log_of
+from kvpolicy.evaluation.decision_log import Log, log_from_traces
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.offpolicy import Estimate, judge
 from kvpolicy.trace import Trace, read
@@ -203,7 +203,7 @@ def _part_of(trace: Trace, parts: Sequence[Part], name: str) -> tuple[Log, list[
         for at in decisions["time_s"].to_pylist()
     ]
     kept = decisions.filter(pa.array([one is not None for one in block]))
-    log = log_of({name: Trace(trace.headers, dict(trace.tables) | {"decisions": kept})})
+    log = log_from_traces({name: Trace(trace.headers, dict(trace.tables) | {"decisions": kept})})
     assert len(log) == kept.num_rows, "a reset or a profile in a record that has neither"
     return log, [one for one in block if one is not None]
 

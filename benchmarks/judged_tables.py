@@ -11,10 +11,10 @@ from lightgbm import LGBMRegressor
 from sklearn.ensemble import RandomForestRegressor
 
 from kvpolicy.arrays import Floats, Ints
-from kvpolicy.cost.intervals import conformal_room
+from kvpolicy.cost.intervals import conformal_margin
 from kvpolicy.regression.conformal import grown
 from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
-from kvpolicy.simulator.hardware.operator_tables import Table, bins_of
+from kvpolicy.simulator.hardware.operator_tables import Table, quantile_bins
 
 OURS = "physics x trees"
 MIN_PER_BIN = 30
@@ -102,8 +102,8 @@ OTHERS: Mapping[str, Callable[[Part, Effort], Floats]] = {
 
 def judge(table: Table, effort: Effort, tell: Callable[[str], None]) -> dict[str, Any]:
     """Every figure of one table, for JSON."""
-    dealt = grouped_folds(table.groups, _fold_count(table, effort), effort.seed)
-    folds = [Part(table, seen, unseen) for seen, unseen in dealt]
+    stratified_folds = grouped_folds(table.groups, _fold_count(table, effort), effort.seed)
+    folds = [Part(table, seen, unseen) for seen, unseen in stratified_folds]
     tell("in range")
     found: dict[str, Any] = {
         "file": table.file, "operator": table.operator, "layout": table.layout, "rows": len(table),
@@ -173,7 +173,7 @@ def _coverage(
     and the bin is not ``bounded``.
     """
     table = parts[0].table
-    by_length, by_load = bins_of(table.times.length, LENGTH_BINS), bins_of(table.times.load, LOAD_BINS)
+    by_length, by_load = quantile_bins(table.times.length, LENGTH_BINS), quantile_bins(table.times.load, LOAD_BINS)
     cell = by_length * LOAD_BINS + by_load
     hits: dict[int, list[bool]] = {}
     unbounded = set()
@@ -186,7 +186,7 @@ def _coverage(
         missed = np.log(table.seconds[part.unseen] / own)
         for one in np.unique(cell[part.unseen]).tolist():
             seen = _calibration(made.unseen_misses_, cell[part.seen], by_length[part.seen], one)
-            below, above = conformal_room(seen)
+            below, above = conformal_margin(seen)
             mine = cell[part.unseen] == one
             if extrapolating:
                 growth = made.growth((below, above))

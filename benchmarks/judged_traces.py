@@ -15,7 +15,7 @@ from lightgbm import LGBMRegressor
 from sklearn.ensemble import RandomForestRegressor
 
 from kvpolicy.arrays import Floats, Ints
-from kvpolicy.datasets.examples import MIN_FLOOR_S, dealt, examples_of, noise_floors, option_of
+from kvpolicy.datasets.examples import MIN_FLOOR_S, examples_of, noise_floors, option_of, stratified_folds
 from kvpolicy.datasets.profiles import Dataset, State, measured
 from kvpolicy.evaluation.replay import price
 from kvpolicy.events import KINDS, Cost, Kind
@@ -64,7 +64,7 @@ def judge(name: str, effort: Effort, tell: Callable[[str], None]) -> dict[str, A
 
 
 def _folds(states: list[State], effort: Effort) -> list[tuple[list[State], list[State]]]:
-    hand = dealt(states, effort.folds, random.Random(f"judged {effort.seed}"))
+    hand = stratified_folds(states, effort.folds, random.Random(f"judged {effort.seed}"))
     pairs = list(zip(states, hand, strict=True))
     return [([s for s, h in pairs if h != one], [s for s, h in pairs if h == one]) for one in range(effort.folds)]
 
@@ -229,12 +229,12 @@ def _segments(dataset: Dataset, effort: Effort) -> dict[str, Any]:
     """A copy's own duration from its bytes alone, and from its segments too; whole preemptions held out."""
     found: dict[str, Any] = {}
     for direction in ("save", "load"):
-        moves = [m for m in dataset.moves if m.direction == direction and m.size_bytes > 0 and m.duration_s > 0]
-        if len(moves) < MIN_TRANSFERS:
+        transfers = [m for m in dataset.transfers if m.direction == direction and m.size_bytes > 0 and m.duration_s > 0]
+        if len(transfers) < MIN_TRANSFERS:
             continue
-        sizes, segments = np.array([[m.size_bytes, max(m.segments, 1)] for m in moves], np.float64).T
-        seconds = np.array([m.duration_s for m in moves])
-        found[direction] = with_and_without(sizes, segments, seconds, [m.preemption_id for m in moves], effort)
+        sizes, segments = np.array([[m.size_bytes, max(m.segments, 1)] for m in transfers], np.float64).T
+        seconds = np.array([m.duration_s for m in transfers])
+        found[direction] = with_and_without(sizes, segments, seconds, [m.preemption_id for m in transfers], effort)
     return found
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.hardware.sheets import device_sheet, link_sheet
-from kvpolicy.study.cache import Result, usual_folder, workload_digest
+from kvpolicy.study.cache import Result, default_folder, workload_digest
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
 from kvpolicy.study.grid import sweep
@@ -102,7 +102,7 @@ class Place:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = _arguments(arguments)
-    cache = usual_folder() if asked.cache is None else asked.cache
+    cache = default_folder() if asked.cache is None else asked.cache
     places = _places(asked, cache / "configs")
     with bar() as progress:
         run = Run(jobs=asked.jobs, cache=cache, fresh=asked.fresh, progress=progress)

@@ -116,7 +116,7 @@ def _draws(rows: int) -> int:
     print(f"held-out error, |log(measured / predicted)|, +- 1 standard error; {len(held)} states held out")
     for count in [count for count in DRAWS if count < len(every)] + [len(every)]:
         training = drawn(every, count, random.Random(count))
-        mine = replace(dataset, moves=dataset.moves_of(training))
+        mine = replace(dataset, transfers=dataset.transfers_of(training))
         model = fit(FAMILIES["boosted"], training, mine, provenance_of("boosted", mine, training, None), 0).model
         misses, scores = misses_of(model, held), held_out_scores(model, held)
         told = []

@@ -210,7 +210,7 @@ def situation_of(row: Mapping[str, Any]) -> Preemption:
 SITUATION_FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Preemption))
 
 
-def draft_of(record: type[Record]) -> Callable[..., Record]:
+def fast_constructor(record: type[Record]) -> Callable[..., Record]:
     """A faster constructor of ``record``, with the same arguments and result.
 
     A frozen dataclass sets each field through ``object.__setattr__``, which for a record of ten fields takes longer

@@ -70,7 +70,7 @@ def short_blocks(lacking: Iterable[int], free_blocks: int) -> int:
     return next((blocks - free_blocks for blocks in lacking if blocks > free_blocks), 0)
 
 
-def blocks_back(held_blocks: int, shared_blocks: int) -> int:
+def blocks_to_load(held_blocks: int, shared_blocks: int) -> int:
     """Blocks that a load brings back: those not shared with other requests."""
     return max(0, held_blocks - shared_blocks)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvpolicy.events import Decision, Option, Preemption
 from kvpolicy.policy import Policy
-from kvpolicy.policy.base import all_on
+from kvpolicy.policy.base import certain_choice
 
 ALTERNATING = "python:benchmarks.gpu.alternating:Alternating"
 """With ``allow_python_policies`` in the plugin's settings."""
@@ -35,7 +35,7 @@ class Alternating(Policy[Turn]):
 
     def probabilities(self, situation: Preemption, options: Sequence[Option], state: Turn) -> Sequence[float]:
         swap = len(options) > 1 and state.choices % 2 == 0
-        return all_on(int(swap), len(options))
+        return certain_choice(int(swap), len(options))
 
     def next_state(self, state: Turn, decision: Decision) -> Turn:
         return Turn(state.choices + (len(decision.options) > 1))

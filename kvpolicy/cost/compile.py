@@ -36,7 +36,7 @@ from kvpolicy.cost.kernel import (
     Pair,
     Predictor,
 )
-from kvpolicy.events import Cost, Option, Preemption, draft_of
+from kvpolicy.events import Cost, Option, Preemption, fast_constructor
 from kvpolicy.regression import conformal
 
 PARTS: tuple[Callable[..., Any], ...] = (
@@ -201,7 +201,7 @@ def _tree(nodes: Nodes, root: int) -> Tree:
     return Tree(feature, threshold, closed, leaf)
 
 
-_cost = draft_of(Cost)
+_cost = fast_constructor(Cost)
 
 
 def predictor(packed: Packed, forests: Sequence[Nodes | None], with_delay: bool) -> Predictor:

@@ -23,7 +23,7 @@ from typing import Any
 
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.regression.conformal import CONFIDENCE, Room, grown
+from kvpolicy.regression.conformal import CONFIDENCE, Margin, grown
 
 MIN_PER_BIN = 30
 
@@ -55,9 +55,9 @@ class Intervals:
     length_edges: Edges
     load_edges: tuple[Edges, ...]
     """One entry per length."""
-    inside: Mapping[str, tuple[Room, ...]]
+    inside: Mapping[str, tuple[Margin, ...]]
     """Margins within the trained range, one per bin."""
-    outside: Mapping[str, tuple[Room, ...]]
+    outside: Mapping[str, tuple[Margin, ...]]
     """Margins just outside the trained range, one per bin; never narrower than ``inside``."""
     growth: Mapping[str, float]
     """Margin added on either side per unit of distance from the range; ``inf`` if too few states determine it."""
@@ -67,7 +67,7 @@ class Intervals:
     def bin_of(self, computed_tokens: float, running_requests: float) -> int:
         return bin_number(self.length_edges, self.load_edges, computed_tokens, running_requests)
 
-    def room(self, quantity: str, bin_index: int, extrapolated: bool, distance: float = 0.0) -> Room:
+    def room(self, quantity: str, bin_index: int, extrapolated: bool, distance: float = 0.0) -> Margin:
         """Margins of ``recompute``, ``swap`` or ``ratio`` in a bin; ``inf`` if too few states could bound them.
 
         ``distance``: from the trained range, see :func:`kvpolicy.regression.conformal.distance_beyond`.
@@ -163,7 +163,7 @@ def _ascending(values: Any, name: str) -> Edges:
     return edges
 
 
-def _margins(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[Room, ...]]:
+def _margins(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[Margin, ...]]:
     margins = {}
     for quantity in PREDICTED:
         bins_margins = [
@@ -190,7 +190,7 @@ def _finite_or_none(width: float) -> float | None:
 # ---- calibration ----
 
 
-def conformal_room(scores: Sequence[float], confidence: float = CONFIDENCE) -> Room:
+def conformal_margin(scores: Sequence[float], confidence: float = CONFIDENCE) -> Margin:
     """Margins below and above a prediction that contain the next score with at least this probability."""
     ordered, count = sorted(scores), len(scores)
     inner = ceil(confidence * (count + 1) - 1e-9)
@@ -204,7 +204,7 @@ def conformal_room(scores: Sequence[float], confidence: float = CONFIDENCE) -> R
     return width, width
 
 
-def kept_of(carried: Mapping[Kind, bool]) -> tuple[str, ...]:
+def carried_quantities(carried: Mapping[Kind, bool]) -> tuple[str, ...]:
     """Quantities whose residual is carried outside the trained range; the ratio is one if both options are."""
     kinds = tuple(kind for kind in KINDS if carried[kind])
     return (*kinds, "ratio") if len(kinds) == len(KINDS) else kinds
@@ -219,11 +219,13 @@ def calibrate(misses: Sequence[Misses], carried: Collection[str] = ()) -> Interv
     lengths = _bins(misses, _tokens, _octave_of_length)
     by_load = [_bins(bin_states, _running, _octave_of_load) for bin_states in lengths]
     bins = [bin_states for loads in by_load for bin_states in loads]
-    inside: dict[str, tuple[Room, ...]] = {}
-    outside: dict[str, tuple[Room, ...]] = {}
+    inside: dict[str, tuple[Margin, ...]] = {}
+    outside: dict[str, tuple[Margin, ...]] = {}
     for quantity in PREDICTED:
-        inside[quantity] = tuple(conformal_room([state.model[quantity] for state in bin_states]) for bin_states in bins)
-        law_margins = [conformal_room([state.law[quantity] for state in bin_states]) for bin_states in bins]
+        inside[quantity] = tuple(
+            conformal_margin([state.model[quantity] for state in bin_states]) for bin_states in bins
+        )
+        law_margins = [conformal_margin([state.law[quantity] for state in bin_states]) for bin_states in bins]
         outside[quantity] = (
             inside[quantity] if quantity in carried else tuple(map(_wider, inside[quantity], law_margins))
         )
@@ -237,7 +239,7 @@ def calibrate(misses: Sequence[Misses], carried: Collection[str] = ()) -> Interv
     )
 
 
-def _wider(first: Room, second: Room) -> Room:
+def _wider(first: Margin, second: Margin) -> Margin:
     return max(first[0], second[0]), max(first[1], second[1])
 
 

@@ -25,7 +25,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, Features, features_of
 from kvpolicy.hardware import EngineSpec, Geometry
-from kvpolicy.regression.conformal import Room
+from kvpolicy.regression.conformal import Margin
 
 MIN_FLOOR_S = 1e-6
 """Noise floor of models that state none: costs under a microsecond cannot be told from none."""
@@ -293,11 +293,11 @@ class FittedModel(CostModel):
         warnings.warn(f"cost model {self.name} {what}", ModelWarning, stacklevel=4)
 
 
-def log_ratio_interval(ratio: float, margin: Room) -> tuple[float, float]:
+def log_ratio_interval(ratio: float, margin: Margin) -> tuple[float, float]:
     return ratio - margin[0], ratio + margin[1]
 
 
-def oriented_margin(margin: Room, first: Kind, other: Kind) -> Room:
+def oriented_margin(margin: Margin, first: Kind, other: Kind) -> Margin:
     """Margin around log(other / first), from the margin around log(swap / recompute)."""
     if first == other:
         return max(margin), max(margin)

@@ -34,10 +34,10 @@ def option_of(kind: Kind, computed_tokens: int) -> Option:
 def examples_of(states: Iterable[State]) -> dict[Kind, tuple[Example, ...]]:
     """One example per state and option, in the order of the states."""
     state_list = list(states)
-    return {kind: examples_under(state_list, kind) for kind in KINDS}
+    return {kind: examples_of_option(state_list, kind) for kind in KINDS}
 
 
-def examples_under(states: Iterable[State], kind: Kind) -> tuple[Example, ...]:
+def examples_of_option(states: Iterable[State], kind: Kind) -> tuple[Example, ...]:
     """One example per state, for one option."""
     return tuple(_example(state, kind) for state in states)
 
@@ -76,7 +76,7 @@ def ranges_of(examples: Sequence[Example]) -> dict[str, tuple[float, float]]:
     return {name: (min(column), max(column)) for name, column in zip(FEATURES, columns, strict=True)}
 
 
-def dealt(states: Sequence[State], folds: int, rng: random.Random) -> list[int]:
+def stratified_folds(states: Sequence[State], folds: int, rng: random.Random) -> list[int]:
     """Fold number (0 to ``folds`` - 1) of each state, stratified by length."""
     order = sorted(range(len(states)), key=lambda i: (states[i].computed_tokens, states[i].name))
     fold = [0] * len(states)

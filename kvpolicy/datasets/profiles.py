@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute, common_step_time, step_time_models
 from kvpolicy.attribution.step_time import StepTimeModel
-from kvpolicy.datasets.quality import Floor, floor_of
-from kvpolicy.datasets.tables import Arms, Move, Moves, Sample, Situations, key
+from kvpolicy.datasets.quality import DataQuality, floor_of
+from kvpolicy.datasets.tables import Arms, Sample, Situations, TransferRecord, TransferTable, key
 from kvpolicy.datasets.validation import refuse_doubled
 from kvpolicy.datasets.windows import all_transfers, valid_windows
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption
@@ -29,7 +29,7 @@ from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
 from kvpolicy.trace import Header, Trace, TraceError
 
-__all__ = ["Dataset", "Move", "Sample", "State", "dataset_of", "measured", "one_option_always_wins"]
+__all__ = ["Dataset", "Sample", "State", "TransferRecord", "dataset_of", "measured", "one_option_always_wins"]
 
 MIXING = ", or take them together with --mixed-hardware"
 
@@ -97,7 +97,7 @@ class Dataset:
     """States and transfers of traces of one machine, one model and one link."""
 
     states: tuple[State, ...]
-    moves: Sequence[Move]
+    transfers: Sequence[TransferRecord]
     natural: Sequence[Preemption]
     """Situations of all preemptions that were caused by lack of memory, whether or not in a state."""
     headers: Mapping[str, Header]
@@ -109,7 +109,7 @@ class Dataset:
     steps."""
     step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
     """Step-time model by core; absent for a core with too few undisturbed steps."""
-    floor: Floor = field(default_factory=lambda: Floor((), (), {}))
+    floor: DataQuality = field(default_factory=lambda: DataQuality((), (), {}))
     """Quality of the costs."""
 
     @property
@@ -119,9 +119,9 @@ class Dataset:
         (budget,) = budgets if len(budgets) == 1 else (None,)
         return inf if budget is None else float(budget)
 
-    def moves_of(self, states: Iterable[State]) -> Moves:
+    def transfers_of(self, states: Iterable[State]) -> TransferTable:
         """The transfers that belong to windows of these states."""
-        return Moves.of(self.moves).of_preemptions(name for state in states for name in state.preemptions)
+        return TransferTable.of(self.transfers).of_preemptions(name for state in states for name in state.preemptions)
 
     @property
     def any_header(self) -> Header:
@@ -176,7 +176,7 @@ def dataset_of(traces_by_name: Mapping[str, Trace], mixed_hardware: bool | None 
     states = [state for folder, trace in attributed.items() for state in _states(folder, trace, left_out)]
     return Dataset(
         states=tuple(states),
-        moves=all_transfers(attributed),
+        transfers=all_transfers(attributed),
         natural=_natural(attributed.values()),
         headers=headers,
         digests=tuple(trace.digest() for trace in attributed.values()),

@@ -43,7 +43,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class DataQuality:
     """Quality of all costs of some traces."""
 
     checks: tuple[Check, ...]
@@ -69,7 +69,7 @@ class Floor:
         ]
 
 
-def floor_of(headers: Mapping[str, Header], step_times: Mapping[str, StepTimeModel]) -> Floor:
+def floor_of(headers: Mapping[str, Header], step_times: Mapping[str, StepTimeModel]) -> DataQuality:
     """Raises TraceError naming core and field for a self-check that cannot be read."""
     checks: dict[Check, None] = {}  # each part of a profile repeats the checks of all its parts
     unchecked = []
@@ -82,7 +82,7 @@ def floor_of(headers: Mapping[str, Header], step_times: Mapping[str, StepTimeMod
         if not core_checks:
             unchecked.append(core)
     errors = {core: model.error for core, model in step_times.items() if core in headers}
-    return Floor(tuple(checks), tuple(unchecked), errors)
+    return DataQuality(tuple(checks), tuple(unchecked), errors)
 
 
 def _checks(core: str, entries: Any) -> list[Check]:

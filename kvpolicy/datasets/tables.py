@@ -44,7 +44,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TransferRecord:
     """One rank's part of a finished transfer."""
 
     core: str
@@ -140,41 +140,43 @@ class Situations(Sequence[Preemption]):
         return feature_columns({name: self._columns[name].astype(np.float64) for name in COLUMNS}, kind)
 
 
-class Moves(Sequence[Move]):
+class TransferTable(Sequence[TransferRecord]):
     """Finished transfers."""
 
     def __init__(self, table: pa.Table) -> None:
-        """``table``: one column per field of :class:`Move`."""
+        """``table``: one column per field of :class:`TransferRecord`."""
         self._table = table
         self._keys = keys(table["core"], table["preemption_id"])
 
     @classmethod
-    def of(cls, moves: Sequence[Move]) -> Moves:
-        if isinstance(moves, Moves):
-            return moves
-        columns = {name: pa.array([getattr(move, name) for move in moves], kind) for name, kind in _MOVE_TYPES.items()}
+    def of(cls, transfers: Sequence[TransferRecord]) -> TransferTable:
+        if isinstance(transfers, TransferTable):
+            return transfers
+        columns = {}
+        for name, kind in _TRANSFER_TYPES.items():
+            columns[name] = pa.array([getattr(transfer, name) for transfer in transfers], kind)
         return cls(pa.table(columns))
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     @overload
-    def __getitem__(self, index: int) -> Move: ...
+    def __getitem__(self, index: int) -> TransferRecord: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Move]: ...
+    def __getitem__(self, index: slice) -> Sequence[TransferRecord]: ...
 
-    def __getitem__(self, index: int | slice) -> Move | Sequence[Move]:
+    def __getitem__(self, index: int | slice) -> TransferRecord | Sequence[TransferRecord]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return next(iter(_move_records(self._table.slice(range(len(self))[index], 1))))
 
-    def __iter__(self) -> Iterator[Move]:
+    def __iter__(self) -> Iterator[TransferRecord]:
         return iter(_move_records(self._table))
 
-    def of_preemptions(self, wanted: Iterable[str]) -> Moves:
+    def of_preemptions(self, wanted: Iterable[str]) -> TransferTable:
         """The transfers of preemptions with these keys, in this order."""
-        return Moves(self._table.filter(pc.is_in(self._keys, value_set=pa.array(wanted, pa.string()))))
+        return TransferTable(self._table.filter(pc.is_in(self._keys, value_set=pa.array(wanted, pa.string()))))
 
     def measured(self, direction: str) -> tuple[Floats, Floats, Floats]:
         """Bytes, segments and seconds of one direction."""
@@ -182,14 +184,14 @@ class Moves(Sequence[Move]):
         return reals(transfers, "size_bytes"), reals(transfers, "segments"), reals(transfers, "duration_s")
 
 
-_MOVE_TYPES = {
+_TRANSFER_TYPES = {
     "core": pa.string(), "preemption_id": pa.string(), "direction": pa.string(), "size_bytes": pa.int64(),
     "segments": pa.int64(), "duration_s": pa.float64(),
 }  # fmt: skip
 
 
-def _move_records(table: pa.Table) -> list[Move]:
-    return [Move(*row) for row in zip(*(table[name].to_pylist() for name in _MOVE_TYPES), strict=True)]
+def _move_records(table: pa.Table) -> list[TransferRecord]:
+    return [TransferRecord(*row) for row in zip(*(table[name].to_pylist() for name in _TRANSFER_TYPES), strict=True)]
 
 
 class Windows:

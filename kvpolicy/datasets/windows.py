@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kvpolicy.arrays import Flags, Ints
-from kvpolicy.datasets.tables import Moves, Windows, coded, keys, reals, texts, wholes
+from kvpolicy.datasets.tables import TransferTable, Windows, coded, keys, reals, texts, wholes
 from kvpolicy.datasets.validation import (
     CLOCK_ROUNDING_S,
     COUNTS,
@@ -84,7 +84,7 @@ def valid_windows(folder: str, trace: Trace, left_out: Counter[str]) -> tuple[Wi
 
 
 def transfers_of_trace(folder: str, trace: Trace) -> pa.Table:
-    """The finished transfers, as columns for :class:`Moves`. Raises TraceError for one that ends before it starts."""
+    """The finished transfers, as columns for :class:`TransferTable`. Raises TraceError if one ends before it starts."""
     table = trace.table("transfers")
     duration_s = reals(table, "end_s") - reals(table, "start_s")
     _refuse_first_bad_row(table, duration_s < -CLOCK_ROUNDING_S, lambda number, row: refuse_negative(
@@ -97,9 +97,9 @@ def transfers_of_trace(folder: str, trace: Trace) -> pa.Table:
     return columns.filter(table["ok"])
 
 
-def all_transfers(traces: Mapping[str, Trace]) -> Moves:
+def all_transfers(traces: Mapping[str, Trace]) -> TransferTable:
     """The finished transfers of all traces, which are given by the name used in error messages."""
-    return Moves(pa.concat_tables([transfers_of_trace(folder, trace) for folder, trace in traces.items()]))
+    return TransferTable(pa.concat_tables([transfers_of_trace(folder, trace) for folder, trace in traces.items()]))
 
 
 def _refuse_first_bad_row(table: pa.Table, bad: Flags, refuse: Any) -> None:

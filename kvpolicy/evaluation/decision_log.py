@@ -134,10 +134,12 @@ def read_log(folders: Sequence[Path | str], objective: Objective = ENGINE, clust
         if folder in traces_by_folder:
             raise TraceError(f"{folder}: given twice")
         traces_by_folder[folder] = traces.read(folder)
-    return log_of(traces_by_folder, objective, cluster)
+    return log_from_traces(traces_by_folder, objective, cluster)
 
 
-def log_of(traces_by_name: Mapping[str, Trace], objective: Objective = ENGINE, cluster: str = "overflow") -> Log:
+def log_from_traces(
+    traces_by_name: Mapping[str, Trace], objective: Objective = ENGINE, cluster: str = "overflow"
+) -> Log:
     """As :func:`read_log`, of traces in memory, by the name that error messages give them."""
     one_of(*CLUSTERS).refuse("cluster", cluster)
     counts: Counter[str] = Counter()

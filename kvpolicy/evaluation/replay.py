@@ -18,7 +18,7 @@ import numpy as np
 
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_option_always_wins
-from kvpolicy.datasets.quality import Floor
+from kvpolicy.datasets.quality import DataQuality
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.fields import WrongValue, parsed
@@ -74,7 +74,7 @@ class EvaluationReport:
     always_wins: Kind | None
     policies: tuple[PolicyScore, ...]
     left_out: Mapping[str, int]
-    floor: Floor
+    floor: DataQuality
     """Quality of the costs that the traces hold."""
     objective: str = ENGINE.text
     """Objective that costs, regret and totals are measured by, seconds."""

@@ -157,12 +157,12 @@ class LearningPolicy(Policy[S]):
 CERTAINTIES = {(i, count): tuple(float(i == j) for j in range(count)) for count in (1, 2) for i in range(count)}
 
 
-def all_on(chosen: int, count: int) -> tuple[float, ...]:
+def certain_choice(chosen: int, count: int) -> tuple[float, ...]:
     """Probability 1 for option ``chosen`` of ``count``."""
     certain = CERTAINTIES.get((chosen, count))
     return tuple(float(i == chosen) for i in range(count)) if certain is None else certain
 
 
-def first_of(kind: str, options: Sequence[Option]) -> int | None:
+def first_option_of(kind: str, options: Sequence[Option]) -> int | None:
     """Index of the first option of kind ``kind``; None if there is none."""
     return next((i for i, option in enumerate(options) if option.kind == kind), None)

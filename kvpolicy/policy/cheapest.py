@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Online, corrected
 from kvpolicy.events import Cost, Kind, Option, Preemption
-from kvpolicy.policy.base import Feedback, LearningPolicy, NoState, Policy, PricedPolicy, S, all_on, first_of
+from kvpolicy.policy.base import (
+    Feedback,
+    LearningPolicy,
+    NoState,
+    Policy,
+    PricedPolicy,
+    S,
+    certain_choice,
+    first_option_of,
+)
 from kvpolicy.policy.objective import ENGINE, Objective
 
 
@@ -23,8 +32,8 @@ class Threshold(Policy[NoState]):
     tokens: int
 
     def probabilities(self, situation: Preemption, options: Sequence[Option], state: NoState) -> tuple[float, ...]:
-        swap = first_of("swap", options) if situation.computed_tokens >= self.tokens else None
-        return all_on(swap or 0, len(options))
+        swap = first_option_of("swap", options) if situation.computed_tokens >= self.tokens else None
+        return certain_choice(swap or 0, len(options))
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Always(Policy[NoState]):
     kind: Kind
 
     def probabilities(self, situation: Preemption, options: Sequence[Option], state: NoState) -> tuple[float, ...]:
-        return all_on(first_of(self.kind, options) or 0, len(options))
+        return certain_choice(first_option_of(self.kind, options) or 0, len(options))
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,9 @@ class Coin(Policy[NoState]):
     p_swap: float
 
     def probabilities(self, situation: Preemption, options: Sequence[Option], state: NoState) -> tuple[float, ...]:
-        swap = first_of("swap", options)
+        swap = first_option_of("swap", options)
         if swap is None:
-            return all_on(0, len(options))
+            return certain_choice(0, len(options))
         shares = [0.0] * len(options)
         shares[0] = 1.0 - self.p_swap
         shares[swap] += self.p_swap
@@ -66,7 +75,7 @@ class Cheapest(PricedPolicy[S]):
     def by_costs(
         self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: S
     ) -> tuple[float, ...]:
-        return all_on(lowest(costs, self.objective), len(options))
+        return certain_choice(lowest(costs, self.objective), len(options))
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ class MinWaste(PricedPolicy[NoState]):
         self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: NoState
     ) -> tuple[float, ...]:
         wastes = [self._waste(situation, *pair) for pair in zip(options, costs, strict=True)]
-        return all_on(min(range(len(wastes)), key=wastes.__getitem__), len(options))
+        return certain_choice(min(range(len(wastes)), key=wastes.__getitem__), len(options))
 
     def _waste(self, situation: Preemption, option: Option, cost: Cost) -> float:
         own, other = situation.computed_tokens, situation.batch_tokens

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvpolicy.cost.online import Online
-from kvpolicy.events import Decision, Kind, Option, Preemption, draft_of
-from kvpolicy.policy.base import Feedback, LearningPolicy, Policy, PolicyState, all_on, first_of
+from kvpolicy.events import Decision, Kind, Option, Preemption, fast_constructor
+from kvpolicy.policy.base import Feedback, LearningPolicy, Policy, PolicyState, certain_choice, first_option_of
 
 RECOMPUTE = Option("recompute")
 HOST_TIER = "host"
 PINNED = "pinned"
 """Recorded in a decision in place of the policy's name while a tool pins the option."""
-_draft_decision = draft_of(Decision)
+_draft_decision = fast_constructor(Decision)
 
 
 def feasible_options(situation: Preemption, swap_possible: bool = True) -> tuple[Option, ...]:
@@ -87,8 +87,8 @@ class Decider:
             decision = decide(self.policy, situation, options, self.state, self._rng)
             self.state = self.policy.next_state(self.state, decision)
         else:
-            chosen = first_of(self._pinned, options) or 0
-            decision = Decision(options, all_on(chosen, len(options)), chosen, (), PINNED, "{}")
+            chosen = first_option_of(self._pinned, options) or 0
+            decision = Decision(options, certain_choice(chosen, len(options)), chosen, (), PINNED, "{}")
         if why_no_swap:
             return replace(decision, executed="recompute", reason=why_no_swap)
         if self._shadow and decision.intended == "swap":

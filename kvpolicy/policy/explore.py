@@ -16,7 +16,7 @@ from math import inf
 from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Online, corrected
 from kvpolicy.events import Cost, Decision, Option, Preemption
-from kvpolicy.policy.base import Feedback, LearningPolicy, PricedPolicy, all_on
+from kvpolicy.policy.base import Feedback, LearningPolicy, PricedPolicy, certain_choice
 from kvpolicy.policy.cheapest import lowest
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -81,7 +81,7 @@ class Explore(PricedPolicy[ExploreState]):
             randomised = tuple(share if i == 0 or i in undecided else 0.0 for i in range(len(costs)))
             if not self.budget.bounds or self.budget.allows(*self._after(state, randomised, costs)):
                 return randomised
-        return all_on(lowest(costs, self.objective), len(options))
+        return certain_choice(lowest(costs, self.objective), len(options))
 
     def next_state(self, state: ExploreState, decision: Decision) -> ExploreState:
         if self.budget.bounds and decision.costs:

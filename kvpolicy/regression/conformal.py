@@ -20,7 +20,7 @@ SHARES = (0.25, 0.5)
 MIN_EXTRAPOLATED = 9
 """Minimum number of states beyond an inner edge for a bound with 90% confidence."""
 
-Room = tuple[float, float]
+Margin = tuple[float, float]
 """Margins below and above a prediction, on the log scale; both 0 or above."""
 
 # ---- scalar functions, compiled by numba in kvpolicy.cost.compile ----
@@ -60,7 +60,7 @@ def carries(carried: Sequence[float], dropped: Sequence[float], states: int, def
     return sum(map(abs, carried)) <= sum(map(abs, dropped))
 
 
-def excess(miss: float, margin: Room, distance: float) -> float:
+def excess(miss: float, margin: Margin, distance: float) -> float:
     """Excess of an error over the margin, divided by the distance; 0 if it is within."""
     return max(-miss - margin[0], miss - margin[1], 0.0) / distance
 

@@ -17,7 +17,7 @@ from sklearn.utils.validation import check_array, check_consistent_length, check
 
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.regression.ceilings import Calibrated, Ceilings, Constant, Physics
-from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, excess, growth_of
+from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Margin, carries, excess, growth_of
 from kvpolicy.regression.nnls import relative_sum
 from kvpolicy.regression.residual import TREE_COUNTS, FoldForest, Growth, choose_tree_count, grow
 
@@ -209,7 +209,7 @@ class BoostedRegressor(AnalyticRegressor):
             )
             self.carried_ = carries(carried.tolist(), dropped.tolist(), states, default=True)
 
-    def growth(self, margin: Room, confidence: float = CONFIDENCE) -> float:
+    def growth(self, margin: Margin, confidence: float = CONFIDENCE) -> float:
         """Growth of the margin to either side, per unit of log(length / longest trained length).
 
         ``margin``: below and above, inside the range. ``inf`` if inner extrapolation reached too few groups.

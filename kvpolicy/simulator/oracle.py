@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from kvpolicy.arrays import causal_pairs
 from kvpolicy.errors import InputError
 from kvpolicy.events import Cost, Decision, Kind, Option, Preemption, copy_pieces
-from kvpolicy.features import blocks_back
+from kvpolicy.features import blocks_to_load
 from kvpolicy.policy import NoState, Objective, Policy, PricedPolicy
-from kvpolicy.policy.base import all_on, first_of
+from kvpolicy.policy.base import certain_choice, first_option_of
 from kvpolicy.policy.cheapest import lowest
 from kvpolicy.policy.objective import ENGINE
 from kvpolicy.simulator.base import DecisionObserver, Server, StepLoad, Summary, Times
@@ -41,7 +41,7 @@ class Oracle(PricedPolicy[NoState]):
     def by_costs(
         self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: NoState
     ) -> tuple[float, ...]:
-        return all_on(lowest(costs, self.objective), len(options))
+        return certain_choice(lowest(costs, self.objective), len(options))
 
     def _cost(self, situation: Preemption, option: Option) -> Cost:
         if option.kind == "recompute":
@@ -77,7 +77,7 @@ def swap_s_of(situation: Preemption, server: Server, times: Times) -> tuple[floa
     """
     segment = max(1, situation.segment_bytes)
     pieces = copy_pieces(situation.block_bytes, segment)
-    loaded_blocks = blocks_back(situation.held_blocks, situation.shared_blocks)
+    loaded_blocks = blocks_to_load(situation.held_blocks, situation.shared_blocks)
     save_s = times.copy_s("save", situation.copy_bytes, situation.copy_segments, segment)
     load_s = times.copy_s("load", loaded_blocks * situation.block_bytes, loaded_blocks * pieces, segment)
     link = server.link
@@ -112,7 +112,7 @@ class Scripted(Policy[ScriptState]):
     def probabilities(self, situation: Preemption, options: Sequence[Option], state: ScriptState) -> tuple[float, ...]:
         at = state.choices
         kind = self.kinds[at] if len(options) > 1 and at < len(self.kinds) else "recompute"
-        return all_on(first_of(kind, options) or 0, len(options))
+        return certain_choice(first_option_of(kind, options) or 0, len(options))
 
     def next_state(self, state: ScriptState, decision: Decision) -> ScriptState:
         return ScriptState(state.choices + (len(decision.options) > 1))

@@ -63,7 +63,7 @@ class Histogram:
         self._values, self._weights = [], []
 
 
-class Tallied:
+class SummaryBuilder:
     """Accumulates a :class:`Summary` while requests are served."""
 
     def __init__(self, times: Times | None = None) -> None:

@@ -88,5 +88,5 @@ def _is_trace(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*/header.json"))
 
 
-RECORDED = {"trace": Format("a folder recorded by kvpolicy: table requests", _read, _is_trace)}
+TRACE_FORMATS = {"trace": Format("a folder recorded by kvpolicy: table requests", _read, _is_trace)}
 """For :func:`kvpolicy.workload.open_workload`, whose package must not import :mod:`kvpolicy.trace`."""

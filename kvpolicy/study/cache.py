@@ -73,7 +73,7 @@ def _installed(package: str) -> str:
 Result = dict[str, Any]
 
 
-def usual_folder() -> Path:
+def default_folder() -> Path:
     """Default folder for results: in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "kvpolicy" / "cells"

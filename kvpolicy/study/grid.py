@@ -16,7 +16,7 @@ from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
-from kvpolicy.study.cache import Result, ResultCache, usual_folder
+from kvpolicy.study.cache import Result, ResultCache, default_folder
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
 from kvpolicy.study.contender import contenders, packed, unpacked
@@ -84,7 +84,7 @@ def simulate(
 
 def sweep(cells: Sequence[Cell], run: Run) -> SweepReport:
     """Run all cells, on processes or on Ray as ``run`` says; see :func:`simulate`."""
-    cache = ResultCache(usual_folder() if run.cache is None else run.cache)
+    cache = ResultCache(default_folder() if run.cache is None else run.cache)
     digests, failed = _digests(cells)
     results = {} if run.fresh else _cached_results(digests, cache, run.out)
     taken_up = len(results)

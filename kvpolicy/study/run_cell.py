@@ -27,7 +27,7 @@ from kvpolicy.simulator.choice_count import ChoiceCount
 from kvpolicy.simulator.oracle import Oracle
 from kvpolicy.simulator.requests_csv import ARRIVAL, COUNTS, measured_requests
 from kvpolicy.simulator.sinks import FolderSink
-from kvpolicy.simulator.trace_workload import RECORDED
+from kvpolicy.simulator.trace_workload import TRACE_FORMATS
 from kvpolicy.study.cache import path_digest, program_digest, workload_digest
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Serving
@@ -55,7 +55,7 @@ def _is_measured(path: Path) -> bool:
     return {*COUNTS, ARRIVAL} <= {name.strip() for name in cells(first)}
 
 
-FORMATS = {**RECORDED, MEASURED: Format(f"CSV: {', '.join((*COUNTS, ARRIVAL))}", _measured, _is_measured)}
+FORMATS = {**TRACE_FORMATS, MEASURED: Format(f"CSV: {', '.join((*COUNTS, ARRIVAL))}", _measured, _is_measured)}
 
 
 @lru_cache(maxsize=MAX_WORKLOADS)

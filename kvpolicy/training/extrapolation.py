@@ -15,13 +15,13 @@ from math import inf, isinf, log, sqrt
 from statistics import fmean, median
 from typing import Any
 
-from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of
+from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, carried_quantities
 from kvpolicy.cost.model import FittedModel
 from kvpolicy.datasets.examples import examples_of
 from kvpolicy.datasets.profiles import State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import GROWING, Features
-from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, excess, growth_of
+from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Margin, carries, excess, growth_of
 from kvpolicy.training.coverage import share_held
 
 MIN_SHORT_STATES = 12
@@ -200,7 +200,7 @@ def _intervals_up_to(
         for miss in extrapolated
         if miss.share < share and miss.carried.computed_tokens <= longest
     ]
-    return with_growth(calibrate(short, kept_of(kept)), short, nested, kept, dict.fromkeys(PREDICTED, 0.0))
+    return with_growth(calibrate(short, carried_quantities(kept)), short, nested, kept, dict.fromkeys(PREDICTED, 0.0))
 
 
 def _growth(
@@ -217,7 +217,7 @@ def _growth(
         longer = [miss for miss in extrapolated if miss.share == share]
         if not longer or len(short) < MIN_SHORT_STATES:
             continue
-        intervals = calibrate(short, kept_of(kept))
+        intervals = calibrate(short, carried_quantities(kept))
         for quantity in PREDICTED:
             scores = [
                 excess(miss.miss(quantity, kept), _edge_margin(intervals, miss, quantity), miss.distance[quantity])
@@ -235,13 +235,13 @@ def _longest(misses: Sequence[Misses]) -> float:
     return max(miss.computed_tokens for miss in misses)
 
 
-def _edge_margin(intervals: Intervals, miss: ExtrapolatedMiss, quantity: str) -> Room:
+def _edge_margin(intervals: Intervals, miss: ExtrapolatedMiss, quantity: str) -> Margin:
     """Margin at the edge of the range."""
     number = intervals.bin_of(miss.carried.computed_tokens, miss.carried.running_requests)
     return intervals.room(quantity, number, True)
 
 
-def _margin_of(intervals: Intervals, miss: ExtrapolatedMiss, quantity: str) -> Room:
+def _margin_of(intervals: Intervals, miss: ExtrapolatedMiss, quantity: str) -> Margin:
     """Margin at the state's distance from the range."""
     number = intervals.bin_of(miss.carried.computed_tokens, miss.carried.running_requests)
     return intervals.room(quantity, number, True, miss.distance[quantity])

@@ -16,7 +16,7 @@ from kvpolicy.code_digest import digest_of, label_of
 from kvpolicy.cost.laws import Law, law_from_dict
 from kvpolicy.cost.store import LAWS
 from kvpolicy.datasets.examples import Examples
-from kvpolicy.datasets.tables import Move
+from kvpolicy.datasets.tables import TransferRecord
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.training.law_fits import fit_analytic, fit_linear
@@ -33,7 +33,7 @@ class Costs:
     """By option, features and measured seconds; a record of a log is repeated by its weight."""
     floor_s: Mapping[Kind, float]
     """Noise floor: costs below it cannot be distinguished from none."""
-    moves: Sequence[Move] = ()
+    transfers: Sequence[TransferRecord] = ()
     """Transfers (saves and loads) with their durations; empty for a log."""
     budget_tokens: float = inf
     """Maximum number of tokens per step; infinite if unknown."""
@@ -68,7 +68,7 @@ class Analytic(Family):
     name = "analytic"
 
     def fit_laws(self, costs: Costs) -> Mapping[Kind, Law]:
-        return fit_analytic(costs.examples, costs.moves, costs.floor_s, costs.budget_tokens)
+        return fit_analytic(costs.examples, costs.transfers, costs.floor_s, costs.budget_tokens)
 
 
 class Boosted(Analytic):

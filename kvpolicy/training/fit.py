@@ -9,11 +9,19 @@ from math import inf
 from typing import Any
 
 from kvpolicy.cost.forest import Forest
-from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, kept_of, unbounded
+from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, carried_quantities, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText
-from kvpolicy.datasets.examples import Example, dealt, examples_of, examples_under, log_miss, noise_floors, ranges_of
+from kvpolicy.datasets.examples import (
+    Example,
+    examples_of,
+    examples_of_option,
+    log_miss,
+    noise_floors,
+    ranges_of,
+    stratified_folds,
+)
 from kvpolicy.datasets.profiles import Dataset, State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, Features
@@ -74,7 +82,11 @@ def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: P
     extrapolated = extrapolated_misses(states, refit, misses_of)
     kept = residuals_kept(extrapolated, trees)
     intervals = with_growth(
-        calibrate(misses, kept_of(kept)), misses, extrapolated, kept, growth_by_scatter(fold_models, states, kept)
+        calibrate(misses, carried_quantities(kept)),
+        misses,
+        extrapolated,
+        kept,
+        growth_by_scatter(fold_models, states, kept),
     )
     notes += _range_notes(intervals, trees, kept)
     if inf in [side for margins in intervals.inside.values() for margin in margins for side in margin]:
@@ -127,7 +139,7 @@ def _with_ratio(signed: Mapping[Kind, float]) -> dict[str, float]:
 
 def _folds(states: Sequence[State], seed: int) -> list[tuple[list[State], list[State]]]:
     fold_count = min(FOLDS, len(states))
-    fold_of = dealt(states, fold_count, random.Random(seed))
+    fold_of = stratified_folds(states, fold_count, random.Random(seed))
     numbered = list(zip(states, fold_of, strict=True))
     return [
         ([s for s, number in numbered if number != fold], [s for s, number in numbered if number == fold])
@@ -136,12 +148,12 @@ def _folds(states: Sequence[State], seed: int) -> list[tuple[list[State], list[S
 
 
 def _laws(family: Family, states: Sequence[State], dataset: Dataset, floor_s: dict[Kind, float]) -> dict[Kind, Law]:
-    return laws_of(family, Costs(examples_of(states), floor_s, dataset.moves_of(states), dataset.budget_tokens))
+    return laws_of(family, Costs(examples_of(states), floor_s, dataset.transfers_of(states), dataset.budget_tokens))
 
 
 def _fold(kind: Kind, laws: Mapping[Kind, Law], fitting: list[State], held_out: list[State], floor_s: float) -> Fold:
     def target(states: list[State]) -> Target:
-        return Target(kind, examples_under(states, kind), laws[kind], floor_s)
+        return Target(kind, examples_of_option(states, kind), laws[kind], floor_s)
 
     return Fold(target(fitting), target(held_out))
 

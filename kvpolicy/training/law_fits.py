@@ -16,7 +16,7 @@ from kvpolicy.arrays import Floats
 from kvpolicy.cost.laws import Channel, Law, LinearLaw, RecomputeRoofline, SwapRoofline, recompute_seconds
 from kvpolicy.datasets.examples import Example, Examples, log_miss
 from kvpolicy.datasets.profiles import State
-from kvpolicy.datasets.tables import Move, Moves
+from kvpolicy.datasets.tables import TransferRecord, TransferTable
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import Features
 from kvpolicy.regression.nnls import nonnegative_fit, relative_sum, robust_nonnegative_fit
@@ -37,15 +37,15 @@ MIN_GAIN = 0.05
 
 
 def fit_analytic(
-    examples: Examples, moves: Sequence[Move], floor_s: Mapping[Kind, float], budget_tokens: float = inf
+    examples: Examples, transfers: Sequence[TransferRecord], floor_s: Mapping[Kind, float], budget_tokens: float = inf
 ) -> dict[Kind, Law]:
-    """Fit both rooflines. ``moves``: transfers, which calibrate the durations of copies if there are enough of them.
+    """Fit both rooflines. ``transfers`` calibrate the durations of copies if there are enough of them.
 
     ``budget_tokens``: maximum number of tokens per step; infinite if unknown, which makes every recompute one chunk.
     """
     return {
         "recompute": fit_recompute(examples["recompute"], floor_s["recompute"], budget_tokens),
-        "swap": _fit_swap(examples["swap"], moves, floor_s["swap"]),
+        "swap": _fit_swap(examples["swap"], transfers, floor_s["swap"]),
     }
 
 
@@ -135,8 +135,8 @@ def _recompute_s(law: RecomputeRoofline, rows: Sequence[Features]) -> Floats:
     return np.array([recompute_seconds(x, coefficients) for x in rows], np.float64)
 
 
-def _fit_swap(examples: Sequence[Example], moves: Sequence[Move], floor_s: float) -> SwapRoofline:
-    save, load = _channels(examples, moves, floor_s)
+def _fit_swap(examples: Sequence[Example], transfers: Sequence[TransferRecord], floor_s: float) -> SwapRoofline:
+    save, load = _channels(examples, transfers, floor_s)
     alone = _runs_alone(examples)
     save_s, load_s = _durations(save, examples, "save"), _durations(load, examples, "load")
     columns = {"fixed_s": np.ones(len(examples)), "save_share": save_s}
@@ -185,11 +185,13 @@ def _durations(channel: Channel, examples: Sequence[Example], direction: str) ->
     )
 
 
-def _channels(examples: Sequence[Example], moves: Sequence[Move], floor_s: float) -> tuple[Channel, Channel]:
+def _channels(
+    examples: Sequence[Example], transfers: Sequence[TransferRecord], floor_s: float
+) -> tuple[Channel, Channel]:
     """Durations of saves and of loads; fitted to half of the costs if too few transfers were recorded."""
     channels = []
     for direction in ("save", "load"):
-        sizes, segments, seconds = Moves.of(moves).measured(direction)
+        sizes, segments, seconds = TransferTable.of(transfers).measured(direction)
         floor = 1e-6
         if len(sizes) < MIN_TRANSFERS:
             sizes, segments = _column(examples, f"{direction}_bytes"), _column(examples, f"{direction}_segments")

@@ -35,7 +35,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from kvpolicy.cost import store
-from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_room, unbounded
+from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin, unbounded
 from kvpolicy.cost.laws import Law
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText, forest_of
@@ -44,7 +44,7 @@ from kvpolicy.datasets.logs import Record, Records, read_records
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
-from kvpolicy.regression.conformal import CONFIDENCE, Room
+from kvpolicy.regression.conformal import CONFIDENCE, Margin
 from kvpolicy.trace import TraceError
 from kvpolicy.training.coverage import share_held
 from kvpolicy.training.family import Costs, Family, family_of, laws_of
@@ -308,16 +308,16 @@ def intervals_of(misses: Mapping[Kind, Sequence[tuple[Record, float]]]) -> Inter
     for kind, pairs in misses.items():
         for record, score in pairs:
             scores[kind][sum(edge <= record.situation.computed_tokens for edge in edges)].append(score)
-    inside: dict[str, tuple[Room, ...]] = {kind: tuple(map(conformal_room, scores[kind])) for kind in KINDS}
+    inside: dict[str, tuple[Margin, ...]] = {kind: tuple(map(conformal_margin, scores[kind])) for kind in KINDS}
     inside["ratio"] = tuple(
-        ratio_margin(*(conformal_room(scores[kind][number], RATIO_CONFIDENCE) for kind in KINDS))
+        ratio_margin(*(conformal_margin(scores[kind][number], RATIO_CONFIDENCE) for kind in KINDS))
         for number in range(bins)
     )
     states = tuple(min(len(scores[kind][number]) for kind in KINDS) for number in range(bins))
     return Intervals(edges, ((),) * bins, inside, inside, dict.fromkeys(PREDICTED, inf), states)
 
 
-def ratio_margin(recompute: Room, swap: Room) -> Room:
+def ratio_margin(recompute: Margin, swap: Margin) -> Margin:
     """Margin of log(swap / recompute) from the margins of both: the ratio is low if swap is low and recompute high."""
     return swap[0] + recompute[1], swap[1] + recompute[0]
 

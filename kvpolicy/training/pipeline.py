@@ -13,10 +13,10 @@ import numpy as np
 from kvpolicy.cost import load, store
 from kvpolicy.cost.analytic import implausible
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, Provenance
-from kvpolicy.datasets.examples import dealt, drawn, examples_of
+from kvpolicy.datasets.examples import drawn, examples_of, stratified_folds
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins
-from kvpolicy.datasets.quality import Floor
+from kvpolicy.datasets.quality import DataQuality
 from kvpolicy.datasets.tables import Situations
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES
@@ -78,7 +78,7 @@ class TrainReport:
     always_wins: Kind | None
     left_out: Mapping[str, int]
     notes: tuple[str, ...]
-    floor: Floor
+    floor: DataQuality
     """Quality of the costs that the training traces hold."""
     replaced: bool
     """Whether the folder held a model before."""
@@ -208,7 +208,7 @@ def train(
     _refuse_one_length(dataset)
     parts = split(dataset.states, seed)
     training, held_out = (drawn(part, MAX_STATES, random.Random(f"drawn {seed}")) for part in parts)
-    dataset = replace(dataset, moves=dataset.moves_of(training))
+    dataset = replace(dataset, transfers=dataset.transfers_of(training))
     fitted = fit(family, training, dataset, provenance_of(family.label, dataset, training, variation), seed)
     data_notes = (
         *_draw_notes(parts, (training, held_out)),
@@ -273,7 +273,7 @@ def _law_notes(dataset: Dataset, states: Sequence[State], model: FittedModel) ->
 def split(states: Sequence[State], seed: int) -> tuple[list[State], list[State]]:
     """Training and held-out states, both stratified by length: one in four held out, more if that is under 20."""
     folds = max(2, min(4, len(states) // EVALUABLE_STATES))
-    fold_of = dealt(states, folds, random.Random(f"held out {seed}"))
+    fold_of = stratified_folds(states, folds, random.Random(f"held out {seed}"))
     numbered = list(zip(states, fold_of, strict=True))
     return [state for state, fold in numbered if fold], [state for state, fold in numbered if not fold]
 

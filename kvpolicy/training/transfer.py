@@ -22,12 +22,12 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from kvpolicy.arrays import Floats
-from kvpolicy.cost.intervals import calibrate, kept_of, unbounded
+from kvpolicy.cost.intervals import calibrate, carried_quantities, unbounded
 from kvpolicy.cost.laws import CHANNEL_FIELDS, Channel, Law, LinearLaw, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText, forest_of
 from kvpolicy.datasets.examples import Example, examples_of, log_miss, noise_floors, ranges_of
-from kvpolicy.datasets.profiles import Dataset, Move, State
+from kvpolicy.datasets.profiles import Dataset, State, TransferRecord
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import same_machine
@@ -77,18 +77,18 @@ def carry_law(
     law: Law,
     examples: Sequence[Example],
     floor_s: float,
-    moves: Sequence[Move] = (),
+    transfers: Sequence[TransferRecord] = (),
     offsets: Sequence[float] = (),
     spreads: Spreads = ELSEWHERE,
 ) -> Law:
     """Scale the law to a few examples.
 
-    ``moves``: the examples' transfers (saves and loads). ``offsets``: log factors on the law's predictions, one per
+    ``transfers``: the examples' transfers (saves and loads). ``offsets``: log factors on the law's predictions, one per
     example.
     """
     offsets = offsets or [0.0] * len(examples)
     if isinstance(law, SwapRoofline):
-        save, load = (_carry_channel(getattr(law, direction), direction, moves) for direction in ("save", "load"))
+        save, load = (_carry_channel(getattr(law, direction), direction, transfers) for direction in ("save", "load"))
         law = replace(law, save=save, load=load)
     if not examples:
         return law
@@ -129,7 +129,7 @@ def _scaling(law: Law) -> tuple[tuple[str, ...], LawScaling]:
     raise TypeError(f"{type(law).__name__}: no law that can be carried")
 
 
-def _carry_channel(channel: Channel, direction: str, transfers: Sequence[Move]) -> Channel:
+def _carry_channel(channel: Channel, direction: str, transfers: Sequence[TransferRecord]) -> Channel:
     measured = [transfer for transfer in transfers if transfer.direction == direction and transfer.duration_s > 0]
     present = tuple(name for name in CHANNEL_FIELDS if getattr(channel, name))
     if not measured or not present:
@@ -289,7 +289,7 @@ def carry(
     unchanged: dict[str, bool] = {kind: _unchanged(kind, model.provenance, target) for kind in KINDS}
     unchanged["ratio"] = all(unchanged.values())
     growth = {quantity: value if unchanged[quantity] else inf for quantity, value in model.intervals.growth.items()}
-    intervals = replace(calibrate(misses, kept_of(model.carried)), growth=growth)
+    intervals = replace(calibrate(misses, carried_quantities(model.carried)), growth=growth)
     return replace(carried, model=replace(carried.model, intervals=intervals))
 
 
@@ -304,7 +304,7 @@ def carry_once(
     examples = examples_of(states)
     repeated = any(len(samples) > 1 for state in states for samples in state.samples.values())
     floor_s = noise_floors(states) if repeated else dict(model.floor_s)
-    transfers = dataset.moves_of(states)
+    transfers = dataset.transfers_of(states)
     laws: dict[Kind, Law] = {}
     stored_forests: dict[Kind, ForestText] = {}
     for kind in KINDS:
@@ -375,7 +375,7 @@ def _scaled(
     base: Law,
     examples: Sequence[Example],
     floor_s: float,
-    transfers: Sequence[Move],
+    transfers: Sequence[TransferRecord],
     target: Provenance,
 ) -> tuple[float, Law]:
     """The share of the learned residual to keep, and the scaled law: the pair with the smallest error on the states.

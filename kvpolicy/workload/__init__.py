@@ -31,7 +31,7 @@ from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate, c
 from kvpolicy.workload.sessions import Conversations, Session, Starting, Turn, Users, served
 from kvpolicy.workload.sharegpt import ShareGPT
 from kvpolicy.workload.spec import FORMATS, Format, open_workload
-from kvpolicy.workload.synthetic import Drawn, all_at_once
+from kvpolicy.workload.synthetic import SyntheticRequests, all_at_once
 from kvpolicy.workload.timed_tables import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Layout, TimedFile
 
 __all__ = [
@@ -52,7 +52,6 @@ __all__ = [
     "Care",
     "Conversations",
     "Counts",
-    "Drawn",
     "Even",
     "Faster",
     "First",
@@ -68,6 +67,7 @@ __all__ = [
     "ShareGPT",
     "Source",
     "Starting",
+    "SyntheticRequests",
     "Think",
     "TimedFile",
     "Turn",

@@ -35,7 +35,7 @@ from kvpolicy.workload.requests import Source, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate
 from kvpolicy.workload.sessions import Beginning, Conversations, Starting, Users
 from kvpolicy.workload.sharegpt import TOKENS_PER_WORD, ShareGPT
-from kvpolicy.workload.synthetic import Drawn
+from kvpolicy.workload.synthetic import SyntheticRequests
 from kvpolicy.workload.timed_tables import ARRIVALS, AZURE, BURSTGPT, MOONCAKE, Layout, TimedFile
 
 Read = Callable[[Path, Options], Source]
@@ -172,7 +172,7 @@ def _drawn(name: str, options: Options) -> Source:
         factor = scale_to(lengths, context)
     else:
         factor = options.number("scale", scale or "1")
-    return Drawn(lengths, count, _seed(options), _arrivals(options), factor, context)
+    return SyntheticRequests(lengths, count, _seed(options), _arrivals(options), factor, context)
 
 
 def _conversations(name: str, options: Options) -> Source:

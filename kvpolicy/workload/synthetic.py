@@ -13,7 +13,7 @@ from kvpolicy.workload.requests import Request, Workload, WorkloadError
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SyntheticRequests:
     """``count`` requests, drawn while they are iterated over."""
 
     lengths: Lengths

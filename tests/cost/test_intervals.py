@@ -17,8 +17,8 @@ from kvpolicy.cost.intervals import (
     Misses,
     bin_number,
     calibrate,
-    conformal_room,
-    kept_of,
+    carried_quantities,
+    conformal_margin,
     unbounded,
 )
 from kvpolicy.cost.model import oriented_margin
@@ -39,20 +39,20 @@ def spread(tokens: float, size: float, count: int = 30, running: float = 0) -> l
 def test_both_quantiles_worked_by_hand() -> None:
     """Of 39 scores 36 of 40 gaps are to be inside: 4 are left for both tails, so the 2nd and the 38th."""
     scores = [float(i) for i in range(-9, 30)]
-    assert conformal_room(scores) == (8.0, 28.0)
-    assert conformal_room([-score for score in scores]) == (28.0, 8.0)
+    assert conformal_margin(scores) == (8.0, 28.0)
+    assert conformal_margin([-score for score in scores]) == (28.0, 8.0)
 
 
 def test_a_prediction_is_in_its_own_interval_even_where_all_measured_more() -> None:
-    assert conformal_room([1.0 + i for i in range(39)]) == (0.0, 38.0)
-    assert conformal_room([-1.0 - i for i in range(39)]) == (38.0, 0.0)
+    assert conformal_margin([1.0 + i for i in range(39)]) == (0.0, 38.0)
+    assert conformal_margin([-1.0 - i for i in range(39)]) == (38.0, 0.0)
 
 
 def test_too_few_scores_for_two_tails_are_taken_alike() -> None:
     """Of 18 the ceil(0.9 x 19) = 18th largest miss; of 9 the 9th; of 8 there is none."""
-    assert conformal_room([float(-i) for i in range(18)]) == (17.0, 17.0)
-    assert conformal_room([float(i) for i in range(1, 10)]) == (9.0, 9.0)
-    assert conformal_room([1.0] * 8) == (inf, inf)
+    assert conformal_margin([float(-i) for i in range(18)]) == (17.0, 17.0)
+    assert conformal_margin([float(i) for i in range(1, 10)]) == (9.0, 9.0)
+    assert conformal_margin([1.0] * 8) == (inf, inf)
 
 
 def test_too_few_states_make_an_infinite_interval_and_it_survives_the_file() -> None:
@@ -109,8 +109,8 @@ def test_outside_the_trained_range_room_begins_with_the_wider_of_model_and_formu
 
 
 def test_a_ratio_is_the_models_outside_where_both_options_are() -> None:
-    assert kept_of({"recompute": True, "swap": False}) == ("recompute",)
-    assert kept_of({"recompute": True, "swap": True}) == ("recompute", "swap", "ratio")
+    assert carried_quantities({"recompute": True, "swap": False}) == ("recompute",)
+    assert carried_quantities({"recompute": True, "swap": True}) == ("recompute", "swap", "ratio")
 
 
 @pytest.mark.parametrize("states", [30, 43, 99])

@@ -12,7 +12,7 @@ import pytest
 
 from kvpolicy.datasets.examples import drawn, option_of
 from kvpolicy.datasets.profiles import dataset_of
-from kvpolicy.datasets.tables import Move, Moves, Situations, key
+from kvpolicy.datasets.tables import Situations, TransferRecord, TransferTable, key
 from kvpolicy.events import KINDS, Kind, Preemption, situation_of
 from kvpolicy.features import FEATURES, features_of
 from kvpolicy.trace import Trace, TraceError
@@ -49,14 +49,14 @@ def test_situations_and_moves_are_sequences_of_the_records_they_were_made_of() -
     assert [type(one.computed_tokens) for one in kept] == [int] * 5
     with pytest.raises(IndexError):
         kept[5]
-    moves = [Move("core", f"p{i}", ("save", "load")[i % 2], 100 * i, i, 0.5 * i) for i in range(6)]
-    held = Moves.of(moves)
-    assert (list(held), held[1], held[-2:], len(held)) == (moves, moves[1], moves[-2:], 6)
+    transfers = [TransferRecord("core", f"p{i}", ("save", "load")[i % 2], 100 * i, i, 0.5 * i) for i in range(6)]
+    held = TransferTable.of(transfers)
+    assert (list(held), held[1], held[-2:], len(held)) == (transfers, transfers[1], transfers[-2:], 6)
     assert [list(column) for column in held.measured("load")] == [[100, 300, 500], [1, 3, 5], [0.5, 1.5, 2.5]]
     wanted = [key("core", "p4"), key("core", "p1"), key("other", "p2")]
-    assert list(held.of_preemptions(wanted)) == [moves[1], moves[4]]
-    assert Moves.of(held) is held and Situations.of(kept) is kept
-    assert list(Moves.of(())) == list(Situations.of(())) == []
+    assert list(held.of_preemptions(wanted)) == [transfers[1], transfers[4]]
+    assert TransferTable.of(held) is held and Situations.of(kept) is kept
+    assert list(TransferTable.of(())) == list(Situations.of(())) == []
 
 
 def test_states_hold_what_the_rows_say_in_the_order_of_time() -> None:
@@ -81,7 +81,7 @@ def test_states_hold_what_the_rows_say_in_the_order_of_time() -> None:
     assert not rows
     natural = [situation_of(row) for row in made.rows("decisions") if row["cause"] == "memory"]
     assert list(data.natural) == natural
-    assert len(data.moves_of(data.states[:4])) == 4 * 3 * 2
+    assert len(data.transfers_of(data.states[:4])) == 4 * 3 * 2
 
 
 def with_change(made: Trace, table: str, number: int, **changes: Any) -> Trace:

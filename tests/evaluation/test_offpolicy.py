@@ -16,7 +16,7 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.evaluation import OffPolicyReport, evaluate
-from kvpolicy.evaluation.decision_log import Log, log_of, read_log
+from kvpolicy.evaluation.decision_log import Log, log_from_traces, read_log
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS
 from kvpolicy.evaluation.offpolicy import Estimate, estimate, heaviest_weight, judge
@@ -33,7 +33,7 @@ PLAN = LogPlan(decisions=1500)
 def true_mean_s(policy: str, log: Trace, plan: LogPlan = PLAN) -> float:
     """Of a policy, in the very states of the log."""
     asked, paid = load(policy, fitted_model), []
-    for one in log_of({"log": log}).situations:
+    for one in log_from_traces({"log": log}).situations:
         options = feasible_options(one)
         shares = asked.probabilities(one, options, asked.initial_state())
         costs = [true_cost_s(plan.law, option.kind, one) for option in options]
@@ -120,7 +120,7 @@ def test_bernstein_wants_a_limit_and_holds_it(folder: Path) -> None:
 
 def test_an_explored_log_supports_only_what_it_left_to_chance() -> None:
     """Outside the band the log's policy is certain: other policies have no support there, and are refused."""
-    log = log_of({"log": make_log(2, decisions=600, policy="explore:boosted", loader=fitted_model)})
+    log = log_from_traces({"log": make_log(2, decisions=600, policy="explore:boosted", loader=fitted_model)})
     sure = log.probability.max(axis=1) == 1.0
     assert 0 < sure.mean() < 1
     found = judge(log, {"swap": log.targets(load("always-swap")), "itself": log.probability}, 0)
@@ -156,7 +156,7 @@ def test_a_record_that_cannot_be_is_named(log: Trace, change: dict[str, Any], me
     some[17], some[at] = some[at], some[17]
     some[17] |= change
     with pytest.raises(TraceError, match=message):
-        log_of({"there": reworked(log, decisions=some)})
+        log_from_traces({"there": reworked(log, decisions=some)})
 
 
 def test_two_options_of_a_kind_are_refused(log: Trace) -> None:
@@ -164,7 +164,7 @@ def test_two_options_of_a_kind_are_refused(log: Trace) -> None:
     swap = {"kind": "swap", "load_tokens": 5, "tier": "host", "synchronous": False}
     some[3] |= {"options": [swap, swap], "probabilities": [0.5, 0.5]}
     with pytest.raises(TraceError, match="row 3: options are"):
-        log_of({"there": reworked(log, decisions=some)})
+        log_from_traces({"there": reworked(log, decisions=some)})
 
 
 def test_open_records_stay_and_others_of_their_action_stand_for_them(log: Trace) -> None:
@@ -172,7 +172,7 @@ def test_open_records_stay_and_others_of_their_action_stand_for_them(log: Trace)
     rng = random.Random(0)
     gone = {row["preemption_id"] for row in rows(log, "outcomes") if rng.random() < 0.05}
     cut = reworked(log, outcomes=[row for row in rows(log, "outcomes") if row["preemption_id"] not in gone])
-    whole, found = log_of({"log": log}), log_of({"log": cut})
+    whole, found = log_from_traces({"log": log}), log_from_traces({"log": cut})
     assert len(found) == len(whole)
     assert found.known.sum() == len(whole) - len(gone)
     assert sum(n for what, n in found.counts.items() if "still open" in what) == len(gone)
@@ -183,7 +183,7 @@ def test_open_records_stay_and_others_of_their_action_stand_for_them(log: Trace)
 
 
 def test_many_open_records_refuse_everything(log: Trace) -> None:
-    cut = log_of({"log": reworked(log, outcomes=rows(log, "outcomes")[:1000])})
+    cut = log_from_traces({"log": reworked(log, outcomes=rows(log, "outcomes")[:1000])})
     (found,) = judge(cut, {"swap": cut.targets(load("always-swap"))}, 0).policies
     assert any("records is not known, over 10%" in why for why in found.refused)
 
@@ -195,7 +195,7 @@ def test_the_intended_action_answers_for_what_was_executed(log: Trace) -> None:
     for row in swaps:
         row |= {"executed": "recompute", "reason": "save_failed"}
         ends[row["preemption_id"]]["engine_s"] = 10.0
-    found = log_of({"log": reworked(log, decisions=some, outcomes=list(ends.values()))})
+    found = log_from_traces({"log": reworked(log, decisions=some, outcomes=list(ends.values()))})
     assert found.counts["intended otherwise, recompute executed: save_failed"] == len(swaps)
     assert (found.cost_s[found.action == KINDS.index("swap")] == 10.0).sum() == len(swaps)
     assert not (found.cost_s[found.action == KINDS.index("recompute")] == 10.0).any()
@@ -206,7 +206,7 @@ def test_a_shadow_run_knows_nothing_of_swaps(log: Trace) -> None:
         row | ({"executed": "recompute", "reason": "shadow"} if row["executed"] == "swap" else {})
         for row in rows(log, "decisions")
     ]
-    found = log_of({"log": reworked(log, decisions=some)})
+    found = log_from_traces({"log": reworked(log, decisions=some)})
     assert (found.action == 0).all() and (found.probability[:, 0] == 1.0).all()
     report = judge(found, {name: found.targets(load(name)) for name in ("always-recompute", "always-swap")}, 0)
     assert not report.policies[0].refused
@@ -219,7 +219,7 @@ def test_aborted_and_superseded_count_with_what_they_cost_and_resets_not_at_all(
     ends[0] |= {"ended": "aborted"}
     ends[1] |= {"ended": "superseded"}
     some[2] |= {"cause": "reset"}
-    found = log_of({"log": reworked(log, decisions=some, outcomes=ends)})
+    found = log_from_traces({"log": reworked(log, decisions=some, outcomes=ends)})
     assert len(found) == len(some) - 1
     assert found.known.all()
     assert found.counts["aborted: counted with what was spent until then"] == 1
@@ -230,21 +230,21 @@ def test_aborted_and_superseded_count_with_what_they_cost_and_resets_not_at_all(
 def test_records_are_judged_by_what_is_asked(log: Trace) -> None:
     ends = [row | {"victim_delay_s": 1.0} for row in rows(log, "outcomes")]
     given = reworked(log, outcomes=ends)
-    assert (log_of({"log": given}, Objective.parse("2*victim")).cost_s == 2.0).all()
+    assert (log_from_traces({"log": given}, Objective.parse("2*victim")).cost_s == 2.0).all()
     nobody = [row | {"others_delay_s": None} for row in ends]
     with pytest.raises(TraceError, match=r"table outcomes, preemption .* of core core-log: .*others is not known"):
-        log_of({"log": reworked(log, outcomes=nobody)}, Objective.parse("others"))
+        log_from_traces({"log": reworked(log, outcomes=nobody)}, Objective.parse("others"))
 
 
 def test_clusters_are_overflows_or_requests(log: Trace) -> None:
     some = rows(log, "decisions")
-    by = {name: int(log_of({"log": log}, cluster=name).cluster.max()) + 1 for name in ("overflow", "request")}
+    by = {name: int(log_from_traces({"log": log}, cluster=name).cluster.max()) + 1 for name in ("overflow", "request")}
     assert by == {
         "overflow": len({row["overflow_id"] for row in some}),
         "request": len({row["request"] for row in some}),
     }
     with pytest.raises(ValueError, match="cluster is 'step', should be overflow or request"):
-        log_of({"log": log}, cluster="step")
+        log_from_traces({"log": log}, cluster="step")
 
 
 def test_profiles_and_logs_are_not_judged_together(folder: Path, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_logs_given_twice_or_empty_are_refused(folder: Path, log: Trace) -> None
     with pytest.raises(TraceError, match="given twice"):
         read_log([folder, folder])
     with pytest.raises(TraceError, match="holds no decision that a policy made"):
-        log_of({"log": reworked(log, decisions=[])})
+        log_from_traces({"log": reworked(log, decisions=[])})
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_costs_are_attributed_where_a_log_has_none() -> None:
     """Traces of a server hold steps; the log's costs come out of them. Without steps they are unknown, and said so."""
     log = make_log(3, decisions=40)
     without = reworked(log, outcomes=[row | {"engine_s": None} for row in rows(log, "outcomes")])
-    found = log_of({"log": without})
+    found = log_from_traces({"log": without})
     assert not found.known.any()
     assert sum(n for what, n in found.counts.items() if "could not be attributed" in what) == 40
 
@@ -297,7 +297,7 @@ def test_the_public_function_judges_logs(folder: Path) -> None:
 
 
 def test_a_log_of_few_clusters_tells_nothing_of_its_own_policy_either() -> None:
-    log = log_of({"log": make_log(5, decisions=9)})
+    log = log_from_traces({"log": make_log(5, decisions=9)})
     found = judge(log, {"swap": log.targets(load("always-swap"))}, 0)
     assert found.clusters < 20 and found.logged is None
     assert any(f"{found.clusters} clusters of decisions, at least 20 are needed" in why for why in found.refused)
@@ -317,7 +317,7 @@ def test_bernstein_bounds_the_weights_that_chance_spared_the_log() -> None:
 
 def test_bernstein_is_as_wide_where_the_dearest_weight_was_not_drawn() -> None:
     """Two logs that differ in one probability, on an action that was not taken: the second could have met 1 / 0.02."""
-    log = log_of({"log": make_log(1, PLAN)})
+    log = log_from_traces({"log": make_log(1, PLAN)})
     swap = KINDS.index("swap")
     at = int(np.flatnonzero((log.action != swap) & log.feasible[:, swap])[0])
     rare = log.probability.copy()
@@ -334,7 +334,7 @@ def test_bernstein_is_as_wide_where_the_dearest_weight_was_not_drawn() -> None:
 
 
 def test_what_tuning_may_have_left_out_widens_the_interval_to_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = log_of({"log": make_log(2, PLAN)})
+    log = log_from_traces({"log": make_log(2, PLAN)})
     target = {"always-swap": log.targets(load("always-swap"))}
 
     def switch() -> Estimate:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.simulator.trace_workload import RECORDED, RecordedRequests
+from kvpolicy.simulator.trace_workload import TRACE_FORMATS, RecordedRequests
 from kvpolicy.trace import Header, from_rows, write_part
 from kvpolicy.workload import Care, Request, WorkloadError, counts_of, open_workload
 
@@ -50,9 +50,9 @@ def recorded(folder: Path, *parts: list[dict[str, Any]], core: str = "core-0") -
 
 def test_requests_come_in_the_order_of_their_arrival(tmp_path: Path) -> None:
     folder = recorded(tmp_path / "trace", [row("b", 103.5, 20, 2), row("a", 100.0, 10, 1)], [row("c", 101.0, 30, 3)])
-    source = open_workload(f"{folder}?speed=2", RECORDED)
+    source = open_workload(f"{folder}?speed=2", TRACE_FORMATS)
     assert list(source) == [Request(0.0, 10, 1), Request(0.5, 30, 3), Request(1.75, 20, 2)]
-    assert list(open_workload(f"trace:{folder}?n=1&seed=4", RECORDED)) == [Request(0.0, 10, 1)]
+    assert list(open_workload(f"trace:{folder}?n=1&seed=4", TRACE_FORMATS)) == [Request(0.0, 10, 1)]
     assert source.source == "trace: recorded by vllm 0.32.0 (production), run run-1"
 
 
@@ -66,7 +66,7 @@ def test_a_damaged_row_is_refused_or_skipped(tmp_path: Path) -> None:
     folder = recorded(tmp_path / "trace", [row("a", 1.0, 10, 1)], [row("b", 2.0, 0, 2)])
     with pytest.raises(WorkloadError, match="trace, table requests, row 1: prompt_tokens 0, output_tokens 2"):
         list(RecordedRequests(folder))
-    source = open_workload(f"{folder}?skip_damaged=true", RECORDED)
+    source = open_workload(f"{folder}?skip_damaged=true", TRACE_FORMATS)
     assert list(source) == [Request(0.0, 10, 1)]
     counts = counts_of(source)
     assert counts is not None and counts.damaged == 1
@@ -76,15 +76,15 @@ def test_one_of_several_cores_has_to_be_named(tmp_path: Path) -> None:
     folder = recorded(tmp_path / "trace", [row("a", 1.0, 10, 1)])
     recorded(folder, [row("b", 1.0, 20, 2)], core="core-1")
     with pytest.raises(WorkloadError, match=r"has engine cores core-0, core-1; which one is meant\? \(core=NAME\)"):
-        list(open_workload(f"trace:{folder}", RECORDED))
+        list(open_workload(f"trace:{folder}", TRACE_FORMATS))
     with pytest.raises(WorkloadError, match="there is no core-2"):
-        list(open_workload(f"{folder}?core=core-2", RECORDED))
-    assert list(open_workload(f"{folder}?core=core-1", RECORDED)) == [Request(0.0, 20, 2)]
+        list(open_workload(f"{folder}?core=core-2", TRACE_FORMATS))
+    assert list(open_workload(f"{folder}?core=core-1", TRACE_FORMATS)) == [Request(0.0, 20, 2)]
 
 
 def test_traces_are_among_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"is of no known format; .*trace:FILE"):
-        open_workload(str(tmp_path), RECORDED)
+        open_workload(str(tmp_path), TRACE_FORMATS)
 
 
 def test_care_is_taken(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ FLOORS = dict.fromkeys(KINDS, 1e-6)
 
 def test_without_noise_the_law_itself_is_found() -> None:
     data = dataset_of({"made": make_trace(noise=0.0)})
-    laws = fit_analytic(examples_of(data.states), data.moves, FLOORS)
+    laws = fit_analytic(examples_of(data.states), data.transfers, FLOORS)
     recompute, swap = laws["recompute"], laws["swap"]
     assert isinstance(recompute, RecomputeRoofline)
     assert isinstance(swap, SwapRoofline)
@@ -37,7 +37,7 @@ def test_without_noise_the_law_itself_is_found() -> None:
 def test_costs_alone_calibrate_the_copies_where_no_transfer_was_recorded() -> None:
     data = dataset_of({"made": without(make_trace(noise=0.0), "transfers")})
     examples = examples_of(data.states)
-    swap = fit_analytic(examples, data.moves, FLOORS)["swap"]
+    swap = fit_analytic(examples, data.transfers, FLOORS)["swap"]
     for example in examples["swap"]:
         assert sum(swap.parts(example.x)) == pytest.approx(example.engine_s, rel=0.02)
 
@@ -75,7 +75,7 @@ def test_one_regime_alone_is_not_split_in_two() -> None:
         kind: tuple(Example(one.x._replace(running_requests=3), one.engine_s) for one in some)
         for kind, some in examples.items()
     }
-    swap = fit_analytic(busy, data.moves, FLOORS)["swap"]
+    swap = fit_analytic(busy, data.transfers, FLOORS)["swap"]
     assert isinstance(swap, SwapRoofline)
     assert swap.load_alone_share == swap.load_beside_share
     assert swap.alone_s == 0.0

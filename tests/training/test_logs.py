@@ -13,7 +13,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cost import load
-from kvpolicy.cost.intervals import conformal_room
+from kvpolicy.cost.intervals import conformal_margin
 from kvpolicy.datasets.examples import Example
 from kvpolicy.datasets.logs import Record, holds_logs, records_of
 from kvpolicy.evaluation import OffPolicyReport, evaluate
@@ -220,8 +220,8 @@ def test_the_ratios_room_is_put_together_from_both_options() -> None:
     }
     found = intervals_of(missed)
     scores = [0.01 * i for i in range(-100, 100)]
-    assert found.inside["swap"] == (conformal_room(scores),)
-    below, above = conformal_room(scores, RATIO_CONFIDENCE)
+    assert found.inside["swap"] == (conformal_margin(scores),)
+    below, above = conformal_margin(scores, RATIO_CONFIDENCE)
     assert found.inside["ratio"] == ((below + above, above + below),)
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kvpolicy.workload import (
     AZURE_CONVERSATION,
     Conversations,
-    Drawn,
     Faster,
     First,
     Poisson,
@@ -23,6 +22,7 @@ from kvpolicy.workload import (
     Resized,
     Source,
     Starting,
+    SyntheticRequests,
     Think,
     Window,
     Workload,
@@ -243,7 +243,9 @@ def test_a_window_and_a_first_end_by_themselves() -> None:
 
 
 def test_scaled_sources_travel_to_other_processes() -> None:
-    source = First(Resized(Window(Faster(Drawn(AZURE_CONVERSATION, 50, 1, Poisson(2.0)), 2.0), 1.0), 0.5, 0.5, 99), 9)
+    source = First(
+        Resized(Window(Faster(SyntheticRequests(AZURE_CONVERSATION, 50, 1, Poisson(2.0)), 2.0), 1.0), 0.5, 0.5, 99), 9
+    )
     assert list(pickle.loads(pickle.dumps(source))) == list(source)
     talk = Conversations(AZURE_CONVERSATION, 5, 0, 2.0, Think(1.0), Starting(Poisson(1.0)))
     assert list(pickle.loads(pickle.dumps(talk))) == list(talk)

@@ -21,7 +21,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.simulator import DecisionObserver, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.arrival_queue import Arrivals
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
-from kvpolicy.simulator.summary import Tallied
+from kvpolicy.simulator.summary import SummaryBuilder
 from kvpolicy.workload import Request, Source
 from kvpolicy_vllm.plugin.versions import engine_version
 from kvpolicy_vllm.simulator.clock import VirtualClock
@@ -118,7 +118,7 @@ class Engine:
         self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink, on_decision)
         self.worker = VirtualWorker(server, times)
         self.arrivals = Arrivals(requests, self._refuse)
-        self.tallied = Tallied(times)
+        self.tallied = SummaryBuilder(times)
         self._served: dict[str, Served] = {}
         self._hasher: Any = None
         if server.prefix_caching:
@@ -127,7 +127,7 @@ class Engine:
         self._flying = deque[Flight]()
         self._depth = 2 if server.asynchronous else 1
 
-    def serve(self) -> Tallied:
+    def serve(self) -> SummaryBuilder:
         """Until nobody is left. The order of things is that of vLLM's ``EngineCore.step_with_batch_queue``."""
         while True:
             self._admit()
@@ -144,7 +144,7 @@ class Engine:
         self.controller.close()
         return self._counted()
 
-    def _counted(self) -> Tallied:
+    def _counted(self) -> SummaryBuilder:
         count = self.controller.counted
         self.tallied.recomputed_tokens = count("recomputed_tokens")
         self.tallied.moved_bytes = count("copy_bytes")

@@ -26,7 +26,7 @@ from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims, VllmVictims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.link_queues import LinkQueues
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
-from kvpolicy.simulator.summary import Tallied
+from kvpolicy.simulator.summary import SummaryBuilder
 from kvpolicy.workload import Request, Source
 
 COMPUTED = attrgetter("computed")
@@ -48,7 +48,7 @@ class Engine:
         self.server = server = identity.server
         self.times = times = identity.times
         self.trace_writer = trace_writer
-        self.tallied = Tallied(times)
+        self.tallied = SummaryBuilder(times)
         self.now_s = 0.0
         self.arrivals = Arrivals(identity.requests, self._refuse)
         self.copies = HostPool(server)

@@ -16,7 +16,7 @@ from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
-from kvpolicy.simulator.summary import Tallied
+from kvpolicy.simulator.summary import SummaryBuilder
 
 
 class Preemptions:
@@ -28,7 +28,7 @@ class Preemptions:
         policy: Policy,
         seed: int,
         trace_writer: TraceWriter,
-        tallied: Tallied,
+        tallied: SummaryBuilder,
         on_decision: DecisionObserver | None = None,
     ) -> None:
         self._server = server

@@ -182,7 +182,7 @@ def subsampled(table: Table, max_rows: int, seed: int) -> Table:
     )  # fmt: skip
 
 
-def bins_of(values: Floats, max_bins: int) -> Ints:
+def quantile_bins(values: Floats, max_bins: int) -> Ints:
     """Number of the quantile bin of each value; ties share a bin."""
     edges = np.unique(np.quantile(values, np.linspace(0, 1, max_bins + 1)[1:-1]))
     return np.searchsorted(edges, values, side="right")
