@@ -161,7 +161,7 @@ def _code(text: str) -> Markup:
 
 def _boundary_lines(learned: Learned) -> list[str]:
     assert learned.boundary is not None
-    situation = learned.boundary.asked.situation
+    situation = learned.boundary.question.situation
     return [
         f"The circle, in the middle of what was measured: {situation.computed_tokens} tokens beside "
         f"{situation.running_requests} running requests. There the model chooses {learned.boundary.chosen}. "
