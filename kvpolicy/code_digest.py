@@ -25,7 +25,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 def digest_of(value: object) -> str:
     """SHA-256 in hex, the same in every process. Raises KVPolicyError for an object without a stable form."""
-    return _Walk(type(value).__module__).of(value).hex()
+    return _Walk(type(value).__module__).digest(value).hex()
 
 
 SHOWN = 12
@@ -56,31 +56,31 @@ class _Walk:
 
     def __init__(self, home: str) -> None:
         self._home = home.partition(".")[0]
-        self._open: list[object] = []
+        self._path: list[object] = []
         """Objects being walked, outermost first. One that contains itself is represented by its depth here."""
-        self._seen: dict[int, object] = {}
+        self._walked: dict[int, object] = {}
         """Classes and functions that were walked already, by id. A second occurrence adds only their name."""
 
-    def of(self, value: object) -> bytes:
+    def digest(self, value: object) -> bytes:
         if isinstance(value, PLAIN):
             return _sha(type(value).__name__.encode(), repr(value).encode())
-        for depth, open_value in enumerate(self._open):
+        for depth, open_value in enumerate(self._path):
             if open_value is value:
                 return _sha(b"again", str(depth).encode())
-        self._open.append(value)
+        self._path.append(value)
         try:
             return _sha(*self._parts(value))
         finally:
-            self._open.pop()
+            self._path.pop()
 
     def _parts(self, value: object) -> Iterator[bytes]:
         yield type(value).__name__.encode()
         if isinstance(value, list | tuple):
-            yield from map(self.of, value)
+            yield from map(self.digest, value)
         elif isinstance(value, set | frozenset):
-            yield from sorted(map(self.of, value))
+            yield from sorted(map(self.digest, value))
         elif isinstance(value, Mapping):
-            yield from sorted(_sha(self.of(key), self.of(item)) for key, item in value.items())
+            yield from sorted(_sha(self.digest(key), self.digest(item)) for key, item in value.items())
         elif isinstance(value, type):
             yield from self._class(value)
         elif isinstance(value, FunctionType):
@@ -93,17 +93,17 @@ class _Walk:
             yield from self._object(value)
 
     def _object(self, value: object) -> Iterator[bytes]:
-        own_digest = getattr(value, "digest", "") if len(self._open) > 1 else ""
+        own_digest = getattr(value, "digest", "") if len(self._path) > 1 else ""
         if isinstance(own_digest, str) and own_digest:
             yield own_digest.encode()
             return
         if isinstance(value, MethodType):
-            yield from (self.of(value.__func__), self.of(value.__self__))
+            yield from (self.digest(value.__func__), self.digest(value.__self__))
             return
         try:
             reduced: Any = value.__reduce_ex__(4)
         except TypeError as error:
-            owner = type(self._open[0]).__name__
+            owner = type(self._path[0]).__name__
             raise KVPolicyError(
                 f"{owner}: no digest can be made of it: {error}; give the class a text `digest` that changes whenever "
                 "it would decide otherwise"
@@ -112,27 +112,27 @@ class _Walk:
             yield reduced.encode()
             return
         for part in reduced:
-            yield self.of(list(part) if isinstance(part, Iterator) else part)
+            yield self.digest(list(part) if isinstance(part, Iterator) else part)
 
     def _class(self, value: type) -> Iterator[bytes]:
         yield f"{value.__module__}.{value.__qualname__}".encode()
         if not self._is_new(value):
             return
-        yield from map(self.of, value.__bases__)
+        yield from map(self.digest, value.__bases__)
         for name, member in sorted(vars(value).items()):
             inner = _code_in(member)
             if inner:
-                yield from (name.encode(), *map(self.of, inner))
+                yield from (name.encode(), *map(self.digest, inner))
             elif not name.startswith("__") and name != "_abc_impl":
-                yield from (name.encode(), self.of(member))
+                yield from (name.encode(), self.digest(member))
 
     def _function(self, value: FunctionType) -> Iterator[bytes]:
         yield f"{value.__module__}.{value.__qualname__}".encode()
         if not self._is_new(value):
             return
-        yield self.of(value.__code__)
-        yield self.of((value.__defaults__, value.__kwdefaults__))
-        yield from (self.of(cell.cell_contents) for cell in value.__closure__ or ())
+        yield self.digest(value.__code__)
+        yield self.digest((value.__defaults__, value.__kwdefaults__))
+        yield from (self.digest(cell.cell_contents) for cell in value.__closure__ or ())
         names = sorted(_names(value.__code__))
         for name in names:
             if name in value.__globals__:
@@ -146,16 +146,16 @@ class _Walk:
                     if attribute in vars(value) and not isinstance(vars(value)[attribute], ModuleType):
                         yield from self._global(f"{name}.{attribute}", vars(value)[attribute], ())
         elif isinstance(value, type | FunctionType) or _constant(value):
-            yield from (name.encode(), self.of(value))
+            yield from (name.encode(), self.digest(value))
 
     def _code(self, code: CodeType) -> Iterator[bytes]:
         yield from (code.co_code, " ".join((*code.co_names, "|", *code.co_varnames)).encode())
-        yield from map(self.of, code.co_consts)
+        yield from map(self.digest, code.co_consts)
 
     def _is_new(self, value: type | FunctionType) -> bool:
-        if id(value) in self._seen:
+        if id(value) in self._walked:
             return False
-        self._seen[id(value)] = value
+        self._walked[id(value)] = value
         return self._is_own(value.__module__)
 
     def _is_own(self, module: str) -> bool:

@@ -174,6 +174,6 @@ def _loading_note(name: str, what: str) -> str:
     return f"while {what} {name!r} was loaded"
 
 
-def _wrong(name: str, what: str, why: str) -> ExtensionError:
+def _wrong(name: str, what: str, reason: str) -> ExtensionError:
     form = WHOLE_FORM if is_module_path(name) else "NAME[,KEY=VALUE...]"
-    return ExtensionError(f"{what} {name!r}: {why}; the form is {form}")
+    return ExtensionError(f"{what} {name!r}: {reason}; the form is {form}")

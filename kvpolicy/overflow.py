@@ -44,12 +44,12 @@ def figure_and_level(state: str) -> tuple[str, int] | None:
     return (figure, int(level)) if figure in FIGURES and level.isdecimal() else None
 
 
-def named(wanted: Sequence[str]) -> tuple[str, ...]:
+def named(names: Sequence[str]) -> tuple[str, ...]:
     """The figures to measure, in the order of :data:`FIGURES`; ``all`` stands for all of them.
 
     Raises ValueError for unknown names.
     """
-    for name in wanted:
+    for name in names:
         if name not in (*FIGURES, "all"):
             raise WrongValue("figure", f"is {name}, should be {', '.join(FIGURES)} or all")
-    return tuple(figure for figure in FIGURES if "all" in wanted or figure in wanted)
+    return tuple(figure for figure in FIGURES if "all" in names or figure in names)

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", ModelWarning)
-            warnings.showwarning = _plainly(warnings.showwarning)
+            warnings.showwarning = _warning_printer(warnings.showwarning)
             app(args=arguments, prog_name="kvpolicy")
     except EngineFailed as error:
         _end(str(error).strip())
@@ -51,14 +51,14 @@ def main(arguments: list[str] | None = None) -> None:
         _end(" ".join(str(error).split()))
 
 
-def _plainly(default: Callable[..., None]) -> Callable[..., None]:
+def _warning_printer(default: Callable[..., None]) -> Callable[..., None]:
     """A function for ``warnings.showwarning``: a cost model's warnings take one line, all others are shown as usual."""
 
-    def show(message: Warning | str, category: type[Warning], *location: Any, **more: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
         if issubclass(category, ModelWarning):
             print(f"kvpolicy: warning: {' '.join(str(message).split())}", file=sys.stderr)
         else:
-            default(message, category, *location, **more)
+            default(message, category, *location, **options)
 
     return show
 

@@ -83,14 +83,14 @@ class Explanation:
 
     def _head(self) -> list[str]:
         situation = self.question.situation
-        others = (
+        load_text = (
             f"beside {situation.running_requests} running ({situation.batch_tokens} tokens)"
             if situation.running_requests
             else "with no other request running"
         )
         return [
             f"{situation.computed_tokens} tokens in {situation.held_blocks} blocks of {situation.block_size} "
-            f"({situation.copy_bytes / 2**20:.3g} MiB, {situation.shared_blocks} shared), {others}, "
+            f"({situation.copy_bytes / 2**20:.3g} MiB, {situation.shared_blocks} shared), {load_text}, "
             f"{situation.free_blocks} blocks free{_queued(situation)}",
             f"cost model {self.cost_model} ({self.family}); minimised: {self.objective.text}",
             f"choice: {self.chosen}",
@@ -131,15 +131,15 @@ def _turns(even: BreakEven) -> list[str]:
     lines = []
     if len(even.turns) > MAX_SHOWN:
         first, last = even.turns[0], even.turns[-1]
-        where = " (partly extrapolated)" if any(turn.extrapolated for turn in even.turns) else ""
+        suffix = " (partly extrapolated)" if any(turn.extrapolated for turn in even.turns) else ""
         lines.append(
             f"break-even at this load: {even.first} below {first.tokens} tokens, {last.to} from {last.tokens} on; "
-            f"between them it turns {len(even.turns) - 2} more times{where}: whole blocks are copied"
+            f"between them it turns {len(even.turns) - 2} more times{suffix}: whole blocks are copied"
         )
     else:
         for turn in even.turns:
-            where = " (extrapolated)" if turn.extrapolated else ""
-            lines.append(f"break-even at this load: {turn.to} from {turn.tokens} tokens on{where}")
+            suffix = " (extrapolated)" if turn.extrapolated else ""
+            lines.append(f"break-even at this load: {turn.to} from {turn.tokens} tokens on{suffix}")
     if even.every_up_to < even.up_to_tokens:
         lines.append(
             f"every length up to {even.every_up_to} was looked at; above, edges of blocks up to {even.widest_gap} "

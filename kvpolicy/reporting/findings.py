@@ -124,12 +124,14 @@ def by_arm(overflows: Sequence[Overflow]) -> dict[Kind, list[Overflow]]:
 
 
 def _sequence_length(material: Material, rng: np.random.Generator) -> tuple[Finding, ...]:
-    return _growing(SEQUENCE_LENGTH, lengths(material), lambda one: one.victim_tokens, "long sequences", rng)
+    return _growing(SEQUENCE_LENGTH, lengths(material), lambda overflow: overflow.victim_tokens, "long sequences", rng)
 
 
 def _evicted_tokens(material: Material, rng: np.random.Generator) -> tuple[Finding, ...]:
     overflows = material.overflows_of(EVICTED_TOKENS)
-    return _growing(EVICTED_TOKENS, overflows, lambda one: float(one.evicted_tokens), "many evicted tokens", rng)
+    return _growing(
+        EVICTED_TOKENS, overflows, lambda overflow: float(overflow.evicted_tokens), "many evicted tokens", rng
+    )
 
 
 def _growing(
@@ -172,14 +174,14 @@ def _pairs(overflows: Sequence[Overflow], x: Callable[[Overflow], float]) -> lis
     for overflow in overflows:
         key = overflow.state_id, 0 if many else overflow.repeat
         groups.setdefault(key, {}).setdefault(overflow.arm, []).append(overflow)
-    both = [[group[kind] for kind in KINDS] for group in groups.values() if len(group) == len(KINDS)]
+    complete_groups = [[group[kind] for kind in KINDS] for group in groups.values() if len(group) == len(KINDS)]
     pairs = [
         (
             fmean(map(x, recompute + swap)),
             fmean(overflow.engine_s for overflow in recompute),
             fmean(overflow.engine_s for overflow in swap),
         )
-        for recompute, swap in both
+        for recompute, swap in complete_groups
     ]
     return sorted(pairs)
 

@@ -304,12 +304,12 @@ class _ServedRuns:
             if loads or outcome is not None:
                 changes.append((max(loads) if loads else outcome["closed_s"] if outcome else 0.0, -size))
         changes.sort()
-        held_bytes, held, next_change = [], 0, 0
+        held_bytes, total_bytes, next_change = [], 0, 0
         for time_s in times_s:
             while next_change < len(changes) and changes[next_change][0] <= time_s:
-                held += changes[next_change][1]
+                total_bytes += changes[next_change][1]
                 next_change += 1
-            held_bytes.append(float(max(0, held)))
+            held_bytes.append(float(max(0, total_bytes)))
         return tuple(held_bytes)
 
 

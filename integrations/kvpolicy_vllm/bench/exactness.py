@@ -45,11 +45,13 @@ def compare(
         if len(expected) != len(actual):
             differences.append(f"{name}, request {number}: {len(expected)} tokens expected, {len(actual)} came")
             continue
-        at = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b), None)
-        if at is None:
+        position = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b), None)
+        if position is None:
             continue
-        if gap[at] < tie_gap:
+        if gap[position] < tie_gap:
             ties += 1
         else:
-            differences.append(f"{name}, request {number}: token {at} is {actual[at]}, should be {expected[at]}")
+            differences.append(
+                f"{name}, request {number}: token {position} is {actual[position]}, should be {expected[position]}"
+            )
     return Comparison(sum(map(len, reference)), ties, tuple(differences))

@@ -81,7 +81,7 @@ class WindowDriver:
         self._vocabulary = int(llm.llm_engine.model_config.get_vocab_size())
         self._seed = seed
         self._clock = clock
-        self._held: list[Any] = []
+        self._held_blocks: list[Any] = []
         self._names: list[str] = []
         self._count = 0
         self._last_step_end_s = clock()
@@ -141,9 +141,9 @@ class WindowDriver:
         """Hold blocks back, or release some, until ``blocks`` are free."""
         free = self.pool.get_num_free_blocks()
         if free > blocks:
-            self._held += self.pool.get_new_blocks(free - blocks)
+            self._held_blocks += self.pool.get_new_blocks(free - blocks)
         elif free < blocks:
-            released, self._held = self._held[: blocks - free], self._held[blocks - free :]
+            released, self._held_blocks = self._held_blocks[: blocks - free], self._held_blocks[blocks - free :]
             self.pool.free_blocks(released)
 
     def keep_free(self, blocks: int) -> None:
@@ -185,8 +185,8 @@ class WindowDriver:
         self.controller.pin(None, None)
         self.engine.abort_request(self._names)
         self._names = []
-        self.pool.free_blocks(self._held)
-        self._held = []
+        self.pool.free_blocks(self._held_blocks)
+        self._held_blocks = []
         deadline = self._clock() + MAX_WINDOW_S
         self.step()
         while self.pool.get_num_free_blocks() < self.pool.num_gpu_blocks - 1:

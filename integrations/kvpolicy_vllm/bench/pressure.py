@@ -92,13 +92,13 @@ class Pressure:
     def _memory(self, blocks: int) -> Iterator[None]:
         """Shrink the pool to ``blocks`` blocks, as if the engine had been started with these; it must be idle."""
         all_blocks = self._pool.num_gpu_blocks
-        held = self._pool.get_new_blocks(all_blocks - blocks)
+        held_blocks = self._pool.get_new_blocks(all_blocks - blocks)
         self._pool.num_gpu_blocks = blocks
         try:
             yield
         finally:
             self._pool.num_gpu_blocks = all_blocks
-            self._pool.free_blocks(held)
+            self._pool.free_blocks(held_blocks)
 
     def _record(self, row: dict[str, Any]) -> None:
         self.scheduler.kvpolicy.recorder.add("windows", row)

@@ -31,7 +31,7 @@ class Settings(ServerSettings):
     copier: str = option(
         "Import path of what makes the worker-side copier. For tests that make copies fail.", DEFAULT_COPIER
     )
-    given: Policy | None = None
+    policy_object: Policy | None = None
     """The policy itself, if the engine was made in Python with a policy object, which no file or flag can hold."""
 
     @classmethod
@@ -41,15 +41,15 @@ class Settings(ServerSettings):
         if not isinstance(policy, Policy):
             return fields.read(cls, extra, "kv_connector_extra_config")
         values = dict(extra) | {"policy": policies.load_policy(policy).name}
-        return replace(fields.read(cls, values, "kv_connector_extra_config"), given=policy)
+        return replace(fields.read(cls, values, "kv_connector_extra_config"), policy_object=policy)
 
     def load_policy(self, loader: Callable[[str], CostModel] = cost.load, name: str = "") -> Policy:
         """Load the policy of these settings or, with ``name``, another one under the same permissions.
 
         ``loader``: loads cost models by name. Raises as :func:`kvpolicy.policy.load`.
         """
-        if self.given is not None and not name:
-            return self.given
+        if self.policy_object is not None and not name:
+            return self.policy_object
         return policies.load(name or self.policy, loader, self.allow_python_policies)
 
     def refuse_too_much_memory(self, available: int, cores: int = 1) -> None:

@@ -108,7 +108,7 @@ class SimulatedController(Controller):
         self.observers.tell("arrived", request, request.arrival_time)
 
 
-def _raise(what: str) -> None:
+def _raise(message: str) -> None:
     raise  # called while an exception is handled
 
 

@@ -250,12 +250,12 @@ class Copier(ABC):
         start: float,
         end: float,
         queued: int,
-        why: str = "",
+        error: str = "",
     ) -> None:
         pieces = len(self.device_segments)
         self.transfers.append(
             Transfer(
                 job.copy_id, direction, ok, len(job.slots) * self.block_bytes, len(job.slots) * pieces,
-                self.segment_bytes, self.pinned, queued, submit, start, end, why,
+                self.segment_bytes, self.pinned, queued, submit, start, end, error,
             )
         )  # fmt: skip

@@ -93,18 +93,18 @@ class CudaCopier(Copier):
         self._move(host, device)
 
     def _on(self, stream: torch.cuda.Stream, move: Callable[[Job], None], job: Job) -> Events:
-        submitted, began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        submitted, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         with torch.cuda.stream(self._idle_stream):
             submitted.record()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            began.record()
+            started.record()
             move(job)
             ended.record()
         self._tables.append((ended, self._new_tables))
         while len(self._tables) > 1 and self._tables[0][0].query():
             self._tables.popleft()
-        return submitted, began, ended
+        return submitted, started, ended
 
     def _pointers(self, job: Job) -> tuple[np.ndarray, np.ndarray]:
         blocks, slots = np.asarray(job.block_ids, dtype=np.int64), np.asarray(job.slots, dtype=np.int64)
@@ -138,8 +138,8 @@ class StagedCudaCopier(CudaCopier):
 
 
 def _span(events: Events) -> Span:
-    submitted, began, ended = events
-    return float(submitted.elapsed_time(began)) / 1e3, float(submitted.elapsed_time(ended)) / 1e3
+    submitted, started, ended = events
+    return float(submitted.elapsed_time(started)) / 1e3, float(submitted.elapsed_time(ended)) / 1e3
 
 
 def _page_lock(owner: object, memory: torch.Tensor) -> None:
