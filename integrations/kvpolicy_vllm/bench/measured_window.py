@@ -255,7 +255,7 @@ class Scene:
             if state.cause == "forced" or self._needing_block():
                 return
             driver.step()
-        raise WindowError(f"state {state.state_id}: nobody came to need a block in {driver.block_size} steps")
+        raise WindowError(f"state {state.state_id}: no request needed a block within {driver.block_size} steps")
 
     def _align(self) -> None:
         """Pause requests that need a block until all do, so that all of them ask for one in the same step."""
@@ -269,7 +269,7 @@ class Scene:
                     driver.scheduler.resume_request(request.request_id)
                 return
             driver.step()
-        raise WindowError(f"state {self.state.state_id}: not everybody came to need a block at a time")
+        raise WindowError(f"state {self.state.state_id}: requests did not come to need a block in the same step")
 
     def _needing_block(self) -> list[Any]:
         return [request for request in (*self.others, *self.victims) if self.driver.needs_block(request)]
