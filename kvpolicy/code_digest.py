@@ -1,9 +1,9 @@
-"""The digest of an object and of the code behind it: what results of somebody's own policy are kept by.
+"""Digest of an object and of the code behind it: the key by which results of a user's own policy are cached.
 
-It is of what runs: the code that this process has loaded, whatever stands in its file by now. Counted are the object's
-values, its class, and the functions, classes and constants that these use of modules that are not installed packages
-(of the object's own package also where it is installed). Not counted are files that are read, installed packages, and
-globals that may change, as a dictionary. Who depends on one of these gives the class a ``digest`` of its own.
+It covers the code that this process has loaded, even if the file has changed since: the object's values, its class,
+and the functions, classes and constants that these use from modules outside installed packages (from the object's own
+package even where that is installed). It does not cover files that are read, installed packages, or mutable globals
+such as dictionaries. A class that depends on one of these should have a ``digest`` of its own.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvpolicy.errors import KVPolicyError
 
 INSTALLED = {"site-packages", "dist-packages"}
 LIBRARY = {"kvpolicy", "kvpolicy_vllm"}
-"""Whose own code a result's digest holds in any case."""
+"""Packages whose code is covered by every result's own digest, so that it need not be walked here."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def digest_of(value: object) -> str:
-    """SHA-256, the same in every process. Raises KVPolicyError for an object that has no stable form."""
-    return _Walk(type(value).__module__).of(value).hex()
+    """SHA-256 in hex, the same in every process. Raises KVPolicyError for an object without a stable form."""
+    return _Walk(type(value).__module__).digest(value).hex()
 
 
 SHOWN = 12
@@ -33,7 +33,7 @@ SHOWN = 12
 
 
 class Named(Protocol):
-    """Something of somebody's own."""
+    """An extension, such as a user's own policy."""
 
     name: str
 
@@ -41,46 +41,46 @@ class Named(Protocol):
     def digest(self) -> str: ...
 
 
-def label_of(one: Named) -> str:
-    """In reports and traces: its name, and where its class is from outside this package the digest's beginning."""
-    return one.name if type(one).__module__.partition(".")[0] in LIBRARY else labelled(one)
+def label_of(named: Named) -> str:
+    """Name for reports and traces; the beginning of the digest is added where the class is not from this package."""
+    return named.name if type(named).__module__.partition(".")[0] in LIBRARY else labelled(named)
 
 
-def labelled(one: Named) -> str:
-    """Its name with the digest's beginning, whatever its class."""
-    return f"{one.name}@{one.digest[:SHOWN]}"
+def labelled(named: Named) -> str:
+    """Name with the beginning of the digest, for any class."""
+    return f"{named.name}@{named.digest[:SHOWN]}"
 
 
 class _Walk:
-    """One object's way to its digest. ``home``: the module of its class."""
+    """Walks one object for its digest. ``home``: the module of its class."""
 
     def __init__(self, home: str) -> None:
         self._home = home.partition(".")[0]
-        self._open: list[object] = []
-        """What is being looked at; one of it that is met again is named by its place."""
-        self._seen: dict[int, object] = {}
-        """Classes and functions that were looked at; met again, their name is enough."""
+        self._path: list[object] = []
+        """Objects being walked, outermost first. One that contains itself is represented by its depth here."""
+        self._walked: dict[int, object] = {}
+        """Classes and functions that were walked already, by id. A second occurrence adds only their name."""
 
-    def of(self, value: object) -> bytes:
+    def digest(self, value: object) -> bytes:
         if isinstance(value, PLAIN):
             return _sha(type(value).__name__.encode(), repr(value).encode())
-        for place, one in enumerate(self._open):
-            if one is value:
-                return _sha(b"again", str(place).encode())
-        self._open.append(value)
+        for depth, open_value in enumerate(self._path):
+            if open_value is value:
+                return _sha(b"again", str(depth).encode())
+        self._path.append(value)
         try:
             return _sha(*self._parts(value))
         finally:
-            self._open.pop()
+            self._path.pop()
 
     def _parts(self, value: object) -> Iterator[bytes]:
         yield type(value).__name__.encode()
         if isinstance(value, list | tuple):
-            yield from map(self.of, value)
+            yield from map(self.digest, value)
         elif isinstance(value, set | frozenset):
-            yield from sorted(map(self.of, value))
+            yield from sorted(map(self.digest, value))
         elif isinstance(value, Mapping):
-            yield from sorted(_sha(self.of(key), self.of(one)) for key, one in value.items())
+            yield from sorted(_sha(self.digest(key), self.digest(item)) for key, item in value.items())
         elif isinstance(value, type):
             yield from self._class(value)
         elif isinstance(value, FunctionType):
@@ -93,69 +93,69 @@ class _Walk:
             yield from self._object(value)
 
     def _object(self, value: object) -> Iterator[bytes]:
-        given = getattr(value, "digest", "") if len(self._open) > 1 else ""
-        if isinstance(given, str) and given:
-            yield given.encode()
+        own_digest = getattr(value, "digest", "") if len(self._path) > 1 else ""
+        if isinstance(own_digest, str) and own_digest:
+            yield own_digest.encode()
             return
         if isinstance(value, MethodType):
-            yield from (self.of(value.__func__), self.of(value.__self__))
+            yield from (self.digest(value.__func__), self.digest(value.__self__))
             return
         try:
             reduced: Any = value.__reduce_ex__(4)
         except TypeError as error:
-            owner = type(self._open[0]).__name__
+            owner = type(self._path[0]).__name__
             raise KVPolicyError(
                 f"{owner}: no digest can be made of it: {error}; give the class a text `digest` that changes whenever "
                 "it would decide otherwise"
             ) from error
-        if isinstance(reduced, str):  # a global by that name
+        if isinstance(reduced, str):  # the name of a global
             yield reduced.encode()
             return
         for part in reduced:
-            yield self.of(list(part) if isinstance(part, Iterator) else part)
+            yield self.digest(list(part) if isinstance(part, Iterator) else part)
 
     def _class(self, value: type) -> Iterator[bytes]:
         yield f"{value.__module__}.{value.__qualname__}".encode()
         if not self._is_new(value):
             return
-        yield from map(self.of, value.__bases__)
+        yield from map(self.digest, value.__bases__)
         for name, member in sorted(vars(value).items()):
             inner = _code_in(member)
             if inner:
-                yield from (name.encode(), *map(self.of, inner))
+                yield from (name.encode(), *map(self.digest, inner))
             elif not name.startswith("__") and name != "_abc_impl":
-                yield from (name.encode(), self.of(member))
+                yield from (name.encode(), self.digest(member))
 
     def _function(self, value: FunctionType) -> Iterator[bytes]:
         yield f"{value.__module__}.{value.__qualname__}".encode()
         if not self._is_new(value):
             return
-        yield self.of(value.__code__)
-        yield self.of((value.__defaults__, value.__kwdefaults__))
-        yield from (self.of(cell.cell_contents) for cell in value.__closure__ or ())
+        yield self.digest(value.__code__)
+        yield self.digest((value.__defaults__, value.__kwdefaults__))
+        yield from (self.digest(cell.cell_contents) for cell in value.__closure__ or ())
         names = sorted(_names(value.__code__))
         for name in names:
             if name in value.__globals__:
                 yield from self._global(name, value.__globals__[name], names)
 
     def _global(self, name: str, value: object, names: Iterable[str]) -> Iterator[bytes]:
-        """What a function uses. ``names``: of all that it uses, a module's attributes among them."""
+        """Digest parts of a global that a function uses. ``names``: all names in the function, attributes included."""
         if isinstance(value, ModuleType):
             if self._is_own(value.__name__):
-                for one in names:
-                    if one in vars(value) and not isinstance(vars(value)[one], ModuleType):
-                        yield from self._global(f"{name}.{one}", vars(value)[one], ())
+                for attribute in names:
+                    if attribute in vars(value) and not isinstance(vars(value)[attribute], ModuleType):
+                        yield from self._global(f"{name}.{attribute}", vars(value)[attribute], ())
         elif isinstance(value, type | FunctionType) or _constant(value):
-            yield from (name.encode(), self.of(value))
+            yield from (name.encode(), self.digest(value))
 
     def _code(self, code: CodeType) -> Iterator[bytes]:
         yield from (code.co_code, " ".join((*code.co_names, "|", *code.co_varnames)).encode())
-        yield from map(self.of, code.co_consts)
+        yield from map(self.digest, code.co_consts)
 
     def _is_new(self, value: type | FunctionType) -> bool:
-        if id(value) in self._seen:
+        if id(value) in self._walked:
             return False
-        self._seen[id(value)] = value
+        self._walked[id(value)] = value
         return self._is_own(value.__module__)
 
     def _is_own(self, module: str) -> bool:
@@ -167,23 +167,25 @@ class _Walk:
 
 
 def _sha(*parts: bytes) -> bytes:
-    told = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for part in parts:
-        told.update(len(part).to_bytes(8, "big") + part)
-    return told.digest()
+        sha256.update(len(part).to_bytes(8, "big") + part)
+    return sha256.digest()
 
 
 def _code_in(member: object) -> list[FunctionType]:
-    """The functions of a class's member, where it is a method or a property."""
+    """The functions of a class's member: of a method, a property, or a cached property."""
     inner = getattr(member, "__func__", member)
-    some = (inner.fget, inner.fset, inner.fdel) if isinstance(inner, property) else (getattr(inner, "func", inner),)
-    return [one for one in some if isinstance(one, FunctionType)]
+    candidates = (
+        (inner.fget, inner.fset, inner.fdel) if isinstance(inner, property) else (getattr(inner, "func", inner),)
+    )
+    return [candidate for candidate in candidates if isinstance(candidate, FunctionType)]
 
 
 def _names(code: CodeType) -> set[str]:
-    """Globals and attributes that code uses, functions within it included."""
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    """Names of globals and attributes that code uses, nested functions included."""
+    inner_code = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner_code))
 
 
 def _constant(value: object) -> bool:

@@ -1,8 +1,8 @@
-"""Fields of configuration: help, flag and rule of a dataclass's field stand in one place, where it is declared.
+"""Fields of configuration dataclasses: help, flag and rule are declared once, with the field.
 
-Python, YAML and the command line go by them alike. A class declares its fields with :func:`option` and calls
-:func:`settle` in its ``__post_init__``; :func:`read` makes one of what a file holds, and :mod:`kvpolicy.cli.flags`
-makes its flags.
+They hold for Python, YAML and the command line alike. A class declares its fields with :func:`option` and calls
+:func:`settle` in its ``__post_init__``; :func:`read` makes an instance from a file's content, and
+:mod:`kvpolicy.cli.flags` makes the flags.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Config = TypeVar("Config")
 
 
 class WrongValue(InputError):
-    """A field that is not as it should be. The command line names the flag in the field's place."""
+    """A field with a wrong value. The command line names the flag instead of the field."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(field, message)
@@ -33,20 +33,20 @@ class WrongValue(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value has to be besides of its type."""
+    """What a value must satisfy besides having the right type."""
 
     should: str
-    """In words, after "should be"."""
+    """The condition in words, to follow "should be"."""
     holds: Callable[[Any], bool]
 
     def refuse(self, name: str, value: Any) -> None:
-        """Raises :class:`WrongValue` for a value that it does not hold for."""
+        """Raise :class:`WrongValue` for a value that breaks the rule."""
         if not self.holds(value):
             raise WrongValue(name, f"is {_shown(value)}, should be {self.should}")
 
 
 MAX_WHOLE = 2**53
-"""Whole numbers beyond it are not exact as floats, and no number given here can mean so much."""
+"""Largest whole number allowed: larger ones are not exact as floats, and no setting needs them."""
 COUNT = Rule("1 or more", lambda value: value >= 1)
 AMOUNT = Rule("0 or above", lambda value: 0 <= value < inf)
 POSITIVE = Rule("a number above 0", lambda value: 0 < value < inf)
@@ -59,17 +59,18 @@ def one_of(*names: str) -> Rule:
 def option(
     help: str, default: Any = MISSING, rule: Rule | None = None, flag: str = "", metavar: str | None = None
 ) -> Any:
-    """A field with help, which of one that is True without a flag says what the flag ``--no-...`` does.
+    """Declare a field with help.
 
-    ``flag``: in place of one that is made of the field's name. ``metavar``: what its value is called.
+    The flag of a field that defaults to True is ``--no-...``; its help says what that flag does. ``flag``: overrides
+    the flag derived from the field's name. ``metavar``: placeholder for the value in the help.
     """
-    told = {"help": help, "rule": rule, "flag": flag, "metavar": metavar}
-    return dataclasses.field(default=default, metadata=told)
+    metadata = {"help": help, "rule": rule, "flag": flag, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def options_of(config: Any) -> list[dataclasses.Field[Any]]:
-    """The fields, of a class or an instance, that :func:`option` declared."""
-    return [one for one in dataclasses.fields(config) if "help" in one.metadata]
+    """The fields of a class or an instance that :func:`option` declared."""
+    return [field for field in dataclasses.fields(config) if "help" in field.metadata]
 
 
 def is_optional(hint: Any) -> bool:
@@ -78,47 +79,58 @@ def is_optional(hint: Any) -> bool:
 
 
 def kind_of(hint: Any) -> Any:
-    """The type of a field, without the None it may be."""
-    return next(one for one in get_args(hint) if one is not NoneType) if is_optional(hint) else hint
+    """The type of a field, without None where it is optional."""
+    return (
+        next(alternative for alternative in get_args(hint) if alternative is not NoneType)
+        if is_optional(hint)
+        else hint
+    )
 
 
 def settle(config: Any) -> None:
-    """Hold an instance to its fields' types and rules; text is parsed where the type can do so.
+    """Check an instance against its fields' types and rules; parse text where the type has a ``parse``.
 
     Raises :class:`WrongValue` for the first field that is wrong.
     """
     hints = get_type_hints(type(config))
-    for one in options_of(config):
-        given, hint = getattr(config, one.name), hints[one.name]
-        if given is None and is_optional(hint):
+    for field in options_of(config):
+        raw, hint = getattr(config, field.name), hints[field.name]
+        if raw is None and is_optional(hint):
             continue
-        value = _typed(one.name, given, kind_of(hint))
-        if one.metadata["rule"] is not None:
-            one.metadata["rule"].refuse(one.name, value)
-        object.__setattr__(config, one.name, value)
+        value = _typed(field.name, raw, kind_of(hint))
+        if field.metadata["rule"] is not None:
+            field.metadata["rule"].refuse(field.name, value)
+        object.__setattr__(config, field.name, value)
 
 
 def read(cls: type[Config], values: Mapping[str, Any], where: str) -> Config:
-    """One of what a file holds; None is as good as absent. Raises InputError naming ``where``, the key, and what would
-    be right."""
-    known = {one.name: one.default for one in options_of(cls)}
-    given = {name: value for name, value in values.items() if value is not None}
-    wrong = [f"unknown key {name!r}" for name in sorted(set(values) - set(known))]
-    wrong += [f"key {name!r} is missing" for name, default in known.items() if default is MISSING and name not in given]
-    if wrong:
-        raise InputError(f"{where}: {wrong[0]}; the keys are {', '.join(sorted(known))}")
+    """Make an instance from a file's content; None counts as absent.
+
+    Raises InputError naming ``where``, the key and what would be right.
+    """
+    known = {field.name: field.default for field in options_of(cls)}
+    present = {name: value for name, value in values.items() if value is not None}
+    problems = [f"unknown key {name!r}" for name in sorted(set(values) - set(known))]
+    problems += [
+        f"key {name!r} is missing" for name, default in known.items() if default is MISSING and name not in present
+    ]
+    if problems:
+        raise InputError(f"{where}: {problems[0]}; the keys are {', '.join(sorted(known))}")
     try:
-        return cls(**given)
+        return cls(**present)
     except WrongValue as error:
         raise InputError(f"{where}: {error}") from None
 
 
 def written(config: Any) -> dict[str, Any]:
-    """What a file holds for :func:`read`: what differs from the defaults, so that these have one home. Paths become
-    absolute, since they may be read elsewhere."""
-    values = {one.name: getattr(config, one.name) for one in options_of(config)}
-    given = {one.name: values[one.name] for one in options_of(config) if values[one.name] != one.default}
-    return {name: _plain(value) for name, value in given.items()}
+    """The content of a file for :func:`read`: the values that differ from the defaults.
+
+    Defaults are left out so that they are defined in one place. Paths become absolute, since the file may be read
+    from another folder.
+    """
+    values = {field.name: getattr(config, field.name) for field in options_of(config)}
+    changed = {field.name: values[field.name] for field in options_of(config) if values[field.name] != field.default}
+    return {name: _plain(value) for name, value in changed.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -129,16 +141,16 @@ WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
-    """The value as one of that type."""
+    """The value converted to the type. Raises WrongValue where it has another type."""
     if get_origin(kind) is tuple and not isinstance(value, str):
-        return tuple(_typed(name, one, get_args(kind)[0]) for one in value or ())
+        return tuple(_typed(name, item, get_args(kind)[0]) for item in value or ())
     if hasattr(kind, "parse"):
         value = parsed(name, value, kind)
     if kind is Path and isinstance(value, str) and value:
         value = Path(value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    good = number and (kind is float or isinstance(value, int)) if kind in (int, float) else isinstance(value, kind)
-    if not good or value == "":
+    matches = number and (kind is float or isinstance(value, int)) if kind in (int, float) else isinstance(value, kind)
+    if not matches or value == "":
         raise WrongValue(name, f"is {_shown(value)}, should be {WORDS.get(kind, kind.__name__)}")
     if kind in (int, float) and MAX_WHOLE < abs(value) < inf:
         raise WrongValue(name, f"is {_shown(value)}, should be at most {MAX_WHOLE}")
@@ -146,7 +158,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
 
 
 def parsed(name: str, value: Any, kind: Any) -> Any:
-    """``value`` itself, or what ``kind`` makes of a text; its error in the name of the field."""
+    """``value``, parsed by ``kind`` if it is a text. Raises WrongValue naming the field."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""What drives an engine, found by entry point, so that the library itself imports none.
+"""Integrations of engines, found by entry point, so that the library itself imports no engine.
 
 A package registers, under :data:`GROUP` and the name of the package that it drives, a class whose instances, made
 without arguments, are an :class:`Integration`.
@@ -33,7 +33,7 @@ class EngineMissing(KVPolicyError):
 
 
 class Report(Protocol):
-    """What a measurement says of itself."""
+    """Report of a measurement."""
 
     def text(self) -> str: ...
 
@@ -42,7 +42,7 @@ class Launcher(Protocol):
     """Writes a server's flags; the engine itself need not be installed."""
 
     def options(self, settings: ServerSettings) -> dict[str, Any]:
-        """The plugin's settings: what is given, nothing else. Raises ValueError for what the plugin would refuse."""
+        """The plugin's settings that differ from the defaults. Raises ValueError for values the plugin would refuse."""
         ...
 
     def serve_command(self, llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
@@ -57,13 +57,13 @@ class Launcher(Protocol):
 
 
 class Integration(Protocol):
-    """One engine: what measures on it, simulates with its code, and writes its flags."""
+    """One engine: measures on it, simulates with its code, and writes its flags."""
 
     @property
     def launcher(self) -> Launcher: ...
 
     def simulator(self) -> Simulator:
-        """A simulator made of the engine's own code."""
+        """A simulator that runs the engine's own code."""
         ...
 
     def profile(self, out: Path, how: Measurement) -> Report: ...
@@ -75,52 +75,54 @@ class Integration(Protocol):
 
 def integration(name: str = DEFAULT) -> Integration:
     """The integration of that name. Raises :class:`EngineMissing` where none is registered."""
-    found = entry_points(group=GROUP)
-    if name not in found.names:
-        have = ", ".join(sorted(found.names)) or "none"
+    entries = entry_points(group=GROUP)
+    if name not in entries.names:
+        registered = ", ".join(sorted(entries.names)) or "none"
         raise EngineMissing(
-            f"nothing is registered as {GROUP} {name!r} (registered: {have}): "
+            f"nothing is registered as {GROUP} {name!r} (registered: {registered}): "
             "install kvpolicy as a package, `pip install -e .` in a checkout"
         )
-    made: Integration = found[name].load()()
-    return made
+    instance: Integration = entries[name].load()()
+    return instance
 
 
 def engine(name: str = DEFAULT) -> Integration:
-    """The same, to be used with the engine: raises :class:`EngineMissing` also where that is not installed."""
-    found = integration(name)
+    """The integration of an installed engine. Raises :class:`EngineMissing` also where the engine is not installed."""
+    found_integration = integration(name)
     require(name)
-    return found
+    return found_integration
 
 
 def launcher(name: str = DEFAULT) -> Launcher:
-    """What writes flags for engine ``name``. Raises :class:`EngineMissing` where nothing is registered."""
+    """The writer of flags for engine ``name``. Raises :class:`EngineMissing` where nothing is registered."""
     return integration(name).launcher
 
 
 def simulator(name: str = DEFAULT) -> Simulator:
-    """A simulator made of engine ``name``'s own code. Raises :class:`EngineMissing` where it is not installed."""
+    """A simulator that runs engine ``name``'s own code. Raises :class:`EngineMissing` where it is not installed."""
     return engine(name).simulator()
 
 
 def require(name: str = DEFAULT) -> None:
-    """Raises :class:`EngineMissing`, which says what to install, where engine ``name`` is not installed."""
+    """Raise :class:`EngineMissing`, which says what to install, where engine ``name`` is not installed."""
     if find_spec(name) is None:
-        how = HOW_TO_INSTALL.get(name, f"install {name}")
-        raise EngineMissing(f"this needs a live engine, and {name} is not installed in this environment: {how}")
+        instructions = HOW_TO_INSTALL.get(name, f"install {name}")
+        raise EngineMissing(
+            f"this needs a live engine, and {name} is not installed in this environment: {instructions}"
+        )
 
 
 def profile(out: Path | str, how: Measurement = Measurement()) -> Report:
     """Measure both options in the same states on a live engine and write a trace to ``out``.
 
-    Where ``out`` holds an unfinished profile it is taken up again. Raises ValueError for a wrong argument,
-    :class:`EngineMissing` without an engine.
+    An unfinished profile in ``out`` is resumed. Raises ValueError for a wrong argument, :class:`EngineMissing` without
+    an engine.
     """
     return engine().profile(Path(out), how)
 
 
 def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0) -> Report:
-    """The whole loop and an overload in four arms, on a small model; writes ``out/demo.json``."""
+    """Run the whole loop and an overload with four arms on a small model; writes ``out/demo.json``."""
     AMOUNT.refuse("seed", seed)
     return engine().demo(Path(out), quick=quick, seed=seed)
 
@@ -128,7 +130,7 @@ def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0)
 def characterize(out: Path | str, figures: Sequence[str] = ("all",), how: Measurement = Measurement()) -> Report:
     """Measure the overflow study's figures on a live engine and write a trace to ``out``; see :mod:`kvpolicy.overflow`.
 
-    ``figures``: which, or ``all``; the rest as for :func:`profile`. Raises ValueError for a wrong argument,
+    ``figures``: names of figures, or ``all``; the rest as for :func:`profile`. Raises ValueError for a wrong argument,
     :class:`EngineMissing` without an engine.
     """
     return engine().characterize(Path(out), overflow.named(figures), how)

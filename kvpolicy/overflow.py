@@ -1,8 +1,8 @@
-"""The overflow study: its figures, and how what was measured for one is named in a trace.
+"""The overflow study: its figures, and how a trace names the measurements for each.
 
-Windows of table ``windows`` belong to a figure by their ``state_id``, ``FIGURE/LEVEL`` with a whole number for LEVEL.
-Where requests are served to their end a window is a whole run, without a ``preemption_id``: its ``repeat`` counts runs
-of a level, its ``duration_s`` is the makespan, its arm the policy.
+The ``state_id`` of a row in table ``windows`` is ``FIGURE/LEVEL``, with a whole number for LEVEL. For figures of whole
+runs a window is a run without ``preemption_id``: ``repeat`` counts the runs of a level, ``duration_s`` is the makespan,
+and the arm is the policy.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ LEVELS = {
     MEMORY: "percent of the blocks that hold all requests at full length",
     TIMELINE: "percent of the blocks that hold all requests at full length",
 }
-"""What LEVEL counts."""
+"""Unit of LEVEL, by figure."""
 
 
 def state_id(figure: str, level: int) -> str:
-    """The name of a figure's level in a trace. Raises ValueError for what is no figure."""
+    """The name of a figure's level in a trace. Raises ValueError for an unknown figure."""
     if figure not in FIGURES:
         raise InputError(f"figure {figure}: should be one of {', '.join(FIGURES)}")
     return f"{figure}/{level}"
 
 
 def figure_and_level(state: str) -> tuple[str, int] | None:
-    """What a ``state_id`` says; None for one of a profile."""
+    """Figure and level in a ``state_id``; None for a state of a profile."""
     figure, _, level = state.partition("/")
     return (figure, int(level)) if figure in FIGURES and level.isdecimal() else None
 
 
-def named(wanted: Sequence[str]) -> tuple[str, ...]:
-    """The figures to measure, in their order here; ``all`` is every one that can be. Raises ValueError for others."""
-    for one in wanted:
-        if one not in (*FIGURES, "all"):
-            raise WrongValue("figure", f"is {one}, should be {', '.join(FIGURES)} or all")
-    return tuple(figure for figure in FIGURES if "all" in wanted or figure in wanted)
+def named(names: Sequence[str]) -> tuple[str, ...]:
+    """The figures to measure, in the order of :data:`FIGURES`; ``all`` stands for all of them.
+
+    Raises ValueError for unknown names.
+    """
+    for name in names:
+        if name not in (*FIGURES, "all"):
+            raise WrongValue("figure", f"is {name}, should be {', '.join(FIGURES)} or all")
+    return tuple(figure for figure in FIGURES if "all" in names or figure in names)

@@ -1,5 +1,5 @@
-"""What engines are told: a server by the flags of `kvpolicy serve`, and the keys that its plugin reads; one that is
-measured by those of `kvpolicy profile`."""
+"""Settings of engines: those of a server, which are the flags of `kvpolicy serve` and the keys that its plugin reads,
+and those of a measurement, which are flags of `kvpolicy profile` and `kvpolicy characterize`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = "Seed of everything that is drawn."
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """One field per flag and per key: a new one needs no other line to be given, checked, and there in the plugin."""
+    """One field per flag and key. The command line, the checks and the plugin all derive from these fields."""
 
     policy: str = option(HELP)
     shadow: bool = option("Decide and record, but execute vLLM's own recompute.", False)
@@ -49,7 +49,7 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a live engine is measured with."""
+    """Settings with which a live engine is measured."""
 
     llm: Path | None = option("Folder of a model; without it a small one is made.", None)
     quick: bool = option(

@@ -4,7 +4,7 @@
     --kv-transfer-config '{"kv_connector": "KVPolicyConnector", "kv_role": "kv_producer", ...}'
 
 `kvpolicy serve` and `kvpolicy config` write these flags. Importing this package does not import vLLM: vLLM resolves the
-two names in its engine processes, and whoever only writes flags must not load an engine.
+two names in its engine processes, and writing flags must not load an engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What kvpolicy finds by entry point: vLLM to measure on, its scheduler to simulate with, its flags to write."""
+"""The integration of vLLM, found by entry point: measures, simulates with vLLM's scheduler, writes its flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class VllmIntegration:
-    """Implements :class:`kvpolicy.integrations.Integration`. Imports are late: who writes flags loads no engine."""
+    """Implements :class:`kvpolicy.integrations.Integration`. Late imports, so that writing flags loads no engine."""
 
     @property
     def launcher(self) -> Launcher:

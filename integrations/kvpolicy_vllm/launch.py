@@ -1,4 +1,4 @@
-"""The flags that switch the plugin on, as a command or as YAML. Needs no vLLM to be installed."""
+"""Writes the flags that switch the plugin on, as a command or as YAML. Works without an installed vLLM."""
 
 from __future__ import annotations
 
@@ -27,27 +27,30 @@ REFUSED = {
     "--kv-offloading-size": "kvpolicy keeps evicted KV itself, in as much memory as --host-gib says",
 }
 AMBIGUOUS_PREFIX = "--kv-"
-"""vLLM takes any unambiguous prefix of a flag; this one and shorter ones are ambiguous there."""
+"""vLLM accepts any unambiguous prefix of a flag. This prefix and shorter ones are ambiguous."""
 SHUTDOWN = "--shutdown-timeout"
 SHUTDOWN_S = 20
-"""So long a server that records or remembers may take to end: its requests are served to their end first, and what is
-written last may wait ten seconds for the disk. Less than the 30 s after which Kubernetes kills."""
+"""Seconds that a server with a trace or an online state may take to shut down: it serves its requests to their end, and
+then the last writes may wait ten seconds for the disk. Less than the 30 s after which Kubernetes kills."""
 
 
 def options(settings: ServerSettings) -> dict[str, Any]:
-    """The plugin's ``kv_connector_extra_config``: what is given, and nothing else, so that its defaults have one home.
+    """The plugin's ``kv_connector_extra_config``: only settings that differ from the defaults, defined in one place.
 
-    Folders become absolute: a server may be started elsewhere. Raises ValueError for a policy that cannot be loaded.
+    Folders become absolute, since the server may be started elsewhere. Raises ValueError for a policy that cannot be
+    loaded.
     """
-    policy, path = settings.policy, settings.online_state
-    extra = written(replace(settings, policy=policies.anchored(policy)))
-    if policies.needs_engine(policy):  # only the engine knows its model and its device
-        return extra
-    loaded = policies.load(extra["policy"], allow_python=settings.allow_python_policies)
-    learns = isinstance(loaded, policies.LearningPolicy) and loaded.learned(loaded.initial_state()) is not None
-    if path is not None and not learns:
-        raise WrongValue("online_state", f"is {path}, and policy {policy} learns nothing while it serves; {TEACH}")
-    return extra
+    policy, state_file = settings.policy, settings.online_state
+    values = written(replace(settings, policy=policies.anchored(policy)))
+    if policies.needs_engine(policy):  # cannot be loaded here: only the engine knows its model and device
+        return values
+    loaded = policies.load(values["policy"], allow_python=settings.allow_python_policies)
+    can_learn = isinstance(loaded, policies.LearningPolicy) and loaded.learned(loaded.initial_state()) is not None
+    if state_file is not None and not can_learn:
+        raise WrongValue(
+            "online_state", f"is {state_file}, and policy {policy} learns nothing while it serves; {TEACH}"
+        )
+    return values
 
 
 def flags(extra: Mapping[str, Any]) -> list[str]:
@@ -59,7 +62,7 @@ def config_yaml(extra: Mapping[str, Any]) -> str:
     """The same flags for ``vllm serve --config FILE.yaml``."""
     values: dict[str, Any] = {"scheduler-cls": SCHEDULER, "kv-transfer-config": transfer_config(extra)}
     note = ""
-    if _writes(extra):
+    if _writes_to_disk(extra):
         name = SHUTDOWN.removeprefix("--")
         if _vllm_knows(SHUTDOWN):
             note = f"# {name}: vLLM's own 0 ends the engine before everything is written; 0.24 to 0.33 know it\n"
@@ -70,38 +73,42 @@ def config_yaml(extra: Mapping[str, Any]) -> str:
 
 
 def serve_command(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
-    """The command that starts the server. Raises ValueError for flags that would undo the plugin's, by name."""
+    """The command that starts the server. Raises ValueError naming flags that would override the plugin's."""
     if llm.startswith("-"):
         raise InputError(f"the model comes before vLLM's flags, as in: kvpolicy serve LLM --policy P {llm} ...")
-    given = _given(vllm_flags)
-    _refuse_flags(given)
-    ending = []
-    if _writes(extra) and not any(_may_mean(flag, SHUTDOWN, "--s") for flag, _ in given) and _vllm_knows(SHUTDOWN):
-        ending = [SHUTDOWN, str(SHUTDOWN_S)]
-    return [*server(llm), *flags(extra), *ending, *vllm_flags]
+    present_flags = _present_flags(vllm_flags)
+    _refuse_flags(present_flags)
+    shutdown_flags = []
+    if (
+        _writes_to_disk(extra)
+        and not any(_may_mean(flag, SHUTDOWN, "--s") for flag, _ in present_flags)
+        and _vllm_knows(SHUTDOWN)
+    ):
+        shutdown_flags = [SHUTDOWN, str(SHUTDOWN_S)]
+    return [*server(llm), *flags(extra), *shutdown_flags, *vllm_flags]
 
 
-def _refuse_flags(given: Iterable[tuple[str, str]]) -> None:
-    """Raises ValueError naming the first flag that kvpolicy sets itself, also one in a ``--config`` file."""
-    for flag, where in given:
-        for refused, why in REFUSED.items():
+def _refuse_flags(present_flags: Iterable[tuple[str, str]]) -> None:
+    """Raise ValueError naming the first flag that kvpolicy sets itself, also in a ``--config`` file."""
+    for flag, where in present_flags:
+        for refused, reason in REFUSED.items():
             if _may_mean(flag, refused, AMBIGUOUS_PREFIX):
-                raise InputError(f"{flag}{where} cannot be given together with --policy: {why}")
+                raise InputError(f"{flag}{where} cannot be given together with --policy: {reason}")
 
 
-def _given(vllm_flags: Sequence[str]) -> list[tuple[str, str]]:
-    """vLLM's flags, and where each is given beside the command line: in a ``--config`` file."""
-    found = []
+def _present_flags(vllm_flags: Sequence[str]) -> list[tuple[str, str]]:
+    """vLLM's flags, each with its source: empty for the command line, else a text that names the ``--config`` file."""
+    present_flags = []
     for number, flag in enumerate(vllm_flags):
         name, _, value = flag.partition("=")
-        found.append((name, ""))
+        present_flags.append((name, ""))
         if name == "--config":
             following = vllm_flags[number + 1 : number + 2]
-            found += _given_in_file(Path(value or "".join(following)))
-    return found
+            present_flags += _flags_in_file(Path(value or "".join(following)))
+    return present_flags
 
 
-def _given_in_file(path: Path) -> list[tuple[str, str]]:
+def _flags_in_file(path: Path) -> list[tuple[str, str]]:
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -110,19 +117,24 @@ def _given_in_file(path: Path) -> list[tuple[str, str]]:
 
 
 def _may_mean(flag: str, meant: str, ambiguous: str) -> bool:
-    """vLLM takes underscores for dashes, dotted names for fields, and prefixes longer than an ``ambiguous`` one."""
+    """Whether vLLM may read ``flag`` as ``meant``.
+
+    It accepts underscores for dashes, dotted names for fields, and prefixes longer than ``ambiguous``.
+    """
     name = flag.split(".")[0].replace("_", "-")
     return meant.startswith(name) and len(name) > len(ambiguous)
 
 
-def _writes(extra: Mapping[str, Any]) -> bool:
-    """Whether the plugin keeps anything on a disk."""
+def _writes_to_disk(extra: Mapping[str, Any]) -> bool:
+    """Whether the plugin writes files."""
     return "trace" in extra or "online_state" in extra
 
 
 def _vllm_knows(flag: str) -> bool:
-    """Whether the installed vLLM takes ``flag``, by its source: importing it takes seconds. Without one, as all that
-    are supported do."""
+    """Whether the installed vLLM has ``flag``. Searches its source text, since importing it takes seconds.
+
+    True where no vLLM is installed: all supported versions have the flag.
+    """
     folder = _vllm_folder()
     if folder is None:
         return True
@@ -134,21 +146,21 @@ def _vllm_knows(flag: str) -> bool:
 
 def _vllm_folder() -> Path | None:
     spec = find_spec("vllm")
-    places = () if spec is None else spec.submodule_search_locations or ()
-    return next((Path(place) for place in places), None)
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    return next((Path(folder) for folder in folders), None)
 
 
 def server(llm: str) -> list[str]:
-    """What starts vLLM's server for a model, with the Python that runs this."""
+    """The command that starts vLLM's server for a model with the running Python, without further flags."""
     require("vllm")
     if not _distribution("vllm"):
-        # vLLM's CPU build as its index has it: `vllm serve` asks for a distribution named vllm and gives up. An
-        # environment that this project's Makefile makes has one.
+        # vLLM's CPU build as published: `vllm serve` fails there, since it looks for a distribution named vllm. An
+        # environment made by this project's Makefile has one.
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", llm]
     script = Path(sys.executable).parent / "vllm"
     if script.is_file():
         return [str(script), "serve", llm]
-    # In an environment on top of another one the script lies with the other Python, which does not know this package.
+    # In an environment layered on another one the script belongs to the other Python, which lacks this package.
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", llm]
 
 

@@ -1,4 +1,4 @@
-"""The command line: its commands by part, and errors to one line. Nothing is decided here."""
+"""The command line: puts the commands together and turns errors into one line. No logic beyond that."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ study.add_to(app)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. Wrong values, unreadable files and a missing engine end in one line on stderr and status 2.
+    """Run a command.
 
-    So does an engine that ended badly, whose last words may take more lines. Warnings of a cost model are one line. Any
-    other exception is a fault of this package and ends in its traceback.
+    Wrong values, unreadable files and a missing engine end in one line on stderr and status 2. So does an engine that
+    failed, with its last lines of output. Warnings of a cost model take one line. Any other exception is a bug of this
+    package and ends in a traceback.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", ModelWarning)
-            warnings.showwarning = _plainly(warnings.showwarning)
+            warnings.showwarning = _warning_printer(warnings.showwarning)
             app(args=arguments, prog_name="kvpolicy")
     except EngineFailed as error:
         _end(str(error).strip())
@@ -50,14 +51,14 @@ def main(arguments: list[str] | None = None) -> None:
         _end(" ".join(str(error).split()))
 
 
-def _plainly(otherwise: Callable[..., None]) -> Callable[..., None]:
-    """How warnings are shown: a cost model's for whoever reads the command line, all others with their source."""
+def _warning_printer(default: Callable[..., None]) -> Callable[..., None]:
+    """A function for ``warnings.showwarning``: a cost model's warnings take one line, all others are shown as usual."""
 
-    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
         if issubclass(category, ModelWarning):
             print(f"kvpolicy: warning: {' '.join(str(message).split())}", file=sys.stderr)
         else:
-            otherwise(message, category, *where, **more)
+            default(message, category, *location, **options)
 
     return show
 

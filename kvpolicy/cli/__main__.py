@@ -1,4 +1,4 @@
-"""`python -m kvpolicy.cli`, for where the command is not on the path."""
+"""`python -m kvpolicy.cli`, for environments in which the command is not on the path."""
 
 from kvpolicy.cli import main
 

@@ -1,6 +1,6 @@
-"""Flags out of dataclasses: a command's parameter that is one is spread into a flag per field. Nothing nests.
+"""Flags from dataclasses: a command's parameter that is a dataclass becomes one flag per field. Nothing nests.
 
-What a command returns is shown, and what was given wrong is told by its flag.
+Also shows a command's report, and names the flag of a wrong value in the error.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ from kvpolicy.fields import WrongValue, is_optional, kind_of, options_of
 
 
 def command(function: Callable[..., Any], json_help: str = "") -> Callable[..., None]:
-    """``function``, which returns a report or nothing, as typer takes it.
+    """Wrap ``function``, which returns a report or None, as a typer command.
 
-    A report that is not ``ok`` ends with status 1. ``json_help``: of a flag ``--json`` that writes its figures. The
-    flags of a parameter that is a dataclass have the defaults of that parameter's own default, if it has one.
+    A report that is not ``ok`` ends with status 1. ``json_help``: help of a flag ``--json`` that writes the report's
+    dictionary; without it there is no such flag. If a dataclass parameter has a default, its values are the flags'
+    defaults.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    taken: list[Parameter] = []
-    for one in signature(function).parameters.values():
-        if one.name in groups:
-            taken += _spread(groups[one.name], one.default)
+    parameters: list[Parameter] = []
+    for parameter in signature(function).parameters.values():
+        if parameter.name in groups:
+            parameters += _spread(groups[parameter.name], parameter.default)
         else:
-            taken.append(_parameter(one.name, hints[one.name], one.default))
+            parameters.append(_parameter(parameter.name, hints[parameter.name], parameter.default))
     if json_help:
         json_file = typer.Option("--json", metavar="FILE", help=json_help)
-        taken.append(_parameter("json", Annotated[Path | None, json_file], None))
-    flags = {one.name: _flag(one) for one in taken}
+        parameters.append(_parameter("json", Annotated[Path | None, json_file], None))
+    flags = {parameter.name: _flag(parameter) for parameter in parameters}
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
         file = values.pop("json", None)
         try:
             for name, group in groups.items():
-                values[name] = group(**{one.name: _turned(one, values.pop(one.name)) for one in options_of(group)})
+                values[name] = group(
+                    **{field.name: _inverted(field, values.pop(field.name)) for field in options_of(group)}
+                )
             report = function(**values)
         except WrongValue as wrong:
             raise InputError(f"{flags.get(wrong.field, wrong.field)} {wrong.message}") from wrong
@@ -54,13 +57,13 @@ def command(function: Callable[..., Any], json_help: str = "") -> Callable[..., 
         if not getattr(report, "ok", True):
             raise typer.Exit(1)
 
-    run.__signature__ = Signature(taken)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in taken}
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
 def show(report: Any, json_file: Path | None = None) -> None:
-    """Its text, and its figures into a file where one is asked for."""
+    """Print the report's text, and write its dictionary to ``json_file`` if given."""
     if report is not None:
         typer.echo(report.text())
     if json_file:
@@ -68,39 +71,39 @@ def show(report: Any, json_file: Path | None = None) -> None:
 
 
 def _spread(group: Any, instance: Any) -> Iterator[Parameter]:
-    """A parameter per field. ``instance``: whose values are the defaults; the fields' own without one."""
+    """A parameter per field. ``instance``: gives the defaults; if there is none, the fields' own defaults hold."""
     hints = get_type_hints(group)
-    for one in options_of(group):
-        default: Any = one.default if instance is Parameter.empty else getattr(instance, one.name)
-        flag = one.metadata["flag"] or f"--{'no-' if one.default is True else ''}{one.name.replace('_', '-')}"
-        told = typer.Option(flag, help=one.metadata["help"], metavar=one.metadata["metavar"])
-        kind = kind_of(hints[one.name])
+    for field in options_of(group):
+        default: Any = field.default if instance is Parameter.empty else getattr(instance, field.name)
+        flag = field.metadata["flag"] or f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}"
+        typer_option = typer.Option(flag, help=field.metadata["help"], metavar=field.metadata["metavar"])
+        kind = kind_of(hints[field.name])
         if hasattr(kind, "parse"):
             kind = str
         elif get_origin(kind) is tuple:
             kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
-        kind = kind | None if is_optional(hints[one.name]) else kind
-        yield _parameter(one.name, Annotated[kind, told], _turned(one, default))
+        kind = kind | None if is_optional(hints[field.name]) else kind
+        yield _parameter(field.name, Annotated[kind, typer_option], _inverted(field, default))
 
 
-def _turned(one: Any, value: Any) -> Any:
-    """The value of a field for its flag, or the other way round: what is on without a flag is switched off by it."""
-    return not value if one.default is True else value
+def _inverted(field: Any, value: Any) -> Any:
+    """Convert a field's value to its flag's and back: a field that defaults to True has a flag that switches it off."""
+    return not value if field.default is True else value
 
 
 def _parameter(name: str, hint: Any, default: Any) -> Parameter:
-    """As typer reads it, with help whose brackets are no markup."""
+    """A parameter for typer, its help escaped so that brackets are not read as markup."""
     if get_origin(hint) is Annotated:
-        kind, told = get_args(hint)
-        told = copy(told)
-        told.help = escape(told.help or "")
-        hint = Annotated[kind, told]
+        value_type, typer_option = get_args(hint)
+        typer_option = copy(typer_option)
+        typer_option.help = escape(typer_option.help or "")
+        hint = Annotated[value_type, typer_option]
     default = Parameter.empty if default is MISSING else default
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _flag(one: Parameter) -> str:
-    """How the command line calls a parameter."""
-    told = next((part for part in get_args(one.annotation) if isinstance(part, OptionInfo)), None)
-    named = [] if told is None else [told.default, *(told.param_decls or ())]
-    return next((name for name in named if isinstance(name, str)), f"--{one.name.replace('_', '-')}")
+def _flag(parameter: Parameter) -> str:
+    """The flag or argument that a parameter has on the command line."""
+    typer_option = next((part for part in get_args(parameter.annotation) if isinstance(part, OptionInfo)), None)
+    names = [] if typer_option is None else [typer_option.default, *(typer_option.param_decls or ())]
+    return next((name for name in names if isinstance(name, str)), f"--{parameter.name.replace('_', '-')}")

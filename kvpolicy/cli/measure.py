@@ -1,4 +1,4 @@
-"""The commands that measure, train, judge and serve: options to function calls. Nothing is decided here."""
+"""The commands that measure, train, evaluate, explain and serve. They only pass options to functions of the library."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def serve(
         typer.echo(launch.shell_line(command))
         return
     sys.stdout.flush()
-    # The server takes this process's place, so that signals reach it.
+    # The server replaces this process, so that it receives signals.
     os.execvp(command[0], command)
 
 
@@ -150,8 +150,8 @@ def import_profile(
 
 
 def add_to(app: typer.Typer) -> None:
-    def add(function: Callable[..., Any], json_help: str = "", **more: Any) -> None:
-        app.command(function.__name__.replace("_", "-"), **more)(command(function, json_help))
+    def add(function: Callable[..., Any], json_help: str = "", **settings: Any) -> None:
+        app.command(function.__name__.replace("_", "-"), **settings)(command(function, json_help))
 
     add(profile)
     add(train)

@@ -1,4 +1,4 @@
-"""The commands that simulate and study: options to function calls. Nothing is decided here."""
+"""The commands that simulate, recommend, characterize and report. They pass options to functions of the library."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WORKLOAD = (
 )
 Hardware = Annotated[str, typer.Option(help=HARDWARE_FORMS)]
 INTERRUPTED = 130
-"""What shells make of a program that Ctrl-C ended."""
+"""Exit status that shells give a program ended by Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What is served: workloads by name, or measured runs again."""
+    """What is served: workloads by name, or replays of measured runs."""
 
     workload: list[str] | None = option(f"{WORKLOAD}. May be given several times.", None)
     requests: list[Path] | None = option(
@@ -92,8 +92,8 @@ def characterize(
     """Measure what the overflow study's figures are drawn from, on a live engine."""
     try:
         return kvpolicy.characterize(out, figure or ["all"], how)
-    except KeyboardInterrupt as stopped:
-        typer.echo(f"\nkvpolicy: {stopped}", err=True)
+    except KeyboardInterrupt as interrupt:
+        typer.echo(f"\nkvpolicy: {interrupt}", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 

@@ -1,4 +1,4 @@
-"""One option's predicted cost, and what it came from."""
+"""One option's predicted cost, broken down into the parts it was computed from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.policy.decision import HOST_TIER, RECOMPUTE
 
 @dataclass(frozen=True, slots=True)
 class Beyond:
-    """A feature outside what the model was trained on."""
+    """A feature outside the range that the model was trained on, ``low`` to ``high``."""
 
     feature: str
     value: float
@@ -22,10 +22,10 @@ class Beyond:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    """What was predicted, and from what.
+class Breakdown:
+    """A predicted cost and its parts.
 
-    ``cost.engine_s`` is the law's seconds, or the floor where that is more, times ``residual_factor``.
+    ``cost.engine_s`` is ``law_s`` or, where that is more, ``floor_s``, times ``residual_factor``.
     """
 
     kind: Kind
@@ -34,9 +34,9 @@ class Account:
     law_load_s: float
     law_recompute_s: float
     floor_s: float
-    """The least cost the model's traces could tell from none."""
+    """The noise floor: the lowest cost that the model's traces could distinguish from none."""
     residual_factor: float
-    """By how much what was learned changes the physics; 1 where nothing was, or left out beyond its range."""
+    """Learned correction of the physical law; 1 where none was learned, or where it is left out beyond its range."""
     beyond: tuple[Beyond, ...]
 
     @property
@@ -52,21 +52,21 @@ class Account:
 
 
 def options_of(situation: Preemption) -> tuple[Option, Option]:
-    """Both, as where the host has room."""
+    """Both options, as if the host pool had free slots."""
     return RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
 
 
-def account_of(model: FittedModel, situation: Preemption) -> tuple[Account, Account]:
-    """Recompute's and swap's."""
+def breakdowns_of(model: FittedModel, situation: Preemption) -> tuple[Breakdown, Breakdown]:
+    """Breakdowns of recompute and swap."""
     options = options_of(situation)
     costs = model.predict(situation, options)
-    again, swap = (_account(model, situation, *pair) for pair in zip(options, costs, strict=True))
-    return again, swap
+    recompute, swap = (_breakdown(model, situation, *pair) for pair in zip(options, costs, strict=True))
+    return recompute, swap
 
 
-def _account(model: FittedModel, situation: Preemption, option: Option, cost: Cost) -> Account:
+def _breakdown(model: FittedModel, situation: Preemption, option: Option, cost: Cost) -> Breakdown:
     kind, x = option.kind, features_of(situation, option)
     parts = model.laws[kind].parts(x)
     beyond = tuple(Beyond(name, x[FEATURES.index(name)], *model.ranges[kind][name]) for name in model.outside(kind, x))
     floor_s = model.floor_s[kind]
-    return Account(kind, cost, *parts, floor_s, cost.engine_s / max(sum(parts), floor_s), beyond)
+    return Breakdown(kind, cost, *parts, floor_s, cost.engine_s / max(sum(parts), floor_s), beyond)

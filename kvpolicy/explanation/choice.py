@@ -1,4 +1,4 @@
-"""What a policy makes of the situation that is explained, and where along the victim's length it turns."""
+"""A policy's choice in the explained situation, and the lengths of the victim at which it turns."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from kvpolicy.cost import FittedModel
 from kvpolicy.events import KINDS, Preemption
-from kvpolicy.explanation.boundary import BreakEven, turning
+from kvpolicy.explanation.boundary import BreakEven, choice_turns
 from kvpolicy.explanation.breakdown import options_of
-from kvpolicy.explanation.question import as_long_as
+from kvpolicy.explanation.question import with_length
 from kvpolicy.policy import Policy, probabilities_of
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """Of a policy in its first state."""
+    """Choice of a policy in its initial state."""
 
     policy: str
-    """Its label."""
+    """Label of the policy."""
     probabilities: tuple[float, float]
-    """Of recompute and of swap."""
+    """Probabilities of recompute and swap."""
     turns: BreakEven
     """Where swap becomes, or ceases to be, the likelier option."""
 
@@ -34,12 +34,12 @@ class PolicyChoice:
 
 
 def choice_of(policy: Policy, model: FittedModel, situation: Preemption) -> PolicyChoice:
-    """``model``: says up to what length is looked. Raises ValueError for probabilities that are none."""
+    """The policy's choice. ``model`` sets the longest length evaluated. Raises ValueError for invalid probabilities."""
     state = policy.initial_state()
 
-    def swap_share(one: Preemption) -> float:
-        return probabilities_of(policy, one, options_of(one), state)[1]
+    def swap_share(situation: Preemption) -> float:
+        return probabilities_of(policy, situation, options_of(situation), state)[1]
 
     share = swap_share(situation)
-    turns = turning(model, situation, lambda tokens: swap_share(as_long_as(situation, tokens)) > 0.5)
+    turns = choice_turns(model, situation, lambda tokens: swap_share(with_length(situation, tokens)) > 0.5)
     return PolicyChoice(policy.label, (1.0 - share, share), turns)

@@ -1,4 +1,4 @@
-"""What can be asked about a victim, and the situation it comes to: as said, or as follows from the model."""
+"""A question about a victim, and the full situation that it resolves to, with gaps filled from the cost model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpolicy.fields import AMOUNT, COUNT, WrongValue, option, settle
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A victim, and what is around it. What is None follows from the model; see :func:`resolve`."""
+    """A victim and its surroundings. Fields that are None are filled from the model; see :func:`resolve`."""
 
     tokens: int = option("Tokens the victim has computed.", rule=COUNT)
     running: int = option("Requests running beside it.", 0, AMOUNT)
@@ -33,19 +33,20 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A situation, and what in it was not said but assumed."""
+class ResolvedQuestion:
+    """A full situation."""
 
     situation: Preemption
     assumed: tuple[str, ...]
+    """What was assumed because the question left it open."""
 
 
-def resolve(model: FittedModel, question: Question) -> Asked:
-    """The situation in full.
+def resolve(model: FittedModel, question: Question) -> ResolvedQuestion:
+    """Complete the question to a situation.
 
-    Without ``block_size`` the first one the model was measured on; without ``batch_tokens`` the others are as long as
-    the victim, as far as the model was trained; without ``segment_bytes`` as in the model's traces, or one layer's part
-    of a block. Raises WrongValue for what no block has room for.
+    ``block_size`` defaults to the first that the model was measured on; ``batch_tokens`` to others as long as the
+    victim, up to the trained maximum; ``segment_bytes`` to that of the model's traces, or one layer's part of a block.
+    Raises WrongValue for more shared blocks than the victim has, and for segments larger than a block.
     """
     sizes, assumed = model.provenance.block_sizes, []
     size = sizes[0] if question.block_size is None else question.block_size
@@ -74,25 +75,25 @@ def resolve(model: FittedModel, question: Question) -> Asked:
         batch_tokens=batch_tokens, queued_save_bytes=question.queued_save, queued_load_bytes=question.queued_load,
         earlier_preemptions=0, priority=0, cause="memory",
     )  # fmt: skip
-    return Asked(situation, tuple(assumed))
+    return ResolvedQuestion(situation, tuple(assumed))
 
 
-def as_long_as(situation: Preemption, tokens: int) -> Preemption:
-    """The same with a victim of ``tokens`` tokens."""
+def with_length(situation: Preemption, tokens: int) -> Preemption:
+    """The same situation with a victim of ``tokens`` tokens."""
     held = -(-tokens // situation.block_size)
     shared = min(situation.shared_blocks, held)
     return replace(situation, computed_tokens=tokens, prompt_tokens=tokens, held_blocks=held, shared_blocks=shared)
 
 
-def beside(situation: Preemption, running: int) -> Preemption:
-    """The same beside ``running`` others, each as long as they are there, or as the victim where there are none."""
-    before = situation.running_requests
-    each = situation.batch_tokens / before if before else float(situation.computed_tokens)
+def with_running(situation: Preemption, running: int) -> Preemption:
+    """The same situation with ``running`` others of their present mean length, or the victim's where there are none."""
+    running_before = situation.running_requests
+    each = situation.batch_tokens / running_before if running_before else float(situation.computed_tokens)
     return replace(situation, running_requests=running, batch_tokens=round(each * running))
 
 
 def _segment_bytes(model: FittedModel, block_size: int, block_bytes: int) -> int:
-    """What a copy moves at once: per token as in the traces where that is one number, else one layer's part."""
+    """Bytes a copy moves at once: per token as in the traces if that is constant, else one layer's part of a block."""
     low, high = model.ranges["swap"]["segment_bytes"]
     sizes = model.provenance.block_sizes
     per_token = low / min(sizes)
@@ -102,7 +103,7 @@ def _segment_bytes(model: FittedModel, block_size: int, block_bytes: int) -> int
 
 
 def _batch_tokens(model: FittedModel, tokens: int, running: int) -> int:
-    """The others are as long as the victim, within what the model was trained on."""
-    most = model.ranges["recompute"]["batch_tokens"][1]
-    wanted = tokens * running
-    return min(wanted, round(most)) if most > 0 else wanted
+    """Tokens of the other requests: each as long as the victim, at most the trained maximum."""
+    max_trained = model.ranges["recompute"]["batch_tokens"][1]
+    total = tokens * running
+    return min(total, round(max_trained)) if max_trained > 0 else total

@@ -9,71 +9,71 @@ from typing import Any
 
 from kvpolicy.events import SITUATION_FIELDS, Kind, Preemption, as_row
 from kvpolicy.explanation.boundary import BreakEven, Grid
-from kvpolicy.explanation.breakdown import Account
+from kvpolicy.explanation.breakdown import Breakdown
 from kvpolicy.explanation.choice import PolicyChoice
 from kvpolicy.explanation.drivers import drivers_of
-from kvpolicy.explanation.question import Asked
+from kvpolicy.explanation.question import ResolvedQuestion
 from kvpolicy.json_values import finite
 from kvpolicy.policy import Objective
 from kvpolicy.policy.cheapest import lowest
 
 MAX_SHOWN = 6
-"""Turns told one by one in the text; the dictionary has them all."""
+"""The text lists up to this many turns one by one; the dictionary always has all of them."""
 SIGNS: Mapping[tuple[bool, bool], str] = {
     (False, True): "R", (False, False): "r", (True, True): "S", (True, False): "s",
 }  # fmt: skip
-"""By whether swap is the cheaper one, and whether that is sure."""
+"""Letter of the grid, by whether swap is cheaper and whether that is certain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Both costs of one situation, and why one is the lower."""
+    """Both costs of one situation, and why one of them is lower."""
 
     cost_model: str
     family: str
     objective: Objective
-    asked: Asked
-    accounts: tuple[Account, Account]
-    """Recompute's and swap's."""
+    question: ResolvedQuestion
+    breakdowns: tuple[Breakdown, Breakdown]
+    """Of recompute and of swap."""
     break_even: BreakEven
     grid: Grid
     notes: tuple[str, ...]
     choice: PolicyChoice | None = None
-    """What a policy makes of it, where one was asked about."""
+    """Choice of a policy, where one was given."""
     not_drawn: str = ""
-    """Why there is no plot though one was asked for."""
+    """Why a requested plot was not drawn; empty otherwise."""
 
     @property
     def drivers(self) -> tuple[str, ...]:
-        """What drove the choice."""
-        return drivers_of(self.accounts, self.objective)
+        """What drove the choice; see :func:`drivers_of`."""
+        return drivers_of(self.breakdowns, self.objective)
 
     @property
     def chosen(self) -> Kind:
-        return self.accounts[lowest([one.cost for one in self.accounts], self.objective)].kind
+        return self.breakdowns[lowest([breakdown.cost for breakdown in self.breakdowns], self.objective)].kind
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: infinite bounds are null."""
-        whole = {
+        values = {
             "cost_model": self.cost_model,
             "family": self.family,
             "objective": self.objective.text,
-            "situation": {name: as_row(self.asked.situation)[name] for name in SITUATION_FIELDS if name != "time_s"},
-            "assumed": list(self.asked.assumed),
+            "situation": {name: as_row(self.question.situation)[name] for name in SITUATION_FIELDS if name != "time_s"},
+            "assumed": list(self.question.assumed),
             "chosen": self.chosen,
             "drivers": list(self.drivers),
-            "options": [one.to_dict() for one in self.accounts],
+            "options": [breakdown.to_dict() for breakdown in self.breakdowns],
             "break_even": self.break_even.to_dict(),
             "grid": self.grid.to_dict(),
             "notes": list(self.notes),
         }
         if self.choice is not None:
-            whole["policy"] = self.choice.to_dict()
-        plain: dict[str, Any] = finite(whole)
-        return plain
+            values["policy"] = self.choice.to_dict()
+        finite_values: dict[str, Any] = finite(values)
+        return finite_values
 
     def text(self) -> str:
-        blocks = ["\n".join(self._head()), *("\n".join(_account_lines(one)) for one in self.accounts)]
+        blocks = ["\n".join(self._head()), *("\n".join(_breakdown_lines(breakdown)) for breakdown in self.breakdowns)]
         blocks += ["\n".join(self._why()), "\n".join(self._map())]
         if self.choice is not None:
             blocks.append("\n".join([*self.choice.lines(), *_break_even_lines(self.choice.turns)]))
@@ -82,14 +82,16 @@ class Explanation:
         return "\n\n".join(blocks)
 
     def _head(self) -> list[str]:
-        one = self.asked.situation
-        others = f"beside {one.running_requests} running ({one.batch_tokens} tokens)" if one.running_requests else (
-            "with nobody else running"
-        )  # fmt: skip
+        situation = self.question.situation
+        load_text = (
+            f"beside {situation.running_requests} running ({situation.batch_tokens} tokens)"
+            if situation.running_requests
+            else "with no other request running"
+        )
         return [
-            f"{one.computed_tokens} tokens in {one.held_blocks} blocks of {one.block_size} "
-            f"({one.copy_bytes / 2**20:.3g} MiB, {one.shared_blocks} shared), {others}, "
-            f"{one.free_blocks} blocks free{_queued(one)}",
+            f"{situation.computed_tokens} tokens in {situation.held_blocks} blocks of {situation.block_size} "
+            f"({situation.copy_bytes / 2**20:.3g} MiB, {situation.shared_blocks} shared), {load_text}, "
+            f"{situation.free_blocks} blocks free{_queued(situation)}",
             f"cost model {self.cost_model} ({self.family}); minimised: {self.objective.text}",
             f"choice: {self.chosen}",
             "what drove it:",
@@ -97,9 +99,9 @@ class Explanation:
         ]
 
     def _why(self) -> list[str]:
-        again, swap = self.accounts
+        recompute, swap = self.breakdowns
         low, high = swap.cost.log_ratio_low, swap.cost.log_ratio_high
-        ratio = swap.cost.engine_s / again.cost.engine_s
+        ratio = swap.cost.engine_s / recompute.cost.engine_s
         doubt = "the choice is in doubt" if low <= 0 <= high else "it leaves 1 out: the choice is clear"
         lines = [
             f"swap / recompute: {ratio:.3g} (90% interval {_exp(low)} to {_exp(high)}); {doubt}",
@@ -107,7 +109,7 @@ class Explanation:
         return lines + _break_even_lines(self.break_even)
 
     def _map(self) -> list[str]:
-        """The choice over lengths and loads, highest load first."""
+        """The choice over lengths and loads as letters, highest load first."""
         grid, width = self.grid, len(str(self.grid.running[-1]))
         lines = ["choice over tokens and running requests: R recompute, S swap; small letters where in doubt"]
         for load in reversed(range(len(grid.running))):
@@ -125,19 +127,19 @@ def _break_even_lines(even: BreakEven) -> list[str]:
 
 
 def _turns(even: BreakEven) -> list[str]:
-    """Each turn; where there are many, between which lengths they are."""
+    """A line for each turn or, where there are many, one line with the first and the last."""
     lines = []
     if len(even.turns) > MAX_SHOWN:
         first, last = even.turns[0], even.turns[-1]
-        where = " (partly extrapolated)" if any(turn.extrapolated for turn in even.turns) else ""
+        suffix = " (partly extrapolated)" if any(turn.extrapolated for turn in even.turns) else ""
         lines.append(
             f"break-even at this load: {even.first} below {first.tokens} tokens, {last.to} from {last.tokens} on; "
-            f"between them it turns {len(even.turns) - 2} more times{where}: whole blocks are copied"
+            f"between them it turns {len(even.turns) - 2} more times{suffix}: whole blocks are copied"
         )
     else:
         for turn in even.turns:
-            where = " (extrapolated)" if turn.extrapolated else ""
-            lines.append(f"break-even at this load: {turn.to} from {turn.tokens} tokens on{where}")
+            suffix = " (extrapolated)" if turn.extrapolated else ""
+            lines.append(f"break-even at this load: {turn.to} from {turn.tokens} tokens on{suffix}")
     if even.every_up_to < even.up_to_tokens:
         lines.append(
             f"every length up to {even.every_up_to} was looked at; above, edges of blocks up to {even.widest_gap} "
@@ -146,34 +148,34 @@ def _turns(even: BreakEven) -> list[str]:
     return lines
 
 
-def _queued(one: Preemption) -> str:
-    both = (("saved", one.queued_save_bytes), ("loaded", one.queued_load_bytes))
-    return "".join(f", {size / 2**20:.3g} MiB queued to be {way}" for way, size in both if size)
+def _queued(situation: Preemption) -> str:
+    queues = (("saved", situation.queued_save_bytes), ("loaded", situation.queued_load_bytes))
+    return "".join(f", {size / 2**20:.3g} MiB queued to be {direction}" for direction, size in queues if size)
 
 
-def _account_lines(one: Account) -> list[str]:
-    cost = one.cost
+def _breakdown_lines(breakdown: Breakdown) -> list[str]:
+    cost = breakdown.cost
     lines = [
-        f"{one.kind}: {_ms(cost.engine_s)} (90% interval {_ms(cost.low_s)} to {_ms(cost.high_s)})",
+        f"{breakdown.kind}: {_ms(cost.engine_s)} (90% interval {_ms(cost.low_s)} to {_ms(cost.high_s)})",
         f"  save {_ms(cost.save_s)}, load {_ms(cost.load_s)}, recompute {_ms(cost.recompute_s)}",
         f"  others wait {cost.stall_s * 1e3:.3g} request-ms"
         + ("" if cost.victim_delay_s is None else f"; the victim is back after {_ms(cost.victim_delay_s)}"),
-        f"  physics {_ms(one.law_s)}"
-        + (f", below what the traces can tell: {_ms(one.floor_s)} taken" if one.floored else "")
-        + _learned(one),
+        f"  physics {_ms(breakdown.law_s)}"
+        + (f", below what the traces can tell: {_ms(breakdown.floor_s)} taken" if breakdown.floored else "")
+        + _learned(breakdown),
     ]
-    for beyond in one.beyond:
+    for feature in breakdown.beyond:
         lines.append(
-            f"  extrapolated: {beyond.feature} is {beyond.value:g}, trained on {beyond.low:g} to {beyond.high:g}"
+            f"  extrapolated: {feature.feature} is {feature.value:g}, trained on {feature.low:g} to {feature.high:g}"
         )
     return lines
 
 
-def _learned(one: Account) -> str:
-    if one.residual_factor == 1:
+def _learned(breakdown: Breakdown) -> str:
+    if breakdown.residual_factor == 1:
         return "; nothing learned on top here"
-    what = "held at the edge of the trained range" if one.beyond else "learned"
-    return f", times {one.residual_factor:.3g} {what}"
+    what = "held at the edge of the trained range" if breakdown.beyond else "learned"
+    return f", times {breakdown.residual_factor:.3g} {what}"
 
 
 def _ms(seconds: float) -> str:

@@ -1,1 +1,1 @@
-"""The overflow study's report: traces in, one HTML file and the figures out. :func:`kvpolicy.report` is the way in."""
+"""The overflow study's report: traces in, one HTML file and the figures out. Called through :func:`kvpolicy.report`."""

@@ -1,4 +1,4 @@
-"""The five figures, drawn from a trace's material alone. Apart, because matplotlib is optional."""
+"""The study's five figures, drawn from a trace's material. A module of its own because matplotlib is optional."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ COLOURS = {"recompute": "#c2500e", "swap": "#0f69b4"}
 LEARNED = "#0c8558"
 MARKERS = {"recompute": "o", "swap": "s"}
 WIDTH_IN = 5.6
-"""Two side by side on a wide page, one on a phone, letters legible on both."""
+"""Two figures fit side by side on a wide page, one on a phone, with legible text on both."""
 SCALING_LETTERS = 84
-"""On a line of small print."""
+"""Characters of a line of small print under a figure."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 11.5,
@@ -57,8 +57,8 @@ STYLE: dict[Any, Any] = {
 
 
 def draw(material: Material, figure: str) -> Figure:
-    """One of :data:`kvpolicy.overflow.FIGURES`. The material has to fill it: see :func:`findings.missing`."""
-    about: Mapping[str, Callable[[Material], Figure]] = {
+    """Draw one of :data:`kvpolicy.overflow.FIGURES`. The material must fill it: see :func:`findings.missing`."""
+    drawers: Mapping[str, Callable[[Material], Figure]] = {
         BLOCK_SIZE: _block_size,
         EVICTED_TOKENS: _evicted_tokens,
         SEQUENCE_LENGTH: _sequence_length,
@@ -66,28 +66,28 @@ def draw(material: Material, figure: str) -> Figure:
         TIMELINE: _timeline,
     }
     with matplotlib.rc_context(STYLE):
-        return about[figure](material)
+        return drawers[figure](material)
 
 
 def svg(figure: Figure, name: str, transparent: bool = False) -> str:
-    """The figure as SVG text, the same for the same figure. ``name`` keeps ids of several in one page apart."""
+    """The figure as SVG text, deterministic. ``name`` makes its ids distinct from other figures' in the same page."""
     return _saved(figure, "svg", name, transparent).decode()
 
 
 def write(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
-    """As SVG and PNG."""
+    """Write the figure as SVG and PNG; return both paths."""
     paths = folder / f"{name}.svg", folder / f"{name}.png"
     for path in paths:
         path.write_bytes(_saved(figure, path.suffix[1:], name, transparent=False))
     return paths
 
 
-def _saved(figure: Figure, form: str, name: str, transparent: bool) -> bytes:
-    into = BytesIO()
+def _saved(figure: Figure, file_format: str, name: str, transparent: bool) -> bytes:
+    buffer = BytesIO()
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
-        metadata = {"Date": None} if form == "svg" else None
-        figure.savefig(into, format=form, dpi=160, metadata=metadata, transparent=transparent)
-    return into.getvalue()
+        metadata = {"Date": None} if file_format == "svg" else None
+        figure.savefig(buffer, format=file_format, dpi=160, metadata=metadata, transparent=transparent)
+    return buffer.getvalue()
 
 
 def new_figure(height_in: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
@@ -97,7 +97,7 @@ def new_figure(height_in: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def colour(arm: str) -> str:
-    """Of an option, or of the policy that always takes it; any other policy's is that of what was learned."""
+    """Colour of an option or of the policy that always takes it; any other policy has the learned policy's colour."""
     return COLOURS.get(arm.removeprefix("always-"), LEARNED)
 
 
@@ -106,7 +106,7 @@ def marker(arm: str) -> str:
 
 
 def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half of its 95% t interval; 0 for a single value."""
+    """Mean and half the width of its 95% t interval; the half is 0 for a single value."""
     if len(values) < 2:
         return fmean(values), 0.0
     mean, _, high = student_interval(values)
@@ -126,7 +126,7 @@ def legend(axes: Axes) -> None:
 
 
 def plain_log(axes: Axes, levels: Sequence[float] | None = None) -> None:
-    """A logarithmic x axis with ordinary numbers, at the levels where they are few."""
+    """Make the x axis logarithmic with plain numbers, with ticks at the levels where there are at most eight."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     if levels is not None and len(levels) <= 8:
@@ -135,48 +135,48 @@ def plain_log(axes: Axes, levels: Sequence[float] | None = None) -> None:
 
 
 def _sequence_length(material: Material) -> Figure:
-    found = lengths(material)
+    overflows = lengths(material)
     figure, (axes,) = new_figure(3.7)
-    _costs(axes, found, lambda one: one.victim_tokens)
-    running = sorted({one.running_requests + 1 for one in found})
-    beside = f"{running[0]} requests" if len(running) == 1 else f"{running[0]} to {running[-1]} requests running"
-    axes.set_xlabel(f"tokens of the evicted request ({beside})")
+    _costs(axes, overflows, lambda overflow: overflow.victim_tokens)
+    running = sorted({overflow.running_requests + 1 for overflow in overflows})
+    load_text = f"{running[0]} requests" if len(running) == 1 else f"{running[0]} to {running[-1]} requests running"
+    axes.set_xlabel(f"tokens of the evicted request ({load_text})")
     return figure
 
 
 def _evicted_tokens(material: Material) -> Figure:
     figure, (axes,) = new_figure(3.7)
-    _costs(axes, material.of(EVICTED_TOKENS), lambda one: float(one.evicted_tokens))
+    _costs(axes, material.overflows_of(EVICTED_TOKENS), lambda overflow: float(overflow.evicted_tokens))
     axes.set_xlabel("tokens evicted in one overflow")
     return figure
 
 
 def _block_size(material: Material) -> Figure:
-    found = material.of(BLOCK_SIZE)
+    overflows = material.overflows_of(BLOCK_SIZE)
     figure, (axes,) = new_figure(3.7)
-    kinds = by_arm(found)
-    _levels(axes, kinds["recompute"], lambda one: float(one.block_size), "recompute", "recompute")
+    kinds = by_arm(overflows)
+    _levels(axes, kinds["recompute"], lambda overflow: float(overflow.block_size), "recompute", "recompute")
     for pinned, name, line in ((True, "swap, pinned", "-"), (False, "swap, pageable", "--"), (None, "swap", "-")):
-        some = [one for one in kinds["swap"] if one.pinned is pinned]
-        _levels(axes, some, lambda one: float(one.block_size), "swap", name, line)
-    plain_log(axes, sorted({one.block_size for one in found}))
+        windows = [overflow for overflow in kinds["swap"] if overflow.pinned is pinned]
+        _levels(axes, windows, lambda overflow: float(overflow.block_size), "swap", name, line)
+    plain_log(axes, sorted({overflow.block_size for overflow in overflows}))
     axes.set(xlabel="tokens per KV block (2 requests)", ylabel="overhead per overflow, ms")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     legend(axes)
     return figure
 
 
-def _costs(axes: Axes, found: Sequence[Overflow], x: Callable[[Overflow], float]) -> None:
-    """Single windows as points; means with intervals where they are repeats of a few levels."""
-    few = len({one.state_id for one in found}) <= 12
-    for kind, some in by_arm(found).items():
-        if few:
-            _levels(axes, some, x, kind, kind)
-        points = [x(one) for one in some], [1e3 * one.engine_s for one in some]
-        label = None if few else kind
+def _costs(axes: Axes, overflows: Sequence[Overflow], x: Callable[[Overflow], float]) -> None:
+    """Plot single windows as points, and means with intervals where there are few states with repeats."""
+    few_states = len({overflow.state_id for overflow in overflows}) <= 12
+    for kind, windows in by_arm(overflows).items():
+        if few_states:
+            _levels(axes, windows, x, kind, kind)
+        points = [x(overflow) for overflow in windows], [1e3 * overflow.engine_s for overflow in windows]
+        label = None if few_states else kind
         axes.plot(
-            *points, linestyle="", marker=marker(kind), color=colour(kind), alpha=0.35 if few else 0.7, label=label,
-            markersize=3.5 if few else 4.5, markeredgewidth=0,
+            *points, linestyle="", marker=marker(kind), color=colour(kind), alpha=0.35 if few_states else 0.7,
+            label=label, markersize=3.5 if few_states else 4.5, markeredgewidth=0,
         )  # fmt: skip
     plain_log(axes)
     axes.axhline(0.0, color=MUTED, linewidth=0.8)
@@ -185,73 +185,84 @@ def _costs(axes: Axes, found: Sequence[Overflow], x: Callable[[Overflow], float]
 
 
 def _levels(
-    axes: Axes, some: Sequence[Overflow], x: Callable[[Overflow], float], arm: str, label: str, line: str = "-"
+    axes: Axes, windows: Sequence[Overflow], x: Callable[[Overflow], float], arm: str, label: str, line: str = "-"
 ) -> None:
     groups: dict[str, list[Overflow]] = defaultdict(list)
-    for one in some:
-        groups[one.state_id].append(one)
+    for overflow in windows:
+        groups[overflow.state_id].append(overflow)
     if not groups:
         return
     ordered = sorted(
-        (fmean(map(x, group)), *mean_and_half([1e3 * one.engine_s for one in group])) for group in groups.values()
+        (fmean(map(x, group)), *mean_and_half([1e3 * overflow.engine_s for overflow in group]))
+        for group in groups.values()
     )
-    at, mean, half = zip(*ordered, strict=True)
+    x_means, mean, half = zip(*ordered, strict=True)
     axes.errorbar(
-        at, mean, yerr=half, marker=marker(arm), color=colour(arm), linestyle=line, label=label, capsize=3, markersize=6
+        x_means,
+        mean,
+        yerr=half,
+        marker=marker(arm),
+        color=colour(arm),
+        linestyle=line,
+        label=label,
+        capsize=3,
+        markersize=6,
     )
 
 
 def _memory(material: Material) -> Figure:
     runs = material.served(MEMORY)
-    figure, rows = new_figure(8.2, 3)
+    figure, panels = new_figure(8.2, 3)
     quantities: Sequence[tuple[str, Callable[[ServedRun], float]]] = (
         ("overhead, s", lambda run: run.overhead_s),
         ("preemptions", lambda run: float(sum(run.preemptions.values()))),
         ("makespan, s", lambda run: run.makespan_s),
     )
-    for axes, (name, of) in zip(rows, quantities, strict=True):
+    for axes, (name, quantity) in zip(panels, quantities, strict=True):
         for arm in arms_of(runs):
             levels = sorted({run.level for run in runs if run.arm == arm})
-            mine = [[of(run) for run in runs if run.arm == arm and run.level == level] for level in levels]
-            told = [mean_and_half(some) for some in mine]
+            values_by_level = [
+                [quantity(run) for run in runs if run.arm == arm and run.level == level] for level in levels
+            ]
+            intervals = [mean_and_half(values) for values in values_by_level]
             axes.errorbar(
-                levels, [mean for mean, _ in told], yerr=[half for _, half in told], marker=marker(arm),
+                levels, [mean for mean, _ in intervals], yerr=[half for _, half in intervals], marker=marker(arm),
                 color=colour(arm), label=arm, capsize=3, markersize=6,
             )  # fmt: skip
         axes.set_ylabel(name)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.set_xticks(sorted({run.level for run in runs}))
-    legend(rows[0])
-    rows[-1].set_xlabel(f"KV memory, % of what holds all {runs[0].requests} requests at full length")
+    legend(panels[0])
+    panels[-1].set_xlabel(f"KV memory, % of what holds all {runs[0].requests} requests at full length")
     _scaling(figure, runs)
     return figure
 
 
 def _timeline(material: Material) -> Figure:
-    """The first run of each arm, one panel of three axes each."""
+    """The first run of each arm, with three axes each."""
     runs = material.served(TIMELINE)
     first = [min((run for run in runs if run.arm == arm), key=lambda run: run.repeat) for arm in arms_of(runs)]
-    figure, rows = new_figure(5.4 * len(first), 3 * len(first))
+    figure, panels = new_figure(5.4 * len(first), 3 * len(first))
     end_s = max(run.end_s[-1] for run in first)
     for number, run in enumerate(first):
-        _panel(rows[3 * number : 3 * number + 3], run)
-        for axes in rows[3 * number : 3 * number + 3]:
+        _panel(panels[3 * number : 3 * number + 3], run)
+        for axes in panels[3 * number : 3 * number + 3]:
             axes.set_xlim(0.0, end_s)
-    rows[-1].set_xlabel("seconds since the first step")
+    panels[-1].set_xlabel("seconds since the first step")
     _scaling(figure, first)
     return figure
 
 
 def _scaling(figure: Figure, runs: Sequence[ServedRun]) -> None:
-    """What was served here, under the figure."""
-    told = sorted({run.scaling for run in runs if run.scaling})
-    if told:
-        lines = [line for one in told for line in wrap(one, SCALING_LETTERS)]
+    """Write below the figure how its workload differs from the paper's."""
+    notes = sorted({run.scaling for run in runs if run.scaling})
+    if notes:
+        lines = [line for note in notes for line in wrap(note, SCALING_LETTERS)]
         figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=9.5, color=MUTED)
 
 
-def _panel(rows: Sequence[Axes], run: ServedRun) -> None:
-    throughput, memory, requests = rows
+def _panel(panels: Sequence[Axes], run: ServedRun) -> None:
+    throughput, memory, requests = panels
     edges = np.linspace(0.0, run.end_s[-1], MOMENTS + 1)
     tokens, _ = np.histogram(run.end_s, edges, weights=run.decoded)
     throughput.stairs(tokens / np.diff(edges), edges, color=colour(run.arm), linewidth=1.4)
@@ -262,29 +273,29 @@ def _panel(rows: Sequence[Axes], run: ServedRun) -> None:
     host = memory.twinx()
     host.spines["right"].set_visible(True)
     host.grid(False)
-    host.plot(run.end_s, [held / 2**20 for held in run.host_bytes], color=COLOURS["swap"], linewidth=1.2)
+    host.plot(run.end_s, [size_bytes / 2**20 for size_bytes in run.host_bytes], color=COLOURS["swap"], linewidth=1.2)
     host.set_ylabel("host pool, MiB", color=COLOURS["swap"])
     host.set_ylim(bottom=0)
     requests.plot(run.end_s, run.running, color=INK, linewidth=1.2, label="running")
     requests.plot(run.end_s, run.waiting, color=MUTED, linewidth=1.2, linestyle="--", label="waiting")
     requests.set_ylabel("requests")
     requests.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    # Below 0 are the marks of preemptions, not requests.
+    # Values below 0 position the marks of preemptions; they are no counts of requests.
     requests.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}" if value >= 0 else "")
     _marks(requests, run)
     requests.legend(loc="upper right", ncols=2, fontsize=9, borderaxespad=0.1, columnspacing=1.0)
 
 
 def _marks(axes: Axes, run: ServedRun) -> None:
-    """Preemptions as triangles down, returns as triangles up, coloured by what was executed."""
+    """Mark preemptions (triangles down) and returns of victims (triangles up), coloured by what was executed."""
     top = max(*run.running, *run.waiting, 1)
     axes.set_ylim(-0.2 * top, 1.5 * top)
-    for marks, sign, name in ((run.taken, "v", "preempted"), (run.resumed, "^", "back")):
+    for marks, sign, name in ((run.preempted, "v", "preempted"), (run.resumed, "^", "back")):
         for kind in KINDS:
-            times = [one.time_s for one in marks if one.kind == kind]
+            times = [mark.time_s for mark in marks if mark.kind == kind]
             if times:
-                at = [-0.1 * top] * len(times)
+                y = [-0.1 * top] * len(times)
                 axes.plot(
-                    times, at, linestyle="", marker=sign, markersize=4, color=COLOURS[kind], label=f"{name}, {kind}",
+                    times, y, linestyle="", marker=sign, markersize=4, color=COLOURS[kind], label=f"{name}, {kind}",
                     markeredgewidth=0,
                 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the first study found, figure by figure, and whether it holds in the material at hand."""
+"""The statements of the first study, figure by figure, each tested on a trace's material."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PAPER: Mapping[str, str] = {
 LOWEST_AT = (30, 50)
 FALLS_UP_TO = 40
 SLOW = 2.0
-"""A step that takes over twice its run's median is a spike."""
+"""A step is a spike if it takes more than this many times its run's median."""
 MOMENTS = 60
-"""Equal parts a run is cut into."""
+"""Equal intervals that a run is cut into."""
 MANY_LEVELS = 8
-"""From so many lengths on, a state's repeats are one point: they share what is particular to the state."""
+"""From this many states on, a state's repeats are averaged to one point: repeats of one state are not independent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One statement of the paper, and what this material says of it."""
+    """One statement of the paper, and the evidence for or against it in this material."""
 
     figure: str
     claim: str
@@ -46,51 +46,51 @@ class Finding:
     note: str = ""
 
     def sentence(self) -> str:
-        """For a person."""
+        """Verdict, claim and details in words."""
         head = {"yes": "holds here", "no": "does not hold here", "cannot tell": "cannot be told here"}
         return f"{head[self.evidence.answer]}: {self.claim}. {self.details()}".strip()
 
     def details(self) -> str:
-        """By how much, by what test, and what stands in the way."""
-        one = self.evidence
-        parts = [f"{one.why[0].upper()}{one.why[1:]}."] if one.why else []
-        if one.value is not None:
-            parts.append(f"{_sized(one)}. {one.test}{_p(one)}, {one.count} {one.of}.")
+        """Reason why it cannot be told, size of the effect, test, and note."""
+        evidence = self.evidence
+        parts = [f"{evidence.why[0].upper()}{evidence.why[1:]}."] if evidence.why else []
+        if evidence.value is not None:
+            parts.append(f"{_sized(evidence)}. {evidence.test}{_p(evidence)}, {evidence.count} {evidence.of}.")
         return " ".join([*parts, *([self.note] if self.note else [])])
 
     def to_dict(self) -> dict[str, Any]:
         return {"figure": self.figure, "claim": self.claim, "note": self.note, **self.evidence.to_dict()}
 
 
-def _sized(one: Evidence) -> str:
-    assert one.value is not None
-    if one.low is None or one.high is None:
-        return f"{_figures(one.value)} {one.effect}"
-    low, high = _figures(one.low), _figures(one.high)
-    return f"{_figures(one.value)} {one.effect} ({one.confidence:.0%} interval {low} to {high})"
+def _sized(evidence: Evidence) -> str:
+    assert evidence.value is not None
+    if evidence.low is None or evidence.high is None:
+        return f"{_figures(evidence.value)} {evidence.effect}"
+    low, high = _figures(evidence.low), _figures(evidence.high)
+    return f"{_figures(evidence.value)} {evidence.effect} ({evidence.confidence:.0%} interval {low} to {high})"
 
 
 def _figures(value: float) -> str:
-    """Three significant ones, written out where a person would."""
+    """A number with three significant digits, or as a whole number from 1000 on."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
-def _p(one: Evidence) -> str:
-    return "" if one.p is None else f", p {'below 0.0001' if one.p < 1e-4 else f'{one.p:.2g}'}"
+def _p(evidence: Evidence) -> str:
+    return "" if evidence.p is None else f", p {'below 0.0001' if evidence.p < 1e-4 else f'{evidence.p:.2g}'}"
 
 
 def findings(material: Material, figure: str, rng: np.random.Generator) -> tuple[Finding, ...]:
-    """Every statement of the paper about one figure, tested. Empty where :func:`missing` says why there is none."""
+    """Test every statement of the paper about one figure. Empty where :func:`missing` gives a reason."""
     if missing(material, figure):
         return ()
-    about: dict[str, Callable[[Material, np.random.Generator], tuple[Finding, ...]]] = {
+    tests: dict[str, Callable[[Material, np.random.Generator], tuple[Finding, ...]]] = {
         BLOCK_SIZE: _block_size,
         EVICTED_TOKENS: _evicted_tokens,
         SEQUENCE_LENGTH: _sequence_length,
         MEMORY: _memory,
         TIMELINE: _timeline,
     }
-    return about[figure](material, rng)
+    return tests[figure](material, rng)
 
 
 def missing(material: Material, figure: str) -> str:
@@ -101,92 +101,102 @@ def missing(material: Material, figure: str) -> str:
     if figure == SEQUENCE_LENGTH:
         return "" if lengths(material) else f"no state was measured under both options; {measure}"
     if figure in (BLOCK_SIZE, EVICTED_TOKENS):
-        if material.of(figure):
+        if material.overflows_of(figure):
             return ""
-        what = (
+        content = (
             "the same state with blocks of several sizes" if figure == BLOCK_SIZE else "overflows of several requests"
         )
-        return f"these traces hold no windows of {what}; {measure}"
+        return f"these traces hold no windows of {content}; {measure}"
     if material.served(figure):
         return ""
     return f"these traces hold no requests served to their end; {measure}"
 
 
 def lengths(material: Material) -> tuple[Overflow, ...]:
-    """What figure sequence-length shows: windows measured for it, else all of a profile's."""
-    return material.of(SEQUENCE_LENGTH) or tuple(one for one in material.of("") if one.victims == 1)
+    """Overflows of figure sequence-length: those measured for it, else a profile's with one victim."""
+    return material.overflows_of(SEQUENCE_LENGTH) or tuple(
+        overflow for overflow in material.overflows_of("") if overflow.victims == 1
+    )
 
 
 def by_arm(overflows: Sequence[Overflow]) -> dict[Kind, list[Overflow]]:
-    return {kind: [one for one in overflows if one.arm == kind] for kind in KINDS}
+    return {kind: [overflow for overflow in overflows if overflow.arm == kind] for kind in KINDS}
 
 
 def _sequence_length(material: Material, rng: np.random.Generator) -> tuple[Finding, ...]:
-    return _growing(SEQUENCE_LENGTH, lengths(material), lambda one: one.victim_tokens, "long sequences", rng)
+    return _growing(SEQUENCE_LENGTH, lengths(material), lambda overflow: overflow.victim_tokens, "long sequences", rng)
 
 
 def _evicted_tokens(material: Material, rng: np.random.Generator) -> tuple[Finding, ...]:
-    found = material.of(EVICTED_TOKENS)
-    return _growing(EVICTED_TOKENS, found, lambda one: float(one.evicted_tokens), "many evicted tokens", rng)
+    overflows = material.overflows_of(EVICTED_TOKENS)
+    return _growing(
+        EVICTED_TOKENS, overflows, lambda overflow: float(overflow.evicted_tokens), "many evicted tokens", rng
+    )
 
 
 def _growing(
     figure: str, overflows: Sequence[Overflow], x: Callable[[Overflow], float], where: str, rng: np.random.Generator
 ) -> tuple[Finding, ...]:
-    found = []
-    points = {kind: _points(some, x) for kind, some in by_arm(overflows).items()}
-    for kind, some in points.items():
-        of = "states" if _many(overflows) else "windows"
-        told = trend([a for a, _ in some], [1e6 * b for _, b in some], True, "ms per 1000 tokens", of)
-        found.append(Finding(figure, f"the cost of {kind} grows with the number of tokens", told))
+    results = []
+    points = {kind: _points(windows, x) for kind, windows in by_arm(overflows).items()}
+    for kind, costs in points.items():
+        units = "states" if _many(overflows) else "windows"
+        evidence = trend([a for a, _ in costs], [1e6 * b for _, b in costs], True, "ms per 1000 tokens", units)
+        results.append(Finding(figure, f"the cost of {kind} grows with the number of tokens", evidence))
     pairs = _pairs(overflows, x)
     long = pairs[len(pairs) - -(-len(pairs) // 3) :] if pairs else []
-    told = cheaper([swap for _, _, swap in long], [again for _, again, _ in long], rng)
-    note = "" if not long else f"The longest third: from {min(at for at, _, _ in long):.0f} tokens on."
-    found.append(Finding(figure, f"swap costs less than recompute for {where}", told, note))
-    gain = trend([at for at, _, _ in pairs], [1e6 * (a - b) for _, a, b in pairs], True, "ms per 1000 tokens", "pairs")
-    found.append(Finding(figure, "swap's advantage grows with the number of tokens", gain))
-    return tuple(found)
+    evidence = cheaper([swap for _, _, swap in long], [recompute for _, recompute, _ in long], rng)
+    note = "" if not long else f"The longest third: from {min(tokens for tokens, _, _ in long):.0f} tokens on."
+    results.append(Finding(figure, f"swap costs less than recompute for {where}", evidence, note))
+    gain = trend([n for n, _, _ in pairs], [1e6 * (a - b) for _, a, b in pairs], True, "ms per 1000 tokens", "pairs")
+    results.append(Finding(figure, "swap's advantage grows with the number of tokens", gain))
+    return tuple(results)
 
 
 def _many(overflows: Sequence[Overflow]) -> bool:
-    return len({one.state_id for one in overflows}) >= MANY_LEVELS
+    return len({overflow.state_id for overflow in overflows}) >= MANY_LEVELS
 
 
-def _points(some: Sequence[Overflow], x: Callable[[Overflow], float]) -> list[tuple[float, float]]:
-    """(tokens, seconds): windows, or means of states where there are many of them."""
-    if not _many(some):
-        return [(x(one), one.engine_s) for one in some]
+def _points(overflows: Sequence[Overflow], x: Callable[[Overflow], float]) -> list[tuple[float, float]]:
+    """(tokens, seconds) of each window, or of each state's mean where there are many states."""
+    if not _many(overflows):
+        return [(x(overflow), overflow.engine_s) for overflow in overflows]
     groups: dict[str, list[Overflow]] = defaultdict(list)
-    for one in some:
-        groups[one.state_id].append(one)
-    return [(fmean(map(x, group)), fmean(one.engine_s for one in group)) for group in groups.values()]
+    for overflow in overflows:
+        groups[overflow.state_id].append(overflow)
+    return [(fmean(map(x, group)), fmean(overflow.engine_s for overflow in group)) for group in groups.values()]
 
 
 def _pairs(overflows: Sequence[Overflow], x: Callable[[Overflow], float]) -> list[tuple[float, float, float]]:
-    """(tokens, recompute's seconds, swap's seconds), ascending: by repeat, or by state where there are many."""
+    """(tokens, recompute's seconds, swap's seconds), ascending: one per repeat, or per state where there are many."""
     many = _many(overflows)
     groups: dict[tuple[str, int], dict[Kind, list[Overflow]]] = {}
-    for one in overflows:
-        key = one.state_id, 0 if many else one.repeat
-        groups.setdefault(key, {}).setdefault(one.arm, []).append(one)
-    both = [[group[kind] for kind in KINDS] for group in groups.values() if len(group) == len(KINDS)]
-    found = [
-        (fmean(map(x, again + swap)), fmean(one.engine_s for one in again), fmean(one.engine_s for one in swap))
-        for again, swap in both
+    for overflow in overflows:
+        key = overflow.state_id, 0 if many else overflow.repeat
+        groups.setdefault(key, {}).setdefault(overflow.arm, []).append(overflow)
+    complete_groups = [[group[kind] for kind in KINDS] for group in groups.values() if len(group) == len(KINDS)]
+    pairs = [
+        (
+            fmean(map(x, recompute + swap)),
+            fmean(overflow.engine_s for overflow in recompute),
+            fmean(overflow.engine_s for overflow in swap),
+        )
+        for recompute, swap in complete_groups
     ]
-    return sorted(found)
+    return sorted(pairs)
 
 
 def _block_size(material: Material, rng: np.random.Generator) -> tuple[Finding, ...]:
-    found = material.of(BLOCK_SIZE)
-    again, swap = (by_arm(found)[kind] for kind in KINDS)
-    doublings = [[log2(one.block_size) for one in some] for some in (again, swap)]
-    level = flat(doublings[0], [one.engine_s for one in again])
-    falls = trend(doublings[1], [1e3 * one.engine_s for one in swap], False, "ms per doubling of the block size")
-    largest = max(one.block_size for one in found)
+    overflows = material.overflows_of(BLOCK_SIZE)
+    recompute, swap = (by_arm(overflows)[kind] for kind in KINDS)
+    doublings = [[log2(overflow.block_size) for overflow in windows] for windows in (recompute, swap)]
+    level = flat(doublings[0], [overflow.engine_s for overflow in recompute])
+    falls = trend(
+        doublings[1], [1e3 * overflow.engine_s for overflow in swap], False, "ms per doubling of the block size"
+    )
+    largest = max(overflow.block_size for overflow in overflows)
     pinned, pageable = (
-        [one.engine_s for one in swap if one.pinned is is_pinned and one.block_size == largest]
+        [overflow.engine_s for overflow in swap if overflow.pinned is is_pinned and overflow.block_size == largest]
         for is_pinned in (True, False)
     )
     beats = lower(pinned, pageable, rng)
@@ -200,61 +210,65 @@ def _block_size(material: Material, rng: np.random.Generator) -> tuple[Finding, 
 
 def _memory(material: Material, rng: np.random.Generator) -> tuple[Finding, ...]:
     runs = material.served(MEMORY)
-    found = []
+    results = []
     for arm in arms_of(runs):
-        mine = [run for run in runs if run.arm == arm]
-        low = [run for run in mine if run.level <= FALLS_UP_TO]
+        arm_runs = [run for run in runs if run.arm == arm]
+        small_runs = [run for run in arm_runs if run.level <= FALLS_UP_TO]
         effect = "s per 10 points of memory"
-        falls = trend([run.level / 10 for run in low], [run.overhead_s for run in low], False, effect, "runs")
+        falls = trend(
+            [run.level / 10 for run in small_runs], [run.overhead_s for run in small_runs], False, effect, "runs"
+        )
         claim = f"the overhead of {arm} falls as memory grows up to {FALLS_UP_TO}%"
-        found.append(Finding(MEMORY, claim, falls, _unattributed(mine)))
+        results.append(Finding(MEMORY, claim, falls, _unattributed(arm_runs)))
         levels: dict[int, list[float]] = defaultdict(list)
-        for run in mine:
+        for run in arm_runs:
             levels[run.level].append(run.overhead_s)
         lowest = lowest_at(levels, LOWEST_AT, rng)
-        found.append(Finding(MEMORY, f"the overhead of {arm} is lowest at {LOWEST_AT[0]} or {LOWEST_AT[1]}%", lowest))
-    return tuple(found)
+        results.append(Finding(MEMORY, f"the overhead of {arm} is lowest at {LOWEST_AT[0]} or {LOWEST_AT[1]}%", lowest))
+    return tuple(results)
 
 
 def _unattributed(runs: Sequence[ServedRun]) -> str:
-    count, of = sum(run.unattributed for run in runs), sum(sum(run.preemptions.values()) for run in runs)
-    return f"{count} of {of} preemptions have no cost that could be attributed." if count else ""
+    count, total = sum(run.unattributed for run in runs), sum(sum(run.preemptions.values()) for run in runs)
+    return f"{count} of {total} preemptions have no cost that could be attributed." if count else ""
 
 
 def arms_of(runs: Sequence[ServedRun]) -> list[str]:
-    """Recompute and swap first, then what else there is."""
+    """Arms of the runs: recompute and swap first, then the others by name."""
     arms = {run.arm for run in runs}
     return [*(kind for kind in KINDS if kind in arms), *sorted(arms - set(KINDS))]
 
 
 def _timeline(material: Material, rng: np.random.Generator) -> tuple[Finding, ...]:
     runs = material.served(TIMELINE)
-    found = []
+    results = []
     for arm in arms_of(runs):
-        mine = [run for run in runs if run.arm == arm]
-        slow = [spike for run in mine for spike in spikes_of(run)]
-        told = coincide(slow, [one for run in mine for one in run.returning])
+        arm_runs = [run for run in runs if run.arm == arm]
+        spikes = [spike for run in arm_runs for spike in spikes_of(run)]
+        evidence = coincide(spikes, [step for run in arm_runs for step in run.returning])
         claim = f"under {arm}, steps spike where waiting and preempted requests come in"
-        found.append(Finding(TIMELINE, claim, told, f"Spikes: steps of over {SLOW:g} times the median."))
-        if any(any(run.host_bytes) for run in mine):
-            changes = [change for run in mine for change in pool_changes(run)]
+        results.append(Finding(TIMELINE, claim, evidence, f"Spikes: steps of over {SLOW:g} times the median."))
+        if any(any(run.host_bytes) for run in arm_runs):
+            changes = [change for run in arm_runs for change in pool_changes(run)]
             effect = "MiB of host pool per point of device KV"
-            told = trend([kv for kv, _ in changes], [pool for _, pool in changes], False, effect, "moments")
-            found.append(Finding(TIMELINE, f"under {arm}, the host pool fills as the device's KV cache empties", told))
-    return tuple(found)
+            evidence = trend([kv for kv, _ in changes], [pool for _, pool in changes], False, effect, "moments")
+            results.append(
+                Finding(TIMELINE, f"under {arm}, the host pool fills as the device's KV cache empties", evidence)
+            )
+    return tuple(results)
 
 
 def spikes_of(run: ServedRun) -> list[bool]:
-    """Of each step, whether it is a spike."""
+    """Whether each step is a spike."""
     limit_s = SLOW * median(run.duration_s)
     return [step_s > limit_s for step_s in run.duration_s]
 
 
 def pool_changes(run: ServedRun) -> list[tuple[float, float]]:
-    """From moment to moment: change of the device's KV use in points, change of the host pool in MiB."""
+    """Changes per interval: the device's KV use in percentage points, the host pool in MiB."""
     moments = np.linspace(0.0, run.end_s[-1], MOMENTS + 1)
-    at = np.minimum(np.searchsorted(run.end_s, moments), len(run.end_s) - 1)
+    steps = np.minimum(np.searchsorted(run.end_s, moments), len(run.end_s) - 1)
     return [
         (100 * (run.used_share[b] - run.used_share[a]), (run.host_bytes[b] - run.host_bytes[a]) / 2**20)
-        for a, b in pairwise(at.tolist())
+        for a, b in pairwise(steps.tolist())
     ]

@@ -1,4 +1,4 @@
-"""Traces of one machine, model and link, with what was found in them: the report has a section for each group."""
+"""Traces of one machine, model and link with their findings: a section of the report."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class Group:
     """Traces of one machine, model and link."""
 
     name: str
-    """The link, and what else tells groups apart."""
+    """The link; with machine and model where the groups differ in these."""
     folders: tuple[Path, ...]
     material: Material
     findings: tuple[Finding, ...]
     missing: tuple[tuple[str, str], ...]
-    """Figures these traces cannot fill, and why."""
+    """Figures that these traces cannot fill, each with the reason."""
     learned: Learned
 
-    def of(self, figure: str) -> tuple[Finding, ...]:
-        return tuple(one for one in self.findings if one.figure == figure)
+    def findings_of(self, figure: str) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.figure == figure)
 
     @property
     def answers(self) -> dict[str, int]:
-        counted = Counter(one.evidence.answer for one in self.findings)
-        return {answer: counted[answer] for answer in ("yes", "no", "cannot tell")}
+        counts = Counter(finding.evidence.answer for finding in self.findings)
+        return {answer: counts[answer] for answer in ("yes", "no", "cannot tell")}
 
     def verdict(self) -> str:
-        """In one sentence."""
+        """Counts of the answers, as one sentence."""
         if not self.findings:
             return "These traces fill none of the study's figures."
         yes, no, open_ = self.answers.values()
         tested = f"{len(self.findings)} statements of the study can be tested with these traces"
-        told = f"{yes} {'holds' if yes == 1 else 'hold'} here, {no} {'does' if no == 1 else 'do'} not"
-        return f"{tested}: {told}{f', {open_} cannot be told either way' if open_ else ''}."
+        outcome = f"{yes} {'holds' if yes == 1 else 'hold'} here, {no} {'does' if no == 1 else 'do'} not"
+        return f"{tested}: {outcome}{f', {open_} cannot be told either way' if open_ else ''}."
 
 
 def link_name(header: Header) -> str:
-    """For a person."""
+    """The link in words."""
     link = header.link
     if link["kind"] == "native":
         return "native link"

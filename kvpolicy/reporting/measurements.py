@@ -1,4 +1,4 @@
-"""What the figures are drawn from: overflows and served runs, read out of a trace and of nothing else."""
+"""Overflows and served runs of a trace: everything that the report's findings and figures are made from."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ OUTCOMES = ("core", "preemption_id", "ended", "closed_s", "engine_s", "recompute
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """All preemptions of one scheduling step in one kept window, under one option."""
+    """All preemptions of one scheduling step, in a window that was not discarded, under one option."""
 
     figure: str
-    """Which figure it was measured for; empty for one of a profile."""
+    """Figure it was measured for; empty in a profile."""
     level: int
-    """See :data:`kvpolicy.overflow.LEVELS`; 0 for one of a profile."""
+    """See :data:`kvpolicy.overflow.LEVELS`; 0 in a profile."""
     state_id: str
     repeat: int
     arm: Kind
     cause: str
     block_size: int
     pinned: bool | None
-    """Whether its copies went to page-locked memory; None where nothing was copied."""
+    """Whether its copies used page-locked host memory; None where nothing was copied."""
     victims: int
     evicted_tokens: int
     running_requests: int
-    """Besides the first victim."""
+    """Running requests besides the first victim."""
     engine_s: float
 
     @property
@@ -58,16 +58,17 @@ class Overflow:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A preemption or the return of a victim, by what was executed."""
+    """A preemption, or the return of a victim."""
 
     time_s: float
-    """Since the run began."""
+    """Since the run's first step."""
     kind: Kind
+    """The option that was executed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """A workload served to its end, the steps of it one entry each."""
+    """A workload served to its end. Tuples hold one entry per step, but for the marks."""
 
     figure: str
     level: int
@@ -78,53 +79,60 @@ class ServedRun:
     overhead_s: float
     """Sum of the attributed ``engine_s`` of its preemptions."""
     unattributed: int
-    """Preemptions whose cost could not be attributed and is missing from that."""
+    """Preemptions whose cost could not be attributed and is missing from ``overhead_s``."""
     preemptions: Mapping[str, int]
-    """By what was executed."""
+    """Counts by executed option."""
     requests: int
     scaling: str
-    """What was served, beside what the paper served; empty where the trace does not say."""
+    """How the workload compares with the paper's; empty where the trace does not say."""
     end_s: tuple[float, ...]
-    """When each step ended, since the run began."""
+    """End of each step, since the start of the first."""
     duration_s: tuple[float, ...]
     decoded: tuple[int, ...]
-    """Requests that emitted a token by decoding; first tokens are not in it."""
+    """Requests that emitted a token by decoding; first tokens are not counted."""
     used_share: tuple[float, ...]
-    """Of the device's KV blocks."""
+    """Share of the device's KV blocks in use."""
     host_bytes: tuple[float, ...]
-    """Saved KV that waits in host memory."""
+    """Saved KV in host memory."""
     running: tuple[int, ...]
     waiting: tuple[int, ...]
     returning: tuple[bool, ...]
     """Whether the step admits a waiting request or brings a preempted one back."""
-    taken: tuple[Mark, ...]
+    preempted: tuple[Mark, ...]
     resumed: tuple[Mark, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Everything of one machine, model and link that figures are drawn from."""
+    """Measurements of one machine, model and link."""
 
     trace: Trace
     overflows: tuple[Overflow, ...]
     runs: tuple[ServedRun, ...]
     left_out: Mapping[str, int]
-    d0_error_s: Mapping[str, float]
-    """Held-out error of the step-time model, by core: the floor under every cost."""
+    """Counts of what was left out, by reason."""
+    step_error_s: Mapping[str, float]
+    """Held-out error of the step-time model (what a step would have taken undisturbed), by core.
+
+    Single costs below it cannot be told from noise.
+    """
 
     @property
     def header(self) -> Header:
         return next(iter(self.trace.headers.values()))
 
-    def of(self, figure: str) -> tuple[Overflow, ...]:
-        return tuple(one for one in self.overflows if one.figure == figure)
+    def overflows_of(self, figure: str) -> tuple[Overflow, ...]:
+        return tuple(overflow for overflow in self.overflows if overflow.figure == figure)
 
     def served(self, figure: str) -> tuple[ServedRun, ...]:
         return tuple(run for run in self.runs if run.figure == figure)
 
 
 def material(trace: Trace) -> Material:
-    """Read a trace; missing costs are attributed from its steps. Raises TraceError where it contradicts itself."""
+    """Collect a trace's measurements; missing costs are attributed from its steps.
+
+    Raises TraceError where the trace contradicts itself.
+    """
     models = _step_times(trace)
     trace = attribute(trace, models) if trace.table("outcomes")["engine_s"].null_count and models else trace
     errors = {core: model.error.mean_s for core, model in models.items()}
@@ -133,7 +141,7 @@ def material(trace: Trace) -> Material:
     decisions = trace.rows("decisions", DECISIONS)
     left_out: Counter[str] = Counter()
     overflows = _overflows(trace, decisions, outcomes, windows, left_out)
-    runs = _Served(trace, decisions, outcomes).runs(windows)
+    runs = _ServedRuns(trace, decisions, outcomes).runs(windows)
     return Material(trace, overflows, runs, dict(left_out), errors)
 
 
@@ -141,7 +149,7 @@ def _step_times(trace: Trace) -> dict[str, StepTimeModel]:
     try:
         return step_time_models(trace)
     except TraceError:
-        # Costs that are stored need no steps.
+        # Where every cost is stored, steps are not needed.
         if trace.table("outcomes")["engine_s"].null_count:
             raise
         return {}
@@ -154,27 +162,27 @@ def _overflows(
     windows: Sequence[Row],
     left_out: Counter[str],
 ) -> tuple[Overflow, ...]:
-    counting = {_labels(row): range(row["first_step"], row["last_step"] + 1) for row in windows}
+    steps_by_window = {_labels(row): range(row["first_step"], row["last_step"] + 1) for row in windows}
     pinned = {(row["core"], row["preemption_id"]): row["pinned"] for row in trace.rows("transfers", PINNED)}
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in decisions:
         if row["state_id"] is not None and _served_figure(row["state_id"]) is None:
             groups[row["core"], row["overflow_id"]].append(row)
-    found = []
+    overflows = []
     for (core, _), rows in groups.items():
         first = rows[0]
-        # A discarded window and its second try have the same labels, and different steps.
-        if first["step"] not in counting.get(_labels(first), ()):
-            left_out["overflows in windows that do not count"] += 1
+        # A discarded window and its repetition have the same labels but different steps.
+        if first["step"] not in steps_by_window.get(_labels(first), ()):
+            left_out["overflows in discarded windows"] += 1
             continue
-        ended = [outcomes.get((core, row["preemption_id"])) for row in rows]
-        reason = _why_not(rows, ended)
+        group_outcomes = [outcomes.get((core, row["preemption_id"])) for row in rows]
+        reason = _exclusion(rows, group_outcomes)
         if reason:
             left_out[reason] += 1
             continue
-        engine_s = sum(one["engine_s"] for one in ended if one is not None)
-        found.append(_overflow(rows, engine_s, pinned.get((core, first["preemption_id"]))))
-    return tuple(sorted(found, key=lambda one: (one.figure, one.level, one.state_id, one.repeat, one.arm)))
+        engine_s = sum(outcome["engine_s"] for outcome in group_outcomes if outcome is not None)
+        overflows.append(_overflow(rows, engine_s, pinned.get((core, first["preemption_id"]))))
+    return tuple(sorted(overflows, key=lambda each: (each.figure, each.level, each.state_id, each.repeat, each.arm)))
 
 
 def _labels(row: Row) -> tuple[str, str, str, int]:
@@ -182,16 +190,17 @@ def _labels(row: Row) -> tuple[str, str, str, int]:
 
 
 def _served_figure(state: str) -> str | None:
-    known = figure_and_level(state)
-    return known[0] if known and known[0] in SERVED else None
+    figure_level = figure_and_level(state)
+    return figure_level[0] if figure_level and figure_level[0] in SERVED else None
 
 
-def _why_not(rows: Sequence[Row], outcomes: Sequence[Row | None]) -> str:
+def _exclusion(rows: Sequence[Row], outcomes: Sequence[Row | None]) -> str:
+    """Why an overflow is left out; empty where it counts."""
     if any(row["executed"] != row["arm"] for row in rows):
         return "overflows in which something else was executed"
-    if any(one is None or one["ended"] != "resumed" for one in outcomes):
-        return "overflows whose outcome is not whole"
-    if any(one is not None and one["engine_s"] is None for one in outcomes):
+    if any(outcome is None or outcome["ended"] != "resumed" for outcome in outcomes):
+        return "overflows whose victims were not all resumed"
+    if any(outcome is not None and outcome["engine_s"] is None for outcome in outcomes):
         return "overflows whose cost could not be attributed"
     return ""
 
@@ -205,8 +214,8 @@ def _overflow(rows: Sequence[Row], engine_s: float, pinned: bool | None) -> Over
     )  # fmt: skip
 
 
-class _Served:
-    """Served runs out of a trace's tables."""
+class _ServedRuns:
+    """Builds the served runs from a trace's tables."""
 
     def __init__(self, trace: Trace, decisions: Sequence[Row], outcomes: Mapping[tuple[str, str], Row]) -> None:
         self._trace = trace
@@ -214,12 +223,12 @@ class _Served:
         self._decisions = _by_core(decisions)
         self._steps = _by_core(trace.rows("steps", STEPS))
         self._transfers = _by_core(trace.rows("transfers", ("core", "preemption_id", "direction", "bytes", "end_s")))
-        self._asked = _by_core(trace.rows("requests", ("core", "arrival_s")))
+        self._requests = _by_core(trace.rows("requests", ("core", "arrival_s")))
 
     def runs(self, windows: Iterable[Row]) -> tuple[ServedRun, ...]:
-        wanted = [row for row in windows if _served_figure(row["state_id"]) and row["preemption_id"] is None]
-        found = [self._run(row) for row in wanted]
-        return tuple(sorted(found, key=lambda run: (run.figure, run.level, run.arm, run.repeat)))
+        whole_runs = [row for row in windows if _served_figure(row["state_id"]) and row["preemption_id"] is None]
+        runs = [self._run(row) for row in whole_runs]
+        return tuple(sorted(runs, key=lambda run: (run.figure, run.level, run.arm, run.repeat)))
 
     def _run(self, window: Row) -> ServedRun:
         core, numbers = window["core"], range(window["first_step"], window["last_step"] + 1)
@@ -230,15 +239,17 @@ class _Served:
                 f"core {core}: table windows names steps {numbers.start} to {numbers.stop - 1} of "
                 f"{window['state_id']}, table steps has none of them"
             )
-        taken = [row for row in self._decisions[core] if row["step"] in numbers]
-        ended = [(row, self._outcomes.get((core, row["preemption_id"]))) for row in taken]
-        costs = [one["engine_s"] for _, one in ended if one is not None and one["engine_s"] is not None]
-        began = steps[0]["start_s"]
+        preempted = [row for row in self._decisions[core] if row["step"] in numbers]
+        pairs = [(row, self._outcomes.get((core, row["preemption_id"]))) for row in preempted]
+        costs = [outcome["engine_s"] for _, outcome in pairs if outcome is not None and outcome["engine_s"] is not None]
+        start_s = steps[0]["start_s"]
         header = self._trace.headers[core]
-        # One engine serves under several memories.
+        # One engine serves with several memory sizes, recorded per state.
         blocks = header.noise.get("device_blocks", {}).get(window["state_id"], header.device_blocks)
-        before = [row["start_s"] + row["duration_s"] for row in self._steps[core] if row["step"] < numbers.start]
-        end_s = [row["start_s"] + row["duration_s"] - began for row in steps]
+        earlier_ends_s = [
+            row["start_s"] + row["duration_s"] for row in self._steps[core] if row["step"] < numbers.start
+        ]
+        end_s = [row["start_s"] + row["duration_s"] - start_s for row in steps]
         return ServedRun(
             figure=figure,
             level=level,
@@ -246,59 +257,64 @@ class _Served:
             repeat=window["repeat"],
             makespan_s=window["duration_s"],
             overhead_s=sum(costs),
-            unattributed=len(taken) - len(costs),
-            preemptions={kind: sum(row["executed"] == kind for row in taken) for kind in KINDS},
-            # They come after whatever was served before, and before this run's last step.
+            unattributed=len(preempted) - len(costs),
+            preemptions={kind: sum(row["executed"] == kind for row in preempted) for kind in KINDS},
+            # A run's requests arrive after the end of every earlier step and before the end of its own last step.
             requests=sum(
-                max(before, default=-inf) <= row["arrival_s"] < began + end_s[-1] for row in self._asked[core]
+                max(earlier_ends_s, default=-inf) <= row["arrival_s"] < start_s + end_s[-1]
+                for row in self._requests[core]
             ),
             scaling=header.notes,
             end_s=tuple(end_s),
             duration_s=tuple(row["duration_s"] for row in steps),
             decoded=tuple(row["decode_requests"] for row in steps),
             used_share=tuple(row["used_blocks"] / blocks for row in steps),
-            host_bytes=self._host_bytes(core, {row["preemption_id"] for row in taken}, [began + at for at in end_s]),
+            host_bytes=self._host_bytes(
+                core, {row["preemption_id"] for row in preempted}, [start_s + time_s for time_s in end_s]
+            ),
             running=tuple(row["running_requests"] for row in steps),
             waiting=tuple(row["waiting_requests"] for row in steps),
             returning=tuple(
                 row["loads"] > 0 or row["recomputed_tokens"] > 0 or row["scheduled_tokens"] > row["decode_requests"]
                 for row in steps
             ),
-            taken=tuple(Mark(row["time_s"] - began, row["executed"]) for row in taken),
+            preempted=tuple(Mark(row["time_s"] - start_s, row["executed"]) for row in preempted),
             resumed=tuple(
-                Mark(one["closed_s"] - began, row["executed"])
-                for row, one in ended
-                if one and one["ended"] == "resumed"
+                Mark(outcome["closed_s"] - start_s, row["executed"])
+                for row, outcome in pairs
+                if outcome and outcome["ended"] == "resumed"
             ),
         )
 
     def _host_bytes(self, core: str, ids: set[str], times_s: Sequence[float]) -> tuple[float, ...]:
-        """At each moment: saved and not yet loaded back, nor given up with the end of the preemption."""
-        mine = [row for row in self._transfers[core] if row["preemption_id"] in ids]
+        """Bytes at each moment that are saved and neither loaded back nor dropped with the end of the preemption."""
+        transfers = [row for row in self._transfers[core] if row["preemption_id"] in ids]
         changes = []
-        for _, rows in groupby(sorted(mine, key=lambda row: row["preemption_id"]), lambda row: row["preemption_id"]):
-            of_one = list(rows)
-            saves = [row for row in of_one if row["direction"] == "save"]
+        for _, rows in groupby(
+            sorted(transfers, key=lambda row: row["preemption_id"]), lambda row: row["preemption_id"]
+        ):
+            copies = list(rows)
+            saves = [row for row in copies if row["direction"] == "save"]
             size = sum(row["bytes"] for row in saves)
             if not saves:
                 continue
-            loads = [row["end_s"] for row in of_one if row["direction"] == "load"]
-            outcome = self._outcomes.get((core, of_one[0]["preemption_id"]))
+            loads = [row["end_s"] for row in copies if row["direction"] == "load"]
+            outcome = self._outcomes.get((core, copies[0]["preemption_id"]))
             changes.append((max(row["end_s"] for row in saves), size))
             if loads or outcome is not None:
                 changes.append((max(loads) if loads else outcome["closed_s"] if outcome else 0.0, -size))
         changes.sort()
-        found, held, at = [], 0, 0
+        held_bytes, total_bytes, next_change = [], 0, 0
         for time_s in times_s:
-            while at < len(changes) and changes[at][0] <= time_s:
-                held += changes[at][1]
-                at += 1
-            found.append(float(max(0, held)))
-        return tuple(found)
+            while next_change < len(changes) and changes[next_change][0] <= time_s:
+                total_bytes += changes[next_change][1]
+                next_change += 1
+            held_bytes.append(float(max(0, total_bytes)))
+        return tuple(held_bytes)
 
 
 def _by_core(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = defaultdict(list)
+    by_core: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        found[row["core"]].append(row)
-    return found
+        by_core[row["core"]].append(row)
+    return by_core

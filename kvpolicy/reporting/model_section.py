@@ -1,4 +1,4 @@
-"""What a cost model makes of the same traces: where its choice turns, how well it is calibrated, what it regrets."""
+"""The report's section about a cost model: its decision boundary, calibration and regret on the report's traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEARNED_NAME = "learned"
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """One unseen state under one option, seconds."""
+    """Measured and predicted cost of one option in a state that the model was not trained on."""
 
     kind: Kind
     tokens: float
@@ -40,17 +40,18 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One cost model on one material; parts that could not be had are None, and ``lacking`` says why."""
+    """One cost model judged on one group of traces; parts that are missing are None or empty, see ``lacking``."""
 
     model: str
     boundary: Explanation | None = None
     calibration: tuple[Predicted, ...] = ()
     scores: EvaluationReport | None = None
     lacking: tuple[str, ...] = ()
+    """Why parts are missing."""
 
 
 def learned(traces: Sequence[Path], cost_model: str | None, seed: int) -> Learned:
-    """``cost_model``: folder or name; None trains one here, on two thirds of the traces' states."""
+    """Judge a cost model on traces. ``cost_model``: folder or name; None trains one on two thirds of their states."""
     if cost_model is not None:
         return _judged(traces, cost_model, cost_model, seed)
     with TemporaryDirectory() as scratch:
@@ -76,23 +77,25 @@ def _judged(traces: Sequence[Path], model: str, name: str, seed: int) -> Learned
 
 
 def _boundary(dataset: Dataset, model: str) -> Explanation:
-    """Around the middle of what was measured."""
-    situations = [one.situation for state in dataset.states for some in state.samples.values() for one in some]
-    sizes = sorted({one.block_size for one in situations})
-    tokens = round(median(one.computed_tokens for one in situations))
-    running = round(median(one.running_requests for one in situations))
+    """The decision boundary around the medians of the measured lengths and loads."""
+    situations = [
+        sample.situation for state in dataset.states for samples in state.samples.values() for sample in samples
+    ]
+    sizes = sorted({situation.block_size for situation in situations})
+    tokens = round(median(situation.computed_tokens for situation in situations))
+    running = round(median(situation.running_requests for situation in situations))
     return explain(model, Question(tokens=tokens, running=running, block_size=sizes[0]))
 
 
 def _calibration(dataset: Dataset, model: str) -> tuple[Predicted, ...]:
     fitted = load(model)
     unseen = [state for state in dataset.states if not state.ids & fitted.state_ids]
-    found = []
+    predictions = []
     for state in unseen:
         for kind in KINDS:
-            costs = [fitted.predict(one.situation, (one.option,))[0] for one in state.samples[kind]]
-            found.append(_predicted(state, kind, [(one.engine_s, one.low_s, one.high_s) for one in costs]))
-    return tuple(found)
+            costs = [fitted.predict(sample.situation, (sample.option,))[0] for sample in state.samples[kind]]
+            predictions.append(_predicted(state, kind, [(cost.engine_s, cost.low_s, cost.high_s) for cost in costs]))
+    return tuple(predictions)
 
 
 def _predicted(state: State, kind: Kind, costs: Sequence[tuple[float, float, float]]) -> Predicted:
@@ -100,7 +103,7 @@ def _predicted(state: State, kind: Kind, costs: Sequence[tuple[float, float, flo
     return Predicted(kind, state.computed_tokens, state.typical_s[kind], engine_s, low_s, high_s)
 
 
-def coverage(some: Sequence[Predicted]) -> tuple[float, float, float]:
+def coverage(predictions: Sequence[Predicted]) -> tuple[float, float, float]:
     """Share of states inside their 90% interval, with Clopper and Pearson's 95% interval of that share."""
-    held = sum(one.inside for one in some)
-    return held / len(some), *proportion_interval(held, len(some))
+    inside = sum(prediction.inside for prediction in predictions)
+    return inside / len(predictions), *proportion_interval(inside, len(predictions))

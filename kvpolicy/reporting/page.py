@@ -1,4 +1,7 @@
-"""The page: what was found, in the template beside this file. Apart, because matplotlib and Jinja are optional."""
+"""Renders the report's page from the template in this folder. A module of its own: matplotlib and Jinja are optional.
+
+Called by :mod:`kvpolicy.reporting.pipeline`.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,11 @@ INKS = {
     colours.COLOURS["swap"]: "var(--swap)",
     colours.LEARNED: "var(--learned)",
 }
-"""Colours of the figures, by the page's own: they change with light and dark."""
+"""Colours of the figures -> colours of the page, which depend on its light or dark theme."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class Drawing:
     """One drawn figure of one group."""
 
     group: int
@@ -57,31 +60,33 @@ class Shown:
         return self.name if groups == 1 else f"{self.name}-{self.group + 1}"
 
 
-def drawn(groups: Sequence[Group]) -> tuple[Shown, ...]:
-    """Every figure that the groups can fill."""
-    return tuple(Shown(number, *one) for number, group in enumerate(groups) for one in _of_group(group))
+def draw_all(groups: Sequence[Group]) -> tuple[Drawing, ...]:
+    """Draw every figure that the groups can fill."""
+    return tuple(
+        Drawing(number, *named_figure) for number, group in enumerate(groups) for named_figure in _drawings_of(group)
+    )
 
 
-def _of_group(group: Group) -> Iterator[tuple[str, Figure]]:
-    lacks = dict(group.missing)
+def _drawings_of(group: Group) -> Iterator[tuple[str, Figure]]:
+    missing = dict(group.missing)
     for figure in FIGURES:
-        if figure not in lacks:
+        if figure not in missing:
             yield figure, draw(group.material, figure)
-    found = group.learned
-    if found.boundary is not None:
-        yield "boundary", draw_boundary(found.boundary)
-    if found.calibration:
-        yield "calibration", draw_calibration(found.calibration)
-    if found.scores is not None:
-        yield "regret", draw_regret(found.scores, [*FIXED, LEARNED_NAME])
+    learned = group.learned
+    if learned.boundary is not None:
+        yield "boundary", draw_boundary(learned.boundary)
+    if learned.calibration:
+        yield "calibration", draw_calibration(learned.calibration)
+    if learned.scores is not None:
+        yield "regret", draw_regret(learned.scores, [*FIXED, LEARNED_NAME])
 
 
-def write_figures(shown: Sequence[Shown], folder: Path) -> tuple[Path, ...]:
-    groups = 1 + max((one.group for one in shown), default=0)
-    return tuple(path for one in shown for path in write(one.figure, folder, one.file_name(groups)))
+def write_figures(drawings: Sequence[Drawing], folder: Path) -> tuple[Path, ...]:
+    groups = 1 + max((drawing.group for drawing in drawings), default=0)
+    return tuple(path for drawing in drawings for path in write(drawing.figure, folder, drawing.file_name(groups)))
 
 
-def render(groups: Sequence[Group], shown: Sequence[Shown], seed: int) -> str:
+def render(groups: Sequence[Group], drawings: Sequence[Drawing], seed: int) -> str:
     """The whole page."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -91,9 +96,9 @@ def render(groups: Sequence[Group], shown: Sequence[Shown], seed: int) -> str:
         lstrip_blocks=True,
     )
     environment.filters["code"] = _code
-    inlined = {(one.group, one.name): _inlined(one) for one in shown}
+    inlined = {(drawing.group, drawing.name): _inlined(drawing) for drawing in drawings}
     return environment.get_template("page.html.j2").render(
-        groups=[_told(group, number, inlined) for number, group in enumerate(groups)],
+        groups=[_section(group, number, inlined) for number, group in enumerate(groups)],
         figures=[{"name": name, "title": TITLES[name], "paper": PAPER[name]} for name in FIGURES],
         version=__version__,
         seed=seed,
@@ -102,20 +107,20 @@ def render(groups: Sequence[Group], shown: Sequence[Shown], seed: int) -> str:
     )
 
 
-def _inlined(one: Shown) -> Markup:
-    """SVG in a page: no prologue, the page's colours, ids that no other figure has."""
-    text = svg(one.figure, f"{one.group}-{one.name}", transparent=True)
+def _inlined(drawing: Drawing) -> Markup:
+    """The figure as SVG inside a page: without prologue, in the page's colours, with unique ids."""
+    text = svg(drawing.figure, f"{drawing.group}-{drawing.name}", transparent=True)
     text = text[text.index("<svg") :]
     for colour, ink in INKS.items():
         text = text.replace(colour, ink)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{one.name}"', 1))
+    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{drawing.name}"', 1))
 
 
-def _told(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) -> dict[str, Any]:
-    found = group.learned
+def _section(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) -> dict[str, Any]:
+    learned = group.learned
     return {
         "name": group.name,
         "verdict": group.verdict(),
@@ -124,21 +129,21 @@ def _told(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) -> 
         "findings": {
             figure: [
                 {
-                    "claim": f"{one.claim[0].upper()}{one.claim[1:]}.",
-                    "details": one.details(),
-                    "kind": CLASSES[one.evidence.answer],
-                    "word": WORDS[one.evidence.answer],
+                    "claim": f"{finding.claim[0].upper()}{finding.claim[1:]}.",
+                    "details": finding.details(),
+                    "kind": CLASSES[finding.evidence.answer],
+                    "word": WORDS[finding.evidence.answer],
                 }
-                for one in group.of(figure)
+                for finding in group.findings_of(figure)
             ]
             for figure in FIGURES
         },
-        "drawn": {name: svg_text for (at, name), svg_text in inlined.items() if at == number},
-        "model": found.model,
-        "lacking": found.lacking,
-        "boundary": None if found.boundary is None else _boundary_lines(found),
-        "coverage": [_coverage_line(found, kind) for kind in KINDS] if found.calibration else [],
-        "scores": None if found.scores is None else _scores(found.scores),
+        "drawn": {name: svg_text for (group_number, name), svg_text in inlined.items() if group_number == number},
+        "model": learned.model,
+        "lacking": learned.lacking,
+        "boundary": None if learned.boundary is None else _boundary_lines(learned),
+        "coverage": [_coverage_line(learned, kind) for kind in KINDS] if learned.calibration else [],
+        "scores": None if learned.scores is None else _scores(learned.scores),
         "facts": _facts(group.material, group),
     }
 
@@ -150,26 +155,26 @@ def _counted(answer: str, count: int) -> str:
 
 
 def _code(text: str) -> Markup:
-    """With what stands between backticks as code."""
+    """Escaped text with parts between backticks marked up as code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
-def _boundary_lines(found: Learned) -> list[str]:
-    assert found.boundary is not None
-    one = found.boundary.asked.situation
+def _boundary_lines(learned: Learned) -> list[str]:
+    assert learned.boundary is not None
+    situation = learned.boundary.question.situation
     return [
-        f"The circle, in the middle of what was measured: {one.computed_tokens} tokens beside {one.running_requests} "
-        f"running requests. There the model chooses {found.boundary.chosen}. Dots: outside what it was trained on. "
-        "The line: where both cost the same.",
-        *found.boundary.drivers,
+        f"The circle, in the middle of what was measured: {situation.computed_tokens} tokens beside "
+        f"{situation.running_requests} running requests. There the model chooses {learned.boundary.chosen}. "
+        "Dots: outside what it was trained on. The line: where both cost the same.",
+        *learned.boundary.drivers,
     ]
 
 
-def _coverage_line(found: Learned, kind: str) -> str:
-    mine = [one for one in found.calibration if one.kind == kind]
-    share, low, high = coverage(mine)
+def _coverage_line(learned: Learned, kind: str) -> str:
+    predictions = [prediction for prediction in learned.calibration if prediction.kind == kind]
+    share, low, high = coverage(predictions)
     return (
-        f"{kind}: the 90% interval holds the measured median in {share:.0%} of {len(mine)} unseen states "
+        f"{kind}: the 90% interval holds the measured median in {share:.0%} of {len(predictions)} unseen states "
         f"(95% interval of that share: {low:.0%} to {high:.0%})."
     )
 
@@ -199,11 +204,11 @@ def _scores(scores: EvaluationReport) -> dict[str, Any]:
 
 
 def _facts(material: Material, group: Group) -> list[tuple[str, str]]:
-    """Settings and provenance."""
+    """Settings and provenance, as (name, value)."""
     headers = list(material.trace.headers.values())
     first, geometry = headers[0], headers[0].geometry
-    natural = sum(one.cause == "memory" for one in material.overflows)
-    floor_s = list(material.d0_error_s.values())
+    natural = sum(overflow.cause == "memory" for overflow in material.overflows)
+    step_error_s = list(material.step_error_s.values())
     variation = [header.noise["variation"] for header in headers if "variation" in header.noise]
     facts = [
         ("link", link_name(first)),
@@ -211,12 +216,12 @@ def _facts(material: Material, group: Group) -> list[tuple[str, str]]:
         ("hardware", ", ".join(f"{name} {value}" for name, value in first.hardware.items())),
         ("model", ", ".join(f"{name} {value}" for name, value in geometry.items())),
         ("KV blocks", _blocks(headers)),
-        ("most tokens of a step", "not recorded" if first.token_budget is None else str(first.token_budget)),
+        ("maximum tokens of a step", "not recorded" if first.token_budget is None else str(first.token_budget)),
         ("overflows measured", f"{len(material.overflows)}, of them {natural} for want of memory"),
         ("runs served", str(len(material.runs))),
         ("left out", ", ".join(f"{count} {why}" for why, count in material.left_out.items()) or "nothing"),
-        ("identical windows vary by", ", ".join(f"{one:.1%}" for one in variation) or "not measured"),
-        ("a step's predicted time is missed by", ", ".join(f"{1e3 * one:.2f} ms" for one in floor_s) or "not told"),
+        ("identical windows vary by", ", ".join(f"{share:.1%}" for share in variation) or "not measured"),
+        ("mean error of predicted step times", ", ".join(f"{1e3 * s:.2f} ms" for s in step_error_s) or "not recorded"),
         ("measured", ", ".join(sorted({header.created for header in headers}))),
         ("seed of the measurement", ", ".join(sorted({str(header.seed) for header in headers}))),
         ("trace", f"{', '.join(folder.name for folder in group.folders)}, {len(headers)} engine cores"),

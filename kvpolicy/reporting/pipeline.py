@@ -26,7 +26,7 @@ Answers = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class StudyReport:
-    """What was written, and what it says."""
+    """The findings of each group, and the files that were written."""
 
     groups: tuple[Group, ...]
     out: Path
@@ -36,7 +36,7 @@ class StudyReport:
         return {
             group.name: {
                 "traces": [str(folder) for folder in group.folders],
-                "findings": [one.to_dict() for one in group.findings],
+                "findings": [finding.to_dict() for finding in group.findings],
                 "missing": dict(group.missing),
             }
             for group in self.groups
@@ -47,10 +47,10 @@ class StudyReport:
         for group in self.groups:
             lines += [f"{group.name}: {group.verdict()}"]
             for figure in FIGURES:
-                lines += [f"  {figure}: {PAPER[figure]}"] if group.of(figure) else []
-                lines += [f"    {one.sentence()}" for one in group.of(figure)]
+                lines += [f"  {figure}: {PAPER[figure]}"] if group.findings_of(figure) else []
+                lines += [f"    {finding.sentence()}" for finding in group.findings_of(figure)]
             lines += [f"  {figure} is not filled: {why}" for figure, why in group.missing]
-            lines += [f"  {one}" for one in group.learned.lacking]
+            lines += [f"  {reason}" for reason in group.learned.lacking]
         lines.append(f"written: {self.out}" + (f" and {len(self.figures)} figure files" if self.figures else ""))
         return "\n".join(lines)
 
@@ -64,9 +64,9 @@ def report(
 ) -> StudyReport:
     """Test the study's findings on ``traces``, draw its figures, and write one page that needs nothing else.
 
-    ``figures``: a folder for each figure as SVG and PNG. ``cost_model``: whose boundary, calibration and regret are
-    shown, a folder or a name; None trains one on two thirds of the states. Raises TraceError for traces that cannot be
-    read, ValueError where matplotlib or Jinja are missing or a folder to write into is.
+    ``figures``: a folder to write each figure into as SVG and PNG. ``cost_model``: folder or name of the model whose
+    boundary, calibration and regret are shown; None trains one on two thirds of the states. Raises TraceError for
+    traces that cannot be read, ValueError where matplotlib, Jinja or the folder of ``out`` is missing.
     """
     page = _page()
     out = Path(out)
@@ -75,12 +75,12 @@ def report(
     if not out.parent.is_dir():
         raise WrongValue("out", f"is {out}: there is no folder {out.parent}")
     AMOUNT.refuse("seed", seed)
-    groups = tuple(_group(name, some, cost_model, seed) for name, some in _grouped(traces).items())
+    groups = tuple(_group(name, folders, cost_model, seed) for name, folders in _grouped(traces).items())
     if figures is not None:
         Path(figures).mkdir(parents=True, exist_ok=True)
-    shown = page.drawn(groups)
-    out.write_text(page.render(groups, shown, seed), encoding="utf-8")
-    written = () if figures is None else page.write_figures(shown, Path(figures))
+    drawings = page.draw_all(groups)
+    out.write_text(page.render(groups, drawings, seed), encoding="utf-8")
+    written = () if figures is None else page.write_figures(drawings, Path(figures))
     return StudyReport(groups, out, written)
 
 
@@ -92,21 +92,21 @@ def _page() -> Any:
 
 
 def _grouped(folders: Sequence[Path | str]) -> dict[str, list[Path]]:
-    """Folders by what they were measured on; names as short as tells them apart."""
+    """Folders grouped by machine, model and link. Names hold the link alone where it suffices to tell groups apart."""
     if not folders:
         raise TraceError("no trace was given")
-    found: dict[tuple[str, str, str], list[Path]] = {}
+    by_key: dict[tuple[str, str, str], list[Path]] = {}
     for folder in map(Path, folders):
         keys = {_key(Header.read(core / "header.json")) for core in traces.core_folders(folder)}
         if len(keys) > 1:
             raise TraceError(f"{folder}: its cores were measured on different machines, models or links")
-        mine = found.setdefault(keys.pop(), [])
-        if folder in mine:
+        group_folders = by_key.setdefault(keys.pop(), [])
+        if folder in group_folders:
             raise TraceError(f"{folder}: given twice")
-        mine.append(folder)
-    several = len({key[:2] for key in found}) > 1
-    names = [f"{link}, {machine}, {model}" if several else link for machine, model, link in found]
-    return dict(zip(names, found.values(), strict=True))
+        group_folders.append(folder)
+    machines_differ = len({key[:2] for key in by_key}) > 1
+    names = [f"{link}, {machine}, {model}" if machines_differ else link for machine, model, link in by_key]
+    return dict(zip(names, by_key.values(), strict=True))
 
 
 def _key(header: Header) -> tuple[str, str, str]:
@@ -116,8 +116,8 @@ def _key(header: Header) -> tuple[str, str, str]:
 
 
 def _group(name: str, folders: Sequence[Path], cost_model: str | None, seed: int) -> Group:
-    found = material(traces.read(*folders))
+    measurements = material(traces.read(*folders))
     rng = np.random.default_rng(seed)
-    lacks = tuple((figure, why) for figure in FIGURES if (why := missing(found, figure)))
-    told = tuple(one for figure in FIGURES for one in findings(found, figure, rng))
-    return Group(name, tuple(folders), found, told, lacks, learned(folders, cost_model, seed))
+    unfilled = tuple((figure, why) for figure in FIGURES if (why := missing(measurements, figure)))
+    results = tuple(finding for figure in FIGURES for finding in findings(measurements, figure, rng))
+    return Group(name, tuple(folders), measurements, results, unfilled, learned(folders, cost_model, seed))

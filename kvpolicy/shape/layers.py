@@ -12,55 +12,56 @@ Config = Mapping[str, Any]
 
 
 class ConfigError(KVPolicyError):
-    """A model configuration from which costs cannot be told; the message names the field."""
+    """A model configuration that costs cannot be derived from; the message names the field."""
 
 
 UNGATED = frozenset(
     {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron", "opt", "phi", "starcoder2"}
 )
-"""Families whose MLP has two matrices; it has three (gate, up, down) elsewhere."""
+"""Families whose MLP has two matrices; all others have three (gate, up, down)."""
 FOURFOLD = frozenset({"bloom", "falcon", "gpt2", "gpt_bigcode", "gptj"})
-"""Families whose MLP is four times as wide as the model where no field says otherwise."""
+"""Families whose MLP is by default four times as wide as the model."""
 STATEFUL = frozenset({
     "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2",
     "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_next",
     "recurrent_gemma", "zamba2",
 })  # fmt: skip
-"""Families some layers of which keep a state even where a configuration leaves its fields out, as defaults."""
+"""Families with layers that keep a state instead of KV, even where the configuration omits the fields about it."""
 BIASED_QKV = frozenset({"qwen2", "qwen2_moe"})
+"""Families whose query, key and value projections have biases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One layer's."""
+    """Attention of one layer."""
 
     heads: int
     kv_heads: int
     """0 for latent attention, which stores no heads."""
     parameters: int
     kv_values: int
-    """Stored per token."""
+    """Values stored per token."""
     pair_flops: int
-    """Per (query, key) pair: scores and weighted values."""
+    """FLOPs per (query, key) pair: scores and weighted values."""
     window: int | None
-    """Tokens it sees; None for the whole context."""
+    """Tokens a query sees; None for the whole context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """One layer's."""
+    """MLP of one layer."""
 
     parameters: int
     active: int
-    """Those one token goes through."""
+    """Parameters that one token uses."""
     routed: int = 0
-    """Of ``parameters``, those of routed experts."""
+    """Parameters of routed experts, included in ``parameters``."""
     experts: int = 0
     chosen: int = 0
 
 
 def text_of(config: Config) -> Config:
-    """The part about the language model: multimodal configurations nest it."""
+    """The part of a configuration about the language model, which multimodal configurations nest."""
     for name in ("text_config", "llm_config", "language_config"):
         nested = config.get(name)
         if isinstance(nested, Mapping):
@@ -69,7 +70,7 @@ def text_of(config: Config) -> Config:
 
 
 def number(config: Config, *names: str) -> int:
-    """The first of these fields that is there. Raises ConfigError naming them where none is a number above 0."""
+    """The first of these fields that is present. Raises ConfigError unless it is a whole number above 0."""
     value = next((config[name] for name in names if config.get(name) is not None), None)
     if value is None:
         raise ConfigError(f"field {' or '.join(names)} is missing")
@@ -112,7 +113,7 @@ def _kv_heads(config: Config, family: str, heads: int) -> int:
 def _latent(config: Config, family: str, window: int | None) -> Attention:
     """Multi-head latent attention: one compressed vector and one rotary key per token and layer.
 
-    Work as in a prefill, which expands the vector to keys and values of all heads.
+    FLOPs are those of a prefill, which expands the vector to keys and values of all heads.
     """
     hidden, heads = number(config, "hidden_size"), number(config, "num_attention_heads")
     latent, rope = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim")
@@ -125,13 +126,13 @@ def _latent(config: Config, family: str, window: int | None) -> Attention:
 
 
 def _windows(config: Config, family: str) -> list[int | None]:
-    """Each layer's window."""
+    """Attention window of every layer, in order; None for the whole context."""
     layers = _layer_count(config)
     types = config.get("layer_types")
     if types is not None:
         if len(types) != layers:
             raise ConfigError(f"field layer_types names {len(types)} layers, num_hidden_layers is {layers}")
-        return [_window_of(config, number_, kind) for number_, kind in enumerate(types)]
+        return [_window_of(config, layer, kind) for layer, kind in enumerate(types)]
     if family in STATEFUL:
         raise ConfigError(f"field model_type is {family!r}: layers that keep a state instead of KV are not understood")
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
@@ -151,7 +152,7 @@ def _window_of(config: Config, layer: int, kind: str) -> int | None:
 
 
 def _slides(config: Config, family: str, layer: int) -> bool:
-    """Whether a layer of a model with a window has it, where no ``layer_types`` says so."""
+    """Whether a layer uses the model's window, where ``layer_types`` is missing."""
     if family == "gemma2":
         return layer % 2 == 0
     pattern = config.get("sliding_window_pattern", 6 if family in ("gemma3", "gemma3_text") else None)
@@ -169,21 +170,21 @@ def mlps_of(config: Config, family: str) -> list[Mlp]:
     """MLP of every layer, in order."""
     hidden = number(config, "hidden_size", "n_embd", "d_model")
     layers = _layer_count(config)
-    dense = [not _is_sparse(config, layer) for layer in range(layers)]
-    plain = _dense(config, family, hidden) if any(dense) else None
-    mixture = None if all(dense) else _mixture(config, family, hidden)
-    found = [plain if is_dense else mixture for is_dense in dense]
-    return [mlp for mlp in found if mlp is not None]
+    dense_layers = [not _is_sparse(config, layer) for layer in range(layers)]
+    dense_mlp = _dense(config, family, hidden) if any(dense_layers) else None
+    sparse_mlp = None if all(dense_layers) else _mixture(config, family, hidden)
+    mlps = [dense_mlp if is_dense else sparse_mlp for is_dense in dense_layers]
+    return [mlp for mlp in mlps if mlp is not None]
 
 
 def _dense(config: Config, family: str, hidden: int) -> Mlp:
     matrices = 2 if family in UNGATED else 3
     names = ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     if family in FOURFOLD and all(config.get(name) is None for name in names):
-        wide = 4 * hidden
+        intermediate = 4 * hidden
     else:
-        wide = number(config, *names)
-    return Mlp(matrices * hidden * wide, matrices * hidden * wide)
+        intermediate = number(config, *names)
+    return Mlp(matrices * hidden * intermediate, matrices * hidden * intermediate)
 
 
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
@@ -202,16 +203,22 @@ def _is_sparse(config: Config, layer: int) -> bool:
 
 def _mixture(config: Config, family: str, hidden: int) -> Mlp:
     experts = number(config, *_EXPERTS)
-    chosen = number(config, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
-    one = 3 * hidden * number(config, "moe_intermediate_size", "intermediate_size")
-    shared = _shared(config, family, hidden, one) + hidden * experts
-    return Mlp(experts * one + shared, chosen * one + shared, experts * one, experts, chosen)
+    experts_per_token = number(config, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
+    per_expert = 3 * hidden * number(config, "moe_intermediate_size", "intermediate_size")
+    shared = _shared(config, family, hidden, per_expert) + hidden * experts
+    return Mlp(
+        experts * per_expert + shared,
+        experts_per_token * per_expert + shared,
+        experts * per_expert,
+        experts,
+        experts_per_token,
+    )
 
 
-def _shared(config: Config, family: str, hidden: int, one: int) -> int:
-    """Experts that every token goes through."""
+def _shared(config: Config, family: str, hidden: int, per_expert: int) -> int:
+    """Parameters of experts that every token uses. ``per_expert``: parameters of one routed expert."""
     if config.get("shared_expert_intermediate_size"):
         return 3 * hidden * number(config, "shared_expert_intermediate_size") + hidden
     if config.get("n_shared_experts"):
-        return one * number(config, "n_shared_experts")
-    return one if family in ("llama4", "llama4_text") else 0
+        return per_expert * number(config, "n_shared_experts")
+    return per_expert if family in ("llama4", "llama4_text") else 0

@@ -1,7 +1,7 @@
-"""What a Hugging Face config.json says about cost: parameters, weight and KV bytes, FLOPs, by kind of layer.
+"""Cost-related counts from a Hugging Face config.json: parameters, weight and KV bytes, FLOPs, by kind of layer.
 
-Counts are of the text model alone. FLOPs are multiply-adds times two. Embedding look-ups multiply nothing, and the
-head is applied to the last token of a prefill only: neither is in ``linear_flops_per_token``.
+Counts cover the text model only. FLOPs are multiply-adds times two. ``linear_flops_per_token`` leaves out embedding
+look-ups, which multiply nothing, and the head, which a prefill applies to its last token only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvpolicy.shape.refusals import refuse_uncounted
 TIED_UNLESS_SAID = frozenset(
     {"bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt"}
 )
-"""Families whose configurations leave ``tie_word_embeddings`` out where the head shares the embedding's weights."""
+"""Families in which the head shares the embedding's weights unless ``tie_word_embeddings`` says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers of one make."""
+    """Identical layers, and how many there are."""
 
     layers: int
     attention: Attention
@@ -34,10 +34,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder-only model as far as its costs depend on it, over all ranks.
-
-    ``weight_bits`` includes what a quantisation stores beside the weights (scales, zero points).
-    """
+    """What the costs of a decoder-only model depend on, summed over all ranks."""
 
     name: str
     hidden: int
@@ -48,7 +45,9 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], kv_cache_dtype: str = "auto") -> ModelShape:
-        """From a config.json. ``kv_cache_dtype`` as vLLM's flag: ``auto``, a float type or ``fp8``.
+        """Derive the shape from a config.json's content.
+
+        ``kv_cache_dtype`` is vLLM's flag of that name: ``auto``, a float type or ``fp8``.
 
         Raises :class:`ConfigError` naming the field that is missing or not understood.
         """
@@ -68,7 +67,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: Path | str, kv_cache_dtype: str = "auto") -> ModelShape:
-        """From a config.json, or the model folder that holds one. Raises ConfigError naming file and field."""
+        """Read a config.json, or the one in a model folder. Raises ConfigError naming file and field."""
         file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -89,19 +88,19 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding and, where it has weights of its own, the head."""
+        """Parameters of the embedding and, unless they are shared, of the head."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
     def parameters(self) -> int:
-        """In all, norms left out of the count where they are but vectors."""
+        """All parameters, without the vectors of norms."""
         return self.embedding_parameters + sum(
             kind.layers * (kind.attention.parameters + kind.mlp.parameters) for kind in self.kinds
         )
 
     @property
     def active_parameters(self) -> int:
-        """Those one token goes through, embedding and head included."""
+        """Parameters that one token uses, embedding and head included."""
         return self.embedding_parameters + self._layer_parameters(active=True)
 
     def _layer_parameters(self, active: bool) -> int:
@@ -112,7 +111,7 @@ class ModelShape:
 
     @property
     def steady_weight_bytes(self) -> float:
-        """Weights that every step reads: all layers' but the routed experts', and the head."""
+        """Bytes of weights that every step reads: all layers without the routed experts, and the head."""
         bits = self.precision
         steady = sum(
             kind.layers
@@ -123,23 +122,23 @@ class ModelShape:
 
     @property
     def expert_weight_bytes(self) -> float:
-        """Weights of all routed experts."""
+        """Bytes of the weights of all routed experts."""
         return sum(kind.layers * kind.mlp.routed for kind in self.kinds) * self.precision.experts / 8
 
     @property
     def expert_miss(self) -> float:
-        """Share of the routed experts one token leaves alone; 0 without experts."""
+        """Share of the routed experts that one token does not use; 0 without experts."""
         routed = [kind.mlp for kind in self.kinds if kind.mlp.experts]
         return 1.0 - routed[0].chosen / routed[0].experts if routed else 0.0
 
     def weight_bytes_per_step(self, tokens: float) -> float:
-        """Weights a step of that many tokens reads, experts chosen evenly and independently."""
+        """Expected bytes of weights that a step of that many tokens reads, if experts are chosen evenly at random."""
         touched = 1.0 - float(self.expert_miss**tokens)
         return self.steady_weight_bytes + self.expert_weight_bytes * touched
 
     @property
     def weight_bytes(self) -> float:
-        """All weights, as they lie in memory."""
+        """Bytes of all weights in memory."""
         embedding = 0 if self.tied else self.vocab * self.hidden * self.precision.other / 8
         return self.steady_weight_bytes + self.expert_weight_bytes + embedding
 
@@ -147,11 +146,11 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Of a token that all layers still see."""
+        """KV bytes of one token that is inside the windows of all layers."""
         return self.kv_bytes(1)
 
     def kv_bytes(self, tokens: float) -> float:
-        """KV of a sequence; layers with a window keep no more than that many tokens."""
+        """KV bytes of a sequence; layers with a window keep only the tokens inside it."""
         values = sum(
             kind.layers * kind.attention.kv_values * _capped(tokens, kind.attention.window) for kind in self.kinds
         )
@@ -159,46 +158,46 @@ class ModelShape:
 
     @property
     def full_kv_bytes_per_token(self) -> float:
-        """Of the layers that see the whole context."""
-        chosen = [kind for kind in self.kinds if kind.attention.window is None]
-        return sum(kind.layers * kind.attention.kv_values for kind in chosen) * self.precision.kv / 8
+        """KV bytes per token of the layers that see the whole context."""
+        full_kinds = [kind for kind in self.kinds if kind.attention.window is None]
+        return sum(kind.layers * kind.attention.kv_values for kind in full_kinds) * self.precision.kv / 8
 
     # ---- work ----
 
     @property
     def linear_flops_per_token(self) -> float:
-        """Projections and MLPs for one token of a prefill."""
+        """FLOPs of projections and MLPs for one token of a prefill."""
         return 2.0 * self._layer_parameters(active=True)
 
     @property
     def head_flops(self) -> float:
-        """The head, per token that is sampled."""
+        """FLOPs of the head per sampled token."""
         return 2.0 * self.vocab * self.hidden
 
     @property
     def attention_flops_per_pair(self) -> float:
-        """Per (query, key) pair in layers that see the whole context."""
+        """FLOPs per (query, key) pair in layers that see the whole context."""
         return self._pair_flops(windowed=False)
 
     @property
     def window_flops_per_pair(self) -> float:
-        """Per pair in layers with a window."""
+        """FLOPs per (query, key) pair in layers with a window."""
         return self._pair_flops(windowed=True)
 
     def _pair_flops(self, windowed: bool) -> float:
-        chosen = (kind for kind in self.kinds if (kind.attention.window is not None) == windowed)
-        return float(sum(kind.layers * kind.attention.pair_flops for kind in chosen))
+        kinds = (kind for kind in self.kinds if (kind.attention.window is not None) == windowed)
+        return float(sum(kind.layers * kind.attention.pair_flops for kind in kinds))
 
     @property
     def window_tokens(self) -> int | None:
-        """The window of those layers that have one; None where none has. Raises ConfigError for several sizes."""
-        found = {kind.attention.window for kind in self.kinds} - {None}
-        if len(found) > 1:
-            raise ConfigError(f"layers have windows of several sizes: {sorted(map(int, filter(None, found)))}")
-        return found.pop() if found else None
+        """The window, tokens; None where no layer has one. Raises ConfigError for windows of several sizes."""
+        windows = {kind.attention.window for kind in self.kinds} - {None}
+        if len(windows) > 1:
+            raise ConfigError(f"layers have windows of several sizes: {sorted(map(int, filter(None, windows)))}")
+        return windows.pop() if windows else None
 
     def attention_flops(self, tokens: float, context: float = 0.0) -> float:
-        """Of a causal prefill of ``tokens`` behind ``context`` tokens."""
+        """FLOPs of the attention of a causal prefill of ``tokens`` tokens after ``context`` tokens."""
         return sum(
             kind.layers
             * kind.attention.pair_flops
@@ -212,7 +211,7 @@ def _capped(tokens: float, window: int | None) -> float:
 
 
 def _pairs(tokens: float, window: int | None) -> float:
-    """(token, token it sees, itself included) of a causal prefill from nothing."""
+    """Number of pairs (token, token it attends to, itself included) in a causal prefill without context."""
     if window is None or tokens <= window:
         return causal_pairs(0, tokens)
     return causal_pairs(0, window) + (tokens - window) * window

@@ -1,4 +1,4 @@
-"""How many bits a model's weights and KV take, from the quantization_config of its config.json."""
+"""Bits per weight and per KV value, from the quantization_config of a model's config.json."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "half": 16, "float":
 FP8_KV = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"})
 
 
-_AS_IT_IS: tuple[Arithmetic, bool] = ("bf16", False)
+_NOT_QUANTISED: tuple[Arithmetic, bool] = ("bf16", False)
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bits per weight by what it belongs to, scales and zero points included; per KV value; and the arithmetic."""
+    """Bits per weight by part of the model, scales and zero points included; bits per KV value; and the arithmetic."""
 
     attention: float
     mlp: float
     experts: float
     other: float
-    """Embedding and head: quantisations leave them alone."""
+    """Embedding and head, which quantisations leave as they are."""
     kv: float
     arithmetic: Arithmetic
-    """What the linear layers multiply in; ``bf16`` stands for all 16-bit and wider types."""
+    """Number format of the linear layers' products; ``bf16`` stands for all 16-bit and wider types."""
     dtype: str
-    """Of what is not quantised."""
+    """Data type of what is not quantised."""
 
 
 def precision_of(config: Config, text: Config, kv_cache_dtype: str) -> Precision:
-    """Raises ConfigError naming the field that is missing or not understood."""
+    """Derive the precision. ``text``: the configuration's part about the language model.
+
+    Raises ConfigError naming the field that is missing or not understood.
+    """
     dtype = _dtype(config, text)
     other = FLOAT_BITS[dtype]
     quantised = config.get("quantization_config") or text.get("quantization_config")
-    bits, arithmetic, experts_only = _quantised(quantised) if quantised else (other, *_AS_IT_IS)
+    bits, arithmetic, experts_only = _quantised(quantised) if quantised else (other, *_NOT_QUANTISED)
     plain = other if experts_only else bits
     return Precision(plain, plain, bits, other, _kv_bits(quantised or {}, kv_cache_dtype, other), arithmetic, dtype)
 
@@ -55,31 +58,31 @@ def _dtype(config: Config, text: Config) -> str:
     raise ConfigError("field torch_dtype or dtype is missing")
 
 
-def _quantised(given: Config) -> tuple[float, Arithmetic, bool]:
+def _quantised(config: Config) -> tuple[float, Arithmetic, bool]:
     """Bits per weight, the arithmetic, and whether only experts are quantised."""
-    method = given.get("quant_method")
+    method = config.get("quant_method")
     if method in ("gptq", "awq", "gptq_marlin", "awq_marlin"):
-        bits = _field(given, "bits")
-        # A 16-bit scale and a zero point of the weights' own width per group; -1 is one group a column: next to none.
-        group = _field(given, "group_size")
+        bits = _field(config, "bits")
+        # Each group has a 16-bit scale and a zero point of the weights' width. -1 is one group per column: negligible.
+        group = _field(config, "group_size")
         return bits + ((16 + bits) / group if group > 0 else 0.0), "bf16", False
     if method == "fp8":
-        block = given.get("weight_block_size")
+        block = config.get("weight_block_size")
         return 8 + (32 / (block[0] * block[1]) if block else 0.0), "fp8", False
     if method == "compressed-tensors":
-        return _compressed(given)
+        return _compressed(config)
     if method == "bitsandbytes":
-        return (8.0, "int8", False) if given.get("load_in_8bit") else (4.5, "bf16", False)
+        return (8.0, "int8", False) if config.get("load_in_8bit") else (4.5, "bf16", False)
     if method == "mxfp4":
         return 4.25, "bf16", True
     if method == "modelopt":
-        return _modelopt(given)
+        return _modelopt(config)
     known = "gptq, awq, fp8, compressed-tensors, bitsandbytes, mxfp4, modelopt"
     raise ConfigError(f"field quantization_config.quant_method is {method!r}, known are {known}")
 
 
-def _compressed(given: Config) -> tuple[float, Arithmetic, bool]:
-    groups = given.get("config_groups")
+def _compressed(config: Config) -> tuple[float, Arithmetic, bool]:
+    groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ConfigError("field quantization_config.config_groups is missing")
     group = next(iter(groups.values()))
@@ -89,7 +92,7 @@ def _compressed(given: Config) -> tuple[float, Arithmetic, bool]:
         raise ConfigError("field quantization_config.config_groups.*.weights is missing")
     bits = _field(weights, "num_bits")
     size = weights.get("group_size")
-    # Floats of four bits (NVFP4, MXFP4) have scales of eight, in their groups of 16 and 32; whole numbers of sixteen.
+    # Groups of 4-bit floats (NVFP4, MXFP4) have 8-bit scales, groups of integers 16-bit scales.
     scale = 8 if bits == 4 and weights.get("type") == "float" else 16
     overhead = scale / size if isinstance(size, int) and size > 0 else 0.0
     if inputs and inputs.get("num_bits") == 8:
@@ -99,15 +102,15 @@ def _compressed(given: Config) -> tuple[float, Arithmetic, bool]:
 
 def _refuse_several(groups: Config) -> None:
     weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups.values()]
-    widths = {one.get("num_bits") for one in weights if isinstance(one, Mapping)}
+    widths = {group_weights.get("num_bits") for group_weights in weights if isinstance(group_weights, Mapping)}
     if len(widths) > 1:
         raise ConfigError(
-            "field quantization_config.config_groups has weights of several widths: how many of each is not told"
+            "field quantization_config.config_groups has weights of several widths: how many of each is unknown"
         )
 
 
-def _modelopt(given: Config) -> tuple[float, Arithmetic, bool]:
-    algorithm = str(given.get("quant_algo", "")).upper()
+def _modelopt(config: Config) -> tuple[float, Arithmetic, bool]:
+    algorithm = str(config.get("quant_algo", "")).upper()
     if algorithm == "FP8":
         return 8.0, "fp8", False
     if algorithm == "NVFP4":
@@ -131,8 +134,8 @@ def _kv_bits(quantised: Config, kv_cache_dtype: str, model_bits: float) -> float
     return model_bits
 
 
-def _field(given: Config, name: str) -> float:
-    value = given.get(name)
+def _field(config: Config, name: str) -> float:
+    value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"field quantization_config.{name} is {value!r}, should be a whole number")
     return float(value)

@@ -1,4 +1,4 @@
-"""Fields of a config.json that change what a layer costs and that nothing here counts."""
+"""Refuses configurations with fields that change a layer's cost in ways that are not modelled."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ COUNTED = frozenset({
     "experts_per_token", "moe_topk", "moe_intermediate_size", "moe_layer_freq", "interleave_moe_layer_step",
     "n_shared_experts", "shared_expert_intermediate_size",
 })  # fmt: skip
-"""Fields about experts that the counts go by."""
+"""Fields about experts that the counts take into account."""
 COSTLESS = frozenset({"output_hidden_states", "chunk_size_feed_forward"})
-"""Fields of every configuration that say nothing about the model, though their names may seem to."""
+"""Fields of every configuration that match a pattern below and do not affect costs."""
 _COSTLESS_OF_EXPERTS = re.compile(r"loss|router|dropout|jitter|norm|bias|score|scoring|scaling")
 
 _EXPERTS = re.compile(r"expert|moe|shared_intermediate")
@@ -25,20 +25,20 @@ _STATE = re.compile(
 )
 _CHUNK = re.compile(r"chunk")
 _SHARED_KV = re.compile(r"kv_shared|global_head_dim|global_key_value")
-_CHOSEN_PAIRS = re.compile(r"^index_(topk|n_heads|head_dim)")
+_SPARSE_ATTENTION = re.compile(r"^index_(topk|n_heads|head_dim)")
 _MEANINGS = (
     (_EXPERTS, "experts it describes are not counted"),
     (_STATE, "layers that keep a state instead of KV are not understood"),
     (_CHUNK, "attention within chunks is not understood"),
     (_SHARED_KV, "layers that share KV, or keep KV of another size, are not understood"),
-    (_CHOSEN_PAIRS, "attention to chosen tokens is not understood"),
+    (_SPARSE_ATTENTION, "attention to chosen tokens is not understood"),
 )
 
 
 def refuse_uncounted(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError naming the first field that is set and would make the counts wrong.
+    """Raise ConfigError naming the first field that is set and would make the counts wrong.
 
-    By the patterns of fields' names, not by families: a new family brings new fields, and must not pass for an old one.
+    Fields are recognised by patterns of their names, not by family, so that new families are refused as well.
     """
     for name, value in config.items():
         if not value or name in COUNTED or name in COSTLESS or _all_full(name, value):
@@ -50,10 +50,10 @@ def refuse_uncounted(config: Mapping[str, Any]) -> None:
 
 
 def _all_full(name: str, value: Any) -> bool:
-    """Whether a list of attention types says of every layer that it is full attention, 1 as MiniMax writes it."""
-    return name == "attn_type_list" and isinstance(value, list) and all(one == 1 for one in value)
+    """Whether a list of attention types declares full attention for every layer (type 1, as MiniMax writes it)."""
+    return name == "attn_type_list" and isinstance(value, list) and all(kind == 1 for kind in value)
 
 
-def _short(value: Any, most: int = 40) -> str:
+def _short(value: Any, max_length: int = 40) -> str:
     text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= max_length else f"{text[:max_length]}..."

@@ -30,7 +30,7 @@ from kvpolicy_vllm.bench.reach import (
     study_states,
     time_left,
 )
-from kvpolicy_vllm.bench.run_characterize import Study, whole_parts
+from kvpolicy_vllm.bench.run_characterize import Study, finished_parts
 from kvpolicy_vllm.bench.serve_job import ServedJob
 from kvpolicy_vllm.bench.states import free_blocks_for, running_for
 from tests.synthetic import make_trace
@@ -162,7 +162,7 @@ def test_a_core_that_was_moved_in_and_not_noted_is_taken_for_done(tmp_path: Path
     parts = {core: f"memory-b32-pass{number}, timeline-b32-pass{number}" for number, core in enumerate(made.headers)}
     headers = {core: replace(made.headers[core], noise={"part": names}) for core, names in parts.items()}
     Trace(headers, made.tables).write(tmp_path)
-    found = whole_parts(tmp_path, {"learning-b32-pass0": "other"})
+    found = finished_parts(tmp_path, {"learning-b32-pass0": "other"})
     assert found.pop("learning-b32-pass0") == "other"
     assert found == {name: core for core, names in parts.items() for name in names.split(", ")}
 

@@ -15,7 +15,7 @@ from kvpolicy_vllm.bench.demo_report import DemoReport, LinkReport
 from kvpolicy_vllm.bench.exactness import Comparison
 from kvpolicy_vllm.bench.overload import Run
 from kvpolicy_vllm.bench.ratios import Ratio
-from kvpolicy_vllm.bench.run_demo import DEMO_JSON, _make_room, _that_fit, demo, targets_of
+from kvpolicy_vllm.bench.run_demo import DEMO_JSON, _clear_folder, _fitting_requests, demo, targets_of
 
 
 def linear_costs(swap_share: float) -> list[Costs]:
@@ -63,17 +63,17 @@ def test_targets_come_from_undisturbed_runs() -> None:
 def test_calm_requests_fit_into_memory_together() -> None:
     workload = Workload("by hand", tuple(Request(0.0, 60, 40) for _ in range(9)), 0)
     # 100 tokens take 4 blocks of 32, and one to spare.
-    assert len(_that_fit(workload, 32, room=21, most=6).requests) == 4
-    assert len(_that_fit(workload, 32, room=100, most=6).requests) == 6
-    assert len(_that_fit(workload, 32, room=1, most=6).requests) == 1
+    assert len(_fitting_requests(workload, 32, capacity=21, max_requests=6).requests) == 4
+    assert len(_fitting_requests(workload, 32, capacity=100, max_requests=6).requests) == 6
+    assert len(_fitting_requests(workload, 32, capacity=1, max_requests=6).requests) == 1
 
 
 def test_a_finished_demo_makes_room_and_an_unfinished_one_is_kept(tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
-    _make_room(tmp_path)
+    _clear_folder(tmp_path)
     assert (tmp_path / "traces").exists()
     (tmp_path / DEMO_JSON).write_text("{}")
-    _make_room(tmp_path)
+    _clear_folder(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

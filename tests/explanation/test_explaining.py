@@ -15,9 +15,9 @@ import kvpolicy
 from kvpolicy import cli, cost, explanation
 from kvpolicy.cost import FittedModel
 from kvpolicy.events import Option
-from kvpolicy.explanation import Explanation, Question, account_of
+from kvpolicy.explanation import Explanation, Question, breakdowns_of
 from kvpolicy.explanation.boundary import break_even, grid, longest
-from kvpolicy.explanation.question import as_long_as, beside, resolve
+from kvpolicy.explanation.question import resolve, with_length, with_running
 from kvpolicy.policy import Objective
 from tests.policy.ten_line_policy import Longer
 from tests.synthetic import CostLaw, fitted_model
@@ -40,28 +40,28 @@ def explain(**more: Any) -> Explanation:
 @pytest.mark.parametrize("family", ["boosted", "linear", "analytic"])
 def test_costs_are_the_models_and_come_from_their_parts(family: str) -> None:
     found = explain(cost_model=family)
-    one = found.asked.situation
+    one = found.question.situation
     wanted = fitted_model(family).predict(one, (Option("recompute"), Option("swap", 500, "host")))
-    assert tuple(account.cost for account in found.accounts) == wanted
-    for account in found.accounts:
+    assert tuple(account.cost for account in found.breakdowns) == wanted
+    for account in found.breakdowns:
         base_s = max(account.law_s, account.floor_s)
         assert account.cost.engine_s == pytest.approx(base_s * account.residual_factor, rel=1e-12)
-    assert found.chosen == min(found.accounts, key=lambda account: account.cost.engine_s).kind
+    assert found.chosen == min(found.breakdowns, key=lambda account: account.cost.engine_s).kind
     assert (one.running_requests, one.batch_tokens, one.held_blocks) == (3, 1500, 16)
 
 
 def test_what_is_beyond_the_range_is_told_with_the_range() -> None:
     inside, outside = explain(), explain(tokens=50_000)
-    assert not any(account.beyond for account in inside.accounts)
-    names = {beyond.feature for account in outside.accounts for beyond in account.beyond}
+    assert not any(account.beyond for account in inside.breakdowns)
+    names = {beyond.feature for account in outside.breakdowns for beyond in account.beyond}
     assert {"recomputed_tokens", "save_bytes"} <= names
     assert "extrapolated: recomputed_tokens is 50000, trained on" in outside.text()
-    assert outside.accounts[0].cost.extrapolated
+    assert outside.breakdowns[0].cost.extrapolated
 
 
 def test_the_floor_is_told() -> None:
     model = replace(fitted_model("analytic"), floor_s={"recompute": 5.0, "swap": 1e-6})
-    again, swap = account_of(model, resolve(model, Question(500)).situation)
+    again, swap = breakdowns_of(model, resolve(model, Question(500)).situation)
     assert again.floored
     assert again.cost.engine_s == 5.0
     assert not swap.floored
@@ -78,7 +78,7 @@ def test_the_choice_turns_exactly_at_the_break_even_length() -> None:
     assert even.first == "recompute"
     assert [turn.to for turn in even.turns] == ["swap", "recompute"] * (len(even.turns) // 2) + ["swap"]
     for turn in even.turns:
-        costs = [account_of(model, as_long_as(one, tokens)) for tokens in (turn.tokens - 1, turn.tokens)]
+        costs = [breakdowns_of(model, with_length(one, tokens)) for tokens in (turn.tokens - 1, turn.tokens)]
         swaps = [swap.cost.engine_s < again.cost.engine_s for again, swap in costs]
         assert swaps == [turn.to != "swap", turn.to == "swap"]
     law = CostLaw()
@@ -92,8 +92,8 @@ def test_every_turn_of_the_staircase_is_listed(name: str, block_size: int) -> No
     one = resolve(model, Question(500, running=1, block_size=block_size)).situation
     even = break_even(model, one, Objective())
     assert even.every_up_to == even.up_to_tokens
-    accounts = [account_of(model, as_long_as(one, tokens)) for tokens in range(1, even.up_to_tokens + 1)]
-    swaps = [swap.cost.engine_s < again.cost.engine_s for again, swap in accounts]
+    breakdowns = [breakdowns_of(model, with_length(one, tokens)) for tokens in range(1, even.up_to_tokens + 1)]
+    swaps = [swap.cost.engine_s < again.cost.engine_s for again, swap in breakdowns]
     real = [tokens for tokens, (before, after) in enumerate(pairwise(swaps), 2) if before != after]
     assert [turn.tokens for turn in even.turns] == real
 
@@ -116,7 +116,8 @@ def test_what_drove_the_choice_is_told() -> None:
     assert any(line.startswith("extrapolated, in ") for line in explain(tokens=50_000).drivers)
     model = replace(fitted_model("analytic"), floor_s={"recompute": 5.0, "swap": 1e-6})
     floored = replace(
-        explain(cost_model="analytic", tokens=20), accounts=account_of(model, resolve(model, Question(20)).situation)
+        explain(cost_model="analytic", tokens=20),
+        breakdowns=breakdowns_of(model, resolve(model, Question(20)).situation),
     )
     assert any("floor taken for recompute; without it" in line and "turns it" not in line for line in floored.drivers)
     assert any("says recompute, which it turns to swap" in line for line in floored.drivers)
@@ -124,7 +125,10 @@ def test_what_drove_the_choice_is_told() -> None:
 
 def test_bytes_that_wait_can_be_asked_for() -> None:
     found = explain(queued_save=3 * 2**20, queued_load=2**20)
-    assert (found.asked.situation.queued_save_bytes, found.asked.situation.queued_load_bytes) == (3 * 2**20, 2**20)
+    assert (found.question.situation.queued_save_bytes, found.question.situation.queued_load_bytes) == (
+        3 * 2**20,
+        2**20,
+    )
     assert "3 MiB queued to be saved, 1 MiB queued to be loaded" in found.text()
 
 
@@ -144,7 +148,7 @@ def test_the_grid_is_what_the_model_chooses() -> None:
     assert found.tokens[-1] == longest(model, one)
     for row, load in enumerate(found.running):
         for column in (0, len(found.tokens) // 2, len(found.tokens) - 1):
-            again, swap = account_of(model, as_long_as(beside(one, load), found.tokens[column]))
+            again, swap = breakdowns_of(model, with_length(with_running(one, load), found.tokens[column]))
             assert (found.log_ratio[row][column] < 0) == (swap.cost.engine_s < again.cost.engine_s)
 
 
@@ -211,8 +215,8 @@ def test_an_untrained_model_is_told_as_such() -> None:
 
     model = replace(fitted_model("analytic"), intervals=unbounded())
     one = resolve(model, Question(500))
-    swap = account_of(model, one.situation)[1]
-    found = replace(explain(cost_model="analytic"), accounts=account_of(model, one.situation))
+    swap = breakdowns_of(model, one.situation)[1]
+    found = replace(explain(cost_model="analytic"), breakdowns=breakdowns_of(model, one.situation))
     assert swap.cost.high_s == float("inf")
     assert "unbounded" in found.text()
     assert found.to_dict()["options"][1]["cost"]["high_s"] is None
@@ -275,7 +279,7 @@ def test_a_coin_turns_nowhere() -> None:
 
 def test_a_model_itself_is_explained() -> None:
     model = replace(fitted_model("linear"), name="mine")
-    assert explain(cost_model=model).accounts == explain(cost_model="linear").accounts
+    assert explain(cost_model=model).breakdowns == explain(cost_model="linear").breakdowns
     assert explain(cost_model=model).cost_model == "mine"
 
 

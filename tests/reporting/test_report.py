@@ -74,7 +74,7 @@ def test_block_sizes_are_told_by_windows_that_are_named_after_them() -> None:
         for row in given.rows("decisions", ("state_id", "block_size"))
     }
     found = material(relabelled(given, names))
-    assert missing(found, "block-size") == "" and {one.level for one in found.of("block-size")} == {32, 64}
+    assert missing(found, "block-size") == "" and {one.level for one in found.overflows_of("block-size")} == {32, 64}
     claims = told(found, "block-size")
     assert claims["pinned memory beats pageable at blocks of 64"].evidence.answer == "cannot tell"
     assert "accelerator" in claims["pinned memory beats pageable at blocks of 64"].note
@@ -90,7 +90,7 @@ def test_a_discarded_window_and_its_second_try_are_told_apart() -> None:
     tables = dict(given.tables) | {"windows": with_cores("windows", rows)}
     whole, less = material(given), material(Trace(given.headers, tables))
     assert len(less.overflows) == len(whole.overflows) - 1
-    assert less.left_out == {"overflows in windows that do not count": 1}
+    assert less.left_out == {"overflows in discarded windows": 1}
 
 
 def with_cores(name: str, rows: Sequence[dict[str, Any]]) -> pa.Table:
@@ -116,7 +116,7 @@ def served_run(**more: Any) -> ServedRun:
         preemptions={"recompute": 0, "swap": 3}, requests=32, scaling="", end_s=tuple(np.cumsum(duration_s).tolist()),
         duration_s=tuple(duration_s), decoded=(4,) * 200, used_share=tuple(used),
         host_bytes=tuple((1 - one) * 2**26 for one in used), running=(4,) * 200, waiting=(0,) * 200,
-        returning=tuple(slow), taken=(), resumed=(),
+        returning=tuple(slow), preempted=(), resumed=(),
     )  # fmt: skip
     return replace(made, **more)
 
@@ -257,7 +257,7 @@ def test_every_figure_can_be_drawn() -> None:
     figures = import_module("kvpolicy.reporting.figures")
     marks = (Mark(0.5, "swap"), Mark(0.7, "recompute"))
     runs = [
-        served_run(figure=figure, level=level, arm=arm, repeat=repeat, taken=marks, resumed=marks)
+        served_run(figure=figure, level=level, arm=arm, repeat=repeat, preempted=marks, resumed=marks)
         for figure, level in (("memory", 10), ("memory", 30), ("timeline", 12))
         for arm in ("recompute", "swap", "learned")
         for repeat in range(2)

@@ -21,7 +21,7 @@ from kvpolicy_vllm.bench.demo_report import DemoReport
 from kvpolicy_vllm.bench.engine_process import EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.models import VOCABULARY, make_llama, make_tokenizer
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
-from kvpolicy_vllm.bench.run_demo import QUICK, Loop, Measured
+from kvpolicy_vllm.bench.run_demo import QUICK, LinkResult, Loop
 from kvpolicy_vllm.plugin.settings import Settings as PluginSettings
 
 TINY = dataclasses.replace(QUICK, requests=16, warm_up_requests=2, calm_requests=2)
@@ -95,7 +95,7 @@ def report(model: str, tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
     out = tmp_path_factory.mktemp("demo")
     loop = Loop(out, Path(model), True, TINY, 0, Console(stderr=True))
     header = {"kind": "simulated", "bytes_per_s": 1e9, "latency_s": 0.001}
-    link = Measured("simulated", SimulatedLink(1e9, 0.001), header, "threshold:100", {"always_wins": None}, {})
+    link = LinkResult("simulated", SimulatedLink(1e9, 0.001), header, "threshold:100", {"always_wins": None}, {})
     return DemoReport(tuple(loop.overload([link])), str(out / "demo.json"))
 
 

@@ -1,4 +1,4 @@
-"""A simulated link that puts break-even inside the measured lengths, from what the native link cost. Pure."""
+"""Derives a simulated link whose break-even lies inside the measured lengths, from costs over the native link. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from kvpolicy.errors import InputError
 from kvpolicy.hardware.link import SimulatedLink
 
 LATENCY_SHARE = 0.5
-"""Of the link's time at break-even; the rest is for the bytes. A latency alone would make length all that matters."""
-NEAREST = 0.4
+"""Share of latency in the link's time at break-even; the rest is transfer time of the bytes.
+
+With latency alone, the choice would depend on nothing but length.
+"""
+NEAREST_SHARE = 0.4
 """Share of the states, those nearest to the median length, that the costs at break-even are averaged over."""
-FEWEST = 5
+MIN_STATES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """One state's mean cost under either option."""
+    """Mean costs of both options in one state."""
 
     computed_tokens: float
     recompute_s: float
@@ -29,16 +32,16 @@ class Costs:
 def break_even_link(states: Sequence[Costs], bytes_per_token: float) -> SimulatedLink | None:
     """The link on which swap costs as much as recompute at the median measured length.
 
-    There recompute costs ``extra`` seconds more than swap over the native link. A save over a simulated link stalls
-    the engine for ``latency_s + bytes / bytes_per_s``, which is made equal to ``extra``: half of it latency. (A load
-    goes on beside the engine's steps.) None where swap is not the cheaper at that length as it is: then there is
-    nothing to add. Figures are rounded to two digits. Raises ValueError for fewer than 5 states.
+    At that length recompute costs ``extra`` seconds more than swap over the native link. A save over a simulated link
+    stalls the engine for ``latency_s + bytes / bytes_per_s``, which is set equal to ``extra``, half of it latency.
+    (Loads overlap the engine's steps.) None where swap is not cheaper over the native link. Both numbers are rounded
+    to two digits. Raises ValueError for fewer than 5 states.
     """
-    if len(states) < FEWEST:
-        raise InputError(f"{len(states)} states: a break-even needs at least {FEWEST}")
+    if len(states) < MIN_STATES:
+        raise InputError(f"{len(states)} states: a break-even needs at least {MIN_STATES}")
     tokens = median(state.computed_tokens for state in states)
     near = sorted(states, key=lambda state: abs(math.log(state.computed_tokens / tokens)))
-    near = near[: max(FEWEST, round(NEAREST * len(states)))]
+    near = near[: max(MIN_STATES, round(NEAREST_SHARE * len(states)))]
     extra_s = fmean(state.recompute_s for state in near) - fmean(state.swap_s for state in near)
     if extra_s <= 0:
         return None

@@ -1,4 +1,4 @@
-"""What the demo found: a table for a person, demo.json for a machine."""
+"""Results of the demo, as a table for reading and as the content of demo.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 140
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """Everything about one link."""
+    """Results over one link."""
 
     name: str
     """``native`` or ``simulated``."""
@@ -28,16 +28,16 @@ class LinkReport:
     """By arm; see :func:`kvpolicy_vllm.bench.overload.summary`."""
     ratios: Mapping[str, Ratio]
     no_pressure_ratio: Ratio
-    """Throughput with the plugin on over off, nobody preempted."""
+    """Throughput with the plugin over throughput without it, where no request is preempted."""
     no_pressure_preemptions: int
     evaluate: Mapping[str, Any]
     train: Mapping[str, Any]
     comparison: Comparison
     targets: Mapping[str, Any]
-    """Of the goodput, and where they come from."""
+    """Targets of the goodput, and their origin."""
     workload: Mapping[str, Any]
     makespan_s: Mapping[str, tuple[float, ...]]
-    """By arm, of each block."""
+    """Makespans of the blocks, by arm."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -98,10 +98,12 @@ class LinkReport:
             lines.append(
                 f"{self.train['always_wins']} cost less in every measured state: the learned policy is constant"
             )
-        found = self.comparison
-        said = "exact" if found.exact else "NOT EXACT"
-        lines.append(f"{said}: {found.tokens} tokens compared with the runs with memory enough, {found.ties} ties")
-        return lines + [f"  {wrong}" for wrong in found.wrong[:10]]
+        comparison = self.comparison
+        verdict = "exact" if comparison.exact else "NOT EXACT"
+        lines.append(
+            f"{verdict}: {comparison.tokens} tokens compared with the runs with memory enough, {comparison.ties} ties"
+        )
+        return lines + [f"  {difference}" for difference in comparison.wrong[:10]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class DemoReport:
 
     links: tuple[LinkReport, ...]
     out: str
-    """The demo.json."""
+    """Path of demo.json."""
 
     @property
     def exact(self) -> bool:
@@ -121,8 +123,8 @@ class DemoReport:
         return {link.name: link.to_dict() for link in self.links}
 
     def text(self) -> str:
-        sink = StringIO()
-        console = Console(file=sink, width=WIDTH, highlight=False, markup=False)
+        buffer = StringIO()
+        console = Console(file=buffer, width=WIDTH, highlight=False, markup=False)
         for link in self.links:
             console.print(link.table())
             for line in link.lines():
@@ -131,4 +133,4 @@ class DemoReport:
         if len(self.links) == 1:
             console.print("no simulated link: over the native one swap does not win at the median length")
         console.print(f"written to {self.out}")
-        return sink.getvalue()
+        return buffer.getvalue()

@@ -1,8 +1,8 @@
-"""Engines to measure, each alive in a process of its own and asked over a pipe. Importing this loads no engine.
+"""Engines in processes of their own, driven over pipes. Importing this loads no engine.
 
-A child runs ``python -m MODULE``, reads one JSON job a line from file descriptor ``KVPOLICY_JOBS`` and answers on
-``KVPOLICY_ANSWERS`` with lines ``{"news": ...}`` and at last ``{"result": ...}``. Between jobs it waits in a read and
-takes no time. It ends when its jobs end, and with its parent.
+A child runs ``python -m MODULE``, reads one JSON job per line from file descriptor ``KVPOLICY_JOBS`` and answers on
+``KVPOLICY_ANSWERS`` with lines ``{"news": ...}`` and finally ``{"result": ...}``. Between jobs it blocks in a read and
+uses no CPU time. It exits when there are no more jobs, and when its parent exits.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from kvpolicy_vllm.plugin.settings import SCHEDULER, Settings, transfer_config
 
 LAST_LINES = 40
 PATIENCE_S = 20.0
-"""How long an engine that has nothing left to do may take to end by itself."""
+"""Seconds that an engine without further jobs may take to exit before it is killed."""
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def environment() -> dict[str, str]:
-    """What an engine in a process of its own needs. What the user has set stays, but for how it is driven."""
+    """Environment of an engine process. Variables that the user has set win, except those that drive the process."""
     paths = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
-    ours = {
+    defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # The connector is named by module path, so no other plugin need be loaded, nor may it change what is measured.
+        # The connector is named by module path, so no other plugin is needed; none may affect the measurement.
         "VLLM_PLUGINS": "kvpolicy",
     }
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return ours | _without_accelerator() | os.environ | offline | {"PYTHONPATH": paths, **_in_process()}
+    return defaults | _without_accelerator() | os.environ | offline | {"PYTHONPATH": paths, **_in_process()}
 
 
 def _in_process() -> dict[str, str]:
-    # The bench steps the engine core itself, so that every token gets a time.
+    # The bench steps the engine core itself, so that it can time every token.
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def _without_accelerator() -> dict[str, str]:
-    """For vLLM's CPU build. Two spinning threads on two shared cores measure each other, one does not.
+    """Variables for vLLM's CPU build: one thread, since two spinning threads on two shared cores disturb each other.
 
-    From 0.32 on the thread binding is read only where workers are processes of their own; OpenMP's own variable counts
-    where the engine is in the child itself. An accelerator's engine computes nothing on the CPU that would miss them.
+    From 0.32 on vLLM reads the thread binding only in worker processes; for an engine inside the child OpenMP's own
+    variable applies. Engines on an accelerator do no work on the CPU that needs more threads.
     """
     return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -65,14 +65,14 @@ def plugin_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def device_arguments(on_cpu: bool) -> dict[str, Any]:
-    """Arguments of :class:`vllm.LLM` that belong to the kind of device."""
+    """Arguments of :class:`vllm.LLM` that depend on the kind of device."""
     return {"dtype": "float32", "enforce_eager": True} if on_cpu else {}
 
 
 class EngineProcess:
-    """A child that holds one engine. A context manager; :meth:`ask` it as often as wanted.
+    """A child process with one engine. A context manager; :meth:`ask` runs a job and may be called repeatedly.
 
-    ``module`` is run as ``__main__``; what it prints goes to ``log`` (None: a temporary file).
+    ``module`` is run as ``__main__``; its output goes to ``log`` (None: a temporary file).
     """
 
     def __init__(self, module: str, log: Path | None = None) -> None:
@@ -83,12 +83,12 @@ class EngineProcess:
         assert self._log is not None
         self._log.parent.mkdir(parents=True, exist_ok=True)
         pipes = {"KVPOLICY_JOBS": str(jobs_read), "KVPOLICY_ANSWERS": str(answers_write)}
-        with self._log.open("w") as sink:
+        with self._log.open("w") as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
                 env=environment() | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
-                stdout=sink,
+                stdout=log_file,
                 stderr=subprocess.STDOUT,
                 pass_fds=(jobs_read, answers_write),
             )
@@ -102,9 +102,9 @@ class EngineProcess:
         return self._process.pid
 
     def ask(self, job: dict[str, Any], news: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
-        """Have a job done; ``news`` is called with what the child tells meanwhile.
+        """Run a job and return its result; ``news`` is called with the child's reports of progress.
 
-        Raises :class:`EngineFailed` with the child's last lines where it ends instead of answering.
+        Raises :class:`EngineFailed` with the child's last lines of output where it exits instead of answering.
         """
         if self._jobs.closed:
             raise self._failure()
@@ -124,18 +124,18 @@ class EngineProcess:
     def _failure(self) -> EngineFailed:
         self._stop()
         assert self._log is not None
-        last = "\n".join(self._log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-        return EngineFailed(f"the engine's process ended with {self._process.returncode}; it said last:\n{last}")
+        last_lines = "\n".join(self._log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+        return EngineFailed(f"the engine's process ended with {self._process.returncode}; it said last:\n{last_lines}")
 
     def close(self) -> None:
-        """Let the engine end; kill it where it does not."""
+        """Let the process exit; kill it if it does not within :data:`PATIENCE_S`."""
         self._stop()
         self._answers.close()
         if self._log_folder is not None:
             self._log_folder.cleanup()
 
     def _stop(self) -> None:
-        with suppress(BrokenPipeError):  # it is gone already
+        with suppress(BrokenPipeError):  # the process has exited already
             self._jobs.close()
         try:
             self._process.wait(PATIENCE_S)
@@ -148,29 +148,29 @@ class EngineProcess:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is not None:
-            self._process.kill()  # whoever gives up in the middle of a job does not wait for its end
+            self._process.kill()  # after an exception there is no point in waiting for the job
         self.close()
 
 
 def jobs() -> Iterator[tuple[dict[str, Any], Callable[[str, dict[str, Any]], None]]]:
-    """For the child: each job with the function that answers it, ``answer("news" or "result", values)``."""
+    """For the child: iterate over (job, answer). ``answer("news" or "result", values)`` writes to the parent."""
     _die_with_parent(int(os.environ["KVPOLICY_PARENT"]))
     with (
-        os.fdopen(int(os.environ["KVPOLICY_JOBS"])) as asked,
+        os.fdopen(int(os.environ["KVPOLICY_JOBS"])) as job_lines,
         os.fdopen(int(os.environ["KVPOLICY_ANSWERS"]), "w", buffering=1) as answers,
     ):
 
         def answer(kind: str, values: dict[str, Any]) -> None:
             print(json.dumps({kind: values}), file=answers)
 
-        for line in asked:
+        for line in job_lines:
             yield json.loads(line), answer
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent is gone, also where the parent was killed. Linux."""
+    """Have the kernel kill this process when its parent exits, even if the parent was killed. Linux only."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)  # it was gone before we asked
+        os.kill(os.getpid(), signal.SIGKILL)  # the parent exited before prctl was called

@@ -1,4 +1,4 @@
-"""One engine that measures, run to its end, and what it recorded put into the trace."""
+"""Runs one measuring engine to completion and moves its recording into the trace."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.job import NOISE_LIMIT
 from kvpolicy_vllm.bench.profile_results import finish_core
 
-Counted = Callable[[int, int], None]
-"""Told windows done, and windows in all."""
+WindowProgress = Callable[[int, int], None]
+"""Callback for progress: windows done, windows in all."""
 
 
-def run_to_its_end(
+def run_engine(
     module: str,
     job: Mapping[str, Any],
     out: Path,
     folder: Path,
     name: str,
-    tell: Counted,
-    more: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    report_progress: WindowProgress,
+    extra_noise: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     notes: str = "",
 ) -> str:
-    """Run ``module``'s engine on a job; returns the name of the core that is now in the trace ``out``.
+    """Run ``module``'s engine on a job; return the name of the core that was added to the trace ``out``.
 
-    ``folder``: where the engine records until it is whole. ``name``: of the part. ``more``: what the header's noise
-    says besides, out of the engine's answer. Raises EngineFailed.
+    ``folder``: where the engine records until the part is complete. ``name``: name of the part. ``extra_noise``:
+    derives further entries of the header's noise from the engine's answer. Raises EngineFailed.
     """
-    counted = {"windows": 0, "done": 0}
+    counts = {"windows": 0, "done": 0}
 
     def news(values: dict[str, int]) -> None:
         for key, value in values.items():
-            counted[key] += value
-        tell(counted["done"], counted["windows"])
+            counts[key] += value
+        report_progress(counts["done"], counts["windows"])
 
-    tell(0, 0)
+    report_progress(0, 0)
     with EngineProcess(module, folder / "engine.log") as engine:
         result = engine.ask(dict(job), news)
     core = str(result["core"])
@@ -46,6 +46,6 @@ def run_to_its_end(
         "records_dropped": result["records_dropped"],
         "part": name,
     }
-    finish_core(folder / "trace" / core, job["seed"], noise | dict(more(result)), notes)
+    finish_core(folder / "trace" / core, job["seed"], noise | dict(extra_noise(result)), notes)
     (folder / "trace" / core).replace(out / core)
     return core

@@ -1,4 +1,4 @@
-"""Whether two runs of the same requests said the same. Pure."""
+"""Compares the tokens of two runs of the same requests. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TIE_GAP = 1e-4
-"""A first difference where the reference's two best log-probabilities are closer than this is a tie: float32 sums
-depend on the batch, and log-probabilities with them by up to 2e-5."""
+"""A first difference is a tie where the reference's two best log-probabilities are closer than this: float32 sums,
+and with them log-probabilities, depend on the batch by up to 2e-5."""
 TOKENS_PER_TIE = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Where other runs differ from the reference."""
+    """Differences of other runs from the reference."""
 
     tokens: int = 0
     ties: int = 0
@@ -21,7 +21,7 @@ class Comparison:
 
     @property
     def exact(self) -> bool:
-        """No difference but ties, and of these not more than one in 50,000 tokens (one is always allowed)."""
+        """Whether all differences are ties, and at most one in 50,000 tokens (one tie is always allowed)."""
         return not self.wrong and self.ties <= max(1, self.tokens // TOKENS_PER_TIE)
 
     def __add__(self, other: Comparison) -> Comparison:
@@ -35,21 +35,23 @@ def compare(
     name: str,
     tie_gap: float = TIE_GAP,
 ) -> Comparison:
-    """Greedy tokens by request. After a tie two texts rightly go apart, so only the first difference counts.
+    """Compare greedy tokens, request by request. Only the first difference counts: after it the texts may diverge.
 
-    ``gaps``: by request and token, the reference's best log-probability less its second best. ``name`` stands in the
-    messages; closer than ``tie_gap`` is a tie. Raises ValueError where the requests are not as many.
+    ``gaps``: the reference's best log-probability minus its second best, by request and token. ``name`` begins the
+    messages. A gap below ``tie_gap`` is a tie. Raises ValueError where the numbers of requests differ.
     """
-    ties, wrong = 0, []
-    for number, (expected, gap, got) in enumerate(zip(reference, gaps, other, strict=True)):
-        if len(expected) != len(got):
-            wrong.append(f"{name}, request {number}: {len(expected)} tokens expected, {len(got)} came")
+    ties, differences = 0, []
+    for number, (expected, gap, actual) in enumerate(zip(reference, gaps, other, strict=True)):
+        if len(expected) != len(actual):
+            differences.append(f"{name}, request {number}: {len(expected)} tokens expected, {len(actual)} came")
             continue
-        at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b), None)
-        if at is None:
+        position = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b), None)
+        if position is None:
             continue
-        if gap[at] < tie_gap:
+        if gap[position] < tie_gap:
             ties += 1
         else:
-            wrong.append(f"{name}, request {number}: token {at} is {got[at]}, should be {expected[at]}")
-    return Comparison(sum(map(len, reference)), ties, tuple(wrong))
+            differences.append(
+                f"{name}, request {number}: token {position} is {actual[position]}, should be {expected[position]}"
+            )
+    return Comparison(sum(map(len, reference)), ties, tuple(differences))

@@ -1,8 +1,8 @@
-"""What a profile has to know before its first engine starts: ``python -m kvpolicy_vllm.bench.inspect_model``.
+"""Finds what a profile must know before its first engine starts: ``python -m kvpolicy_vllm.bench.inspect_model``.
 
-Takes one job, ``{"llm": FOLDER or null, "make": FOLDER, "seed": ...}``, makes the small model in ``make`` where no
-other is given (``"shape"``: further arguments of :func:`make_llama`), and answers ``{"llm": FOLDER, "device": whether
-there is an accelerator}``. In a process of its own, since importing vLLM binds this one to cores and takes seconds.
+Takes one job, ``{"llm": FOLDER or null, "make": FOLDER, "seed": ...}``, makes the small model in ``make`` if ``llm`` is
+null (``"shape"``: further arguments of :func:`make_llama`), and answers ``{"llm": FOLDER, "device": whether there is an
+accelerator}``. A process of its own, since importing vLLM takes seconds and binds the process to cores.
 """
 
 from __future__ import annotations

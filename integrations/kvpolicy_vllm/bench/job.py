@@ -1,4 +1,4 @@
-"""What one engine is told to measure, and what it says of its own noise. Importing this loads no engine."""
+"""The job of one measuring engine, and the noise it measures. Importing this loads no engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from kvpolicy_vllm.bench.states import State
 
 NOISE_LIMIT = 0.10
-"""Variation of identical windows above which there are more repeats."""
+"""Variation of identical windows above which the number of repeats is raised."""
 MAX_EXTRA = 3
-"""Repeats are multiplied by that at most."""
+"""Maximum factor by which repeats are multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one engine is to measure."""
+    """Measurements of one engine."""
 
     engine: dict[str, Any]
     """Arguments of :class:`vllm.LLM`, the plugin's included."""
@@ -28,25 +28,25 @@ class Job:
     check_pairs: int
     repeats: int
     first_repeat: int
-    """Repeats are numbered from here on: passes do not share numbers."""
+    """Number of the first repeat; passes use disjoint ranges."""
     seed: int
     max_extra: int = MAX_EXTRA
-    """Repeats are multiplied by that at most where the machine is noisy."""
+    """Maximum factor by which repeats are multiplied on a noisy machine."""
     max_s: float | None = None
-    """What is not measured so many seconds after the engine was up is left out; None: nothing is."""
+    """Seconds after the engine's start from which on no further state is measured; None: no limit."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Job:
-        states, checks = ([State.from_dict(one) for one in values[name]] for name in ("states", "checks"))
+        states, checks = ([State.from_dict(state) for state in values[name]] for name in ("states", "checks"))
         return cls(**values | {"states": tuple(states), "checks": tuple(checks)})
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How much identical undisturbed windows differed."""
+    """Variation of identical undisturbed windows."""
 
     windows: int
     mean_s: float
@@ -60,5 +60,5 @@ class Noise:
 
     @property
     def factor(self) -> int:
-        """By how much to multiply repeats: the variance that is too much, made up for as far as is bearable."""
+        """Factor for the number of repeats that makes up for excess variance, up to :data:`MAX_EXTRA`."""
         return max(1, min(MAX_EXTRA, math.ceil((self.variation / NOISE_LIMIT) ** 2)))

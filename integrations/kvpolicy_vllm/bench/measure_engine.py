@@ -1,9 +1,9 @@
-"""One engine, measured: the process that `bench.run_profile` starts for every block size and pass.
+"""Measures one engine: the process that `bench.run_profile` starts for every block size and pass.
 
     python -m kvpolicy_vllm.bench.measure_engine
 
-Takes one job (see :mod:`kvpolicy_vllm.bench.engine_process`): what to measure. The plugin inside the engine records
-it; the answer says what the trace's tables do not hold.
+Takes one job (see :mod:`kvpolicy_vllm.bench.engine_process`), a :class:`kvpolicy_vllm.bench.job.Job`. The plugin inside
+the engine records the trace; the answer holds what the trace's tables do not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvpolicy_vllm.bench.states import State
 NOISE_WINDOWS = 10
 NOISE_STEPS = 12
 TRIES = 3
-"""A discarded window is measured again; that many times in all."""
-CHECKED: tuple[Arm, Arm] = ("recompute", "swap")
+"""Maximum attempts at a window that is discarded."""
+CHECKED_ARMS: tuple[Arm, Arm] = ("recompute", "swap")
 """The option that each state of the self-check is for."""
 
 
 class Measurement:
-    """Everything one engine measures, in order."""
+    """Runs all measurements of one engine, in order."""
 
     def __init__(
         self,
@@ -62,21 +62,21 @@ class Measurement:
                     return noise
                 for arm in self._shuffled(ARMS):
                     self._measure(state, arm, self._job.first_repeat + repeat)
-        for state, arm in zip(self._job.checks, CHECKED, strict=True):
+        for state, arm in zip(self._job.checks, CHECKED_ARMS, strict=True):
             for pair in range(pairs):
                 if self._clock() > self._end_s:
                     return noise
-                # Alternating, and which is first alternates too.
+                # Arm and control alternate, and so does which of them comes first.
                 order: tuple[Arm, Arm] = ("none", arm) if pair % 2 else (arm, "none")
-                for each in order:
-                    self._measure(state, each, self._job.first_repeat + pair)
+                for order_arm in order:
+                    self._measure(state, order_arm, self._job.first_repeat + pair)
         return noise
 
-    def _shuffled(self, things: Sequence[Any]) -> list[Any]:
-        return self._rng.sample(list(things), len(things))
+    def _shuffled(self, items: Sequence[Any]) -> list[Any]:
+        return self._rng.sample(list(items), len(items))
 
     def _warm_up(self) -> None:
-        """Whatever an engine does only once happens here, and is thrown away."""
+        """Run windows that are thrown away, so that one-time work of the engine affects no measurement."""
         longest = max(self._job.states, key=lambda state: state.prompt_tokens)
         fullest = max(self._job.states, key=lambda state: len(state.other_prompts))
         for state in (longest, fullest):
@@ -86,7 +86,7 @@ class Measurement:
                 self._record(window, "warm-up")
 
     def _noise(self) -> Noise:
-        """Identical windows, nobody disturbed."""
+        """Measure the variation of identical windows without a preemption."""
         middle = sorted(self._job.states, key=lambda state: sum(state.other_prompts))[len(self._job.states) // 2]
         durations_s = []
         for repeat in range(NOISE_WINDOWS):
@@ -106,11 +106,11 @@ class Measurement:
         self._tell({"done": 1})
 
     def _pause_steps(self, state: State) -> int:
-        """As many steps as the victim was out of the batch when it was taken in earnest."""
-        seen = [
+        """Steps that the victim was out of the batch when it was really preempted; 1 where not yet measured."""
+        measured_steps = [
             self._steps_out[key] for arm in ("swap", "recompute") if (key := (state.state_id, arm)) in self._steps_out
         ]
-        return seen[0] if seen else 1
+        return measured_steps[0] if measured_steps else 1
 
     def _record(self, window: Window, discarded: str) -> None:
         if discarded not in ("", "warm-up", "noise"):
@@ -119,7 +119,7 @@ class Measurement:
 
 
 def measure(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Start the engine, measure, and close the trace. Returns the core's name, its noise, repeats and discards."""
+    """Start the engine, measure, and close the trace. Return the core's name, noise, repeats and discard reasons."""
     llm = LLM(**job.engine)
     driver = WindowDriver(llm, job.seed)
     measurement = Measurement(driver, job, tell)

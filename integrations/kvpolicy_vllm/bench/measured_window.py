@@ -1,7 +1,7 @@
-"""Bringing one state about in a live engine, and measuring one window of it.
+"""Sets up one state in a live engine and measures one window of it.
 
-A window begins with the step in which the victim is taken and ends when it has emitted a few tokens more. Whatever
-else happens to anybody in between makes it worthless: then it says why it was discarded.
+A window begins with the step in which the victim is preempted and ends when the victim has emitted a few more tokens.
+If anything else happens to a request in between, the window is discarded, with the reason.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ WINDOW_TOKENS = 4
 MAX_WINDOW_S = 60.0
 MAX_PAUSE_STEPS = 32
 OUTPUT_TOKENS = 100_000
-"""Asked of every request: none finishes by itself. Cut to what the model can hold."""
+"""Output tokens of every request, so many that none finishes by itself; limited by the model's length."""
 
 
 class WindowError(KVPolicyError, RuntimeError):
-    """The engine did not do what it must for any window to be measured."""
+    """The engine did not reach the situation that a window needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One measured window; its row in table ``windows`` and what the next one needs to know."""
+    """One measured window: its row in table ``windows``, and what later windows need."""
 
     state_id: str
     arm: str
@@ -47,9 +47,9 @@ class Window:
     duration_s: float
     preemption_id: str | None
     discarded: str
-    """Empty where the window counts, else the reason."""
+    """Why the window is discarded; empty where it counts."""
     steps_out: int = 0
-    """Steps the victim was not in the batch."""
+    """Steps in which the victim was not in the batch."""
 
     def row(self) -> Row:
         return window_row(
@@ -81,33 +81,41 @@ class WindowDriver:
         self._vocabulary = int(llm.llm_engine.model_config.get_vocab_size())
         self._seed = seed
         self._clock = clock
-        self._held: list[Any] = []
+        self._held_blocks: list[Any] = []
         self._names: list[str] = []
         self._count = 0
-        self._stepped_s = clock()
+        self._last_step_end_s = clock()
 
     # ---- windows ----
 
     def measure(self, state: State, arm: Arm, repeat: int, attempt: int = 0, pause_steps: int = 1) -> Window:
-        """One window of ``state``. ``pause_steps``: how long arm ``none`` keeps the victim out of the batch."""
+        """Measure one window of ``state``. ``pause_steps``: for how many steps arm ``none`` pauses the victim."""
         rng = random.Random(f"{self._seed}/{state.state_id}/{arm}/{repeat}/{attempt}")
         try:
             scene = self._set_up(state, rng)
-            return scene.play(arm, repeat, min(pause_steps, MAX_PAUSE_STEPS))
+            return scene.measure(arm, repeat, min(pause_steps, MAX_PAUSE_STEPS))
         finally:
             self._clear()
 
     def undisturbed(self, state: State, repeat: int, steps: int) -> Window:
-        """``steps`` steps of the same running requests with nobody taken: what the machine's own noise is read off."""
+        """Measure ``steps`` steps of the running requests without a preemption, for the machine's own noise."""
         rng = random.Random(f"{self._seed}/{state.state_id}/undisturbed/{repeat}")
         try:
             self._set_up(state, rng)
-            first, began = self.next_step, self._clock()
+            first_step, start_s = self.next_step, self._clock()
             for _ in range(steps):
                 self.step()
-            took = self._clock() - began
+            duration_s = self._clock() - start_s
             return Window(
-                state.state_id, "undisturbed", repeat, state.cause, first, self.next_step - 1, took, None, "noise"
+                state.state_id,
+                "undisturbed",
+                repeat,
+                state.cause,
+                first_step,
+                self.next_step - 1,
+                duration_s,
+                None,
+                "noise",
             )
         finally:
             self._clear()
@@ -116,7 +124,7 @@ class WindowDriver:
 
     @property
     def next_step(self) -> int:
-        """The number the next step will have in table ``steps``."""
+        """Number that the next step will have in table ``steps``."""
         return int(self.controller.next_step)
 
     @property
@@ -124,44 +132,44 @@ class WindowDriver:
         return self._clock()
 
     def step(self) -> None:
-        """One engine step; what was done here since the last one is not charged to it."""
-        self.controller.leave_out(max(0.0, self._clock() - self._stepped_s))
+        """Run one engine step. Time spent here since the last step is left out of its duration."""
+        self.controller.leave_out(max(0.0, self._clock() - self._last_step_end_s))
         self.engine.step()
-        self._stepped_s = self._clock()
+        self._last_step_end_s = self._clock()
 
     def leave_free(self, blocks: int) -> None:
-        """Take blocks out of play, or give some back, until ``blocks`` are free."""
+        """Hold blocks back, or release some, until ``blocks`` are free."""
         free = self.pool.get_num_free_blocks()
         if free > blocks:
-            self._held += self.pool.get_new_blocks(free - blocks)
+            self._held_blocks += self.pool.get_new_blocks(free - blocks)
         elif free < blocks:
-            back, self._held = self._held[: blocks - free], self._held[blocks - free :]
-            self.pool.free_blocks(back)
+            released, self._held_blocks = self._held_blocks[: blocks - free], self._held_blocks[blocks - free :]
+            self.pool.free_blocks(released)
 
     def keep_free(self, blocks: int) -> None:
-        """Give blocks back where fewer than ``blocks`` are free: over a slow link a window outlasts its first ones."""
+        """Release blocks until ``blocks`` are free: over a slow link a window outlasts the blocks it began with."""
         if self.pool.get_num_free_blocks() < blocks:
             self.leave_free(blocks)
 
     def add(self, tokens: int, rng: random.Random) -> Any:
-        """A new request with a random prompt; returns the scheduler's record of it."""
-        before = set(self.scheduler.requests)
+        """Add a request with a random prompt; return the scheduler's object for it."""
+        known_ids = set(self.scheduler.requests)
         self._count += 1
         name = f"profile-{self._count}"
         prompt = [rng.randrange(1, self._vocabulary) for _ in range(tokens)]
-        most = min(OUTPUT_TOKENS, self.model_tokens - tokens)
-        sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
+        max_tokens = min(OUTPUT_TOKENS, self.model_tokens - tokens)
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         self._names.append(name)
-        (new,) = set(self.scheduler.requests) - before
-        return self.scheduler.requests[new]
+        (request_id,) = set(self.scheduler.requests) - known_ids
+        return self.scheduler.requests[request_id]
 
-    def held_by(self, request: Any) -> list[int]:
+    def blocks_of(self, request: Any) -> list[int]:
         return [int(block) for block in self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]]
 
     def needs_block(self, request: Any) -> bool:
-        """Whether the request's next token needs a block it does not hold yet."""
-        return int(request.num_computed_tokens) + 1 > len(self.held_by(request)) * self.block_size
+        """Whether the request's next token needs a further block."""
+        return int(request.num_computed_tokens) + 1 > len(self.blocks_of(request)) * self.block_size
 
     def _set_up(self, state: State, rng: random.Random) -> Scene:
         others = [self.add(tokens, rng) for tokens in state.other_prompts]
@@ -173,12 +181,12 @@ class WindowDriver:
         return Scene(self, state, others, victim, rng)
 
     def _clear(self) -> None:
-        """Everybody out, all memory back; idle steps, so that the time between two windows is nobody's."""
+        """Abort all requests and free all memory, then run idle steps, which take up the time between two windows."""
         self.controller.pin(None, None)
         self.engine.abort_request(self._names)
         self._names = []
-        self.pool.free_blocks(self._held)
-        self._held = []
+        self.pool.free_blocks(self._held_blocks)
+        self._held_blocks = []
         deadline = self._clock() + MAX_WINDOW_S
         self.step()
         while self.pool.get_num_free_blocks() < self.pool.num_gpu_blocks - 1:
@@ -200,39 +208,40 @@ class Scene:
         self._rng = rng
         self._steps_out = 0
 
-    def play(self, arm: Arm, repeat: int, pause_steps: int) -> Window:
+    def measure(self, arm: Arm, repeat: int, pause_steps: int) -> Window:
+        """Preempt the victims as ``arm`` says and step until they have emitted :data:`WINDOW_TOKENS` more tokens."""
         driver, state = self.driver, self.state
-        self._await_the_moment()
-        enough = [victim.num_output_tokens + WINDOW_TOKENS for victim in self.victims]
-        lost = [block for victim in self.victims for block in driver.held_by(victim)]
+        self._advance_to_preemption()
+        final_tokens = [victim.num_output_tokens + WINDOW_TOKENS for victim in self.victims]
+        lost_blocks = [block for victim in self.victims for block in driver.blocks_of(victim)]
         if arm != "none":
             labels = {"state_id": state.state_id, "arm": arm, "repeat": repeat}
             driver.controller.pin(arm, labels)
-        first, began = driver.next_step, driver.now_s
-        opened = self._take(arm, lost, pause_steps)
+        first_step, start_s = driver.next_step, driver.now_s
+        preemptions = self._preempt_victims(arm, lost_blocks, pause_steps)
         driver.controller.pin(None, None)
-        deadline = began + MAX_WINDOW_S
-        trouble = self._trouble(arm)
-        while not trouble and any(v.num_output_tokens < n for v, n in zip(self.victims, enough, strict=True)):
+        deadline = start_s + MAX_WINDOW_S
+        discarded = self._discard_reason(arm)
+        while not discarded and any(v.num_output_tokens < n for v, n in zip(self.victims, final_tokens, strict=True)):
             driver.keep_free(state.growth_blocks)
             driver.step()
             self._steps_out += any(victim not in driver.scheduler.running for victim in self.victims)
-            trouble = self._trouble(arm) or ("no end" if driver.now_s > deadline else "")
-        took = driver.now_s - began
-        if not trouble and any(one.executed != arm for one in opened):
-            trouble = f"{next(one.executed for one in opened if one.executed != arm)} was executed"
-        # The first that was taken is the last that was admitted.
-        preemption_id = opened[-1].preemption_id if opened else None
+            discarded = self._discard_reason(arm) or ("no end" if driver.now_s > deadline else "")
+        duration_s = driver.now_s - start_s
+        if not discarded and any(opened.executed != arm for opened in preemptions):
+            discarded = f"{next(opened.executed for opened in preemptions if opened.executed != arm)} was executed"
+        # vLLM preempts the request admitted last first, and victims are in order of admission.
+        preemption_id = preemptions[-1].preemption_id if preemptions else None
         return Window(
-            state.state_id, arm, repeat, state.cause, first, driver.next_step - 1, took, preemption_id, trouble,
-            self._steps_out,
+            state.state_id, arm, repeat, state.cause, first_step, driver.next_step - 1, duration_s, preemption_id,
+            discarded, self._steps_out,
         )  # fmt: skip
 
-    def _await_the_moment(self) -> None:
-        """Set free memory and who waits, then go on until the next step is the one.
+    def _advance_to_preemption(self) -> None:
+        """Set free memory and waiting requests, then step until the victims can be preempted in the next step.
 
-        At least one step passes after everything is set up, so that no preemption is charged with what a new request
-        brings with it. In a natural state the moment is when someone needs a block.
+        At least one step passes after the set-up, so that no preemption is charged with the work of a new request. In
+        a natural state the preemption takes place when a request needs a block.
         """
         driver, state = self.driver, self.state
         driver.leave_free(state.growth_blocks + state.spare_blocks)
@@ -243,30 +252,30 @@ class Scene:
             self._align()
             return
         for _ in range(driver.block_size):
-            if state.cause == "forced" or self._in_need():
+            if state.cause == "forced" or self._needing_block():
                 return
             driver.step()
-        raise WindowError(f"state {state.state_id}: nobody came to need a block in {driver.block_size} steps")
+        raise WindowError(f"state {state.state_id}: no request needed a block within {driver.block_size} steps")
 
     def _align(self) -> None:
-        """Keep whoever needs a block out of the batch until everybody does: then all ask for one in the same step."""
-        driver, everybody = self.driver, [*self.others, *self.victims]
+        """Pause requests that need a block until all do, so that all of them ask for one in the same step."""
+        driver, requests = self.driver, [*self.others, *self.victims]
         for _ in range(2 * driver.block_size):
-            for request in self._in_need():
+            for request in self._needing_block():
                 if request in driver.scheduler.running:
                     driver.scheduler.pause_at_next_step(request.request_id)
             if not driver.scheduler.running:
-                for request in everybody:
+                for request in requests:
                     driver.scheduler.resume_request(request.request_id)
                 return
             driver.step()
-        raise WindowError(f"state {self.state.state_id}: not everybody came to need a block at a time")
+        raise WindowError(f"state {self.state.state_id}: requests did not come to need a block in the same step")
 
-    def _in_need(self) -> list[Any]:
+    def _needing_block(self) -> list[Any]:
         return [request for request in (*self.others, *self.victims) if self.driver.needs_block(request)]
 
-    def _take(self, arm: Arm, lost: list[int], pause_steps: int) -> list[Any]:
-        """The step in which the victims are taken; returns the preemptions that were opened, none for arm ``none``."""
+    def _preempt_victims(self, arm: Arm, lost_blocks: list[int], pause_steps: int) -> list[Any]:
+        """Run the step in which the victims are preempted; return the open preemptions, none for arm ``none``."""
         driver, state = self.driver, self.state
         names = [victim.request_id for victim in self.victims]
         if arm == "none":
@@ -279,34 +288,34 @@ class Scene:
                 driver.scheduler.resume_request(name)
             return []
         if state.cause == "memory":
-            driver.leave_free(self._too_few())
+            driver.leave_free(self._scarce_blocks())
         else:
             for name in names:
                 driver.scheduler.preempt_at_next_step(name)
         driver.step()
         self._steps_out += 1
-        # Under pressure others take what was freed; here nobody does, so the cached blocks are made to go.
-        driver.pool.evict_blocks(set(lost))
+        # Under pressure other requests take the freed blocks. Here none does, so they are evicted from the cache.
+        driver.pool.evict_blocks(set(lost_blocks))
         if state.cause == "memory":
-            driver.leave_free(len(lost) + state.growth_blocks + state.spare_blocks)
-        opened = [driver.controller.ledger.of(name) for name in names]
-        return [one for one in opened if one is not None]
+            driver.leave_free(len(lost_blocks) + state.growth_blocks + state.spare_blocks)
+        preemptions = [driver.controller.ledger.of(name) for name in names]
+        return [preemption for preemption in preemptions if preemption is not None]
 
-    def _too_few(self) -> int:
-        """Free blocks with which exactly so many victims have to go."""
+    def _scarce_blocks(self) -> int:
+        """Number of free blocks with which exactly the state's number of victims is preempted."""
         victims = self.state.victims
         if victims == 1:
-            # All but one of those who need a block find one: exactly one allocation fails.
-            return len(self._in_need()) - 1
-        blocks = len(self.driver.held_by(self.victims[-1]))
-        found = free_blocks_for(victims, len(self.others) + victims, blocks)
-        if found < 0:
-            wanted = running_for(victims, blocks)
-            raise WindowError(f"state {self.state.state_id}: {victims} victims want {wanted} running requests")
-        return found
+            # All but one of the requests that need a block get one: exactly one allocation fails.
+            return len(self._needing_block()) - 1
+        blocks = len(self.driver.blocks_of(self.victims[-1]))
+        free = free_blocks_for(victims, len(self.others) + victims, blocks)
+        if free < 0:
+            needed = running_for(victims, blocks)
+            raise WindowError(f"state {self.state.state_id}: {victims} victims want {needed} running requests")
+        return free
 
-    def _trouble(self, arm: Arm) -> str:
-        """Why this window is worthless; empty where it is not."""
+    def _discard_reason(self, arm: Arm) -> str:
+        """Why this window must be discarded; empty where it counts."""
         expected = 0 if arm == "none" else 1
         for victim in self.victims:
             if victim.num_preemptions != expected:

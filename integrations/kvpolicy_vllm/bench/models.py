@@ -1,4 +1,4 @@
-"""The small model that measurements and tests run on where none is given: made here, from a seed, never downloaded."""
+"""Makes the small model that measurements and tests use where none is given: from a seed, nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def make_llama(
     kv_heads: int = 4,
     spread: float = 0.15,
 ) -> Path:
-    """Write a Llama and its tokenizer to ``folder``; the same arguments give the same bytes. Returns the folder.
+    """Write a Llama and its tokenizer to ``folder``; the same arguments give the same bytes. Return the folder.
 
-    As it stands it has 3.4 million parameters, and its KV cache takes 4096 bytes a token in float32. Weights are normal
-    with standard deviation ``spread``, wide enough that greedy text does not fall into a loop at once.
+    With the default shape it has 3.4 million parameters, and its KV cache takes 4096 bytes per token in float32.
+    Weights are normal with standard deviation ``spread``, wide enough that greedy text does not repeat itself at once.
     """
     folder = Path(folder)
     config = LlamaConfig(
@@ -54,7 +54,7 @@ def make_llama(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).to(torch.float32)
-    # Greedy unless asked otherwise, and nothing else that vLLM would take as a default.
+    # A generation config without sampling parameters, which vLLM would take as defaults.
     model.generation_config = GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id)
     _save_silently(model, folder)
     make_tokenizer(context_tokens).save_pretrained(folder)
@@ -62,24 +62,24 @@ def make_llama(
 
 
 def _save_silently(model: LlamaForCausalLM, folder: Path) -> None:
-    """Without a progress bar of its own, which would write across the caller's."""
-    shown = transformers_logging.is_progress_bar_enabled()
+    """Save without transformers' progress bar, which would disturb the caller's."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         model.save_pretrained(folder)
     finally:
-        if shown:
+        if was_enabled:
             transformers_logging.enable_progress_bar()
 
 
 def make_tokenizer(context_tokens: int = CONTEXT_TOKENS) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of exactly the model's vocabulary: every text has tokens, every token has a text."""
+    """A byte-level tokenizer with exactly the model's vocabulary, for any text."""
     tokens, merges = _pieces()
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
+    pretrained = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=BOS,
         eos_token=EOS,
@@ -87,15 +87,15 @@ def make_tokenizer(context_tokens: int = CONTEXT_TOKENS) -> PreTrainedTokenizerF
         model_max_length=context_tokens,
         clean_up_tokenization_spaces=False,
     )
-    made.chat_template = CHAT_TEMPLATE
-    return made
+    pretrained.chat_template = CHAT_TEMPLATE
+    return pretrained
 
 
 def _pieces() -> tuple[list[str], list[tuple[str, str]]]:
-    """Tokens in the order of their ids, and the merges that make those of more than one byte.
+    """Tokens in the order of their ids, and the merges that produce those of more than one byte.
 
-    After the special tokens and the 256 bytes come pairs of letters, a space before a letter, and a space before a
-    pair, as many as the vocabulary holds. Nothing is learned from any text.
+    The special tokens and the 256 bytes are followed by pairs of letters, a space with a letter, and a space with a
+    pair, as many as the vocabulary holds. Nothing is learned from text.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     space, letters = "Ġ", string.ascii_lowercase  # byte-level tokenizers write a space as Ġ

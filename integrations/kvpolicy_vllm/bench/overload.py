@@ -1,6 +1,6 @@
-"""The same workload through several arms, their engines alive side by side, only one of them at work at a time.
+"""Serves the same workload through several arms, whose engines are alive together but work one at a time.
 
-Importing this loads no engine.
+An arm is one way to serve: a policy, or vLLM without the plugin. Importing this loads no engine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SERVING = "kvpolicy_vllm.bench.serve_engine"
 STOCK = "vllm"
 """The arm without the plugin."""
 
-Told = Callable[[str, int, int], None]
-"""What is being served, tokens so far, tokens in all; 0 in all while engines start."""
+ProgressCallback = Callable[[str, int, int], None]
+"""Callback for progress: what is being served, tokens so far, tokens in all; 0 in all while engines start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,38 +35,38 @@ class Arm:
 
     name: str
     policy: str | None
-    """None: vLLM without the plugin, or with the plugin taken out where other arms of the engine have one."""
+    """None: vLLM without the plugin, which is switched off if the engine also serves arms that have it."""
     link: SimulatedLink | None = None
     host_gib: float = 1.0
     seed: int = 0
     device_blocks: int | None = None
-    """Instead of what the settings say."""
+    """Overrides the settings' value."""
 
     @property
     def engine(self) -> Arm:
-        """What arms of one engine have in common: all but name and policy."""
+        """Key of the engine that this arm shares with others: the arm without name and policy."""
         return replace(self, name="", policy="")
 
     def arguments(self) -> dict[str, Any]:
         memory = {} if self.device_blocks is None else {"num_gpu_blocks_override": self.device_blocks}
         if self.policy is None:
             return memory
-        told = PluginSettings(policy=self.policy, link=self.link, host_gib=self.host_gib, seed=self.seed)
-        return memory | plugin_arguments(told)
+        settings = PluginSettings(policy=self.policy, link=self.link, host_gib=self.host_gib, seed=self.seed)
+        return memory | plugin_arguments(settings)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The engine all arms share."""
+    """Settings of the engine that all arms share."""
 
     model: str
     on_cpu: bool
     device_blocks: int
-    """KV blocks; vLLM keeps one for itself."""
+    """KV blocks, including the one that vLLM keeps for itself."""
     block_size: int = 32
     context_tokens: int = 4096
     running_requests: int = 128
-    """At most, as far as memory goes."""
+    """Maximum number of running requests."""
     step_tokens: int = 2048
 
     def arguments(self) -> dict[str, Any]:
@@ -90,14 +90,14 @@ class Run:
     makespan_s: float
     """From the workload's start to the last token."""
     ttft_s: tuple[float, ...]
-    """By request, from its arrival to its first token."""
+    """Time to first token from arrival, by request."""
     itl_s: tuple[tuple[float, ...], ...]
-    """By request, between its tokens."""
+    """Times between tokens, by request."""
     tokens: tuple[tuple[int, ...], ...]
     gaps: tuple[tuple[float, ...], ...]
-    """By request and token, best log-probability less second best; empty where not asked for."""
+    """Best log-probability minus second best, by request and token; empty where not requested."""
     preemptions: Mapping[str, int]
-    """By what was executed."""
+    """Counts by executed option."""
     recomputed_tokens: int
     moved_bytes: int
 
@@ -111,24 +111,27 @@ class Run:
         return self.output_tokens / self.makespan_s
 
     def goodput(self, targets: Targets) -> float:
-        """Requests per second that met both targets."""
+        """Requests per second that meet both targets."""
         pairs = zip(self.ttft_s, self.itl_s, strict=True)
         return sum(targets.met_by(ttft_s, itl_s) for ttft_s, itl_s in pairs) / self.makespan_s
 
     @classmethod
     def of(cls, arm: str, block: int, result: Mapping[str, Any]) -> Run:
-        """Out of what :mod:`kvpolicy_vllm.bench.serve_engine` answers."""
+        """From an answer of :mod:`kvpolicy_vllm.bench.serve_engine`."""
         stats = result["stats"]
         executed: dict[str, int] = {kind: _total(stats, "preemptions", f"executed={kind}") for kind in KINDS}
-        if not stats:  # stock vLLM, which recomputes whatever it preempts
+        if not stats:  # stock vLLM recomputes every preempted request
             executed = {"recompute": result["preemptions"], "swap": 0}
         times = zip(result["arrival_s"], result["times_s"], strict=True)
         return cls(
             arm=arm,
             block=block,
             makespan_s=result["makespan_s"],
-            ttft_s=tuple(at[0] - arrival_s for arrival_s, at in times),
-            itl_s=tuple(tuple(later - earlier for earlier, later in pairwise(at)) for at in result["times_s"]),
+            ttft_s=tuple(token_times_s[0] - arrival_s for arrival_s, token_times_s in times),
+            itl_s=tuple(
+                tuple(later - earlier for earlier, later in pairwise(token_times_s))
+                for token_times_s in result["times_s"]
+            ),
             tokens=tuple(map(tuple, result["tokens"])),
             gaps=tuple(map(tuple, result["gaps"])),
             preemptions=executed,
@@ -139,11 +142,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a request has to meet to count as served well."""
+    """Latency targets that a request must meet to count towards goodput."""
 
     ttft_s: float
     itl_s: float
-    """Of the request's mean time between tokens."""
+    """Target for the request's mean time between tokens."""
 
     def met_by(self, ttft_s: float, itl_s: Sequence[float]) -> bool:
         return ttft_s <= self.ttft_s and (not itl_s or sum(itl_s) / len(itl_s) <= self.itl_s)
@@ -155,11 +158,11 @@ def _total(stats: Mapping[str, float], name: str, label: str = "") -> int:
 
 
 class Arms:
-    """Engines side by side. A context manager; an arm's engine starts when the arm is added.
+    """The arms and their engines. A context manager; an arm's engine starts when the arm is added.
 
-    Arms that differ only in policy share one engine, which changes policy between workloads, or has the plugin taken
-    out (:mod:`kvpolicy_vllm.bench.plugin_switch`): two processes of one and the same program can differ by several
-    percent in speed for as long as they live, and that must not pass for a difference between policies.
+    Arms that differ only in policy share one engine. Between workloads it changes policy, or the plugin is switched off
+    (:mod:`kvpolicy_vllm.bench.plugin_switch`). Two processes of the same program can differ by several percent in speed
+    for as long as they live, which must not appear as a difference between policies.
     """
 
     def __init__(self, settings: Settings, logs: Path | None = None) -> None:
@@ -171,30 +174,30 @@ class Arms:
         self._started = 0
 
     def start(self, *arms: Arm) -> None:
-        """Start these arms' engines. Their processes load side by side, the engines start one after the other."""
-        new: dict[Arm, Arm] = {}
+        """Start these arms' engines. The processes load concurrently, the engines start one after the other."""
+        to_start: dict[Arm, Arm] = {}
         for arm in arms:
             if arm.name in self._arms:
                 raise ValueError(f"arm {arm.name} is there already")
             self._arms[arm.name] = arm
-            if arm.engine in new and arm.policy is not None:
-                new[arm.engine] = arm
+            if arm.engine in to_start and arm.policy is not None:
+                to_start[arm.engine] = arm
             if arm.engine not in self._engines:
                 log = None if self._logs is None else self._logs / f"{self._started}-{_file_name(arm.name)}.log"
                 self._started += 1
                 self._engines[arm.engine] = self._stack.enter_context(EngineProcess(SERVING, log))
-                new[arm.engine] = arm
-        for engine, arm in new.items():
+                to_start[arm.engine] = arm
+        for engine, arm in to_start.items():
             self._engines[engine].ask({"do": "start", "engine": self.settings.arguments() | arm.arguments()})
 
     def stop(self, *names: str) -> None:
-        """Take arms out, and end the engines that no other arm needs."""
-        left = {self._arms.pop(name).engine for name in names if name in self._arms}
-        for engine in left - {arm.engine for arm in self._arms.values()}:
+        """Remove arms, and stop the engines that no other arm uses."""
+        stopped = {self._arms.pop(name).engine for name in names if name in self._arms}
+        for engine in stopped - {arm.engine for arm in self._arms.values()}:
             self._engines.pop(engine).close()
 
     def pid(self, name: str) -> int:
-        """Of an arm's engine process."""
+        """Process id of an arm's engine."""
         return self._engines[self._arms[name].engine].pid
 
     @property
@@ -207,15 +210,20 @@ class Arms:
         workload: Workload,
         block: int,
         gaps: bool = False,
-        told: Told | None = None,
+        told: ProgressCallback | None = None,
         device_blocks: int | None = None,
     ) -> Run:
-        """Serve a workload; its prompts are drawn from its seed, so every arm gets the same. ``device_blocks``: so many
-        of the engine's, None all."""
+        """Serve a workload. Prompts are drawn from the workload's seed, so every arm gets the same.
+
+        ``gaps``: whether to record log-probability gaps. ``told``: callback for progress. ``device_blocks``: how many
+        of the engine's KV blocks are used; None uses all.
+        """
         arm = self._arms[name]
         job = {
             "do": "serve",
-            "requests": [[one.arrival_s, one.prompt_tokens, one.output_tokens] for one in workload.requests],
+            "requests": [
+                [request.arrival_s, request.prompt_tokens, request.output_tokens] for request in workload.requests
+            ],
             "seed": workload.seed,
             "gaps": gaps,
             "policy": arm.policy,
@@ -240,9 +248,13 @@ def _file_name(name: str) -> str:
 
 
 def alternate(
-    arms: Arms, names: Sequence[str], workloads: Iterable[Workload], rng: random.Random, told: Told | None = None
+    arms: Arms,
+    names: Sequence[str],
+    workloads: Iterable[Workload],
+    rng: random.Random,
+    told: ProgressCallback | None = None,
 ) -> list[Run]:
-    """Each workload, a block, through all arms before the next one; the order within a block is drawn."""
+    """Serve each workload, a block, by all arms before the next one, in random order within the block."""
     return [
         arms.serve(name, workload, block, told=told)
         for block, workload in enumerate(workloads)
@@ -251,13 +263,13 @@ def alternate(
 
 
 def summary(runs: Sequence[Run], targets: Targets) -> dict[str, Any]:
-    """One arm over its blocks, as in demo.json. Latencies are pooled over all requests and tokens."""
+    """Summary of one arm over its blocks, as in demo.json. Latencies are pooled over all requests and tokens."""
     makespan_s = sum(run.makespan_s for run in runs)
     return {
         "throughput_tok_s": sum(run.output_tokens for run in runs) / makespan_s,
         "goodput": sum(run.goodput(targets) * run.makespan_s for run in runs) / makespan_s,
-        "ttft_s": mean_and_percentiles([one for run in runs for one in run.ttft_s]),
-        "itl_s": mean_and_percentiles([one for run in runs for request in run.itl_s for one in request]),
+        "ttft_s": mean_and_percentiles([ttft_s for run in runs for ttft_s in run.ttft_s]),
+        "itl_s": mean_and_percentiles([itl_s for run in runs for request in run.itl_s for itl_s in request]),
         "preemptions": {kind: sum(run.preemptions[kind] for run in runs) for kind in KINDS},
         "recomputed_tokens": sum(run.recomputed_tokens for run in runs),
         "moved_bytes": sum(run.moved_bytes for run in runs),
@@ -266,16 +278,18 @@ def summary(runs: Sequence[Run], targets: Targets) -> dict[str, Any]:
 
 
 def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Runs of each arm in the order of their blocks. Raises ValueError where an arm misses a block or has it twice."""
-    found: dict[str, list[Run]] = {}
+    """Group runs by arm, in the order of blocks. Raises ValueError where an arm misses a block or has it twice."""
+    runs_by_arm: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.block):
-        found.setdefault(run.arm, []).append(run)
-    blocks = {arm: [run.block for run in mine] for arm, mine in found.items()}
+        runs_by_arm.setdefault(run.arm, []).append(run)
+    blocks = {arm: [run.block for run in arm_runs] for arm, arm_runs in runs_by_arm.items()}
     expected = next(iter(blocks.values()), [])
-    for arm, mine in blocks.items():
-        if mine != expected or len(set(mine)) < len(mine):
-            raise ValueError(f"arm {arm} has blocks {mine}, others have {expected}: only whole blocks can be compared")
-    return found
+    for arm, arm_runs in blocks.items():
+        if arm_runs != expected or len(set(arm_runs)) < len(arm_runs):
+            raise ValueError(
+                f"arm {arm} has blocks {arm_runs}, others have {expected}: only whole blocks can be compared"
+            )
+    return runs_by_arm
 
 
 def throughput_ratio(above: Sequence[Run], below: Sequence[Run], rng: random.Random) -> Ratio:

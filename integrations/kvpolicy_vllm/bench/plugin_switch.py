@@ -1,7 +1,7 @@
-"""One engine with and without the plugin: taken out of it, and put back.
+"""Switches the plugin of a running engine off and on.
 
-Two processes of one and the same program can differ by several percent in speed for as long as they live. Whoever asks
-what the plugin costs, or gains, has to compare within one process.
+Two processes of the same program can differ by several percent in speed for as long as they live. What the plugin
+costs or gains can therefore be measured only within one process.
 """
 
 from __future__ import annotations
@@ -14,45 +14,48 @@ from kvpolicy_vllm.plugin.scheduler import Asking
 
 
 class Silent:
-    """In :class:`Asking`'s place among a scheduler's bases: asks nothing. An object can change its class only to one of
-    the same layout, and vLLM's own class, with one base less, has another."""
+    """Replaces :class:`Asking` among a scheduler's bases and does nothing.
+
+    An object's class can be changed only to one of the same layout. vLLM's own class has one base fewer, and thus
+    another layout.
+    """
 
 
 class PluginSwitch:
-    """Of an engine core in this process, which must be idle when it is switched.
+    """Switches the plugin of an engine core in this process, which must be idle.
 
-    Without the plugin the scheduler does what vLLM's own class does, and neither it nor the worker has a connector.
-    What stays is memory: the host pool.
+    With the plugin off, the scheduler behaves as vLLM's own class, and neither it nor the worker has a connector. Only
+    the memory of the host pool stays allocated.
     """
 
     def __init__(self, core: Any) -> None:
         self._scheduler = core.scheduler
         self._runner = core.model_executor.driver_worker.worker.model_runner
-        self._ours = type(core.scheduler)
-        self._stock = _without_plugin(self._ours)
+        self._plugin_class = type(core.scheduler)
+        self._stock_class = _without_plugin(self._plugin_class)
         self._connector = core.scheduler.connector
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
-        self.there = issubclass(self._ours, Asking)
-        """Whether there is a plugin to switch."""
+        self.available = issubclass(self._plugin_class, Asking)
+        """Whether the engine was started with the plugin."""
 
     def set(self, on: bool) -> None:
-        """Raises ValueError for an engine that was started without the plugin, or is not idle."""
+        """Switch the plugin on or off. Raises ValueError if the engine was started without it, or is not idle."""
         scheduler = self._scheduler
-        if on and not self.there:
+        if on and not self.available:
             raise ValueError("this engine was started without the plugin")
-        if not self.there:
+        if not self.available:
             return
         if scheduler.requests:
             raise ValueError("the plugin is switched between workloads only: the engine has requests")
-        scheduler.__class__ = self._ours if on else self._stock
+        scheduler.__class__ = self._plugin_class if on else self._stock_class
         scheduler.connector = self._connector if on else None
-        if hasattr(self._runner, "kv_connector"):  # model runner v2 has a switch of its own
+        if hasattr(self._runner, "kv_connector"):  # model runner v2 has its own switch
             self._runner.kv_connector.set_disabled(not on)
         else:
             kv_transfer_state._KV_CONNECTOR_AGENT = self._agent if on else None
 
 
-def _without_plugin(ours: type) -> type:
-    """vLLM's class that the plugin's scheduler extends, laid out like it."""
-    bases = ours.__bases__
-    return type(f"Silent{bases[-1].__name__}", (Silent, *bases[1:]), {}) if bases[0] is Asking else ours
+def _without_plugin(plugin_class: type) -> type:
+    """A class that behaves as the vLLM scheduler below the plugin's and has the plugin class's layout."""
+    bases = plugin_class.__bases__
+    return type(f"Silent{bases[-1].__name__}", (Silent, *bases[1:]), {}) if bases[0] is Asking else plugin_class

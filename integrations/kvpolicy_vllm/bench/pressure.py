@@ -1,11 +1,10 @@
-"""One engine that serves the same requests under several memories and policies, and records it.
+"""Serves the same requests with several memory sizes and policies on one engine, and records it.
 
     python -m kvpolicy_vllm.bench.pressure
 
 Takes one job (see :mod:`kvpolicy_vllm.bench.engine_process`), a :class:`kvpolicy_vllm.bench.serve_job.ServedJob`. All
-levels of memory are served by one engine whose block pool is made smaller between runs, as if it had been started with
-less: two processes of one program can differ in speed for as long as they live, and that must not pass for an effect
-of memory.
+memory sizes are served by one engine whose block pool is shrunk between runs, as if it had been started with less. Two
+processes of the same program can differ in speed for as long as they live, which must not look like a memory effect.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvpolicy_vllm.bench.states import State
 
 
 class Pressure:
-    """Everything one engine serves, in order."""
+    """Serves all runs of one engine, in order."""
 
     def __init__(self, job: ServedJob, tell: Callable[[dict[str, Any]], None]) -> None:
         self._job = job
@@ -39,7 +38,7 @@ class Pressure:
         self._pool = self.scheduler.kv_cache_manager.block_pool
 
     def run(self) -> Noise:
-        """Serve every run; what came before, to warm up and to learn the machine's own noise, does not count."""
+        """Measure the machine's noise and warm up, which is discarded, then serve every run."""
         controller = self.scheduler.kvpolicy
         controller.adopt("always-recompute")
         noise = self._noise()
@@ -55,7 +54,7 @@ class Pressure:
         return noise
 
     def _noise(self) -> Noise:
-        """Identical windows, nobody disturbed: a few of the requests, decoding."""
+        """Measure the variation of identical windows in which a few requests decode undisturbed."""
         load = self._job.load
         state = State(
             "noise", load.block_size, "memory", load.prompt_tokens, 2, (load.prompt_tokens,) * 3, 0, 0
@@ -72,16 +71,16 @@ class Pressure:
         load, controller = self._job.load, self.scheduler.kvpolicy
         request = [0.0, load.prompt_tokens, load.output_tokens]
         requests = [request] * load.requests
-        asked = {"requests": requests, "seed": f"{self._job.seed}/{run.repeat}", "policy": self._job.policies[run.arm]}
+        job = {"requests": requests, "seed": f"{self._job.seed}/{run.repeat}", "policy": self._job.policies[run.arm]}
         with self._memory(self._job.blocks_at(run.level)):
-            first = controller.next_step
-            result = self._serving.serve(asked, lambda news: None)
+            first_step = controller.next_step
+            result = self._serving.serve(job, lambda news: None)
         row = window_row(
             state_id=run.state_id,
             arm=run.arm,
             repeat=run.repeat,
             cause="memory",
-            first_step=first,
+            first_step=first_step,
             last_step=controller.next_step - 1,
             duration_s=result["makespan_s"],
             preemption_id=None,
@@ -91,15 +90,15 @@ class Pressure:
 
     @contextmanager
     def _memory(self, blocks: int) -> Iterator[None]:
-        """The pool as if the engine had been started with so many blocks; it must be idle."""
-        whole = self._pool.num_gpu_blocks
-        held = self._pool.get_new_blocks(whole - blocks)
+        """Shrink the pool to ``blocks`` blocks, as if the engine had been started with these; it must be idle."""
+        all_blocks = self._pool.num_gpu_blocks
+        held_blocks = self._pool.get_new_blocks(all_blocks - blocks)
         self._pool.num_gpu_blocks = blocks
         try:
             yield
         finally:
-            self._pool.num_gpu_blocks = whole
-            self._pool.free_blocks(held)
+            self._pool.num_gpu_blocks = all_blocks
+            self._pool.free_blocks(held_blocks)
 
     def _record(self, row: dict[str, Any]) -> None:
         self.scheduler.kvpolicy.recorder.add("windows", row)
@@ -109,7 +108,7 @@ class Pressure:
 
 
 def serve(job: ServedJob, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Start the engine, serve, and close the trace. Returns the core's name and its noise."""
+    """Start the engine, serve, and close the trace. Return the core's name and its noise."""
     pressure = Pressure(job, tell)
     noise = pressure.run()
     controller = pressure.scheduler.kvpolicy
@@ -125,4 +124,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # whatever threads a library left behind
+    os._exit(0)  # libraries may have left threads that would keep the process alive

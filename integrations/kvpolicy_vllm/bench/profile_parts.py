@@ -1,4 +1,4 @@
-"""How a profile is cut into parts, one engine each, and what each part's engine is told."""
+"""Divides a profile into parts, one engine each, and makes the job of each part's engine."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from kvpolicy_vllm.plugin.settings import GIB, Settings
 MIN_TOKENS = 64
 MAX_HOST_GIB = 4.0
 PAGEABLE = "-pageable"
-"""Ends the ids of states whose copies went to memory that was not page-locked: their costs are others."""
+"""Suffix of the ids of states whose copies use memory that is not page-locked: their costs differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is measured."""
+    """How much a profile measures."""
 
     block_sizes: tuple[int, ...]
     states: int
-    """Per block size."""
+    """States per block size."""
     passes: int
     repeats: int
-    """Of every arm in every state and pass."""
+    """Windows per arm, state and pass."""
     check_pairs: int
-    """Twins per option, block size and pass."""
+    """Pairs of a window and its control (twin), per option, block size and pass."""
     max_tokens: int
     """Computed tokens of the longest victim."""
     max_others: int
     max_batch_tokens: int
     """Context of all running requests together."""
     model_tokens: int
-    """The engine's ``max_model_len``, where the model can hold as many."""
+    """The engine's ``max_model_len``, unless the model's own maximum is lower."""
     max_extra: int = MAX_EXTRA
-    """Repeats are multiplied by that at most where the machine is noisy; 1 bounds the time a profile takes."""
+    """Maximum factor by which repeats are multiplied on a noisy machine; 1 bounds the time a profile takes."""
 
     def span(self, model_tokens: int) -> Span:
         length = min(self.model_tokens, model_tokens)
-        most = min(self.max_tokens, length // 2)
-        return Span(MIN_TOKENS, most, self.max_others, self.max_batch_tokens, length)
+        max_tokens = min(self.max_tokens, length // 2)
+        return Span(MIN_TOKENS, max_tokens, self.max_others, self.max_batch_tokens, length)
 
 
 QUICK = Extent((32, 64), 24, 2, 1, 10, 1500, 7, 6000, 4096)
@@ -67,13 +67,13 @@ class Part:
 
     name: str
     number: int
-    """Which pass."""
+    """Number of the pass, from 0."""
     block_size: int
     pin_memory: bool
 
 
 def parts_of(extent: Extent, device: bool) -> tuple[Part, ...]:
-    """All parts, passes interleaved over block sizes, every other pass backwards; pinned and pageable on a device."""
+    """All parts: passes interleaved over block sizes, every other one in reverse; pinned and pageable on a device."""
     kinds = [(size, pinned) for size in extent.block_sizes for pinned in ((True, False) if device else (True,))]
     parts = []
     for number in range(extent.passes):
@@ -85,7 +85,7 @@ def parts_of(extent: Extent, device: bool) -> tuple[Part, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What all parts of a profile have in common."""
+    """Settings that all parts of a profile share."""
 
     llm: Path
     extent: Extent
@@ -95,7 +95,7 @@ class Rig:
     """Whether there is an accelerator."""
 
     def job(self, part: Part, folder: Path) -> Job:
-        """What the part's engine is to do; its trace goes into ``folder``."""
+        """The job of the part's engine; its trace goes into ``folder``."""
         span = self.extent.span(model_length(self.llm))
         states = grid(part.block_size, self.extent.states, span, random.Random(f"{self.seed}/grid/{part.block_size}"))
         checks: tuple[State, ...] = check_states(part.block_size, span)
@@ -115,20 +115,20 @@ class Rig:
         )
 
     def engine_arguments(self, part: Part, trace: Path, span: Span, blocks: int) -> dict[str, Any]:
-        """Of the part's engine: ``blocks`` KV blocks, a trace into ``trace``."""
-        shape = {
+        """Arguments of :class:`vllm.LLM` for an engine with ``blocks`` KV blocks that records into ``trace``."""
+        engine = {
             "model": str(self.llm),
             "skip_tokenizer_init": True,
             "block_size": part.block_size,
             "num_gpu_blocks_override": blocks,
             "max_model_len": span.model_tokens,
-            # What `vllm serve` takes by default on these devices; the LLM class would take more.
+            # The defaults of `vllm serve` on these devices; the LLM class has higher ones.
             "max_num_batched_tokens": 8192 if self.device else 2048,
             "max_num_seqs": 64,
             "seed": self.seed,
         }
         settings = Settings(
-            policy="always-recompute",  # every measured decision is pinned
+            policy="always-recompute",  # without effect: every measured decision is pinned
             host_gib=min(MAX_HOST_GIB, 0.4 * available_memory_bytes() / GIB),
             link=self.link,
             trace=trace,
@@ -136,11 +136,11 @@ class Rig:
             pin_memory=part.pin_memory,
             source="profile",
         )
-        return shape | plugin_arguments(settings) | device_arguments(on_cpu=not self.device)
+        return engine | plugin_arguments(settings) | device_arguments(on_cpu=not self.device)
 
 
 def model_length(llm: Path) -> int:
-    """Positions the model was made for. Raises ValueError where its configuration does not say."""
+    """Maximum number of positions of the model. Raises ValueError where its configuration does not say."""
     path = llm / "config.json"
     try:
         values = json.loads(path.read_text())

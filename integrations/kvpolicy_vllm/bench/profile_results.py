@@ -1,4 +1,4 @@
-"""What is done with a profile once an engine has measured its part, and once all have."""
+"""Finishes a profile: each core once its engine has measured, and the whole profile at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LABELS = ("state_id", "arm", "repeat")
 
 @dataclass(frozen=True, slots=True)
 class ProfileReport:
-    """What a finished profile says about itself."""
+    """Summary of a finished profile."""
 
     out: Path
     states: int
@@ -31,12 +31,12 @@ class ProfileReport:
     discarded: Mapping[str, int]
     """Discarded windows by reason."""
     noise: Mapping[str, Mapping[str, Any]]
-    """By core; see ``Header.noise``."""
+    """Noise by core; see ``Header.noise``."""
     step_times: Mapping[str, StepTimeModel]
     checks: Sequence[SelfCheck]
 
     def text(self) -> str:
-        """For a person."""
+        """The summary in words."""
         lines = [
             f"{self.out}: {self.states} states ({self.natural_states} natural), {self.windows} windows that count, "
             f"{sum(self.discarded.values())} discarded"
@@ -44,62 +44,66 @@ class ProfileReport:
         lines += [f"  discarded: {count} x {reason}" for reason, count in self.discarded.items()]
         for core, noise in self.noise.items():
             model = self.step_times[core]
-            more = f"{noise['repeats']} repeats instead of {noise['asked_repeats']}"
+            repeats = f"{noise['repeats']} repeats instead of {noise['asked_repeats']}"
             if noise["repeats"] == noise["asked_repeats"]:
-                more = f"repeats are limited to {noise['repeats']} here"
-            loud = f", above {100 * noise['limit']:.0f}%: {more}"
+                repeats = f"repeats are limited to {noise['repeats']} here"
+            warning = f", above {100 * noise['limit']:.0f}%: {repeats}"
             lines.append(
                 f"  {noise['part']}: identical windows vary by {100 * noise['variation']:.1f}%"
-                f"{loud if noise['above_limit'] else ''}; step times (fitted on {model.fitted_on}) are missed by "
+                f"{warning if noise['above_limit'] else ''}; step times (fitted on {model.fitted_on}) are missed by "
                 f"{100 * model.error.mean_relative:.1f}% or {1e3 * model.error.mean_s:.3f} ms, held out"
             )
         return "\n".join(lines + [f"  self-check: {check.line()}" for check in self.checks])
 
 
 def finish_core(core: Path, seed: int, noise: Mapping[str, Any], notes: str = "") -> None:
-    """Enter what was measured about the measuring, and take the labels off decisions whose window does not count."""
+    """Write the noise into the header, and remove the labels of decisions whose window is discarded."""
     header = Header.read(core / "header.json")
     replace(header, seed=seed, noise=dict(noise), notes=notes).write(core)
     windows = pa.concat_tables(list(traces.iter_parts(core, "windows")))
-    counting = windows.filter(pc.equal(windows["discarded"], ""))["preemption_id"].drop_null()
+    counted_ids = windows.filter(pc.equal(windows["discarded"], ""))["preemption_id"].drop_null()
     parts = [traces.read_part(path, "decisions") for path in sorted((core / "decisions").glob("part-*.parquet"))]
-    # A window names one victim; those that went with it share its overflow.
-    mine = [part.filter(pc.is_in(part["preemption_id"], value_set=counting))["overflow_id"] for part in parts]
-    overflows = pa.chunked_array([chunk for one in mine for chunk in one.chunks], pa.string())
+    # A window names one victim; further victims of the same step share its overflow.
+    counted_overflows = [
+        part.filter(pc.is_in(part["preemption_id"], value_set=counted_ids))["overflow_id"] for part in parts
+    ]
+    overflows = pa.chunked_array([chunk for column in counted_overflows for chunk in column.chunks], pa.string())
     for number, part in enumerate(parts):
         traces.write_part(core, "decisions", number, _unlabelled(part, overflows))
 
 
 def _unlabelled(decisions: pa.Table, overflows: pa.ChunkedArray) -> pa.Table:
-    """``decisions`` with empty labels where the overflow is not in ``overflows``."""
-    keep = pc.is_in(decisions["overflow_id"], value_set=overflows)
+    """``decisions`` with the labels set to null where the overflow is not in ``overflows``."""
+    is_kept = pc.is_in(decisions["overflow_id"], value_set=overflows)
     for name in LABELS:
-        at = decisions.schema.get_field_index(name)
-        field = decisions.schema.field(at)
-        decisions = decisions.set_column(at, field, pc.if_else(keep, decisions[name], pa.scalar(None, field.type)))
+        index = decisions.schema.get_field_index(name)
+        field = decisions.schema.field(index)
+        decisions = decisions.set_column(
+            index, field, pc.if_else(is_kept, decisions[name], pa.scalar(None, field.type))
+        )
     return decisions
 
 
 def finish_profile(out: Path, cores: Sequence[str]) -> ProfileReport:
-    """Check the whole profile against its twins, enter the result in every header, and report."""
+    """Run the self-check on the whole profile, write its result into every header, and return the report."""
     trace = traces.read(out)
     models = step_time_models(trace)
-    found = self_checks(attribute(trace))
+    checks = self_checks(attribute(trace))
     for core in cores:
         header = trace.headers[core]
-        mine = [asdict(check) for check in found if check.block_size == header.block_size]
-        replace(header, noise=dict(header.noise) | {"self_check": mine}).write(out / core)
+        core_checks = [asdict(check) for check in checks if check.block_size == header.block_size]
+        replace(header, noise=dict(header.noise) | {"self_check": core_checks}).write(out / core)
     windows = trace.rows("windows")
-    count = [window for window in windows if not window["discarded"]]
-    causes = {window["state_id"]: window["cause"] for window in count}
+    counted = [window for window in windows if not window["discarded"]]
+    causes = {window["state_id"]: window["cause"] for window in counted}
     reasons = Counter(window["discarded"] for window in windows) - Counter(("", "warm-up", "noise") * len(windows))
     return ProfileReport(
         out=out,
         states=len(causes),
         natural_states=sum(cause == "memory" for cause in causes.values()),
-        windows=len(count),
+        windows=len(counted),
         discarded=dict(reasons),
         noise={core: trace.headers[core].noise for core in cores},
         step_times=models,
-        checks=found,
+        checks=checks,
     )

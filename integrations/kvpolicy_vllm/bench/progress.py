@@ -1,4 +1,4 @@
-"""A progress bar for what takes minutes."""
+"""A progress bar for measurements that take minutes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 
 class Bar:
-    """A bar on standard error that starts over with every part; :meth:`tell` moves it."""
+    """A bar on standard error that starts over with every part; :meth:`tell` advances it."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, title: str) -> None:
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -20,8 +20,8 @@ class Bar:
             TimeElapsedColumn(),
             console=Console(stderr=True),
         )
-        self._what = what
-        self._task = self._progress.add_task(what, total=None)
+        self._title = title
+        self._task = self._progress.add_task(title, total=None)
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -32,9 +32,9 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
-    def tell(self, part: str, done: int, of: int) -> None:
-        """``done`` windows of ``of`` in this part; 0 of 0 while its engine starts."""
-        waiting = "" if of else ": engine starts"
+    def tell(self, part: str, done: int, total: int) -> None:
+        """Show ``done`` of ``total`` windows of this part; 0 of 0 while its engine starts."""
+        suffix = "" if total else ": engine starts"
         self._progress.update(
-            self._task, description=f"{self._what}, {part}{waiting}", completed=done, total=of if of else None
+            self._task, description=f"{self._title}, {part}{suffix}", completed=done, total=total if total else None
         )

@@ -1,4 +1,4 @@
-"""Arms compared block by block: ratios with intervals. Pure."""
+"""Compares arms block by block: ratios with intervals. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ratio:
 
     @property
     def tie(self) -> bool:
-        """Whether 1 lies in the interval: then nobody is ahead."""
+        """Whether 1 lies in the interval, so that neither arm is ahead."""
         return self.low <= 1.0 <= self.high
 
     def to_dict(self) -> dict[str, float]:
@@ -44,10 +44,10 @@ def paired_ratio(
 ) -> Ratio:
     """Geometric mean of ``above[b] / below[b]`` over blocks b, with a bootstrap interval over blocks.
 
-    Blocks are resampled as pairs, so what slowed a whole block down cancels. The percentiles are taken further out
-    than 2.5% and 97.5%, as far as Student's t goes beyond the normal at so few blocks (Hesterberg, "What Teachers
-    Should Know About the Bootstrap", 2015, section 4.5): without that, intervals over eight blocks are too narrow.
-    Raises ValueError for under 2 blocks, unequal numbers of them, and values not above 0.
+    Blocks are resampled as pairs, so that effects on a whole block cancel. The percentiles lie further out than 2.5%
+    and 97.5%, by as much as Student's t exceeds the normal at that number of blocks (Hesterberg, "What Teachers Should
+    Know About the Bootstrap", 2015, section 4.5): otherwise intervals over eight blocks are too narrow. Raises
+    ValueError for fewer than 2 blocks, unequal numbers of them, and values not above 0.
     """
     if len(above) != len(below) or len(above) < MIN_BLOCKS:
         raise InputError(f"{len(above)} and {len(below)} blocks: should be as many of both, at least {MIN_BLOCKS}")
@@ -58,7 +58,7 @@ def paired_ratio(
     tail = widened_tail(len(logs))
     low, high = means[math.floor(tail * resamples)], means[math.ceil((1 - tail) * resamples) - 1]
     value = math.fsum(logs) / len(logs)
-    # A value outside its own interval is rounding: all blocks alike.
+    # Where all blocks are equal, rounding can put the value outside its interval.
     return Ratio(math.exp(value), math.exp(min(low, value)), math.exp(max(high, value)))
 
 

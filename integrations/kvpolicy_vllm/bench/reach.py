@@ -1,4 +1,4 @@
-"""How much of the overflow study is measured, and how it is cut into parts, one engine each. Pure."""
+"""How much of the overflow study is measured (its reach), and its division into parts, one engine each. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, MEMORY, SEQUENCE_LENGT
 from kvpolicy_vllm.bench.profile_parts import PAGEABLE, Extent, Part
 from kvpolicy_vllm.bench.states import State, running_for
 
-DECODED = 4
-"""Tokens that everybody has emitted, at least, before the overflow is brought about."""
-ALIGNING = 20
-"""Tokens before the end of a block at which those who are to need the next one together have their prompt's end."""
+DECODED_TOKENS = 4
+"""Minimum number of tokens that every request has emitted before the overflow."""
+ALIGNMENT_TOKENS = 20
+"""Prompts of requests that are to need a block in the same step end this many tokens before the end of a block."""
 STUDY_BLOCK_SIZE = 32
-"""Of the engines of all figures but block-size; a CPU engine wants a multiple of 32."""
+"""Block size of the engines of all figures but block-size; CPU engines need a multiple of 32."""
 LEARNING = "learning"
-"""Begins the names of the parts that the learned policy is trained on."""
+"""Prefix of the names of the parts that the learned policy is trained on."""
 ARMS = ("recompute", "swap", "learned")
-"""Policies that serve, under these names."""
+"""Names of the policies in served runs."""
 PAPER_REQUESTS, PAPER_PROMPT, PAPER_OUTPUT = 32, 1500, 1024
 TIMELINE_LEVEL = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests of one size, all at once."""
+    """Requests of equal size that arrive together."""
 
     requests: int
     prompt_tokens: int
@@ -45,7 +45,7 @@ class Load:
 
     @property
     def all_blocks(self) -> int:
-        """That hold every request at full length, and one that vLLM keeps for itself."""
+        """Blocks that hold every request at full length, plus the one that vLLM keeps for itself."""
         return self.requests * self.blocks_each + 1
 
     @property
@@ -53,12 +53,12 @@ class Load:
         return self.requests * self.output_tokens
 
     def blocks_at(self, level: int) -> int:
-        """Of an engine with ``level`` percent of the memory; one request must fit."""
-        wanted = round(level / 100 * self.requests * self.blocks_each)
-        return max(wanted, self.blocks_each + 1) + 1
+        """Blocks of an engine with ``level`` percent of the memory, and at least enough for one request."""
+        blocks = round(level / 100 * self.requests * self.blocks_each)
+        return max(blocks, self.blocks_each + 1) + 1
 
     def scaling(self) -> str:
-        """For a figure: what is served here, beside what the paper served."""
+        """Comparison of this load with the paper's, to print below a figure."""
         paper = f"{PAPER_REQUESTS} x {PAPER_PROMPT} in / {PAPER_OUTPUT} out"
         here = f"{self.requests} requests x {self.prompt_tokens} in / {self.output_tokens} out, all at once"
         share = self.total_tokens / (PAPER_PROMPT + PAPER_OUTPUT)
@@ -77,7 +77,7 @@ def load_of(scale: float, requests: int = PAPER_REQUESTS) -> Load:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How much of each figure is measured."""
+    """How much is measured for each figure."""
 
     lengths: tuple[int, ...]
     length_requests: int
@@ -85,23 +85,23 @@ class Reach:
     block_size_tokens: int
     """Length of both requests."""
     victims: tuple[int, ...]
-    """Of one overflow."""
+    """Numbers of victims per overflow."""
     victim_tokens: int
-    """Length of every request beside them, too; whole blocks."""
+    """Length of the victims and of all other requests; whole blocks."""
     passes: int
     repeats: int
-    """Of every arm and level, per pass."""
+    """Windows per arm and level, per pass."""
     scale: float
-    """What the lengths of the paper's requests are multiplied by."""
+    """Factor on the lengths of the paper's requests."""
     served_requests: int
     levels: tuple[int, ...]
-    """Of memory, percent."""
+    """Memory levels, percent."""
     served_passes: int
     served_repeats: int
-    """Of every level and policy, per pass."""
+    """Runs per level and policy, per pass."""
     timeline_repeats: int
     learning: Extent
-    """What the learned policy is trained on."""
+    """Extent of the profile that the learned policy is trained on."""
 
     @property
     def load(self) -> Load:
@@ -137,10 +137,10 @@ FULL_DEVICE = Reach(
 
 
 ENGINE_S = 18.0
-"""To start an engine, warm it up and write its trace."""
+"""Expected seconds to start an engine, warm it up and write its trace."""
 WINDOW_S = 0.2
 SERVED_S_PER_TOKEN = 0.0004
-"""Of output, at the memory levels of the study."""
+"""Expected seconds per output token, at the memory levels of the study."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,7 @@ class Step:
 
     part: Part
     work_s: Mapping[str, float]
-    """By what is measured, a figure or :data:`LEARNING`: very roughly how long it takes on two cores. Only shares of
-    the whole are made of it."""
+    """Rough duration on two cores, by what is measured: a figure or :data:`LEARNING`. Only its proportions matter."""
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -158,7 +157,7 @@ class Step:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of what is measured, in the study's plan."""
+        """Names of what is measured, as in the study's plan file."""
         return tuple(f"{figure}-{self.part.name}" for figure in self.work_s)
 
     @property
@@ -167,36 +166,36 @@ class Step:
 
     @property
     def expected_s(self) -> float:
-        """0 where there is nothing to do."""
+        """Expected duration; 0 where nothing is left to measure."""
         return ENGINE_S + sum(self.work_s.values()) if self.work_s else 0.0
 
     def without(self, done: Container[str]) -> Step:
-        """What is left of it."""
-        left = {f: s for f, s in self.work_s.items() if f"{f}-{self.part.name}" not in done}
-        return replace(self, work_s=left)
+        """The step without what is done already."""
+        remaining = {f: s for f, s in self.work_s.items() if f"{f}-{self.part.name}" not in done}
+        return replace(self, work_s=remaining)
 
 
 def steps_of(reach: Reach, figures: Sequence[str], device: bool) -> list[Step]:
-    """Single overflows first, passes interleaved over engines, every other one backwards; then what the learned policy
-    is trained on; then what is served."""
+    """Steps of the study: first single overflows, with passes interleaved over engines and every other pass in reverse;
+    then the profile for the learned policy; then the served runs."""
     single = tuple(figure for figure in (SEQUENCE_LENGTH, EVICTED_TOKENS) if figure in figures)
     kinds: list[tuple[tuple[str, ...], int, bool]] = [(single, STUDY_BLOCK_SIZE, True)] if single else []
     if BLOCK_SIZE in figures:
         kinds += [((BLOCK_SIZE,), size, pin) for size in reach.block_sizes for pin in (True, False)[: 1 + device]]
-    found = []
+    steps = []
     for number in range(reach.passes):
-        for some, size, pinned in kinds if number % 2 == 0 else reversed(kinds):
-            work_s = {one: 3 * reach.repeats * WINDOW_S * len(study_states(reach, one, size)) for one in some}
-            found.append(_step(number, work_s, size, pinned))
+        for measured, size, pinned in kinds if number % 2 == 0 else reversed(kinds):
+            work_s = {f: 3 * reach.repeats * WINDOW_S * len(study_states(reach, f, size)) for f in measured}
+            steps.append(_step(number, work_s, size, pinned))
     served = tuple(figure for figure in SERVED if figure in figures)
     if not served:
-        return found
+        return steps
     for number in range(reach.learning.passes):
-        found.append(_step(number, {LEARNING: 3 * reach.learning.repeats * WINDOW_S * reach.learning.states}))
+        steps.append(_step(number, {LEARNING: 3 * reach.learning.repeats * WINDOW_S * reach.learning.states}))
     for number in range(reach.served_passes):
-        tokens = {one: len(runs_of(reach, one, number, 0)) * reach.load.all_output_tokens for one in served}
-        found.append(_step(number, {one: SERVED_S_PER_TOKEN * count for one, count in tokens.items()}))
-    return found
+        tokens = {figure: len(runs_of(reach, figure, number, 0)) * reach.load.all_output_tokens for figure in served}
+        steps.append(_step(number, {figure: SERVED_S_PER_TOKEN * count for figure, count in tokens.items()}))
+    return steps
 
 
 def _step(number: int, work_s: Mapping[str, float], size: int = STUDY_BLOCK_SIZE, pinned: bool = True) -> Step:
@@ -204,9 +203,9 @@ def _step(number: int, work_s: Mapping[str, float], size: int = STUDY_BLOCK_SIZE
 
 
 def study_states(reach: Reach, figure: str, block_size: int) -> tuple[State, ...]:
-    """Real preemptions, for want of memory: everybody is as long as the victim, which is the last that was admitted.
+    """States with natural preemptions: all requests are as long as the victim, which is admitted last.
 
-    Raises ValueError for lengths that no such overflow can be made of.
+    Raises ValueError for lengths that such an overflow is impossible with.
     """
     if figure == EVICTED_TOKENS:
         return _evicted_states(reach, block_size)
@@ -215,20 +214,20 @@ def study_states(reach: Reach, figure: str, block_size: int) -> tuple[State, ...
     else:
         levels = [(block_size, reach.block_size_tokens, 2)]
     return tuple(
-        _state(state_id(figure, level), block_size, tokens - DECODED, DECODED, requests)
+        _state(state_id(figure, level), block_size, tokens - DECODED_TOKENS, DECODED_TOKENS, requests)
         for level, tokens, requests in levels
     )
 
 
 def _evicted_states(reach: Reach, block_size: int) -> tuple[State, ...]:
-    """All beside as many requests as the largest overflow wants."""
+    """States of figure evicted-tokens. All have as many requests as the largest overflow needs."""
     blocks = reach.victim_tokens // block_size
-    if reach.victim_tokens % block_size or block_size <= ALIGNING:
+    if reach.victim_tokens % block_size or block_size <= ALIGNMENT_TOKENS:
         raise InputError(f"victim_tokens is {reach.victim_tokens}, should be whole blocks of {block_size} tokens")
     requests = running_for(max(reach.victims), blocks)
     return tuple(
         replace(
-            _state(state_id(EVICTED_TOKENS, count), block_size, reach.victim_tokens - ALIGNING, 2, requests),
+            _state(state_id(EVICTED_TOKENS, count), block_size, reach.victim_tokens - ALIGNMENT_TOKENS, 2, requests),
             victims=count,
         )
         for count in reach.victims
@@ -250,7 +249,7 @@ def _state(name: str, block_size: int, prompt_tokens: int, decoded_tokens: int, 
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """The load served to its end once."""
+    """One run of the load, served to its end."""
 
     state_id: str
     level: int
@@ -259,7 +258,7 @@ class ServedRun:
 
 
 def runs_of(reach: Reach, figure: str, number: int, seed: int) -> list[ServedRun]:
-    """What the part of pass ``number`` serves: in each repeat levels in an order of its own, at each level policies."""
+    """Runs of pass ``number``: per repeat the levels in random order, at each level the policies in random order."""
     rng = random.Random(f"{seed}/runs/{figure}/{number}")
     levels, repeats = (
         (reach.levels, reach.served_repeats) if figure == MEMORY else ((TIMELINE_LEVEL,), reach.timeline_repeats)
@@ -273,11 +272,11 @@ def runs_of(reach: Reach, figure: str, number: int, seed: int) -> list[ServedRun
     ]
 
 
-def time_left(steps: Sequence[Step], at: int, share: float, elapsed_s: float) -> float | None:
-    """Seconds, from how long what was done took beside what was expected; None while nothing is done.
+def time_left(steps: Sequence[Step], current: int, share: float, elapsed_s: float) -> float | None:
+    """Estimated seconds left, from the ratio of elapsed to expected time so far; None while nothing is done.
 
-    ``at``: the step at work, ``share`` of it done.
+    ``current``: index of the current step, of which ``share`` is done.
     """
-    done = sum(step.expected_s for step in steps[:at]) + share * steps[at].expected_s
-    left = sum(step.expected_s for step in steps[at:]) - share * steps[at].expected_s
-    return None if done <= 0 else elapsed_s / done * left
+    done_s = sum(step.expected_s for step in steps[:current]) + share * steps[current].expected_s
+    remaining_s = sum(step.expected_s for step in steps[current:]) - share * steps[current].expected_s
+    return None if done_s <= 0 else elapsed_s / done_s * remaining_s

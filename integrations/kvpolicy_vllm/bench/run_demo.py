@@ -1,7 +1,7 @@
-"""`kvpolicy demo`: measure, train and evaluate here, then the same overload with and without the plugin.
+"""`kvpolicy demo`: measures, trains and evaluates, then serves the same overload with and without the plugin.
 
-Everything is done twice: over the native link, and over a simulated one that puts break-even inside the measured
-lengths (without an accelerator copies are so cheap that swap nearly always wins, and a policy is then a constant).
+Everything is done twice: over the native link, and over a simulated one whose break-even lies inside the measured
+lengths. (Without an accelerator copies are so cheap that swap nearly always wins: the best policy is then a constant.)
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kvpolicy_vllm.bench.overload import (
     STOCK,
     Arm,
     Arms,
+    ProgressCallback,
     Run,
     Settings,
     Targets,
-    Told,
     alternate,
     by_arm,
     summary,
@@ -53,7 +53,7 @@ REFERENCE = "memory enough"
 ITL_FACTOR = 1.25
 DEMO_JSON = "demo.json"
 PARTS = ("llm", "traces", "models", "logs")
-"""What a demo writes into its folder besides demo.json."""
+"""Entries that a demo writes into its folder besides demo.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +62,25 @@ class Plan:
 
     extent: Extent
     blocks: int
-    """Of the overload, each through all arms in an order of its own."""
+    """Blocks of the overload. A block is one workload that all arms serve, in random order."""
     requests: int
-    """Per block of the overload."""
+    """Requests per block."""
     warm_up_requests: int
     pairs: int
-    """Of runs without pressure, plugin off and on."""
+    """Pairs of runs without memory pressure, plugin off and on."""
     calm_requests: int
+    """Requests per run without memory pressure."""
     context_tokens: int
     scale: float
-    """What the public trace's lengths are multiplied by."""
+    """Factor on the lengths of the public trace."""
     memory_share: float
     """Device memory of the overload, as a share of what all its requests would take at their longest."""
 
 
 SHAPE = {"hidden": 512, "intermediate": 1536, "layers": 2, "spread": 0.1}
-"""Of the demo's model, 8.4 million parameters. Wide and flat: in a narrower, deeper one a step's fixed cost in Python
-is so much of its time that recomputed tokens hardly show, which is not how real models are."""
-# As long and as many as the overload's requests: a policy is to be trained where it will serve.
+"""Shape of the demo's model, 8.4 million parameters. It is wide and flat: in a narrower, deeper model the fixed cost of
+a step in Python would hide the cost of recomputed tokens, unlike in real models."""
+# Lengths and loads match the overload's, so that the policy is trained on the range in which it will serve.
 _EXTENT = {
     "passes": 2,
     "repeats": 1,
@@ -115,27 +116,27 @@ QUICK = Plan(
 def demo(out: Path | None = None, quick: bool = False, seed: int = 0, plan: Plan | None = None) -> DemoReport:
     """Run the whole loop on a small model and write ``out/demo.json``; ``out`` is by default ``out/demo``.
 
-    An unfinished demo in ``out`` is taken up at the profile it was in; a finished one is replaced. Raises ValueError
-    where ``out`` holds something else, EngineFailed where an engine ends badly.
+    An unfinished demo in ``out`` is resumed with its unfinished profile; a finished one is replaced. Raises ValueError
+    where ``out`` holds something else, EngineFailed where an engine fails.
     """
     out = Path("out/demo") if out is None else Path(out)
     plan = (QUICK if quick else FULL) if plan is None else plan
-    _make_room(out)
-    show = Console(stderr=True)
-    show.rule("a small Llama, made from a seed")
+    _clear_folder(out)
+    console = Console(stderr=True)
+    console.rule("a small Llama, made from a seed")
     with EngineProcess("kvpolicy_vllm.bench.inspect_model", out / "logs" / "preparing.log") as process:
-        found = process.ask({"llm": None, "make": str(out / "llm"), "seed": seed, "shape": SHAPE})
-    loop = Loop(out, Path(found["llm"]), not found["device"], plan, seed, show)
+        answer = process.ask({"llm": None, "make": str(out / "llm"), "seed": seed, "shape": SHAPE})
+    loop = Loop(out, Path(answer["llm"]), not answer["device"], plan, seed, console)
     native = loop.measure("native", None)
     link = loop.simulated_link()
-    measures = [native] if link is None else [native, loop.measure("simulated", link)]
-    report = DemoReport(tuple(loop.overload(measures)), str(out / DEMO_JSON))
+    results = [native] if link is None else [native, loop.measure("simulated", link)]
+    report = DemoReport(tuple(loop.overload(results)), str(out / DEMO_JSON))
     (out / DEMO_JSON).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     return report
 
 
-def _make_room(out: Path) -> None:
-    """Remove a finished demo; refuse to mix with anything that is none."""
+def _clear_folder(out: Path) -> None:
+    """Remove a finished demo from ``out``. Raises InputError where ``out`` holds something else."""
     strange = (
         sorted(path.name for path in out.iterdir() if path.name not in (*PARTS, DEMO_JSON)) if out.is_dir() else []
     )
@@ -149,15 +150,15 @@ def _make_room(out: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One link, measured, learned and judged."""
+class LinkResult:
+    """Results over one link: profile, training and evaluation."""
 
     name: str
     link: SimulatedLink | None
     header: dict[str, Any]
-    """As traces name it."""
+    """The link as in a trace's header."""
     learned: str
-    """The learned policy's name."""
+    """Spec of the learned policy."""
     train: dict[str, Any]
     evaluate: dict[str, Any]
 
@@ -167,42 +168,46 @@ class Measured:
 
 
 class Loop:
-    """The demo's steps, in the order of its methods."""
+    """The steps of the demo, in the order of the methods."""
 
-    def __init__(self, out: Path, llm: Path, on_cpu: bool, plan: Plan, seed: int, show: Console) -> None:
+    def __init__(self, out: Path, llm: Path, on_cpu: bool, plan: Plan, seed: int, console: Console) -> None:
         self._out = out
         self._llm = llm
         self._on_cpu = on_cpu
         self._plan = plan
         self._seed = seed
-        self._show = show
+        self._console = console
 
-    def measure(self, name: str, link: SimulatedLink | None) -> Measured:
+    def measure(self, name: str, link: SimulatedLink | None) -> LinkResult:
         """Profile, train, evaluate."""
         trace, model = self._out / "traces" / name, self._out / "models" / name
-        told = "the native link" if link is None else f"a simulated link, --link {link.text}"
-        self._show.rule(f"profile, train, evaluate: {told}")
+        link_text = "the native link" if link is None else f"a simulated link, --link {link.text}"
+        self._console.rule(f"profile, train, evaluate: {link_text}")
         profiled = profile(trace, Measurement(self._llm, link=link, seed=self._seed), extent=self._plan.extent)
         shutil.rmtree(model, ignore_errors=True)
-        # A noisy machine is told of, in what training reports; it does not end the demo.
+        # Noise appears in the training report; it must not end the demo.
         trained = train([trace], model, force=True, seed=self._seed)
         learned = f"cheapest:{model}"
-        judged = evaluate([trace], [*FIXED, learned], seed=self._seed)
-        for report in (profiled, trained, judged):
-            self._show.print(report.text(), highlight=False, markup=False, soft_wrap=True)
-        return Measured(name, link, header_link(link), learned, trained.to_dict(), judged.to_dict())
+        evaluated = evaluate([trace], [*FIXED, learned], seed=self._seed)
+        for report in (profiled, trained, evaluated):
+            self._console.print(report.text(), highlight=False, markup=False, soft_wrap=True)
+        return LinkResult(name, link, header_link(link), learned, trained.to_dict(), evaluated.to_dict())
 
     def simulated_link(self) -> SimulatedLink | None:
-        """None where natively swap does not win at the median length."""
+        """A link with break-even inside the measured lengths; None where swap does not win over the native link."""
         native = measured([self._out / "traces" / "native"])
-        costs = [Costs(one.computed_tokens, one.mean_s["recompute"], one.mean_s["swap"]) for one in native.states]
+        costs = [
+            Costs(state.computed_tokens, state.mean_s["recompute"], state.mean_s["swap"]) for state in native.states
+        ]
         return break_even_link(costs, native.kv_bytes_per_token)
 
-    def overload(self, links: Sequence[Measured]) -> list[LinkReport]:
-        """The same blocks through every arm, link after link, and pairs without pressure."""
+    def overload(self, links: Sequence[LinkResult]) -> list[LinkReport]:
+        """Serve the same blocks by every arm of every link, and pairs of runs without memory pressure."""
         blocks = [self._workload(self._seed + 1 + block, self._plan.requests) for block in range(self._plan.blocks)]
         settings = self._settings(blocks)
-        self._show.rule(f"overload: {len(blocks)} blocks of {self._plan.requests} requests, {blocks[0].name} lengths")
+        self._console.rule(
+            f"overload: {len(blocks)} blocks of {self._plan.requests} requests, {blocks[0].name} lengths"
+        )
         with Arms(settings, self._out / "logs") as arms, Bar("overload") as bar:
             references = self._references(arms, blocks, bar.tell)
             targets = targets_of(references)
@@ -211,9 +216,9 @@ class Loop:
                 self._start(arms, link, bar.tell)
                 rng = random.Random(f"{self._seed}/order/{link.name}")
                 runs = by_arm(alternate(arms, [arm.name for arm in link.arms()], blocks, rng, bar.tell))
-                calm = self._calm(arms, rng, bar.tell)
-                compared = _compare_all(references, runs)
-                reports.append(self._report(link, settings, blocks, runs, calm, compared, targets))
+                calm_runs = self._calm(arms, rng, bar.tell)
+                comparison = _compare_all(references, runs)
+                reports.append(self._report(link, settings, blocks, runs, calm_runs, comparison, targets))
         return reports
 
     def _workload(self, seed: int, requests: int) -> Workload:
@@ -232,11 +237,13 @@ class Loop:
             step_tokens=2048 if self._on_cpu else 8192,
         )
 
-    def _references(self, arms: Arms, blocks: Sequence[Workload], tell: Told) -> list[Run]:
-        """Every block with memory for all its requests, by stock vLLM: the right tokens, and undisturbed times."""
+    def _references(self, arms: Arms, blocks: Sequence[Workload], tell: ProgressCallback) -> list[Run]:
+        """Serve every block by stock vLLM with memory for all requests, for reference tokens and undisturbed times."""
         tell("memory enough for all", 0, 0)
-        enough = max(_blocks_of(workload, arms.settings.block_size) for workload in blocks) + self._plan.requests + 1
-        arms.start(Arm(REFERENCE, None, device_blocks=enough))
+        ample_blocks = (
+            max(_blocks_of(workload, arms.settings.block_size) for workload in blocks) + self._plan.requests + 1
+        )
+        arms.start(Arm(REFERENCE, None, device_blocks=ample_blocks))
         self._warm_up(arms, REFERENCE, tell)
         runs = [arms.serve(REFERENCE, workload, block, True, tell) for block, workload in enumerate(blocks)]
         arms.stop(REFERENCE)
@@ -245,34 +252,34 @@ class Loop:
             raise RuntimeError(f"{preempted} preemptions with memory enough for all: that is no reference")
         return runs
 
-    def _start(self, arms: Arms, link: Measured, tell: Told) -> None:
+    def _start(self, arms: Arms, link: LinkResult, tell: ProgressCallback) -> None:
         arms.stop(*arms.names)
         tell(f"{link.name} link", 0, 0)
         arms.start(*link.arms())
         for arm in link.arms():
             self._warm_up(arms, arm.name, tell)
 
-    def _warm_up(self, arms: Arms, name: str, tell: Told) -> None:
-        """Whatever an engine does only once it does here; not counted. Enough requests to bring preemptions."""
+    def _warm_up(self, arms: Arms, name: str, tell: ProgressCallback) -> None:
+        """Serve enough requests to cause preemptions, uncounted, so that one-time work is not measured."""
         arms.serve(name, self._workload(self._seed, self._plan.warm_up_requests), -1, told=tell)
 
-    def _calm(self, arms: Arms, rng: random.Random, tell: Told) -> dict[str, list[Run]]:
-        """Stock vLLM and the learned policy on requests that fit into memory together."""
-        room = arms.settings.device_blocks - 1
+    def _calm(self, arms: Arms, rng: random.Random, tell: ProgressCallback) -> dict[str, list[Run]]:
+        """Serve requests that fit into memory together, by stock vLLM and by the learned policy."""
+        capacity = arms.settings.device_blocks - 1
         workloads = []
         for pair in range(self._plan.pairs):
             workload = self._workload(self._seed + 1000 + pair, self._plan.calm_requests * 4)
-            workloads.append(_that_fit(workload, arms.settings.block_size, room, self._plan.calm_requests))
+            workloads.append(_fitting_requests(workload, arms.settings.block_size, capacity, self._plan.calm_requests))
         return by_arm(alternate(arms, (STOCK, LEARNED), workloads, rng, tell))
 
     def _report(
         self,
-        link: Measured,
+        link: LinkResult,
         settings: Settings,
         blocks: Sequence[Workload],
         runs: dict[str, list[Run]],
-        calm: dict[str, list[Run]],
-        compared: Comparison,
+        calm_runs: dict[str, list[Run]],
+        comparison: Comparison,
         targets: Targets,
     ) -> LinkReport:
         rng = random.Random(f"{self._seed}/bootstrap/{link.name}")
@@ -282,13 +289,15 @@ class Loop:
         return LinkReport(
             name=link.name,
             link=link.header,
-            policies={arm: summary(mine, targets) for arm, mine in runs.items()},
+            policies={arm: summary(arm_runs, targets) for arm, arm_runs in runs.items()},
             ratios=ratios,
-            no_pressure_ratio=throughput_ratio(calm[LEARNED], calm[STOCK], rng),
-            no_pressure_preemptions=sum(sum(run.preemptions.values()) for some in calm.values() for run in some),
+            no_pressure_ratio=throughput_ratio(calm_runs[LEARNED], calm_runs[STOCK], rng),
+            no_pressure_preemptions=sum(
+                sum(run.preemptions.values()) for arm_runs in calm_runs.values() for run in arm_runs
+            ),
             evaluate=link.evaluate,
             train=link.train,
-            comparison=compared,
+            comparison=comparison,
             targets=asdict(targets)
             | {
                 "from": "the same blocks with memory for all: ttft_s is the 99th percentile of their times to first "
@@ -302,16 +311,16 @@ class Loop:
                 "device_blocks": settings.device_blocks,
                 "block_size": settings.block_size,
             },
-            makespan_s={arm: tuple(run.makespan_s for run in mine) for arm, mine in runs.items()},
+            makespan_s={arm: tuple(run.makespan_s for run in arm_runs) for arm, arm_runs in runs.items()},
         )
 
 
 def targets_of(references: Sequence[Run]) -> Targets:
-    """What counts as served well, from how the same requests are served when nobody is disturbed.
+    """Goodput targets from runs of the same requests without preemptions.
 
-    First token no later than the 99th percentile there; mean time between tokens at most a quarter above the mean.
+    Time to first token: their 99th percentile. Mean time between tokens: a quarter above their mean.
     """
-    ttft_s = mean_and_percentiles([one for run in references for one in run.ttft_s])
+    ttft_s = mean_and_percentiles([wait_s for run in references for wait_s in run.ttft_s])
     itl_s = mean_and_percentiles([gap for run in references for request in run.itl_s for gap in request])
     return Targets(ttft_s["p99"], ITL_FACTOR * itl_s["mean"])
 
@@ -320,12 +329,12 @@ def _blocks_of(workload: Workload, block_size: int) -> int:
     return sum(math.ceil(request.total_tokens / block_size) for request in workload.requests)
 
 
-def _that_fit(workload: Workload, block_size: int, room: int, most: int) -> Workload:
-    """The workload's first requests that have room together, ``most`` at most, one at least."""
-    count, taken = 0, 0
-    for request in workload.requests[:most]:
-        taken += math.ceil(request.total_tokens / block_size) + 1
-        if taken > room:
+def _fitting_requests(workload: Workload, block_size: int, capacity: int, max_requests: int) -> Workload:
+    """The workload's first requests that fit into ``capacity`` blocks together, from 1 to ``max_requests``."""
+    count, blocks = 0, 0
+    for request in workload.requests[:max_requests]:
+        blocks += math.ceil(request.total_tokens / block_size) + 1
+        if blocks > capacity:
             break
         count += 1
     return workload.first(max(1, count))
@@ -333,7 +342,7 @@ def _that_fit(workload: Workload, block_size: int, room: int, most: int) -> Work
 
 def _compare_all(references: Sequence[Run], runs: dict[str, list[Run]]) -> Comparison:
     total = Comparison()
-    for arm, mine in runs.items():
-        for reference, run in zip(references, mine, strict=True):
+    for arm, arm_runs in runs.items():
+        for reference, run in zip(references, arm_runs, strict=True):
             total += compare(reference.tokens, reference.gaps, run.tokens, f"{arm}, block {run.block}")
     return total

@@ -1,9 +1,9 @@
-"""One engine that serves workloads and times every token: ``python -m kvpolicy_vllm.bench.serve_engine``.
+"""Serves workloads on one engine and times every token: ``python -m kvpolicy_vllm.bench.serve_engine``.
 
 Jobs (see :mod:`kvpolicy_vllm.bench.engine_process`): ``{"do": "start", "engine": {...}}`` with the arguments of
-:class:`vllm.LLM`, then ``{"do": "serve", "requests": [[arrival_s, prompt_tokens, output_tokens], ...], "seed": ...}``
-as often as wanted. ``"policy"``: by which policy an engine with the plugin does it; None takes the plugin out of it.
-The engine core runs in this process and is stepped here.
+:class:`vllm.LLM`, then any number of ``{"do": "serve", "requests": [[arrival_s, prompt_tokens, output_tokens], ...],
+"seed": ...}``. ``"policy"``: the plugin's policy; null switches the plugin off. The engine core runs in this process
+and is stepped here.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvpolicy_vllm.bench.engine_process import jobs
 from kvpolicy_vllm.bench.plugin_switch import PluginSwitch
 
 FIRST_TOKEN_ID = 10
-"""Prompts take no lower token: those are special."""
+"""Lowest token id in prompts; lower ones include special tokens."""
 NEWS_EVERY_S = 0.2
 SETTLING_STEPS = 1000
 OFFLOADED = ("vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes")
-"""What vLLM's own offloading counts, where the engine keeps statistics."""
+"""Metrics of vLLM's own offloading, where the engine keeps statistics."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What has come out for one request."""
+    """Output of one request so far."""
 
     arrival_s: float
     times_s: list[float] = field(default_factory=list)
@@ -43,8 +43,8 @@ class Progress:
 
 
 @dataclass(slots=True)
-class Counted:
-    """What was scheduled, counted in the same way whatever the scheduler is. vLLM itself counts no repeated token."""
+class ScheduleCounts:
+    """Counts of scheduled work, the same for every scheduler. vLLM itself does not count recomputed tokens."""
 
     steps: int = 0
     preemptions: int = 0
@@ -53,7 +53,7 @@ class Counted:
     _highest: dict[str, int] = field(default_factory=dict)
 
     def count(self, output: Any, requests: dict[str, Any]) -> None:
-        """After ``schedule()``, when computed tokens are already advanced by those scheduled."""
+        """Count one output of ``schedule()``. The requests' computed tokens already include those scheduled."""
         self.steps += output.total_num_scheduled_tokens > 0
         self.preemptions += len(output.preempted_req_ids or ())
         for request_id, new_tokens in output.num_scheduled_tokens.items():
@@ -65,14 +65,14 @@ class Counted:
 
 
 class Serving:
-    """An engine in this process and the workloads it serves, one after the other."""
+    """Serves workloads one after the other on an engine in this process."""
 
     def __init__(self, arguments: dict[str, Any], clock: Callable[[], float] = time.perf_counter) -> None:
         self.llm = LLM(**arguments)
         self._clock = clock
         self._core = self.llm.llm_engine.engine_core.engine_core
         self._vocabulary = self.llm.model_config.get_vocab_size()
-        self._counted = Counted()
+        self._counted = ScheduleCounts()
         self._names = itertools.count()
         self._plugin = PluginSwitch(self._core)
         self._count_schedules()
@@ -80,34 +80,34 @@ class Serving:
     def _count_schedules(self) -> None:
         scheduler = self._core.scheduler
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            # By its class of the moment: with the plugin taken out it is another one.
+        def counting_schedule(*args: Any, **kwargs: Any) -> Any:
+            # Looked up in the present class, which the plugin switch changes.
             output = type(scheduler).schedule(scheduler, *args, **kwargs)
             self._counted.count(output, scheduler.requests)
             return output
 
-        scheduler.schedule = counted
+        scheduler.schedule = counting_schedule
 
     def about(self) -> dict[str, Any]:
         pool = self._core.scheduler.kv_cache_manager.block_pool
         return {"engine": f"vllm {vllm.__version__}", "device_blocks": pool.num_gpu_blocks}
 
     def serve(self, job: dict[str, Any], news: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Serve every request to its end, each not before its arrival."""
+        """Serve every request to its end, none before its arrival. ``news`` is called with the tokens so far."""
         self._plugin.set(job["policy"] is not None)
         if job["policy"] is not None:
             self._core.scheduler.kvpolicy.adopt(job["policy"])
-        held = self._hold_back(job.get("device_blocks"))
+        held_blocks = self._hold_back(job.get("device_blocks"))
         prompts = self._prompts(job)
         number = next(self._names)
         waiting = [(f"{number}-{i}", *request) for i, request in enumerate(job["requests"])]
         progress = {name: Progress(arrival_s) for name, arrival_s, _, _ in waiting}
-        self._counted = Counted()
-        before, offloaded = self._stats(), self._offloaded_bytes()
-        start = told = self._clock()
+        self._counted = ScheduleCounts()
+        before, offloaded_before = self._stats(), self._offloaded_bytes()
+        start_s = news_s = self._clock()
         arrived = 0
         while arrived < len(waiting) or self.llm.llm_engine.has_unfinished_requests():
-            now = self._clock() - start
+            now = self._clock() - start_s
             while arrived < len(waiting) and waiting[arrived][1] <= now:
                 name, _, _, output_tokens = waiting[arrived]
                 self._add(name, prompts[arrived], output_tokens, job.get("gaps", False))
@@ -115,14 +115,14 @@ class Serving:
             if not self.llm.llm_engine.has_unfinished_requests():
                 time.sleep(waiting[arrived][1] - now)
                 continue
-            self._step(progress, start)
-            if self._clock() - told > NEWS_EVERY_S:
-                told = self._clock()
-                news({"tokens": sum(len(one.tokens) for one in progress.values())})
-        makespan_s = self._clock() - start
-        self._settle(held)
+            self._step(progress, start_s)
+            if self._clock() - news_s > NEWS_EVERY_S:
+                news_s = self._clock()
+                news({"tokens": sum(len(request_progress.tokens) for request_progress in progress.values())})
+        makespan_s = self._clock() - start_s
+        self._settle(held_blocks)
         return self._result(progress, makespan_s, before) | {
-            "offloaded_bytes": self._offloaded_bytes() - offloaded,
+            "offloaded_bytes": self._offloaded_bytes() - offloaded_before,
         }
 
     def _prompts(self, job: dict[str, Any]) -> list[list[int]]:
@@ -147,14 +147,14 @@ class Serving:
         outputs = self.llm.llm_engine.step()
         now = self._clock() - start
         for output in outputs:
-            one, completion = progress[output.request_id], output.outputs[0]
-            one.tokens += completion.token_ids
-            one.times_s += [now] * len(completion.token_ids)
+            request, completion = progress[output.request_id], output.outputs[0]
+            request.tokens += completion.token_ids
+            request.times_s += [now] * len(completion.token_ids)
             if completion.logprobs:
-                one.gaps += [_gap(entry) for entry in completion.logprobs]
+                request.gaps += [_gap(entry) for entry in completion.logprobs]
 
     def _hold_back(self, device_blocks: int | None) -> list[Any]:
-        """Take memory out of play until ``device_blocks`` are left, vLLM's own one among them; None: take none."""
+        """Hold blocks back until ``device_blocks`` are left, including the one that vLLM keeps; None holds none."""
         pool = self._core.scheduler.kv_cache_manager.block_pool
         if device_blocks is None:
             return []
@@ -162,23 +162,23 @@ class Serving:
             raise ValueError(f"device_blocks is {device_blocks}, the engine has {pool.num_gpu_blocks}")
         return list(pool.get_new_blocks(pool.num_gpu_blocks - device_blocks))
 
-    def _settle(self, held: list[Any]) -> None:
-        """Let late reports in, give back what was held, and start the next run from an empty prefix cache."""
+    def _settle(self, held_blocks: list[Any]) -> None:
+        """Step until late reports are in, free the held blocks, and empty the prefix cache for the next run."""
         for _ in range(SETTLING_STEPS):
-            # With asynchronous scheduling a step can still be on the way when nobody is left.
+            # With asynchronous scheduling a step can still be in flight when no request is left.
             if not self._core.scheduler.has_requests() and not self._core.batch_queue:
                 break
             self._core.step_fn()
-        self._core.scheduler.kv_cache_manager.block_pool.free_blocks(held)
+        self._core.scheduler.kv_cache_manager.block_pool.free_blocks(held_blocks)
         self.llm.reset_prefix_cache()
 
     def _stats(self) -> dict[str, float]:
-        """The plugin's; other connectors have none of the kind."""
+        """The plugin's counters; empty for other connectors, which have none."""
         stats = getattr(self._core.scheduler.connector, "stats", None)
         return {} if stats is None else stats()
 
     def _offloaded_bytes(self) -> int:
-        """Moved by a connector of vLLM's own since the start; 0 where nobody counts it."""
+        """Bytes moved by vLLM's own offloading since the start; 0 where the engine keeps no statistics."""
         if not self.llm.llm_engine.log_stats:
             return 0
         return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name in OFFLOADED)
@@ -188,10 +188,10 @@ class Serving:
         return {
             "scheduler": [base.__name__ for base in type(self._core.scheduler).__mro__],
             "makespan_s": makespan_s,
-            "arrival_s": [one.arrival_s for one in progress.values()],
-            "times_s": [[round(at, 6) for at in one.times_s] for one in progress.values()],
-            "tokens": [one.tokens for one in progress.values()],
-            "gaps": [one.gaps for one in progress.values()],
+            "arrival_s": [request.arrival_s for request in progress.values()],
+            "times_s": [[round(time_s, 6) for time_s in request.times_s] for request in progress.values()],
+            "tokens": [request.tokens for request in progress.values()],
+            "gaps": [request.gaps for request in progress.values()],
             "steps": self._counted.steps,
             "preemptions": self._counted.preemptions,
             "scheduled_tokens": self._counted.scheduled_tokens,
@@ -202,7 +202,7 @@ class Serving:
 
 
 def _gap(entry: dict[int, Any]) -> float:
-    """By how much the best token's log-probability is above the second best's."""
+    """The best token's log-probability minus the second best's."""
     best = sorted((value.logprob for value in entry.values()), reverse=True)
     return float(best[0] - best[1])
 
@@ -222,4 +222,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # whatever threads a library left behind
+    os._exit(0)  # libraries may have left threads that would keep the process alive

@@ -1,4 +1,4 @@
-"""What an engine that serves under several memories is told, and what is done with its trace. Loads no engine."""
+"""The job of an engine that serves with several memory sizes, and how it is run. Importing this loads no engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpolicy_vllm.bench.engine_run import Counted, run_to_its_end
+from kvpolicy_vllm.bench.engine_run import WindowProgress, run_engine
 from kvpolicy_vllm.bench.reach import Load, ServedRun
 
 PRESSURE = "kvpolicy_vllm.bench.pressure"
@@ -15,13 +15,13 @@ PRESSURE = "kvpolicy_vllm.bench.pressure"
 
 @dataclass(frozen=True, slots=True)
 class ServedJob:
-    """What one engine is to serve."""
+    """Runs that one engine serves."""
 
     engine: dict[str, Any]
     """Arguments of :class:`vllm.LLM`, the plugin's included."""
     load: Load
     policies: Mapping[str, str]
-    """By arm, as ``--policy`` takes them."""
+    """Policies by arm, as for ``--policy``."""
     runs: tuple[ServedRun, ...]
     seed: int
 
@@ -33,12 +33,12 @@ class ServedJob:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ServedJob:
-        runs = tuple(ServedRun(**one) for one in values["runs"])
+        runs = tuple(ServedRun(**run) for run in values["runs"])
         return cls(**values | {"load": Load(**values["load"]), "runs": runs})
 
 
-def serve_part(job: ServedJob, out: Path, folder: Path, name: str, tell: Counted) -> str:
-    """Run one engine to its end; returns the name of the core that is now in the trace."""
-    # The header has the engine's own; see pressure.py.
+def serve_part(job: ServedJob, out: Path, folder: Path, name: str, tell: WindowProgress) -> str:
+    """Run one engine to completion; return the name of the core that was added to the trace."""
+    # The header's device_blocks are the whole engine's, which the runs use only in part; see pressure.py.
     blocks = {"device_blocks": {run.state_id: job.blocks_at(run.level) for run in job.runs}}
-    return run_to_its_end(PRESSURE, job.to_dict(), out, folder, name, tell, lambda _: blocks, job.load.scaling())
+    return run_engine(PRESSURE, job.to_dict(), out, folder, name, tell, lambda _: blocks, job.load.scaling())

@@ -1,7 +1,7 @@
-"""The states a profile measures: what is running, who is taken, how, and how much memory is left.
+"""The states that a profile measures: running requests, victims, cause, and free memory.
 
-A state fixes everything but the tokens themselves; every window of it gets fresh random prompts of the same lengths,
-so that no window finds another's blocks in the prefix cache.
+A state fixes everything but the tokens themselves. Every window gets new random prompts of the same lengths, so that
+it finds no other window's blocks in the prefix cache.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from kvpolicy.errors import InputError
 from kvpolicy.events import Cause
 
 NATURAL_SHARE = 0.6
-"""Of a grid's states: with those of the self-check, which are forced, well over half stay natural."""
+"""Share of natural states in a grid. Well over half remain natural even with the self-check's states, which are forced.
+"""
 SPARE_LEVELS = (0, 2, 8, 32)
 MIN_DECODED = 2
 LONG_WINDOW_TOKENS = 256
-"""Tokens that every other request can come to emit while a slow link brings the victim back."""
+"""Tokens that every other request may emit while the victim is loaded back over a slow link."""
 CHECK_PREFIX = "check-"
-"""Begins the ids of the self-check's states."""
+"""Prefix of the ids of the self-check's states."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One situation to bring about, as often as it is asked for."""
+    """One situation that can be set up repeatedly."""
 
     state_id: str
     block_size: int
@@ -36,16 +37,16 @@ class State:
     prompt_tokens: int
     """The victim's prompt."""
     decoded_tokens: int
-    """Tokens the victim has emitted, at least: a natural state then waits for the next block to be needed."""
+    """Minimum number of tokens the victim has emitted; in a natural state more follow until a block is needed."""
     other_prompts: tuple[int, ...]
     """Prompt lengths of the requests that run beside it."""
     waiting: int
-    """Requests that wait, too long to be admitted."""
+    """Waiting requests, which are too long to be admitted."""
     spare_blocks: int
-    """Free blocks beyond what the running requests can come to need."""
+    """Free blocks beyond what the running requests may need."""
     victims: int = 1
-    """Evicted in one step: the victim, and the last of those that run beside it. Several want all alike in length, and
-    as many requests as :func:`running_for` says."""
+    """Requests evicted in one step: the victim and the last of the others. With several victims all requests must have
+    the same length, and there must be as many as :func:`running_for` says."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,43 +57,43 @@ class State:
 
     @property
     def growth_blocks(self) -> int:
-        """Blocks the running requests can come to need during a window: one each, and one to be safe."""
+        """Blocks that the running requests may need during a window: one each, and one as a reserve."""
         return len(self.other_prompts) + 2
 
     @property
     def victim_blocks(self) -> int:
-        """Blocks the victim holds at most when it is taken: natural states wait up to a block's length."""
+        """Maximum number of blocks the victim holds at its preemption; natural states wait up to a block's length."""
         return self._blocks(self.prompt_tokens)
 
     @property
     def device_blocks(self) -> int:
-        """Blocks an engine needs for this state; vLLM keeps one for itself."""
+        """Blocks that an engine needs for this state, including the one that vLLM keeps for itself."""
         running = self.victim_blocks + sum(map(self._blocks, self.other_prompts))
         long_window = len(self.other_prompts) * math.ceil(LONG_WINDOW_TOKENS / self.block_size)
         return running + self.growth_blocks + self.spare_blocks + long_window + 1
 
     def _blocks(self, prompt_tokens: int) -> int:
-        most = prompt_tokens + self.decoded_tokens + 2 * self.block_size
-        return math.ceil(most / self.block_size)
+        max_tokens = prompt_tokens + self.decoded_tokens + 2 * self.block_size
+        return math.ceil(max_tokens / self.block_size)
 
 
 def running_for(victims: int, blocks_each: int) -> int:
-    """Requests that must run and each need a block in one step, so that ``victims`` of them have to go."""
+    """Number of running requests that must each need a block in one step so that ``victims`` of them are preempted."""
     return victims + 1 + (victims - 1) * blocks_each
 
 
 def free_blocks_for(victims: int, running: int, blocks_each: int) -> int:
-    """With which exactly so many have to go where all running requests need a block in one step.
+    """Number of free blocks with which exactly ``victims`` requests are preempted, where all need a block in one step.
 
-    Every victim gives its blocks to those that stay: what is free and those of all victims but the last leave one of
-    them without. Below 0 where too few run; see :func:`running_for`.
+    The blocks of victims go to the requests that stay: the free blocks and those of all victims but the last leave
+    one request without a block. Below 0 where too few requests run; see :func:`running_for`.
     """
     return running - victims - 1 - (victims - 1) * blocks_each
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a grid covers."""
+    """Ranges that a grid of states covers."""
 
     min_tokens: int
     max_tokens: int
@@ -101,20 +102,20 @@ class Span:
     max_batch_tokens: int
     """Context of all running requests together."""
     model_tokens: int
-    """The engine's ``max_model_len``; requests that wait ask for nearly that much."""
+    """The engine's ``max_model_len``; prompts of waiting requests are nearly that long."""
 
 
 def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[State, ...]:
-    """``count`` states, spread evenly over (log) length, number of others and free memory.
+    """``count`` states, spread evenly over the logarithm of the length, the number of others and free memory.
 
-    Raises ValueError for a count below 4 or a span that holds nothing.
+    Raises ValueError for a count below 4 or an empty span.
     """
     if count < 4 or not 0 < span.min_tokens < span.max_tokens < span.model_tokens:
         raise InputError(f"cannot lay a grid of {count} states over {span}")
     lengths = _log_strata(count, span.min_tokens, span.max_tokens, rng)
-    others = _dealt(range(span.max_others + 1), count, rng)
-    spare = _dealt(SPARE_LEVELS, count, rng)
-    waiting = _dealt((0, 0, 1, 2, 4, 8), count, rng)
+    others = _shuffled_levels(range(span.max_others + 1), count, rng)
+    spare = _shuffled_levels(SPARE_LEVELS, count, rng)
+    waiting = _shuffled_levels((0, 0, 1, 2, 4, 8), count, rng)
     natural = math.ceil(NATURAL_SHARE * count)
     causes: list[Cause] = ["memory" if i < natural else "forced" for i in rng.sample(range(count), count)]
     states = []
@@ -130,12 +131,12 @@ def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[S
             waiting=waiting[i],
             spare_blocks=spare[i],
         )
-        states.append(_without_waiting_that_would_fit(state, span))
+        states.append(_without_admissible_waiting(state, span))
     return tuple(states)
 
 
 def check_states(block_size: int, span: Span) -> tuple[State, State]:
-    """The states of the self-check, one per option: forced, memory to spare, a few others to be disturbed."""
+    """The states of the self-check, one per option: forced, with memory to spare and a few other requests."""
     tokens = round(math.sqrt(span.min_tokens * span.max_tokens) * 2)
     prompts = (max(span.min_tokens, tokens // 2),) * min(3, max(1, span.max_others))
 
@@ -148,13 +149,13 @@ def check_states(block_size: int, span: Span) -> tuple[State, State]:
 def _others(count: int, victim_tokens: int, span: Span, rng: random.Random) -> tuple[int, ...]:
     if count == 0:
         return ()
-    most = min(span.max_tokens, (span.max_batch_tokens - victim_tokens) // count)
-    high = max(most, span.min_tokens + 1)
+    max_tokens = min(span.max_tokens, (span.max_batch_tokens - victim_tokens) // count)
+    high = max(max_tokens, span.min_tokens + 1)
     return tuple(round(math.exp(rng.uniform(math.log(span.min_tokens), math.log(high)))) for _ in range(count))
 
 
-def _without_waiting_that_would_fit(state: State, span: Span) -> State:
-    """Nobody may be admitted during a window: drop those who wait where there will be room for one."""
+def _without_admissible_waiting(state: State, span: Span) -> State:
+    """Drop waiting requests that could be admitted during a window."""
     max_free = state.victim_blocks + state.growth_blocks + state.spare_blocks
     if state.waiting and max_free >= waiting_prompt_tokens(span.model_tokens) // state.block_size:
         return State.from_dict(state.to_dict() | {"waiting": 0})
@@ -162,7 +163,7 @@ def _without_waiting_that_would_fit(state: State, span: Span) -> State:
 
 
 def waiting_prompt_tokens(model_tokens: int) -> int:
-    """Prompt length of those who wait."""
+    """Prompt length of waiting requests."""
     return model_tokens - 8
 
 
@@ -174,8 +175,8 @@ def _log_strata(count: int, low: int, high: int, rng: random.Random) -> list[int
     return lengths
 
 
-def _dealt(levels: Sequence[int], count: int, rng: random.Random) -> list[int]:
-    """``count`` of the levels, each about equally often, in random order."""
-    dealt = [levels[i % len(levels)] for i in range(count)]
-    rng.shuffle(dealt)
-    return dealt
+def _shuffled_levels(levels: Sequence[int], count: int, rng: random.Random) -> list[int]:
+    """``count`` values of the levels, each about equally often, in random order."""
+    values = [levels[i % len(levels)] for i in range(count)]
+    rng.shuffle(values)
+    return values

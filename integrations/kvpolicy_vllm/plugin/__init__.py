@@ -1,4 +1,4 @@
-"""What runs inside a server. `register` is the entry point that vLLM calls in every process."""
+"""The plugin, which runs inside a server. `register` is the entry point that vLLM calls in every process."""
 
 from __future__ import annotations
 

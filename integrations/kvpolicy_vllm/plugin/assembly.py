@@ -1,4 +1,4 @@
-"""Puts the scheduler's side of an engine core together, from vLLM's configuration and the plugin's settings."""
+"""Assembles the scheduler side of an engine core from vLLM's configuration and the plugin's settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def controller_for(
     settings: Settings, vllm_config: VllmConfig, kv_cache: KVCacheConfig, slots: int, block_bytes: int
 ) -> Controller:
-    """The controller of this engine core. ``slots``: of the host pool.
+    """The controller of this engine core. ``slots``: number of slots of the host pool.
 
     Raises as :func:`kvpolicy.policy.load`, a cost model's ``check_fit`` and
     :func:`kvpolicy_vllm.plugin.learner.remember` do.
@@ -58,8 +58,10 @@ def controller_for(
 
 
 def load_fitting(name: str, settings: Settings, loader: Callable[[str], CostModel], engine: EngineSpec) -> Policy:
-    """The policy of that name, of the settings where it is empty, with a cost model, where it has one, that was made
-    for this engine; ready for use."""
+    """Load the policy of that name, or the settings' policy if the name is empty, ready for use.
+
+    If it has a cost model, checks that the model was made for this engine.
+    """
     policy = settings.load_policy(loader, name)
     if policy.cost_model is not None:
         policy.cost_model.check_fit(engine)
@@ -68,24 +70,24 @@ def load_fitting(name: str, settings: Settings, loader: Callable[[str], CostMode
 
 
 def draw_seed(seed: int, rank: int, core: str) -> int:
-    """Seed of the policy's draws: another one for each engine core and each start, so that no two logs share their
-    coins. Recorded in the trace's header."""
+    """Seed of the policy's draws, different for each engine core and start, so that the random choices of two logs are
+    independent. Recorded in the trace's header."""
     text = f"{seed}/{rank}/{core}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 def of_rank(path: Path, rank: int) -> Path:
-    """Data-parallel engine cores learn apart: each but the first has the rank in its file's name."""
+    """The state file of a data-parallel rank. Ranks learn separately: each but the first has its rank in the name."""
     return path if rank == 0 else path.with_name(f"{path.stem}-{rank}{path.suffix}")
 
 
 class Complaints:
-    """Logs what went wrong, each thing once, with the exception that is being handled."""
+    """Logs errors with the exception being handled, each message once."""
 
     def __init__(self) -> None:
-        self._made: set[str] = set()
+        self._logged: set[str] = set()
 
     def __call__(self, what: str) -> None:
-        if what not in self._made:
-            self._made.add(what)
+        if what not in self._logged:
+            self._logged.add(what)
             logger.exception("kvpolicy: %s (told once)", what)

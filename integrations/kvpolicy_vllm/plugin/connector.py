@@ -1,4 +1,4 @@
-"""The connector: vLLM's two halves, wired to the controller (scheduler side) and the copier (worker side)."""
+"""The connector: vLLM's interface, wired to the controller on the scheduler side and the copier on the worker side."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# What vLLM carries from the scheduler to the workers and back: plain records elsewhere.
+# vLLM carries these from the scheduler to the workers and back. They are plain records that do not know vLLM.
 KVConnectorMetadata.register(StepJobs)
 KVConnectorWorkerMetadata.register(Transfers)
 
 
 class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
-    """Saves a preempted request's own blocks, partial last one included, and brings exactly them back."""
+    """Saves a preempted request's own blocks, including a partial last one, and loads exactly these back."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -51,7 +51,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self.controller: Controller | None = None
         self.copier: Copier | None = None
         if role == KVConnectorRole.WORKER:
-            # Here, because the workers come first: the scheduler would see the memory that they have taken.
+            # Checked here because workers start first: the scheduler would see memory that they have already taken.
             self.settings.refuse_too_much_memory(available_to_all_ranks(), cores_here(vllm_config))
         else:
             warn_untested()
@@ -59,13 +59,13 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._saved_step = -1
-        known = engine_version(self.settings.allow_untested_version) >= (0, 32)
-        # A build that does not know its version may be older than it is taken for.
-        self._reports_requests = known and hasattr(KVConnectorBase_V1, "get_transfer_results")
+        reports_results = engine_version(self.settings.allow_untested_version) >= (0, 32)
+        # A build without a version may be older than assumed, hence the second check.
+        self._reports_requests = reports_results and hasattr(KVConnectorBase_V1, "get_transfer_results")
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A lost copy is recomputed, so nothing in flight has to be thrown away for us."""
+        """False: a lost copy is recomputed, so vLLM need not discard anything in flight."""
         return False
 
     def stats(self) -> dict[str, float]:
@@ -77,19 +77,21 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Called again with other memory, nothing saved before can be loaded any more."""
+        """Make the copier. If called again with other memory, earlier saves can no longer be loaded."""
         segments = unique_segments(kv_caches, self._kv_cache_config.num_blocks)
-        found = sum(segment.shape[1] * segment.element_size() for segment in segments)
-        if found != self.block_bytes:
-            raise InputError(f"a KV block takes {found} bytes in this worker, {self.block_bytes} were configured")
+        block_size_bytes = sum(segment.shape[1] * segment.element_size() for segment in segments)
+        if block_size_bytes != self.block_bytes:
+            raise InputError(
+                f"a KV block takes {block_size_bytes} bytes in this worker, {self.block_bytes} were configured"
+            )
         if self.copier is not None and self.copier.copies_on(segments):
             return
         leftover = None if self.copier is None else self.copier.give_up()
-        self.copier = None  # its host memory goes before the next one's comes
-        make = resolve_obj_by_qualname(self.settings.copier)
-        self.copier = made = make(segments, self.slots, self.settings.pin_memory, self.settings.link)
+        self.copier = None  # frees its host memory before the next copier allocates
+        copier_factory = resolve_obj_by_qualname(self.settings.copier)
+        self.copier = copier = copier_factory(segments, self.slots, self.settings.pin_memory, self.settings.link)
         if leftover is not None:
-            made.take_over(leftover)
+            copier.take_over(leftover)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._save(kv_connector_metadata)
@@ -100,12 +102,12 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(jobs, StepJobs)
         for job in jobs.loads:
             self._working_copier.load(job)
-        if jobs.dropped:  # only now: a copy forgotten in this step is no longer asked for by a load told in it
+        if jobs.dropped:  # after the loads: no load of this step asks for a copy that it drops
             self._working_copier.drop(jobs.dropped)
 
     def _save(self, jobs: KVConnectorMetadata) -> None:
         assert isinstance(jobs, StepJobs)
-        if jobs.step == self._saved_step:  # vLLM may call twice in a step
+        if jobs.step == self._saved_step:  # vLLM may call twice per step
             return
         self._saved_step = jobs.step
         for job in jobs.saves:
@@ -117,13 +119,13 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         return self.copier
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request waits for them, never a layer."""
+        """Nothing to do: loads are asynchronous, and requests wait for them, not layers."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved while a step computes."""
+        """Nothing to do: nothing is saved while a step computes."""
 
     def wait_for_save(self) -> None:
-        """Saves are ordered before the step that follows them."""
+        """Nothing to do: saves are ordered before the step that follows them."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         jobs = self._connector_metadata
@@ -141,7 +143,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
             self._failed_blocks.update(job.block_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """vLLM 0.32 and later ask here, and take failures by request."""
+        """Failed requests, for vLLM 0.32 and later; earlier versions ask for failed blocks."""
         results = super().get_transfer_results(finished_req_ids)
         if not self._failed_requests:
             return results
@@ -196,7 +198,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Keep an otherwise idle engine stepping until the last numbers are out."""
+        """Whether an otherwise idle engine should go on stepping, until loads have ended and metrics are reported."""
         return self.controller is not None and self.controller.unsettled
 
     def reset_cache(self) -> bool:
@@ -231,23 +233,28 @@ def block_bytes(kv_cache: KVCacheConfig) -> int:
 
 
 def cores_here(vllm_config: VllmConfig) -> int:
-    """Data-parallel engine cores on this machine, as far as this one can tell: of a dense model, where each is told
-    that it is alone, the last one can tell by its rank, and that one refuses for all."""
+    """Number of data-parallel engine cores on this machine, as far as this core can tell.
+
+    With a dense model each core is configured as if alone, and only the last one can tell the number, by its rank. It
+    then refuses for all.
+    """
     parallel = vllm_config.parallel_config
     return max(int(parallel.data_parallel_size_local), int(parallel.data_parallel_rank_local or 0) + 1, 1)
 
 
 def available_to_all_ranks() -> int:
-    """Bytes of host memory available before any rank of this engine takes its share of the pool: rank 0 tells, and no
-    other goes on before it has. All of them judge by one number, and refuse together."""
-    if not model_parallel_is_initialized():  # a connector that is made without an engine
+    """Bytes of host memory available before any rank of this engine allocates its share of the pool.
+
+    Rank 0 measures and broadcasts while the other ranks wait, so that all judge by one number and refuse together.
+    """
+    if not model_parallel_is_initialized():  # the connector is made without an engine
         return available_memory_bytes()
     group = get_tp_group()
     return int(group.broadcast_object(available_memory_bytes() if group.rank_in_group == 0 else None, src=0))
 
 
 def host_slots(settings: Settings, block_bytes: int, ranks: int) -> int:
-    """How many blocks the host pool holds. Raises ValueError where it holds none."""
+    """Number of blocks that the host pool holds. Raises ValueError where it holds none."""
     slots = int(settings.host_gib * GIB // (block_bytes * ranks))
     if slots < 1:
         raise InputError(

@@ -1,10 +1,10 @@
-"""The scheduler side's state machine: sees a preemption, has it decided, follows it until it is closed.
+"""The state machine on the scheduler side: has each preemption decided and follows it until it is closed.
 
     preempted -> decided -> executed: a recompute at once; a swap when its save is confirmed, has failed or is forgotten
               -> admitted -> loaded -> closed: resumed, preempted again or gone
 
-Nothing here may stop a request or change a token. Whatever goes wrong in deciding, the request is recomputed, as vLLM
-alone would have done, and the reason is counted. What counts, records, measures and learns are observers.
+Nothing here may stop a request or change a token. If deciding fails, the request is recomputed, as vLLM alone would
+have done, and the reason is counted. Counting, recording, measuring and learning are done by observers.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from kvpolicy_vllm.plugin.trace_writer import RowWriter, TraceRecorder
 
 
 class Swaps:
-    """Preemptions that are swapped, from the queued save to the end of the load; what was decided stands only when the
-    save is confirmed, has failed or is forgotten."""
+    """Swapped preemptions, from the queued save to the end of the load.
+
+    What is executed is final only when the save is confirmed, has failed or is forgotten.
+    """
 
     def __init__(self, copies: CopyBook, ledger: Ledger[OpenPreemption], observers: Observers) -> None:
         self._copies, self._ledger, self._observers = copies, ledger, observers
         self.undecided: dict[int, Pending] = {}
-        """By copy: what was decided, but not yet executed for certain."""
+        """Decisions whose execution is not yet final, by copy id."""
 
     def begin(self, pending: Pending, block_ids: Sequence[int]) -> None:
-        """Queue the save. ``block_ids``: all that the request holds."""
-        known, situation = pending.identity, pending.situation
-        self.forget(known.request_id)
-        needed = tuple(block_ids[: situation.held_blocks])
-        copy = self._copies.save(known.request_id, known.preemption_id, situation.computed_tokens, needed)
+        """Queue the save. ``block_ids``: all blocks of the request."""
+        identity, situation = pending.identity, pending.situation
+        self.forget(identity.request_id)
+        held_blocks = tuple(block_ids[: situation.held_blocks])
+        copy = self._copies.save(identity.request_id, identity.preemption_id, situation.computed_tokens, held_blocks)
         self.undecided[copy.copy_id] = pending
 
     def settled(self, settled: Settled) -> None:
@@ -51,7 +53,7 @@ class Swaps:
         if settled.direction == "save":
             self._saved(copy.copy_id, settled.ok, opened)
             return
-        if copy.copy_id in self.undecided:  # nobody waits for what ranks have still to say of the save
+        if copy.copy_id in self.undecided:  # the load has ended before all ranks confirmed the save
             self._settle_early(copy.copy_id)
         if copy.orphan:
             return
@@ -64,7 +66,7 @@ class Swaps:
 
     def _saved(self, copy_id: int, ok: bool, opened: OpenPreemption | None) -> None:
         pending = self.undecided.pop(copy_id, None)
-        if pending is None:  # forgotten while it was being loaded, before all ranks had confirmed the save
+        if pending is None:  # settled early: the copy was forgotten, or its load has ended
             return
         if not ok:
             pending.decision = replace(pending.decision, executed="recompute", reason="save_failed")
@@ -73,13 +75,13 @@ class Swaps:
         self._observers.tell("executed", pending)
 
     def recomputed_after_all(self, opened: OpenPreemption | None, reason: str) -> None:
-        """The copy was not loaded, because that failed or vLLM would not: what it cost is neither option's cost."""
+        """The copy was not loaded, because loading failed or vLLM did not load. The cost is neither option's."""
         self._observers.tell("fell_back", reason)
         if opened is not None:
             opened.executed, opened.mixed = "recompute", True
 
     def forget(self, request_id: str) -> None:
-        """The request needs its copy no more."""
+        """The request no longer needs its copy."""
         copy = self._copies.forget(request_id)
         if copy is not None and copy.copy_id in self.undecided:
             self._settle_early(copy.copy_id)
@@ -91,13 +93,13 @@ class Swaps:
         self._copies.forget_all()
 
     def close(self) -> None:
-        """The engine ends: what was decided is told as it stands."""
+        """The engine shuts down: report pending decisions as they stand."""
         for pending in self.undecided.values():
             self._observers.tell("executed", pending)
         self.undecided.clear()
 
     def _settle_early(self, copy_id: int) -> None:
-        """A copy was forgotten or its load ended before its save was confirmed: the decision stands as executed."""
+        """The copy was forgotten, or its load has ended, before its save was confirmed: the decision becomes final."""
         pending = self.undecided.pop(copy_id)
         self._observers.tell("executed", pending)
         self._observers.tell("copy_lost", pending.identity.preemption_id)
@@ -106,9 +108,9 @@ class Swaps:
 class Controller:
     """One per engine core, owned by the connector, driven by the scheduler and the connector.
 
-    ``segment_bytes``: of a block, what lies contiguous until a worker says otherwise. ``load_policy``: by name, as it
-    fits this engine. ``memory``: keeps what is learned. ``complain``: told what went wrong, while the exception is
-    handled.
+    ``segment_bytes``: contiguous bytes of a block, until a worker reports another value. ``load_policy``: loads a
+    policy by name and checks that it fits this engine. ``memory``: keeps what is learned. ``complain``: called with a
+    message while an exception is handled.
     """
 
     def __init__(
@@ -128,49 +130,49 @@ class Controller:
         self.observers = Observers(complain)
         self.observers.add(self.metrics)
         self.recorder: RowWriter | None = None
-        """Takes the trace's rows, where one is recorded."""
+        """Takes the trace's rows; None where no trace is recorded."""
         self.next_step = 0
-        """The number that the next step will have in table ``steps``."""
+        """Number of the next step in table ``steps``."""
         self._complain, self._load_policy = complain, load_policy
         self._segment_bytes = segment_bytes
         self._labels: Mapping[str, Any] = {}
         self._scheduler: Any = None
         self._running_view: RunningView | None = None
-        """Of the step that is being scheduled; made at its first preemption."""
+        """View of the running requests in the step being scheduled; made at its first preemption."""
         self._step: Step[OpenPreemption] = Step(-1, clock())
         self._step_clock = StepClock()
         self._in_flight: dict[int, Step[OpenPreemption]] = {}
         self._belongs_to = 0
-        """The step that a preemption belongs to: between two steps, as at a reset, the next one."""
+        """Number of the step that a preemption belongs to; between two steps, as at a reset, the next one."""
         self._lost: list[str] = []
-        """Preemptions of that step."""
+        """Ids of that step's preemptions."""
         self._preemptions = 0
         self.swaps = Swaps(copies, self.ledger, self.observers)
-        # An engine inside a script's own process is not shut down by every vLLM: what it recorded would end with it.
+        # Some versions of vLLM do not shut down an engine in a script's own process: its records would be lost.
         self._keep = weakref.finalize(self, self.observers.close)
         self._take_charge(memory)
 
     def record_into(self, recording: RowWriter, anonymous: Callable[[str], str]) -> None:
-        """Record a trace from now on. ``anonymous`` gives a request its name in it."""
+        """Record a trace from now on. ``anonymous`` maps a request id to its name in the trace."""
         self.recorder = recording
         self.observers.add(TraceRecorder(recording, anonymous, self.core, self.metrics.tally))
 
     # ---- for tools that drive an engine ----
 
     def pin(self, kind: Kind | None, labels: Mapping[str, Any] | None = None) -> None:
-        """Execute ``kind`` at every following preemption and record it with ``labels``; None: ask the policy."""
+        """Execute ``kind`` at all following preemptions, recorded with ``labels``; None lets the policy decide."""
         self.decider.pin(kind)
         self._labels = dict(labels or {})
 
     def adopt(self, name: str) -> None:
-        """Decide by another policy from now on. Raises as at start-up where it cannot be loaded or does not fit."""
+        """Switch to another policy. Raises as at start-up where it cannot be loaded or does not fit."""
         policy = self._load_policy(name)
         self.metrics.show_policy(self.decider.policy, 0)
         self.decider.adopt(policy)
         self._take_charge(None)
 
     def _take_charge(self, memory: Memory | None) -> None:
-        """Show the policy in charge; measure and learn as far as it can."""
+        """Report the present policy in the metrics; measure and learn if it can."""
         policy, tell, tally = self.decider.policy, self.observers.tell, self.metrics.tally
         self.metrics.show_policy(policy, 1)
         step_time = None if policy.cost_model is None else policy.cost_model.step_time
@@ -178,7 +180,7 @@ class Controller:
         self.observers.replace(Learner, Learner(self.decider, memory, tally) if self.decider.learns else None)
 
     def leave_out(self, seconds: float) -> None:
-        """Time since the last step that a tool took for itself: it is no part of the next one."""
+        """Leave time that a tool spent since the last step out of the next step's duration."""
         self._step_clock.leave_out(seconds)
 
     def stats(self) -> dict[str, float]:
@@ -187,7 +189,7 @@ class Controller:
 
     @property
     def unsettled(self) -> bool:
-        """Whether an idle or paused engine should go on stepping: a load is under way, or something is to be told."""
+        """Whether an idle or paused engine should go on stepping: loads are under way, or metrics are unreported."""
         return self.metrics.urgent or self.copies.loading > 0
 
     # ---- from the scheduler ----
@@ -198,7 +200,7 @@ class Controller:
         self._belongs_to, self.next_step = self.next_step, self.next_step + 1
 
     def preempting(self, request: Any, cause: Cause) -> None:
-        """A request is about to lose its blocks: decide, and queue the save where it is to be swapped."""
+        """A request is about to lose its blocks: decide, and queue a save if it is to be swapped."""
         if cause == "reset":
             self.forget_saved()
         self._preemptions += 1
@@ -207,7 +209,7 @@ class Controller:
         kind: Kind = "recompute"
         try:
             kind = self._decide(request, cause, preemption_id)
-        # The one boundary between a policy and a server: whatever is wrong with deciding, vLLM's own way is safe.
+        # The boundary between a policy and a server: after any error in deciding, vLLM's own recompute is safe.
         except Exception:  # noqa: BLE001
             self._running_view = None
             self.observers.tell("undecided", cause)
@@ -221,7 +223,7 @@ class Controller:
         self.observers.tell("preempted", request)
 
     def step_scheduled(self, output: Any) -> None:
-        """After ``schedule()``: computed tokens are advanced, jobs are taken."""
+        """After ``schedule()``: computed tokens are advanced and copy jobs are taken."""
         step, self._running_view = self._step, None
         self._belongs_to, self._lost = self.next_step, []
         scheduled, requests = output.num_scheduled_tokens, self._scheduler.requests
@@ -238,7 +240,7 @@ class Controller:
     def step_done(self, output: Any) -> None:
         """After ``update_from_output()``."""
         step = self._in_flight.pop(id(output), None) if self._in_flight else None
-        if step is None:  # nobody asks for it
+        if step is None:  # not followed: see step_scheduled
             return
         now = self.clock()
         for opened in step.back:
@@ -263,7 +265,7 @@ class Controller:
         self.observers.tell("arrived", request, self.clock())
 
     def loadable_tokens(self, request: Any, local_tokens: int) -> int:
-        """Tokens to load beyond the local hit. Asked at every admission attempt; changes nothing."""
+        """Tokens to load beyond the local hit. Called at every admission attempt; changes nothing."""
         if request.skip_reading_prefix_cache:
             return 0
         total = restorable_tokens(request, self._scheduler, self.copies)
@@ -280,7 +282,7 @@ class Controller:
             self.copies.begin_load(request_id, first, tuple(block_ids[first:last]), load_tokens)
             self._scheduler.returning.load_begins(request)
         elif copy is not None and copy.load_tokens == 0:
-            # It fits what is cached locally, or vLLM would not load: the copy has served.
+            # The prefix cache has all its tokens, or vLLM does not load: the copy is no longer needed.
             self.swaps.forget(request_id)
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.clock()
@@ -294,7 +296,7 @@ class Controller:
         return jobs
 
     def transferred(self, done: Iterable[Transfer]) -> None:
-        """Workers finished copies."""
+        """Process the copies that workers finished."""
         for settled in self.copies.acknowledge(done):
             self._segment_bytes = settled.transfers[0].segment_bytes
             self.copies.health.settled(settled, self.clock())
@@ -302,7 +304,7 @@ class Controller:
             self.swaps.settled(settled)
 
     def finished(self, request: Any) -> None:
-        """The request ended, well or not."""
+        """The request ended, finished or aborted."""
         self.swaps.forget(request.request_id)
         opened, now = self.ledger.of(request.request_id), self.clock()
         outcome = self.ledger.gone(request.request_id, now)
@@ -311,7 +313,7 @@ class Controller:
         self.observers.tell("ended", request, now)
 
     def close(self) -> None:
-        """Once; whatever is still to be written is."""
+        """Write what is still to be written and close the observers. Further calls do nothing."""
         if not self._keep.alive:
             return
         self.swaps.close()
@@ -324,8 +326,8 @@ class Controller:
             self._running_view = RunningView(self._scheduler, request)
         view, scheduler, now = self._running_view, self._scheduler, self.clock()
         situation = situation_of(request, scheduler, view, cause, self.copies, self._segment_bytes, now)
-        refused = why_not_loadable(request, self.copies, now)
-        decision = self.decider.decide(situation, policies.why_no_swap(situation, refused))
+        refusal = why_not_loadable(request, self.copies, now)
+        decision = self.decider.decide(situation, policies.why_no_swap(situation, refusal))
         identity = Identity(preemption_id, request.request_id, request.num_preemptions, self._belongs_to, self._labels)
         pending = Pending(situation, decision, identity)
         executed: Kind = "swap" if decision.executed == "swap" else "recompute"

@@ -1,4 +1,7 @@
-"""What preemptions cost, measured while the engine runs: needs a step-time model, and tells each cost once."""
+"""Measures what preemptions cost while the engine runs.
+
+Needs a step-time model, which predicts what a step would have taken undisturbed. Each cost is reported once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from kvpolicy_vllm.plugin.step_parts import fill_parts
 
 
 class CostMeter(Observer):
-    """Tells every cost that is known in full as the event ``measured``."""
+    """Reports every complete cost as the event ``measured``."""
 
     trouble = "a preemption's cost could not be measured (counted as measuring_failed)"
     given_up = "measuring failed too often in a row: no more costs are measured and learned from"
@@ -45,17 +48,17 @@ class CostMeter(Observer):
         fill_parts(step, output)
         repeated = [(part.preemption_id, part.parts) for part in step.repeated] if step.repeated else ()
         for cost in self._live.step(step.parts, step.scheduled_requests, began_s, now, step.lost, repeated):
-            # Until an abort it is a part of a cost; where a copy failed it is that of both options.
+            # An aborted preemption has only part of a cost; after a failed copy the cost mixes both options.
             if cost.ended == "resumed" and cost.executed is not None:
                 self.failures = 0
                 self._tell("measured", cost)
 
     def begin_afresh(self) -> bool:
-        """What was being measured is dropped."""
+        """Drop all measurements under way."""
         self._tally.add("measuring_failed")
         self._live = LiveCosts(self._live.model)
         return super().begin_afresh()
 
     def __len__(self) -> int:
-        """Preemptions that it keeps an account of."""
+        """Number of preemptions being measured."""
         return len(self._live._accounts) + len(self._live._early)

@@ -1,4 +1,4 @@
-"""What an engine is, read from vLLM's configuration: its shape, its models' loader, the header of its traces."""
+"""Describes an engine from vLLM's configuration: its specification, its loader of cost models, its traces' header."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def page_bytes(kv_cache: KVCacheConfig) -> int:
-    """Bytes of one block in one layer: what lies contiguous unless a worker reports smaller pieces."""
+    """Bytes of one block in one layer, which are contiguous unless a worker reports smaller pieces."""
     return int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
 
 
@@ -33,7 +33,7 @@ def device_name() -> str:
 
 
 def engine_spec(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, settings: Settings) -> EngineSpec:
-    """What a cost model must have been made for: of one rank of this engine, with the plugin's link and host pool."""
+    """The engine as cost models are checked against it: one rank, with the plugin's link and host pool."""
     return EngineSpec(
         block_size=int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
         token_budget=int(config.scheduler_config.max_num_batched_tokens),
@@ -47,15 +47,15 @@ def engine_spec(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, s
 
 
 def model_loader(config: VllmConfig, engine: EngineSpec) -> Callable[[str], FittedModel]:
-    """What loads cost models in this engine: by name or folder, or its own untrained one."""
+    """The loader of cost models for this engine: by name or folder, or its own untrained one."""
     return engine_loader(config.model_config.hf_config.to_dict(), engine, config.cache_config.cache_dtype)
 
 
 def geometry_of(config: VllmConfig) -> Geometry:
     """The model's shape on one rank, from its Hugging Face configuration.
 
-    The MLP is as wide as :class:`Geometry` has it, so that mixtures and families with fields of their own count alike
-    with and without an engine.
+    The MLP's width is that of :class:`Geometry`, so that mixtures of experts and families with their own field names
+    are counted the same with and without an engine.
     """
     model, parallel = config.model_config, config.parallel_config
     dtype = str(model.dtype).removeprefix("torch.")
@@ -75,7 +75,7 @@ def geometry_of(config: VllmConfig) -> Geometry:
 
 
 def _mlp_width(config: VllmConfig) -> int:
-    """As the shape has it; the field of that name, or 0, where the shape is not understood."""
+    """Width according to :class:`Geometry`; where it does not understand the model, ``intermediate_size``, or 0."""
     try:
         return Geometry.from_config(config.model_config.hf_config.to_dict()).intermediate
     except ConfigError:
@@ -90,7 +90,7 @@ def _kv_itemsize(config: VllmConfig) -> int:
 def header_of(
     settings: Settings, engine: EngineSpec, core: str, policy: str, device_blocks: int, host_blocks: int
 ) -> Header:
-    """The header of what this engine core records."""
+    """The header of this engine core's trace."""
     header = Header.recorded_on(
         engine,
         run_id=core,

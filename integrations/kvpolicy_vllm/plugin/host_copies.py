@@ -1,8 +1,8 @@
-"""Saved copies on the scheduler's side: their slots, the life of each (queued, saved, loading, gone), their failures.
+"""Saved copies on the scheduler side: their slots, their stages (queued, saved, loading, gone) and their failures.
 
-Workers execute jobs in the order they are told, per rank. That is why a slot may be given to the next save at once
-when its copy is forgotten: the new save comes after whatever the old one still had to do. Only a copy that is being
-*loaded* keeps its slots until every rank has said that it is done.
+Each rank's worker executes jobs in order. Therefore the slots of a forgotten copy may be reused at once: the new save
+comes after all jobs of the old copy. Only a copy that is being *loaded* keeps its slots until every rank has reported
+that the load has ended.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 5
 FIRST_SUSPENSION_S = 10.0
 MAX_SUSPENSION_S = 600.0
-"""Each suspension that follows another without a good copy between is twice as long, up to this."""
+"""Suspensions double in length while no copy succeeds between them, up to this."""
 WARNING_EVERY_S = 60.0
 NOTHING, NOTHING_IDLE = StepJobs(-1), StepJobs(-1, idle=True)
-"""Of every step in which the workers have nothing to do, and of every such step that computes nothing."""
+"""Shared jobs of steps without work for the workers: NOTHING, and NOTHING_IDLE where the step computes nothing."""
 
 
 class SlotPool:
-    """Host slots, one KV block each: the free list. The memory itself is in the workers.
+    """The free list of host slots, one KV block each. The memory itself is in the workers.
 
-    Freed slots are used again last, so that a fault shows as stale data as late as possible."""
+    Freed slots are reused last, so that stale data stays intact as long as possible.
+    """
 
     def __init__(self, slots: int) -> None:
         self.total = self.free = slots
@@ -37,7 +38,7 @@ class SlotPool:
         self._unused = deque(range(slots))
 
     def take(self, count: int) -> tuple[int, ...]:
-        """Raises ValueError where fewer are free; ask :attr:`free` first."""
+        """Take ``count`` slots. Raises ValueError where fewer are free; check :attr:`free` first."""
         if count > self.free:
             raise ValueError(f"{count} host slots asked for, {self.free} free")
         self._count(count)
@@ -47,19 +48,19 @@ class SlotPool:
         self._count(-len(slots))
         self._unused.extend(slots)
 
-    def _count(self, taken: int) -> None:
-        self.free, self.used = self.free - taken, self.used + taken
+    def _count(self, change: int) -> None:
+        self.free, self.used = self.free - change, self.used + change
 
 
 class Stage(Enum):
-    QUEUED = "queued"  # the save is not yet handed to the workers
-    SAVED = "saved"  # handed over; whatever is told to the workers later finds it done
+    QUEUED = "queued"  # the save has not been sent to the workers
+    SAVED = "saved"  # sent; later jobs for the workers find the save done
     LOADING = "loading"
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """KV of one request as it was at one preemption."""
+    """Saved KV of one request, from one preemption."""
 
     copy_id: int
     request_id: str
@@ -70,7 +71,7 @@ class Copy:
     load_tokens: int = 0
     load_blocks: int = 0
     orphan: bool = False
-    """Its request is gone or its content stale: forgotten as soon as no worker reads its slots."""
+    """Its request is gone or its content stale. It is released as soon as no worker reads its slots."""
     acks: dict[Direction, list[Transfer]] = field(default_factory=lambda: {"save": [], "load": []})
 
 
@@ -88,12 +89,12 @@ class Settled:
 
     @property
     def slowest(self) -> Transfer:
-        """Of the ranks: when the copy was over."""
+        """The slowest rank's transfer, which determines how long the copy took."""
         return max(self.transfers, key=lambda transfer: transfer.end_s - transfer.start_s)
 
     @property
     def moved_bytes(self) -> int:
-        """Over all ranks."""
+        """Bytes moved over all ranks."""
         return sum(transfer.bytes for transfer in self.transfers if transfer.ok)
 
 
@@ -109,11 +110,11 @@ class CopyBook:
         self._of_request: dict[str, Copy] = {}
         self._by_id: dict[int, Copy] = {}
         self._saves: dict[int, tuple[int, ...]] = {}
-        """By copy, the device blocks of saves that are not yet handed over."""
+        """Device blocks of saves that have not been sent to the workers, by copy id."""
         self._loads: list[Job] = []
         self._dropped: list[int] = []
         self.loading = 0
-        """Copies that are being loaded, those of requests that are gone among them: somebody must ask for their end."""
+        """Number of copies being loaded, including those of requests that are gone: their end must be waited for."""
         self._queued_blocks: dict[Direction, int] = {"save": 0, "load": 0}
 
     def __len__(self) -> int:
@@ -123,15 +124,15 @@ class CopyBook:
         return self._of_request.get(request_id)
 
     def preemption_of(self, job: Job) -> str:
-        """Of a job just taken: the preemption that it belongs to."""
+        """The preemption that a job just taken belongs to."""
         return self._by_id[job.copy_id].preemption_id
 
     def queued_bytes(self, direction: Direction) -> int:
-        """Bytes of one rank that are on their way or wait for the link."""
+        """Bytes of one rank that are being copied or wait for the link."""
         return self._queued_blocks[direction] * self.block_bytes
 
     def save(self, request_id: str, preemption_id: str, tokens: int, block_ids: tuple[int, ...]) -> Copy:
-        """Queue a save. The caller has seen that enough slots are free."""
+        """Queue a save. The caller has checked that enough slots are free."""
         self.forget(request_id)
         self._next_id += 1
         copy = Copy(self._next_id, request_id, preemption_id, tokens, self.pool.take(len(block_ids)))
@@ -142,7 +143,7 @@ class CopyBook:
         return copy
 
     def loadable_tokens(self, request_id: str, wanted: int, local: int) -> int:
-        """Tokens a load would bring beyond ``local``, at most up to ``wanted``. Changes nothing."""
+        """Number of tokens between ``local`` and ``wanted`` that a load would bring back. Changes nothing."""
         copy = self._of_request.get(request_id)
         if copy is None or copy.stage is Stage.LOADING:
             return 0
@@ -170,14 +171,14 @@ class CopyBook:
         return copy
 
     def forget_all(self) -> None:
-        """Everything saved is stale, as after a reset."""
-        # A load that was not yet handed over is still handed over: vLLM waits for its completion.
+        """Forget all copies because they are stale, as after a reset."""
+        # Loads that have not been sent are still sent, since vLLM waits for their completion.
         for request_id in list(self._of_request):
             self.forget(request_id)
 
     def take_jobs(self, step: int, idle: bool) -> StepJobs:
-        """What the workers have to do in this step."""
-        if not (self._saves or self._loads or self._dropped):  # as in nearly every step
+        """The workers' jobs in this step."""
+        if not (self._saves or self._loads or self._dropped):  # true in nearly every step
             return NOTHING_IDLE if idle else NOTHING
         saves = tuple(self._save_job(copy_id, block_ids) for copy_id, block_ids in self._saves.items())
         jobs = StepJobs(step, saves, tuple(self._loads), tuple(self._dropped), idle)
@@ -191,7 +192,7 @@ class CopyBook:
         return Job(copy_id, copy.request_id, block_ids, copy.slots)
 
     def acknowledge(self, done: Iterable[Transfer]) -> list[Settled]:
-        """Take in what workers finished; returns what is now finished on all ranks."""
+        """Register transfers that workers finished; return copies that are now finished on all ranks."""
         settled = []
         for transfer in done:
             copy = self._by_id.get(transfer.copy_id)
@@ -221,7 +222,7 @@ class CopyBook:
     def _release(self, copy: Copy) -> None:
         del self._by_id[copy.copy_id]
         self.pool.give_back(copy.slots)
-        if len(copy.acks["save"]) < self.ranks:  # nobody will confirm it
+        if len(copy.acks["save"]) < self.ranks:  # its save will not be confirmed any more
             self._queued_blocks["save"] -= len(copy.slots)
         if copy.stage is Stage.QUEUED:
             del self._saves[copy.copy_id]
@@ -230,21 +231,21 @@ class CopyBook:
 
 
 class CopyHealth:
-    """Whether copies can be relied on: failures in a row suspend swapping for a while, and the log is not flooded.
+    """Suspends swapping for a while after several failures in a row, and limits warnings about failures.
 
-    One per engine core. Times are of the controller's clock, seconds.
+    One per engine core. Times are seconds on the controller's clock.
     """
 
     def __init__(self) -> None:
         self._in_a_row: dict[Direction, int] = {"save": 0, "load": 0}
-        """By direction: every load that fails has a save before it that was made."""
+        """Failures in a row by direction. Counted separately, since a successful save precedes every failed load."""
         self._suspension_s = FIRST_SUSPENSION_S
         self._suspended_until_s: float | None = None
         self._warned_s: float | None = None
         self._unreported = 0
 
     def suspended(self, now: float) -> bool:
-        """Whether nothing should be swapped now. Once a suspension is over, one failure brings the next."""
+        """Whether swapping is suspended now. After a suspension has ended, a single failure starts the next one."""
         if self._suspended_until_s is None:
             return False
         if now < self._suspended_until_s:
@@ -262,13 +263,13 @@ class CopyHealth:
         self.failed(settled.direction, f"{first.direction} of copy {first.copy_id} failed: {first.error}", now)
 
     def succeeded(self, direction: Direction) -> None:
-        """A copy was made in full. Only one that was loaded again says that swapping works."""
+        """A copy succeeded. Only a successful load shows that swapping works, and resets the suspension's length."""
         self._in_a_row[direction] = 0
         if direction == "load":
             self._suspension_s = FIRST_SUSPENSION_S
 
     def failed(self, direction: Direction, what: str, now: float) -> None:
-        """``what``: which copy failed and why."""
+        """A copy failed. ``what``: which one and why."""
         self._in_a_row[direction] += 1
         self._unreported += 1
         if self._warned_s is None or now - self._warned_s >= WARNING_EVERY_S:

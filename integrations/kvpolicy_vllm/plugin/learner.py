@@ -1,4 +1,4 @@
-"""What a policy learns from what became of its decisions, and the file that keeps it over a restart."""
+"""Online learning of a policy from the measured costs of its decisions, and the file that keeps it over restarts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvpolicy_vllm.plugin.settings import TEACH
 logger = logging.getLogger(__name__)
 
 MAX_AWAITED = 4096
-"""Decisions whose cost may be outstanding; the oldest beyond are no longer learned from."""
+"""Maximum number of decisions that await their cost; beyond it the oldest are dropped."""
 WRITE_EVERY_S = 5.0
 CLOSE_S = 10.0
-"""Seconds that the end of a server waits for the disk."""
+"""Seconds that shutdown waits for the disk."""
 
 
 class Memory:
-    """Keeps what was learned online in a file, written by a thread: the scheduler never waits for the disk."""
+    """Keeps the online state in a file. A thread writes it, so that the scheduler never waits for the disk."""
 
     def __init__(self, path: Path, digest: str) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class Memory:
         self._latest = learned
 
     def write_soon(self) -> None:
-        """Have the thread write the latest state, as where the engine has nothing left to do. Does not wait."""
+        """Have the thread write the latest state soon, as when the engine becomes idle. Does not wait."""
         self._wake.set()
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Memory:
     def _run(self) -> None:
         while not self._stop.is_set():
             self._wake.wait(WRITE_EVERY_S)
-            self._wake.clear()  # before it is written: what is asked for meanwhile may be of a later state
+            self._wake.clear()  # before writing: a request meanwhile may be for a later state
             self._write()
         self._write()
 
@@ -73,10 +73,10 @@ class Memory:
 
 
 def remember(decider: Decider, path: Path) -> Memory:
-    """Go on from what was learned before, where ``path`` has it, and keep there what is learned from now on.
+    """Resume from the online state in ``path``, if there is one, and keep later states there.
 
-    Raises ValueError for a policy that learns nothing, :class:`kvpolicy.cost.ModelError` for a file that never was a
-    learned state. One of another model, or damaged, is set aside with a warning.
+    Raises ValueError for a policy that learns nothing, :class:`kvpolicy.cost.ModelError` for a file of another kind. A
+    state of another model, or a damaged one, is set aside with a warning.
     """
     policy = decider.policy
     digest = "" if policy.cost_model is None else policy.cost_model.digest
@@ -88,10 +88,10 @@ def remember(decider: Decider, path: Path) -> Memory:
     if path.exists():
         try:
             decider.state = policy.resume(online.load(path, digest))
-        except online.OtherModelError as error:  # a new model is no reason not to serve
+        except online.OtherModelError as error:  # a changed model must not keep the server from starting
             aside = online.set_aside(path, error.digest)
             logger.warning("kvpolicy: %s; nothing of it is used, and it is kept as %s", error, aside.name)
-        except online.DamagedError as error:  # nor is a file that a crash cut off
+        except online.DamagedError as error:  # nor must a file that a crash truncated
             aside = online.set_damaged_aside(path)
             logger.warning("kvpolicy: %s; begun afresh, and what is left of it is kept as %s", error, aside.name)
     return Memory(path, digest)
@@ -103,12 +103,12 @@ class Awaited:
 
     situation: Preemption
     option: Option
-    """As it was to be executed."""
+    """The option to be executed."""
     victim_delay_s: float | None = None
 
 
 class Learner(Observer):
-    """Teaches the decider what its decisions cost, as far as a cost is that of one option alone."""
+    """Teaches the decider the costs of its decisions, except costs that mix both options."""
 
     trouble = "a preemption's cost could not be learned from (counted as measuring_failed)"
     given_up = "learning failed too often in a row: no more costs are learned from"
@@ -121,10 +121,10 @@ class Learner(Observer):
 
     def decided(self, pending: Pending) -> None:
         situation, decision = pending.situation, pending.decision
-        # Whatever is done around a reset is in the steps after it; and a tool's option is nobody's choice.
+        # Steps after a reset contain other work of the reset. An option pinned by a tool is not the policy's choice.
         if situation.cause == "reset" or decision.policy != self._decider.policy.name:
             return
-        option = next((one for one in decision.options if one.kind == decision.executed), None)
+        option = next((candidate for candidate in decision.options if candidate.kind == decision.executed), None)
         if option is None:
             return
         self._awaited[pending.identity.preemption_id] = Awaited(situation, option)
@@ -135,7 +135,7 @@ class Learner(Observer):
         awaited = self._awaited.get(outcome.preemption_id)
         if awaited is None:
             return
-        # What was spent until an abort is not what the option costs; and where a copy failed, it is neither's cost.
+        # Time spent until an abort is only part of the cost, and after a failed copy the cost is neither option's.
         if opened.mixed or outcome.ended != "resumed":
             del self._awaited[outcome.preemption_id]
         else:

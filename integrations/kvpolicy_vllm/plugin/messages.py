@@ -1,6 +1,6 @@
-"""What the scheduler side and the workers tell each other, once per step.
+"""Messages between the scheduler side and the workers, once per step.
 
-Plain records; the connector alone knows what vLLM asks of them.
+Plain records; only the connector knows vLLM's interface to them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ __all__ = ["Direction", "Job", "StepJobs", "Transfer", "Transfers"]
 class Job:
     """One copy of whole blocks between the device and the host pool, the same on every rank.
 
-    ``copy_id`` is the generation: never given twice, so that a request id that comes back, or a slot that is used
-    again, cannot be mistaken for what it was before.
+    ``copy_id`` is never reused, so that a reused request id or slot cannot be mistaken for an earlier one.
     """
 
     copy_id: int
@@ -30,22 +29,22 @@ class Job:
 
 @dataclass(slots=True)
 class StepJobs:
-    """Scheduler to workers. Saves come before loads; ``dropped`` copies can no longer be loaded."""
+    """From scheduler to workers. Saves come before loads; ``dropped`` copies can no longer be loaded."""
 
     step: int
     saves: tuple[Job, ...] = ()
     loads: tuple[Job, ...] = ()
     dropped: tuple[int, ...] = ()
     idle: bool = False
-    """Whether the step computes nothing, so that waiting a moment for a load delays nobody."""
+    """Whether the step computes nothing, so that waiting a moment for a load delays no request."""
 
 
 @dataclass(slots=True)
 class Transfers:
-    """Workers to scheduler: what finished on the ranks in one step."""
+    """From workers to scheduler: transfers that finished on the ranks in one step."""
 
     done: list[Transfer] = field(default_factory=list)
 
     def aggregate(self, other: Transfers) -> Transfers:
-        """Those of two ranks."""
+        """Join the transfers of two ranks."""
         return Transfers(self.done + other.done)

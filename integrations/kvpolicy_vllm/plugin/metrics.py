@@ -1,7 +1,7 @@
-"""Counters and gauges, on their way from the scheduler to ``/metrics``.
+"""Transport of counters and gauges from the scheduler to ``/metrics``.
 
-vLLM sends the connector's stats from the engine core to the API process as a dictionary. Ours holds what was added to
-each counter since the last report and the present value of each gauge, keyed by ``name|label=value|...``.
+vLLM sends the connector's stats from the engine core to the API process as a dictionary. This one holds each counter's
+increase since the last report and each gauge's present value, keyed by ``name|label=value|...``.
 """
 
 from __future__ import annotations
@@ -74,21 +74,21 @@ class KVPolicyPromMetrics(KVConnectorPromMetrics):
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine)
         self._metrics: dict[str, Any] = {}
-        for known, kind in ((COUNTERS, metric_types[Counter]), (GAUGES, metric_types[Gauge])):
-            # With several API processes a gauge is what the last one of them was told, as vLLM's own gauges are.
-            more = {"multiprocess_mode": "mostrecent"} if known is GAUGES else {}
-            for name, (text, labels) in known.items():
+        for definitions, kind in ((COUNTERS, metric_types[Counter]), (GAUGES, metric_types[Gauge])):
+            # With several API processes a gauge has the value reported last, as vLLM's own gauges have.
+            options = {"multiprocess_mode": "mostrecent"} if definitions is GAUGES else {}
+            for name, (text, labels) in definitions.items():
                 self._metrics[name] = kind(
-                    name=f"vllm:kvpolicy_{name}", documentation=text, labelnames=[*labelnames, *labels], **more
+                    name=f"vllm:kvpolicy_{name}", documentation=text, labelnames=[*labelnames, *labels], **options
                 )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for at, amount in transfer_stats_data.get("counters", {}).items():
-            self._child(at, engine_idx).inc(max(0, amount))
-        for at, value in transfer_stats_data.get("gauges", {}).items():
-            self._child(at, engine_idx).set(value)
+        for key, amount in transfer_stats_data.get("counters", {}).items():
+            self._child(key, engine_idx).inc(max(0, amount))
+        for key, value in transfer_stats_data.get("gauges", {}).items():
+            self._child(key, engine_idx).set(value)
 
-    def _child(self, at: str, engine_idx: int) -> Any:
-        name, *labels = at.split("|")
+    def _child(self, key: str, engine_idx: int) -> Any:
+        name, *labels = key.split("|")
         values = [label.split("=", 1)[1] for label in labels]
         return self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *values)

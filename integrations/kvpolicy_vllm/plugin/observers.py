@@ -1,7 +1,7 @@
-"""Who follows what becomes of preemptions, and how they are told; the counter of it all.
+"""Observers of preemptions, the dispatch of events to them, and the counter of metrics.
 
-The controller tells events; an observer has a method for each that it follows. One that is off is not there, and one
-that fails is told of it, begins afresh or is given up: neither costs a step or a request anything.
+The controller reports events; an observer has a method for each event it follows. A disabled observer is not added. An
+observer that fails starts afresh or, after repeated failures, is dropped, without an effect on steps or requests.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.messages import StepJobs
 
 MAX_FAILURES = 5
-"""An observer that has failed so often without doing its work in between is given up."""
+"""An observer is dropped after this many failures without success in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which preemption a decision is about."""
+    """The preemption that a decision is about."""
 
     preemption_id: str
     request_id: str
     generation: int
-    """How often the request was preempted before."""
+    """Number of the request's earlier preemptions."""
     step: int
     labels: Mapping[str, Any]
-    """Of a tool that has the option pinned."""
+    """Labels from a tool that pins the option; empty otherwise."""
 
 
 @dataclass(slots=True)
 class Pending:
-    """A decision, and what was really executed as far as that is known: a save may still fail."""
+    """A decision with what is executed so far; not final, since a save may still fail."""
 
     situation: Preemption
     decision: Decision
@@ -45,9 +45,10 @@ class Pending:
 
 
 class Observer:
-    """Follows the events whose methods it overrides.
+    """Base class of observers: follows the events whose methods are overridden.
 
-    ``requests`` and ``scheduler`` are vLLM's, ``output`` its output of a step; times are of the controller's clock.
+    ``request`` and ``scheduler`` are vLLM's objects, ``output`` is vLLM's output of a step. Times are seconds on the
+    controller's clock.
     """
 
     trouble = "following preemptions failed"
@@ -58,7 +59,7 @@ class Observer:
         """A new request."""
 
     def preempted(self, request: Any) -> None:
-        """A request is about to lose its blocks, whatever was decided."""
+        """A request is about to lose its blocks, for any decision."""
 
     def decided(self, pending: Pending) -> None:
         """A decision was made and is being executed."""
@@ -67,7 +68,7 @@ class Observer:
         """Deciding failed: the request is recomputed."""
 
     def executed(self, pending: Pending) -> None:
-        """Nothing can change any more about what was executed: a save was confirmed, or failed, or given up."""
+        """What is executed is final: a recompute was chosen, or a save was confirmed, failed or forgotten."""
 
     def fell_back(self, reason: str) -> None:
         """A swap became a recompute after all."""
@@ -79,19 +80,19 @@ class Observer:
         """All ranks have finished one direction of a copy."""
 
     def copy_lost(self, preemption_id: str) -> None:
-        """A save was forgotten before it was confirmed: nobody will say how long it took."""
+        """A save was forgotten before it was confirmed, so that its duration will not be known."""
 
     def loaded(self, request_id: str, tokens: int) -> None:
         """Tokens of a request are back from the host pool."""
 
     def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
-        """A preemption ended: its request is back at its token, was preempted again, or is gone."""
+        """A preemption ended: its request is back at the token it had reached, was preempted again, or is gone."""
 
     def measured(self, cost: LiveCost) -> None:
-        """What a resumed preemption cost is known in full."""
+        """The full cost of a resumed preemption is known."""
 
     def repeated(self, step: Step[OpenPreemption]) -> None:
-        """A step that was scheduled computes lost tokens again."""
+        """A scheduled step recomputes lost tokens."""
 
     def scheduled(self, step: Step[OpenPreemption], output: Any, scheduler: Any) -> None:
         """A step was scheduled; computed tokens are advanced past it."""
@@ -100,18 +101,18 @@ class Observer:
         """A step's output is back."""
 
     def ended(self, request: Any, now: float) -> None:
-        """A request finished, well or not."""
+        """A request ended, finished or aborted."""
 
     def idle(self) -> None:
-        """The engine has nothing left to do, and may be ended without warning: have written what is to be kept."""
+        """The engine has no work left and may be stopped without warning: start writing what is to be kept."""
 
     def begin_afresh(self) -> bool:
-        """After a failure: drop what is half done. False where it failed too often and is given up."""
+        """After a failure: drop unfinished work. Return False where the observer failed too often: it is dropped."""
         self.failures += 1
         return self.failures < MAX_FAILURES
 
     def close(self) -> None:
-        """The engine ends; write what is still to be written."""
+        """The engine shuts down: write what is still to be written."""
 
 
 EVENTS = tuple(
@@ -120,9 +121,9 @@ EVENTS = tuple(
 
 
 class Observers:
-    """All of one engine core. An event goes to those that follow it, in the order in which they were added.
+    """The observers of one engine core. An event goes to those that follow it, in the order in which they were added.
 
-    ``complain``: told what went wrong, while the exception is handled.
+    ``complain``: called with a message while an exception is handled.
     """
 
     def __init__(self, complain: Callable[[str], None]) -> None:
@@ -131,24 +132,24 @@ class Observers:
         self._given_up: tuple[Observer, ...] = ()
         self._following: dict[str, tuple[Callable[..., None], ...]] = dict.fromkeys(EVENTS, ())
         self.follow_steps = False
-        """Whether anybody asks for more of a step than the tokens it computes again."""
+        """Whether an observer follows steps beyond the tokens they recompute."""
 
     def add(self, *observers: Observer) -> None:
-        self._be((*self._all, *observers))
+        self._follow((*self._all, *observers))
 
     def replace(self, kind: type[Observer], observer: Observer | None) -> None:
-        """Close the one of that kind, if there is one, and have ``observer`` in its place; None: nobody."""
-        for one in self._all:
-            if isinstance(one, kind):
-                one.close()
-        others = tuple(one for one in self._all if not isinstance(one, kind))
-        self._be(others if observer is None else (*others, observer))
+        """Close the observer of that kind, if there is one, and add ``observer`` instead, unless it is None."""
+        for present in self._all:
+            if isinstance(present, kind):
+                present.close()
+        others = tuple(present for present in self._all if not isinstance(present, kind))
+        self._follow(others if observer is None else (*others, observer))
 
     def tell(self, event: str, *arguments: Any) -> None:
         for follow in self._following[event]:
             try:
                 follow(*arguments)
-            # Whatever is wrong with counting, recording, measuring or learning: serving goes on.
+            # An error in counting, recording, measuring or learning must not stop the server.
             except Exception:  # noqa: BLE001
                 self._failed(follow.__self__)  # type: ignore[attr-defined]  # a bound method of an observer
 
@@ -156,14 +157,16 @@ class Observers:
         for observer in (*self._all, *self._given_up):
             try:
                 observer.close()
-            except Exception:  # noqa: BLE001  # the others have something to write, too
+            except Exception:  # noqa: BLE001  # the other observers must still be closed
                 self._complain("what was followed could not be written at the end")
 
-    def _be(self, observers: tuple[Observer, ...]) -> None:
+    def _follow(self, observers: tuple[Observer, ...]) -> None:
         self._all = observers
         for event in EVENTS:
-            plain = getattr(Observer, event)
-            self._following[event] = tuple(getattr(o, event) for o in observers if getattr(type(o), event) is not plain)
+            default = getattr(Observer, event)
+            self._following[event] = tuple(
+                getattr(o, event) for o in observers if getattr(type(o), event) is not default
+            )
         self.follow_steps = bool(self._following["scheduled"] or self._following["done"])
 
     def _failed(self, observer: Observer) -> None:
@@ -171,7 +174,7 @@ class Observers:
         if not observer.begin_afresh():
             self._complain(observer.given_up)
             self._given_up += (observer,)
-            self._be(tuple(one for one in self._all if one is not observer))
+            self._follow(tuple(other for other in self._all if other is not observer))
 
 
 # ---- counting ----
@@ -182,7 +185,7 @@ def key(name: str, **labels: str) -> str:
 
 
 class Tally:
-    """Counts of one engine core: totals since the start, and what was added since the last report."""
+    """Counters and gauges of one engine core: totals since the start, and increases since the last report."""
 
     def __init__(self) -> None:
         self.totals: dict[str, float] = {}
@@ -193,38 +196,38 @@ class Tally:
         """Whether anything changed since the last report."""
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
-        at = key(name, **labels)
-        self.totals[at] = self.totals.get(at, 0) + amount
-        self._added[at] = self._added.get(at, 0) + amount
+        counter = key(name, **labels)
+        self.totals[counter] = self.totals.get(counter, 0) + amount
+        self._added[counter] = self._added.get(counter, 0) + amount
         self.unreported = True
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        at = key(name, **labels)
-        if self.gauges.get(at) != value:
-            self.gauges[at] = value
+        gauge = key(name, **labels)
+        if self.gauges.get(gauge) != value:
+            self.gauges[gauge] = value
             self._gauges_moved = self.unreported = True
 
     def raise_by(self, name: str, amount: float, **labels: str) -> None:
-        """A gauge that sums up what may be below 0."""
+        """Add to a gauge: a sum of amounts that may be negative, which a counter cannot hold."""
         self.set(name, self.gauges.get(key(name, **labels), 0.0) + amount, **labels)
 
     @property
     def urgent(self) -> bool:
-        """Whether an idle engine should step once more to report. Dropped records can wait: a step makes new ones."""
-        return self._gauges_moved or any(at != "records_dropped" for at in self._added)
+        """Whether an idle engine should step once more to report. Not for dropped records: a step makes new ones."""
+        return self._gauges_moved or any(counter != "records_dropped" for counter in self._added)
 
     def report(self) -> dict[str, dict[str, float]] | None:
-        """What was added to each counter since the last report, and all gauges; None where nothing changed."""
+        """Increases of the counters since the last report, and all gauges; None where nothing changed."""
         if not self.unreported:
             return None
-        changed = {"counters": self._added, "gauges": dict(self.gauges)}
+        report = {"counters": self._added, "gauges": dict(self.gauges)}
         self._added = {}
         self._gauges_moved = self.unreported = False
-        return changed
+        return report
 
 
 class MetricsCounter(Observer):
-    """What the engine's metrics say of preemptions. Names and labels: :mod:`kvpolicy_vllm.plugin.metrics`."""
+    """Counts preemptions for the engine's metrics. Names and labels: :mod:`kvpolicy_vllm.plugin.metrics`."""
 
     trouble = "preemptions could not be counted"
     given_up = "counting failed too often in a row: metrics of preemptions stand still"
@@ -237,7 +240,7 @@ class MetricsCounter(Observer):
     def report(self) -> dict[str, dict[str, float]] | None:
         """See :meth:`Tally.report`."""
         if not self.tally.unreported and self._shown == (self._copies.pool.used, len(self._ledger)):
-            return None  # as in nearly every step
+            return None  # true in nearly every step
         self._set_gauges()
         return self.tally.report()
 
@@ -253,7 +256,7 @@ class MetricsCounter(Observer):
         return self.tally.urgent
 
     def show_policy(self, policy: Policy, value: int) -> None:
-        """1 for the policy in charge, 0 for the one that was."""
+        """Set the gauge of a policy: 1 for the present policy, 0 for a former one."""
         digest = "" if policy.cost_model is None else str(policy.cost_model.digest)
         self.tally.set("cost_model", value, policy=policy.label, digest=digest)
 

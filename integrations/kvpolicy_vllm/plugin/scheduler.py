@@ -1,8 +1,8 @@
-"""The scheduler: vLLM's own, which asks the controller before a request loses its blocks.
+"""The scheduler: vLLM's own, extended to ask the controller before a request loses its blocks.
 
 Only `schedule`, `update_from_output`, `_preempt_request`, `_update_waiting_for_remote_kv`, `reset_prefix_cache` and, up
-to vLLM 0.30, `_select_waiting_queue_for_scheduling` are extended, each by calling the original. Nothing of vLLM's
-scheduling is repeated here, so `always-recompute` schedules exactly as stock vLLM does.
+to vLLM 0.30, `_select_waiting_queue_for_scheduling` are extended, each by calling the original. None of vLLM's
+scheduling is reimplemented, so `always-recompute` schedules exactly as stock vLLM does.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Asking:
         super().__init__(*args, **kwargs)
         connector = getattr(self, "connector", None)
         if not isinstance(connector, KVPolicyConnector) or connector.controller is None:
-            found = "there is none" if connector is None else f"there is {type(connector).__name__}"
+            problem = "there is none" if connector is None else f"there is {type(connector).__name__}"
             raise UnsupportedEngine(
-                f"--scheduler-cls kvpolicy_vllm.AdaptiveScheduler needs its own connector and {found}: "
+                f"--scheduler-cls kvpolicy_vllm.AdaptiveScheduler needs its own connector and {problem}: "
                 "--kv-transfer-config "
                 '\'{"kv_connector": "KVPolicyConnector", "kv_role": "kv_producer", '
                 '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"policy": "..."}}\''
             )
         self.kvpolicy = connector.controller
-        self._cause: Cause = "reset"  # outside schedule() nothing is preempted for want of memory
+        self._cause: Cause = "reset"  # outside schedule() only a reset preempts requests
         self._forced_out: list[str] = []
         self.returning = Returning(self)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         controller, returning = self.kvpolicy, self.returning
         controller.step_begins(self)
-        aside = self._force_out() if self._forced_out else ()
+        forced_out = self._force_out() if self._forced_out else ()
         self._cause = "memory"
         try:
             if returning.requests:
@@ -58,17 +58,20 @@ class Asking:
             self._cause = "reset"
             if returning.configured is not None:
                 returning.give_places()
-            for request in reversed(aside):
+            for request in reversed(forced_out):
                 self.waiting.prepend_request(request)
         controller.step_scheduled(output)
         return output
 
     def _select_waiting_queue_for_scheduling(self) -> Any:
-        """vLLM 0.24 to 0.30 ask here for every admission; later versions drain the holders of blocks first by
-        themselves. Whoever was loaded and waits for a last block must come before anybody who cannot be allocated:
-        that one ends the scan, and where nobody runs its memory is with those behind it, for good."""
-        with_holder = self.returning.in_front(self.skipped_waiting)
-        return super()._select_waiting_queue_for_scheduling() if with_holder is None else with_holder  # type: ignore[misc]
+        """Offer requests that hold blocks first. vLLM 0.24 to 0.30 call this for every admission; later versions admit
+        such requests first by themselves.
+
+        A loaded request that waits for a last block must come before any request that cannot be allocated. That one
+        would end the scan, and where no request runs, the memory it needs would stay with those behind it for good.
+        """
+        queue = self.returning.in_front(self.skipped_waiting)
+        return super()._select_waiting_queue_for_scheduling() if queue is None else queue  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -80,9 +83,11 @@ class Asking:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _update_waiting_for_remote_kv(self, request: Any) -> None:
-        """The request's load has ended. After a failed one vLLM frees the blocks, but goes on keeping as many free for
-        the request. The next load that does not fit beside them would then end the scan of those who wait: for good,
-        where nobody runs."""
+        """The request's load has ended. After a failed load vLLM frees the blocks but keeps the same number reserved.
+
+        The next load that does not fit beside the reservation would then end the scan of waiting requests, for good
+        where no request runs. So the reservation is removed.
+        """
         super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
         if request.num_computed_tokens == 0:
             self._inflight_prefills.discard(request)
@@ -94,13 +99,16 @@ class Asking:
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self._unload(request)
             elif request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0:
-                # Loaded, but not yet admitted for want of a block: vLLM's own reset would leave it what it holds.
+                # Loaded but not yet admitted, as a block is missing: vLLM's own reset would leave it its blocks.
                 self._take_blocks(request)
         return bool(super().reset_prefix_cache(*args, **kwargs))  # type: ignore[misc]
 
     def _unload(self, request: Any) -> None:
-        """Nothing of its load is used. One that may be on the way ends as a failed one; of one that has ended, the
-        blocks are free at once: while the engine is paused nobody admits, which is where vLLM would free them."""
+        """Discard the request's load. A load that may still be under way ends as a failed one.
+
+        After a load that has ended the blocks are freed at once. vLLM would free them at the next admission, but while
+        the engine is paused it admits no request.
+        """
         if request.request_id not in self.finished_recving_kv_req_ids:
             request.num_computed_tokens = 0
             self.failed_recving_kv_req_ids.add(request.request_id)
@@ -128,11 +136,11 @@ class Asking:
     _inflight_prefills: set[Any]
 
     def preempt_at_next_step(self, request_id: str) -> None:
-        """Force a running request out at the next step; it can come back from the step after that on."""
+        """Preempt a running request at the next step; it can be admitted again from the step after that on."""
         self._forced_out.append(request_id)
 
     def pause_at_next_step(self, request_id: str) -> None:
-        """Take a running request out of the batch; it keeps its blocks. Undone by :meth:`resume_request`."""
+        """Remove a running request from the batch; it keeps its blocks. Undone by :meth:`resume_request`."""
         self.running.remove(self.requests[request_id])
 
     def resume_request(self, request_id: str) -> None:
@@ -140,8 +148,8 @@ class Asking:
         self.running.append(self.requests[request_id])
 
     def _force_out(self) -> list[Any]:
-        """Preempt what is to be forced out, and keep it from being admitted in this very step."""
-        aside = []
+        """Preempt the requests that a tool forces out, and unqueue them so that this step does not admit them."""
+        forced_out = []
         self._cause = "forced"
         for request_id in self._forced_out:
             request = self.requests.get(request_id)
@@ -150,25 +158,25 @@ class Asking:
             self.running.remove(request)
             self._preempt_request(request, self.kvpolicy.clock())
             self.waiting.remove_request(request)
-            aside.append(request)
+            forced_out.append(request)
         self._forced_out.clear()
-        return aside
+        return forced_out
 
 
 class AdaptiveSyncScheduler(Asking, Scheduler):
-    """Over vLLM's plain scheduler."""
+    """The plugin over vLLM's plain scheduler."""
 
 
 class AdaptiveAsyncScheduler(Asking, AsyncScheduler):
-    """Over vLLM's asynchronous scheduler."""
+    """The plugin over vLLM's asynchronous scheduler."""
 
 
 class AdaptiveScheduler:
-    """The one name for ``--scheduler-cls``: makes the scheduler that the engine's configuration asks for."""
+    """The class for ``--scheduler-cls``: makes the plain or the asynchronous scheduler, as the engine is configured."""
 
     asks_kvpolicy = True
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         asynchronous = vllm_config.scheduler_config.async_scheduling
-        made = AdaptiveAsyncScheduler if asynchronous else AdaptiveSyncScheduler
-        return made(vllm_config, *args, **kwargs)
+        scheduler_class = AdaptiveAsyncScheduler if asynchronous else AdaptiveSyncScheduler
+        return scheduler_class(vllm_config, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""Reading a `Preemption` off a live scheduler, before it frees the victim's blocks, and what that scheduler would load.
+"""Reads a `Preemption` from a live scheduler before the victim's blocks are freed, and what could be loaded back.
 
-Needs no vLLM: it asks the scheduler that it is given.
+Imports no vLLM: everything is read from the scheduler object.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kvpolicy_vllm.plugin.host_copies import CopyBook
 
 
 class RunningView:
-    """What preemptions of one step ask of all running requests, looked through once. O(running requests) to make.
+    """Sums over all running requests for the preemptions of one step, computed once. O(running requests) to make.
 
-    ``first``: the step's first victim. Victims have already been taken out of ``scheduler.running``.
+    ``first``: the step's first victim. Victims have already been removed from ``scheduler.running``.
     """
 
     def __init__(self, scheduler: Any, first: Any) -> None:
@@ -26,15 +26,15 @@ class RunningView:
             other.num_computed_tokens for other in scheduler.running
         )
         self._covered = 0
-        """So many running requests from the first on have the blocks for what they compute in this step."""
+        """Number of running requests, from the first on, that have the blocks for what they compute in this step."""
 
     def take_out(self, victim: Any) -> int:
-        """Computed tokens of the others, without ``victim`` and those before it."""
+        """Remove ``victim``; return the computed tokens of the other requests, without this and earlier victims."""
         self._computed_tokens -= victim.num_computed_tokens
         return int(self._computed_tokens)
 
     def short_blocks(self, victim: Any) -> int:
-        """Blocks the failed allocation lacked.
+        """Number of blocks that the failed allocation lacked.
 
         vLLM does not say whose allocation failed: see :func:`kvpolicy.features.short_blocks`.
         """
@@ -42,30 +42,30 @@ class RunningView:
         return short_blocks(self._lacking(victim), free)
 
     def _lacking(self, victim: Any) -> Iterator[int]:
-        """Blocks that the running requests and the victim, in scheduling order, lack for what they compute next.
+        """Blocks that each running request and the victim, in scheduling order, lack for what they compute next.
 
-        Whoever had its blocks at an earlier preemption of the step has them still, so each search goes on where the
-        last one ended.
+        A request that had its blocks at an earlier preemption of the step still has them, so each search continues
+        where the last one ended.
         """
         running = self._scheduler.running
-        # Victims may have stood before the place where the last search ended.
+        # A victim removed since may have stood before the index at which the last search ended.
         self._covered = max(0, min(self._covered - 1, len(running)))
-        for place in range(self._covered, len(running)):
-            lacking = self._lacking_of(running[place])
-            if lacking <= 0 and self._covered == place:
+        for index in range(self._covered, len(running)):
+            lacking = self._lacking_of(running[index])
+            if lacking <= 0 and self._covered == index:
                 self._covered += 1
             yield lacking
         yield self._lacking_of(victim)
 
     def _lacking_of(self, request: Any) -> int:
         computed, size = request.num_computed_tokens, self._scheduler.block_size
-        known = request.num_tokens + request.num_output_placeholders
-        ahead = min(max(1, known - computed), self._scheduler.max_num_scheduled_tokens)
+        known_tokens = request.num_tokens + request.num_output_placeholders
+        next_tokens = min(max(1, known_tokens - computed), self._scheduler.max_num_scheduled_tokens)
         covered = -(-computed // size)
-        if lacking_blocks(computed, ahead, covered, size) == 0:
-            return 0  # as of nearly every decode; to count the blocks it holds takes far longer
+        if lacking_blocks(computed, next_tokens, covered, size) == 0:
+            return 0  # true for nearly every decode; counting the blocks it holds takes far longer
         held = len(self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
-        return lacking_blocks(computed, ahead, held, size)
+        return lacking_blocks(computed, next_tokens, held, size)
 
 
 def situation_of(
@@ -77,7 +77,7 @@ def situation_of(
     segment_bytes: int,
     now: float,
 ) -> Preemption:
-    """What is known about ``request``, already taken out of ``scheduler.running``. O(its blocks), but for the view."""
+    """The situation of ``request``, already removed from ``scheduler.running``. O(its blocks), apart from the view."""
     pool = scheduler.kv_cache_manager.block_pool
     size = scheduler.block_size
     computed = request.num_computed_tokens
@@ -111,14 +111,14 @@ def situation_of(
 
 
 def _is_unhashed(block: Any) -> bool:
-    """Full blocks are hashed in their order, so the count of those that are is a boundary, found by bisection."""
+    """Key for bisection: full blocks are hashed in order, so hashed blocks precede all others."""
     return block.block_hash is None
 
 
 def why_not_loadable(request: Any, copies: CopyBook, now: float) -> str:
-    """Why this engine would not load ``request`` back, in a word for the trace; empty where it would.
+    """Why this engine would not load ``request`` back, as a word for the trace; empty where it would.
 
-    While copies fail nobody is swapped.
+    While copies fail, no request is swapped.
     """
     if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
         return "not_loadable"
@@ -126,12 +126,13 @@ def why_not_loadable(request: Any, copies: CopyBook, now: float) -> str:
 
 
 def restorable_tokens(request: Any, scheduler: Any, copies: CopyBook) -> int:
-    """Tokens that a load can bring ``request`` to, 0 without a copy. The last one known is computed, to sample the
-    next."""
+    """Number of tokens that ``request`` can have after a load; 0 without a copy.
+
+    The last known token is always computed, in order to sample the next one.
+    """
     copy = copies.of(request.request_id)
     tokens = 0 if copy is None else min(copy.tokens, int(request.num_tokens) - 1)
-    # With --enable-return-routed-experts vLLM 0.33 would load nothing where a block is not whole; earlier versions are
-    # refused with it.
+    # With --enable-return-routed-experts vLLM 0.33 loads only whole blocks. Earlier versions with it are refused.
     if getattr(scheduler, "aux_output_connector", None) is not None:
         tokens -= tokens % int(scheduler.block_size)
     return tokens

@@ -1,4 +1,4 @@
-"""What a scheduled step is made of, read off vLLM's output of it without going through all of its requests."""
+"""Reads the parts of a scheduled step from vLLM's output, without a loop over all of its requests."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from kvpolicy.attribution.ledger import Step
 
 
 def fill_parts(step: Step[Any], output: Any) -> None:
-    """Enter a step's parts, once.
+    """Fill in the step's parts; does nothing on a second call.
 
-    One token of a request is a decode, more are a prefill chunk. The positions at which requests begin in this step
-    are in the output: where everybody decodes, their sum is all that is needed.
+    One token of a request is a decode, several are a prefill chunk. The output holds the positions at which requests
+    start in this step: where all requests decode, only their sum is needed.
     """
-    if step.scheduled_requests:  # another observer has asked before
+    if step.scheduled_requests:  # another observer has filled it already
         return
     scheduled = output.num_scheduled_tokens
     cached, decodes = output.scheduled_cached_reqs, len(scheduled)
     step.scheduled_requests, step.scheduled_tokens = decodes, output.total_num_scheduled_tokens
-    begun = sum(cached.num_computed_tokens)
+    start_sum = sum(cached.num_computed_tokens)
     for new in output.scheduled_new_reqs:
-        begun += new.num_computed_tokens
+        start_sum += new.num_computed_tokens
     if step.scheduled_tokens > decodes:
         chunks = [(request_id, tokens) for request_id, tokens in scheduled.items() if tokens > 1]
-        begins = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        begins |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         for request_id, tokens in chunks:
-            begin = begins[request_id]
-            step.chunk_context += causal_pairs(begin, begin + tokens)
-            begun -= begin
+            start = starts[request_id]
+            step.chunk_context += causal_pairs(start, start + tokens)
+            start_sum -= start
         decodes -= len(chunks)
-    step.decode_requests, step.kv_read_tokens = decodes, begun + decodes
+    step.decode_requests, step.kv_read_tokens = decodes, start_sum + decodes

@@ -1,4 +1,4 @@
-"""When each request's first and last tokens came, at no cost per request that decodes a token in every step."""
+"""Times of each request's first and last token, without a cost per request that decodes a token in every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Life:
-    """A request while it is served."""
+    """Times and counts of a request being served."""
 
     arrival_s: float
     first_token_s: float | None = None
@@ -18,24 +18,23 @@ class Life:
     recomputed_tokens: int = 0
     loaded_tokens: int = 0
     joined: int = 0
-    """Of a steady request: rounds there had been when its tokens were last counted."""
+    """For a steady request: number of rounds when its tokens were last counted."""
 
 
 class TokenTimes:
-    """All requests of one engine core.
+    """Token times of all requests of one engine core.
 
-    A request is *steady* from a token on for as long as every step schedules it: each such step, a *round*, brings it
-    one token more, so that rounds are counted and not tokens. Any other request is looked at in the steps that
-    schedule it.
+    A request is *steady*, from one of its tokens on, as long as every step schedules it. Each such step, a *round*,
+    gives it one token, so it suffices to count rounds. All other requests are checked in the steps that schedule them.
     """
 
     def __init__(self) -> None:
         self._lives: dict[str, Life] = {}
         self._steady: dict[str, Life] = {}
         self._watched: dict[str, Life] = {}
-        """Of the others, those that were scheduled before."""
+        """Requests that are not steady and have been scheduled before."""
         self.preempted: list[str] = []
-        """Since the last step. They may still get a token, of a step that is in flight."""
+        """Requests preempted since the last step. A step in flight may still give them a token."""
         self._rounds = 0
         self._round_s = 0.0
 
@@ -46,7 +45,7 @@ class TokenTimes:
         self._lives[request_id] = Life(now)
 
     def step(self, output: Any, requests: Mapping[str, Any], now: float) -> None:
-        """A step's output is back. ``requests``: by id, with the tokens it brought."""
+        """Process a step's output. ``requests``: by id, including the tokens of this step."""
         scheduled = output.num_scheduled_tokens
         if self.preempted:
             for request_id in self.preempted:
@@ -64,14 +63,14 @@ class TokenTimes:
                 self._look_at(request_id, requests.get(request_id), now)
 
     def ended(self, request: Any, now: float) -> Life | None:
-        """The request finished; None where it never arrived."""
+        """Remove a finished request and return its times; None where it never arrived."""
         life = self._lives.pop(request.request_id, None)
         if life is None:
             return None
         self._watched.pop(request.request_id, None)
         if self._steady.pop(request.request_id, None) is not None:
             self._count(life)
-        # The last token of a request that stops comes with the very step that ends it.
+        # The last token of a request comes with the step that ends it.
         if request.num_output_tokens > life.output_tokens:
             _note(life, request, now)
         return life
@@ -93,7 +92,7 @@ class TokenTimes:
         self._steady[request_id] = self._watched.pop(request_id)
 
     def _count(self, life: Life) -> None:
-        """Enter the tokens that rounds have brought."""
+        """Add the tokens of the rounds since they were last counted."""
         if self._rounds > life.joined:
             life.output_tokens += self._rounds - life.joined
             life.last_token_s = self._round_s

@@ -1,7 +1,7 @@
-"""A trace beside a running scheduler, at no cost it can feel: what becomes a row, and how rows reach the disk.
+"""Records a trace from a running scheduler at negligible cost: makes the rows and writes them to disk.
 
-The scheduler appends plain rows to bounded queues; a thread turns them into Parquet parts. Whatever the disk does,
-rows that do not fit are dropped and counted, and the scheduler never waits.
+The scheduler appends plain rows to bounded queues; a thread writes them as Parquet parts. If the disk is slow or full,
+rows that do not fit are dropped and counted; the scheduler never waits.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 
 class RowWriter(Protocol):
-    """What takes a trace's rows."""
+    """Receiver of a trace's rows."""
 
     dropped: int
-    """Rows that could not be kept."""
+    """Number of rows that could not be kept."""
 
     def add(self, table: str, row: Row) -> None: ...
 
@@ -53,7 +53,7 @@ class RowWriter(Protocol):
 
 
 class TraceRecorder(Observer):
-    """Rows of a trace. ``anonymous`` gives a request its name there."""
+    """Makes the rows of a trace from events. ``anonymous`` maps a request id to its name in the trace."""
 
     trouble = "an event could not be recorded (counted as records_dropped)"
     given_up = "recording failed too often in a row: the trace ends here"
@@ -119,7 +119,7 @@ class TraceRecorder(Observer):
     # ---- steps ----
 
     def scheduled(self, step: Step[OpenPreemption], output: Any, scheduler: Any) -> None:
-        """Enter who runs and waits, and how much memory is taken."""
+        """Fill in the numbers of running and waiting requests and of used blocks."""
         step.running_requests = len(scheduler.running)
         step.waiting_requests = max(0, scheduler.get_num_unfinished_requests() - step.running_requests)
         pool = scheduler.kv_cache_manager.block_pool
@@ -142,17 +142,17 @@ class TraceRecorder(Observer):
     # ---- preemptions ----
 
     def executed(self, pending: Pending) -> None:
-        known = pending.identity
+        identity = pending.identity
         row = decision_row(
             pending.situation,
             pending.decision,
-            preemption_id=known.preemption_id,
-            decision_id=f"{known.preemption_id}-0",
-            request=self._anonymous(known.request_id),
-            generation=known.generation,
-            step=known.step,
-            overflow_id=f"{self._core}-{known.step}",
-            **known.labels,
+            preemption_id=identity.preemption_id,
+            decision_id=f"{identity.preemption_id}-0",
+            request=self._anonymous(identity.request_id),
+            generation=identity.generation,
+            step=identity.step,
+            overflow_id=f"{self._core}-{identity.step}",
+            **identity.labels,
         )
         self.recorder.add("decisions", row)
 
@@ -160,25 +160,25 @@ class TraceRecorder(Observer):
         self.recorder.add("outcomes", outcome_row(outcome))
 
     def copied(self, settled: Settled, step: int) -> None:
-        told = replace(settled.slowest, bytes=settled.moved_bytes, ok=settled.ok)
-        row = transfer_row(told, preemption_id=settled.copy.preemption_id, step=step, tier=HOST_TIER)
+        transfer = replace(settled.slowest, bytes=settled.moved_bytes, ok=settled.ok)
+        row = transfer_row(transfer, preemption_id=settled.copy.preemption_id, step=step, tier=HOST_TIER)
         self.recorder.add("transfers", row)
 
 
 def pseudonym(salt: bytes, request_id: str) -> str:
-    """A request's name in traces: a keyed hash, so that nobody can be found out by it."""
+    """A request's name in traces: a keyed hash, so that the request cannot be identified by it."""
     return hashlib.blake2b(request_id.encode(), key=salt, digest_size=8).hexdigest()
 
 
 MIN_PART_S = 0.5
-"""Parts that are asked for, since the engine idles, are written no more often than this, seconds."""
+"""Minimum seconds between parts that are requested by :meth:`TraceWriter.flush_soon`, when the engine idles."""
 
 
 class TraceWriter:
-    """Rows in, part files out. One per engine core.
+    """Writes rows into part files. One per engine core.
 
-    A part is written every ``part_rows`` rows or ``part_s`` seconds, so that a killed server loses at most that, and
-    within half a second where :meth:`flush_soon` is called.
+    A part is written every ``part_rows`` rows or ``part_s`` seconds, so that a killed server loses no more than that,
+    and within half a second of :meth:`flush_soon`.
     """
 
     def __init__(
@@ -205,14 +205,14 @@ class TraceWriter:
         self._complained = False
         self._writing = threading.Lock()
         self._writing_rows = 0
-        """Taken off the queue, but not yet on the disk."""
+        """Number of rows that are off the queue but not yet on disk."""
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpolicy-trace", daemon=True)
         self._thread.start()
 
     def add(self, table: str, row: Row) -> None:
-        """Queue one row; drops and counts it where too many wait."""
+        """Queue one row, or drop and count it where too many wait."""
         waiting = self._waiting[table]
         if len(waiting) >= self._max_waiting:
             self.dropped += 1
@@ -220,7 +220,7 @@ class TraceWriter:
             waiting.append(row)
 
     def flush_soon(self) -> None:
-        """Have the thread write what was added so far, as where the engine has nothing left to do. Does not wait."""
+        """Have the thread write the rows added so far, as when the engine becomes idle. Does not wait."""
         self._wake.set()
 
     def flush(self) -> None:
@@ -231,7 +231,7 @@ class TraceWriter:
                     self._write(name)
 
     def close(self) -> None:
-        """Once. Waits ``close_s`` for the disk; what is not written by then is dropped and counted."""
+        """Write the rest, once. Waits ``close_s`` for the disk; rows not written by then are dropped and counted."""
         self._stop.set()
         self._wake.set()
         self._thread.join(timeout=self._close_s)
@@ -244,18 +244,20 @@ class TraceWriter:
             )  # fmt: skip
 
     def _run(self) -> None:
-        last, asked = self._clock(), False
+        last_write_s, requested = self._clock(), False
         while not self._stop.is_set():
-            asked = self._wake.wait(MIN_PART_S / 5) or asked
-            self._wake.clear()  # before it is written: what is asked for meanwhile may be of later rows
-            since_s = self._clock() - last
-            due = since_s >= (min(MIN_PART_S, self._part_s) if asked else self._part_s)
-            if asked and not due:  # it is remembered; a server that idles after every request makes no part of each
+            requested = self._wake.wait(MIN_PART_S / 5) or requested
+            self._wake.clear()  # before writing: a request meanwhile may be for later rows
+            since_s = self._clock() - last_write_s
+            due = since_s >= (min(MIN_PART_S, self._part_s) if requested else self._part_s)
+            if (
+                requested and not due
+            ):  # stays requested; a server that idles after every request must not write a part for each
                 self._stop.wait(MIN_PART_S / 5)
             if due or any(len(rows) >= self._part_rows for rows in self._waiting.values()):
-                last, asked = self._clock(), False
+                last_write_s, requested = self._clock(), False
                 self.flush()
-        self.flush()  # here, not where it is closed: a disk that is gone must not keep anybody else
+        self.flush()  # in this thread, not in close(): a disk that hangs must not block the caller
 
     def _write(self, name: str) -> None:
         waiting = self._waiting[name]
@@ -269,7 +271,7 @@ class TraceWriter:
                 raise FileNotFoundError(f"{self.core} was removed while it was recorded into")
             write_part(self.core, name, self._parts[name], from_rows(name, rows))
             self._parts[name] += 1
-        # Whatever it is, the thread must live: a full disk may have room again later. Until then rows are counted.
+        # The thread must survive any error: a full disk may have space again later. Dropped rows are counted.
         except Exception as error:  # noqa: BLE001
             self.dropped += len(rows)
             if not self._complained:

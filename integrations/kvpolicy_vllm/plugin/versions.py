@@ -1,6 +1,6 @@
-"""Which vLLM this is, and which configurations of it the plugin does not serve yet.
+"""The version of vLLM, and the refusal of versions and configurations that the plugin does not support.
 
-Each refusal names the setting and what would be right; later releases take them off the list one by one.
+Each refusal names the setting and what would be right.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 OLDEST = (0, 24)
 NEWEST = (0, 33)
 BETWEEN_RELEASES = re.compile(r"\d(a|b|rc)\d|\.dev\d")
-"""A release candidate, or a build of sources without a tag. Not refused: nearly all of it is a release's own code, and
-refusing would shut out everybody who builds vLLM."""
+"""A release candidate, or a build from untagged sources. Not refused, since nearly all of its code is that of a release
+and refusing would exclude all users who build vLLM."""
 
 logger = logging.getLogger(__name__)
 
 
 class UnsupportedEngine(KVPolicyError):
-    """The engine is set up in a way the plugin does not serve; the message says what would be right."""
+    """The engine has an unsupported version or configuration; the message says what would be right."""
 
 
 def engine_version(allow_untested: bool = False) -> tuple[int, int]:
-    """(major, minor) of the vLLM that is running; of a build whose version says nothing, the newest that was tested.
+    """(major, minor) of the running vLLM; for a build without a version, the newest that was tested.
 
     Raises :class:`UnsupportedEngine` outside the tested range, above it only where ``allow_untested`` is not set.
     """
-    version = _numbers()
+    version = _parsed_version()
     if version is None or version > NEWEST:
         if not allow_untested:
-            raise UnsupportedEngine(_what_to_do(version))
+            raise UnsupportedEngine(_untested_message(version))
         return version or NEWEST
     if version < OLDEST:
         raise UnsupportedEngine(f"vLLM {vllm.__version__} is older than what kvpolicy serves: install {_range()}")
@@ -53,8 +53,8 @@ def engine_version(allow_untested: bool = False) -> tuple[int, int]:
 
 
 def warn_untested() -> None:
-    """Say so where the running vLLM is served although it is none of the tested releases."""
-    version = _numbers()
+    """Log a warning where the running vLLM is not one of the tested releases."""
+    version = _parsed_version()
     if version is not None and version <= NEWEST and not BETWEEN_RELEASES.search(vllm.__version__):
         return
     number = ".".join(map(str, version or NEWEST))
@@ -65,14 +65,14 @@ def warn_untested() -> None:
     )  # fmt: skip
 
 
-def _numbers() -> tuple[int, int] | None:
-    """(major, minor), or None where a build from source knew neither: vLLM calls it ``dev`` then, or 0.1.dev1."""
-    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    version = (int(found[1]), int(found[2])) if found else (0, 0)
+def _parsed_version() -> tuple[int, int] | None:
+    """(major, minor), or None for a build from source without a version, which vLLM calls ``dev`` or 0.1.dev1."""
+    match = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
     return None if version == (0, 0) or (version == (0, 1) and "dev" in vllm.__version__) else version
 
 
-def _what_to_do(version: tuple[int, int] | None) -> str:
+def _untested_message(version: tuple[int, int] | None) -> str:
     untested = (
         'to try it all the same, set "allow_untested_version": true in kv_connector_extra_config (kvpolicy serve '
     )
@@ -93,10 +93,10 @@ def _range() -> str:
 
 
 def refuse_early() -> None:
-    """Refuse what can be told while vLLM makes its configuration: minutes before the weights are read.
+    """Refuse what can be refused while vLLM makes its configuration, minutes before it loads the weights.
 
-    vLLM looks the connector's class up then, and hands the configuration over only when the connector is made, with
-    the weights in memory: until then it is found on the stack. Whatever is refused here is refused again later.
+    At that time vLLM looks up the connector's class. It passes the configuration only when it makes the connector,
+    with the weights in memory, so here the configuration is taken from the stack. All checks are repeated later.
     """
     config = _configuration_being_made()
     if config is None or config.kv_transfer_config is None or config.model_config is None:
@@ -109,7 +109,7 @@ def refuse_early() -> None:
 
 def _configuration_being_made() -> VllmConfig | None:
     if get_current_vllm_config_or_none() is not None:
-        return None  # within an engine they are made for parts of its model, which need not be servable alone
+        return None  # within an engine, configurations of parts of a model are made, which need not be supported alone
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), VllmConfig):
@@ -119,8 +119,7 @@ def _configuration_being_made() -> VllmConfig | None:
 
 
 def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> None:
-    """Raises :class:`UnsupportedEngine` for the first setting that does not fit. ``kv_cache``: None where it is not
-    known yet."""
+    """Raise :class:`UnsupportedEngine` for the first unsupported setting. ``kv_cache``: None where not known yet."""
     engine_version(allow_untested=allows_untested(config))
     _refuse_device()
     _refuse_transfer_settings(config)
@@ -132,12 +131,12 @@ def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> No
 
 
 def platform() -> Platform:
-    """What vLLM runs on."""
+    """The platform that vLLM runs on."""
     return vllm.platforms.current_platform
 
 
 def _refuse_device() -> None:
-    # ROCm calls itself CUDA to torch, but has KV layouts and a way of page-locking that nobody has tried here.
+    # To torch, ROCm looks like CUDA, but its KV layouts and page-locking are untested.
     if not (platform().is_cuda() or platform().is_cpu()):
         raise UnsupportedEngine(
             f"kvpolicy copies KV blocks on CUDA devices and CPUs only, device: {platform().device_name}; "
@@ -146,7 +145,7 @@ def _refuse_device() -> None:
 
 
 def allows_untested(config: VllmConfig) -> bool:
-    """Whether the settings let a vLLM through that nobody has tested; whether they are right is told later."""
+    """Whether the settings allow an untested vLLM. The settings themselves are checked later."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.kv_connector_extra_config.get("allow_untested_version") is True
 
@@ -178,15 +177,15 @@ def _refuse_transfer_settings(config: VllmConfig) -> None:
 
 
 def refuse_offloading(config: VllmConfig) -> None:
-    """Some versions put the offloading connector in the place of ours: told before it is made."""
+    """Refuse KV offloading, for which some versions replace this connector; called before the connector is made."""
     if getattr(config.cache_config, "kv_offloading_size", None) is not None:
         raise UnsupportedEngine("--kv-offloading-size brings a connector of its own; leave it out with kvpolicy")
 
 
 def is_adaptive(scheduler_cls: Any) -> bool:
     """Whether a ``--scheduler-cls`` value is kvpolicy's scheduler or made from it."""
-    found = resolve_obj_by_qualname(scheduler_cls) if isinstance(scheduler_cls, str) else scheduler_cls
-    return bool(getattr(found, "asks_kvpolicy", False))
+    scheduler_class = resolve_obj_by_qualname(scheduler_cls) if isinstance(scheduler_cls, str) else scheduler_cls
+    return bool(getattr(scheduler_class, "asks_kvpolicy", False))
 
 
 def _refuse_engine_settings(config: VllmConfig) -> None:
@@ -212,7 +211,7 @@ def _refuse_model(config: VllmConfig) -> None:
     refusals = (
         (model.is_encoder_decoder, "encoder-decoder models"),
         (model.runner_type == "pooling", "pooling models"),
-        # They have a scheduler of their own, which the plugin's would take the place of without a word.
+        # They need their own scheduler, which the plugin's would silently replace.
         (config.diffusion_config is not None or model.is_diffusion, "diffusion models"),
         (model.use_mla, "MLA models (not tested yet)"),
         (model.is_attention_free, "attention-free models"),
@@ -222,7 +221,7 @@ def _refuse_model(config: VllmConfig) -> None:
 
 
 def _refuse_routed_experts(config: VllmConfig) -> None:
-    """Below 0.31 vLLM itself refuses them beside a connector; there it has no such configuration."""
+    """Refuse returning routed experts below 0.33. Below 0.31 vLLM itself refuses it, and lacks the configuration."""
     if engine_version(allow_untested=allows_untested(config)) >= (0, 33):
         return
     if hasattr(config, "aux_output_config") and config.aux_output_config.enabled:
@@ -233,8 +232,8 @@ def _refuse_routed_experts(config: VllmConfig) -> None:
 
 
 def _refuse_first(refusals: Iterable[tuple[bool, str]]) -> None:
-    for refused, what in refusals:
-        if refused:
+    for is_refused, what in refusals:
+        if is_refused:
             raise UnsupportedEngine(f"kvpolicy does not serve {what}; run this engine without the kvpolicy flags")
 
 

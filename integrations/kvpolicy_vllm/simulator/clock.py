@@ -1,4 +1,4 @@
-"""Time that passes only when it is told to."""
+"""A virtual clock, which advances only when it is told to."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class VirtualClock:
         return self.now_s
 
     def advance(self, to_s: float) -> None:
-        """Does nothing where ``to_s`` has passed: what ends in the past delays nobody."""
+        """Advance to ``to_s``; does nothing where that is in the past."""
         self.now_s = max(self.now_s, to_s)

@@ -1,4 +1,4 @@
-"""The plugin's controller on a virtual clock: it decides and records as in a server, and hides no mistake."""
+"""The plugin's controller on a virtual clock: it decides and records as in a server, but raises every error."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvpolicy_vllm.plugin.observers import Observer, Pending
 from kvpolicy_vllm.simulator.clock import VirtualClock
 
 ROWS = 1000
-"""Rows of one table that are handed to the sink at a time."""
+"""Rows of one table per call of the sink."""
 
 
 def name_of(number: int) -> str:
-    """A request's name within vLLM, which breaks ties by it."""
+    """A request's name within vLLM, padded since vLLM breaks ties by it."""
     return f"{number:012d}"
 
 
@@ -29,7 +29,7 @@ def number_of(name: str) -> int:
 
 
 class SinkWriter:
-    """Rows for a :class:`Sink`, some at a time."""
+    """Collects rows and passes them to a :class:`Sink` in batches."""
 
     def __init__(self, sink: Sink) -> None:
         self.dropped = 0
@@ -43,7 +43,7 @@ class SinkWriter:
             self._hand_over(table)
 
     def flush_soon(self) -> None:
-        """Nobody ends a simulation unasked."""
+        """Nothing to do: a simulation is not ended without :meth:`close`."""
 
     def close(self) -> None:
         for table in self._rows:
@@ -57,7 +57,7 @@ class SinkWriter:
 
 
 class DecisionReporter(Observer):
-    """Hands every decision to whoever asked for them."""
+    """Passes every decision to a callback."""
 
     def __init__(self, on_decision: DecisionObserver) -> None:
         self._on_decision = on_decision
@@ -67,7 +67,7 @@ class DecisionReporter(Observer):
 
 
 class SimulatedController(Controller):
-    """Requests are named by their numbers, they are nobody's; whatever goes wrong is an error."""
+    """Names requests in traces by number, as there is nothing to anonymise, and raises all errors."""
 
     def __init__(
         self,
@@ -95,20 +95,20 @@ class SimulatedController(Controller):
 
     @property
     def disturbed(self) -> bool:
-        """Whether the step just scheduled took somebody's blocks or brings saves."""
+        """Whether the step just scheduled preempts a request or has saves."""
         return bool(self._step.lost or self._step.saves)
 
     def counted(self, name: str, label: str = "") -> int:
-        """Sum of a counter, of one label alone where it is given."""
+        """Sum of a counter over its labels, or its value for one label."""
         parts = ((key.split("|"), value) for key, value in self.metrics.tally.totals.items())
         return round(sum(value for key, value in parts if key[0] == name and (not label or label in key)))
 
     def arrived(self, request: Any) -> None:
-        """When it came, not when the engine next looked."""
+        """A request arrived, at its own arrival time, which may be before the engine saw it."""
         self.observers.tell("arrived", request, request.arrival_time)
 
 
-def _raise(what: str) -> None:
+def _raise(message: str) -> None:
     raise  # called while an exception is handled
 
 
@@ -122,7 +122,7 @@ def take_control(
     sink: Sink | None,
     on_decision: DecisionObserver | None,
 ) -> SimulatedController:
-    """Put a simulated controller in the place of the one that scheduler and connector were made with."""
+    """Replace the controller that scheduler and connector were made with by a simulated one, and return it."""
     controller = SimulatedController(core, server, policy, seed, clock, sink, on_decision)
     scheduler.connector.controller.close()
     scheduler.connector.controller = scheduler.kvpolicy = controller

@@ -1,4 +1,4 @@
-"""vLLM's scheduler for a server that is only described: real configuration and KV cache manager, no model."""
+"""Makes vLLM's scheduler for a described server: real configuration and KV cache manager, no model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvpolicy.simulator.base import NULL_BLOCK
 from kvpolicy_vllm.plugin import NAME, register
 
 HEADS, HEAD_DIM = 1, 16
-"""Of the made-up model. Scheduling depends on none of it: bytes and times are the server's own."""
+"""Shape of a placeholder model. Scheduling does not depend on it: bytes and times are the server's own."""
 
 
 def scheduler_for(server: Server) -> Any:
-    """The adaptive scheduler that vLLM itself would make for such a server. Raises ValueError as vLLM does."""
-    with _undisturbed():
+    """The scheduler that vLLM would make for this server with the plugin. Raises ValueError as vLLM does."""
+    with _environment_kept():
         config = _configuration(server)
         return config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
@@ -41,8 +41,8 @@ def scheduler_for(server: Server) -> Any:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """vLLM sets variables for the engine that it expects to start, and tells about it at length. There is none."""
+def _environment_kept() -> Iterator[None]:
+    """Restore environment variables and suppress logs: vLLM sets and logs much for an engine that is never started."""
     environment, disabled = dict(os.environ), logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -66,7 +66,7 @@ def _kv_cache(server: Server) -> KVCacheConfig:
 
 
 def _configuration(server: Server) -> Any:
-    config = _made(
+    config = _cached_configuration(
         server.block_size,
         server.max_model_len,
         server.max_running,
@@ -75,18 +75,18 @@ def _configuration(server: Server) -> Any:
         server.scheduling,
     )
     config.cache_config.num_gpu_blocks = server.device_blocks + NULL_BLOCK
-    # The CPU platform turns it off; the scheduler alone needs no platform.
+    # The CPU platform would turn it off, but the scheduler alone does not depend on the platform.
     config.scheduler_config.async_scheduling = server.asynchronous
     config.scheduler_config.watermark = server.watermark
     return config
 
 
 @lru_cache(maxsize=1)
-def _made(block: int, context: int, running: int, budget: int, caching: bool, scheduling: str) -> Any:
-    """vLLM's configuration takes seconds to make. What is changed in it afterwards is set for every run."""
-    found = vllm.platforms.current_platform
-    if not (found.is_cuda() or found.is_cpu()):
-        # No device, or one that the plugin has no copies for: the scheduler is the same on every platform.
+def _cached_configuration(block: int, context: int, running: int, budget: int, caching: bool, scheduling: str) -> Any:
+    """vLLM's configuration, cached as it takes seconds to make. Fields that are changed later are set for every run."""
+    platform = vllm.platforms.current_platform
+    if not (platform.is_cuda() or platform.is_cpu()):
+        # No device, or one that the plugin cannot copy on: the scheduler is the same on every platform.
         vllm.platforms._current_platform = CpuPlatform()
     register()
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,7 @@ def _made(block: int, context: int, running: int, budget: int, caching: bool, sc
 
 
 def _transfers() -> dict[str, Any]:
-    """The plugin's own settings stand only until the run brings its controller."""
+    """Transfer settings with which the plugin starts; each run then replaces its controller."""
     return {
         "kv_connector": NAME,
         "kv_role": "kv_producer",

@@ -1,4 +1,4 @@
-"""The simulator itself: vLLM's engine loop over its own scheduler, with time that is computed."""
+"""The simulator: vLLM's engine loop over its own scheduler, with computed instead of measured time."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from kvpolicy_vllm.simulator.virtual_worker import VirtualWorker, load_of_output
 
 
 class VllmScheduler:
-    """A :class:`kvpolicy.simulator.Simulator`. ``wall``: the clock that the run itself is timed by; ``created``: of
-    the trace's header, fixed so that equal runs give equal traces.
+    """A :class:`kvpolicy.simulator.Simulator`.
 
-    Rows of the trace are those that the plugin would write; a request is named by its place in the source.
+    ``wall``: clock that times the simulation itself. ``created``: date in the trace's header, fixed so that equal runs
+    give equal traces. The trace has the rows that the plugin would write; requests are named by their index in the
+    source.
     """
 
     name = "vllm"
@@ -46,7 +47,7 @@ class VllmScheduler:
 
     @property
     def rules(self) -> str:
-        """What :attr:`Server.rules` has to be: the version of vLLM that is installed."""
+        """The value that :attr:`Server.rules` must have: the version of the installed vLLM."""
         return ".".join(map(str, engine_version()))
 
     def run(
@@ -62,23 +63,23 @@ class VllmScheduler:
         """See :meth:`kvpolicy.simulator.Simulator.run`."""
         if server.rules != self.rules:
             raise InputError(f"rules are {server.rules!r}, but vLLM {self.rules} is installed: give {self.rules!r}")
-        began = self._wall()
+        start_s = self._wall()
         identity = Identity(requests, policy, server, times, seed)
         core = identity.core("vllm")
         if sink is not None:
             sink.begin(core, identity.header(core, f"vllm {vllm.__version__}, its scheduler alone", self._created))
         tallied = Engine(core, requests, policy, server, times, seed, sink, on_decision).serve()
         trace = None if sink is None else sink.finish()
-        return Run(tallied.summary(self._wall() - began), trace)
+        return Run(tallied.summary(self._wall() - start_s), trace)
 
 
 class Flight(NamedTuple):
-    """A scheduled step whose output has not been read."""
+    """A scheduled step in flight: its output has not been processed."""
 
     output: Any
     sampled: dict[str, bool]
     disturbed: bool
-    """Whether it took somebody's blocks or brings saves, so that it is more than waiting."""
+    """Whether it preempts a request or has saves, so that it does more than wait."""
     ends_s: float
 
     @property
@@ -88,7 +89,7 @@ class Flight(NamedTuple):
 
 @dataclass(slots=True)
 class Served:
-    """A request while it is served."""
+    """A request that is being served."""
 
     number: int
     request: Request
@@ -99,7 +100,7 @@ class Served:
 
 
 class Engine:
-    """One run: state that goes when it ends."""
+    """State of one run."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class Engine:
         self._depth = 2 if server.asynchronous else 1
 
     def serve(self) -> SummaryBuilder:
-        """Until nobody is left. The order of things is that of vLLM's ``EngineCore.step_with_batch_queue``."""
+        """Run until no request is left, in the order of vLLM's ``EngineCore.step_with_batch_queue``."""
         while True:
             self._admit()
             if self._served:
@@ -142,9 +143,9 @@ class Engine:
                 continue
             self._read_oldest()
         self.controller.close()
-        return self._counted()
+        return self._with_counters()
 
-    def _counted(self) -> SummaryBuilder:
+    def _with_counters(self) -> SummaryBuilder:
         count = self.controller.counted
         self.tallied.recomputed_tokens = count("recomputed_tokens")
         self.tallied.moved_bytes = count("copy_bytes")
@@ -155,11 +156,11 @@ class Engine:
     def _admit(self) -> None:
         for arrival_s, number, request in self.arrivals.until(self.clock.now_s):
             served = Served(number, request, arrival_s)
-            made = self._made(served)
-            self._served[made.request_id] = served
-            self.scheduler.add_request(made)
+            engine_request = self._engine_request(served)
+            self._served[engine_request.request_id] = served
+            self.scheduler.add_request(engine_request)
 
-    def _made(self, served: Served) -> EngineRequest:
+    def _engine_request(self, served: Served) -> EngineRequest:
         parameters = SamplingParams(temperature=0.0, max_tokens=served.request.output_tokens, ignore_eos=True)
         return EngineRequest(
             name_of(served.number),
@@ -186,17 +187,17 @@ class Engine:
         self.clock.advance(flight.ends_s)
         if self._served and self._idle(flight):
             self._wait()
-        told = self.scheduler.update_from_output(flight.output, self._answer(flight))
-        for outputs in told.values():
-            for one in outputs.outputs:
-                self._tell(one)
+        outputs_by_client = self.scheduler.update_from_output(flight.output, self._answer(flight))
+        for outputs in outputs_by_client.values():
+            for output in outputs.outputs:
+                self._record_output(output)
         self.tallied.steps += flight.computes or flight.disturbed or bool(self._served)
 
     def _idle(self, flight: Flight) -> bool:
-        return not any(one.computes or one.disturbed for one in (flight, *self._flying))
+        return not any(step.computes or step.disturbed for step in (flight, *self._flying))
 
     def _wait(self) -> None:
-        """Nothing can be computed until a copy has come or somebody arrives."""
+        """Advance to the next end of a copy or arrival: until then nothing can be computed."""
         events = [at_s for at_s in (self.worker.next_copied_s(), self.arrivals.next_s) if at_s is not None]
         if not events:
             waiting = ", ".join(sorted(self._served)[:5])
@@ -207,7 +208,7 @@ class Engine:
         names = list(flight.sampled)
         return ModelRunnerOutput(
             req_ids=names,
-            req_id_to_index={name: place for place, name in enumerate(names)},
+            req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=[[self._token(name)] if flight.sampled[name] else [] for name in names],
             logprobs=None,
             prompt_logprobs_dict={},
@@ -216,13 +217,13 @@ class Engine:
         )
 
     def _token(self, name: str) -> int:
-        """The next token of a request; any where it has finished and the engine ran ahead."""
+        """The next token of a request; 0 where the request has finished and the engine ran one step ahead."""
         request, served = self.scheduler.requests.get(name), self._served.get(name)
         if request is None or served is None:
             return 0
         return token_at(served.request, served.number, request.num_tokens)
 
-    def _tell(self, output: Any) -> None:
+    def _record_output(self, output: Any) -> None:
         served, now_s = self._served[output.request_id], self.clock.now_s
         if output.new_token_ids:
             if served.first_s is None:
@@ -242,7 +243,7 @@ class Engine:
             self.arrivals.finished(served.number, served.request, self.clock.now_s)
 
     def _refuse(self, number: int, request: Request) -> None:
-        """Raises ValueError for a request that could never be served."""
+        """Raise ValueError for a request that could never be served."""
         server, tokens = self.server, request.total_tokens
         if tokens > server.max_model_len:
             raise InputError(

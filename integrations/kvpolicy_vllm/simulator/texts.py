@@ -1,30 +1,30 @@
-"""Token ids for requests that are known by their lengths and their prefixes' ids alone."""
+"""Token ids for requests of which only lengths and the ids of prefix blocks are known."""
 
 from __future__ import annotations
 
 from kvpolicy.workload import Request
 
 MAX_TOKENS = 1 << 32
-"""Of one request, far beyond any: keeps the tokens of different requests apart."""
+"""Upper bound on a request's tokens, far beyond any; keeps the token ids of different requests apart."""
 
 
 def prompt_of(request: Request, number: int) -> list[int]:
-    """Token ids of the prompt. Even ones belong to a prefix block, odd ones to request ``number`` alone."""
+    """Token ids of the prompt: even ones for shared prefix blocks, odd ones for what only request ``number`` has."""
     size = request.prefix_block_tokens
     shared = min(request.prompt_tokens, len(request.prefix) * size)
-    found: list[int] = []
+    token_ids: list[int] = []
     for block in request.prefix:
         first = 2 * block * size
-        found.extend(range(first, first + 2 * min(size, shared - len(found)), 2))
-        if len(found) == shared:
+        token_ids.extend(range(first, first + 2 * min(size, shared - len(token_ids)), 2))
+        if len(token_ids) == shared:
             break
     start = 2 * number * MAX_TOKENS + 1
-    found.extend(range(start + 2 * shared, start + 2 * request.prompt_tokens, 2))
-    return found
+    token_ids.extend(range(start + 2 * shared, start + 2 * request.prompt_tokens, 2))
+    return token_ids
 
 
 def token_at(request: Request, number: int, position: int) -> int:
-    """What request ``number`` has at a position: its ids may go on past the prompt, into what it generates."""
+    """The token of request ``number`` at a position; prefix ids may extend past the prompt, into generated tokens."""
     size = request.prefix_block_tokens
     if position < len(request.prefix) * size:
         block, offset = divmod(position, size)

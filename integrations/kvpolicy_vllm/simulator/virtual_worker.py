@@ -1,4 +1,4 @@
-"""A made-up worker: it computes nothing, and says when steps and copies would have ended."""
+"""A worker that computes nothing and tells when steps and copies would have ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy_vllm.plugin.messages import Job, StepJobs, Transfers
 
 
 def load_of_output(output: Any, requests: dict[str, Any]) -> StepLoad:
-    """What a scheduled step computes; ``requests`` have their computed tokens advanced past it."""
+    """The load of a scheduled step. Computed tokens of ``requests`` are already advanced past it."""
     step: Step[OpenPreemption] = Step(-1)
     scheduled = output.num_scheduled_tokens
     step.compose(scheduled.values(), [requests[name].num_computed_tokens for name in scheduled])
@@ -30,18 +30,18 @@ class VirtualWorker:
         self._link: LinkQueues[Job] = LinkQueues(server, times)
 
     def execute(self, jobs: StepJobs, load: StepLoad, now_s: float) -> float:
-        """Take a step that is scheduled now; returns when its output is there."""
+        """Execute a step that is scheduled now; return the time at which its output is available."""
         begins_s = max(now_s, self._free_s)
         computes_s = self._times.step_s(load) if load.scheduled_tokens else 0.0
         self._free_s = self._link.step(_with_blocks(jobs.saves), _with_blocks(jobs.loads), begins_s, computes_s)
         return self._free_s
 
     def next_copied_s(self) -> float | None:
-        """When the next copy on its way ends."""
+        """End of the next copy under way; None without one."""
         return self._link.next_end_s()
 
     def finished(self, now_s: float) -> KVConnectorOutput | None:
-        """Copies that have ended since the last call, as vLLM's worker reports them with a step's output."""
+        """Copies that ended since the last call, as vLLM's worker reports them with a step's output."""
         done = self._link.ended(now_s)
         if not done:
             return None

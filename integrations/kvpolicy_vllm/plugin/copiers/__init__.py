@@ -1,1 +1,1 @@
-"""Moving KV blocks between the device and the host pool: the workers' side, and the only one that needs torch."""
+"""Copies of KV blocks between the device and the host pool: the worker side, and the only part that needs torch."""

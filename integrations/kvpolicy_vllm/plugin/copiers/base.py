@@ -1,7 +1,7 @@
-"""Moving KV blocks between the device and the host pool: the worker's side.
+"""Base class of copiers, which move KV blocks between the device and the host pool on the worker side.
 
-A KV cache tensor may be laid out with blocks outermost or with keys and values apart; `segments_of` finds the
-contiguous pieces of a block from the strides, so that nothing here depends on an attention backend's layout.
+A KV cache tensor may have blocks outermost, or keys and values apart. `segments_of` finds the contiguous pieces of a
+block from the strides, so that nothing here depends on an attention backend's layout.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy_vllm.plugin.messages import Direction, Job, Transfer
 
 IDLE_NAP_S = 0.001
-"""So long an engine with nothing to compute waits for a load before it asks again."""
+"""Seconds that an engine with nothing to compute waits for a load before it polls again."""
 
 Span = tuple[float, float]
-"""When a copy began and ended, seconds after it was submitted."""
+"""Start and end of a copy, seconds after it was submitted."""
 
 
 class CopyError(KVPolicyError, RuntimeError):
-    """A copy that could not be made. The request it was for is recomputed."""
+    """A copy that failed. Its request is recomputed."""
 
 
 def segments_of(tensor: torch.Tensor, blocks: int) -> list[torch.Tensor]:
     """Views of shape (blocks, elements), one per contiguous piece that a block has in ``tensor``.
 
-    Raises ValueError where no dimension can be the blocks' one.
+    Raises ValueError where no dimension can be that of the blocks.
     """
     sizes, strides = list(tensor.shape), list(tensor.stride())
     per_block = tensor.numel() // blocks
@@ -57,16 +57,16 @@ def segments_of(tensor: torch.Tensor, blocks: int) -> list[torch.Tensor]:
 
 def unique_segments(kv_caches: dict[str, torch.Tensor], blocks: int) -> list[torch.Tensor]:
     """Segments of all layers; layers that share a tensor are counted once."""
-    found: dict[int, torch.Tensor] = {}
+    by_address: dict[int, torch.Tensor] = {}
     for tensor in kv_caches.values():
         for segment in segments_of(tensor, blocks):
-            found.setdefault(segment.data_ptr(), segment)
-    return list(found.values())
+            by_address.setdefault(segment.data_ptr(), segment)
+    return list(by_address.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A load that is done, well or not."""
+    """A load that has ended, successfully or not."""
 
     job: Job
     ok: bool
@@ -74,17 +74,18 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What a copier that is given up has still to say."""
+    """Unreported transfers and failed loads of a copier that is given up."""
 
     transfers: list[Transfer]
     failed_loads: list[Job]
 
 
 class Copier(ABC):
-    """Executes jobs in the order given. ``save`` returns when the source blocks may be overwritten by what the
-    engine launches next; loads are begun by ``load`` and reported once by ``poll``.
+    """Executes jobs in order.
 
-    Subclasses implement the copies themselves; times, validity and the simulated link are handled here.
+    After ``save`` returns, work that the engine launches next may overwrite the source blocks. Loads are begun by
+    ``load``, and ``poll`` reports each of them once. Subclasses implement the copies; times, validity and the simulated
+    link are handled here.
     """
 
     def __init__(
@@ -112,34 +113,35 @@ class Copier(ABC):
         self._failed_loads: list[Job] = []
 
     def host_pool(self, slots: int) -> list[torch.Tensor]:
-        """Memory of the host pool by segment, each of shape (slots, elements)."""
+        """Allocate the host pool: a tensor of shape (slots, elements) for each segment."""
         return [torch.empty((slots, segment.shape[1]), dtype=segment.dtype) for segment in self.device_segments]
 
     @abstractmethod
     def copy_out(self, job: Job) -> None:
-        """Device blocks to host slots, ordered before whatever the engine launches next."""
+        """Copy device blocks to host slots, ordered before all work that the engine launches next."""
 
     @abstractmethod
     def copy_in(self, job: Job) -> None:
-        """Host slots to device blocks, ordered after every step that was launched."""
+        """Copy host slots to device blocks, ordered after every step launched before."""
 
-    def drain(self) -> None:  # noqa: B027  # nothing to wait for where a copy is made by the call that begins it
+    def drain(self) -> None:  # noqa: B027  # nothing to wait for where copies are synchronous
         """Wait for all copies that were begun."""
 
     def save_span(self, job: Job, called_s: float) -> Span | None:
-        """When ``copy_out`` of this job ran; None while it still runs. ``called_s``: how long the call took."""
+        """Span of the job's ``copy_out``; None while it still runs. ``called_s``: duration of the call."""
         return 0.0, called_s
 
     def load_span(self, job: Job) -> Span | None:
-        """When ``copy_in`` of this job ran, asked once it has; None: from the call to the poll that saw it done."""
+        """Span of the job's ``copy_in``, which has ended; None stands for the time from the call to the poll that saw
+        the end."""
         return None
 
     def copied_in(self, job: Job) -> bool:
-        """Whether ``copy_in`` of this job has finished. Raises :class:`CopyError` where it failed on the way."""
+        """Whether the job's ``copy_in`` has ended. Raises RuntimeError where it failed."""
         return True
 
     def save(self, job: Job) -> None:
-        """Make the copy, or remember that there is none."""
+        """Save the job's blocks. A failed copy is recorded, and loading it fails later."""
         submit = self._clock()
         try:
             self.copy_out(job)
@@ -163,7 +165,7 @@ class Copier(ABC):
             self._saving.popleft()
 
     def load(self, job: Job) -> None:
-        """Begin to bring a copy back; a copy that was never made fails at once."""
+        """Begin to load a copy. A copy that was never saved fails at once."""
         submit = self._clock()
         queued = sum(len(waiting[0].slots) for waiting in self._loading) * self.block_bytes
         try:
@@ -181,30 +183,30 @@ class Copier(ABC):
         self._valid.difference_update(copy_ids)
 
     def copies_on(self, device_segments: list[torch.Tensor]) -> bool:
-        """Whether these are the very pieces of memory that it copies from and to."""
+        """Whether these are the same pieces of memory that this copier copies from and to."""
 
-        def places(segments: list[torch.Tensor]) -> list[tuple[int, torch.Size, torch.dtype]]:
+        def layouts(segments: list[torch.Tensor]) -> list[tuple[int, torch.Size, torch.dtype]]:
             return [(segment.data_ptr(), segment.shape, segment.dtype) for segment in segments]
 
-        return places(self.device_segments) == places(device_segments)
+        return layouts(self.device_segments) == layouts(device_segments)
 
     def give_up(self) -> Leftover:
-        """End what is under way as failed, as where the device's memory is taken away. Waits for the device."""
+        """End all copies under way as failed, as when the device's memory is replaced. Waits for the device."""
         self.drain()
-        why, now = "the KV cache was registered anew", self._clock()
+        reason, now = "the KV cache was registered anew", self._clock()
         for job, submit, start, _ in self._saving:
-            self._record(job, "save", False, submit, start, now, 0, why)
+            self._record(job, "save", False, submit, start, now, 0, reason)
         for job, submit, start, _, queued in self._loading:
-            self._record(job, "load", False, submit, min(start, now), now, queued, why)
+            self._record(job, "load", False, submit, min(start, now), now, queued, reason)
         return Leftover(self.transfers, self._failed_loads + [waiting[0] for waiting in self._loading])
 
     def take_over(self, leftover: Leftover) -> None:
-        """Report what an earlier copier had still to say. Its copies are none of this one's: to load them fails."""
+        """Report what an earlier copier had not reported. Its copies are not taken over: loading them fails."""
         self.transfers += leftover.transfers
         self._failed_loads += leftover.failed_loads
 
     def poll(self, idle: bool = False) -> list[Finished]:
-        """Loads that finished since the last call, each once. ``idle``: nothing else to do, so wait a moment."""
+        """Loads that ended since the last call, each once. ``idle``: wait a moment, as there is no other work."""
         self._record_saved()
         finished = [Finished(job, False) for job in self._failed_loads]
         self._failed_loads = []
@@ -218,7 +220,7 @@ class Copier(ABC):
                 now, span = self._clock(), self.load_span(job)
                 if span is None or self._link is not None:
                     self._record(job, "load", True, submit, start, max(end, now), queued)
-                else:  # the device's clock and the host's are not quite one
+                else:  # the clocks of device and host differ slightly
                     end = min(now, submit + span[1])
                     self._record(job, "load", True, submit, min(end, submit + span[0]), end, queued)
                 finished.append(Finished(job, True))
@@ -227,11 +229,11 @@ class Copier(ABC):
                 finished.append(Finished(job, False))
             self._loading.popleft()
         if idle and self._loading and not finished and self._loading[0][3] <= self._clock():
-            self._sleep(IDLE_NAP_S)  # only the device knows when
+            self._sleep(IDLE_NAP_S)  # the end is unknown: only the device can tell
         return finished
 
     def _promise(self, direction: Direction, blocks: int, now: float) -> tuple[float, float]:
-        """Start and end of a transfer: on the simulated link one at a time per direction; at once without one."""
+        """Start and end of a transfer on the simulated link, one at a time per direction; ``now`` without a link."""
         if self._link is None:
             return now, now
         start = max(now, self._link_free_s[direction])
@@ -248,12 +250,12 @@ class Copier(ABC):
         start: float,
         end: float,
         queued: int,
-        why: str = "",
+        error: str = "",
     ) -> None:
         pieces = len(self.device_segments)
         self.transfers.append(
             Transfer(
                 job.copy_id, direction, ok, len(job.slots) * self.block_bytes, len(job.slots) * pieces,
-                self.segment_bytes, self.pinned, queued, submit, start, end, why,
+                self.segment_bytes, self.pinned, queued, submit, start, end, error,
             )
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Copies on CUDA, on side streams ordered by events: piece by piece in one call, or through a staging buffer."""
+"""Copiers for CUDA, on side streams ordered by events: piece by piece in one call, or through a staging buffer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, offsets_of
 from kvpolicy_vllm.plugin.messages import Job
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
-"""Submitted, begun and ended, on the device's clock."""
+"""Events of submission, start and end, on the device's clock."""
 
 
 class CudaCopier(Copier):
-    """One side stream per direction, so that a save never waits for the loads before it.
+    """Copies on one side stream per direction, so that a save never waits for earlier loads.
 
-    A save waits for what is on the compute stream and the compute stream waits for the save: the blocks it reads are
-    overwritten by whatever is launched next. A load waits for all saves, its own among them, and for the compute stream
-    too: it writes into blocks whose last readers may still be in flight (see the `kv_producer` role).
+    A save waits for the compute stream, and the compute stream waits for the save, since work launched next overwrites
+    the blocks. A load waits for all saves, including its own, and for the compute stream, since the last readers of the
+    blocks that it writes may still be in flight (see the `kv_producer` role).
 
-    Pieces are copied as they lie, by the engine's own batched copy: one driver call however many there are.
+    Pieces are copied by the engine's own batched copy: one driver call for any number of pieces.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -34,11 +34,11 @@ class CudaCopier(Copier):
         device = self.device_segments[0].device
         self._save_stream = torch.cuda.Stream(device=device)
         self._load_stream = torch.cuda.Stream(device=device)
-        # Nothing is ever launched here, so that an event on it tells when it was recorded.
+        # Nothing is launched on this stream, so an event on it has the time at which it was recorded.
         self._idle_stream = torch.cuda.Stream(device=device)
         self._saves: dict[int, Events] = {}
         self._loads: dict[int, Events] = {}
-        # Host memory of pointer tables must outlive the copies that read them.
+        # Pointer tables in host memory must outlive the copies that read them.
         self._tables: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
         self._new_tables: tuple[torch.Tensor, ...] = ()
         self._device_base = np.array([s.data_ptr() for s in self.device_segments], dtype=np.int64)
@@ -65,7 +65,7 @@ class CudaCopier(Copier):
         try:
             self._loads[job.copy_id] = self._on(self._load_stream, self.move_in, job)
         except RuntimeError:
-            self._load_stream.synchronize()  # its blocks are given away now: what was launched of it must have ended
+            self._load_stream.synchronize()  # the blocks are reused now: launched parts of the copy must have ended
             raise
 
     def copied_in(self, job: Job) -> bool:
@@ -93,18 +93,18 @@ class CudaCopier(Copier):
         self._move(host, device)
 
     def _on(self, stream: torch.cuda.Stream, move: Callable[[Job], None], job: Job) -> Events:
-        submitted, began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        submitted, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         with torch.cuda.stream(self._idle_stream):
             submitted.record()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            began.record()
+            started.record()
             move(job)
             ended.record()
         self._tables.append((ended, self._new_tables))
         while len(self._tables) > 1 and self._tables[0][0].query():
             self._tables.popleft()
-        return submitted, began, ended
+        return submitted, started, ended
 
     def _pointers(self, job: Job) -> tuple[np.ndarray, np.ndarray]:
         blocks, slots = np.asarray(job.block_ids, dtype=np.int64), np.asarray(job.slots, dtype=np.int64)
@@ -119,10 +119,10 @@ class CudaCopier(Copier):
 
 
 class StagedCudaCopier(CudaCopier):
-    """Gathered on the device first: one piece a block crosses the link, and stretches of slots together.
+    """Gathers blocks on the device first, so that one piece per block crosses the link, and adjacent slots together.
 
-    It takes two buffers of device memory and one launch a layer; pageable host memory goes through here, because a
-    batch of pieces is defined for page-locked memory only.
+    Needs two buffers of device memory and one launch per layer. Used for pageable host memory, since the batched copy
+    is defined only for page-locked memory.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -138,13 +138,15 @@ class StagedCudaCopier(CudaCopier):
 
 
 def _span(events: Events) -> Span:
-    submitted, began, ended = events
-    return float(submitted.elapsed_time(began)) / 1e3, float(submitted.elapsed_time(ended)) / 1e3
+    submitted, started, ended = events
+    return float(submitted.elapsed_time(started)) / 1e3, float(submitted.elapsed_time(ended)) / 1e3
 
 
 def _page_lock(owner: object, memory: torch.Tensor) -> None:
-    """Page-lock ``memory`` until ``owner`` is gone. Afterwards, because torch's own page-locked allocations are rounded
-    up to a power of two. Raises RuntimeError where the driver refuses."""
+    """Page-lock ``memory`` until ``owner`` is gone. Raises RuntimeError where the driver refuses.
+
+    The memory is locked after allocation, since torch rounds its own page-locked allocations up to a power of two.
+    """
     runtime = torch.cuda.cudart()
     status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0).value
     if status != 0:

@@ -1,4 +1,4 @@
-"""Which copier a worker uses, by the device its KV cache is on. A setting may name another factory."""
+"""Chooses a worker's copier by the device of its KV cache. A setting may name another factory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 
 
 def copier_for(device_segments: list[torch.Tensor], slots: int, pin_memory: bool, link: SimulatedLink | None) -> Copier:
-    """The copier for the device the KV cache is on."""
+    """The copier for the device of the KV cache."""
     if device_segments[0].device.type == "cuda":
         return (CudaCopier if pin_memory else StagedCudaCopier)(device_segments, slots, pin_memory, link)
     return IndexingCopier(device_segments, slots, pin_memory, link)

@@ -1,4 +1,4 @@
-"""Copies where the device's memory is the host's."""
+"""The copier for devices that use the host's memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpolicy_vllm.plugin.messages import Job
 
 
 class IndexingCopier(Copier):
-    """Plain torch indexing, at once: for devices whose memory is the host's."""
+    """Copies synchronously by torch indexing, for devices that use the host's memory."""
 
     def copy_out(self, job: Job) -> None:
         blocks, slots = torch.tensor(job.block_ids), torch.tensor(job.slots)

@@ -1,7 +1,7 @@
-"""Blocks brought together on the device, so that what crosses the link is one piece a block instead of one a layer.
+"""Gathers blocks on the device, so that one piece per block crosses the link instead of one per layer.
 
-Plain torch, for any device: the order of streams is the caller's affair. A host pool is one range of memory in which a
-slot's bytes lie together, its layers one after the other.
+Plain torch, for any device; the caller orders the streams. The host pool is one range of memory in which a slot's bytes
+are contiguous, one layer after the other.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from kvpolicy_vllm.plugin.copiers.base import Copier
 from kvpolicy_vllm.plugin.messages import Job
 
 STAGED_BYTES = 64 << 20
-"""Of device memory per direction. A larger copy goes through in parts."""
+"""Bytes of device memory per direction. Larger copies are split into parts."""
 
 
 def host_arena(slots: int, block_bytes: int) -> torch.Tensor:
-    """Bytes of shape (slots, block_bytes), on pages that nothing else shares: page-locking goes by whole pages, and two
-    locked ranges must not meet in one."""
+    """Bytes of shape (slots, block_bytes), on memory pages of their own: whole pages are locked, and two locked ranges
+    must not share one."""
     pages = mmap.mmap(-1, slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8).view(slots, block_bytes)
 
 
 def offsets_of(segments: Sequence[torch.Tensor]) -> list[int]:
-    """Where each segment's piece begins in a slot, and last where the slot ends; bytes."""
+    """Offset of each segment's piece in a slot, followed by the slot's size; bytes."""
     return [0, *accumulate(segment.shape[1] * segment.element_size() for segment in segments)]
 
 
 def segments_in(arena: torch.Tensor, segments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The arena by segment, each of shape (slots, elements) and its segment's type."""
+    """Views of the arena by segment, each of shape (slots, elements) and of its segment's type."""
     edges = pairwise(offsets_of(segments))
     return [arena[:, begin:end].view(segment.dtype) for segment, (begin, end) in zip(segments, edges, strict=True)]
 
 
 def runs_of(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(position, first slot, count) of every stretch of slots that follow each other."""
+    """(position, first slot, count) of every run of consecutive slots."""
     begin = 0
-    for at in range(1, len(slots) + 1):
-        if at == len(slots) or slots[at] != slots[at - 1] + 1:
-            yield begin, slots[begin], at - begin
-            begin = at
+    for end in range(1, len(slots) + 1):
+        if end == len(slots) or slots[end] != slots[end - 1] + 1:
+            yield begin, slots[begin], end - begin
+            begin = end
 
 
 class Staging:
-    """One direction's device memory, and the two moves through it. Everything is ordered on the current stream."""
+    """Device buffer of one direction, and the copies through it. All work is ordered on the current stream."""
 
     def __init__(self, segments: Sequence[torch.Tensor], arena: torch.Tensor, max_bytes: int = STAGED_BYTES) -> None:
         widest = torch.int64 if all(s.shape[1] * s.element_size() % 8 == 0 for s in segments) else torch.uint8
@@ -58,19 +58,19 @@ class Staging:
         self._buffer = torch.empty((self._blocks, self._edges[-1]), dtype=widest, device=segments[0].device)
 
     def out(self, job: Job) -> None:
-        """Device blocks to host slots."""
+        """Copy device blocks to host slots."""
         for blocks, slots in self._parts(job):
             for number, segment in enumerate(self._segments):
                 piece = self._buffer[: len(slots), self._edges[number] : self._edges[number + 1]]
                 torch.index_select(segment, 0, blocks, out=piece)
-            for at, first, count in runs_of(slots):
-                self._arena[first : first + count].copy_(self._buffer[at : at + count], non_blocking=True)
+            for position, first, count in runs_of(slots):
+                self._arena[first : first + count].copy_(self._buffer[position : position + count], non_blocking=True)
 
     def back(self, job: Job) -> None:
-        """Host slots to device blocks."""
+        """Copy host slots to device blocks."""
         for blocks, slots in self._parts(job):
-            for at, first, count in runs_of(slots):
-                self._buffer[at : at + count].copy_(self._arena[first : first + count], non_blocking=True)
+            for position, first, count in runs_of(slots):
+                self._buffer[position : position + count].copy_(self._arena[first : first + count], non_blocking=True)
             for number, segment in enumerate(self._segments):
                 piece = self._buffer[: len(slots), self._edges[number] : self._edges[number + 1]]
                 segment.index_copy_(0, blocks, piece)
@@ -78,14 +78,14 @@ class Staging:
     def _parts(self, job: Job) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
         ids = torch.tensor(job.block_ids)
         if self._buffer.device.type != "cpu":
-            # From pageable memory the call would wait for all that the stream has still to do.
+            # With pageable memory the call would wait for all pending work of the stream.
             ids = ids.pin_memory().to(self._buffer.device, non_blocking=True)
         for begin in range(0, len(job.slots), self._blocks):
             yield ids[begin : begin + self._blocks], job.slots[begin : begin + self._blocks]
 
 
 class StagedCopier(Copier):
-    """The moves at once: for devices whose memory is the host's. There it is one copy more and serves tests."""
+    """Copies synchronously through staging, on devices that use the host's memory. Serves tests."""
 
     def host_pool(self, slots: int) -> list[torch.Tensor]:
         self.arena = host_arena(slots, self.block_bytes)
