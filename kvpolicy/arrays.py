@@ -1,4 +1,4 @@
-"""Types of arrays, for whoever names one; and arithmetic that numbers and arrays share."""
+"""Array types for annotations, and arithmetic shared by numbers and arrays."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def causal_pairs(start: Floats | float, end: Floats) -> Floats: ...
 
 
 def causal_pairs(start: Any, end: Any) -> Any:
-    """(query token, context token) pairs when positions ``start`` to ``end`` are computed, the diagonal in."""
+    """(query token, context token) pairs when positions ``start`` to ``end`` are computed, including the diagonal."""
     twice = end * (end + 1) - start * (start + 1)
     return twice // 2 if isinstance(twice, int) else twice / 2

@@ -1,7 +1,7 @@
-"""The nouns: what is known at a preemption, what can be done, what it cost.
+"""The central records: the situation at a preemption, the options, the decision, its cost and its outcome.
 
-Every other module speaks in these frozen records; each field has its home here.
-Units are in the names: ``_s`` seconds, ``_bytes`` bytes, ``_tokens`` tokens, ``_blocks`` KV blocks.
+All other modules use these frozen records. Units are in the names: ``_s`` seconds, ``_bytes`` bytes, ``_tokens``
+tokens, ``_blocks`` KV blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIRECTIONS: tuple[Direction, ...] = ("save", "load")
 
 
 def copy_pieces(block_bytes: int, segment_bytes: int) -> int:
-    """Contiguous pieces that one block comes in; 1 for segments that are not smaller, or of no size."""
+    """Contiguous pieces of one block; 1 if segments are not smaller than the block, or have no size."""
     return max(1, block_bytes // max(1, segment_bytes))
 
 
@@ -32,52 +32,52 @@ def copy_pieces(block_bytes: int, segment_bytes: int) -> int:
 class Preemption:
     """A situation: what is known when a request is about to lose its KV blocks.
 
-    Block counts and bytes are those of one rank; ``block_bytes`` is one block over all layers of that rank.
+    Block counts and bytes are those of one rank. ``block_bytes`` is the size of one block over all layers of that rank.
     """
 
     time_s: float
     """Monotonic clock of the engine core."""
     computed_tokens: int
-    """Tokens whose KV the request holds; what a recompute would have to prefill again at most."""
+    """Tokens whose KV the request holds: the most that a recompute would prefill again."""
     prompt_tokens: int
     output_tokens: int
     block_size: int
     """Tokens per KV block."""
     block_bytes: int
     segment_bytes: int
-    """Bytes of one block that lie contiguous in device memory: what a single copy moves."""
+    """Contiguous bytes of one block in device memory, which a single copy moves."""
     held_blocks: int
     shared_blocks: int
-    """Of the held blocks, those other requests hold too: they survive the preemption."""
+    """Held blocks that other requests hold too; they survive the preemption."""
     hashed_blocks: int
-    """Of the held blocks, those in the prefix cache: they may survive until they are needed."""
+    """Held blocks in the prefix cache; they may survive until they are needed."""
     device_blocks: int
-    """KV blocks of the device in all."""
+    """Total KV blocks of the device."""
     free_blocks: int
     short_blocks: int
-    """Blocks the failed allocation lacked; 0 where no allocation failed."""
+    """Blocks that the failed allocation lacked; 0 if no allocation failed."""
     host_blocks: int
     free_host_blocks: int
     running_requests: int
-    """Requests running besides the victim."""
+    """Running requests other than the victim."""
     waiting_requests: int
     batch_tokens: int
-    """Tokens of context of the running requests besides the victim."""
+    """Context tokens of the running requests other than the victim."""
     queued_save_bytes: int
     queued_load_bytes: int
     earlier_preemptions: int
-    """How often this request was preempted before."""
+    """Earlier preemptions of this request."""
     priority: int
     cause: Cause
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes one direction of a swap moves: the held blocks, partial last one included."""
+        """Bytes that one direction of a swap moves: all held blocks, including a partial last one."""
         return self.held_blocks * self.block_bytes
 
     @property
     def copy_segments(self) -> int:
-        """Contiguous pieces those bytes come in."""
+        """Contiguous pieces of those bytes."""
         return self.held_blocks * copy_pieces(self.block_bytes, self.segment_bytes)
 
 
@@ -89,7 +89,7 @@ class Option:
     load_tokens: int = 0
     """Tokens to load at resume; 0 for a recompute."""
     tier: str = ""
-    """Where the copy is kept; empty for a recompute."""
+    """Where the copy is stored; empty for a recompute."""
     synchronous: bool = False
     """Whether the load stalls the batch."""
 
@@ -98,9 +98,9 @@ class Option:
 class Cost:
     """Predicted cost of one option, seconds.
 
-    ``engine_s`` is extra engine time in all: ``save_s + load_s + recompute_s``. ``low_s`` and ``high_s`` bound it
+    ``engine_s`` is the total extra engine time: ``save_s + load_s + recompute_s``. ``low_s`` and ``high_s`` bound it
     with the model's stated confidence. ``log_ratio_low`` and ``log_ratio_high`` bound
-    ``log(this option's engine_s / the first option's engine_s)``; both 0 on the first option.
+    ``log(this option's engine_s / the first option's engine_s)``; both are 0 on the first option.
     """
 
     engine_s: float
@@ -108,33 +108,33 @@ class Cost:
     load_s: float
     recompute_s: float
     stall_s: float
-    """Delay put on the other running requests, request-seconds."""
+    """Delay of the other running requests, request-seconds."""
     low_s: float
     high_s: float
     log_ratio_low: float = 0.0
     log_ratio_high: float = 0.0
     extrapolated: bool = False
-    """Whether the situation lies outside what the model was trained on."""
+    """Whether the situation lies outside the model's trained range."""
     victim_delay_s: float | None = None
-    """Until the victim is back at its token, its wait for free blocks left out; None where the model cannot tell."""
+    """Seconds until the victim is back at its token, without its wait for free blocks; None if not predicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy chose, with what probability, on which grounds; later what was really executed."""
+    """A policy's choice with its probability and predicted costs, and later the executed option."""
 
     options: tuple[Option, ...]
     probabilities: tuple[float, ...]
     chosen: int
     """Index into ``options``."""
     costs: tuple[Cost, ...]
-    """One per option; empty where the policy uses none."""
+    """One per option; empty if the policy uses none."""
     policy: str
     state: str
     """The policy's frozen state at this decision, JSON."""
     executed: Kind | None = None
     reason: str = ""
-    """Why ``executed`` is not what was chosen, or why there was no choice; empty where the policy had its way."""
+    """Why ``executed`` differs from the choice, or why there was no choice; empty if the choice was executed."""
 
     @property
     def intended(self) -> Kind:
@@ -143,19 +143,19 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one preemption. Times are measured; nothing here is a prediction.
+    """How one preemption ended. Times are measured, not predicted.
 
-    ``engine_s`` and ``others_delay_s`` come from the step table (:mod:`kvpolicy.attribution.offline`); ``None`` until
-    then.
+    ``engine_s`` and ``others_delay_s`` are attributed from the step table (:mod:`kvpolicy.attribution.offline`) and are
+    ``None`` until then.
     """
 
     preemption_id: str
     ended: Ending
     closed_s: float
     victim_delay_s: float
-    """From preemption until the victim was back at the token it had reached, less ``wait_blocks_s``."""
+    """From the preemption until the victim was back at the token it had reached, less ``wait_blocks_s``."""
     wait_blocks_s: float
-    """Its wait for free blocks, which it pays under either option."""
+    """Its wait for free blocks, which occurs under either option."""
     local_hit_tokens: int
     loaded_tokens: int
     recomputed_tokens: int
@@ -170,17 +170,17 @@ class Transfer:
     """One finished direction of a copy on one rank; times on the clock of the engine core's machine."""
 
     copy_id: int
-    """Of the copy: never given twice, so that a request that comes back is not taken for what it was before."""
+    """Id of the copy; never reused, so that a request preempted again is not confused with its earlier copy."""
     direction: Direction
     ok: bool
     bytes: int
     segments: int
-    """Contiguous pieces that the bytes came in."""
+    """Contiguous pieces of the bytes."""
     segment_bytes: int
     pinned: bool
     """Whether the host memory is page-locked."""
     queued_bytes: int
-    """Of the transfers of its direction that were not through when it was submitted."""
+    """Bytes of unfinished transfers in the same direction when it was submitted."""
     submit_s: float
     start_s: float
     end_s: float
@@ -188,21 +188,22 @@ class Transfer:
 
 
 def copy_was_used(executed: Kind, loaded_tokens: int, recomputed_tokens: int) -> bool:
-    """Whether a resumed preemption did what was executed: False for a swap of which nothing was loaded, because that
-    failed or the engine would not, and tokens were computed again. What it cost is the cost of neither option.
+    """Whether the measured cost of a resumed preemption is that of the executed option.
 
-    One recomputed token is no sign of it: the last token known is always computed, to sample the next.
+    False for a swap of which nothing was loaded, because the load failed or was refused, and whose tokens were
+    recomputed. Its cost is the cost of neither option. A single recomputed token is normal: the last known token is
+    always computed, to sample the next.
     """
     return executed != "swap" or loaded_tokens > 0 or recomputed_tokens <= 1
 
 
 def as_row(record: Any) -> dict[str, Any]:
-    """A record's own fields by name, not descending into nested records."""
+    """A record's fields by name, without descending into nested records."""
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def situation_of(row: Mapping[str, Any]) -> Preemption:
-    """The situation out of a row of the ``decisions`` table."""
+    """The situation from a row of the ``decisions`` table."""
     return Preemption(**{name: row[name] for name in SITUATION_FIELDS})
 
 
@@ -210,18 +211,21 @@ SITUATION_FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Preempt
 
 
 def draft_of(record: type[Record]) -> Callable[..., Record]:
-    """What builds a ``record`` from the same arguments; equal in everything but time.
+    """A faster constructor of ``record``, with the same arguments and result.
 
     A frozen dataclass sets each field through ``object.__setattr__``, which for a record of ten fields takes longer
-    than computing them. Here a class with the same slots that is not frozen yet takes the values, and then becomes the
-    record.
+    than computing the values. This constructor fills an instance of an unfrozen class with the same slots, and then
+    changes its class to the record.
 
-    ``record``: a frozen dataclass with slots, without default factories or code of its own at construction.
+    ``record``: a frozen dataclass with slots, without default factories and without ``__post_init__``.
     """
 
     def freeze(self: Any) -> None:
         self.__class__ = record
 
-    given = [(one.name, one.type, field(default=one.default)) for one in fields(cast(Any, record))]
-    draft = make_dataclass(record.__name__, given, slots=True, namespace={"__post_init__": freeze})
+    specifications = [
+        (record_field.name, record_field.type, field(default=record_field.default))
+        for record_field in fields(cast(Any, record))
+    ]
+    draft = make_dataclass(record.__name__, specifications, slots=True, namespace={"__post_init__": freeze})
     return cast(Callable[..., Record], draft)

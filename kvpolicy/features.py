@@ -1,6 +1,6 @@
-"""The vector a cost model sees: what an option would move and compute, and what else the engine is busy with.
+"""Features of a cost model: what an option would copy and compute, and the engine's other load.
 
-Of one situation in plain numbers, which runs inside a scheduling step; of many in columns.
+They are computed for one situation as plain numbers, inside a scheduling step, or for many situations as columns.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Features(NamedTuple):
 
     computed_tokens: float
     recomputed_tokens: float
-    """Tokens a recompute prefills again: all but those in blocks that other requests hold too. 0 for a swap."""
+    """Tokens that a recompute prefills again: all except those in blocks shared with other requests. 0 for a swap."""
     recomputed_pairs: float
     """(token, earlier token) pairs of that prefill's attention. 0 for a swap."""
     save_bytes: float
-    """0 for a recompute, like all that is about copies."""
+    """0 for a recompute, like all features of copies."""
     load_bytes: float
-    """Less than ``save_bytes`` where blocks are shared: those are still on the device."""
+    """Less than ``save_bytes`` if blocks are shared, because those stay on the device."""
     save_segments: float
     load_segments: float
     segment_bytes: float
-    """Contiguous bytes per segment: what one copy operation moves."""
+    """Contiguous bytes that one copy operation moves."""
     queued_save_bytes: float
     queued_load_bytes: float
     running_requests: float
@@ -53,58 +53,58 @@ GROWING = frozenset(
         "load_segments",
     }
 )
-"""Features that can only grow when the victim is longer and nothing else changes; costs may not fall with them."""
+"""Features that only grow with the victim's length, all else equal; costs must not fall with them."""
 
 
 def lacking_blocks(computed_tokens: int, ahead_tokens: int, held_blocks: int, block_size: int) -> int:
-    """Blocks that a request lacks to compute ``ahead_tokens`` more; 0 or below where it holds them."""
+    """Blocks that a request lacks to compute ``ahead_tokens`` more; 0 or below if it holds enough."""
     return -(-(computed_tokens + ahead_tokens) // block_size) - held_blocks
 
 
 def short_blocks(lacking: Iterable[int], free_blocks: int) -> int:
-    """Blocks that the failed allocation lacked: that of the first request, in scheduling order, which lacks more than
-    are free. 0 where there is none.
+    """Blocks that the failed allocation lacked; 0 if no allocation failed.
 
-    Exact for a decode; for a prefill chunk an upper bound, since nobody says what was left of the token budget.
+    It is the allocation of the first request, in scheduling order, that lacks more blocks than are free. Exact for a
+    decode. For a prefill chunk it is an upper bound, because the remaining token budget is unknown.
     """
     return next((blocks - free_blocks for blocks in lacking if blocks > free_blocks), 0)
 
 
 def blocks_back(held_blocks: int, shared_blocks: int) -> int:
-    """Blocks that a load brings back: those that nobody else holds."""
+    """Blocks that a load brings back: those not shared with other requests."""
     return max(0, held_blocks - shared_blocks)
 
 
 Row = tuple[
     float, float, float, float, float, float, float, float, float, float, float, float, float, float,
 ]  # fmt: skip
-"""What :class:`Features` holds, unnamed: one number each of :data:`FEATURES`."""
+"""The values of :class:`Features` as a plain tuple, in the order of :data:`FEATURES`."""
 
 
 def features_of(situation: Preemption, option: Option) -> Features:
     """The features of ``option`` in ``situation``.
 
-    A swap moves every block held out, and back those nobody else holds. Raises ValueError, naming the feature, for
-    one that is not a finite number, or below 0.
+    A swap saves every held block and loads those that are not shared. Raises ValueError, naming the feature, for one
+    that is not finite or below 0.
     """
-    one = situation
+    known = situation
     if option.kind == "recompute":
         row = recompute_row(
-            one.computed_tokens, one.shared_blocks, one.block_size, one.running_requests, one.batch_tokens,
-            one.free_blocks, one.waiting_requests,
+            known.computed_tokens, known.shared_blocks, known.block_size, known.running_requests, known.batch_tokens,
+            known.free_blocks, known.waiting_requests,
         )  # fmt: skip
     else:
         row = swap_row(
-            one.computed_tokens, one.shared_blocks, one.held_blocks, one.block_bytes, one.segment_bytes,
-            one.queued_save_bytes, one.queued_load_bytes, one.running_requests, one.batch_tokens, one.free_blocks,
-            one.waiting_requests,
+            known.computed_tokens, known.shared_blocks, known.held_blocks, known.block_bytes, known.segment_bytes,
+            known.queued_save_bytes, known.queued_load_bytes, known.running_requests, known.batch_tokens,
+            known.free_blocks, known.waiting_requests,
         )  # fmt: skip
     if not usable(row):
         raise InputError(_what_is_wrong(row))
     return Features(*row)
 
 
-# ---- arithmetic that can be compiled: numbers in, numbers out; comparisons written out, for they decide on NaN ----
+# ---- arithmetic that can be compiled: functions of numbers; explicit comparisons, because they decide on NaN ----
 
 
 def recompute_row(
@@ -117,12 +117,12 @@ def recompute_row(
     waiting_requests: float,
 ) -> Row:
     """The features of a recompute."""
-    kept = shared_blocks * block_size
-    if kept > computed_tokens:
-        kept = computed_tokens
-    pairs = (computed_tokens * (computed_tokens + 1) - kept * (kept + 1)) / 2
+    cached = shared_blocks * block_size
+    if cached > computed_tokens:
+        cached = computed_tokens
+    pairs = (computed_tokens * (computed_tokens + 1) - cached * (cached + 1)) / 2
     return (
-        float(computed_tokens), float(computed_tokens - kept), float(pairs), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+        float(computed_tokens), float(computed_tokens - cached), float(pairs), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
         float(running_requests), float(batch_tokens), float(free_blocks), float(waiting_requests),
     )  # fmt: skip
 
@@ -147,12 +147,12 @@ def swap_row(
     pieces = block_bytes // piece
     if pieces < 1:
         pieces = 1
-    back = held_blocks - shared_blocks
-    if back < 0:
-        back = 0
+    loaded_blocks = held_blocks - shared_blocks
+    if loaded_blocks < 0:
+        loaded_blocks = 0
     return (
-        float(computed_tokens), 0.0, 0.0, float(held_blocks * block_bytes), float(back * block_bytes),
-        float(held_blocks * pieces), float(back * pieces), float(segment_bytes), float(queued_save_bytes),
+        float(computed_tokens), 0.0, 0.0, float(held_blocks * block_bytes), float(loaded_blocks * block_bytes),
+        float(held_blocks * pieces), float(loaded_blocks * pieces), float(segment_bytes), float(queued_save_bytes),
         float(queued_load_bytes), float(running_requests), float(batch_tokens), float(free_blocks),
         float(waiting_requests),
     )  # fmt: skip
@@ -160,19 +160,19 @@ def swap_row(
 
 def usable(row: Sequence[float]) -> bool:
     """Whether every feature is a finite number, 0 or above."""
-    right = True
+    valid = True
     for value in row:
-        right = right and 0.0 <= value < inf
-    return right
+        valid = valid and 0.0 <= value < inf
+    return valid
 
 
-# ---- the same for many situations at once ----
+# ---- features of many situations ----
 
 COLUMNS = (
     "computed_tokens", "shared_blocks", "held_blocks", "block_size", "block_bytes", "segment_bytes",
     "queued_save_bytes", "queued_load_bytes", "running_requests", "batch_tokens", "free_blocks", "waiting_requests",
 )  # fmt: skip
-"""Fields of a :class:`~kvpolicy.events.Preemption` that features are made of."""
+"""Fields of a :class:`~kvpolicy.events.Preemption` that features are computed from."""
 _OF_COPIES = (
     "save_bytes", "load_bytes", "save_segments", "load_segments", "segment_bytes", "queued_save_bytes",
     "queued_load_bytes",
@@ -180,30 +180,30 @@ _OF_COPIES = (
 _SURROUNDINGS = ("computed_tokens", "running_requests", "batch_tokens", "free_blocks", "waiting_requests")
 
 
-def feature_columns(got: Mapping[str, Floats], kind: Kind) -> dict[str, Floats]:
-    """What :func:`features_of` gives for each situation, by feature. ``got``: by name, the :data:`COLUMNS`.
+def feature_columns(columns: Mapping[str, Floats], kind: Kind) -> dict[str, Floats]:
+    """The result of :func:`features_of` for many situations, by feature. ``columns``: the :data:`COLUMNS` by name.
 
-    Values are 0 or above, as in every trace that was read.
+    Values must be 0 or above, as in every trace that was read.
     """
-    nothing = np.zeros(len(got["computed_tokens"]))
-    around = {name: got[name] for name in _SURROUNDINGS}
+    zeros = np.zeros(len(columns["computed_tokens"]))
+    surroundings = {name: columns[name] for name in _SURROUNDINGS}
     if kind == "recompute":
-        kept = np.minimum(got["shared_blocks"] * got["block_size"], got["computed_tokens"])
+        cached = np.minimum(columns["shared_blocks"] * columns["block_size"], columns["computed_tokens"])
         lost = {
-            "recomputed_tokens": got["computed_tokens"] - kept,
-            "recomputed_pairs": causal_pairs(kept, got["computed_tokens"]),
+            "recomputed_tokens": columns["computed_tokens"] - cached,
+            "recomputed_pairs": causal_pairs(cached, columns["computed_tokens"]),
         }
-        return lost | dict.fromkeys(_OF_COPIES, nothing) | around
-    pieces = np.maximum(got["block_bytes"] // np.maximum(got["segment_bytes"], 1.0), 1.0)
-    held, back = got["held_blocks"], np.maximum(got["held_blocks"] - got["shared_blocks"], 0.0)
+        return lost | dict.fromkeys(_OF_COPIES, zeros) | surroundings
+    pieces = np.maximum(columns["block_bytes"] // np.maximum(columns["segment_bytes"], 1.0), 1.0)
+    held, loaded_blocks = columns["held_blocks"], np.maximum(columns["held_blocks"] - columns["shared_blocks"], 0.0)
     copied = {
-        "save_bytes": held * got["block_bytes"],
-        "load_bytes": back * got["block_bytes"],
+        "save_bytes": held * columns["block_bytes"],
+        "load_bytes": loaded_blocks * columns["block_bytes"],
         "save_segments": held * pieces,
-        "load_segments": back * pieces,
+        "load_segments": loaded_blocks * pieces,
     }
-    queued = {name: got[name] for name in ("segment_bytes", "queued_save_bytes", "queued_load_bytes")}
-    return copied | queued | dict.fromkeys(("recomputed_tokens", "recomputed_pairs"), nothing) | around
+    queued = {name: columns[name] for name in ("segment_bytes", "queued_save_bytes", "queued_load_bytes")}
+    return copied | queued | dict.fromkeys(("recomputed_tokens", "recomputed_pairs"), zeros) | surroundings
 
 
 def _what_is_wrong(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Values as JSON has them, which knows neither infinity nor NaN."""
+"""Conversion of values to JSON, which has neither infinity nor NaN."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """The value with None for every number that is not finite; tuples as lists."""
+    """The value with None for every non-finite number, and with tuples as lists."""
     if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
+        return {name: finite(element) for name, element in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [finite(element) for element in value]
     return None if isinstance(value, float) and not isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Intervals and order statistics that several parts report."""
+"""Confidence intervals and quantiles used by several packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIDENCE = 0.95
 
 
 def proportion_interval(successes: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The exact interval of a probability that came true that often (Clopper, Pearson 1934); (0, 1) of no trial."""
+    """Exact interval of a success probability (Clopper, Pearson 1934); (0, 1) without trials."""
     tail = (1.0 - confidence) / 2.0
     low = float(betaincinv(successes, trials - successes + 1, tail)) if successes else 0.0
     high = float(betaincinv(successes + 1, trials - successes, 1.0 - tail)) if successes < trials else 1.0
@@ -22,20 +22,20 @@ def proportion_interval(successes: int, trials: int, confidence: float = CONFIDE
 
 
 def student_interval(values: Sequence[float], tail: float = (1.0 - CONFIDENCE) / 2) -> tuple[float, float, float]:
-    """(mean, low, high): Student's interval of the mean, of two values or more.
+    """(mean, low, high): Student's interval of the mean of two or more values.
 
-    ``tail``: the probability that is left out at each end.
+    ``tail``: probability outside the interval on each side.
     """
     mean = fmean(values)
-    half = float(stdtrit(len(values) - 1, 1.0 - tail)) * stdev(values) / sqrt(len(values))
-    return mean, mean - half, mean + half
+    half_width = float(stdtrit(len(values) - 1, 1.0 - tail)) * stdev(values) / sqrt(len(values))
+    return mean, mean - half_width, mean + half_width
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Linear between order statistics; ``share``: from 0 to 1. Raises InputError for no values."""
+    """Quantile, linear between order statistics; ``share``: from 0 to 1. Raises InputError for no values."""
     if not values:
         raise InputError("no values to take a quantile of")
     ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    return ordered[low] + (position - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])

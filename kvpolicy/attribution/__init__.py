@@ -1,6 +1,7 @@
-"""What a preemption cost the engine: afterwards from a whole trace, or while the engine runs.
+"""Measured cost of preemptions, from a complete trace or while the engine runs.
 
-Importing the package loads nothing heavy, as a server measures too; :mod:`kvpolicy.attribution.offline` needs Arrow.
+A server imports this package, so importing it loads nothing heavy. Only :mod:`kvpolicy.attribution.offline` needs
+Arrow.
 """
 
 from kvpolicy.attribution.step_time import StepTimeModel

@@ -1,15 +1,18 @@
-"""Which preemptions have all their steps in a trace: a part of a cost is no cost.
+"""Finds the preemptions whose steps are all in a trace. Partial costs are discarded.
 
-An engine core numbers every step that it schedules, and leaves out of its trace those that did nothing while no
-request was left. So a hole in the numbers is a loss for certain
+An engine core numbers every step that it schedules. It does not record the steps that did nothing while no request was
+left. A gap in the step numbers is therefore either idle time or lost rows.
 
-- from a preemption's first step to its last: the victim was there all the time,
-- where a request that was there before the hole brought a token after it, or any request brought one inside it:
-  somebody was being served,
+A gap is certainly a loss
 
-and for certain none where the step after it starts when the one before it ended: recorded or not, a step takes time.
-What is left to doubt are holes right after a preemption's last step. They count as idle where the victim's own record
-shows that it was through, as a loss where it has none. After a core's last row only what is certain counts.
+- between a preemption's first and last step, because the victim was in the engine all that time,
+- where a request that had arrived before the gap produced a token after it, or any request produced one inside it,
+  because a request was being served.
+
+A gap is certainly no loss where the next step starts when the previous one ended, because every step takes time.
+
+Gaps right after a preemption's last step remain doubtful. They count as idle if the victim has a request record, which
+shows that it finished, and as a loss otherwise. After a core's last row only certain losses count.
 """
 
 from __future__ import annotations
@@ -22,12 +25,12 @@ from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.attribution.step_time_fit import AFTERMATH_STEPS
 
 MIN_STEP_S = 1e-6
-"""No step takes less: clock readings closer than that are the same moment."""
+"""Shorter than any step, seconds. Clock readings closer together count as the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The recorded steps of one engine core, ascending, and when its requests were served."""
+    """The recorded steps of one engine core, ascending, and the times of its requests."""
 
     number: Ints
     start_s: Floats
@@ -35,64 +38,64 @@ class Timeline:
     arrival_s: Floats
     """One per recorded request."""
     first_token_s: Floats
-    """NaN where there was none, as in ``last_token_s``."""
+    """NaN for a request without tokens, as in ``last_token_s``."""
     last_token_s: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Of each preemption, the rows and numbers of its steps; arrays of one length."""
+    """Rows and numbers of each preemption's steps; arrays of equal length."""
 
     first_row: Ints
     last_row: Ints
-    """Of its last step; -1 where that is not there."""
+    """Row of its last step; -1 if that is not recorded."""
     first: Ints
     last: Ints
     involved_row: Ints
-    """The last row that it had to do with: its copies may take longer than it did."""
+    """The last row it is involved in. Its copies may end after its last step."""
     recorded: Flags
-    """Whether its request has a record."""
+    """Whether its request has a row in ``requests``."""
 
 
-def unbroken(line: Timeline, span: Span) -> Flags:
-    """Whether each preemption's steps are there, those right after them that find the caches cold included."""
-    if not len(line.number):
+def unbroken(timeline: Timeline, span: Span) -> Flags:
+    """Whether each preemption's steps are all recorded, including the aftermath steps that find the caches cold."""
+    if not len(timeline.number):
         return np.zeros(len(span.first), dtype=np.bool_)
     inside = (span.last_row >= 0) & (span.last_row - span.first_row == span.last - span.first)
-    lost, doubtful = _holes(line)
-    until = np.minimum(np.maximum(span.last_row, span.involved_row) + AFTERMATH_STEPS, len(line.number))
-    none_lost = _sum(lost, span.last_row, until) == 0
-    none_doubtful = span.recorded | (_sum(doubtful, span.last_row, until) == 0)
+    lost, doubtful = _holes(timeline)
+    end_row = np.minimum(np.maximum(span.last_row, span.involved_row) + AFTERMATH_STEPS, len(timeline.number))
+    none_lost = _sum(lost, span.last_row, end_row) == 0
+    none_doubtful = span.recorded | (_sum(doubtful, span.last_row, end_row) == 0)
     return np.asarray(inside & none_lost & none_doubtful, dtype=np.bool_)
 
 
-def _holes(line: Timeline) -> tuple[Flags, Flags]:
-    """For the hole after each row, if there is one: a loss for certain, and maybe a loss."""
-    next_s = np.append(line.start_s[1:], np.inf)
-    hole = np.append(np.diff(line.number) != 1, True) & (next_s - line.end_s > MIN_STEP_S)
-    lost = hole & (_served_after(line) | _tokens_between(line, next_s))
+def _holes(timeline: Timeline) -> tuple[Flags, Flags]:
+    """Flags for the gap after each row: (certainly a loss, possibly a loss); both false where there is no gap."""
+    next_s = np.append(timeline.start_s[1:], np.inf)
+    hole = np.append(np.diff(timeline.number) != 1, True) & (next_s - timeline.end_s > MIN_STEP_S)
+    lost = hole & (_served_after(timeline) | _tokens_between(timeline, next_s))
     doubtful = hole & ~lost
     doubtful[-1] = False
     return lost, doubtful
 
 
-def _served_after(line: Timeline) -> Flags:
-    """Whether a request that had arrived by the end of each row brought a token after it."""
-    order = np.argsort(line.arrival_s, kind="stable")
-    latest_s = np.maximum.accumulate(np.append(-np.inf, np.nan_to_num(line.last_token_s[order], nan=-np.inf)))
-    arrived = np.searchsorted(line.arrival_s[order], line.end_s, side="right")
-    return np.asarray(latest_s[arrived] > line.end_s + MIN_STEP_S)
+def _served_after(timeline: Timeline) -> Flags:
+    """Whether a request that had arrived by the end of each row produced a token after it."""
+    order = np.argsort(timeline.arrival_s, kind="stable")
+    latest_s = np.maximum.accumulate(np.append(-np.inf, np.nan_to_num(timeline.last_token_s[order], nan=-np.inf)))
+    arrived = np.searchsorted(timeline.arrival_s[order], timeline.end_s, side="right")
+    return np.asarray(latest_s[arrived] > timeline.end_s + MIN_STEP_S)
 
 
-def _tokens_between(line: Timeline, next_s: Floats) -> Flags:
-    """Whether a request's first or last token came after each row, and not of the next one."""
-    tokens_s = np.concatenate([line.first_token_s, line.last_token_s])
+def _tokens_between(timeline: Timeline, next_s: Floats) -> Flags:
+    """Whether a request's first or last token came after each row and before the end of the gap."""
+    tokens_s = np.concatenate([timeline.first_token_s, timeline.last_token_s])
     tokens_s = np.sort(tokens_s[np.isfinite(tokens_s)])
-    before, after = line.end_s + MIN_STEP_S, next_s + MIN_STEP_S
+    before, after = timeline.end_s + MIN_STEP_S, next_s + MIN_STEP_S
     return np.asarray(np.searchsorted(tokens_s, after) > np.searchsorted(tokens_s, before, side="right"))
 
 
 def _sum(flags: Flags, first: Ints, end: Ints) -> Ints:
-    """Flags set in ``[first, end)`` of each."""
-    counted = np.append(0, np.cumsum(flags))
-    return np.asarray(counted[end] - counted[np.maximum(0, first)], dtype=np.int64)
+    """Number of flags set in each range ``[first, end)``."""
+    cumulative = np.append(0, np.cumsum(flags))
+    return np.asarray(cumulative[end] - cumulative[np.maximum(0, first)], dtype=np.int64)

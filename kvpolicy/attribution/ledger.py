@@ -1,9 +1,8 @@
-"""The books of preempted requests: which positions they lost, what is computed again for them, and who is back.
+"""Bookkeeping of preempted requests: positions they lost, positions recomputed for them, and requests that are back.
 
-The plugin keeps them in a server and the built-in simulator in a run. Positions are exact: the scheduler knows which
-token positions of a request a step computes. A position below the highest one that the request had ever reached is
-computed *again*; it is charged to the preemption that lost it, also where that one has closed since because the request
-was preempted once more.
+Used by the plugin in a server and by the built-in simulator. Positions are exact, because the scheduler knows which
+token positions of a request a step computes. A position below the highest one that the request had reached before is
+*recomputed*. It is charged to the preemption that lost it, even if that preemption has been superseded since.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from kvpolicy.events import Ending, Kind, Outcome
 
 @dataclass(slots=True, eq=False)
 class OpenPreemption:
-    """A preempted request that is not yet back at the token it had reached."""
+    """A preempted request that has not yet returned to the token it had reached."""
 
     preemption_id: str
     request: Hashable
     executed: Kind
     tokens: int
-    """Computed tokens at the preemption: the outcome closes when they are computed again."""
+    """Computed tokens at the preemption. The outcome closes when the request has reached them again."""
     preempted_s: float
     first_step: int
     admitted_s: float | None = None
     resumed: bool = False
-    """Whether a step has computed anything of it since."""
+    """Whether a step has computed any token of the request since."""
     local_hit_tokens: int = 0
     loaded_tokens: int = 0
     recomputed_tokens: int = 0
     last_step: int = 0
     mixed: bool = False
-    """A copy failed or was not used: what the preemption costs is the cost of neither option."""
+    """Whether a copy failed or was not used. The cost of the preemption is then the cost of neither option."""
     outstanding: bool = False
-    """Whether positions that it lost may still be computed again, and then are charged to it."""
+    """Whether positions that it lost may still be recomputed and charged to it."""
 
     def close(self, ended: Ending, now_s: float) -> Outcome:
-        """What became of it, if it ends now."""
+        """The outcome, if the preemption ends at ``now_s``."""
         admitted_s = now_s if self.admitted_s is None else self.admitted_s
         wait_s = admitted_s - self.preempted_s
         return Outcome(
@@ -61,10 +60,10 @@ Opened = TypeVar("Opened", bound=OpenPreemption)
 
 
 class Repeated(NamedTuple, Generic[Opened]):
-    """The part of a step that computes one preemption's lost tokens again.
+    """The part of a step that recomputes one preemption's lost tokens.
 
-    Taken from the step's totals it leaves what the step would have been made of. Where the victim's last chunk also
-    computes its next token, that token stays behind as the decode it would have been: hence negative parts.
+    Subtracting it from the step's totals gives the step's composition without the preemption. Where the victim's last
+    chunk also computes its next token, that token remains as a decode, so parts can be negative.
     """
 
     opened: Opened
@@ -73,9 +72,9 @@ class Repeated(NamedTuple, Generic[Opened]):
     kv_read_tokens: int
     chunk_context: int
     prefills: int
-    """Chunks that go with it: not in a trace, but a step's duration may depend on it."""
+    """Prefill chunks that this part removes. Not recorded in a trace, but a step's duration may depend on it."""
     prefill_context: int
-    """What goes of the context that the step's chunks begin at."""
+    """Tokens that this part removes from the step's ``prefill_context``."""
 
     @property
     def preemption_id(self) -> str:
@@ -89,7 +88,7 @@ class Repeated(NamedTuple, Generic[Opened]):
 
 @dataclass(slots=True, eq=False)
 class Step(Generic[Opened]):
-    """One scheduled step until its output is back. Fields are 0 where nobody entered them."""
+    """One scheduled step until its output is available. Fields that were not set are 0."""
 
     number: int
     began_s: float = 0.0
@@ -98,9 +97,9 @@ class Step(Generic[Opened]):
     decode_requests: int = 0
     """Requests that compute a single token."""
     kv_read_tokens: int = 0
-    """Context that those read, their new token included."""
+    """Context tokens that those read, their new token included."""
     chunk_context: int = 0
-    """(query token, context token) pairs of the other requests' chunks, the diagonal in."""
+    """(query token, context token) pairs of the other requests' chunks, including the diagonal."""
     prefill_requests: int = 0
     prefill_context: int = 0
     """Tokens that the other requests had computed before the step."""
@@ -108,17 +107,17 @@ class Step(Generic[Opened]):
     waiting_requests: int = 0
     used_blocks: int = 0
     lost: list[str] = field(default_factory=list)
-    """Preemptions in it: whose blocks went."""
+    """Ids of the preemptions that lost their blocks in this step."""
     saves: int = 0
     loads: int = 0
     repeated: list[Repeated[Opened]] = field(default_factory=list)
     back: list[Opened] = field(default_factory=list)
-    """Preempted requests that are where they were when the step's output is there."""
+    """Preempted requests that are back at their token once the step's output is available."""
 
     def compose(self, tokens: Iterable[int], ends: Iterable[int]) -> None:
-        """Enter what the step is made of. One token of a request is a decode, more are a prefill chunk.
+        """Set the composition of the step. One token of a request is a decode, more are a prefill chunk.
 
-        ``tokens``, ``ends``: by scheduled request, its new tokens and its computed tokens past this step.
+        ``tokens``, ``ends``: per scheduled request, its new tokens and its computed tokens after this step.
         """
         total = decodes = read = pairs = prefills = before = 0
         for new, end in zip(tokens, ends, strict=True):
@@ -136,7 +135,7 @@ class Step(Generic[Opened]):
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """What its duration depends on, in the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
+        """Counts that the duration depends on, in the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
         return self.scheduled_tokens, self.decode_requests, self.kv_read_tokens, self.chunk_context
 
     @property
@@ -145,7 +144,7 @@ class Step(Generic[Opened]):
 
 
 class Ledger(Generic[Opened]):
-    """Open preemptions of one engine core, and for each request the positions it has lost."""
+    """Open preemptions of one engine core, and the positions that each request has lost."""
 
     def __init__(self) -> None:
         self._open: dict[Any, Opened] = {}
@@ -156,10 +155,10 @@ class Ledger(Generic[Opened]):
 
     @property
     def lost(self) -> Mapping[Any, list[tuple[int, Opened]]]:
-        """By request, lowest first: (computed tokens at a preemption, that preemption).
+        """By request, ascending: (computed tokens at a preemption, that preemption).
 
-        More than one where a request was preempted again before it was back. What a step schedules of these requests
-        is to be counted.
+        A request has several entries if it was preempted again before it was back. Call :meth:`count` for each step
+        that schedules one of these requests.
         """
         return self._lost
 
@@ -167,7 +166,7 @@ class Ledger(Generic[Opened]):
         return self._open.get(request)
 
     def preempted(self, opened: Opened) -> Outcome | None:
-        """Open one; returns the outcome of the request's earlier preemption if that was still open."""
+        """Add a preemption; returns the outcome of the request's earlier preemption if that was still open."""
         request, earlier = opened.request, self._open.get(opened.request)
         self._open[request] = opened
         self._lost[request] = [(opened.tokens, opened), *self._beyond(request, opened.tokens)]
@@ -175,63 +174,65 @@ class Ledger(Generic[Opened]):
         return None if earlier is None else earlier.close("superseded", opened.preempted_s)
 
     def gone(self, request: Hashable, now_s: float) -> Outcome | None:
-        """The request finished or was aborted; returns the outcome of its preemption if that was still open."""
-        for _, who in self._lost.pop(request, ()):
-            who.outstanding = False
-        left = self._open.pop(request, None)
-        return None if left is None else left.close("aborted", now_s)
+        """Remove a finished or aborted request; returns the outcome of its preemption if that was still open."""
+        for _, preemption in self._lost.pop(request, ()):
+            preemption.outstanding = False
+        opened = self._open.pop(request, None)
+        return None if opened is None else opened.close("aborted", now_s)
 
     def count(self, step: Step[Opened], request: Hashable, start: int, end: int) -> None:
-        """Enter what of positions ``start`` to ``end``, which the step computes of a request in :attr:`lost`, is
-        computed again, and whether the request will be back."""
+        """Record which of the positions ``start`` to ``end`` are recomputed, and whether the request will be back.
+
+        The step computes these positions of a request in :attr:`lost`.
+        """
         opened = self._open.get(request)
         if opened is not None and not opened.resumed:
             opened.resumed, opened.local_hit_tokens = True, max(0, start - opened.loaded_tokens)
         position = start
-        for tokens, who in self._lost[request]:
+        for tokens, preemption in self._lost[request]:
             stop = min(end, tokens)
             if position >= stop:
                 continue
-            who.recomputed_tokens += stop - position
-            who.last_step = step.number
-            step.repeated.append(_repeated(who, position, stop, start, end))
+            preemption.recomputed_tokens += stop - position
+            preemption.last_step = step.number
+            step.repeated.append(_repeated(preemption, position, stop, start, end))
             position = stop
         if opened is not None and end >= opened.tokens:
             opened.last_step = step.number
             step.back.append(self._open.pop(request))
-        left = self._beyond(request, end)
-        if left:
-            self._lost[request] = left
+        remaining = self._beyond(request, end)
+        if remaining:
+            self._lost[request] = remaining
         else:
             del self._lost[request]
 
     def _beyond(self, request: Hashable, reached: int) -> list[tuple[int, Opened]]:
-        """What stays lost of a request that has ``reached`` so many tokens; the others are outstanding no more."""
-        left = []
-        for tokens, who in self._lost.get(request, ()):
+        """Lost positions above ``reached`` tokens. Preemptions at or below are marked as no longer outstanding."""
+        remaining = []
+        for tokens, preemption in self._lost.get(request, ()):
             if tokens > reached:
-                left.append((tokens, who))
+                remaining.append((tokens, preemption))
             else:
-                who.outstanding = False
-        return left
+                preemption.outstanding = False
+        return remaining
 
 
-def _repeated(who: Opened, start: int, stop: int, chunk_start: int, chunk_end: int) -> Repeated[Opened]:
-    """Positions ``start`` to ``stop`` of a chunk, as what goes when they need not be computed."""
+def _repeated(preemption: Opened, start: int, stop: int, chunk_start: int, chunk_end: int) -> Repeated[Opened]:
+    """The part of a step that would be absent if positions ``start`` to ``stop`` of a chunk were not recomputed."""
     tokens = stop - start
-    if chunk_end - chunk_start == 1:  # the step counted this one token as a decode
-        return Repeated(who, tokens, 1, chunk_end, 0, 0, 0)
-    if stop == chunk_end - 1:  # one new token remains of the chunk: it would have been a decode
-        return Repeated(who, tokens, -1, -chunk_end, causal_pairs(start, chunk_end), 1, start)
-    if stop == chunk_end:  # nothing remains, whoever the earlier positions are charged to
-        return Repeated(who, tokens, 0, 0, causal_pairs(start, stop), 1, start)
-    return Repeated(who, tokens, 0, 0, causal_pairs(start, stop), 0, -tokens)
+    if chunk_end - chunk_start == 1:  # the step counted this token as a decode
+        return Repeated(preemption, tokens, 1, chunk_end, 0, 0, 0)
+    if stop == chunk_end - 1:  # the chunk's last token is new: without the others it would have been a decode
+        return Repeated(preemption, tokens, -1, -chunk_end, causal_pairs(start, chunk_end), 1, start)
+    if stop == chunk_end:  # the whole chunk goes; its earlier positions may be charged to other preemptions
+        return Repeated(preemption, tokens, 0, 0, causal_pairs(start, stop), 1, start)
+    return Repeated(preemption, tokens, 0, 0, causal_pairs(start, stop), 0, -tokens)
 
 
 class StepClock:
-    """When steps began and ended: from update to update, where the engine was not idle between.
+    """Start times of steps. A step lasts from update to update, unless the engine was idle in between.
 
-    A gap longer than the step itself is no part of it: the engine was paused, or its weights were changed.
+    A gap longer than the step itself is not counted as part of it: the engine was paused, or its weights were changed.
     """
 
     def __init__(self) -> None:
@@ -240,11 +241,11 @@ class StepClock:
         self._left_out_s = 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Of the time since the last update, that much is no part of the next step."""
+        """Exclude ``seconds`` of the time since the last update from the next step."""
         self._left_out_s += seconds
 
     def began_s(self, step: Step[Any], now_s: float, busy: bool) -> float:
-        """When ``step``, whose output is back, began. ``busy``: whether anybody is left to be served."""
+        """Start time of ``step``, whose output has arrived. ``busy``: whether any request is left to be served."""
         began_s = step.began_s
         if self._updated_s is not None and (self._was_busy or self._updated_s > began_s):
             since_s = min(self._updated_s + self._left_out_s, now_s)

@@ -1,6 +1,7 @@
-"""d0: how long an engine step of a given composition takes when nothing is preempted. The law; its fit is elsewhere.
+"""The step-time model (d0): how long an engine step of a given composition takes undisturbed, with no preemption.
 
-Apart from the fit, so that a server can price its steps without what reads traces.
+The fit is in :mod:`kvpolicy.attribution.step_time_fit`, so that a server can price its steps without importing the
+code that reads traces.
 """
 
 from __future__ import annotations
@@ -16,66 +17,70 @@ from kvpolicy.arrays import Floats, Ints
 from kvpolicy.errors import InputError
 
 PARTS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")
-"""What a step is made of, as far as its duration depends on it: columns of ``steps``."""
+"""Composition of a step, as far as its duration depends on it: columns of ``steps``."""
 AFTERMATH_STEPS = 2
-"""A prefill leaves the caches to the steps after it cold: on a CPU the first took 50% longer, the second 20%."""
+"""Steps slowed down by cold caches after a prefill: on a CPU the first took 50% longer, the second 20%."""
 FULL_AFTERMATH_TOKENS = 256
-"""A chunk of that many tokens leaves them as cold as any longer one."""
+"""A chunk of this many tokens leaves the caches as cold as any longer one."""
 NEIGHBOURS = 16
-"""Undisturbed steps that tell how fast the machine is at a moment, half of them before it and half after."""
+"""Undisturbed steps from which the machine's current speed is estimated, half before and half after a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutError:
-    """Of predictions for steps that the model was not fitted on."""
+    """Error of predictions for steps that the model was not fitted on."""
 
     mean_relative: float
     """Mean of |predicted - measured| / measured."""
     mean_s: float
-    """Mean of |predicted - measured|, seconds: the floor under every attributed step."""
+    """Mean of |predicted - measured|, seconds: the noise floor of every attributed step."""
     bias_s: float
     """Mean of measured - predicted, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeModel:
-    """d0: seconds of an undisturbed step, linear in its parts, no part below zero."""
+    """Seconds of an undisturbed step, linear in its parts, with no negative coefficient."""
 
     fixed_s: float
     per_part_s: tuple[float, ...]
     """Seconds per unit of each of :data:`PARTS`, then per full aftermath of the first and second step before."""
     fitted_on: str
-    """``core NAME``, or ``N cores`` where this core had too few undisturbed steps of its own."""
+    """``core NAME``, or ``N cores`` if one core had too few undisturbed steps."""
     steps: int
     error: HeldOutError
 
     def predict(self, parts: Floats) -> Floats:
         """Seconds for each row of ``parts``, shape (steps, 4) in the order of :data:`PARTS`; 0 for an empty step.
 
-        Rows are successive steps: what a step takes depends on what came right before it.
+        Rows are successive steps, because a step's duration depends on the steps right before it.
         """
-        full = with_aftermath(parts)
-        return np.where(parts[:, 0] > 0, self.fixed_s + full @ np.asarray(self.per_part_s), 0.0)
+        design = with_aftermath(parts)
+        return np.where(parts[:, 0] > 0, self.fixed_s + design @ np.asarray(self.per_part_s), 0.0)
 
     def price(self, parts: Floats) -> Floats:
-        """Seconds that the parts alone add, aftermath left out."""
+        """Seconds that the parts alone add, without the aftermath of earlier steps."""
         return np.asarray(parts @ np.asarray(self.per_part_s[: len(PARTS)]), dtype=np.float64)
 
-    def pace(self, calm: Ints, parts: Floats, duration_s: Floats, row: Ints) -> Floats:
-        """How much slower than d0 the machine was around each step ``row``: 1 where it was as fast.
+    def pace(self, undisturbed: Ints, parts: Floats, duration_s: Floats, row: Ints) -> Floats:
+        """How many times longer than predicted steps took around each step ``row``; 1 where the prediction held.
 
-        Machines have faster and slower moments, and a law that is linear in a step's parts is off by a little for
-        some compositions. Both show in the undisturbed steps right before and after, which are composed alike: the
-        median of measured / predicted over the nearest of them. ``calm``: their rows, ascending.
+        A machine is faster at some times than at others, and a model that is linear in a step's parts is slightly off
+        for some compositions. Both show in the undisturbed steps right before and after, which have a similar
+        composition. The pace is the median of measured / predicted over the nearest of them.
+
+        ``undisturbed``: rows of the undisturbed steps, ascending.
         """
-        return medians(duration_s[calm] / self.predict(parts)[calm], np.searchsorted(calm, row), skip=0)
+        return medians(
+            duration_s[undisturbed] / self.predict(parts)[undisturbed], np.searchsorted(undisturbed, row), skip=0
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepTimeModel:
-        """Raises KeyError for a field that is missing, ValueError or TypeError for one that is wrong."""
+        """Raises KeyError for a missing field, ValueError or TypeError for an invalid one."""
         seconds = tuple(values["per_part_s"])
         if len(seconds) != len(PARTS) + AFTERMATH_STEPS:
             raise InputError(f"per_part_s holds {len(seconds)} numbers, should hold {len(PARTS) + AFTERMATH_STEPS}")
@@ -94,8 +99,10 @@ def step_seconds(
     before: float,
     second_before: float,
 ) -> float:
-    """d0 of one step: what :meth:`StepTimeModel.predict` is for a table. ``before``: aftermath of the step right before
-    it and of the one before that, from :func:`aftermath`."""
+    """Predicted seconds of one undisturbed step; :meth:`StepTimeModel.predict` does the same for a table.
+
+    ``before``, ``second_before``: :func:`aftermath` of the previous step and of the one before that.
+    """
     tokens, decodes, reads, pairs = parts
     if tokens <= 0:
         return 0.0
@@ -104,22 +111,21 @@ def step_seconds(
 
 
 def aftermath(tokens: float, decodes: float) -> float:
-    """How cold a step leaves the caches: 1 for a chunk of 256 tokens or more, 0 where nothing was prefilled."""
+    """How cold a step leaves the caches: 1 for a chunk of 256 tokens or more, 0 without a prefill."""
     return min(1.0, max(0.0, (tokens - decodes) / FULL_AFTERMATH_TOKENS))
 
 
 def with_aftermath(parts: Floats) -> Floats:
-    """``parts`` with a column for each of the :data:`AFTERMATH_STEPS` before: 1 for a chunk of any length, less for
-    a short one, 0 where nothing was prefilled."""
+    """``parts`` with one more column per earlier step, :data:`AFTERMATH_STEPS` in all: its :func:`aftermath`."""
     chunk = np.clip((parts[:, 0] - parts[:, 1]) / FULL_AFTERMATH_TOKENS, 0.0, 1.0)
     before = [np.concatenate([np.zeros(min(lag, len(chunk))), chunk[:-lag]]) for lag in range(1, AFTERMATH_STEPS + 1)]
     return np.column_stack([parts, *before])
 
 
 def medians(values: Floats, at: Ints, skip: int) -> Floats:
-    """Median of the neighbours on both sides of each position, ``skip`` values from the position on left out.
+    """Median of the neighbours on both sides of each position, without ``skip`` values from the position on.
 
-    At an end of ``values`` the side that is short is made up for by the other one.
+    Near an end of ``values`` the other side supplies the missing neighbours.
     """
     half = min(NEIGHBOURS, len(values) - skip) // 2
     first = np.clip(at - half, 0, len(values) - skip - 2 * half)

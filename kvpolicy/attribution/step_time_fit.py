@@ -1,4 +1,4 @@
-"""Fitting d0, the law of :mod:`kvpolicy.attribution.step_time`, to a trace's undisturbed steps."""
+"""Fits the step-time model of :mod:`kvpolicy.attribution.step_time` to a trace's undisturbed steps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["AFTERMATH_STEPS", "PARTS", "HeldOutError", "StepTimeModel", "fit_ste
 MIN_STEPS = 20
 FOLDS = 5
 BLOCK_STEPS = 20
-"""Held-out error is taken over blocks of that many successive steps: neighbours are alike."""
+"""Successive steps that are held out together, because neighbouring steps are alike."""
 
 
 def fit_step_time(design: Floats, duration_s: Floats, fitted_on: str) -> StepTimeModel:
-    """Fit d0 to undisturbed steps in the order they were executed; ``design`` from :func:`with_aftermath`.
+    """Fit a step-time model to undisturbed steps in order of execution; ``design`` from :func:`with_aftermath`.
 
-    Raises TraceError where there are fewer than :data:`MIN_STEPS`.
+    Raises TraceError for fewer than :data:`MIN_STEPS` steps.
     """
     if len(duration_s) < MIN_STEPS:
         raise TraceError(
@@ -46,18 +46,18 @@ def fit_step_time(design: Floats, duration_s: Floats, fitted_on: str) -> StepTim
 
 
 def _held_out_error(design: Floats, duration_s: Floats) -> HeldOutError:
-    """Coefficients from other blocks, pace from the step's neighbours without the step itself."""
+    """Error with coefficients fitted on other blocks, and pace from the step's neighbours without the step itself."""
     predicted = np.empty_like(duration_s)
     size = min(BLOCK_STEPS, -(-len(duration_s) // FOLDS))
     fold = np.arange(len(duration_s)) // size % FOLDS
-    for number in range(FOLDS):
-        out = fold == number
-        coefficients = robust_nonnegative_fit(design[~out], duration_s[~out])
-        predicted[out] = np.maximum(design[out] @ coefficients, 0.05 * np.median(duration_s))
+    for held_out_fold in range(FOLDS):
+        held_out = fold == held_out_fold
+        coefficients = robust_nonnegative_fit(design[~held_out], duration_s[~held_out])
+        predicted[held_out] = np.maximum(design[held_out] @ coefficients, 0.05 * np.median(duration_s))
     predicted = predicted * medians(duration_s / predicted, np.arange(len(predicted)), skip=1)
-    missed = duration_s - predicted
+    residual_s = duration_s - predicted
     return HeldOutError(
-        mean_relative=float(np.mean(np.abs(missed) / duration_s)),
-        mean_s=float(np.mean(np.abs(missed))),
-        bias_s=float(np.mean(missed)),
+        mean_relative=float(np.mean(np.abs(residual_s) / duration_s)),
+        mean_s=float(np.mean(np.abs(residual_s))),
+        bias_s=float(np.mean(residual_s)),
     )

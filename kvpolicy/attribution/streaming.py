@@ -1,11 +1,14 @@
-"""What preemptions cost, measured while the engine runs: :mod:`kvpolicy.attribution.offline` with the past alone.
+"""Cost of preemptions measured while the engine runs, by the definition of :mod:`kvpolicy.attribution.offline`.
 
-The definition is the same: of every step a preemption is involved in, the time beyond d0 of what the step would have
-been made of without the victims' repeated tokens, split by what each of them did in it. Two things differ. d0 is that
-of the cost model's traces, scaled by the pace of the last 16 undisturbed steps (offline: 8 before and 8 after). And a
-step is settled as soon as no copy is in flight that may have overlapped it, since when a copy ran is known at its end.
+The cost of a preemption is, over the steps it is involved in, the time beyond the step-time model d0 (what the step
+would have taken undisturbed, without the victims' repeated tokens). If several preemptions share a step, its extra time
+is split by what each did in it.
 
-An undisturbed step costs a few additions; nothing here allocates more than the steps that still wait for a copy.
+Two things differ from the offline attribution. d0 is that of the cost model's traces, scaled by the pace of the last 16
+undisturbed steps (offline: 8 before and 8 after). And a step is settled as soon as no copy in flight may have
+overlapped it, because the times of a copy are known only at its end.
+
+An undisturbed step costs a few additions. Memory is bounded by the steps that still wait for a copy.
 """
 
 from __future__ import annotations
@@ -19,22 +22,22 @@ from kvpolicy.attribution.step_time import AFTERMATH_STEPS, NEIGHBOURS, StepTime
 from kvpolicy.events import Ending, Kind
 
 Parts = tuple[float, float, float, float]
-"""What a step, or somebody's part of it, is made of, in the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
+"""Composition of a step or of a part of it, in the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
 
 IDLE_S = 0.02
-"""So long steps that compute nothing are taken together, seconds."""
+"""Maximum length of one merged step, seconds: successive steps that compute nothing are merged up to it."""
 
 MAX_WAITING = 512
-"""So many steps wait for a copy to end; then it is given up, and what its preemption cost stays unknown."""
+"""Steps that may wait for a copy to end. Beyond it the copy is given up and its preemption's cost stays unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCost:
-    """What one preemption cost, whole."""
+    """The complete cost of one preemption."""
 
     preemption_id: str
     executed: Kind | None
-    """None where it is the cost of neither option alone."""
+    """None if this is the cost of neither option alone."""
     ended: Ending
     engine_s: float
     others_delay_s: float
@@ -42,14 +45,15 @@ class LiveCost:
 
 @dataclass(slots=True)
 class _Account:
-    """What a preemption cost so far."""
+    """Cost of a preemption so far."""
 
     engine_s: float = 0.0
     others_delay_s: float = 0.0
     tail_s: float = 0.0
-    """Of ``engine_s``, what steps after its last own one took: should no other come, the victim is one of them."""
+    """The part of ``engine_s`` from aftermath steps since ``last``. If none of its own steps follow, the victim is
+    among the requests of those steps."""
     last: int = 0
-    """The last step it had to do with itself."""
+    """The last step it was directly involved in."""
 
 
 @dataclass(slots=True)
@@ -62,7 +66,7 @@ class _Step:
     parts: Parts
     requests: int
     own: dict[str, Parts]
-    """By preemption, its repeated tokens; all 0 for one that only lost its blocks in it."""
+    """Parts of repeated tokens by preemption; all 0 for a preemption that only lost its blocks in this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,59 +81,62 @@ NOTHING: Parts = (0.0, 0.0, 0.0, 0.0)
 
 @dataclass(slots=True)
 class LiveCosts:
-    """One per engine core. Call :meth:`step` for every finished step in order, the others before the step's own."""
+    """Live costs of one engine core.
+
+    Call :meth:`step` for every finished step in order, and the other methods before the step they belong to.
+    """
 
     model: StepTimeModel
-    """d0, of the cost model's traces."""
+    """Step-time model (d0) of the cost model's traces."""
     given_up: int = 0
-    """Preemptions whose cost stays unknown because a copy's end was never told."""
+    """Preemptions whose cost stays unknown because a copy's end was never reported."""
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=NEIGHBOURS), repr=False)
-    _calm: bool = True
-    _seen: int = 0
+    _undisturbed: bool = True
+    _step_count: int = 0
     _settled: int = -1
-    """Number of the last step that is settled."""
-    _before: float = 0.0
-    _second_before: float = 0.0
-    _waiting: deque[_Step] = field(default_factory=deque, repr=False)
-    _flying: dict[tuple[str, str], int] = field(default_factory=dict, repr=False)
-    """Copies in flight, and the first step each may overlap."""
-    _landed: list[_Copy] = field(default_factory=list, repr=False)
-    """Copies that may overlap steps to come."""
+    """Number of the last settled step."""
+    _aftermath: float = 0.0
+    _second_aftermath: float = 0.0
+    _unsettled: deque[_Step] = field(default_factory=deque, repr=False)
+    _in_flight: dict[tuple[str, str], int] = field(default_factory=dict, repr=False)
+    """First step that each copy in flight may overlap."""
+    _finished_copies: list[_Copy] = field(default_factory=list, repr=False)
+    """Finished copies that may overlap unsettled steps."""
     _accounts: dict[str, _Account] = field(default_factory=dict, repr=False)
     _closed: dict[str, tuple[Kind | None, Ending, int]] = field(default_factory=dict, repr=False)
-    """What was executed, how it ended, and the step it ended in, of those not yet told."""
+    """What was executed, how it ended, and the step it ended in, for closed preemptions not yet reported."""
     _early: dict[str, tuple[Kind | None, Ending]] = field(default_factory=dict, repr=False)
-    """Those that closed before the step in which they lost their blocks was told."""
-    _recent: deque[frozenset[str]] = field(default_factory=lambda: deque(maxlen=AFTERMATH_STEPS), repr=False)
-    """Who had to do with the last settled steps."""
+    """Preemptions that closed before the step in which they lost their blocks was reported."""
+    _recently_involved: deque[frozenset[str]] = field(default_factory=lambda: deque(maxlen=AFTERMATH_STEPS), repr=False)
+    """Preemptions directly involved in the last settled steps."""
 
-    # ---- what happens ----
+    # ---- events ----
 
     def copy_begins(self, preemption_id: str, direction: str) -> None:
-        """A copy is handed to the workers: steps from now on wait until its times are told."""
-        self._flying[preemption_id, direction] = self._seen
-        self._calm = False
+        """A copy is handed to the workers. Steps from now on wait until its times are reported."""
+        self._in_flight[preemption_id, direction] = self._step_count
+        self._undisturbed = False
 
     def copy_ends(self, preemption_id: str, direction: str, start_s: float, end_s: float) -> None:
-        """A copy ran from ``start_s`` to ``end_s``, of the same clock as steps."""
-        self._flying.pop((preemption_id, direction), None)
-        self._landed.append(_Copy(preemption_id, start_s, end_s))
-        del self._landed[:-MAX_WAITING]  # no clock of a worker's can make this grow
-        self._calm = False
+        """A copy ran from ``start_s`` to ``end_s``, on the same clock as steps."""
+        self._in_flight.pop((preemption_id, direction), None)
+        self._finished_copies.append(_Copy(preemption_id, start_s, end_s))
+        del self._finished_copies[:-MAX_WAITING]  # stays bounded even if a worker's clock is wrong
+        self._undisturbed = False
 
     def copy_lost(self, preemption_id: str, direction: str) -> None:
-        """Nobody will tell when a copy ran: what its preemption cost stays unknown."""
-        if self._flying.pop((preemption_id, direction), None) is not None:
-            self._forget(preemption_id)
+        """The times of a copy will never be reported. Its preemption's cost stays unknown."""
+        if self._in_flight.pop((preemption_id, direction), None) is not None:
+            self._discard(preemption_id)
 
     def closed(self, preemption_id: str, executed: Kind | None, ended: Ending) -> None:
-        """Its outcome closed with the step that is told next, which may be the one it lost its blocks in."""
+        """The outcome closed in the next reported step, which may be the one in which it lost its blocks."""
         if preemption_id in self._accounts:
-            self._closed[preemption_id] = executed, ended, self._seen
-            self._calm = False
+            self._closed[preemption_id] = executed, ended, self._step_count
+            self._undisturbed = False
             return
         self._early[preemption_id] = executed, ended
-        if len(self._early) > MAX_WAITING:  # of steps that were never told
+        if len(self._early) > MAX_WAITING:  # their steps were never reported
             del self._early[next(iter(self._early))]
 
     def step(
@@ -141,31 +148,37 @@ class LiveCosts:
         preempted: Iterable[str] = (),
         repeated: Sequence[tuple[str, Parts]] = (),
     ) -> tuple[LiveCost, ...]:
-        """A step is finished; returns the preemptions whose cost is now known in full.
+        """Report a finished step; returns the preemptions whose cost is now complete.
 
-        ``parts`` and ``requests``: all that was scheduled in it. ``preempted``: who lost blocks in it. ``repeated``:
-        by preemption, the part of it that computes lost tokens again.
+        ``parts``, ``requests``: everything scheduled in it. ``preempted``: preemptions that lost their blocks in it.
+        ``repeated``: by preemption, the part of it that recomputes lost tokens.
         """
-        if requests == 0 and not preempted and not repeated and self._idles_on(parts, start_s, end_s):
+        if requests == 0 and not preempted and not repeated and self._extend_idle_step(parts, start_s, end_s):
             return ()
-        number = self._seen
-        self._seen += 1
-        if self._calm and not preempted and not repeated:
+        number = self._step_count
+        self._step_count += 1
+        if self._undisturbed and not preempted and not repeated:
             self._settled = number
-            self._keep_pace(parts, end_s - start_s)
+            self._update_pace(parts, end_s - start_s)
             return ()
-        self._waiting.append(_Step(number, start_s, end_s, parts, requests, self._own(number, preempted, repeated)))
-        while self._waiting and not self._may_be_overlapped(self._waiting[0].number):
-            self._settle(self._waiting.popleft())
-        if len(self._waiting) > MAX_WAITING:
-            self._give_up(self._waiting[0].number)
-        done = tuple(self._finished())
-        self._calm = not (self._waiting or self._flying or self._landed or self._closed or any(self._recent))
-        return done
+        self._unsettled.append(
+            _Step(number, start_s, end_s, parts, requests, self._own_parts(number, preempted, repeated))
+        )
+        while self._unsettled and not self._may_be_overlapped(self._unsettled[0].number):
+            self._settle(self._unsettled.popleft())
+        if len(self._unsettled) > MAX_WAITING:
+            self._give_up(self._unsettled[0].number)
+        complete = tuple(self._complete_costs())
+        self._undisturbed = not (
+            self._unsettled or self._in_flight or self._finished_copies or self._closed or any(self._recently_involved)
+        )
+        return complete
 
     # ---- settling ----
 
-    def _own(self, number: int, preempted: Iterable[str], repeated: Sequence[tuple[str, Parts]]) -> dict[str, Parts]:
+    def _own_parts(
+        self, number: int, preempted: Iterable[str], repeated: Sequence[tuple[str, Parts]]
+    ) -> dict[str, Parts]:
         own: dict[str, Parts] = {}
         for name in preempted:
             self._accounts[name] = _Account(last=number)
@@ -176,95 +189,105 @@ class LiveCosts:
             own[name] = plus(own.get(name, NOTHING), parts)
         return own
 
-    def _idles_on(self, parts: Parts, start_s: float, end_s: float) -> bool:
-        """Whether a step that computes nothing only lengthens one that waits for a copy: an idle engine makes a
-        thousand of them a second. As many stay apart as an aftermath lasts, and none grows beyond :data:`IDLE_S`, so
-        that hardly any time is taken for a copy's in which there was none."""
-        waiting = self._waiting
-        if parts != NOTHING or len(waiting) < AFTERMATH_STEPS or self._seen in self._flying.values():
+    def _extend_idle_step(self, parts: Parts, start_s: float, end_s: float) -> bool:
+        """Merge a step that computes nothing into the previous one, if both wait for a copy; returns whether it did.
+
+        An idle engine produces a thousand such steps a second. As many stay separate as an aftermath lasts, and none
+        grows beyond :data:`IDLE_S`, so that hardly any time without a copy is attributed to one.
+        """
+        unsettled = self._unsettled
+        if parts != NOTHING or len(unsettled) < AFTERMATH_STEPS or self._step_count in self._in_flight.values():
             return False
-        last = waiting[-1]
+        last = unsettled[-1]
         if not self._may_be_overlapped(last.number) or last.end_s != start_s or end_s - last.start_s > IDLE_S:
             return False
-        if any(waiting[-n].parts != NOTHING or waiting[-n].own for n in range(1, AFTERMATH_STEPS + 1)):
+        if any(
+            unsettled[-steps_back].parts != NOTHING or unsettled[-steps_back].own
+            for steps_back in range(1, AFTERMATH_STEPS + 1)
+        ):
             return False
         last.end_s = end_s
         return True
 
     def _may_be_overlapped(self, number: int) -> bool:
-        return bool(self._flying) and min(self._flying.values()) <= number
+        return bool(self._in_flight) and min(self._in_flight.values()) <= number
 
     def _give_up(self, number: int) -> None:
-        """Copies since step ``number`` are taken for lost, and their preemptions' costs for unknown."""
-        for name, direction in [key for key, first in self._flying.items() if first <= number]:
-            del self._flying[name, direction]
-            self._forget(name)
+        """Treat copies in flight that may overlap step ``number`` as lost, and their preemptions' costs as unknown."""
+        for name, direction in [key for key, first in self._in_flight.items() if first <= number]:
+            del self._in_flight[name, direction]
+            self._discard(name)
 
-    def _forget(self, name: str) -> None:
+    def _discard(self, name: str) -> None:
         self.given_up += self._accounts.pop(name, None) is not None
         self._closed.pop(name, None)
 
-    def _keep_pace(self, parts: Parts, duration_s: float) -> None:
-        """Of a step that nothing of a preemption touched."""
+    def _update_pace(self, parts: Parts, duration_s: float) -> None:
+        """Update the pace with an undisturbed step."""
         model = self.model
-        expected = step_seconds(model.fixed_s, model.per_part_s, parts, self._before, self._second_before)
+        expected = step_seconds(model.fixed_s, model.per_part_s, parts, self._aftermath, self._second_aftermath)
         if expected > 0.0:
             self._paces.append(duration_s / expected)
-        self._second_before, self._before = self._before, aftermath(parts[0], parts[1])
+        self._second_aftermath, self._aftermath = self._aftermath, aftermath(parts[0], parts[1])
 
     def _settle(self, step: _Step) -> None:
-        copied_s = self._copied(step)
-        direct = frozenset(step.own) | frozenset(copied_s)
-        sharers = direct.union(*self._recent) if step.parts[0] > 0 else direct
+        copy_s = self._copy_seconds(step)
+        direct = frozenset(step.own) | frozenset(copy_s)
+        sharers = direct.union(*self._recently_involved) if step.parts[0] > 0 else direct
         self._settled = step.number
-        self._recent.append(direct)
+        self._recently_involved.append(direct)
         if not sharers:
-            self._keep_pace(step.parts, step.end_s - step.start_s)
+            self._update_pace(step.parts, step.end_s - step.start_s)
             return
-        extra_s, prices = self._extra(step)
-        weights = {name: copied_s.get(name, 0.0) + prices.get(name, 0.0) for name in sharers}
+        extra_s, prices = self._extra_s(step)
+        weights = {name: copy_s.get(name, 0.0) + prices.get(name, 0.0) for name in sharers}
         total = sum(weights.values())
         for name, weight in weights.items():
             share = weight / total if total > 0 else 1.0 / len(weights)
             account = self._accounts.get(name)
             if account is not None:
-                _book(account, step, name, share * extra_s, name in direct)
+                _charge(account, step, name, share * extra_s, name in direct)
 
-    def _copied(self, step: _Step) -> dict[str, float]:
-        """By preemption, the seconds that its copies overlapped the step."""
-        if not self._landed:
+    def _copy_seconds(self, step: _Step) -> dict[str, float]:
+        """Seconds that each preemption's copies overlapped the step."""
+        if not self._finished_copies:
             return {}
-        found: dict[str, float] = {}
-        for copy in self._landed:
+        copy_s: dict[str, float] = {}
+        for copy in self._finished_copies:
             if copy.start_s < step.end_s and step.start_s <= copy.end_s:
                 seconds = min(copy.end_s, step.end_s) - max(copy.start_s, step.start_s)
-                found[copy.preemption_id] = found.get(copy.preemption_id, 0.0) + max(0.0, seconds)
-        self._landed = [copy for copy in self._landed if copy.end_s >= step.end_s]
-        return found
+                copy_s[copy.preemption_id] = copy_s.get(copy.preemption_id, 0.0) + max(0.0, seconds)
+        self._finished_copies = [copy for copy in self._finished_copies if copy.end_s >= step.end_s]
+        return copy_s
 
-    def _extra(self, step: _Step) -> tuple[float, dict[str, float]]:
-        """Seconds beyond d0 with all victims' repeated tokens taken out, and d0's price of each victim's."""
-        model, left = self.model, step.parts
+    def _extra_s(self, step: _Step) -> tuple[float, dict[str, float]]:
+        """Seconds beyond d0 without all victims' repeated tokens, and the d0 price of each victim's tokens."""
+        model, remaining = self.model, step.parts
         prices: dict[str, float] = {}
-        for name, own in step.own.items():
-            left = (left[0] - own[0], left[1] - own[1], left[2] - own[2], left[3] - own[3])
-            prices[name] = max(0.0, sum(part * s for part, s in zip(own, model.per_part_s, strict=False)))
-        expected = step_seconds(model.fixed_s, model.per_part_s, left, self._before, self._second_before)
-        self._second_before, self._before = self._before, aftermath(left[0], left[1])
+        for name, repeated in step.own.items():
+            remaining = (
+                remaining[0] - repeated[0],
+                remaining[1] - repeated[1],
+                remaining[2] - repeated[2],
+                remaining[3] - repeated[3],
+            )
+            prices[name] = max(0.0, sum(part * s for part, s in zip(repeated, model.per_part_s, strict=False)))
+        expected = step_seconds(model.fixed_s, model.per_part_s, remaining, self._aftermath, self._second_aftermath)
+        self._second_aftermath, self._aftermath = self._aftermath, aftermath(remaining[0], remaining[1])
         pace = median(self._paces) if self._paces else 1.0
         return step.end_s - step.start_s - pace * expected, prices
 
-    def _finished(self) -> Iterable[LiveCost]:
-        flying = {name for name, _ in self._flying}
+    def _complete_costs(self) -> Iterable[LiveCost]:
+        in_flight = {name for name, _ in self._in_flight}
         for name, (executed, ended, number) in list(self._closed.items()):
             account = self._accounts[name]
-            if name not in flying and self._settled >= max(number, account.last + AFTERMATH_STEPS):
+            if name not in in_flight and self._settled >= max(number, account.last + AFTERMATH_STEPS):
                 del self._accounts[name], self._closed[name]
                 delay_s = account.others_delay_s - account.tail_s
                 yield LiveCost(name, executed, ended, account.engine_s, delay_s)
 
 
-def _book(account: _Account, step: _Step, name: str, seconds: float, is_own: bool) -> None:
+def _charge(account: _Account, step: _Step, name: str, seconds: float, is_own: bool) -> None:
     account.engine_s += seconds
     if not is_own:
         account.others_delay_s += seconds * step.requests
@@ -275,5 +298,5 @@ def _book(account: _Account, step: _Step, name: str, seconds: float, is_own: boo
     account.tail_s, account.last = 0.0, step.number
 
 
-def plus(one: Parts, other: Parts) -> Parts:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3]
+def plus(first: Parts, second: Parts) -> Parts:
+    return first[0] + second[0], first[1] + second[1], first[2] + second[2], first[3] + second[3]

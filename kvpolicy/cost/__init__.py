@@ -1,4 +1,4 @@
-"""Cost models: what an option will cost the engine. Loading one imports nothing that trains one."""
+"""Cost models: predict what each option of a preemption costs the engine. Loading one imports no training code."""
 
 from kvpolicy.cost.analytic import ANALYTIC, engine_loader, load, load_cost_model, untrained
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, ModelWarning

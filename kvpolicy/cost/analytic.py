@@ -1,8 +1,8 @@
-"""A cost model without any measurement: the roofline of a model's shape on a device's data sheet.
+"""A cost model without measurements: the roofline of a model's shape on a device's data sheet.
 
-Every prediction is flagged as extrapolated and its interval is infinite: nothing here was measured. Facts (a device's
-peak rates) are in :mod:`kvpolicy.hardware.sheets`. What share of them is reached is never a fact: it is calibrated from
-a trace, or assumed, and which values are plausible stands with the assumptions.
+Nothing here was measured, so every prediction is flagged as extrapolated and its interval is infinite. Facts (a
+device's peak rates) are in :mod:`kvpolicy.hardware.sheets`. The share of a peak rate that is reached is calibrated from
+a trace or assumed. The plausible range of each share is given with the assumptions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvpolicy.shape import ConfigError, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A calibrated or assumed value, and between what a sane machine puts it."""
+    """A calibrated or assumed value with its plausible range."""
 
     value: float
     unit: str
@@ -43,13 +43,13 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What is taken for granted where nothing was measured.
+    """Values used where nothing was measured.
 
     The four shares of peak rates are medians over published kernel timings of A100 and H100 (AIConfigurator's tables
     of GEMM, context and generation attention, bfloat16; GEMMs of 1024 tokens and more for compute, of 16 and fewer
-    for memory): A100 0.89, 0.53, 0.68, 0.59 and H100 0.81, 0.55, 0.79, 0.68, in the order below. The lower of
-    the two is taken, and linear layers at 0.75: beside their GEMMs (0.81) they have operators by element, which added
-    0.06 at 2048 tokens on LLMServingSim's RTX PRO 6000 table. The others are plain assumptions.
+    for memory): A100 0.89, 0.53, 0.68, 0.59 and H100 0.81, 0.55, 0.79, 0.68, in the order below. The lower of the two
+    is used. Linear layers are set to 0.75, because beside their GEMMs (0.81) they contain elementwise operators, which
+    added 0.06 at 2048 tokens on LLMServingSim's RTX PRO 6000 table. The other values are plain assumptions.
     """
 
     linear_share: Constant = Constant(0.75, "of peak operations/s", 0.05, 1.0)
@@ -68,55 +68,59 @@ class Assumptions:
 ASSUMED = Assumptions()
 
 PLAUSIBLE_FLOPS = (1e9, 5e15)
-"""Operations per second of anything that serves models: a CPU core to the largest accelerator."""
+"""Operations per second, from a CPU core to the largest accelerator."""
 PLAUSIBLE_LINK_BYTES_PER_S = (1e7, 1e12)
 PLAUSIBLE_SEGMENT_S = 1e-4
 PLAUSIBLE_FIXED_S = 0.5
 
 
 def constants_of(law: Law, geometry: Geometry, sheet: DeviceSheet | None = None) -> dict[str, Constant]:
-    """The physical constants that a fitted law implies. A rate is left out where its coefficient is 0.
+    """The physical constants that a fitted law implies. A rate with coefficient 0 is omitted.
 
-    ``sheet``: no rate can be above its peaks.
+    ``sheet``: its peaks are upper bounds of the rates.
     """
     if isinstance(law, RecomputeRoofline):
-        return _of_recompute(law, geometry, sheet)
+        return _recompute_constants(law, geometry, sheet)
     if isinstance(law, SwapRoofline):
-        return _of_swap(law)
+        return _swap_constants(law)
     return {}
 
 
-def _of_recompute(law: RecomputeRoofline, geometry: Geometry, sheet: DeviceSheet | None) -> dict[str, Constant]:
+def _recompute_constants(law: RecomputeRoofline, geometry: Geometry, sheet: DeviceSheet | None) -> dict[str, Constant]:
     low, high = PLAUSIBLE_FLOPS if sheet is None else (0.02 * sheet.bf16_flops, _max_flops(sheet))
-    found = {
+    constants = {
         "fixed_s": Constant(law.fixed_s, "s per recompute", -1.0, PLAUSIBLE_FIXED_S),
         "alone_s": Constant(law.alone_s, "s per step for the victim alone", -1.0, PLAUSIBLE_FIXED_S),
     }
     if law.s_per_token:
         rate = geometry.linear_flops_per_token / law.s_per_token
-        found["linear layers"] = Constant(rate, "operations/s", low, high)
+        constants["linear layers"] = Constant(rate, "operations/s", low, high)
     if law.s_per_pair:
         rate = geometry.attention_flops_per_pair / law.s_per_pair
-        found["attention"] = Constant(rate, "operations/s", low / 10, high)
-    return found
+        constants["attention"] = Constant(rate, "operations/s", low / 10, high)
+    return constants
 
 
 def _max_flops(sheet: DeviceSheet) -> float:
     return max(sheet.bf16_flops, sheet.fp8_flops or 0.0, sheet.int8_ops or 0.0)
 
 
-def _of_swap(law: SwapRoofline) -> dict[str, Constant]:
-    found = {"fixed_s": Constant(law.fixed_s, "s per swap", -1.0, PLAUSIBLE_FIXED_S)}
-    for way, channel in (("save", law.save), ("load", law.load)):
-        found[f"{way} latency"] = Constant(channel.latency_s, "s", -1.0, PLAUSIBLE_FIXED_S)
-        found[f"{way} segment"] = Constant(channel.s_per_segment, "s per contiguous piece", -1.0, PLAUSIBLE_SEGMENT_S)
+def _swap_constants(law: SwapRoofline) -> dict[str, Constant]:
+    constants = {"fixed_s": Constant(law.fixed_s, "s per swap", -1.0, PLAUSIBLE_FIXED_S)}
+    for direction, channel in (("save", law.save), ("load", law.load)):
+        constants[f"{direction} latency"] = Constant(channel.latency_s, "s", -1.0, PLAUSIBLE_FIXED_S)
+        constants[f"{direction} segment"] = Constant(
+            channel.s_per_segment, "s per contiguous piece", -1.0, PLAUSIBLE_SEGMENT_S
+        )
         if channel.s_per_byte:
-            found[f"{way} bandwidth"] = Constant(1 / channel.s_per_byte, "bytes/s", *PLAUSIBLE_LINK_BYTES_PER_S)
-    return found
+            constants[f"{direction} bandwidth"] = Constant(
+                1 / channel.s_per_byte, "bytes/s", *PLAUSIBLE_LINK_BYTES_PER_S
+            )
+    return constants
 
 
 def implausible(laws: Mapping[Kind, Law], geometry: Geometry, sheet: DeviceSheet | None = None) -> tuple[str, ...]:
-    """One note for each constant at or beyond the edge of what is plausible."""
+    """One note for each constant at or beyond the edge of its plausible range."""
     notes = []
     for kind, law in laws.items():
         for name, constant in constants_of(law, geometry, sheet).items():
@@ -130,9 +134,9 @@ def implausible(laws: Mapping[Kind, Law], geometry: Geometry, sheet: DeviceSheet
 
 ANALYTIC = "analytic"
 DEFAULT_BUDGET_TOKENS = 2048
-"""Of a step, where the engine does not say: vLLM's own where it is not told another; on large devices it takes more."""
-UNSAID = EngineSpec()
-"""An engine of which nothing is known."""
+"""Token budget of a step if the engine reports none: vLLM's default, which is higher on large devices."""
+UNKNOWN_ENGINE = EngineSpec()
+"""An engine of which nothing is known but the defaults."""
 FLOOR_S = 1e-6
 
 
@@ -140,10 +144,10 @@ def untrained(
     shape: ModelShape,
     sheet: DeviceSheet,
     link: LinkSheet | None = None,
-    engine: EngineSpec = UNSAID,
+    engine: EngineSpec = UNKNOWN_ENGINE,
     assumed: Assumptions = ASSUMED,
 ) -> FittedModel:
-    """The roofline of ``shape`` on ``sheet``; ``link``: the device's usual one where none is given."""
+    """The roofline of ``shape`` on ``sheet``; ``link`` defaults to the device's usual one."""
     link = link or link_sheet(sheet.link)
     laws: dict[Kind, Law] = {
         "recompute": _recompute(shape, sheet, engine, assumed),
@@ -158,7 +162,7 @@ def untrained(
         f"{_link_share(engine, assumed):g} of the link",
         f"token budget {_budget(engine)}, {engine.ranks} rank{'s' if engine.ranks > 1 else ''}",
     )
-    made = Provenance(
+    provenance = Provenance(
         family="analytic",
         hardware=dict(engine.hardware or {"device": sheet.device_names[0]}),
         geometry=Geometry.from_dict(engine.geometry) if engine.geometry else Geometry.of_shape(shape, engine.ranks),
@@ -171,11 +175,11 @@ def untrained(
         held_out={},
         notes=notes,
     )
-    # A range that no victim lies in: whatever is predicted is extrapolated.
-    nowhere = {kind: dict.fromkeys(FEATURES, (0.0, 0.0)) for kind in KINDS}
-    model = FittedModel(ANALYTIC, made, laws, {}, nowhere, dict.fromkeys(KINDS, FLOOR_S), unbounded())
-    told = json.dumps([{kind: law.to_dict() for kind, law in laws.items()}, notes], sort_keys=True)
-    return replace(model, digest=hashlib.sha256(told.encode()).hexdigest())
+    # No victim lies in these ranges, so every prediction counts as extrapolated.
+    empty_ranges = {kind: dict.fromkeys(FEATURES, (0.0, 0.0)) for kind in KINDS}
+    model = FittedModel(ANALYTIC, provenance, laws, {}, empty_ranges, dict.fromkeys(KINDS, FLOOR_S), unbounded())
+    content = json.dumps([{kind: law.to_dict() for kind, law in laws.items()}, notes], sort_keys=True)
+    return replace(model, digest=hashlib.sha256(content.encode()).hexdigest())
 
 
 def _budget(engine: EngineSpec) -> int:
@@ -189,7 +193,7 @@ def _kv_bytes_per_token(shape: ModelShape, engine: EngineSpec) -> float:
 
 
 def _kv_parts(shape: ModelShape, ranks: int) -> int:
-    """Over how many ranks the KV is parted: never more than there are KV heads."""
+    """Ranks that the KV cache is split over: at most the number of KV heads."""
     return min(ranks, max(1, shape.kinds[0].attention.kv_heads))
 
 
@@ -219,8 +223,8 @@ def _link_share(engine: EngineSpec, assumed: Assumptions) -> float:
 
 
 def _swap(sheet: DeviceSheet, link: LinkSheet, engine: EngineSpec, assumed: Assumptions) -> SwapRoofline:
-    """A save is felt in full: the step that needs the blocks waits for it. A load beside others takes from them the
-    memory bandwidth that it uses."""
+    """The swap law. A save costs its full duration, because the step that needs the blocks waits for it. A load beside
+    other requests costs them the memory bandwidth that it uses."""
     rate = _link_share(engine, assumed) * link.bytes_per_s
     if engine.link.get("kind") == "simulated":
         rate = min(rate, float(engine.link["bytes_per_s"]))
@@ -243,32 +247,33 @@ def _swap(sheet: DeviceSheet, link: LinkSheet, engine: EngineSpec, assumed: Assu
 
 
 def load_cost_model(model: str | Path | CostModel, allow_python: bool = True) -> CostModel:
-    """The cost model itself, or the one of that name: as :func:`load` has them, or
-    ``python:MODULE:FACTORY[,KEY=VALUE...]``, which runs that module: give none that came out of a file, or do not
-    ``allow_python``.
+    """Return a cost model as it is, or load one by name.
 
-    Raises ModelError for what cannot be loaded, :class:`kvpolicy.extensions.ExtensionError` for a module path that is
-    refused or leads to no cost model.
+    A name is one that :func:`load` takes, or ``python:MODULE:FACTORY[,KEY=VALUE...]``. The latter runs that module, so
+    names that were read from a file must be loaded without ``allow_python``.
+
+    Raises ModelError for a model that cannot be loaded, :class:`kvpolicy.extensions.ExtensionError` for a module path
+    that is refused or yields no cost model.
     """
     if isinstance(model, CostModel):
         return model
     if isinstance(model, str) and extensions.is_module_path(model):
-        found: CostModel = extensions.from_module(model, CostModel, "cost model", allow_python)
-        return found
+        loaded: CostModel = extensions.from_module(model, CostModel, "cost model", allow_python)
+        return loaded
     return load(model)
 
 
 def load(name: str | Path) -> FittedModel:
-    """A cost model by name or folder, as :func:`kvpolicy.cost.store.load`; or an untrained one:
-    ``analytic:DEVICE[@LINK]:CONFIG``, CONFIG being a config.json or the folder of one.
+    """Load a cost model by name or folder, as :func:`kvpolicy.cost.store.load`, or build an untrained one.
 
-    Raises ModelError for what cannot be loaded, and for ``analytic`` alone: only a running engine knows the rest.
+    The name of an untrained model is ``analytic:DEVICE[@LINK]:CONFIG``, where CONFIG is a config.json or its folder.
+    Raises ModelError for a model that cannot be loaded, and for plain ``analytic``, which needs a running engine.
     """
-    return _load(name, UNSAID, "auto")
+    return _load(name, UNKNOWN_ENGINE, "auto")
 
 
 def _load(name: str | Path, engine: EngineSpec, kv_cache_dtype: str) -> FittedModel:
-    """``engine``: what an untrained model is to count with; its shape and device are those of the name."""
+    """``engine``: the engine that an untrained model is built for; shape and device come from the name."""
     kind, _, rest = str(name).partition(":")
     if kind != ANALYTIC or Path(name).is_dir():
         return store.load(name)
@@ -278,14 +283,16 @@ def _load(name: str | Path, engine: EngineSpec, kv_cache_dtype: str) -> FittedMo
             f"cost model {name}: without a running engine it should be analytic:DEVICE[@LINK]:CONFIG, "
             "as analytic:H100-SXM@pcie5:path/to/config.json"
         )
-    place, _, link = device.partition("@")
-    shape, sheet = _shape(config, kv_cache_dtype), _sheet(place)
+    device_name, _, link = device.partition("@")
+    shape, sheet = _shape(config, kv_cache_dtype), _sheet(device_name)
     geometry = Geometry.of_shape(shape, engine.ranks)
-    if engine.geometry:  # 16 bits are 16 bits: which of the types they are is the engine's to say
+    if engine.geometry:  # 16-bit types cost the same, so the engine's type is taken
         geometry = replace(geometry, dtype=engine.geometry["dtype"])
-    same = known_sheet(engine.hardware.get("device")) == sheet
-    here = replace(engine, geometry=geometry.to_dict(), block_bytes=None, hardware=engine.hardware if same else {})
-    return replace(untrained(shape, sheet, _link(link) if link else None, here), name=str(name))
+    same_device = known_sheet(engine.hardware.get("device")) == sheet
+    target = replace(
+        engine, geometry=geometry.to_dict(), block_bytes=None, hardware=engine.hardware if same_device else {}
+    )
+    return replace(untrained(shape, sheet, _link(link) if link else None, target), name=str(name))
 
 
 def _sheet(device: str) -> DeviceSheet:
@@ -312,16 +319,17 @@ def _shape(config: str, kv_cache_dtype: str) -> ModelShape:
 def engine_loader(
     config: Mapping[str, Any], engine: EngineSpec, kv_cache_dtype: str = "auto"
 ) -> Callable[[str], FittedModel]:
-    """For :func:`kvpolicy.policy.load` inside a server: ``analytic`` becomes the untrained model of this engine.
+    """Loader for :func:`kvpolicy.policy.load` inside a server: ``analytic`` is the untrained model of this engine.
 
-    ``config``: the model's Hugging Face configuration as a dictionary. ``engine.hardware["device"]`` finds the sheet.
-    ``analytic:DEVICE:CONFIG`` counts with this engine's token budget, ranks and link; whether that device and that
-    model are the engine's ``check_fit`` tells. Every other name is loaded as always. Raises ModelError, when
-    ``analytic`` is asked for, where the device has no sheet (a CPU), no hardware was given, or the configuration
-    cannot be understood.
+    ``config``: the model's Hugging Face configuration as a dictionary. ``engine.hardware["device"]`` selects the data
+    sheet. ``analytic:DEVICE:CONFIG`` uses this engine's token budget, ranks and link; ``check_fit`` verifies that
+    device and model are the engine's. Every other name is loaded as by :func:`load`.
+
+    For ``analytic`` the loader raises ModelError if the device has no sheet (a CPU), the engine names no device, or the
+    configuration is not supported.
     """
 
-    def find(name: str) -> FittedModel:
+    def load_for_engine(name: str) -> FittedModel:
         if name != ANALYTIC:
             return _load(name, engine, kv_cache_dtype)
         device = engine.hardware.get("device")
@@ -333,4 +341,4 @@ def engine_loader(
             raise ModelError(f"analytic: the model's configuration: {error}") from error
         return untrained(shape, _sheet(str(device)), engine=engine)
 
-    return find
+    return load_for_engine

@@ -1,7 +1,7 @@
-"""The arithmetic of predictions compiled by numba. Apart, so that nothing else needs numba.
+"""The arithmetic of predictions, compiled by numba. A separate module, so that no other module needs numba.
 
-A packed model becomes arrays, its forests tables of masks where their trees are small; :func:`predictor` calls the
-compiled arithmetic on them.
+:func:`arrays` turns a packed model into arrays, and forests of small trees into tables of masks. :func:`predictor`
+calls the compiled arithmetic on them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from kvpolicy.regression import conformal
 PARTS: tuple[Callable[..., Any], ...] = (
     features.recompute_row, features.swap_row, features.usable, laws.recompute_seconds, laws.swap_seconds,
     laws.linear_seconds, laws.linear_parts, conformal.distance_beyond, conformal.grown,
-    kernel.law_parts, kernel.to_edge, kernel.how_far, kernel.table_value,
-    kernel.forest_value, kernel.price, kernel.bin_at, kernel.room_at, kernel.times_exp, kernel.option_cost,
-    kernel.fill,
+    kernel.law_parts, kernel.clip_to_range, kernel.distance_outside, kernel.table_value,
+    kernel.forest_value, kernel.price, kernel.bin_at, kernel.margin_at, kernel.times_exp, kernel.option_cost,
+    kernel.fill_row,
 )  # fmt: skip
-"""All that :func:`~kvpolicy.cost.kernel.pair` calls, callees first."""
+"""All functions that :func:`~kvpolicy.cost.kernel.pair` calls, callees first."""
 
 _OPTION = (*["float64"] * 7, "boolean", "float64")
 _PAIR = ("boolean", "float64", "float64", *_OPTION, *_OPTION)
@@ -55,65 +55,70 @@ SIGNATURE = f"Tuple(({', '.join(_PAIR)}))(int64[::1], float64[::1], {', '.join([
 UNREADABLE = (
     OSError, RuntimeError, EOFError, ValueError, AttributeError, ImportError, IndexError, pickle.UnpicklingError,
 )  # fmt: skip
-"""What numba raises where there is no place for its cache, or what is there is damaged."""
+"""What numba raises if it cannot write its cache, or if a cached file is damaged."""
 
 
 @cache
 def compiled_pair() -> Callable[..., Pair]:
-    """:func:`~kvpolicy.cost.kernel.pair`, compiled: some seconds, much less from numba's cache on disk."""
+    """:func:`~kvpolicy.cost.kernel.pair`, compiled. Takes some seconds, much less from numba's cache on disk."""
     for part in PARTS:
         register_jitable(part)
     try:
-        return _compile(True)
+        return _compile_pair(True)
     except UNREADABLE:
-        return _compile(False)
+        return _compile_pair(False)
 
 
-def _compile(kept: bool) -> Callable[..., Pair]:
-    # numba's cache knows this file's age and the numbers below, but not the functions that are called: their digest
-    # among those numbers keeps it from serving arithmetic that has changed since.
+def _compile_pair(cached: bool) -> Callable[..., Pair]:
+    # numba's cache is keyed by this file's age and by the closure's numbers, not by the functions that are called. The
+    # stamp, a digest of these functions, keeps numba from reusing code compiled before one of them changed.
     stamp = _stamp()
-    whole = register_jitable(kernel.pair)
+    plain_pair = register_jitable(kernel.pair)
 
-    def both(n, c, computed, shared, held, size, block, segment, saves, loads, running, batch, free, waiting):  # type: ignore[no-untyped-def]
+    def pair(n, c, computed, shared, held, size, block, segment, saves, loads, running, batch, free, waiting):  # type: ignore[no-untyped-def]
         assert stamp
-        return whole(n, c, computed, shared, held, size, block, segment, saves, loads, running, batch, free, waiting)
+        return plain_pair(
+            n, c, computed, shared, held, size, block, segment, saves, loads, running, batch, free, waiting
+        )
 
-    compiled: Callable[..., Pair] = numba.njit(SIGNATURE, cache=kept)(both)
+    compiled: Callable[..., Pair] = numba.njit(SIGNATURE, cache=cached)(pair)
     return compiled
 
 
 def _stamp() -> int:
-    """A number that another version of any function here has another of; never 0."""
-    told = hashlib.sha256()
+    """A number that changes whenever one of the compiled functions changes; never 0."""
+    digest = hashlib.sha256()
     for part in (*PARTS, kernel.pair):
         code = part.__code__
-        named = {name: part.__globals__.get(name) for name in code.co_names}
-        numbers = {name: value for name, value in named.items() if isinstance(value, int | float | tuple)}
-        told.update(repr((code.co_code, code.co_names, code.co_varnames, code.co_consts, numbers)).encode())
-    return int.from_bytes(told.digest()[:7], "big") + 1
+        globals_used = {name: part.__globals__.get(name) for name in code.co_names}
+        numbers = {name: value for name, value in globals_used.items() if isinstance(value, int | float | tuple)}
+        digest.update(repr((code.co_code, code.co_names, code.co_varnames, code.co_consts, numbers)).encode())
+    return int.from_bytes(digest.digest()[:7], "big") + 1
 
 
 Masks = NDArray[np.uint32]
 
 MAX_MASK_WORDS = 4_000_000
-"""Whole numbers of a table (32 MB); a forest that needs more is walked node by node."""
+"""Integers in a table (32 MB). A forest that needs more is walked node by node."""
 ALL = np.uint32(MASK)
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The inner nodes of a tree, and its leaves from left to right."""
+    """Inner nodes of a tree, and its leaves from left to right."""
 
     feature: Sequence[int]
     threshold: Sequence[float]
     closed: Sequence[int]
-    """Per node, the leaves left of it: out of reach where its test fails."""
+    """Per node, the mask of the leaves in its left subtree, which are unreachable if its test fails."""
     leaf: Sequence[float]
 
 
 def arrays(packed: Packed, forests: Sequence[Nodes | None]) -> tuple[Ints, Floats]:
-    """``n`` and ``c`` with tables, and with what :func:`~kvpolicy.cost.kernel.pair` writes to. ``forests`` by kind."""
+    """``n`` and ``c`` with tables, and with the scratch rows of :func:`~kvpolicy.cost.kernel.pair`.
+
+    ``forests``: one per kind, None for a kind without residual.
+    """
     n, c = list(packed.n), list(packed.c)
     parts, size = [], len(n)
     for option, nodes in enumerate(forests):
@@ -128,51 +133,51 @@ def arrays(packed: Packed, forests: Sequence[Nodes | None]) -> tuple[Ints, Float
 
 
 def _table(nodes: Nodes, n_at: int, c_at: int) -> tuple[Ints, list[float]] | None:
-    """What is appended to ``n``, from ``n_at`` on, and to ``c``; None for a forest that is not for a table."""
+    """Table of a forest: what is appended to ``n`` at ``n_at`` and to ``c`` at ``c_at``; None if it does not fit."""
     trees = [_tree(nodes, root) for root in nodes.roots]
     used = sorted(set(nodes.feature))
     words = (len(trees) + 1) // 2
-    places = {feature: sorted({t for tree in trees for t in _on(tree, feature)}) for feature in used}
-    if max(len(tree.leaf) for tree in trees) > LEAVES or words * sum(map(len, places.values())) > MAX_MASK_WORDS:
+    thresholds = {feature: sorted({t for tree in trees for t in _thresholds_on(tree, feature)}) for feature in used}
+    if max(len(tree.leaf) for tree in trees) > LEAVES or words * sum(map(len, thresholds.values())) > MAX_MASK_WORDS:
         return None
     reals: list[float] = []
     for feature in used:
-        reals += places[feature]
+        reals += thresholds[feature]
     header = [len(used), words, n_at + TABLE + TABLE_FEATURE * len(used), c_at + len(reals)]
     row, first = header[2] + words, c_at
     rows = []
     for feature in used:
-        header += [feature, first, len(places[feature]), row]
-        rows.append(_masks(trees, feature, places[feature], words))
-        row, first = row + len(rows[-1]), first + len(places[feature])
+        header += [feature, first, len(thresholds[feature]), row]
+        rows.append(_masks(trees, feature, thresholds[feature], words))
+        row, first = row + len(rows[-1]), first + len(thresholds[feature])
     for tree in [*trees, *[Tree((), (), (), (0.0,))] * (len(trees) % 2)]:
-        reals += _hashed(tree.leaf)
+        reals += _leaf_table(tree.leaf)
     return np.concatenate([np.array(header, np.int64), np.zeros(words, np.int64), *rows]), reals
 
 
-def _on(tree: Tree, feature: int) -> list[float]:
-    return [t for t, of in zip(tree.threshold, tree.feature, strict=True) if of == feature]
+def _thresholds_on(tree: Tree, feature: int) -> list[float]:
+    return [threshold for threshold, split in zip(tree.threshold, tree.feature, strict=True) if split == feature]
 
 
-def _masks(trees: Sequence[Tree], feature: int, places: Sequence[float], words: int) -> Ints:
-    """A row of masks per place between thresholds: two trees to a number, the earlier one in its lower half."""
-    rank = {threshold: number + 1 for number, threshold in enumerate(places)}
-    masks: Masks = np.full((len(places) + 1, 2 * words), ALL, np.uint32)
-    for number, tree in enumerate(trees):
-        for i, of in enumerate(tree.feature):
-            if of == feature:
-                masks[rank[tree.threshold[i]], number] &= ALL ^ np.uint32(tree.closed[i])
+def _masks(trees: Sequence[Tree], feature: int, thresholds: Sequence[float], words: int) -> Ints:
+    """A row of masks per interval between thresholds, two trees per number, the earlier one in the lower half."""
+    rank = {threshold: tree_index + 1 for tree_index, threshold in enumerate(thresholds)}
+    masks: Masks = np.full((len(thresholds) + 1, 2 * words), ALL, np.uint32)
+    for tree_index, tree in enumerate(trees):
+        for node, split in enumerate(tree.feature):
+            if split == feature:
+                masks[rank[tree.threshold[node]], tree_index] &= ALL ^ np.uint32(tree.closed[node])
     np.bitwise_and.accumulate(masks, axis=0, out=masks)
     wide = masks.astype(np.uint64)
     return (wide[:, ::2] | (wide[:, 1::2] << np.uint64(32))).reshape(-1).view(np.int64)
 
 
-def _hashed(leaf: Sequence[float]) -> list[float]:
-    """The leaves where the hash of their bit finds them."""
-    found = [0.0] * LEAVES
-    for number, value in enumerate(leaf):
-        found[((1 << number) * HASH & MASK) >> HASH_SHIFT] = value
-    return found
+def _leaf_table(leaf: Sequence[float]) -> list[float]:
+    """Leaf values, each at the hash of its bit."""
+    table = [0.0] * LEAVES
+    for leaf_index, value in enumerate(leaf):
+        table[((1 << leaf_index) * HASH & MASK) >> HASH_SHIFT] = value
+    return table
 
 
 def _tree(nodes: Nodes, root: int) -> Tree:
@@ -181,16 +186,16 @@ def _tree(nodes: Nodes, root: int) -> Tree:
     closed: list[int] = []
     leaf: list[float] = []
 
-    def leaves_below(at: int) -> int:
-        """As a mask."""
-        if at < 0:
-            leaf.append(nodes.leaf[~at])
+    def leaves_below(node: int) -> int:
+        """Mask of the leaves below ``node``; adds the subtree to the lists."""
+        if node < 0:
+            leaf.append(nodes.leaf[~node])
             return 1 << (len(leaf) - 1)
-        left = leaves_below(nodes.left[at])
-        feature.append(nodes.feature[at])
-        threshold.append(nodes.threshold[at])
+        left = leaves_below(nodes.left[node])
+        feature.append(nodes.feature[node])
+        threshold.append(nodes.threshold[node])
         closed.append(left)
-        return left | leaves_below(nodes.right[at])
+        return left | leaves_below(nodes.right[node])
 
     leaves_below(root)
     return Tree(feature, threshold, closed, leaf)
@@ -200,7 +205,10 @@ _cost = draft_of(Cost)
 
 
 def predictor(packed: Packed, forests: Sequence[Nodes | None], with_delay: bool) -> Predictor:
-    """``predict`` of a packed model: for recompute, for swap, or for both in that order. ``forests`` by kind."""
+    """``predict`` of a packed model, for recompute, for swap, or for both in that order.
+
+    ``forests``: one per kind, None for a kind without residual. ``with_delay``: whether to return the victim's delay.
+    """
     pair = compiled_pair()
     n, c = arrays(packed, forests)
 
@@ -211,11 +219,12 @@ def predictor(packed: Packed, forests: Sequence[Nodes | None], with_delay: bool)
         swap_alone = options[0].kind == "swap"
         if count == 2 and (swap_alone or options[1].kind != "swap"):
             return None
-        # Unpacked at once and passed on one by one: slices of a tuple would take as long as the forest.
+        # Unpacked at once and passed on by name, because slicing the tuple would take as long as the forest. Numbers
+        # 1, 2 and 3 are an option's save, load and recompute seconds.
         (
-            usable, ratio_low, ratio_high, again_s, again_1, again_2, again_3, again_stall, again_low, again_high,
-            again_out, again_delay, swap_s, swap_1, swap_2, swap_3, swap_stall, swap_low, swap_high, swap_out,
-            swap_delay,
+            usable, ratio_low, ratio_high, recompute_s, recompute_1, recompute_2, recompute_3, recompute_stall,
+            recompute_low, recompute_high, recompute_outside, recompute_delay, swap_s, swap_1, swap_2, swap_3,
+            swap_stall, swap_low, swap_high, swap_outside, swap_delay,
         ) = pair(
             n, c, situation.computed_tokens, situation.shared_blocks, situation.held_blocks, situation.block_size,
             situation.block_bytes, situation.segment_bytes, situation.queued_save_bytes, situation.queued_load_bytes,
@@ -225,15 +234,15 @@ def predictor(packed: Packed, forests: Sequence[Nodes | None], with_delay: bool)
             return None
         if not swap_alone:
             recompute = _cost(
-                again_s, again_1, again_2, again_3, again_stall, again_low, again_high, 0.0, 0.0, again_out,
-                again_delay if with_delay else None,
+                recompute_s, recompute_1, recompute_2, recompute_3, recompute_stall, recompute_low, recompute_high, 0.0,
+                0.0, recompute_outside, recompute_delay if with_delay else None,
             )  # fmt: skip
             if count == 1:
                 return (recompute,)
         else:
             ratio_low = ratio_high = 0.0
         swap = _cost(
-            swap_s, swap_1, swap_2, swap_3, swap_stall, swap_low, swap_high, ratio_low, ratio_high, swap_out,
+            swap_s, swap_1, swap_2, swap_3, swap_stall, swap_low, swap_high, ratio_low, ratio_high, swap_outside,
             swap_delay if with_delay else None,
         )  # fmt: skip
         return (swap,) if swap_alone else (recompute, swap)

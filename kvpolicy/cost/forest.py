@@ -1,6 +1,7 @@
-"""A boosted forest as arrays, walked one row at a time: no LightGBM where decisions are made.
+"""A boosted forest as arrays, evaluated one row at a time, so that servers do not need LightGBM.
 
-Read from LightGBM's own text format. Decisions read it packed with the rest of a model (:mod:`kvpolicy.cost.kernel`).
+It is read from LightGBM's text format. For decisions it is packed with the rest of a model
+(:mod:`kvpolicy.cost.kernel`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ NUMERICAL_DECISIONS = frozenset({0, 2})
 
 
 class ForestError(KVPolicyError):
-    """A text that is not a LightGBM forest of plain numerical splits; the message names the field."""
+    """A text is not a LightGBM forest of plain numerical splits; the message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """All inner nodes of all trees in one row of arrays. A child below 0 is leaf ``~child``."""
+    """Inner nodes of all trees, as parallel arrays. A child below 0 is leaf ``~child``."""
 
     feature: tuple[int, ...]
     threshold: tuple[float, ...]
@@ -29,7 +30,7 @@ class Nodes:
     right: tuple[int, ...]
     leaf: tuple[float, ...]
     roots: tuple[int, ...]
-    """Per tree, its first node; below 0 for a tree that is one leaf."""
+    """First node of each tree; below 0 for a tree that is a single leaf."""
 
 
 class Forest:
@@ -39,14 +40,14 @@ class Forest:
         self.nodes = nodes
         self.used = frozenset(nodes.feature)
         self.text = text
-        """What it was read from, with the ``positions`` of :meth:`from_text`; empty for one made of nodes."""
+        """The text it was read from, together with ``positions``; empty for a forest built from nodes."""
         self.positions = tuple(positions)
 
     @classmethod
     def from_text(cls, text: str, positions: Sequence[int]) -> Forest:
-        """Read LightGBM's text format. ``positions``: for each of its features, where that is in a row.
+        """Read LightGBM's text format. ``positions``: position in a row of each of its features.
 
-        Raises :class:`ForestError` for anything but a whole forest of numerical splits on those features.
+        Raises :class:`ForestError` for anything but a complete forest of numerical splits on those features.
         """
         if not text.startswith("tree\n"):
             raise ForestError("does not begin with 'tree': not a LightGBM model")
@@ -54,9 +55,9 @@ class Forest:
         if not end:
             raise ForestError("'end of trees' is missing: the file is truncated")
         header, *trees = body.split("\nTree=")
-        found = len(_field(_fields(header), "tree_sizes").split())
-        if found != len(trees):
-            raise ForestError(f"tree_sizes tells of {found} trees, the file holds {len(trees)}")
+        tree_count = len(_field(_fields(header), "tree_sizes").split())
+        if tree_count != len(trees):
+            raise ForestError(f"tree_sizes lists {tree_count} trees, the file holds {len(trees)}")
         nodes = _Builder(positions)
         for number, tree in enumerate(trees):
             try:
@@ -70,15 +71,15 @@ class Forest:
         nodes = self.nodes
         feature, threshold, left, right, leaf = nodes.feature, nodes.threshold, nodes.left, nodes.right, nodes.leaf
         total = 0.0
-        for at in nodes.roots:
-            while at >= 0:
-                at = left[at] if row[feature[at]] <= threshold[at] else right[at]
-            total += leaf[~at]
+        for node in nodes.roots:
+            while node >= 0:
+                node = left[node] if row[feature[node]] <= threshold[node] else right[node]
+            total += leaf[~node]
         return total
 
 
 class _Builder:
-    """Appends trees one after the other, children renumbered."""
+    """Appends trees one after another, with renumbered children."""
 
     def __init__(self, positions: Sequence[int]) -> None:
         self._positions = positions
@@ -106,8 +107,8 @@ class _Builder:
         self._threshold += _reals(tree, "threshold", inner)
         children = [_ints(tree, "left_child", inner), _ints(tree, "right_child", inner)]
         _refuse_loops(children, inner)
-        for mine, given in zip((self._left, self._right), children, strict=True):
-            mine += [first_node + child if child >= 0 else ~(first_leaf + ~child) for child in given]
+        for children_so_far, column in zip((self._left, self._right), children, strict=True):
+            children_so_far += [first_node + child if child >= 0 else ~(first_leaf + ~child) for child in column]
 
     def _position(self, number: int) -> int:
         if not 0 <= number < len(self._positions):
@@ -122,9 +123,9 @@ class _Builder:
 
 
 def _refuse_loops(children: Sequence[Sequence[int]], inner: int) -> None:
-    """A walk must come to an end: each node and leaf is the child of exactly one node that comes before it."""
-    met = sorted(child for side in children for child in side)
-    if met != [*range(-inner - 1, 0), *range(1, inner)]:
+    """Raises ForestError unless each node and leaf is the child of exactly one earlier node, so that walks end."""
+    referenced = sorted(child for side in children for child in side)
+    if referenced != [*range(-inner - 1, 0), *range(1, inner)]:
         raise ForestError("left_child and right_child do not form a tree")
     for side in children:
         for parent, child in enumerate(side):

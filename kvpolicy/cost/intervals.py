@@ -1,13 +1,15 @@
-"""Split-conformal intervals: how far predictions missed states they had not seen, by bin of length and load.
+"""Split-conformal intervals from errors on held-out states, by bin of length and load.
 
-A score is log(measured / predicted) of one state's median over its repeats; states are exchangeable, their rows are
-not. The interval reaches from the a-th to the b-th smallest of a bin's n scores, with b - a the least number for which
-(b - a) / (n + 1) is the confidence (Vovk, Gammerman, Shafer 2005), and the rest shared between both tails: costs that
-are often underestimated get more room above than below. With too few scores for two tails the interval is symmetric,
-the ceil(0.9 (n + 1))-th smallest miss to either side; with too few for that it is infinite, because nothing finite
-could be promised. It covers the typical cost of a situation, not every single preemption.
+A score is log(measured / predicted) of one state's median over its repeats. States are exchangeable; their rows are
+not. A *margin* is half of an interval's width on the log scale, below and above the prediction.
 
-Outside the trained range room is added per unit of distance, as much as inner extrapolation tells
+The interval reaches from the a-th to the b-th smallest of a bin's n scores, where b - a is the smallest number for
+which (b - a) / (n + 1) is the confidence (Vovk, Gammerman, Shafer 2005). The remaining scores are split between both
+tails, so costs that are often underestimated get a larger margin above than below. With too few scores for two tails
+the interval is symmetric, with the ceil(0.9 (n + 1))-th smallest absolute score as margin. With too few for that it is
+infinite. It covers the typical cost of a situation, not every single preemption.
+
+Outside the trained range the margin grows with the distance, at a rate found by inner extrapolation
 (:mod:`kvpolicy.regression.conformal`).
 """
 
@@ -32,21 +34,21 @@ Edges = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """One state not seen in fitting: its length and load, and log(measured / predicted) by what was predicted."""
+    """Errors on one held-out state: its length and load, and log(measured / predicted) by quantity."""
 
     computed_tokens: float
     running_requests: float
     model: Mapping[str, float]
     """Keys ``recompute``, ``swap`` and ``ratio`` (of swap over recompute)."""
     law: Mapping[str, float]
-    """The same for the formula alone, without a learned residual."""
+    """The same for the law alone, without a learned residual."""
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Room around predictions, by bin. Bins are numbered length by length, within a length load by load.
+    """Margins around predictions, by bin. Bins are numbered by length, and within a length by load.
 
-    Length i goes from ``length_edges[i - 1]`` tokens to below ``length_edges[i]``, its load j from
+    Length bin i spans ``length_edges[i - 1]`` tokens to below ``length_edges[i]``. Its load bin j spans
     ``load_edges[i][j - 1]`` running requests to below ``load_edges[i][j]``.
     """
 
@@ -54,52 +56,58 @@ class Intervals:
     load_edges: tuple[Edges, ...]
     """One entry per length."""
     inside: Mapping[str, tuple[Room, ...]]
-    """Within the trained range, one entry per bin."""
+    """Margins within the trained range, one per bin."""
     outside: Mapping[str, tuple[Room, ...]]
-    """At its edge, seen from outside: never narrower."""
+    """Margins just outside the trained range, one per bin; never narrower than ``inside``."""
     growth: Mapping[str, float]
-    """Room added to either side per unit of distance from the range; ``inf`` where too few states tell."""
+    """Margin added on either side per unit of distance from the range; ``inf`` if too few states determine it."""
     states: tuple[int, ...]
     """Calibration states per bin."""
 
     def bin_of(self, computed_tokens: float, running_requests: float) -> int:
         return bin_number(self.length_edges, self.load_edges, computed_tokens, running_requests)
 
-    def room(self, of: str, number: int, extrapolated: bool, distance: float = 0.0) -> Room:
-        """Of ``recompute``, ``swap`` or ``ratio`` in bin ``number``; ``inf`` where too few states could bound it.
+    def room(self, quantity: str, bin_index: int, extrapolated: bool, distance: float = 0.0) -> Room:
+        """Margins of ``recompute``, ``swap`` or ``ratio`` in a bin; ``inf`` if too few states could bound them.
 
-        ``distance``: how far outside the trained range, see :func:`kvpolicy.regression.conformal.distance_beyond`.
+        ``distance``: from the trained range, see :func:`kvpolicy.regression.conformal.distance_beyond`.
         """
         if not extrapolated:
-            return self.inside[of][number]
-        below, above = self.outside[of][number]
-        return grown(below, self.growth[of], distance), grown(above, self.growth[of], distance)
+            return self.inside[quantity][bin_index]
+        below, above = self.outside[quantity][bin_index]
+        return grown(below, self.growth[quantity], distance), grown(above, self.growth[quantity], distance)
 
-    def span(self, number: int) -> dict[str, float | None]:
-        """What bin ``number`` holds; None where there is no limit."""
+    def span(self, bin_index: int) -> dict[str, float | None]:
+        """Limits of a bin; None where there is no limit."""
         spans = [
             (*_sides(self.length_edges, i), *_sides(loads, j))
             for i, loads in enumerate(self.load_edges)
             for j in range(len(loads) + 1)
         ]
         names = ("tokens_from", "tokens_below", "running_from", "running_below")
-        return dict(zip(names, spans[number], strict=True))
+        return dict(zip(names, spans[bin_index], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: infinite room is null."""
+        """For JSON: an infinite margin is null."""
         return {
             "confidence": CONFIDENCE,
             "length_edges": list(self.length_edges),
             "load_edges": [list(edges) for edges in self.load_edges],
             "states": list(self.states),
-            "inside": {of: [list(map(_finite_or_none, room)) for room in rooms] for of, rooms in self.inside.items()},
-            "outside": {of: [list(map(_finite_or_none, room)) for room in rooms] for of, rooms in self.outside.items()},
-            "growth": {of: _finite_or_none(self.growth[of]) for of in PREDICTED},
+            "inside": {
+                quantity: [list(map(_finite_or_none, margin)) for margin in margins]
+                for quantity, margins in self.inside.items()
+            },
+            "outside": {
+                quantity: [list(map(_finite_or_none, margin)) for margin in margins]
+                for quantity, margins in self.outside.items()
+            },
+            "growth": {quantity: _finite_or_none(self.growth[quantity]) for quantity in PREDICTED},
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Intervals:
-        """Raises KeyError for a field that is missing, ValueError or TypeError for one that is wrong."""
+        """Raises KeyError for a missing field, ValueError or TypeError for an invalid one."""
         if values["confidence"] != CONFIDENCE:
             raise InputError(f"confidence is {values['confidence']!r}, should be {CONFIDENCE}")
         lengths = _ascending(values["length_edges"], "length_edges")
@@ -110,31 +118,40 @@ class Intervals:
         bins = sum(len(edges) + 1 for edges in loads)
         if len(states) != bins:
             raise InputError(f"states holds {len(states)} numbers, should hold {bins}")
-        inside, outside = (_rooms(values, name, bins) for name in ("inside", "outside"))
-        for of in PREDICTED:
-            if any(max(map(float.__sub__, *both)) > 0 for both in zip(inside[of], outside[of], strict=True)):
-                raise InputError(f"outside.{of} is narrower than inside.{of}")
-        return cls(lengths, loads, inside, outside, {of: _growth(values["growth"][of], of) for of in PREDICTED}, states)
+        inside, outside = (_margins(values, name, bins) for name in ("inside", "outside"))
+        for quantity in PREDICTED:
+            if any(
+                max(map(float.__sub__, *pair)) > 0 for pair in zip(inside[quantity], outside[quantity], strict=True)
+            ):
+                raise InputError(f"outside.{quantity} is narrower than inside.{quantity}")
+        return cls(
+            lengths,
+            loads,
+            inside,
+            outside,
+            {quantity: _growth(values["growth"][quantity], quantity) for quantity in PREDICTED},
+            states,
+        )
 
 
 def bin_number(
     length_edges: Edges, load_edges: tuple[Edges, ...], computed_tokens: float, running_requests: float
 ) -> int:
-    """Position of a situation's bin, numbered as in :class:`Intervals`."""
+    """Number of a situation's bin, as in :class:`Intervals`."""
     length = bisect_right(length_edges, computed_tokens)
-    before = sum([len(load_edges[i]) + 1 for i in range(length)])
-    return before + bisect_right(load_edges[length], running_requests)
+    first = sum([len(load_edges[i]) + 1 for i in range(length)])
+    return first + bisect_right(load_edges[length], running_requests)
 
 
 def unbounded() -> Intervals:
-    """Of a model that was never compared with measurements: nothing is promised."""
+    """Infinite intervals, for a model that was never compared with measurements."""
     nothing = dict.fromkeys(PREDICTED, ((inf, inf),))
     return Intervals((), ((),), nothing, nothing, dict.fromkeys(PREDICTED, inf), (0,))
 
 
-def _sides(edges: Edges, number: int) -> tuple[float | None, float | None]:
+def _sides(edges: Edges, index: int) -> tuple[float | None, float | None]:
     padded = (None, *edges, None)
-    return padded[number], padded[number + 1]
+    return padded[index], padded[index + 1]
 
 
 def _ascending(values: Any, name: str) -> Edges:
@@ -146,19 +163,23 @@ def _ascending(values: Any, name: str) -> Edges:
     return edges
 
 
-def _rooms(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[Room, ...]]:
-    found = {}
-    for of in PREDICTED:
-        rooms = [tuple(inf if side is None else float(side) for side in room) for room in values[name][of]]
-        if len(rooms) != bins or not all(len(room) == 2 and all(side >= 0 for side in room) for room in rooms):
-            raise InputError(f"{name}.{of} should hold {bins} pairs of numbers, 0 or above")
-        found[of] = tuple((room[0], room[1]) for room in rooms)
-    return found
+def _margins(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[Room, ...]]:
+    margins = {}
+    for quantity in PREDICTED:
+        bins_margins = [
+            tuple(inf if side is None else float(side) for side in margin) for margin in values[name][quantity]
+        ]
+        if len(bins_margins) != bins or not all(
+            len(margin) == 2 and all(side >= 0 for side in margin) for margin in bins_margins
+        ):
+            raise InputError(f"{name}.{quantity} should hold {bins} pairs of numbers, 0 or above")
+        margins[quantity] = tuple((margin[0], margin[1]) for margin in bins_margins)
+    return margins
 
 
-def _growth(value: Any, of: str) -> float:
+def _growth(value: Any, quantity: str) -> float:
     if value is not None and (type(value) not in (int, float) or not 0 <= value < inf):
-        raise InputError(f"growth.{of} is {value!r}, should be a number, 0 or above, or null")
+        raise InputError(f"growth.{quantity} is {value!r}, should be a number, 0 or above, or null")
     return inf if value is None else float(value)
 
 
@@ -170,7 +191,7 @@ def _finite_or_none(width: float) -> float | None:
 
 
 def conformal_room(scores: Sequence[float], confidence: float = CONFIDENCE) -> Room:
-    """Room below and above a prediction that holds the next score with that probability, or more."""
+    """Margins below and above a prediction that contain the next score with at least this probability."""
     ordered, count = sorted(scores), len(scores)
     inner = ceil(confidence * (count + 1) - 1e-9)
     tails = count + 1 - inner
@@ -184,29 +205,31 @@ def conformal_room(scores: Sequence[float], confidence: float = CONFIDENCE) -> R
 
 
 def kept_of(carried: Mapping[Kind, bool]) -> tuple[str, ...]:
-    """Of what predictions are the model's outside the range too; of the ratio where both options' are."""
-    kept = tuple(kind for kind in KINDS if carried[kind])
-    return (*kept, "ratio") if len(kept) == len(KINDS) else kept
+    """Quantities whose residual is carried outside the trained range; the ratio is one if both options are."""
+    kinds = tuple(kind for kind in KINDS if carried[kind])
+    return (*kinds, "ratio") if len(kinds) == len(KINDS) else kinds
 
 
 def calibrate(misses: Sequence[Misses], carried: Collection[str] = ()) -> Intervals:
-    """Intervals from states that the predictions had not seen; what they grow by outside is still to be told.
+    """Intervals from held-out states. Their growth outside the range is infinite until it is set.
 
-    ``carried``: of what the residual is kept outside the range. Elsewhere the formula is alone there, and its own
-    misses count too.
+    ``carried``: quantities whose residual is applied outside the range. For the others the law predicts alone there, so
+    its errors count too.
     """
     lengths = _bins(misses, _tokens, _octave_of_length)
-    by_load = [_bins(some, _running, _octave_of_load) for some in lengths]
-    bins = [some for loads in by_load for some in loads]
+    by_load = [_bins(bin_states, _running, _octave_of_load) for bin_states in lengths]
+    bins = [bin_states for loads in by_load for bin_states in loads]
     inside: dict[str, tuple[Room, ...]] = {}
     outside: dict[str, tuple[Room, ...]] = {}
-    for of in PREDICTED:
-        inside[of] = tuple(conformal_room([state.model[of] for state in some]) for some in bins)
-        law = [conformal_room([state.law[of] for state in some]) for some in bins]
-        outside[of] = inside[of] if of in carried else tuple(map(_wider, inside[of], law))
+    for quantity in PREDICTED:
+        inside[quantity] = tuple(conformal_room([state.model[quantity] for state in bin_states]) for bin_states in bins)
+        law_margins = [conformal_room([state.law[quantity] for state in bin_states]) for bin_states in bins]
+        outside[quantity] = (
+            inside[quantity] if quantity in carried else tuple(map(_wider, inside[quantity], law_margins))
+        )
     return Intervals(
-        tuple(_tokens(some[0]) for some in lengths[1:]),
-        tuple(tuple(_running(some[0]) for some in loads[1:]) for loads in by_load),
+        tuple(_tokens(bin_states[0]) for bin_states in lengths[1:]),
+        tuple(tuple(_running(bin_states[0]) for bin_states in loads[1:]) for loads in by_load),
         inside,
         outside,
         dict.fromkeys(PREDICTED, inf),
@@ -214,14 +237,14 @@ def calibrate(misses: Sequence[Misses], carried: Collection[str] = ()) -> Interv
     )
 
 
-def _wider(one: Room, other: Room) -> Room:
-    return max(one[0], other[0]), max(one[1], other[1])
+def _wider(first: Room, second: Room) -> Room:
+    return max(first[0], second[0]), max(first[1], second[1])
 
 
 def _bins(
     misses: Sequence[Misses], size: Callable[[Misses], float], octave: Callable[[Misses], int]
 ) -> list[list[Misses]]:
-    """By powers of two; a bin of fewer than 30 states takes in its neighbour. Ascending; at least one."""
+    """Bins by powers of two, ascending; at least one. A bin of fewer than 30 states is merged with its neighbour."""
     bins: list[list[Misses]] = [[]]
     for state in sorted(misses, key=size):
         if len(bins[-1]) >= MIN_PER_BIN and octave(state) > octave(bins[-1][-1]):

@@ -1,7 +1,8 @@
-"""What a prediction is made of, as functions of numbers: run as they are, and compiled (:mod:`kvpolicy.cost.compile`).
+"""The arithmetic of predictions as functions of numbers.
 
-They read a whole model out of two rows of numbers, whole ones ``n`` and real ones ``c``, which :func:`pack` writes.
-One home for each rule: the plain and the compiled path cannot drift apart.
+The functions run in plain Python and compiled by :mod:`kvpolicy.cost.compile`. Both paths share this code, so they
+cannot drift apart. A complete model is read from two arrays, integers ``n`` and floats ``c``, which :func:`pack`
+writes. ``x`` is a row of features.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ COUNT = len(FEATURES)
 RECOMPUTE, SWAP, RATIO = 0, 1, 2
 MAX_EXPONENT = 600.0
 
-# Where in n: of the whole model,
-LENGTHS, LENGTHS_AT, LOADS_AT, BINS, ROOMS_AT, SCRATCH_AT, GROWTH_AT = range(7)
-# and of one option, from OPTION + option * OPTION_SIZE on. What ends in _AT is a position in c, but for CHECKED_AT,
-# NODES_AT and TABLE_AT, which are in n.
+# Positions in n: of the whole model,
+LENGTHS, LENGTHS_AT, LOADS_AT, BINS, MARGINS_AT, SCRATCH_AT, GROWTH_AT = range(7)
+# and of one option, from OPTION + option * OPTION_SIZE on. Entries whose names end in _AT hold positions in c, except
+# for CHECKED_AT, NODES_AT and TABLE_AT, which hold positions in n.
 OPTION = 7
 (
     LAW, LAW_AT, LAW_END, DELAY, DELAY_AT, DELAY_END, FLOOR_AT, SHARE_AT, CHECKED, CHECKED_AT, RANGES_AT, TREES,
@@ -42,28 +43,29 @@ OPTION = 7
 ) = range(17)  # fmt: skip
 OPTION_SIZE = 17
 RANGE = 3
-"""Numbers per checked feature: lowest, highest, power of length."""
+"""Numbers per checked feature: minimum, maximum, power of length."""
 END = OPTION + 2 * OPTION_SIZE
 
 RECOMPUTE_ROOFLINE, SWAP_ROOFLINE, LINEAR = 0, 1, 2
 NONE = -1
-"""For DELAY: the model predicts none. For TABLE_AT: the forest is walked node by node."""
+"""As DELAY: the model predicts no delay. As TABLE_AT: the forest has no table and is walked node by node."""
 
 NODE = 3
-"""Whole numbers per node: feature, left child, right child."""
+"""Integers per node: feature, left child, right child."""
 LEAVES = 32
-"""Leaves per tree of a forest that is kept as a table: as many as a mask has bits."""
+"""Maximum leaves per tree of a forest with a table: the bits of a mask."""
 MASK = 0xFFFFFFFF
 HASH = 0x077CB531
-"""De Bruijn's sequence: times a power of two, its upper 5 of 32 bits are another number for each."""
+"""De Bruijn sequence: multiplied by a power of two, its upper 5 of 32 bits are different for each power."""
 HASH_SHIFT = 27
 TABLE, TABLE_FEATURE = 4, 4
-"""Whole numbers before a table's features, and of each of them."""
+"""Integers in a table's header, and per feature after it."""
 
 INSIDE, ABOVE, BELOW, FAR = range(4)
 
 OptionCost = tuple[float, float, float, float, float, float, float, bool, float, float]
-"""engine_s, save_s, load_s, recompute_s, stall_s, low_s, high_s, extrapolated, victim_delay_s; and how far outside."""
+"""engine_s, save_s, load_s, recompute_s, stall_s, low_s, high_s, extrapolated, victim_delay_s; and the distance from
+the trained range."""
 NO_COST: OptionCost = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, False, 0.0, 0.0)
 
 Pair = tuple[
@@ -71,14 +73,14 @@ Pair = tuple[
     float, float, float, float, float, float, float, bool, float,
     float, float, float, float, float, float, float, bool, float,
 ]  # fmt: skip
-"""Whether all features are usable; the interval of the log ratio; the costs of recompute and of swap."""
+"""Whether all features are usable; the interval of the log ratio; the costs of a recompute and of a swap."""
 
 Predictor = Callable[[Preemption, Sequence[Option]], tuple[Cost, ...] | None]
-"""A model's ``predict``, compiled; None for options, or features, that are not for it."""
+"""A model's compiled ``predict``; returns None for options or features that it does not handle."""
 
 
 def law_parts(law: int, x: Sequence[float], c: Sequence[float]) -> Parts:
-    """Of the law of that number with its coefficients."""
+    """Seconds of (save, load, recompute) by the law of that number with coefficients ``c``."""
     if law == RECOMPUTE_ROOFLINE:
         return 0.0, 0.0, recompute_seconds(x, c)
     if law == SWAP_ROOFLINE:
@@ -90,40 +92,42 @@ def law_parts(law: int, x: Sequence[float], c: Sequence[float]) -> Parts:
 def price(
     n: Sequence[int], c: Sequence[float], option: int, x: Sequence[float], edge: MutableSequence[float]
 ) -> tuple[float, float, float, float, bool]:
-    """engine_s, its parts, and whether ``x`` is outside the trained range. ``edge`` is overwritten.
+    """engine_s, its three parts, and whether ``x`` is outside the trained range. ``edge`` is overwritten.
 
-    Inside the range the law's prediction times exp(residual), and outside where the residual is carried: thresholds
-    lie inside, so beyond it a forest says what it says at the edge. Else outside the law's alone, held above (below)
-    the prediction at the range's edge where only growing features are beyond what was seen.
+    Inside the range the prediction is the law's times exp(residual). Outside, it is the same if the residual is
+    carried: all thresholds lie inside the range, so a forest predicts there what it predicts at the edge. If the
+    residual is not carried, the law predicts alone outside. It is then kept above (below) the prediction at the edge
+    of the range, provided only growing features are beyond it.
     """
     at = OPTION + option * OPTION_SIZE
     law = c[n[at + LAW_AT] : n[at + LAW_END]]
     floor_s = c[n[at + FLOOR_AT]]
-    save, load, again = law_parts(n[at + LAW], x, law)
-    whole = save + load + again
-    seconds = max(whole, floor_s)
-    side = to_edge(n, c, at, x, edge)
+    save, load, recompute = law_parts(n[at + LAW], x, law)
+    law_s = save + load + recompute
+    seconds = max(law_s, floor_s)
+    side = clip_to_range(n, c, at, x, edge)
     if n[at + TREES] > 0:
         if side == INSIDE or n[at + CARRIED] != 0:
             seconds *= exp(forest_value(n, c, at, x))
         elif side != FAR:
-            one, two, three = law_parts(n[at + LAW], edge, law)
-            at_edge = max(one + two + three, floor_s) * exp(forest_value(n, c, at, edge))
+            edge_save, edge_load, edge_recompute = law_parts(n[at + LAW], edge, law)
+            at_edge = max(edge_save + edge_load + edge_recompute, floor_s) * exp(forest_value(n, c, at, edge))
             seconds = max(seconds, at_edge) if side == ABOVE else min(seconds, at_edge)
-    if whole > 0.0:
-        by = seconds / whole
-        return seconds, save * by, load * by, again * by, side != INSIDE
+    if law_s > 0.0:
+        scale = seconds / law_s
+        return seconds, save * scale, load * scale, recompute * scale, side != INSIDE
     if option == RECOMPUTE:
         return seconds, 0.0, 0.0, seconds, side != INSIDE
     return seconds, 0.0, seconds, 0.0, side != INSIDE
 
 
-def to_edge(
+def clip_to_range(
     n: Sequence[int], c: Sequence[float], at: int, x: Sequence[float], edge: MutableSequence[float]
 ) -> int:  # fmt: skip
-    """Fills ``edge`` with ``x`` brought back into the trained range, where that makes sense, and tells from where.
+    """Fill ``edge`` with ``x`` clipped to the trained range; returns on which side ``x`` is.
 
-    FAR: from beyond the range of a feature that does not grow with the victim's length, or from both sides.
+    FAR: beyond the range of a feature that does not grow with the victim's length, or above the range in one feature
+    and below it in another.
     """
     for i in range(COUNT):
         edge[i] = x[i]
@@ -134,16 +138,16 @@ def to_edge(
         value, low, high = x[feature], c[ranges + RANGE * i], c[ranges + RANGE * i + 1]
         if low <= value <= high:
             continue
-        now = ABOVE if value > high else BELOW
-        if n[checked + 2 * i + 1] == 0 or (side != INSIDE and side != now):
+        beyond = ABOVE if value > high else BELOW
+        if n[checked + 2 * i + 1] == 0 or (side != INSIDE and side != beyond):
             return FAR
-        side = now
-        edge[feature] = high if now == ABOVE else low
+        side = beyond
+        edge[feature] = high if beyond == ABOVE else low
     return side
 
 
-def how_far(n: Sequence[int], c: Sequence[float], option: int, x: Sequence[float]) -> float:
-    """How far outside the trained range ``x`` is, in the feature that is farthest; 0 inside."""
+def distance_outside(n: Sequence[int], c: Sequence[float], option: int, x: Sequence[float]) -> float:
+    """Distance of ``x`` from the trained range, in the farthest feature; 0 inside."""
     at = OPTION + option * OPTION_SIZE
     checked, ranges = n[at + CHECKED_AT], n[at + RANGES_AT]
     farthest = 0.0
@@ -154,7 +158,7 @@ def how_far(n: Sequence[int], c: Sequence[float], option: int, x: Sequence[float
 
 
 def forest_value(n: Sequence[int], c: Sequence[float], at: int, x: Sequence[float]) -> float:
-    """The residual's raw value."""
+    """The forest's raw value for one row: the residual."""
     if n[at + TABLE_AT] != NONE:
         return table_value(n, c, n[at + TABLE_AT], x)  # type: ignore[arg-type]  # with a table, n can be written to
     nodes, thresholds, leaves = n[at + NODES_AT], n[at + THRESHOLDS_AT], n[at + LEAVES_AT]
@@ -170,10 +174,10 @@ def forest_value(n: Sequence[int], c: Sequence[float], at: int, x: Sequence[floa
 
 
 def table_value(n: MutableSequence[int], c: Sequence[float], table: int, x: Sequence[float]) -> float:
-    """The same without a branch per node, from masks (Lucchese et al., QuickScorer, SIGIR 2015).
+    """The forest's raw value without a branch per node, from masks (Lucchese et al., QuickScorer, SIGIR 2015).
 
-    A feature's value falls between two of all thresholds on it. To each such place belongs one mask per tree: its
-    leaves, from left to right, that are still open there. The lowest bit left over all features is the leaf.
+    A feature's value falls between two of all thresholds on it. Each such interval has one mask per tree: the leaves,
+    from left to right, that remain reachable. The lowest bit set in the masks of all features is the leaf.
     """
     features, words, open_at, leaves = n[table], n[table + 1], n[table + 2], n[table + 3]
     masks = n[open_at : open_at + words]
@@ -190,9 +194,9 @@ def table_value(n: MutableSequence[int], c: Sequence[float], table: int, x: Sequ
             else:
                 high = middle
         row = n[i + 3] + low * words
-        more = n[row : row + words]
+        open_leaves = n[row : row + words]
         for j in range(words):
-            masks[j] &= more[j]
+            masks[j] &= open_leaves[j]
     total = 0.0
     for i in range(words):
         left, right = masks[i] & MASK, (masks[i] >> 32) & MASK
@@ -203,20 +207,20 @@ def table_value(n: MutableSequence[int], c: Sequence[float], table: int, x: Sequ
 
 
 def bin_at(n: Sequence[int], c: Sequence[float], computed_tokens: float, running_requests: float) -> int:
-    """The bin of intervals that a situation falls in, as :func:`kvpolicy.cost.intervals.bin_number`."""
+    """The interval bin of a situation, as :func:`kvpolicy.cost.intervals.bin_number`."""
     length = 0
     while length < n[LENGTHS] and c[n[LENGTHS_AT] + length] <= computed_tokens:
         length += 1
-    i = n[LOADS_AT] + 3 * length
+    at = n[LOADS_AT] + 3 * length
     load = 0
-    while load < n[i] and c[n[i + 1] + load] <= running_requests:
+    while load < n[at] and c[n[at + 1] + load] <= running_requests:
         load += 1
-    return n[i + 2] + load
+    return n[at + 2] + load
 
 
-def room_at(n: Sequence[int], of: int, outside: bool, number: int) -> int:
-    """Where in ``c`` the room is, below and then above, around an option's prediction or the RATIO's."""
-    return n[ROOMS_AT] + 2 * ((2 * of + (1 if outside else 0)) * n[BINS] + number)
+def margin_at(n: Sequence[int], quantity: int, outside: bool, bin_index: int) -> int:
+    """Position in ``c`` of the margins below and above the prediction of an option or of the RATIO."""
+    return n[MARGINS_AT] + 2 * ((2 * quantity + (1 if outside else 0)) * n[BINS] + bin_index)
 
 
 def times_exp(seconds: float, exponent: float) -> float:
@@ -229,25 +233,25 @@ def option_cost(
     n: Sequence[int],
     c: Sequence[float],
     option: int,
-    number: int,
+    bin_index: int,
     running_requests: float,
     x: Sequence[float],
     edge: MutableSequence[float],
 ) -> OptionCost:
-    """What an option's cost holds, in a situation of bin ``number``; victim_delay_s is 0 where none is predicted."""
-    seconds, save, load, again, outside = price(n, c, option, x, edge)
+    """Values of an option's cost in a situation of bin ``bin_index``; victim_delay_s is 0 if not predicted."""
+    seconds, save, load, recompute, outside = price(n, c, option, x, edge)
     at = OPTION + option * OPTION_SIZE
-    room = room_at(n, option, outside, number)
-    distance = how_far(n, c, option, x) if outside else 0.0
+    margin = margin_at(n, option, outside, bin_index)
+    distance = distance_outside(n, c, option, x) if outside else 0.0
     growth = c[n[GROWTH_AT] + option]
     delay_s = 0.0
     if n[at + DELAY] != NONE:
-        one, two, three = law_parts(n[at + DELAY], x, c[n[at + DELAY_AT] : n[at + DELAY_END]])
-        delay_s = one + two + three
+        delay_save, delay_load, delay_recompute = law_parts(n[at + DELAY], x, c[n[at + DELAY_AT] : n[at + DELAY_END]])
+        delay_s = delay_save + delay_load + delay_recompute
     return (
-        seconds, save, load, again, seconds * running_requests * c[n[at + SHARE_AT]],
-        times_exp(seconds, -grown(c[room], growth, distance)), times_exp(seconds, grown(c[room + 1], growth, distance)),
-        outside, delay_s, distance,
+        seconds, save, load, recompute, seconds * running_requests * c[n[at + SHARE_AT]],
+        times_exp(seconds, -grown(c[margin], growth, distance)),
+        times_exp(seconds, grown(c[margin + 1], growth, distance)), outside, delay_s, distance,
     )  # fmt: skip
 
 
@@ -267,38 +271,38 @@ def pair(
     free_blocks: float,
     waiting_requests: float,
 ) -> Pair:
-    """Both options' costs at once. ``c`` ends with room for two rows of features."""
+    """Costs of both options. ``c`` ends with two scratch rows of features."""
     row = c[n[SCRATCH_AT] : n[SCRATCH_AT] + COUNT]
     edge = c[n[SCRATCH_AT] + COUNT : n[SCRATCH_AT] + 2 * COUNT]
-    number = bin_at(n, c, computed_tokens, running_requests)
-    fill(
+    bin_index = bin_at(n, c, computed_tokens, running_requests)
+    fill_row(
         row,
         recompute_row(
             computed_tokens, shared_blocks, block_size, running_requests, batch_tokens, free_blocks, waiting_requests
         ),
     )
-    right = usable(row)
-    one = option_cost(n, c, RECOMPUTE, number, running_requests, row, edge) if right else NO_COST
-    fill(
+    valid = usable(row)
+    recompute = option_cost(n, c, RECOMPUTE, bin_index, running_requests, row, edge) if valid else NO_COST
+    fill_row(
         row,
         swap_row(
             computed_tokens, shared_blocks, held_blocks, block_bytes, segment_bytes, queued_save_bytes,
             queued_load_bytes, running_requests, batch_tokens, free_blocks, waiting_requests,
         ),
     )  # fmt: skip
-    right = right and usable(row)
-    other = option_cost(n, c, SWAP, number, running_requests, row, edge) if right else NO_COST
-    if not right:
-        return False, 0.0, 0.0, *one[:9], *other[:9]
-    ratio = log(other[0]) - log(one[0])
-    room = room_at(n, RATIO, one[7] or other[7], number)
-    growth, distance = c[n[GROWTH_AT] + RATIO], max(one[9], other[9])
-    low, high = ratio - grown(c[room], growth, distance), ratio + grown(c[room + 1], growth, distance)
-    return True, low, high, *one[:9], *other[:9]
+    valid = valid and usable(row)
+    swap = option_cost(n, c, SWAP, bin_index, running_requests, row, edge) if valid else NO_COST
+    if not valid:
+        return False, 0.0, 0.0, *recompute[:9], *swap[:9]
+    ratio = log(swap[0]) - log(recompute[0])
+    margin = margin_at(n, RATIO, recompute[7] or swap[7], bin_index)
+    growth, distance = c[n[GROWTH_AT] + RATIO], max(recompute[9], swap[9])
+    low, high = ratio - grown(c[margin], growth, distance), ratio + grown(c[margin + 1], growth, distance)
+    return True, low, high, *recompute[:9], *swap[:9]
 
 
-def fill(row: MutableSequence[float], values: Row) -> None:
-    """Written out: the compiler then knows every position."""
+def fill_row(row: MutableSequence[float], values: Row) -> None:
+    """Copy ``values`` into ``row``, written out so that the compiler knows every position."""
     (
         row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8], row[9], row[10], row[11], row[12],
         row[13],
@@ -312,31 +316,31 @@ LAWS: tuple[tuple[type, int], ...] = (
 )
 
 Check = tuple[int, float, float, float]
-"""Position, lowest and highest of a feature that a prediction depends on, and the power of length it grows with."""
+"""Position, minimum and maximum of a feature that a prediction depends on, and the power of length it grows with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """``n`` and ``c`` of this module; ``c`` without the rows it ends with to be written to."""
+    """``n`` and ``c`` of this module; ``c`` without its scratch rows."""
 
     n: tuple[int, ...]
     c: tuple[float, ...]
 
 
-class Flat:
-    """Two growing rows of numbers."""
+class ArrayBuilder:
+    """Builder of the arrays ``n`` and ``c``."""
 
     def __init__(self) -> None:
         self.n: list[int] = [0] * END
         self.c: list[float] = []
 
-    def whole(self, values: Sequence[int]) -> int:
-        """Appends to ``n``; where they begin."""
+    def add_ints(self, values: Sequence[int]) -> int:
+        """Append to ``n``; returns the position of the first value."""
         self.n += values
         return len(self.n) - len(values)
 
-    def real(self, values: Sequence[float]) -> int:
-        """Appends to ``c``; where they begin."""
+    def add_floats(self, values: Sequence[float]) -> int:
+        """Append to ``c``; returns the position of the first value."""
         self.c += values
         return len(self.c) - len(values)
 
@@ -351,49 +355,57 @@ def pack(
     intervals: Intervals,
     carried: Mapping[Kind, bool],
 ) -> Packed:
-    """The fields of a :class:`~kvpolicy.cost.model.FittedModel` by their names there."""
-    flat = Flat()
-    _add_intervals(flat, intervals)
+    """Pack the fields of a :class:`~kvpolicy.cost.model.FittedModel`, given by their names there."""
+    arrays = ArrayBuilder()
+    _add_intervals(arrays, intervals)
     for option, kind in enumerate(KINDS):
         at = OPTION + option * OPTION_SIZE
-        flat.n[at + LAW : at + LAW + 3] = _law(flat, laws[kind])
-        flat.n[at + DELAY : at + DELAY + 3] = _law(flat, delays.get(kind))
-        flat.n[at + FLOOR_AT] = flat.real([floor_s[kind]])
-        flat.n[at + SHARE_AT] = flat.real([others_share[kind]])
-        flat.n[at + CHECKED] = len(checks[kind])
+        arrays.n[at + LAW : at + LAW + 3] = _law(arrays, laws[kind])
+        arrays.n[at + DELAY : at + DELAY + 3] = _law(arrays, delays.get(kind))
+        arrays.n[at + FLOOR_AT] = arrays.add_floats([floor_s[kind]])
+        arrays.n[at + SHARE_AT] = arrays.add_floats([others_share[kind]])
+        arrays.n[at + CHECKED] = len(checks[kind])
         growing = [(check[0], int(FEATURES[check[0]] in GROWING)) for check in checks[kind]]
-        flat.n[at + CHECKED_AT] = flat.whole([value for both in growing for value in both])
-        flat.n[at + RANGES_AT] = flat.real([edge for _, *edges in checks[kind] for edge in edges])
-        flat.n[at + CARRIED] = int(carried[kind])
-        flat.n[at + TABLE_AT] = NONE
+        arrays.n[at + CHECKED_AT] = arrays.add_ints([value for entry in growing for value in entry])
+        arrays.n[at + RANGES_AT] = arrays.add_floats([edge for _, *edges in checks[kind] for edge in edges])
+        arrays.n[at + CARRIED] = int(carried[kind])
+        arrays.n[at + TABLE_AT] = NONE
         if kind in residuals:
-            _add_nodes(flat, at, residuals[kind].nodes)
-    return Packed(tuple(flat.n), tuple(flat.c))
+            _add_nodes(arrays, at, residuals[kind].nodes)
+    return Packed(tuple(arrays.n), tuple(arrays.c))
 
 
-def _law(flat: Flat, law: Law | None) -> list[int]:
+def _law(arrays: ArrayBuilder, law: Law | None) -> list[int]:
     if law is None:
         return [NONE, 0, 0]
-    number = next(number for one, number in LAWS if isinstance(law, one))
-    start = flat.real(law.coefficients)
+    number = next(number for law_type, number in LAWS if isinstance(law, law_type))
+    start = arrays.add_floats(law.coefficients)
     return [number, start, start + len(law.coefficients)]
 
 
-def _add_intervals(flat: Flat, intervals: Intervals) -> None:
-    flat.n[LENGTHS] = len(intervals.length_edges)
-    flat.n[LENGTHS_AT] = flat.real(intervals.length_edges)
+def _add_intervals(arrays: ArrayBuilder, intervals: Intervals) -> None:
+    arrays.n[LENGTHS] = len(intervals.length_edges)
+    arrays.n[LENGTHS_AT] = arrays.add_floats(intervals.length_edges)
     before = accumulate((len(edges) + 1 for edges in intervals.load_edges), initial=0)
-    loads = [(len(edges), flat.real(edges), count) for edges, count in zip(intervals.load_edges, before, strict=False)]
-    flat.n[LOADS_AT] = flat.whole([value for one in loads for value in one])
-    flat.n[BINS] = len(intervals.states)
-    rooms = [room for of in PREDICTED for where in (intervals.inside, intervals.outside) for room in where[of]]
-    flat.n[ROOMS_AT] = flat.real([side for room in rooms for side in room])
-    flat.n[GROWTH_AT] = flat.real([intervals.growth[of] for of in PREDICTED])
+    loads = [
+        (len(edges), arrays.add_floats(edges), count)
+        for edges, count in zip(intervals.load_edges, before, strict=False)
+    ]
+    arrays.n[LOADS_AT] = arrays.add_ints([value for entry in loads for value in entry])
+    arrays.n[BINS] = len(intervals.states)
+    margins = [
+        margin
+        for quantity in PREDICTED
+        for margins_by_quantity in (intervals.inside, intervals.outside)
+        for margin in margins_by_quantity[quantity]
+    ]
+    arrays.n[MARGINS_AT] = arrays.add_floats([side for margin in margins for side in margin])
+    arrays.n[GROWTH_AT] = arrays.add_floats([intervals.growth[quantity] for quantity in PREDICTED])
 
 
-def _add_nodes(flat: Flat, at: int, nodes: Nodes) -> None:
+def _add_nodes(arrays: ArrayBuilder, at: int, nodes: Nodes) -> None:
     children = zip(nodes.feature, nodes.left, nodes.right, strict=True)
-    flat.n[at + TREES] = len(nodes.roots)
-    flat.n[at + NODES_AT] = flat.whole([*nodes.roots, *(value for node in children for value in node)])
-    flat.n[at + THRESHOLDS_AT] = flat.real(nodes.threshold)
-    flat.n[at + LEAVES_AT] = flat.real(nodes.leaf)
+    arrays.n[at + TREES] = len(nodes.roots)
+    arrays.n[at + NODES_AT] = arrays.add_ints([*nodes.roots, *(value for node in children for value in node)])
+    arrays.n[at + THRESHOLDS_AT] = arrays.add_floats(nodes.threshold)
+    arrays.n[at + LEAVES_AT] = arrays.add_floats(nodes.leaf)

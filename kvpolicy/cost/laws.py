@@ -1,10 +1,10 @@
-"""The formulas behind predictions, in plain Python: what is left of a fit once it is done.
+"""Laws: the fitted formulas behind predictions, in plain Python.
 
-A law turns features into seconds of extra engine time, split in (save, load, recompute). All its coefficients are 0
-or above and multiply something that cannot fall with the victim's length, so no law can either.
+A law turns features into seconds of extra engine time, split into (save, load, recompute). All coefficients are 0 or
+above and multiply terms that do not fall with the victim's length, so no law falls with it.
 
-The arithmetic of each law is one function of two rows of numbers, features ``x`` and coefficients ``c``, without
-objects: what a compiler of such functions takes as it is. The dataclasses give the coefficients their names.
+The arithmetic of each law is one function of two rows of numbers, features ``x`` and coefficients ``c``. It uses no
+objects, so that it can be compiled as it is. The dataclasses name the coefficients.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ COMPUTED, RECOMPUTED, PAIRS, SAVE_BYTES, LOAD_BYTES, SAVE_SEGMENTS, LOAD_SEGMENT
 
 
 MAX_COEFFICIENT = 1e12
-"""Beyond it sums of squares and of products with features may overflow, and infinity less infinity is no number."""
+"""With larger coefficients sums of squares or products may overflow, and a difference of infinities is NaN."""
 
 
 class Law(Protocol):
     @property
     def used(self) -> frozenset[str]:
-        """Names of the features that it depends on."""
+        """Names of the features that the law depends on."""
         ...
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """What its scalar function takes beside the features."""
+        """Coefficients ``c`` of the law's scalar function."""
         ...
 
     def parts(self, x: Features) -> Parts: ...
@@ -50,39 +50,41 @@ class Law(Protocol):
 
 
 def recompute_seconds(x: Sequence[float], c: Sequence[float]) -> float:
-    """Prefilling the lost tokens again, chunk by chunk, beside the decodes of the others.
+    """Seconds of prefilling the lost tokens again, chunk by chunk, beside the decodes of other requests.
 
-    ``c``: see :attr:`RecomputeRoofline.coefficients`. The linear layers of a step of T tokens take the root of
-    (s_per_token T)^2 + (weight traffic)^2, a maximum with its corner rounded, since compute and traffic overlap, but
-    not wholly: on LLMServingSim's layer timings of an H100 and an RTX PRO 6000 it missed by 0.5 to 0.7 of what a sharp
-    maximum did (lm_head: by as much). Each chunk costs its step less what that step takes with the others' decodes
-    alone, and the whole step where nobody else runs.
-    Attention takes max(compute, KV traffic) over all chunks together.
+    ``c``: see :attr:`RecomputeRoofline.coefficients`.
+
+    The linear layers of a step of T tokens take the root of (s_per_token T)^2 + (weight traffic)^2. This is a maximum
+    with a rounded corner, because compute and traffic overlap only in part. On LLMServingSim's layer timings of an H100
+    and an RTX PRO 6000 its error was 0.5 to 0.7 of that of a sharp maximum (lm_head: equal).
+
+    A chunk costs the duration of its step less what the step would take with the other requests' decodes alone. If no
+    other request runs, it costs the whole step. Attention takes max(compute, KV traffic) over all chunks together.
     """
     tokens = x[RECOMPUTED]
     others = x[RUNNING]
     chunk = max(c[10] - others, 1.0)
     full = float(floor(tokens / chunk))
-    rest = tokens - full * chunk if full > 0.0 else tokens
-    kept = max(x[COMPUTED] - tokens, 0.0)
+    last_chunk = tokens - full * chunk if full > 0.0 else tokens
+    cached = max(x[COMPUTED] - tokens, 0.0)
     seconds = c[0]
-    calm = 0.0
+    undisturbed = 0.0
     if others > 0.0:
-        calm = sqrt((c[2] * others) ** 2 + (c[4] + c[5] * (1.0 - c[6] ** others)) ** 2)
+        undisturbed = sqrt((c[2] * others) ** 2 + (c[4] + c[5] * (1.0 - c[6] ** others)) ** 2)
     else:
-        seconds += c[1] * max(full + (1.0 if rest > 0.0 else 0.0), 1.0)
+        seconds += c[1] * max(full + (1.0 if last_chunk > 0.0 else 0.0), 1.0)
     traffic = 0.0
     if full > 0.0:
         batch = others + chunk
-        seconds += full * (sqrt((c[2] * batch) ** 2 + (c[4] + c[5] * (1.0 - c[6] ** batch)) ** 2) - calm)
-        traffic += full * kept + chunk * full * (full + 1.0) / 2.0
-    if rest > 0.0:
-        batch = others + rest
-        seconds += sqrt((c[2] * batch) ** 2 + (c[4] + c[5] * (1.0 - c[6] ** batch)) ** 2) - calm
-        traffic += kept + tokens
+        seconds += full * (sqrt((c[2] * batch) ** 2 + (c[4] + c[5] * (1.0 - c[6] ** batch)) ** 2) - undisturbed)
+        traffic += full * cached + chunk * full * (full + 1.0) / 2.0
+    if last_chunk > 0.0:
+        batch = others + last_chunk
+        seconds += sqrt((c[2] * batch) ** 2 + (c[4] + c[5] * (1.0 - c[6] ** batch)) ** 2) - undisturbed
+        traffic += cached + tokens
     attention = c[3] * x[PAIRS]
     if c[8] > 0.0:
-        end, start, window = kept + tokens, kept, c[9]
+        end, start, window = cached + tokens, cached, c[9]
         pairs = end * (end + 1.0) / 2.0 if end <= window else window * (end + (1.0 - window) / 2.0)
         pairs -= start * (start + 1.0) / 2.0 if start <= window else window * (start + (1.0 - window) / 2.0)
         attention += c[8] * pairs
@@ -90,7 +92,7 @@ def recompute_seconds(x: Sequence[float], c: Sequence[float]) -> float:
 
 
 def swap_seconds(x: Sequence[float], c: Sequence[float]) -> tuple[float, float]:
-    """What the engine feels of copying out, and of copying back. ``c``: see :attr:`SwapRoofline.coefficients`."""
+    """Engine seconds of (copying out, copying back). ``c``: see :attr:`SwapRoofline.coefficients`."""
     save = c[8] * (c[0] + c[1] * x[SAVE_BYTES] + c[2] * x[SAVE_SEGMENTS]) + c[11] * c[1] * x[QUEUED_SAVE]
     load = c[3] + c[4] * x[LOAD_BYTES] + c[5] * x[LOAD_SEGMENTS]
     if x[RUNNING] > 0.0:
@@ -99,7 +101,7 @@ def swap_seconds(x: Sequence[float], c: Sequence[float]) -> tuple[float, float]:
 
 
 def linear_seconds(x: Sequence[float], c: Sequence[float]) -> float:
-    """A constant and one coefficient per feature."""
+    """A constant plus one coefficient per feature."""
     total = c[0]
     for i in range(len(x)):
         total += c[i + 1] * x[i]
@@ -107,7 +109,7 @@ def linear_seconds(x: Sequence[float], c: Sequence[float]) -> float:
 
 
 def linear_parts(x: Sequence[float], c: Sequence[float]) -> Parts:
-    """Save and load in proportion to the bytes moved; a recompute where none are."""
+    """The linear law's seconds, as save and load in proportion to the bytes moved, or as recompute if none are."""
     seconds = linear_seconds(x, c)
     moved = x[SAVE_BYTES] + x[LOAD_BYTES]
     if moved == 0.0:
@@ -117,30 +119,31 @@ def linear_parts(x: Sequence[float], c: Sequence[float]) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRoofline:
-    """Prefilling the lost tokens again: see :func:`recompute_seconds`.
+    """Law of prefilling the lost tokens again: see :func:`recompute_seconds`.
 
-    The extra tokens ride on steps that are executed anyway; where nobody else runs they need their own (``alone_s``).
+    The extra tokens join steps that are executed anyway. If no other request runs, they need steps of their own
+    (``alone_s``).
     """
 
     fixed_s: float
     alone_s: float
-    """Of each step that is executed for them only, whatever is in it."""
+    """Fixed time of each step that is executed for the victim alone."""
     s_per_token: float
     s_per_pair: float
-    """Per (token, earlier token) pair, in layers that see the whole context."""
+    """Per (token, earlier token) pair, in layers that attend to the whole context."""
     weight_s: float = 0.0
-    """A step's traffic of the weights that every step reads: no step's linear layers take less."""
+    """Traffic of the weights that every step reads: the minimum time of a step's linear layers."""
     expert_s: float = 0.0
-    """The same of the experts of a mixture, were all of them touched."""
+    """Traffic of a mixture's expert weights if all experts were used."""
     expert_miss: float = 0.0
-    """Share of a mixture's experts that one token leaves alone."""
+    """Share of a mixture's experts that one token does not use."""
     s_per_kv_token: float = 0.0
-    """Reading one context token's KV in one chunk."""
+    """Reading the KV of one context token in one chunk."""
     s_per_window_pair: float = 0.0
-    """Per pair in layers that see a window of ``window_tokens``."""
+    """Per pair in layers that attend to a window of ``window_tokens``."""
     window_tokens: float = 0.0
     budget_tokens: float = inf
-    """Most tokens of a step; infinite where it was not known: one chunk."""
+    """Maximum tokens of a step; infinite (a single chunk) if unknown."""
     coefficients: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -160,7 +163,7 @@ class RecomputeRoofline:
         return 0.0, 0.0, recompute_seconds(x, self.coefficients)
 
     def to_dict(self) -> dict[str, Any]:
-        """An unknown budget is null."""
+        """For JSON: an unknown budget is null."""
         values = {name: getattr(self, name) for name in RECOMPUTE_FIELDS}
         budget = None if self.budget_tokens == inf else self.budget_tokens
         return {"law": "recompute_roofline"} | values | {"budget_tokens": budget}
@@ -171,12 +174,12 @@ RECOMPUTE_FIELDS = (
     "s_per_window_pair", "window_tokens", "budget_tokens",
 )  # fmt: skip
 FIRST_RECOMPUTE_FIELDS = RECOMPUTE_FIELDS[:4]
-"""Those that every model folder has; the others came later."""
+"""Fields that every model folder has; the others were added later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One direction of the link: seconds = latency + bytes over bandwidth + a cost per contiguous piece."""
+    """One direction of the link: seconds = latency + bytes / bandwidth + a cost per contiguous piece."""
 
     latency_s: float
     s_per_byte: float
@@ -191,11 +194,11 @@ CHANNEL_FIELDS = ("latency_s", "s_per_byte", "s_per_segment")
 
 @dataclass(frozen=True, slots=True)
 class SwapRoofline:
-    """Copying out and back. A copy's duration is not its cost: the shares say how much of it the engine feels.
+    """Law of copying out and back. Only a share of a copy's duration is engine time.
 
-    A save is felt at once, and the saves queued before it. A load runs beside the steps of the others and is felt in
-    part (``load_beside_share``); where nobody else runs the engine waits for it (``load_alone_share``) and for those
-    queued before it.
+    A save delays the engine at once, with the saves queued before it. A load runs beside the steps of other requests
+    and delays them in part (``load_beside_share``). If no other request runs, the engine waits for the load
+    (``load_alone_share``) and for those queued before it.
     """
 
     save: Channel
@@ -243,7 +246,7 @@ FIRST_SWAP_FIELDS = SWAP_FIELDS[:5]
 
 @dataclass(frozen=True, slots=True)
 class LinearLaw:
-    """A weighted sum of features. Its save and load are in proportion to the bytes moved: it cannot tell them apart."""
+    """A weighted sum of features. It does not distinguish save from load: both are in proportion to the bytes moved."""
 
     constant_s: float
     per_feature_s: Mapping[str, float]
@@ -265,17 +268,17 @@ class LinearLaw:
 
 
 def law_from_dict(values: Mapping[str, Any]) -> Law:
-    """Raises KeyError for a field that is missing, ValueError or TypeError, naming it, for one that is wrong."""
+    """Raises KeyError for a missing field, ValueError or TypeError, naming it, for an invalid one."""
     kind = values["law"]
     if kind == "recompute_roofline":
-        given = _given(values, RECOMPUTE_FIELDS, FIRST_RECOMPUTE_FIELDS)
-        unlimited = given.get("budget_tokens", inf) is None
-        names = [name for name in given if name != "budget_tokens" or not unlimited]
-        return RecomputeRoofline(**{name: _coefficient(given, name) for name in names})
+        present = _present_fields(values, RECOMPUTE_FIELDS, FIRST_RECOMPUTE_FIELDS)
+        unlimited = present.get("budget_tokens", inf) is None
+        names = [name for name in present if name != "budget_tokens" or not unlimited]
+        return RecomputeRoofline(**{name: _coefficient(present, name) for name in names})
     if kind == "swap_roofline":
         channels = (_channel(values, "save"), _channel(values, "load"))
-        given = _given(values, SWAP_FIELDS, FIRST_SWAP_FIELDS)
-        shares = {name: _coefficient(given, name) for name in given}
+        present = _present_fields(values, SWAP_FIELDS, FIRST_SWAP_FIELDS)
+        shares = {name: _coefficient(present, name) for name in present}
         return SwapRoofline(save=channels[0], load=channels[1], **shares)
     if kind == "linear":
         weights = values["per_feature_s"]
@@ -286,7 +289,7 @@ def law_from_dict(values: Mapping[str, Any]) -> Law:
     raise InputError(f"law is {kind!r}, should be recompute_roofline, swap_roofline or linear")
 
 
-def _given(values: Mapping[str, Any], names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
+def _present_fields(values: Mapping[str, Any], names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if name in needed or name in values}
 
 

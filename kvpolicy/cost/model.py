@@ -1,6 +1,6 @@
-"""A fitted cost model: laws, learned residuals where there are any, intervals, and what all that was measured on.
+"""Fitted cost models: laws, learned residuals, intervals, and what they were measured on.
 
-In plain Python: this is what a server calls for every preemption.
+Plain Python, because a server predicts with it at every preemption.
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ from kvpolicy.hardware import EngineSpec, Geometry
 from kvpolicy.regression.conformal import Room
 
 MIN_FLOOR_S = 1e-6
-"""No model is taken to tell costs under a microsecond apart, unless it says so."""
+"""Noise floor of models that state none: costs under a microsecond cannot be told from none."""
 LENGTH: Mapping[Kind, str] = {"recompute": "recomputed_tokens", "swap": "save_bytes"}
-"""The feature that is a victim's length."""
+"""The feature that measures a victim's length."""
 POWERS = {"recomputed_pairs": 2.0}
-"""Of length, that a feature grows with; 1 for all others."""
+"""Power of length that a feature grows with; 1 for all others."""
 
 
 class ModelError(KVPolicyError):
-    """A cost model that cannot be read, or does not fit; the message names the file and the field."""
+    """A cost model cannot be read, or does not fit the engine; the message names the file and the field."""
 
 
 class ModelWarning(UserWarning):
-    """A cost model that is used beyond what it was measured on."""
+    """A cost model is used beyond what it was measured on."""
 
 
 class CostModel(ABC):
-    """What an option will cost the engine. All methods are pure but ``warm``.
+    """Predicts what each option costs the engine. All methods except ``warm`` are pure.
 
-    A cost model of one's own extends this class, has a ``name`` and writes ``predict``.
+    To write a cost model, extend this class, set ``name`` and implement ``predict``.
     """
 
     __slots__ = ()
 
     name: str
-    """In reports; different for models that predict differently."""
+    """Name in reports; different for models that predict differently."""
     step_time: StepTimeModel | None = None
-    """d0 of the traces it was fitted to, which costs are measured by while serving; None where there is none."""
+    """Step-time model (what a step would have taken undisturbed) of its traces, or None. Costs are measured with it
+    while serving."""
     floor_s: Mapping[Kind, float] = MappingProxyType(dict.fromkeys(KINDS, MIN_FLOOR_S))
-    """The least cost its traces could tell from none."""
+    """Noise floor by option: the smallest cost that its traces could tell from none."""
 
     @abstractmethod
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
@@ -64,12 +65,12 @@ class CostModel(ABC):
 
     @property
     def digest(self) -> str:
-        """Of all that it predicts by: SHA-256 of its files where it has some, else of its values and its code."""
+        """SHA-256 of everything that determines predictions: of its files, or else of its values and code."""
         return digest_of(self)
 
     @property
     def state_ids(self) -> frozenset[str]:
-        """``CORE/STATE`` of every state it was fitted or calibrated on; an evaluation leaves them out."""
+        """``CORE/STATE`` of every state it was fitted or calibrated on; evaluations exclude them."""
         return frozenset()
 
     @property
@@ -77,16 +78,18 @@ class CostModel(ABC):
         return False
 
     def copies_s(self, situation: Preemption, option: Option, cost: Cost) -> float:
-        """How long the link is busy with both copies of a swap, whatever of it the engine feels. ``cost``: as predicted
-        for ``option``; what it puts down to copies is taken where no more is known."""
+        """Seconds that the link is busy with both copies of a swap, whether or not the engine is delayed.
+
+        ``cost``: as predicted for ``option``. Its save and load are returned if nothing better is known.
+        """
         return cost.save_s + cost.load_s
 
     def check_fit(self, engine: EngineSpec) -> None:
-        """Raises :class:`ModelError` for an engine it was not measured on; warns where physics carries over."""
+        """Raises :class:`ModelError` for an engine it was not measured on; warns where it can be extrapolated."""
         return
 
     def warm(self) -> bool:
-        """Compile what can be compiled, for start-up and never for the path of a decision; False for nothing."""
+        """Compile what can be compiled; returns whether anything was. Call it at start-up, never during a decision."""
         return False
 
 
@@ -100,14 +103,14 @@ class Provenance:
     link: Mapping[str, Any]
     block_sizes: tuple[int, ...]
     kv_bytes_per_token: float
-    """Bytes of a block over its tokens."""
+    """Bytes of a block divided by its tokens."""
     trace_digests: tuple[str, ...]
     state_ids: tuple[str, ...]
-    """Of training and calibration; as ``CORE/STATE``."""
+    """States of training and calibration, as ``CORE/STATE``."""
     noise: Mapping[str, Any]
     """``variation`` of identical undisturbed windows, and ``floor_s`` by option."""
     held_out: Mapping[str, Any]
-    """Scores on states that it has not seen."""
+    """Scores on held-out states."""
     notes: tuple[str, ...] = ()
 
 
@@ -115,10 +118,10 @@ class Provenance:
 class FittedModel(CostModel):
     """Laws, residuals and intervals, as they are fitted and stored.
 
-    Inside the trained range a prediction is the law's times exp(residual). Outside, a residual that is carried goes on
-    saying what it says at the range's edge. One that is not is left out: the law's prediction alone; where a growing
-    feature is beyond what was seen it is held above (below) the prediction at the range's edge. Either way a cost
-    never falls with length.
+    Inside the trained range a prediction is the law's times exp(residual). Outside, a *carried* residual keeps its
+    value at the edge of the range. A residual that is not carried is dropped, and the law predicts alone. If a growing
+    feature is beyond the range, that prediction is kept above (below) the one at the edge. In both cases a cost never
+    falls with length.
     """
 
     name: str
@@ -127,40 +130,40 @@ class FittedModel(CostModel):
     residuals: Mapping[Kind, Forest]
     """Trees over all of :data:`~kvpolicy.features.FEATURES`; a kind may have none."""
     ranges: Mapping[Kind, Mapping[str, tuple[float, float]]]
-    """Lowest and highest of each feature in training."""
-    floor_s: Mapping[Kind, float] = field()  # without a default, whatever the base class has
-    """The least cost its traces could tell from none: no prediction is below."""
+    """Minimum and maximum of each feature in training."""
+    floor_s: Mapping[Kind, float] = field()  # no default, unlike in the base class
+    """Noise floor by option: the smallest cost that its traces could tell from none. No prediction is below it."""
     intervals: Intervals
     digest: str = ""
     victim_delays: Mapping[Kind, Law] = field(default_factory=dict)
-    """Seconds until the victim is back; empty where its traces did not tell."""
+    """Laws for the seconds until the victim is back; empty if its traces did not determine them."""
     others_share: Mapping[Kind, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 1.0))
-    """Delay of each other running request over the engine time; 1: all sit through all of it."""
+    """Delay of each other running request divided by the engine time; 1 if each is delayed by all of it."""
     step_time: StepTimeModel | None = None
-    """d0 of the traces it was fitted to; None where they hold too few undisturbed steps."""
+    """Step-time model of its traces; None if they hold too few undisturbed steps."""
     carried: Mapping[Kind, bool] = field(default_factory=lambda: dict.fromkeys(KINDS, False))
-    """Whether the residual is kept outside the trained range."""
+    """Whether the residual is applied outside the trained range."""
     _checks: Mapping[Kind, tuple[Check, ...]] = field(init=False, repr=False, compare=False)
     _packed: Packed = field(init=False, repr=False, compare=False)
-    _fast: Predictor | None = field(init=False, repr=False, compare=False)
+    _compiled: Predictor | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        checks = {kind: self._checked(kind) for kind in self.laws}
+        checks = {kind: self._checks_of(kind) for kind in self.laws}
         packed = pack(
             self.laws, self.victim_delays, self.residuals, checks, self.floor_s, self.others_share, self.intervals,
             self.carried,
         )  # fmt: skip
         object.__setattr__(self, "_checks", checks)
         object.__setattr__(self, "_packed", packed)
-        object.__setattr__(self, "_fast", None)
+        object.__setattr__(self, "_compiled", None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What it is made of: compiled code is of one process."""
-        return type(self), tuple(getattr(self, one.name) for one in fields(self) if one.init)
+        """Rebuild from the fields, because compiled code belongs to one process."""
+        return type(self), tuple(getattr(self, entry.name) for entry in fields(self) if entry.init)
 
-    def _checked(self, kind: Kind) -> tuple[Check, ...]:
+    def _checks_of(self, kind: Kind) -> tuple[Check, ...]:
         """Position, range and power of length of the features that a prediction depends on."""
-        # A fit that saw costs not grow with length, in what it saw, knows nothing of longer ones.
+        # Length is always checked: even if costs did not grow with it in training, longer victims are extrapolated.
         used = {LENGTH[kind], *self.laws[kind].used}
         if kind in self.residuals:
             used |= {FEATURES[position] for position in self.residuals[kind].used}
@@ -178,31 +181,31 @@ class FittedModel(CostModel):
     # ---- predicting ----
 
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
-        """One cost per option, log ratios against the first. Raises ValueError for a feature that is no number."""
-        costs = None if self._fast is None else self._fast(situation, options)
+        """One cost per option, with log ratios to the first. Raises ValueError for a feature that is not finite."""
+        costs = None if self._compiled is None else self._compiled(situation, options)
         return self._predict(situation, options) if costs is None else costs
 
     def _predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
         n, c, running = self._packed.n, self._packed.c, situation.running_requests
-        number = kernel.bin_at(n, c, situation.computed_tokens, running)
+        bin_index = kernel.bin_at(n, c, situation.computed_tokens, running)
         costs: list[Cost] = []
         first: tuple[Kind, float, bool, float] | None = None
         for option in options:
             kind, x = option.kind, features_of(situation, option)
-            found = kernel.option_cost(n, c, KINDS.index(kind), number, running, x, [0.0] * len(x))
-            seconds, outside, distance = found[0], found[7], found[9]
+            values = kernel.option_cost(n, c, KINDS.index(kind), bin_index, running, x, [0.0] * len(x))
+            seconds, outside, distance = values[0], values[7], values[9]
             low = high = 0.0
             if first is None:
                 first = kind, log(seconds), outside, distance
             else:
-                room = self.intervals.room("ratio", number, outside or first[2], max(distance, first[3]))
-                low, high = log_ratio_interval(log(seconds) - first[1], turned(room, first[0], kind))
-            delay_s = found[8] if kind in self.victim_delays else None
-            costs.append(Cost(*found[:7], low, high, outside, delay_s))
+                margin = self.intervals.room("ratio", bin_index, outside or first[2], max(distance, first[3]))
+                low, high = log_ratio_interval(log(seconds) - first[1], oriented_margin(margin, first[0], kind))
+            delay_s = values[8] if kind in self.victim_delays else None
+            costs.append(Cost(*values[:7], low, high, outside, delay_s))
         return tuple(costs)
 
     def law_seconds(self, kind: Kind, x: Features) -> float:
-        """The law's prediction alone, not below the floor."""
+        """The law's prediction without the residual, not below the floor."""
         return max(sum(self.laws[kind].parts(x)), self.floor_s[kind])
 
     def seconds(self, kind: Kind, x: Features) -> float:
@@ -211,44 +214,46 @@ class FittedModel(CostModel):
 
     def depends_on(self, kind: Kind) -> frozenset[str]:
         """The features that predictions depend on."""
-        return frozenset(FEATURES[at] for at, *_ in self._checks[kind])
+        return frozenset(FEATURES[position] for position, *_ in self._checks[kind])
 
     def outside(self, kind: Kind, x: Features) -> tuple[str, ...]:
-        """The features, of those predictions depend on, in which ``x`` is beyond what was trained on."""
-        return tuple(FEATURES[at] for at, low, high, _ in self._checks[kind] if not low <= x[at] <= high)
+        """The features in which ``x`` is outside the trained range, of those that predictions depend on."""
+        return tuple(
+            FEATURES[position] for position, low, high, _ in self._checks[kind] if not low <= x[position] <= high
+        )
 
     def distance(self, kind: Kind, x: Features) -> float:
-        """How far ``x`` is outside, in the feature that is farthest; 0 inside."""
-        return kernel.how_far(self._packed.n, self._packed.c, KINDS.index(kind), x)
+        """Distance of ``x`` from the trained range, in the farthest feature; 0 inside."""
+        return kernel.distance_outside(self._packed.n, self._packed.c, KINDS.index(kind), x)
 
     def copies_s(self, situation: Preemption, option: Option, cost: Cost) -> float:
         law = self.laws["swap"]
-        if not isinstance(law, SwapRoofline):  # one that knows no link
+        if not isinstance(law, SwapRoofline):  # the law does not model the link
             return cost.save_s + cost.load_s
         x = features_of(situation, option)
         return law.save.seconds(x.save_bytes, x.save_segments) + law.load.seconds(x.load_bytes, x.load_segments)
 
     def warm(self) -> bool:
-        """Some seconds. Where numba is missing nothing changes but speed."""
+        """See :class:`CostModel`; takes some seconds. Without numba predictions are the same but slower."""
         try:
-            fast: Any = import_module("kvpolicy.cost.compile")
+            compiler: Any = import_module("kvpolicy.cost.compile")
         except ImportError:
             return False
         nodes = [self.residuals[kind].nodes if kind in self.residuals else None for kind in KINDS]
-        object.__setattr__(self, "_fast", fast.predictor(self._packed, nodes, self.predicts_victim_delay))
+        object.__setattr__(self, "_compiled", compiler.predictor(self._packed, nodes, self.predicts_victim_delay))
         return True
 
     # ---- fitting an engine ----
 
     def check_fit(self, engine: EngineSpec) -> None:
-        """See :class:`CostModel`. Link and token budget are not compared where the engine does not say them."""
+        """See :class:`CostModel`. Link and token budget are compared only if the engine states them."""
         for name, value in self.provenance.geometry.to_dict().items():
             if engine.geometry.get(name) != value:
                 self._refuse(f"geometry.{name}", value, engine.geometry.get(name))
         bytes_per_token = self.provenance.kv_bytes_per_token
         if engine.block_bytes is None or engine.block_bytes != engine.block_size * bytes_per_token:
-            found = None if engine.block_bytes is None else engine.block_bytes / engine.block_size
-            self._refuse("KV bytes per token", bytes_per_token, found)
+            actual = None if engine.block_bytes is None else engine.block_bytes / engine.block_size
+            self._refuse("KV bytes per token", bytes_per_token, actual)
         device = self.provenance.hardware.get("device")
         if engine.hardware.get("device") != device:
             self._refuse("device", device, engine.hardware.get("device"))
@@ -262,25 +267,25 @@ class FittedModel(CostModel):
 
     def _compare_host(self, hardware: Mapping[str, Any], host_computes: bool) -> None:
         for name in ("processor", "cores"):
-            trained, found = self.provenance.hardware.get(name), hardware.get(name)
-            if trained == found:
+            trained, actual = self.provenance.hardware.get(name), hardware.get(name)
+            if trained == actual:
                 continue
             if host_computes and name == "processor":
-                self._refuse(name, trained, found)
-            self._warn(f"was measured with {name} {trained!r}, here it is {found!r}")
+                self._refuse(name, trained, actual)
+            self._warn(f"was measured with {name} {trained!r}, here it is {actual!r}")
 
-    def _compare_budget(self, found: int | None) -> None:
+    def _compare_budget(self, actual: int | None) -> None:
         law = self.laws["recompute"]
         trained = law.budget_tokens if isinstance(law, RecomputeRoofline) else inf
-        if found is not None and trained not in (inf, found):
+        if actual is not None and trained not in (inf, actual):
             self._warn(
-                f"was measured with a token budget of {trained:g} (max_num_batched_tokens), here it is {found}: long "
+                f"was measured with a token budget of {trained:g} (max_num_batched_tokens), here it is {actual}: long "
                 "recomputes take other numbers of steps"
             )
 
-    def _refuse(self, what: str, trained: Any, found: Any) -> None:
+    def _refuse(self, what: str, trained: Any, actual: Any) -> None:
         raise ModelError(
-            f"cost model {self.name}: {what} is {found!r} here, it was measured on {trained!r}; "
+            f"cost model {self.name}: {what} is {actual!r} here, it was measured on {trained!r}; "
             "make one for this engine with `kvpolicy profile` and `kvpolicy train`"
         )
 
@@ -288,12 +293,12 @@ class FittedModel(CostModel):
         warnings.warn(f"cost model {self.name} {what}", ModelWarning, stacklevel=4)
 
 
-def log_ratio_interval(ratio: float, room: Room) -> tuple[float, float]:
-    return ratio - room[0], ratio + room[1]
+def log_ratio_interval(ratio: float, margin: Room) -> tuple[float, float]:
+    return ratio - margin[0], ratio + margin[1]
 
 
-def turned(room: Room, first: Kind, other: Kind) -> Room:
-    """Room around log(other / first), of room around log(swap / recompute)."""
+def oriented_margin(margin: Room, first: Kind, other: Kind) -> Room:
+    """Margin around log(other / first), from the margin around log(swap / recompute)."""
     if first == other:
-        return max(room), max(room)
-    return room if first == "recompute" else (room[1], room[0])
+        return max(margin), max(margin)
+    return margin if first == "recompute" else (margin[1], margin[0])

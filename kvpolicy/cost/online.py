@@ -1,20 +1,20 @@
-"""Measured outcomes correct a cost model while it serves: by option and size, robust, forgetting, bounded.
+"""Online correction of a cost model by measured outcomes: per option and size, robust, forgetting and bounded.
 
-Kept is how far the last predictions of each option missed, log(measured / predicted). An option's correction is their
-median, so that an outlier moves it no more than any other value, with two more that missed by nothing; each outcome
-counts half after every 200, of whichever option. From it goes what its own standard error may have made of nothing
-(the garrote: m (1 - (2 se / m)^2), 0 where that is below 0). So a correction needs evidence, and that of an option
-nobody takes any more is forgotten: it is tried again one day, and comes back if it has become cheap. Sizes that differ
-from the rest of their option get a second correction the same way, of four that missed by nothing.
+The state holds the errors log(measured / predicted) of each option's last predictions. An option's correction is their
+weighted median together with two pseudo-outcomes of error 0. The median limits the influence of outliers. An outcome's
+weight halves after every 200 outcomes of any option. The correction m is shrunk by its own standard error (the garrote:
+m (1 - (2 se / m)^2), 0 if that is below 0), so a correction needs evidence. The correction of an option that is no
+longer chosen is forgotten, so it will be tried again and stays if it has become cheap. Sizes that differ from the rest
+of their option get a second correction in the same way, with four pseudo-outcomes.
 
-Room around predictions follows by adaptive conformal inference (Gibbs, Candes 2021), in the form that tracks the
-quantile itself (Angelopoulos, Candes, Tibshirani 2023): every outcome multiplies it by exp(0.1 (missed - 0.1)).
-Whatever drifts, the share missed comes to 0.1 as long as the multiple stays within its bounds. It is single preemptions
-that are covered then. Predictions outside the trained range have a multiple of their own, and an outcome whose
-prediction is unbounded on a side moves none: it cannot miss there, and would narrow the room of those that can. A ratio
-is never measured; its room takes the wider multiple of its two options.
+Margins around predictions adapt by conformal inference (Gibbs, Candes 2021), in the form that tracks the quantile
+itself (Angelopoulos, Candes, Tibshirani 2023): every outcome multiplies a margin factor by exp(0.1 (missed - 0.1)).
+Under any drift the share of missed outcomes approaches 0.1, as long as the factor stays within its bounds. The
+intervals then cover single preemptions. Predictions outside the trained range have a factor of their own. An outcome
+whose prediction is unbounded on one side changes no factor: it cannot miss there, and would narrow the margins of those
+that can. A ratio is never measured; its margin takes the larger factor of its two options.
 
-:func:`save` and :func:`load` carry it over a restart: JSON with the digest of the cost model it corrects.
+:func:`save` and :func:`load` keep the state over a restart, as JSON with the digest of the corrected cost model.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from kvpolicy.regression.conformal import CONFIDENCE
 
 Quantity = Literal["engine", "victim"]
 QUANTITIES: tuple[Quantity, ...] = ("engine", "victim")
-"""``engine_s``, with what others wait in proportion to it, and ``victim_delay_s``."""
+"""Corrected quantities: ``engine_s``, with ``stall_s`` in proportion to it, and ``victim_delay_s``."""
 
 SIZE_EDGES = (64, 256, 1024, 4096, 16384, 65536)
-"""Computed tokens at which a new size begins."""
+"""Computed tokens at which the next size class begins."""
 SIZES = len(SIZE_EDGES) + 1
 
 WINDOW = 17
-"""Outcomes an option's correction is taken from: 10 alike turn the median."""
+"""Outcomes that an option's correction is computed from: 10 alike determine the median."""
 HALF_LIFE = 200.0
-"""Outcomes of whichever option after which one counts half."""
+"""Outcomes of any option after which the weight of an outcome has halved."""
 OPTION_DOUBT, SIZE_DOUBT = 2.0, 4.0
-"""So many outcomes that missed by nothing are taken to have been there before."""
-SURE_ERRORS = 2.0
+"""Number of pseudo-outcomes with error 0, for an option and for a size."""
+DOUBTED_ERRORS = 2.0
 MIN_SCALE = 0.05
 MAX_LOG = log(16.0)
-"""No correction is beyond 16 or below 1 / 16."""
+"""Corrections lie between 1 / 16 and 16."""
 MAX_MISS = log(64.0)
 
 MISCOVERAGE = 1.0 - CONFIDENCE
@@ -63,26 +63,26 @@ MIN_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one preemption was predicted to cost, by the model as it is, and did cost."""
+    """Predicted and measured cost of one preemption."""
 
     kind: Kind
     """What was executed."""
     computed_tokens: float
     predicted: Cost
-    """Without correction."""
+    """Prediction of the model without correction."""
     engine_s: float | None
-    """None where it could not be attributed."""
+    """None if it could not be attributed."""
     victim_delay_s: float | None
     floor_s: float = MIN_S
-    """What the model's traces could not tell from no cost."""
+    """Noise floor of the model's traces: costs below it cannot be told from none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """One outcome, as far as it is remembered."""
+    """What is remembered of one outcome."""
 
     at: int
-    """Outcomes there had been before it."""
+    """Number of outcomes before it."""
     size: int
     log_miss: float
     """log(measured / predicted)."""
@@ -90,36 +90,38 @@ class Miss:
 
 @dataclass(frozen=True)
 class Online:
-    """What was learned while serving. Frozen: :meth:`updated` gives the next one."""
+    """State learned while serving. Frozen: :meth:`updated` returns the next one."""
 
     events: int = 0
     misses: tuple[tuple[Miss, ...], ...] = ((),) * (len(QUANTITIES) * len(KINDS))
-    """By quantity, then option: the last of them, oldest first."""
+    """The last outcomes by quantity, then option; oldest first."""
     room: tuple[float, ...] = (1.0,) * len(KINDS)
-    """By option, what the log room around its predictions inside the trained range is multiplied by."""
+    """By option, the factor on the log margins of predictions inside the trained range."""
     room_outside: tuple[float, ...] = (1.0,) * len(KINDS)
     """The same for extrapolated predictions."""
 
     @cached_property
     def factors(self) -> tuple[float, ...]:
-        """By quantity, then option, then size; rounded as they are recorded, so that a record tells all."""
-        return tuple(round(exp(one), 4) for misses in self.misses for one in _corrections(misses, self.events))
+        """Corrections by quantity, then option, then size; rounded as they are recorded, so that a record is exact."""
+        return tuple(
+            round(exp(correction), 4) for misses in self.misses for correction in _corrections(misses, self.events)
+        )
 
     @cached_property
-    def _short(self) -> str:
-        told: dict[str, Any] = {"outcomes": self.events}
+    def _summary(self) -> str:
+        summary: dict[str, Any] = {"outcomes": self.events}
         for i, quantity in enumerate(QUANTITIES):
             for j, kind in enumerate(KINDS):
-                told[f"{quantity}_{kind}"] = self.factors[_at(i, j, 0) : _at(i, j, SIZES)]
-        return json.dumps(told | {"room": self.room, "room_outside": self.room_outside}, separators=(",", ":"))
+                summary[f"{quantity}_{kind}"] = self.factors[_factor_index(i, j, 0) : _factor_index(i, j, SIZES)]
+        return json.dumps(summary | {"room": self.room, "room_outside": self.room_outside}, separators=(",", ":"))
 
     def to_json(self) -> str:
-        """What decisions follow from; :func:`kvpolicy.cost.online.save` keeps the memory behind it."""
-        return self._short
+        """The values that decisions depend on. :func:`kvpolicy.cost.online.save` writes the complete state."""
+        return self._summary
 
     def updated(self, measured: Measured) -> Online:
         """The state after one more outcome."""
-        which = KINDS.index(measured.kind)
+        kind_index = KINDS.index(measured.kind)
         size = size_of(measured.computed_tokens)
         pairs = (
             (measured.engine_s, measured.predicted.engine_s, measured.floor_s),
@@ -128,29 +130,31 @@ class Online:
         misses = list(self.misses)
         for i, (seconds, predicted_s, floor_s) in enumerate(pairs):
             if seconds is not None and predicted_s is not None and isfinite(seconds):
-                at = i * len(KINDS) + which
-                found = log(max(seconds, floor_s) / max(predicted_s, floor_s))
-                kept = Miss(self.events, size, round(min(MAX_MISS, max(-MAX_MISS, found)), 6))
-                misses[at] = (*misses[at], kept)[-WINDOW:]
-        after = Online(self.events + 1, tuple(misses), *self._rooms_after(measured, which, size))
-        after.to_json()  # now, and not at the next decision
-        return after
+                window = i * len(KINDS) + kind_index
+                log_miss = log(max(seconds, floor_s) / max(predicted_s, floor_s))
+                miss = Miss(self.events, size, round(min(MAX_MISS, max(-MAX_MISS, log_miss)), 6))
+                misses[window] = (*misses[window], miss)[-WINDOW:]
+        successor = Online(self.events + 1, tuple(misses), *self._margin_factors_after(measured, kind_index, size))
+        successor.to_json()  # now, and not at the next decision
+        return successor
 
-    def room_of(self, kind: int, extrapolated: bool) -> float:
+    def margin_factor(self, kind: int, extrapolated: bool) -> float:
         return (self.room_outside if extrapolated else self.room)[kind]
 
-    def _rooms_after(self, measured: Measured, which: int, size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _margin_factors_after(
+        self, measured: Measured, kind_index: int, size: int
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(:attr:`room`, :attr:`room_outside`) after one more outcome."""
         predicted = measured.predicted
         if measured.engine_s is None or not isfinite(measured.engine_s) or not _bounded(predicted):
             return self.room, self.room_outside
-        cost = corrected_cost(predicted, self, which, size)
+        cost = corrected_cost(predicted, self, kind_index, size)
         seconds = max(measured.engine_s, measured.floor_s)
         missed = not cost.low_s <= seconds <= max(cost.high_s, measured.floor_s)
-        rooms = list(self.room_outside if predicted.extrapolated else self.room)
-        room = rooms[which] * exp(ADAPTATION * (missed - MISCOVERAGE))
-        rooms[which] = round(min(MAX_MARGIN, max(MIN_MARGIN, room)), 6)
-        return (self.room, tuple(rooms)) if predicted.extrapolated else (tuple(rooms), self.room_outside)
+        factors = list(self.room_outside if predicted.extrapolated else self.room)
+        factor = factors[kind_index] * exp(ADAPTATION * (missed - MISCOVERAGE))
+        factors[kind_index] = round(min(MAX_MARGIN, max(MIN_MARGIN, factor)), 6)
+        return (self.room, tuple(factors)) if predicted.extrapolated else (tuple(factors), self.room_outside)
 
 
 def _bounded(cost: Cost) -> bool:
@@ -162,7 +166,7 @@ def size_of(computed_tokens: float) -> int:
     return bisect_right(SIZE_EDGES, computed_tokens)
 
 
-def _at(quantity: int, kind: int, size: int) -> int:
+def _factor_index(quantity: int, kind: int, size: int) -> int:
     """Position in :attr:`Online.factors`."""
     return (quantity * len(KINDS) + kind) * SIZES + size
 
@@ -171,48 +175,48 @@ def _at(quantity: int, kind: int, size: int) -> int:
 
 
 def _corrections(misses: Sequence[Miss], now: int) -> list[float]:
-    """Log correction of every size, of an option's last misses."""
+    """Log correction of every size, from an option's last outcomes."""
     if not misses:
         return [0.0] * SIZES
     weights = [0.5 ** ((now - miss.at) / HALF_LIFE) for miss in misses]
     values = [miss.log_miss for miss in misses]
     common = estimate(values, weights, OPTION_DOUBT)
-    found = []
+    corrections = []
     for size in range(SIZES):
-        mine = [i for i, miss in enumerate(misses) if miss.size == size]
-        # Fewer cannot outvote those that missed by nothing.
-        own = (
+        indices = [i for i, miss in enumerate(misses) if miss.size == size]
+        # Fewer cannot outvote the pseudo-outcomes.
+        size_correction = (
             0.0
-            if len(mine) <= SIZE_DOUBT
-            else estimate([values[i] - common for i in mine], [weights[i] for i in mine], SIZE_DOUBT)
+            if len(indices) <= SIZE_DOUBT
+            else estimate([values[i] - common for i in indices], [weights[i] for i in indices], SIZE_DOUBT)
         )
-        found.append(min(MAX_LOG, max(-MAX_LOG, common + own)))
-    return found
+        corrections.append(min(MAX_LOG, max(-MAX_LOG, common + size_correction)))
+    return corrections
 
 
 def estimate(values: Sequence[float], weights: Sequence[float], doubt: float) -> float:
-    """Weighted median, less what its standard error may have made of nothing."""
+    """Weighted median, shrunk by its standard error (the garrote). ``doubt``: weight of the pseudo-outcomes."""
     count = sum(weights)
     if count <= 0:
         return 0.0
-    middle = weighted_median([*values, 0.0], [*weights, doubt])
-    spread = weighted_median([abs(value - middle) for value in values], weights)
+    center = weighted_median([*values, 0.0], [*weights, doubt])
+    spread = weighted_median([abs(value - center) for value in values], weights)
     error = 1.2533 * max(MIN_SCALE, 1.4826 * spread) / sqrt(count)
-    unsure = (SURE_ERRORS * error) ** 2
-    if middle * middle <= unsure:
+    doubted = (DOUBTED_ERRORS * error) ** 2
+    if center * center <= doubted:
         return 0.0
-    return middle * (1.0 - unsure / (middle * middle))
+    return center * (1.0 - doubted / (center * center))
 
 
 def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The value below and above which lies no more than half of the weight; the mean of two where both do."""
+    """The value with at most half of the weight below and above it; the mean of two if both qualify."""
     ordered = sorted(zip(values, weights, strict=True))
-    half, passed = sum(weights) / 2.0, 0.0
+    half, cumulative = sum(weights) / 2.0, 0.0
     for i, (value, weight) in enumerate(ordered):
-        passed += weight
-        if passed > half * (1 + 1e-12):
+        cumulative += weight
+        if cumulative > half * (1 + 1e-12):
             return value
-        if passed >= half * (1 - 1e-12) and i + 1 < len(ordered):
+        if cumulative >= half * (1 - 1e-12) and i + 1 < len(ordered):
             return (value + ordered[i + 1][0]) / 2.0
     return ordered[-1][0]
 
@@ -223,42 +227,46 @@ def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
 def corrected(
     costs: Sequence[Cost], options: Sequence[Option], computed_tokens: float, online: Online
 ) -> tuple[Cost, ...]:
-    """A model's predictions with what was learned. ``costs``: one per option, log ratios against the first."""
+    """Correct a model's predictions. ``costs``: one per option, with log ratios to the first."""
     if not online.events:
         return tuple(costs)
     size, kinds = size_of(computed_tokens), [KINDS.index(option.kind) for option in options]
-    found = [corrected_cost(cost, online, kind, size) for cost, kind in zip(costs, kinds, strict=True)]
-    for i in range(1, len(found)):
-        by = max(online.room_of(kinds[j], costs[j].extrapolated) for j in (0, i))
-        was, now = costs[i].engine_s / costs[0].engine_s, found[i].engine_s / found[0].engine_s
-        low = log(now) + by * (costs[i].log_ratio_low - log(was))
-        high = log(now) + by * (costs[i].log_ratio_high - log(was))
-        found[i] = _with_ratio(found[i], low, high)
-    return tuple(found)
+    results = [corrected_cost(cost, online, kind, size) for cost, kind in zip(costs, kinds, strict=True)]
+    for i in range(1, len(results)):
+        margin_factor = max(online.margin_factor(kinds[j], costs[j].extrapolated) for j in (0, i))
+        predicted_ratio, corrected_ratio = (
+            costs[i].engine_s / costs[0].engine_s,
+            results[i].engine_s / results[0].engine_s,
+        )
+        low = log(corrected_ratio) + margin_factor * (costs[i].log_ratio_low - log(predicted_ratio))
+        high = log(corrected_ratio) + margin_factor * (costs[i].log_ratio_high - log(predicted_ratio))
+        results[i] = _with_log_ratio(results[i], low, high)
+    return tuple(results)
 
 
 def corrected_cost(cost: Cost, online: Online, kind: int, size: int) -> Cost:
-    """One option's, its log ratio left as it was."""
-    by = online.factors[_at(0, kind, size)]
-    room = online.room_of(kind, cost.extrapolated)
-    seconds = cost.engine_s * by
+    """Correct one option's cost; its log ratio is unchanged."""
+    factor = online.factors[_factor_index(0, kind, size)]
+    margin_factor = online.margin_factor(kind, cost.extrapolated)
+    seconds = cost.engine_s * factor
     delay_s = cost.victim_delay_s
     if delay_s is not None:
-        delay_s *= online.factors[_at(1, kind, size)]
+        delay_s *= online.factors[_factor_index(1, kind, size)]
     return Cost(
-        seconds, cost.save_s * by, cost.load_s * by, cost.recompute_s * by, cost.stall_s * by,
-        _stretched(seconds, cost.low_s, cost.engine_s, room), _stretched(seconds, cost.high_s, cost.engine_s, room),
-        cost.log_ratio_low, cost.log_ratio_high, cost.extrapolated, delay_s,
+        seconds, cost.save_s * factor, cost.load_s * factor, cost.recompute_s * factor, cost.stall_s * factor,
+        _stretched(seconds, cost.low_s, cost.engine_s, margin_factor),
+        _stretched(seconds, cost.high_s, cost.engine_s, margin_factor), cost.log_ratio_low, cost.log_ratio_high,
+        cost.extrapolated, delay_s,
     )  # fmt: skip
 
 
-def _stretched(seconds: float, edge_s: float, middle_s: float, room: float) -> float:
+def _stretched(seconds: float, edge_s: float, center_s: float, margin_factor: float) -> float:
     if edge_s <= 0.0 or edge_s == inf:
         return edge_s
-    return times_exp(seconds, room * log(edge_s / middle_s))
+    return times_exp(seconds, margin_factor * log(edge_s / center_s))
 
 
-def _with_ratio(cost: Cost, low: float, high: float) -> Cost:
+def _with_log_ratio(cost: Cost, low: float, high: float) -> Cost:
     return Cost(
         cost.engine_s, cost.save_s, cost.load_s, cost.recompute_s, cost.stall_s, cost.low_s, cost.high_s, low, high,
         cost.extrapolated, cost.victim_delay_s,
@@ -266,13 +274,13 @@ def _with_ratio(cost: Cost, low: float, high: float) -> Cost:
 
 
 SCHEMA_VERSION = 2
-BEGINS = b'{"schema_version": '
+FIRST_BYTES = b'{"schema_version": '
 DIGEST_SHOWN = 12
 """Characters of a digest in a file's name."""
 
 
 class OtherModelError(ModelError):
-    """A state that is whole, but was learned with another cost model, of this ``digest``."""
+    """A valid state was learned with another cost model, the one of this ``digest``."""
 
     def __init__(self, path: Path, digest: str, wanted: str) -> None:
         super().__init__(
@@ -282,14 +290,14 @@ class OtherModelError(ModelError):
 
 
 class DamagedError(ModelError):
-    """What begins as a state, or is empty as after a crash, and cannot be read as one of this version."""
+    """A file begins like a state, or is empty as after a crash, but cannot be read as a state of this version."""
 
 
 def save(online: Online, model_digest: str, path: Path) -> None:
-    """Write the state, by rename. ``model_digest``: of the cost model that it corrects."""
+    """Write the state by rename. ``model_digest``: digest of the cost model that it corrects."""
     misses = {
-        name: [[miss.at, miss.size, miss.log_miss] for miss in some]
-        for name, some in zip(_names(), online.misses, strict=True)
+        name: [[miss.at, miss.size, miss.log_miss] for miss in window]
+        for name, window in zip(_names(), online.misses, strict=True)
     }
     card = {
         "schema_version": SCHEMA_VERSION, "model_digest": model_digest, "outcomes": online.events, "misses": misses,
@@ -306,10 +314,10 @@ def save(online: Online, model_digest: str, path: Path) -> None:
 
 
 def load(path: Path, model_digest: str) -> Online:
-    """What :func:`save` wrote.
+    """Read what :func:`save` wrote.
 
-    Raises :class:`OtherModelError` for what is whole but of another cost model, :class:`DamagedError` for what was a
-    state, :class:`ModelError` for anything else; each names file and field.
+    Raises :class:`OtherModelError` for a valid state of another cost model, :class:`DamagedError` for a damaged state,
+    :class:`ModelError` for any other file; each names file and field.
     """
     try:
         digest, online = _read(path)
@@ -323,45 +331,46 @@ def load(path: Path, model_digest: str) -> Online:
 
 
 def set_aside(path: Path, digest: str) -> Path:
-    """Rename the state of another model, of this digest, so that it is there when that one serves again.
+    """Rename the state of another model, the one of ``digest``, so that it is kept until that model serves again.
 
-    An older one set aside under the same name is replaced. Raises OSError where it cannot be renamed.
+    Replaces an older file of the same name. Raises OSError if it cannot be renamed.
     """
     return path.replace(path.with_name(f"{path.name}.other-{digest[:DIGEST_SHOWN]}"))
 
 
 def set_damaged_aside(path: Path) -> Path:
-    """Rename what is no longer a state. An older one under the same name is replaced. Raises OSError where it cannot be
-    renamed."""
+    """Rename a damaged state. Replaces an older file of the same name. Raises OSError if it cannot be renamed."""
     return path.replace(path.with_name(f"{path.name}.damaged"))
 
 
 def _was_state(path: Path) -> bool:
-    """Whether the file is empty, or begins as :func:`save` writes: nobody else's file is taken for a damaged state."""
+    """Whether the file is empty or begins as :func:`save` writes. Other files are not treated as damaged states."""
     try:
         with path.open("rb") as source:
-            begins = source.read(len(BEGINS))
+            first_bytes = source.read(len(FIRST_BYTES))
     except OSError:
         return False
-    return begins == BEGINS or not begins.strip(b"\0")
+    return first_bytes == FIRST_BYTES or not first_bytes.strip(b"\0")
 
 
 def _read(path: Path) -> tuple[str, Online]:
-    """(digest of the cost model it was learned with, what was learned)"""
+    """(digest of the cost model it was learned with, the state)"""
     try:
         card = store.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as a state learned online: {error}") from error
     if not isinstance(card, dict) or card.get("schema_version") != SCHEMA_VERSION:
-        found = card.get("schema_version") if isinstance(card, dict) else None
-        raise ModelError(f"{path}: schema_version is {found!r}, should be {SCHEMA_VERSION}: no state learned online")
+        version = card.get("schema_version") if isinstance(card, dict) else None
+        raise ModelError(f"{path}: schema_version is {version!r}, should be {SCHEMA_VERSION}: no state learned online")
     digest = card.get("model_digest")
-    if not isinstance(digest, str) or not digest.isalnum():  # part of a file's name, where it is set aside
+    if not isinstance(digest, str) or not digest.isalnum():  # becomes part of a file name when the state is set aside
         raise ModelError(f"{path}: field model_digest is {digest!r}, should be a cost model's digest")
     events = _whole(path, "outcomes", card.get("outcomes"), inf)
     misses = _mapping(path, card, "misses")
     windows = tuple(_window(path, misses, name, events) for name in _names())
-    return digest, Online(events, windows, _rooms(path, card, "room"), _rooms(path, card, "room_outside"))
+    return digest, Online(
+        events, windows, _margin_factors(path, card, "room"), _margin_factors(path, card, "room_outside")
+    )
 
 
 def _names() -> list[str]:
@@ -391,18 +400,18 @@ def _miss(path: Path, field: str, row: Any, events: int) -> Miss:
     return Miss(_whole(path, field, at, events - 1), _whole(path, field, size, SIZES - 1), float(value))
 
 
-def _rooms(path: Path, card: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    rooms = _mapping(path, card, name)
-    return tuple(_room(path, f"{name}.{kind}", rooms.get(kind)) for kind in KINDS)
+def _margin_factors(path: Path, card: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    factors = _mapping(path, card, name)
+    return tuple(_margin_factor(path, f"{name}.{kind}", factors.get(kind)) for kind in KINDS)
 
 
-def _room(path: Path, field: str, value: Any) -> float:
+def _margin_factor(path: Path, field: str, value: Any) -> float:
     if type(value) not in (int, float) or not MIN_MARGIN <= value <= MAX_MARGIN:
         raise ModelError(f"{path}: field {field} is {value!r}, should be {MIN_MARGIN} to {MAX_MARGIN}")
     return float(value)
 
 
-def _whole(path: Path, field: str, value: Any, most: float) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ModelError(f"{path}: field {field} holds {value!r}, should be a whole number from 0 to {most:g}")
+def _whole(path: Path, field: str, value: Any, maximum: float) -> int:
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise ModelError(f"{path}: field {field} holds {value!r}, should be a whole number from 0 to {maximum:g}")
     return value

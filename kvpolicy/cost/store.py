@@ -1,6 +1,6 @@
-"""Model folders: ``model.json`` and, for learned residuals, LightGBM's own text. Data only, nothing that runs.
+"""Model folders: ``model.json`` and, for learned residuals, LightGBM's text. They hold data only, no code.
 
-JSON is read so that numbers are numbers: a user can edit these files.
+Users can edit these files, so every field is checked when it is read.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ CARD = "model.json"
 
 
 def load(name_or_folder: str | Path) -> FittedModel:
-    """A model from its folder, or one that ships by its name; a text with a slash in it is a folder.
+    """Load a model from its folder, or a shipped one by its name. A text with a slash is a folder.
 
-    A folder that holds a model goes before one that ships under the same name, with a :class:`ModelWarning`. Raises
-    :class:`ModelError` naming file and field for anything that is not whole and right.
+    A folder that holds a model takes precedence over a shipped model of the same name, with a :class:`ModelWarning`.
+    Raises :class:`ModelError`, naming file and field, for anything missing or invalid.
     """
     folder = _find(name_or_folder)
     text = _read(folder / CARD)
@@ -50,16 +50,16 @@ def load(name_or_folder: str | Path) -> FittedModel:
 
 @dataclass(frozen=True, slots=True)
 class ForestText:
-    """A forest as it is stored."""
+    """A stored forest."""
 
     text: str
-    """LightGBM's own format."""
+    """LightGBM's text format."""
     inputs: tuple[str, ...]
-    """Names of the features behind its feature numbers."""
+    """Feature names by the forest's feature number."""
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether :func:`save` would replace a model. Raises FileExistsError where it would refuse to."""
+    """Whether :func:`save` would replace a model. Raises FileExistsError if it would refuse to write."""
     if (folder / CARD).is_file():
         return True
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -68,10 +68,10 @@ def holds_model(folder: Path) -> bool:
 
 
 def save(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path) -> None:
-    """Write a model folder: beside its place, and into it by rename once it is whole.
+    """Write a model folder atomically: to a folder beside it, which is renamed when it is complete.
 
-    ``forests``: the text of ``model.residuals``. A model that is there is replaced, what else is in its folder stays.
-    Raises FileExistsError where the folder holds anything but a model; whatever fails, what was there is there still.
+    ``forests``: the text of ``model.residuals``. An existing model is replaced; other files in its folder stay. Raises
+    FileExistsError if the folder holds anything but a model. On any failure the previous content remains.
     """
     holds_model(folder)
     place = folder.resolve()
@@ -79,8 +79,10 @@ def save(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path) -
     scratch = place.parent / f".{place.name}.new-{os.getpid()}"
     try:
         if place.exists():
-            own = (CARD, *(f"{kind}.txt" for kind in KINDS))
-            shutil.copytree(place, scratch, symlinks=True, ignore=lambda at, _: own if at == str(place) else ())
+            model_files = (CARD, *(f"{kind}.txt" for kind in KINDS))
+            shutil.copytree(
+                place, scratch, symlinks=True, ignore=lambda source, _: model_files if source == str(place) else ()
+            )
         else:
             scratch.mkdir()
         _write(model, forests, scratch)
@@ -90,14 +92,14 @@ def save(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path) -
 
 
 def round_trip(model: FittedModel, forests: Mapping[Kind, ForestText], out: Path | str | None) -> FittedModel:
-    """The model as it is read again from folder ``out``; without one as it would be."""
+    """The model as it is read back after saving it to ``out``, or to a temporary folder if that is None."""
     if out is not None:
         save(model, forests, Path(out))
         return load(Path(out))
     with TemporaryDirectory() as scratch:
         save(model, forests, Path(scratch) / "model")
-        read = load(Path(scratch) / "model")
-    return replace(read, name=f"{model.provenance.family.partition('@')[0]}@{read.digest[:12]}")
+        loaded = load(Path(scratch) / "model")
+    return replace(loaded, name=f"{model.provenance.family.partition('@')[0]}@{loaded.digest[:12]}")
 
 
 def _write(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path) -> None:
@@ -110,7 +112,7 @@ def _write(model: FittedModel, forests: Mapping[Kind, ForestText], folder: Path)
 
 
 def _put_in_place(scratch: Path, place: Path) -> None:
-    """Rename; what was in the place goes only when the new folder is there, and comes back where that fails."""
+    """Rename ``scratch`` to ``place``. The previous folder is removed only afterwards, and restored on failure."""
     if not place.exists():
         scratch.rename(place)
         return
@@ -125,7 +127,7 @@ def _put_in_place(scratch: Path, place: Path) -> None:
 
 
 def forest_texts(model: FittedModel) -> dict[Kind, ForestText]:
-    """The model's forests as they are stored. Raises ModelError for a forest that was not read from a text."""
+    """The model's forests as stored. Raises ModelError for a forest that was not read from a text."""
     for kind, forest in model.residuals.items():
         if not forest.text:
             raise ModelError(
@@ -138,38 +140,44 @@ def forest_texts(model: FittedModel) -> dict[Kind, ForestText]:
 
 
 def forest_of(stored: ForestText) -> Forest:
-    """What predicts, of what is stored."""
+    """The forest of a stored text."""
     return Forest.from_text(stored.text, [FEATURES.index(name) for name in stored.inputs])
 
 
 def shipped() -> tuple[str, ...]:
-    """Names of the models that ship."""
-    places = [place for place in _shelves() if place.is_dir()]
-    return tuple(sorted({one.name for place in places for one in place.iterdir() if (one / CARD).is_file()}))
+    """Names of the shipped models."""
+    shelves = [shelf for shelf in _shelves() if shelf.is_dir()]
+    return tuple(sorted({folder.name for shelf in shelves for folder in shelf.iterdir() if (folder / CARD).is_file()}))
 
 
 def _shelves() -> tuple[Traversable, ...]:
-    """Where models that ship are: in an installed package, or in the checkout that this file is part of."""
+    """Folders of shipped models: in an installed package, or in the checkout of this file."""
     package = resources.files("kvpolicy")
     return package / "shipped" / "models", Path(__file__).resolve().parents[2] / "models"
 
 
 def _find(name_or_folder: str | Path) -> Traversable:
     folder = Path(name_or_folder)
-    ships = None
+    shipped_folder = None
     if os.sep not in str(name_or_folder):
-        ships = next((shelf / folder.name for shelf in _shelves() if (shelf / folder.name / CARD).is_file()), None)
+        shipped_folder = next(
+            (shelf / folder.name for shelf in _shelves() if (shelf / folder.name / CARD).is_file()), None
+        )
     if (folder / CARD).is_file():
-        # Who gives a Path means a folder; a bare name may mean either.
-        if ships is not None and isinstance(name_or_folder, str) and str(ships) != str(folder.resolve()):
+        # A Path means a folder; a bare name may mean either.
+        if (
+            shipped_folder is not None
+            and isinstance(name_or_folder, str)
+            and str(shipped_folder) != str(folder.resolve())
+        ):
             warnings.warn(
                 f"cost model {folder}: the folder {folder.resolve()} is used, not the model that ships under this name",
                 ModelWarning,
                 stacklevel=3,
             )
         return folder
-    if ships is not None:
-        return ships
+    if shipped_folder is not None:
+        return shipped_folder
     if folder.is_dir():
         return folder
     names = ", ".join(shipped()) or "none"
@@ -192,16 +200,16 @@ def _parsed(folder: Traversable, text: str) -> dict[str, Any]:
     if not isinstance(values, dict) or "schema_version" not in values:
         raise ModelError(f"{file}: field schema_version is missing: not a kvpolicy cost model")
     if type(values["schema_version"]) is not int or values["schema_version"] != SCHEMA_VERSION:
-        found = values["schema_version"]
+        version = values["schema_version"]
         raise ModelError(
-            f"{file}: schema_version is {found!r}, this kvpolicy reads {SCHEMA_VERSION}; "
+            f"{file}: schema_version is {version!r}, this kvpolicy reads {SCHEMA_VERSION}; "
             "make the model again with `kvpolicy train`"
         )
     return values
 
 
 def _guarded(folder: Traversable, where: str, build: Any) -> Any:
-    """What ``build`` makes of the card; whatever it stumbles over becomes an error that names file and field."""
+    """The result of ``build``; its errors become a ModelError that names file and field."""
     try:
         return build()
     except KeyError as error:
@@ -213,8 +221,8 @@ def _guarded(folder: Traversable, where: str, build: Any) -> Any:
 
 
 def _model(folder: Traversable, values: Mapping[str, Any], residuals: Mapping[Kind, Forest]) -> FittedModel:
-    given = values["features"]
-    _guarded(folder, "features.", lambda: _features(given))
+    names = values["features"]
+    _guarded(folder, "features.", lambda: _features(names))
     laws = _laws(folder, "laws", values["laws"])
     ranges = {
         kind: {name: _range(folder, values, kind, name) for name in FEATURES}
@@ -236,30 +244,30 @@ def _model(folder: Traversable, values: Mapping[str, Any], residuals: Mapping[Ki
 
 
 def _victim_delays(folder: Traversable, values: Mapping[str, Any]) -> dict[Kind, Law]:
-    """Of both options or of none."""
-    given = values["victim_delays"]
-    if given == {}:
+    """Laws of both options, or of none."""
+    delays = values["victim_delays"]
+    if delays == {}:
         return {}
-    return _laws(folder, "victim_delays", given)
+    return _laws(folder, "victim_delays", delays)
 
 
 LAWS: Mapping[Kind, tuple[type[Law], ...]] = {
     "recompute": (RecomputeRoofline, LinearLaw), "swap": (SwapRoofline, LinearLaw),
 }  # fmt: skip
-"""A roofline of the other option would read features that are 0, and promise next to no cost."""
+"""Allowed laws. The other option's roofline would read features that are 0 here and predict almost no cost."""
 
 
-def _laws(folder: Traversable, where: str, given: Any) -> dict[Kind, Law]:
-    found = {}
+def _laws(folder: Traversable, where: str, cards: Any) -> dict[Kind, Law]:
+    laws = {}
     for kind in KINDS:
-        one = _guarded(folder, f"{where}.", lambda k=kind: given[k])
-        law = _guarded(folder, f"{where}.{kind}.", lambda one=one: law_from_dict(one))
+        card = _guarded(folder, f"{where}.", lambda kind=kind: cards[kind])
+        law = _guarded(folder, f"{where}.{kind}.", lambda card=card: law_from_dict(card))
         if not isinstance(law, LAWS[kind]):
             raise ModelError(
-                f"{folder / CARD}: field {where}.{kind}.law is {one['law']!r}, should be {kind}_roofline or linear"
+                f"{folder / CARD}: field {where}.{kind}.law is {card['law']!r}, should be {kind}_roofline or linear"
             )
-        found[kind] = law
-    return found
+        laws[kind] = law
+    return laws
 
 
 def _share(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> float:
@@ -277,8 +285,8 @@ def _carried(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> bool
 
 
 def _step_time(folder: Traversable, values: Mapping[str, Any]) -> StepTimeModel | None:
-    given = values["step_time"]
-    return None if given is None else _guarded(folder, "step_time.", lambda: StepTimeModel.from_dict(given))
+    card = values["step_time"]
+    return None if card is None else _guarded(folder, "step_time.", lambda: StepTimeModel.from_dict(card))
 
 
 def _features(value: Any) -> tuple[str, ...]:
@@ -289,11 +297,11 @@ def _features(value: Any) -> tuple[str, ...]:
 
 def _range(folder: Traversable, values: Mapping[str, Any], kind: Kind, name: str) -> tuple[float, float]:
     where = f"ranges.{kind}.{name}"
-    found = _guarded(folder, f"ranges.{kind}.", lambda: values["ranges"][kind][name])
-    numbers = isinstance(found, list) and len(found) == 2 and all(type(value) in (int, float) for value in found)
-    if not numbers or not 0 <= found[0] <= found[1] < float("inf"):
-        raise ModelError(f"{folder / CARD}: field {where} is {found!r}, should be [lowest, highest]")
-    return float(found[0]), float(found[1])
+    span = _guarded(folder, f"ranges.{kind}.", lambda: values["ranges"][kind][name])
+    numbers = isinstance(span, list) and len(span) == 2 and all(type(value) in (int, float) for value in span)
+    if not numbers or not 0 <= span[0] <= span[1] < float("inf"):
+        raise ModelError(f"{folder / CARD}: field {where} is {span!r}, should be [lowest, highest]")
+    return float(span[0]), float(span[1])
 
 
 def _floor(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> float:
@@ -310,19 +318,19 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise InputError(f"is {value!r}, should be a list of texts")
     return tuple(value)
 
 
-def _some_texts(value: Any) -> tuple[str, ...]:
+def _nonempty_texts(value: Any) -> tuple[str, ...]:
     if not value:
         raise InputError(f"is {value!r}, should be a list of at least one text")
     return _texts(value)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value or not all(type(one) is int and one > 0 for one in value):
+    if not isinstance(value, list) or not value or not all(type(size) is int and size > 0 for size in value):
         raise InputError(f"is {value!r}, should be a list of whole numbers above 0")
     return tuple(value)
 
@@ -334,18 +342,18 @@ def _above_zero(value: Any) -> float:
 
 
 def _geometry(value: Any) -> Geometry:
-    read = Geometry.from_dict(_fields(value))
-    for one in fields(Geometry):
-        found = getattr(read, one.name)
-        if one.type == "str" and not isinstance(found, str):
-            raise InputError(f"{one.name} is {found!r}, should be a text")
-        if one.type == "int" and (type(found) is not int or found < 1):
-            raise InputError(f"{one.name} is {found!r}, should be a whole number above 0")
-    return read
+    geometry = Geometry.from_dict(_fields(value))
+    for field in fields(Geometry):
+        entry = getattr(geometry, field.name)
+        if field.type == "str" and not isinstance(entry, str):
+            raise InputError(f"{field.name} is {entry!r}, should be a text")
+        if field.type == "int" and (type(entry) is not int or entry < 1):
+            raise InputError(f"{field.name} is {entry!r}, should be a whole number above 0")
+    return geometry
 
 
 def _name(value: Any) -> str:
-    """Of a family, which nobody loads by it."""
+    """Name of a family. Any text is valid, because models are not loaded by it."""
     if not isinstance(value, str) or not value:
         raise InputError(f"is {value!r}, should be a name")
     return value
@@ -359,24 +367,24 @@ _PROVENANCE: Mapping[str, Callable[[Any], Any]] = {
     "block_sizes": _sizes,
     "kv_bytes_per_token": _above_zero,
     "trace_digests": _texts,
-    "state_ids": _some_texts,
+    "state_ids": _nonempty_texts,
     "noise": _fields,
     "held_out": _fields,
     "notes": _texts,
 }
-"""How each field of the card is read."""
+"""Reader of each provenance field of the card."""
 
 
 def _provenance(folder: Traversable, values: Mapping[str, Any]) -> Provenance:
     fields = {}
     for name, read in _PROVENANCE.items():
-        given = values[name]
-        fields[name] = _guarded(folder, f"{name}.", lambda read=read, given=given: read(given))
+        value = values[name]
+        fields[name] = _guarded(folder, f"{name}.", lambda read=read, value=value: read(value))
     return Provenance(**fields)
 
 
 def _residuals(folder: Traversable, values: Mapping[str, Any]) -> tuple[dict[Kind, Forest], list[str]]:
-    found: dict[Kind, Forest] = {}
+    residuals: dict[Kind, Forest] = {}
     digests = []
     if "trees" not in values:
         raise ModelError(f"{folder / CARD}: field trees is missing")
@@ -388,21 +396,21 @@ def _residuals(folder: Traversable, values: Mapping[str, Any]) -> tuple[dict[Kin
         if kind not in trees:
             continue
         where = f"trees.{kind}."
-        name, wanted, inputs = _guarded(
+        name, expected_sha256, inputs = _guarded(
             folder, where, lambda tree=trees[kind]: (tree["file"], tree["sha256"], _texts(tree["inputs"]))
         )
         if name != f"{kind}.txt":
             raise ModelError(f"{folder / CARD}: field {where}file is {name!r}, should be '{kind}.txt'")
         text = _read(folder / name)
         digests.append(_sha256(text))
-        if digests[-1] != wanted:
+        if digests[-1] != expected_sha256:
             raise ModelError(f"{folder / name}: truncated or changed: its SHA-256 is not trees.{kind}.sha256")
-        positions = _guarded(folder, f"{where}inputs.", lambda names=inputs: [_position(one) for one in names])
+        positions = _guarded(folder, f"{where}inputs.", lambda names=inputs: [_position(name) for name in names])
         try:
-            found[kind] = Forest.from_text(text, positions)
+            residuals[kind] = Forest.from_text(text, positions)
         except ForestError as error:
             raise ModelError(f"{folder / name}: {error}") from error
-    return found, digests
+    return residuals, digests
 
 
 def _sha256(text: str) -> str:
@@ -416,10 +424,10 @@ def _position(name: str) -> int:
 
 
 def _card(model: FittedModel, trees: Mapping[Kind, Any]) -> dict[str, Any]:
-    made = model.provenance
+    provenance = model.provenance
     return {
         "schema_version": SCHEMA_VERSION,
-        "family": made.family,
+        "family": provenance.family,
         "features": list(FEATURES),
         "ranges": {kind: {name: list(span) for name, span in model.ranges[kind].items()} for kind in KINDS},
         "laws": {kind: model.laws[kind].to_dict() for kind in KINDS},
@@ -429,28 +437,28 @@ def _card(model: FittedModel, trees: Mapping[Kind, Any]) -> dict[str, Any]:
         "victim_delays": {kind: law.to_dict() for kind, law in model.victim_delays.items()},
         "others_share": dict(model.others_share),
         "step_time": None if model.step_time is None else model.step_time.to_dict(),
-        "noise": dict(made.noise) | {"floor_s": dict(model.floor_s)},
-        "hardware": dict(made.hardware),
-        "geometry": made.geometry.to_dict(),
-        "link": dict(made.link),
-        "block_sizes": list(made.block_sizes),
-        "kv_bytes_per_token": made.kv_bytes_per_token,
-        "trace_digests": list(made.trace_digests),
-        "state_ids": list(made.state_ids),
-        "held_out": dict(made.held_out),
-        "notes": list(made.notes),
+        "noise": dict(provenance.noise) | {"floor_s": dict(model.floor_s)},
+        "hardware": dict(provenance.hardware),
+        "geometry": provenance.geometry.to_dict(),
+        "link": dict(provenance.link),
+        "block_sizes": list(provenance.block_sizes),
+        "kv_bytes_per_token": provenance.kv_bytes_per_token,
+        "trace_digests": list(provenance.trace_digests),
+        "state_ids": list(provenance.state_ids),
+        "held_out": dict(provenance.held_out),
+        "notes": list(provenance.notes),
     }
 
 
 MAX_INTEGER = 2**53
-"""Whole numbers beyond it are not exact as floats."""
+"""Larger integers are not exact as floats."""
 SHOWN = 24
 
 
 def loads(text: str) -> Any:
-    """Like ``json.loads``; raises ValueError for what it refuses, and for any NaN, infinite or too large number.
+    """Like ``json.loads``; raises ValueError for invalid JSON, and for any NaN, infinite or too large number.
 
-    The error names the field, with dots between the names on the way to it.
+    The error names the field by its dotted path.
     """
     value = json.loads(text)
     for field, number in _numbers(value, ""):

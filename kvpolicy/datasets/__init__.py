@@ -1,1 +1,1 @@
-"""Datasets: what traces say of costs, read and refused by row. From profiles come states, from logs records."""
+"""Datasets: costs read from traces and checked row by row. Profiles yield states, production logs yield records."""

@@ -1,9 +1,9 @@
-"""Records of production logs: situations met with one option each, which is what was seen of them.
+"""Records of production logs: situations with the measured cost of one option each.
 
-A record teaches the cost of the option that was *executed*, so those whose intended option was not (a failed save, a
-run in shadow mode) teach neither option's; nor do preemptions that ended before their victim was back, or whose cost is
-not known. All of these are counted. Which option was taken depends on the situation and chance alone, so an option's
-records tell its cost; where its chance was small they stand for more situations than they are.
+A record holds the cost of the *executed* option. Excluded, and counted by reason, are preemptions in which another
+option was executed than was intended (a failed save, a run in shadow mode), preemptions that ended before their victim
+was back, and those without a known cost. The choice of the option depends on the situation and chance alone, so an
+option's records determine its cost. A record whose option had a small probability represents more situations.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ DECISION_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One preemption: a situation, what was done, with what chance, what it cost."""
+    """One preemption: its situation, the executed option with its probability, and the cost."""
 
     situation: Preemption
     kind: Kind
     chance: float
-    """Logged probability of what was done, above 0."""
+    """Logged probability of the executed option, above 0."""
     engine_s: float
     """Measured; noise can bring a small cost below 0."""
     request: str
-    """``CORE/REQUEST``; what happens to one request is not independent."""
+    """``CORE/REQUEST``. Records of one request are not independent."""
 
     @property
     def example(self) -> Example:
@@ -55,14 +55,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What some logs of one machine, one model and one link hold."""
+    """Records of logs of one machine, one model and one link."""
 
     records: tuple[Record, ...]
     headers: Mapping[str, Header]
     digests: tuple[str, ...]
     left_out: Mapping[str, int]
     step_time: StepTimeModel | None
-    """d0 of all cores together; None where they hold too few undisturbed steps."""
+    """Step-time model (what a step would have taken undisturbed) of all cores together; None with too few undisturbed
+    steps."""
 
     def under(self, kind: Kind) -> tuple[Record, ...]:
         return tuple(record for record in self.records if record.kind == kind)
@@ -77,20 +78,20 @@ class Records:
 
     @property
     def budget_tokens(self) -> float:
-        """Most tokens of a step; infinite where headers do not tell, or tell of several."""
+        """Maximum tokens of a step; infinite if the headers state none, or different ones."""
         budgets = {header.token_budget for header in self.headers.values()}
         (budget,) = budgets if len(budgets) == 1 else (None,)
         return inf if budget is None else float(budget)
 
     @property
     def floor_s(self) -> dict[Kind, float]:
-        """What single costs are not told from none below: d0's error on one step, where steps tell it."""
-        told_s = MIN_FLOOR_S if self.step_time is None else max(MIN_FLOOR_S, self.step_time.error.mean_s)
-        return dict.fromkeys(KINDS, told_s)
+        """Noise floor of single costs: the step-time model's error on one step, if there is a model."""
+        noise_s = MIN_FLOOR_S if self.step_time is None else max(MIN_FLOOR_S, self.step_time.error.mean_s)
+        return dict.fromkeys(KINDS, noise_s)
 
 
 def holds_logs(folders: Sequence[Path | str]) -> bool:
-    """Whether these are logs of production or simulation, and not profiles. Raises TraceError for some of both."""
+    """Whether these are logs of production or simulation, not profiles. Raises TraceError for a mixture of both."""
     sources = {
         core: Header.read(core / "header.json").source
         for folder in folders
@@ -107,10 +108,10 @@ def holds_logs(folders: Sequence[Path | str]) -> bool:
 
 
 def read_records(folders: Sequence[Path | str], mixed_hardware: bool | None = None) -> Records:
-    """Read logs; costs that are missing are attributed from their steps.
+    """Read logs; missing costs are attributed from their steps.
 
-    Raises TraceError, naming folder, table and row, for values that cannot be, probabilities that are missing and rows
-    that are there twice; naming both cores for logs of different machines, models or links.
+    Raises TraceError, naming folder, table and row, for impossible values, missing probabilities and duplicate rows;
+    naming both cores for logs of different machines, models or links.
     """
     read: dict[str, Trace] = {}
     for folder in map(str, folders):
@@ -120,25 +121,25 @@ def read_records(folders: Sequence[Path | str], mixed_hardware: bool | None = No
     return records_of(read, mixed_hardware)
 
 
-def records_of(given: Mapping[str, Trace], mixed_hardware: bool | None = None) -> Records:
-    """As :func:`read_records`, of traces in memory; their names stand in error messages."""
+def records_of(traces_by_name: Mapping[str, Trace], mixed_hardware: bool | None = None) -> Records:
+    """Like :func:`read_records`, for traces in memory by the names used in error messages."""
     headers: dict[str, Header] = {}
     left_out: Counter[str] = Counter()
-    found: list[Record] = []
-    for folder, trace in given.items():
+    records: list[Record] = []
+    for folder, trace in traces_by_name.items():
         refuse_doubled(folder, trace)
         for core, header in trace.headers.items():
             if core in headers:
                 raise TraceError(f"{folder}: core {core} is in another of the traces too; is one given twice?")
             headers[core] = header
-        found += _records(folder, attributed(trace), left_out)
+        records += _records(folder, attributed(trace), left_out)
     refuse_mixture(headers, mixed_hardware)
-    digests = tuple(trace.digest() for trace in given.values())
-    return Records(tuple(found), headers, digests, dict(left_out), common_step_time(list(given.values())))
+    digests = tuple(trace.digest() for trace in traces_by_name.values())
+    return Records(tuple(records), headers, digests, dict(left_out), common_step_time(list(traces_by_name.values())))
 
 
 def attributed(trace: Trace) -> Trace:
-    """The trace with costs out of its steps where it has none yet."""
+    """The trace with missing costs attributed from its steps."""
     unknown = trace.table("outcomes")["engine_s"].null_count
     return attribute(trace) if unknown and trace.table("steps").num_rows else trace
 
@@ -146,7 +147,7 @@ def attributed(trace: Trace) -> Trace:
 def _records(folder: str, trace: Trace, left_out: Counter[str]) -> list[Record]:
     columns = ("core", "preemption_id", "ended", "engine_s", "loaded_tokens", "recomputed_tokens")
     outcomes = {(row["core"], row["preemption_id"]): row for row in trace.rows("outcomes", columns)}
-    found = []
+    records = []
     for number, row in enumerate(trace.rows("decisions", DECISION_COLUMNS)):
         refuse_situation(folder, number, row)
         outcome = outcomes.get((row["core"], row["preemption_id"]))
@@ -156,10 +157,10 @@ def _records(folder: str, trace: Trace, left_out: Counter[str]) -> list[Record]:
             continue
         refuse_sizes(folder, number, row)
         chance = _chance(folder, number, row)
-        found.append(
+        records.append(
             Record(situation_of(row), row["executed"], chance, outcome["engine_s"], f"{row['core']}/{row['request']}")
         )
-    return found
+    return records
 
 
 def _why_not(row: Row, outcome: Row | None) -> str:
@@ -182,9 +183,9 @@ def _why_not(row: Row, outcome: Row | None) -> str:
 
 
 def _chance(folder: str, number: int, row: Row) -> float:
-    shares, chosen = row["probabilities"], row["chosen"]
-    chance = shares[chosen] if chosen < len(shares) else None
+    probabilities, chosen = row["probabilities"], row["chosen"]
+    chance = probabilities[chosen] if chosen < len(probabilities) else None
     if chance is None or not 0.0 < chance <= 1.0 + 1e-9:
-        told = "missing" if chance is None or chance != chance else f"{chance:g}, should be above 0 and at most 1"
-        raise TraceError(f"{folder}: table decisions, row {number}: probability of option {chosen} {told}")
+        problem = "missing" if chance is None or chance != chance else f"{chance:g}, should be above 0 and at most 1"
+        raise TraceError(f"{folder}: table decisions, row {number}: probability of option {chosen} {problem}")
     return float(min(1.0, chance))

@@ -1,7 +1,7 @@
-"""States measured under both options: what cost models are fitted to and policies are priced on.
+"""States measured under both options, which cost models are fitted to and policies are evaluated on.
 
-A state is the unit: its windows are repeats of one situation, in one or several engine cores. Only windows that a
-profile kept count, and only preemptions whose cost could be attributed in full.
+A state is one situation. Its windows are repeats of it, in one or several engine cores. Only windows that the profile
+did not discard count, and only preemptions whose complete cost could be attributed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.datasets.quality import Floor, floor_of
 from kvpolicy.datasets.tables import Arms, Move, Moves, Sample, Situations, key
 from kvpolicy.datasets.validation import refuse_doubled
-from kvpolicy.datasets.windows import all_moves, kept_windows
+from kvpolicy.datasets.windows import all_transfers, valid_windows
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption
 from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
@@ -41,28 +41,28 @@ class State:
     name: str
     """``state_id`` in its trace."""
     ids: frozenset[str]
-    """``CORE/STATE``, one per core it was measured in: what a model remembers."""
+    """``CORE/STATE``, one per core it was measured in, as a model records them."""
     samples: Mapping[Kind, tuple[Sample, ...]]
-    """In the order of repeat and core, which is that of time."""
+    """In order of repeat and core, which is the order of time."""
 
     @cached_property
     def mean_s(self) -> dict[Kind, float]:
-        """What options are priced at."""
+        """Mean cost by option: the price of an option in evaluations."""
         return {kind: fmean(self.costs_s(kind)) for kind in self.samples}
 
     @cached_property
     def typical_s(self) -> dict[Kind, float]:
-        """Medians: what is learned. A hiccup of the machine in one window is no cost of the option."""
+        """Median cost by option: the training target, robust against a disturbance of the machine in one window."""
         return {kind: median(self.costs_s(kind)) for kind in self.samples}
 
     @cached_property
     def mean_features(self) -> dict[Kind, Features]:
-        """Over the samples. Kept: every fold of a fit asks again."""
+        """Mean features by option over the samples. Cached, because every fold of a fit uses them."""
         return {
             kind: Features(
-                *map(fmean, zip(*(features_of(sample.situation, sample.option) for sample in some), strict=True))
+                *map(fmean, zip(*(features_of(sample.situation, sample.option) for sample in samples), strict=True))
             )
-            for kind, some in self.samples.items()
+            for kind, samples in self.samples.items()
         }
 
     @cached_property
@@ -71,18 +71,18 @@ class State:
 
     @cached_property
     def preemptions(self) -> tuple[str, ...]:
-        """As :func:`kvpolicy.datasets.tables.key` tells them apart."""
-        return tuple(key(one.core, one.preemption_id) for some in self.samples.values() for one in some)
+        """Keys of its preemptions, as made by :func:`kvpolicy.datasets.tables.key`."""
+        return tuple(key(sample.core, sample.preemption_id) for samples in self.samples.values() for sample in samples)
 
     @property
     def lengths(self) -> list[int]:
-        """Computed tokens of all windows."""
+        """Computed tokens of each window."""
         if isinstance(self.samples, Arms):
             return self.samples.computed_tokens()
-        return [sample.situation.computed_tokens for some in self.samples.values() for sample in some]
+        return [sample.situation.computed_tokens for samples in self.samples.values() for sample in samples]
 
     def costs_s(self, kind: Kind) -> list[float]:
-        """What its windows cost under one option."""
+        """Cost of each of its windows under one option."""
         if isinstance(self.samples, Arms):
             return self.samples.costs_s(kind)
         return [sample.engine_s for sample in self.samples[kind]]
@@ -94,26 +94,27 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """What a few traces of one machine, one model and one link hold."""
+    """States and transfers of traces of one machine, one model and one link."""
 
     states: tuple[State, ...]
     moves: Sequence[Move]
     natural: Sequence[Preemption]
-    """Situations of all preemptions for want of memory, of the states and of any other."""
+    """Situations of all preemptions that were caused by lack of memory, whether or not in a state."""
     headers: Mapping[str, Header]
     digests: tuple[str, ...]
     left_out: Mapping[str, int]
-    """Preemptions and states that could not be used, by reason."""
+    """Number of excluded preemptions and states, by reason."""
     common_step_time: StepTimeModel | None = None
-    """d0 of all cores together, which are of one machine and model; None where they hold too few undisturbed steps."""
+    """Step-time model (what a step would have taken undisturbed) of all cores together; None with too few undisturbed
+    steps."""
     step_times: Mapping[str, StepTimeModel] = field(default_factory=dict)
-    """d0 by core; none of a core without steps enough to tell it."""
+    """Step-time model by core; absent for a core with too few undisturbed steps."""
     floor: Floor = field(default_factory=lambda: Floor((), (), {}))
-    """What the costs rest on."""
+    """Quality of the costs."""
 
     @property
     def budget_tokens(self) -> float:
-        """Most tokens of a step; infinite where headers do not tell, or tell of several."""
+        """Maximum tokens of a step; infinite if the headers state none, or different ones."""
         budgets = {header.token_budget for header in self.headers.values()}
         (budget,) = budgets if len(budgets) == 1 else (None,)
         return inf if budget is None else float(budget)
@@ -140,12 +141,12 @@ class Dataset:
 
 
 def measured(folders: Sequence[Path | str], mixed_hardware: bool | None = None) -> Dataset:
-    """Read traces; costs that are missing are attributed from their steps.
+    """Read traces; missing costs are attributed from their steps.
 
-    ``mixed_hardware``: whether machines may differ; None where that is not to be had for the asking.
+    ``mixed_hardware``: whether machines may differ; None if the caller offers no such flag.
 
-    Raises TraceError, naming table and row, for values that cannot be and rows that are there twice; naming both for
-    traces of different machines, models or links; naming the option for traces in which one was never measured.
+    Raises TraceError, naming table and row, for impossible values and duplicate rows; naming both cores for traces of
+    different machines, models or links; naming the option for traces in which one was never measured.
     """
     if not folders:
         raise TraceError("no trace was given")
@@ -157,37 +158,37 @@ def measured(folders: Sequence[Path | str], mixed_hardware: bool | None = None) 
     return dataset_of(read, mixed_hardware)
 
 
-def dataset_of(given: Mapping[str, Trace], mixed_hardware: bool | None = None) -> Dataset:
-    """As :func:`measured`, of traces in memory; their names stand in error messages."""
-    for folder, trace in given.items():
+def dataset_of(traces_by_name: Mapping[str, Trace], mixed_hardware: bool | None = None) -> Dataset:
+    """Like :func:`measured`, for traces in memory by the names used in error messages."""
+    for folder, trace in traces_by_name.items():
         refuse_doubled(folder, trace)
-    step_times = {folder: _step_times(trace) for folder, trace in given.items()}
-    read = {folder: _attributed(trace, step_times[folder]) for folder, trace in given.items()}
-    models = {core: model for some in step_times.values() for core, model in some.items()}
+    step_times = {folder: _step_times(trace) for folder, trace in traces_by_name.items()}
+    attributed = {folder: _attributed(trace, step_times[folder]) for folder, trace in traces_by_name.items()}
+    models = {core: model for core_models in step_times.values() for core, model in core_models.items()}
     headers: dict[str, Header] = {}
-    for folder, trace in read.items():
+    for folder, trace in attributed.items():
         for core, header in trace.headers.items():
             if core in headers:
                 raise TraceError(f"{folder}: core {core} is in another of the traces too; is one given twice?")
             headers[core] = header
     refuse_mixture(headers, mixed_hardware)
     left_out: Counter[str] = Counter()
-    states = [state for folder, trace in read.items() for state in _states(folder, trace, left_out)]
+    states = [state for folder, trace in attributed.items() for state in _states(folder, trace, left_out)]
     return Dataset(
         states=tuple(states),
-        moves=all_moves(read),
-        natural=_natural(read.values()),
+        moves=all_transfers(attributed),
+        natural=_natural(attributed.values()),
         headers=headers,
-        digests=tuple(trace.digest() for trace in read.values()),
+        digests=tuple(trace.digest() for trace in attributed.values()),
         left_out=dict(left_out),
-        common_step_time=None if _mixed(headers) else common_step_time(list(read.values())),
+        common_step_time=None if _mixed(headers) else common_step_time(list(attributed.values())),
         step_times=models,
         floor=floor_of(headers, models),
     )
 
 
 def one_option_always_wins(states: Iterable[State]) -> Kind | None:
-    """The option with the lower mean cost in every one of the states, if there is one."""
+    """The option with the lower mean cost in every state, if there is one."""
     winners: set[Kind] = set()
     for state in states:
         winners.add(state.faster)
@@ -196,9 +197,9 @@ def one_option_always_wins(states: Iterable[State]) -> Kind | None:
     return next(iter(winners), None)
 
 
-def _natural(read: Iterable[Trace]) -> Situations:
-    decisions = [trace.table("decisions").select(list(SITUATION_FIELDS)) for trace in read]
-    return Situations(pa.concat_tables([some.filter(pc.equal(some["cause"], "memory")) for some in decisions]))
+def _natural(traces_read: Iterable[Trace]) -> Situations:
+    decisions = [trace.table("decisions").select(list(SITUATION_FIELDS)) for trace in traces_read]
+    return Situations(pa.concat_tables([table.filter(pc.equal(table["cause"], "memory")) for table in decisions]))
 
 
 def _attributed(trace: Trace, step_times: Mapping[str, StepTimeModel]) -> Trace:
@@ -213,7 +214,7 @@ def _step_times(trace: Trace) -> dict[str, StepTimeModel]:
     try:
         return step_time_models(trace)
     except TraceError:
-        # Costs that are stored do not need the steps; those still to be attributed do.
+        # Stored costs do not need the steps; missing ones do.
         if _unattributed(trace):
             raise
         return {}
@@ -225,30 +226,33 @@ def _mixed(headers: Mapping[str, Header]) -> bool:
 
 
 def refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool | None) -> None:
-    """Raises TraceError naming both cores for different machines, models or links; ``mixed_hardware`` as above."""
+    """Raises TraceError, naming both cores, for different machines, models or links.
+
+    ``mixed_hardware``: see :func:`measured`.
+    """
     first_core, first = next(iter(headers.items()))
     for core, header in headers.items():
-        pairs = {
+        compared = {
             "machines": (fingerprint(first.hardware), fingerprint(header.hardware)),
             "models": (dict(first.geometry), dict(header.geometry)),
             "links": (dict(first.link), dict(header.link)),
             "KV bytes per token": (first.block_bytes / first.block_size, header.block_bytes / header.block_size),
         }
-        different = {what: pair for what, pair in pairs.items() if pair[0] != pair[1]}
+        different = {quantity: values for quantity, values in compared.items() if values[0] != values[1]}
         if mixed_hardware or same_machine(first.hardware, header.hardware):
             different.pop("machines", None)
-        for what, (one, other) in different.items():
+        for quantity, (first_value, value) in different.items():
             raise TraceError(
-                f"cores {first_core} and {core} were measured on different {what}: {one} and {other} (header.json); "
-                "use the traces of one at a time"
-                + (MIXING if what == "machines" and mixed_hardware is not None else "")
+                f"cores {first_core} and {core} were measured on different {quantity}: {first_value} and {value} "
+                "(header.json); use the traces of one at a time"
+                + (MIXING if quantity == "machines" and mixed_hardware is not None else "")
             )
 
 
 def _states(folder: str, trace: Trace, left_out: Counter[str]) -> list[State]:
-    windows, bounds = kept_windows(folder, trace, left_out)
-    made = []
+    windows, bounds = valid_windows(folder, trace, left_out)
+    states = []
     for name, rows in bounds:
         arms = Arms(windows, rows)
-        made.append(State(name, frozenset(f"{core}/{name}" for core in arms.cores()), arms))
-    return made
+        states.append(State(name, frozenset(f"{core}/{name}" for core in arms.cores()), arms))
+    return states

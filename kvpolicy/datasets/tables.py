@@ -1,6 +1,6 @@
-"""What traces hold of situations, windows and transfers, as columns: records are made where one is asked for.
+"""Situations, windows and transfers of traces as columns. Records are created on access.
 
-A million rows as Python records take gigabytes and minutes; most of them are only counted, checked or drawn from.
+A million rows as Python records take gigabytes and minutes, and most rows are only counted, checked or sampled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Objects = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One kept window: a situation, what was done, what it cost."""
+    """One valid window: its situation, the executed option, and the cost."""
 
     situation: Preemption
     kind: Kind
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One finished transfer, one rank's part of it."""
+    """One rank's part of a finished transfer."""
 
     core: str
     preemption_id: str
@@ -56,18 +56,18 @@ class Move:
 
 
 def key(core: str, preemption_id: str) -> str:
-    """A text that tells preemptions of all cores apart; no name of a folder holds its separator."""
+    """A text that identifies a preemption over all cores. Its separator cannot occur in a core's folder name."""
     return f"{core}\0{preemption_id}"
 
 
 def keys(core: pa.ChunkedArray, preemption_id: pa.ChunkedArray) -> pa.Array:
     """:func:`key` of each row."""
-    made = pc.binary_join_element_wise(core, preemption_id, "\0")
-    return made.combine_chunks() if isinstance(made, pa.ChunkedArray) else made
+    joined = pc.binary_join_element_wise(core, preemption_id, "\0")
+    return joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
 
 
 def reals(table: pa.Table, column: str) -> Floats:
-    """Empty values as NaN."""
+    """A column as floats, with NaN for empty values."""
     return np.asarray(table[column].to_numpy(), np.float64)
 
 
@@ -76,40 +76,42 @@ def wholes(table: pa.Table, column: str) -> Ints:
 
 
 def coded(table: pa.Table, column: str) -> tuple[Ints, list[str]]:
-    """Each row's number among the different texts, and those, in alphabetical order."""
+    """Each row's code, and the texts by code, in alphabetical order."""
     codes = pc.dictionary_encode(table[column].combine_chunks())
     codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
-    words = codes.dictionary.to_pylist()
-    order = sorted(range(len(words)), key=words.__getitem__)
-    place = np.empty(len(words), np.int64)
-    place[order] = np.arange(len(words))
-    return place[np.asarray(codes.indices, np.int64)], [words[at] for at in order]
+    values = codes.dictionary.to_pylist()
+    order = sorted(range(len(values)), key=values.__getitem__)
+    rank = np.empty(len(values), np.int64)
+    rank[order] = np.arange(len(values))
+    return rank[np.asarray(codes.indices, np.int64)], [values[index] for index in order]
 
 
 def texts(table: pa.Table, column: str) -> Objects:
-    """Each different text is one object."""
+    """A column of texts; equal texts share one object."""
     codes = pc.dictionary_encode(table[column].combine_chunks())
     codes = codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes
     return np.array(codes.dictionary.to_pylist(), object)[np.asarray(codes.indices, np.int64)]
 
 
 class Situations(Sequence[Preemption]):
-    """Situations out of rows of the ``decisions`` table."""
+    """Situations from rows of the ``decisions`` table."""
 
     def __init__(self, table: pa.Table) -> None:
         self._columns = {
             name: texts(table, name) if pa.types.is_string(table.schema.field(name).type)
-            # Whole numbers stay whole.
+            # Integers stay integers.
             else np.asarray(table[name].to_numpy())
             for name in SITUATION_FIELDS
         }  # fmt: skip
         self._length = int(table.num_rows)
 
     @classmethod
-    def of(cls, some: Sequence[Preemption]) -> Situations:
-        if isinstance(some, Situations):
-            return some
-        return cls(pa.table({name: [getattr(one, name) for one in some] for name in SITUATION_FIELDS}))
+    def of(cls, situations: Sequence[Preemption]) -> Situations:
+        if isinstance(situations, Situations):
+            return situations
+        return cls(
+            pa.table({name: [getattr(situation, name) for situation in situations] for name in SITUATION_FIELDS})
+        )
 
     def column(self, name: str) -> NDArray[Any]:
         return self._columns[name]
@@ -118,19 +120,19 @@ class Situations(Sequence[Preemption]):
         return self._length
 
     def between(self, start: int, stop: int) -> list[Preemption]:
-        """Those rows, which have to be there."""
+        """Situations of rows ``start`` to ``stop``, which must exist."""
         return [Preemption(*row) for row in zip(*(c[start:stop].tolist() for c in self._columns.values()), strict=True)]
 
     @overload
-    def __getitem__(self, at: int) -> Preemption: ...
+    def __getitem__(self, index: int) -> Preemption: ...
 
     @overload
-    def __getitem__(self, at: slice) -> Sequence[Preemption]: ...
+    def __getitem__(self, index: slice) -> Sequence[Preemption]: ...
 
-    def __getitem__(self, at: int | slice) -> Preemption | Sequence[Preemption]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        start = range(self._length)[at]
+    def __getitem__(self, index: int | slice) -> Preemption | Sequence[Preemption]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start = range(self._length)[index]
         return self.between(start, start + 1)[0]
 
     def features(self, kind: Kind) -> dict[str, Floats]:
@@ -142,56 +144,56 @@ class Moves(Sequence[Move]):
     """Finished transfers."""
 
     def __init__(self, table: pa.Table) -> None:
-        """``table``: ``core``, ``preemption_id`` and the numbers of a :class:`Move`."""
+        """``table``: one column per field of :class:`Move`."""
         self._table = table
         self._keys = keys(table["core"], table["preemption_id"])
 
     @classmethod
-    def of(cls, some: Sequence[Move]) -> Moves:
-        if isinstance(some, Moves):
-            return some
-        columns = {name: pa.array([getattr(one, name) for one in some], kind) for name, kind in _MOVE.items()}
+    def of(cls, moves: Sequence[Move]) -> Moves:
+        if isinstance(moves, Moves):
+            return moves
+        columns = {name: pa.array([getattr(move, name) for move in moves], kind) for name, kind in _MOVE_TYPES.items()}
         return cls(pa.table(columns))
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     @overload
-    def __getitem__(self, at: int) -> Move: ...
+    def __getitem__(self, index: int) -> Move: ...
 
     @overload
-    def __getitem__(self, at: slice) -> Sequence[Move]: ...
+    def __getitem__(self, index: slice) -> Sequence[Move]: ...
 
-    def __getitem__(self, at: int | slice) -> Move | Sequence[Move]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        return next(iter(_moves(self._table.slice(range(len(self))[at], 1))))
+    def __getitem__(self, index: int | slice) -> Move | Sequence[Move]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return next(iter(_move_records(self._table.slice(range(len(self))[index], 1))))
 
     def __iter__(self) -> Iterator[Move]:
-        return iter(_moves(self._table))
+        return iter(_move_records(self._table))
 
     def of_preemptions(self, wanted: Iterable[str]) -> Moves:
-        """Those of preemptions with these keys, in the order they have here."""
+        """The transfers of preemptions with these keys, in this order."""
         return Moves(self._table.filter(pc.is_in(self._keys, value_set=pa.array(wanted, pa.string()))))
 
     def measured(self, direction: str) -> tuple[Floats, Floats, Floats]:
         """Bytes, segments and seconds of one direction."""
-        mine = self._table.filter(pc.equal(self._table["direction"], direction))
-        return reals(mine, "size_bytes"), reals(mine, "segments"), reals(mine, "duration_s")
+        transfers = self._table.filter(pc.equal(self._table["direction"], direction))
+        return reals(transfers, "size_bytes"), reals(transfers, "segments"), reals(transfers, "duration_s")
 
 
-_MOVE = {
+_MOVE_TYPES = {
     "core": pa.string(), "preemption_id": pa.string(), "direction": pa.string(), "size_bytes": pa.int64(),
     "segments": pa.int64(), "duration_s": pa.float64(),
 }  # fmt: skip
 
 
-def _moves(table: pa.Table) -> list[Move]:
-    return [Move(*row) for row in zip(*(table[name].to_pylist() for name in _MOVE), strict=True)]
+def _move_records(table: pa.Table) -> list[Move]:
+    return [Move(*row) for row in zip(*(table[name].to_pylist() for name in _MOVE_TYPES), strict=True)]
 
 
 class Windows:
-    """Kept windows, those of a state side by side: in the order of option, repeat and core, which is that of time."""
+    """Valid windows, grouped by state and ordered by option, repeat and core, which is the order of time."""
 
     def __init__(self, table: pa.Table) -> None:
         """``table``: rows of ``decisions`` with ``engine_s``, ``victim_delay_s`` and ``others_delay_s``."""
@@ -205,7 +207,7 @@ class Windows:
         rows = zip(
             self._situations.between(start, stop), [kind] * (stop - start), self.costs_s(start, stop),
             self._core[start:stop].tolist(), self._repeat[start:stop].tolist(), self._id[start:stop].tolist(),
-            *([None if isnan(one) else one for one in delay[start:stop].tolist()] for delay in self._delays_s),
+            *([None if isnan(value) else value for value in delay[start:stop].tolist()] for delay in self._delays_s),
             strict=True,
         )  # fmt: skip
         return tuple(Sample(*row) for row in rows)
@@ -223,18 +225,18 @@ class Windows:
 
 
 class Arms(Mapping[Kind, tuple[Sample, ...]]):
-    """One state's samples by option: rows from the first bound to the second are recomputes, from there on swaps."""
+    """One state's samples by option. Rows from the first to the second bound are recomputes, to the third swaps."""
 
-    __slots__ = ("_bounds", "_made", "_windows")
+    __slots__ = ("_bounds", "_samples", "_windows")
 
     def __init__(self, windows: Windows, bounds: tuple[int, int, int]) -> None:
         self._windows, self._bounds = windows, bounds
-        self._made: dict[Kind, tuple[Sample, ...]] = {}
+        self._samples: dict[Kind, tuple[Sample, ...]] = {}
 
     def __getitem__(self, kind: Kind) -> tuple[Sample, ...]:
-        if kind not in self._made:
-            self._made[kind] = self._windows.samples(kind, *self._span(kind))
-        return self._made[kind]
+        if kind not in self._samples:
+            self._samples[kind] = self._windows.samples(kind, *self._span(kind))
+        return self._samples[kind]
 
     def __iter__(self) -> Iterator[Kind]:
         return iter(KINDS)
@@ -252,5 +254,5 @@ class Arms(Mapping[Kind, tuple[Sample, ...]]):
         return self._windows.cores(self._bounds[0], self._bounds[2])
 
     def _span(self, kind: Kind) -> tuple[int, int]:
-        at = KINDS.index(kind)
-        return self._bounds[at], self._bounds[at + 1]
+        index = KINDS.index(kind)
+        return self._bounds[index], self._bounds[index + 1]

@@ -1,4 +1,4 @@
-"""Rows and values that cannot be: refused by folder, table and row. What is merely strange is not."""
+"""Checks of trace rows. Impossible values raise errors that name folder, table and row; unusual values are accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpolicy.trace import Trace, TraceError
 Row = Mapping[str, Any]
 
 CLOCK_ROUNDING_S = 1e-9
-"""A difference of clock readings may come out that far below 0."""
+"""A difference of clock readings may be this far below 0."""
 
 IDENTITY: Mapping[str, tuple[str, ...]] = {
     "decisions": ("core", "decision_id"),
@@ -24,7 +24,7 @@ IDENTITY: Mapping[str, tuple[str, ...]] = {
     "transfers": ("core", "preemption_id", "generation", "direction"),
     "windows": ("core", "state_id", "arm", "repeat", "first_step", "preemption_id"),
 }
-"""What tells the rows of a table apart. Requests are named by clients, who may use a name again."""
+"""Columns that identify a row of a table. Requests have none, because clients name them and may reuse a name."""
 
 COUNTS = (
     "computed_tokens", "prompt_tokens", "output_tokens", "block_size", "block_bytes", "segment_bytes", "held_blocks",
@@ -32,10 +32,10 @@ COUNTS = (
     "free_host_blocks", "running_requests", "waiting_requests", "batch_tokens", "queued_save_bytes",
     "queued_load_bytes", "earlier_preemptions",
 )  # fmt: skip
-"""Of a situation: never below 0."""
+"""Fields of a situation that are never below 0."""
 
 SIZES = ("computed_tokens", "held_blocks", "block_size", "block_bytes", "segment_bytes")
-"""Of a measured situation: above 0."""
+"""Fields of a measured situation that are above 0."""
 
 _TIMES: Mapping[str, tuple[str, ...]] = {
     "decisions": ("time_s",),
@@ -44,23 +44,23 @@ _TIMES: Mapping[str, tuple[str, ...]] = {
     "transfers": ("submit_s", "end_s"),
     "requests": ("arrival_s", "last_token_s"),
 }
-"""Readings of a core's clock."""
+"""Columns that hold readings of a core's clock."""
 
 
 def refuse_doubled(folder: str, trace: Trace) -> None:
-    """Raises TraceError for the first row that is in a table twice."""
+    """Raises TraceError for the first duplicate row of a table."""
     for table, names in IDENTITY.items():
-        told = trace.table(table).select(names)
-        if told.group_by(list(names)).aggregate([]).num_rows == told.num_rows:
+        identities = trace.table(table).select(names)
+        if identities.group_by(list(names)).aggregate([]).num_rows == identities.num_rows:
             continue
-        columns = told.to_pydict()
+        columns = identities.to_pydict()
         seen: dict[tuple[Any, ...], int] = {}
         for number, key in enumerate(zip(*columns.values(), strict=True)):
             if seen.setdefault(key, number) != number:
-                what = ", ".join(f"{name} {value}" for name, value in zip(names, key, strict=True))
+                description = ", ".join(f"{name} {value}" for name, value in zip(names, key, strict=True))
                 raise TraceError(
-                    f"{folder}: table {table}, row {number} is row {seen[key]} again ({what}); each should be there "
-                    "once: was a part file copied?"
+                    f"{folder}: table {table}, row {number} is row {seen[key]} again ({description}); each should be "
+                    "there once: was a part file copied?"
                 )
 
 
@@ -74,7 +74,7 @@ def refuse_negative(folder: str, table: str, number: int, row: Row, column: str)
 
 
 def refuse_situation(folder: str, number: int, row: Row) -> None:
-    """Raises TraceError for a row of ``decisions`` that describes no situation."""
+    """Raises TraceError for a row of ``decisions`` that is no valid situation."""
     for name in COUNTS:
         if row[name] < 0:
             raise TraceError(f"{folder}: table decisions, row {number}: {name} is {row[name]}, should be 0 or above")
@@ -86,16 +86,16 @@ def refuse_situation(folder: str, number: int, row: Row) -> None:
 
 
 def refuse_sizes(folder: str, number: int, row: Row) -> None:
-    """Raises TraceError for a measured situation in which nothing was held."""
+    """Raises TraceError for a measured situation in which no blocks were held."""
     for name in SIZES:
         if row[name] <= 0:
             raise TraceError(f"{folder}: table decisions, row {number}: {name} is {row[name]}, should be above 0")
 
 
 def refuse_cost(folder: str, number: int, row: Row, span_s: float) -> None:
-    """Raises TraceError for an outcome whose cost is no number, or more than all of its core's time.
+    """Raises TraceError for an outcome whose cost is not finite, or exceeds the time span of its core's trace.
 
-    ``span_s``: as of :func:`spans_s`. Noise can bring a small cost below 0, hence no other lower limit.
+    ``span_s``: from :func:`spans_s`. Noise can bring a small cost below 0, so negative costs are accepted.
     """
     value = row["engine_s"]
     if not isfinite(value) or abs(value) > span_s:
@@ -106,7 +106,7 @@ def refuse_cost(folder: str, number: int, row: Row, span_s: float) -> None:
 
 
 def spans_s(trace: Trace) -> dict[str, float]:
-    """Of each core, seconds from the first to the last moment that its trace knows of."""
+    """Seconds from the first to the last recorded time of each core."""
     ends: dict[str, tuple[float, float]] = {}
     for moments in _moments(trace):
         grouped = moments.group_by("core").aggregate([("time_s", "min"), ("time_s", "max")])
@@ -117,7 +117,7 @@ def spans_s(trace: Trace) -> dict[str, float]:
 
 
 def _moments(trace: Trace) -> Iterator[pa.Table]:
-    """Tables of ``core`` and ``time_s``, where that is known."""
+    """Tables of ``core`` and ``time_s``, without unknown times."""
     for table, names in _TIMES.items():
         for name in names:
             yield _known(trace.table(table)["core"], trace.table(table)[name])

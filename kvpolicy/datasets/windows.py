@@ -1,6 +1,6 @@
-"""The windows of a trace that count: those that a profile kept, with a cost that could be attributed in full.
+"""Selects the valid windows of a trace: not discarded by the profile, and with a completely attributed cost.
 
-Tables are checked and joined as columns; a row is looked at by itself only where something is wrong with it.
+Tables are checked and joined as columns. Single rows are read only for error messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OUTCOME_COLUMNS = (
     "core", "preemption_id", "ended", "victim_delay_s", "wait_blocks_s", "loaded_tokens", "recomputed_tokens",
     "engine_s", "others_delay_s",
 )  # fmt: skip
-"""What is read of the tables; the lists in them are most of what they hold."""
+"""Columns that are read. The lists, which take most of the space, are not among them."""
 MEASURED = ("engine_s", "victim_delay_s", "others_delay_s")
 
 REASONS = (
@@ -45,66 +45,71 @@ REASONS = (
     "preemptions in which something else was executed",
     "swaps of which nothing was loaded",
 )
-"""For which a window does not count; the first that holds is told."""
+"""Reasons for which a window does not count; the first that applies is reported."""
 
 Bounds = tuple[int, int, int]
 
 
-def kept_windows(folder: str, trace: Trace, left_out: Counter[str]) -> tuple[Windows, list[tuple[str, Bounds]]]:
-    """The windows that count, and of each state measured under both options its name and rows; states by name.
+def valid_windows(folder: str, trace: Trace, left_out: Counter[str]) -> tuple[Windows, list[tuple[str, Bounds]]]:
+    """The valid windows, and name and rows of each state measured under both options, ordered by name.
 
-    ``left_out`` is added to. Raises TraceError, naming table and row, for values that cannot be, and naming the option
-    that was never measured.
+    Excluded windows are added to ``left_out``. Raises TraceError, naming table and row, for impossible values, and
+    naming the option that was never measured.
     """
     outcomes = _outcomes(folder, trace)
     windows = trace.table("windows").select(list(WINDOW_COLUMNS))
-    _refuse_first(windows, reals(windows, "duration_s") < -CLOCK_ROUNDING_S, lambda number, row: refuse_negative(
-        folder, "windows", number, row, "duration_s"
-    ))  # fmt: skip
+    _refuse_first_bad_row(
+        windows, reals(windows, "duration_s") < -CLOCK_ROUNDING_S,
+        lambda number, row: refuse_negative(folder, "windows", number, row, "duration_s"),
+    )  # fmt: skip
     windows = windows.filter(pc.is_valid(windows["preemption_id"]))
     decisions = trace.table("decisions").select(list(DECISION_COLUMNS))
-    mine = keys(decisions["core"], decisions["preemption_id"])
-    outcome_at = _last_in(mine, outcomes)
-    reason = _why_not(decisions, windows.take(_places(_last_in(mine, windows))), outcomes.take(_places(outcome_at)))
-    labelled = _flags(pc.is_valid(decisions["state_id"]))
-    kept = labelled & (reason < 0)
-    _refuse_rows(folder, decisions, labelled, kept)
-    _count(left_out, reason[labelled])
-    costs = outcomes.select(list(MEASURED)).take(pa.array(outcome_at[kept]))
-    measured = decisions.filter(pa.array(kept))
+    decision_keys = keys(decisions["core"], decisions["preemption_id"])
+    outcome_at = _last_rows(decision_keys, outcomes)
+    reason = _why_not(
+        decisions,
+        windows.take(_take_indices(_last_rows(decision_keys, windows))),
+        outcomes.take(_take_indices(outcome_at)),
+    )
+    in_state = _flags(pc.is_valid(decisions["state_id"]))
+    counted = in_state & (reason < 0)
+    _refuse_rows(folder, decisions, in_state, counted)
+    _count(left_out, reason[in_state])
+    costs = outcomes.select(list(MEASURED)).take(pa.array(outcome_at[counted]))
+    measured = decisions.filter(pa.array(counted))
     for name in MEASURED:
         measured = measured.append_column(name, costs[name])
     _refuse_missing_arm(folder, measured)
     return _by_state(measured, left_out)
 
 
-def moves(folder: str, trace: Trace) -> pa.Table:
-    """The finished transfers, as :class:`Moves` takes them. Raises TraceError for one that ends before it starts."""
+def transfers_of_trace(folder: str, trace: Trace) -> pa.Table:
+    """The finished transfers, as columns for :class:`Moves`. Raises TraceError for one that ends before it starts."""
     table = trace.table("transfers")
-    took_s = reals(table, "end_s") - reals(table, "start_s")
-    _refuse_first(table, took_s < -CLOCK_ROUNDING_S, lambda number, row: refuse_negative(
+    duration_s = reals(table, "end_s") - reals(table, "start_s")
+    _refuse_first_bad_row(table, duration_s < -CLOCK_ROUNDING_S, lambda number, row: refuse_negative(
         folder, "transfers", number, row | {"duration_s": row["end_s"] - row["start_s"]}, "duration_s"
     ))  # fmt: skip
     # `bytes` is summed over ranks, segments are one rank's.
     size = wholes(table, "segments") * wholes(table, "segment_bytes")
-    named = table.select(["core", "preemption_id", "direction", "segments"])
-    named = named.append_column("size_bytes", pa.array(size)).append_column("duration_s", pa.array(took_s))
-    return named.filter(table["ok"])
+    columns = table.select(["core", "preemption_id", "direction", "segments"])
+    columns = columns.append_column("size_bytes", pa.array(size)).append_column("duration_s", pa.array(duration_s))
+    return columns.filter(table["ok"])
 
 
-def all_moves(given: Mapping[str, Trace]) -> Moves:
-    """Those of all traces, by the name they go by in messages."""
-    return Moves(pa.concat_tables([moves(folder, trace) for folder, trace in given.items()]))
+def all_transfers(traces: Mapping[str, Trace]) -> Moves:
+    """The finished transfers of all traces, which are given by the name used in error messages."""
+    return Moves(pa.concat_tables([transfers_of_trace(folder, trace) for folder, trace in traces.items()]))
 
 
-def _refuse_first(table: pa.Table, bad: Flags, refuse: Any) -> None:
-    """Gives the first bad row, its number first, to what says what is wrong with it."""
+def _refuse_first_bad_row(table: pa.Table, bad: Flags, refuse: Any) -> None:
+    """Call ``refuse`` with number and row of the first bad row; it raises the error."""
     for number in np.flatnonzero(bad)[:1].tolist():
         refuse(number, table.slice(number, 1).to_pylist()[0])
 
 
 def _outcomes(folder: str, trace: Trace) -> pa.Table:
-    """The outcomes, each time and cost of which can be."""
+    """The outcomes. Raises TraceError for an impossible time or cost."""
     table = trace.table("outcomes").select(list(OUTCOME_COLUMNS))
     span_s = spans_s(trace)
     spans = np.array([span_s[core] for core in texts(table, "core")], np.float64)
@@ -118,46 +123,55 @@ def _outcomes(folder: str, trace: Trace) -> pa.Table:
             refuse_negative(folder, "outcomes", number, row, name)
         refuse_cost(folder, number, row, span_s[row["core"]])
 
-    _refuse_first(table, bad, refuse)
+    _refuse_first_bad_row(table, bad, refuse)
     return table
 
 
-def _refuse_rows(folder: str, decisions: pa.Table, labelled: Flags, kept: Flags) -> None:
-    named = _flags(pc.is_in(decisions["arm"], value_set=pa.array(KINDS))) & _flags(pc.is_valid(decisions["repeat"]))
-    bad = labelled & ~named
+def _refuse_rows(folder: str, decisions: pa.Table, in_state: Flags, counted: Flags) -> None:
+    has_arm = _flags(pc.is_in(decisions["arm"], value_set=pa.array(KINDS))) & _flags(pc.is_valid(decisions["repeat"]))
+    bad = in_state & ~has_arm
     for name in COUNTS:
         bad |= wholes(decisions, name) < 0
     for name in SIZES:
-        bad |= kept & (wholes(decisions, name) <= 0)
+        bad |= counted & (wholes(decisions, name) <= 0)
 
     def refuse(number: int, row: Mapping[str, Any]) -> None:
         refuse_situation(folder, number, row)
         refuse_sizes(folder, number, row)
 
-    _refuse_first(decisions, bad, refuse)
+    _refuse_first_bad_row(decisions, bad, refuse)
 
 
 def _why_not(decisions: pa.Table, windows: pa.Table, outcomes: pa.Table) -> Ints:
-    """Which of :data:`REASONS` holds of each decision; -1 of one that counts. Its window and outcome beside it."""
-    named = pc.is_valid(windows["discarded"])
-    counts = pc.equal(windows["discarded"], "")
+    """Index into :data:`REASONS` for each decision; -1 for one that counts. Tables are aligned with the decisions."""
+    named_by_window = pc.is_valid(windows["discarded"])
+    not_discarded = pc.equal(windows["discarded"], "")
     resumed = pc.equal(outcomes["ended"], "resumed")
     executed = pc.equal(decisions["executed"], decisions["arm"])
-    used = pc.or_(pc.greater(outcomes["loaded_tokens"], 0), pc.less_equal(outcomes["recomputed_tokens"], 1))
-    used = pc.or_(used, pc.equal(decisions["executed"], "recompute"))  # as events.copy_was_used has it
-    fine = [
-        _flags(pc.fill_null(one, False))
-        for one in (named, counts, resumed, pc.is_valid(outcomes["engine_s"]), executed, used)
+    copy_used = pc.or_(pc.greater(outcomes["loaded_tokens"], 0), pc.less_equal(outcomes["recomputed_tokens"], 1))
+    copy_used = pc.or_(copy_used, pc.equal(decisions["executed"], "recompute"))  # the same rule as events.copy_was_used
+    conditions = [
+        _flags(pc.fill_null(condition, False))
+        for condition in (
+            named_by_window,
+            not_discarded,
+            resumed,
+            pc.is_valid(outcomes["engine_s"]),
+            executed,
+            copy_used,
+        )
     ]
     reason = np.full(decisions.num_rows, -1, np.int64)
     for number in reversed(range(len(REASONS))):
-        reason[~fine[number]] = number
+        reason[~conditions[number]] = number
     return reason
 
 
 def _count(left_out: Counter[str], reason: Ints) -> None:
-    """In the order of their first rows."""
-    for number in sorted(set(reason[reason >= 0].tolist()), key=lambda one: int(np.argmax(reason == one))):
+    """Add the number of decisions by reason to ``left_out``, ordered by first row."""
+    for number in sorted(
+        set(reason[reason >= 0].tolist()), key=lambda reason_number: int(np.argmax(reason == reason_number))
+    ):
         left_out[REASONS[number]] += int(np.count_nonzero(reason == number))
 
 
@@ -169,7 +183,7 @@ def _refuse_missing_arm(folder: str, measured: pa.Table) -> None:
     arms = pc.unique(measured["arm"]).to_pylist()
     for kind in KINDS:
         if kind not in arms:
-            raise TraceError(f"{folder}: table decisions has no kept row with arm {kind!r}: it was not measured")
+            raise TraceError(f"{folder}: table decisions has no valid row with arm {kind!r}: it was not measured")
 
 
 def _by_state(measured: pa.Table, left_out: Counter[str]) -> tuple[Windows, list[tuple[str, Bounds]]]:
@@ -180,23 +194,27 @@ def _by_state(measured: pa.Table, left_out: Counter[str]) -> tuple[Windows, list
     state, swap = state[order], swap[order]
     starts = np.flatnonzero(np.diff(state, prepend=-1))
     stops = np.append(starts[1:], len(state))
-    turns = stops - np.add.reduceat(swap.astype(np.int64), starts)
-    both = (starts < turns) & (turns < stops)
+    swap_starts = stops - np.add.reduceat(swap.astype(np.int64), starts)
+    both = (starts < swap_starts) & (swap_starts < stops)
     left_out["states measured under one option only"] += int(np.count_nonzero(~both))
-    rows = zip(state[starts][both].tolist(), *(one[both].tolist() for one in (starts, turns, stops)), strict=True)
+    rows = zip(
+        state[starts][both].tolist(),
+        *(positions[both].tolist() for positions in (starts, swap_starts, stops)),
+        strict=True,
+    )
     return Windows(measured.take(pa.array(order))), [(names[number], (a, b, c)) for number, a, b, c in rows]
 
 
-def _last_in(values: pa.Array, table: pa.Table) -> Ints:
-    """The last row of the table with each key; -1 where none has."""
-    among = keys(table["core"], table["preemption_id"])
-    at = pc.index_in(values, among.take(pa.array(np.arange(len(among))[::-1])))
-    found = np.asarray(pc.fill_null(at, len(among)), np.int64)
-    return len(among) - 1 - found
+def _last_rows(values: pa.Array, table: pa.Table) -> Ints:
+    """Number of the last row of ``table`` with each key; -1 if there is none."""
+    table_keys = keys(table["core"], table["preemption_id"])
+    reversed_row = pc.index_in(values, table_keys.take(pa.array(np.arange(len(table_keys))[::-1])))
+    reversed_row_or_end = np.asarray(pc.fill_null(reversed_row, len(table_keys)), np.int64)
+    return len(table_keys) - 1 - reversed_row_or_end
 
 
-def _places(rows: Ints) -> pa.Array:
-    """For ``take``, which gives empty values where a row is -1."""
+def _take_indices(rows: Ints) -> pa.Array:
+    """Indices for ``take``, which returns empty values for rows of -1."""
     return pa.array(rows, mask=rows < 0)
 
 

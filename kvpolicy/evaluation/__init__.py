@@ -1,4 +1,4 @@
-"""Judging policies offline. Loaded on first use: the command line takes its options without the estimators."""
+"""Evaluate policies offline. Names are loaded on first use: the command line needs the options, not the estimators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way policies are judged: by replay where both options were measured, by estimates where one was seen."""
+"""Choice of the evaluation: replay if both options were measured, off-policy estimates if only one was."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def evaluate(
     objective: Objective | str = ENGINE,
     how: Estimation = Estimation(),
 ) -> EvaluationReport | OffPolicyReport:
-    """Judge ``policies``, each by its name or itself, on ``traces``.
+    """Evaluate ``policies``, given by name or as objects, on ``traces``.
 
-    Profiles are replayed (:func:`kvpolicy.evaluation.replay.evaluate`); logs of production or of a simulation give
-    off-policy estimates (:func:`kvpolicy.evaluation.offpolicy.estimate`), which alone know ``how``.
-    Raises TraceError for both kinds together, and as these two do.
+    Profiles are replayed (:func:`kvpolicy.evaluation.replay.evaluate`). Logs of production or of a simulation give
+    off-policy estimates (:func:`kvpolicy.evaluation.offpolicy.estimate`); ``how`` applies to these only.
+    Raises TraceError for both kinds together, and the errors of these two functions.
     """
     if seed < 0:
         raise WrongValue("seed", f"is {seed}, should be 0 or above")

@@ -1,4 +1,4 @@
-"""How policies are judged on a log: by which estimators, with which interval."""
+"""Settings of off-policy estimation: estimators, interval and clusters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLUSTERS = ("overflow", "request")
 
 @dataclass(frozen=True, slots=True)
 class Estimation:
-    """Of a log alone; a profile, which measured both options, is replayed."""
+    """Settings for evaluating on a log. A profile, in which both options were measured, is replayed without them."""
 
     estimators: tuple[str, ...] = option(
         f"Of a log: {', '.join(ESTIMATORS)}. May be given several times; all of them without it.",

@@ -1,8 +1,8 @@
-"""Replay: policies priced on states that were measured under both options.
+"""Replay: evaluation of policies on states that were measured under both options.
 
-An oracle that picks the lower of two noisy means would look better than any policy can be. So it chooses by one half
-of a state's repeats, and it and every policy are priced on the other half; the halves change places and the two are
-averaged. Intervals come from resampling whole states.
+An oracle that picks the lower of two noisy means would be biased: no policy could be as good. The oracle therefore
+chooses by one half of a state's repeats, and the oracle and all policies are charged the means of the other half. The
+halves are then exchanged, and both results averaged. Intervals come from resampling whole states.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvpolicy.trace import TraceError
 MIN_STATES = 20
 RESAMPLES = 2000
 NOISE_ERRORS = 2.0
-"""Two means closer than that many standard errors of their difference are a tie."""
+"""Two means closer than this many standard errors of their difference are a tie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +43,31 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class PolicyScore:
-    """One policy over all states."""
+    """Scores of one policy over all states."""
 
     policy: str
     accuracy: Interval | None
-    """Probability put on the faster option, over states that are no tie; None where all are ties."""
+    """Mean probability of the faster option, over states that are no tie; None if all are ties."""
     mean_regret_s: Interval
     p95_regret_s: Interval
     total_s: float
     """Sum over states of the expected ``engine_s``."""
     over_oracle: Interval | None
-    """Total over the oracle's, less 1; None where the oracle's total is not above 0."""
+    """Total divided by the oracle's total, less 1; None if the oracle's total is not above 0."""
     by_length: tuple[tuple[str, int, float, float], ...]
     """(tokens, states, mean regret in seconds, total of the policy in seconds) by powers of two."""
     by_load: tuple[tuple[str, int, float, float], ...]
-    """The same by the number of requests running beside the victim."""
+    """The same by the number of other running requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """Policies side by side, on the same states."""
+    """Scores of several policies on the same states."""
 
     states: int
     ties: int
     unseen_only: bool
-    """Whether states that a policy's model was trained on had to be left out."""
+    """Whether states were left out because a policy's model was trained on them."""
     oracle_total_s: float
     swap_faster: int
     """States in which swap has the lower mean."""
@@ -75,11 +75,11 @@ class EvaluationReport:
     policies: tuple[PolicyScore, ...]
     left_out: Mapping[str, int]
     floor: Floor
-    """What the traces say of the costs that policies are priced with."""
+    """Quality of the costs that the traces hold."""
     objective: str = ENGINE.text
-    """What costs, regret and totals are of; seconds."""
+    """Objective that costs, regret and totals are measured by, seconds."""
     learning: tuple[str, ...] = ()
-    """Policies that learn while they serve. A replay asks them in their first state throughout: nothing is learned."""
+    """Policies that learn while they serve. A replay evaluates them in their initial state throughout."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,7 +117,7 @@ def _ms(value: Interval) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StatePrices:
-    """One state under the split-half rule, seconds."""
+    """Costs in one state by the split-half rule, seconds."""
 
     oracle_s: float
     policy_s: tuple[float, ...]
@@ -130,71 +130,70 @@ class StatePrices:
 def evaluate(
     traces: Sequence[Path | str], policies: Sequence[str | Policy], seed: int = 0, objective: Objective | str = ENGINE
 ) -> EvaluationReport:
-    """Price ``policies``, each by its name or itself, on the states of ``traces``.
+    """Evaluate ``policies``, given by name or as objects, on the states of ``traces``.
 
-    ``objective`` is what they are judged by, whatever each of them minimises (see
-    :class:`kvpolicy.policy.Objective`).
+    ``objective``: what costs are measured by, whatever each policy minimises (see :class:`kvpolicy.policy.Objective`).
 
-    Only states that no policy's cost model was trained on, with both options measured at least twice. Raises
-    TraceError where fewer than 20 are left, ModelError for a model that is not for these traces' engines.
+    Uses the states that no policy's cost model was trained on, with both options measured at least twice. Raises
+    TraceError if fewer than 20 are left, ModelError for a cost model that does not fit the traces' engines.
     """
     if seed < 0:
         raise WrongValue("seed", f"is {seed}, should be 0 or above")
-    judging = parsed("objective", objective, Objective)
+    parsed_objective = parsed("objective", objective, Objective)
     loaded = load_policies(policies)
     dataset = measured(traces)
     _check_fit(loaded, dataset)
     usable, left_out = _usable(dataset, loaded)
-    states = [judged_by(state, judging) for state in usable]
+    states = [with_objective_costs(state, parsed_objective) for state in usable]
     prices = [price(state, loaded) for state in states]
     rng = np.random.default_rng(seed)
-    resampled = rng.integers(0, len(states), (RESAMPLES, len(states)))
-    oracle = np.array([one.oracle_s for one in prices])
+    resamples = rng.integers(0, len(states), (RESAMPLES, len(states)))
+    oracle = np.array([cost.oracle_s for cost in prices])
     return EvaluationReport(
         states=len(states),
-        ties=sum(one.tie for one in prices),
+        ties=sum(cost.tie for cost in prices),
         unseen_only=left_out["states a policy's model was trained on"] > 0,
         oracle_total_s=float(oracle.sum()),
         swap_faster=sum(state.faster == "swap" for state in states),
         always_wins=one_option_always_wins(states),
-        policies=tuple(_score(one.label, i, prices, states, resampled) for i, one in enumerate(loaded)),
+        policies=tuple(_score(policy.label, i, prices, states, resamples) for i, policy in enumerate(loaded)),
         left_out=left_out,
-        objective=judging.text,
+        objective=parsed_objective.text,
         floor=dataset.floor,
-        learning=tuple(one.label for one in loaded if isinstance(one, LearningPolicy)),
+        learning=tuple(policy.label for policy in loaded if isinstance(policy, LearningPolicy)),
     )
 
 
 def price(state: State, policies: Sequence[Policy]) -> StatePrices:
-    """The split-half rule for one state; each option measured at least twice.
+    """Costs of the oracle and of the policies in one state by the split-half rule; each option measured at least twice.
 
-    A policy's price is that of the other half's means weighted with its probabilities, these averaged over the state's
-    windows.
+    A policy's cost is the mean of the options' costs in the other half, weighted by the policy's probabilities. These
+    are averaged over the state's windows.
     """
     shares = [_shares(state, policy) for policy in policies]
-    oracle, paid = [], []
+    oracle_costs, costs = [], []
     for choosing, paying in ((0, 1), (1, 0)):
-        chosen_by = {kind: fmean(_half(state, kind, choosing)) for kind in KINDS}
-        paid_s = {kind: fmean(_half(state, kind, paying)) for kind in KINDS}
-        oracle.append(paid_s[min(KINDS, key=chosen_by.__getitem__)])
-        paid.append([sum(share[kind] * paid_s[kind] for kind in KINDS) for share in shares])
+        choosing_means = {kind: fmean(_half(state, kind, choosing)) for kind in KINDS}
+        paying_means = {kind: fmean(_half(state, kind, paying)) for kind in KINDS}
+        oracle_costs.append(paying_means[min(KINDS, key=choosing_means.__getitem__)])
+        costs.append([sum(share[kind] * paying_means[kind] for kind in KINDS) for share in shares])
     return StatePrices(
-        oracle_s=fmean(oracle),
-        policy_s=tuple(map(fmean, zip(*paid, strict=True))),
+        oracle_s=fmean(oracle_costs),
+        policy_s=tuple(map(fmean, zip(*costs, strict=True))),
         right=tuple(share[state.faster] for share in shares),
         tie=is_tie(state),
     )
 
 
 def is_tie(state: State) -> bool:
-    """Whether the options' means are closer than two standard errors of their difference."""
+    """Whether the difference of the options' means is below two of its standard errors."""
     costs = [[sample.engine_s for sample in state.samples[kind]] for kind in KINDS]
-    error = sqrt(sum(variance(some) / len(some) for some in costs))
+    error = sqrt(sum(variance(values) / len(values) for values in costs))
     return abs(fmean(costs[0]) - fmean(costs[1])) < NOISE_ERRORS * error
 
 
 def _half(state: State, kind: Kind, half: int) -> list[float]:
-    """Every second repeat, so that both halves see the same drift."""
+    """Every second repeat, so that both halves have the same drift."""
     return [sample.engine_s for sample in state.samples[kind][half::2]]
 
 
@@ -218,9 +217,11 @@ def _check_fit(policies: Sequence[Policy], dataset: Dataset) -> None:
 
 
 def _usable(dataset: Dataset, policies: Sequence[Policy]) -> tuple[list[State], dict[str, int]]:
-    seen = frozenset().union(*(policy.cost_model.state_ids for policy in policies if policy.cost_model is not None))
-    trained_on = [state for state in dataset.states if state.ids & seen]
-    unseen = [state for state in dataset.states if not state.ids & seen]
+    training_ids = frozenset().union(
+        *(policy.cost_model.state_ids for policy in policies if policy.cost_model is not None)
+    )
+    trained_on = [state for state in dataset.states if state.ids & training_ids]
+    unseen = [state for state in dataset.states if not state.ids & training_ids]
     repeated = [state for state in unseen if all(len(state.samples[kind]) > 1 for kind in KINDS)]
     usable = [state for state in repeated if all(map(_both_feasible, _samples(state)))]
     left_out = dict(dataset.left_out) | {
@@ -246,43 +247,46 @@ def _both_feasible(sample: Sample) -> bool:
 
 
 def _score(
-    name: str, number: int, prices: Sequence[StatePrices], states: Sequence[State], resampled: Ints
+    name: str, number: int, prices: Sequence[StatePrices], states: Sequence[State], resamples: Ints
 ) -> PolicyScore:
-    paid_s, oracle_s = np.array([one.policy_s[number] for one in prices]), np.array([one.oracle_s for one in prices])
-    right = np.array([one.right[number] for one in prices])
-    regret_s = paid_s - oracle_s
-    decided = np.array([not one.tie for one in prices])
+    policy_s, oracle_s = (
+        np.array([cost.policy_s[number] for cost in prices]),
+        np.array([cost.oracle_s for cost in prices]),
+    )
+    accuracy_by_state = np.array([cost.right[number] for cost in prices])
+    regret_s = policy_s - oracle_s
+    untied = np.array([not cost.tie for cost in prices])
     return PolicyScore(
         policy=name,
-        accuracy=_accuracy(right, decided, resampled),
-        mean_regret_s=_interval(float(regret_s.mean()), regret_s[resampled].mean(axis=1)),
-        p95_regret_s=_interval(float(np.quantile(regret_s, 0.95)), np.quantile(regret_s[resampled], 0.95, axis=1)),
-        total_s=float(paid_s.sum()),
-        over_oracle=_over(paid_s, oracle_s, resampled),
-        by_length=_cells(regret_s, paid_s, [_length(state) for state in states]),
-        by_load=_cells(regret_s, paid_s, [_load(state) for state in states]),
+        accuracy=_accuracy(accuracy_by_state, untied, resamples),
+        mean_regret_s=_interval(float(regret_s.mean()), regret_s[resamples].mean(axis=1)),
+        p95_regret_s=_interval(float(np.quantile(regret_s, 0.95)), np.quantile(regret_s[resamples], 0.95, axis=1)),
+        total_s=float(policy_s.sum()),
+        over_oracle=_over(policy_s, oracle_s, resamples),
+        by_length=_cells(regret_s, policy_s, [_length(state) for state in states]),
+        by_load=_cells(regret_s, policy_s, [_load(state) for state in states]),
     )
 
 
-def _interval(value: float, resampled: Floats) -> Interval:
-    low, high = np.quantile(resampled, (0.025, 0.975))
+def _interval(value: float, resampled_values: Floats) -> Interval:
+    low, high = np.quantile(resampled_values, (0.025, 0.975))
     return Interval(value, float(low), float(high))
 
 
-def _accuracy(right: Floats, decided: Flags, resampled: Ints) -> Interval | None:
-    if not decided.any():
+def _accuracy(right: Floats, untied: Flags, resamples: Ints) -> Interval | None:
+    if not untied.any():
         return None
-    drawn = decided[resampled]
-    some = drawn.any(axis=1)
-    means = (right[resampled] * drawn).sum(axis=1)[some] / drawn.sum(axis=1)[some]
-    return _interval(float(right[decided].mean()), means)
+    untied_draws = untied[resamples]
+    valid = untied_draws.any(axis=1)
+    means = (right[resamples] * untied_draws).sum(axis=1)[valid] / untied_draws.sum(axis=1)[valid]
+    return _interval(float(right[untied].mean()), means)
 
 
-def _over(paid_s: Floats, oracle_s: Floats, resampled: Ints) -> Interval | None:
-    totals = oracle_s[resampled].sum(axis=1)
+def _over(policy_s: Floats, oracle_s: Floats, resamples: Ints) -> Interval | None:
+    totals = oracle_s[resamples].sum(axis=1)
     if oracle_s.sum() <= 0 or (totals <= 0).any():
         return None
-    return _interval(float(paid_s.sum() / oracle_s.sum() - 1), paid_s[resampled].sum(axis=1) / totals - 1)
+    return _interval(float(policy_s.sum() / oracle_s.sum() - 1), policy_s[resamples].sum(axis=1) / totals - 1)
 
 
 def _length(state: State) -> tuple[int, str]:
@@ -297,30 +301,30 @@ def _load(state: State) -> tuple[int, str]:
 
 
 def _cells(
-    regret_s: Floats, paid_s: Floats, groups: Sequence[tuple[int, str]]
+    regret_s: Floats, policy_s: Floats, groups: Sequence[tuple[int, str]]
 ) -> tuple[tuple[str, int, float, float], ...]:
-    found = []
+    cells = []
     for group in sorted(set(groups)):
-        mine = np.array([one == group for one in groups])
-        found.append((group[1], int(mine.sum()), float(regret_s[mine].mean()), float(paid_s[mine].sum())))
-    return tuple(found)
+        members = np.array([label == group for label in groups])
+        cells.append((group[1], int(members.sum()), float(regret_s[members].mean()), float(policy_s[members].sum())))
+    return tuple(cells)
 
 
-def judged_by(state: State, objective: Objective) -> State:
-    """The state as if what the objective weighs were its engine time: all that prices options looks at that alone.
+def with_objective_costs(state: State, objective: Objective) -> State:
+    """The state with the objective's cost in place of ``engine_s``, the only cost that the replay reads.
 
-    Raises TraceError, naming the preemption, where a delay that counts was not measured.
+    Raises TraceError, naming the preemption, if a delay that the objective needs was not measured.
     """
     if objective == ENGINE:
         return state
     samples = {
-        kind: tuple(replace(sample, engine_s=_weighed(sample, objective)) for sample in some)
-        for kind, some in state.samples.items()
+        kind: tuple(replace(sample, engine_s=_objective_cost_s(sample, objective)) for sample in samples)
+        for kind, samples in state.samples.items()
     }
     return State(state.name, state.ids, samples)
 
 
-def _weighed(sample: Sample, objective: Objective) -> float:
+def _objective_cost_s(sample: Sample, objective: Objective) -> float:
     try:
         return objective.weigh(sample.engine_s, sample.victim_delay_s, sample.others_delay_s)
     except KVPolicyError as error:

@@ -1,4 +1,4 @@
-"""What a step takes that no table of operator times holds."""
+"""Time of a step that is in no table of operator times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOTHING = "assumed to be nothing"
 
 @dataclass(frozen=True, slots=True)
 class EngineTime:
-    """The engine's own part of a step, and what uneven contexts cost: a kernel ends with its longest."""
+    """The engine's own time per step, and the cost of uneven contexts, because a kernel ends with its longest one."""
 
     per_step_s: float = option("The engine's own time per step, s: no table holds it.", 0.0, AMOUNT, "--step-s")
     per_chunk_step_s: float = option(

@@ -1,4 +1,4 @@
-"""The machine and the model's shape: what a measured cost belongs to."""
+"""The machine and the model's shape that measured costs belong to."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ class Geometry:
 
     @classmethod
     def of_shape(cls, shape: ModelShape, ranks: int = 1) -> Geometry:
-        """The nearest there is to ``shape`` with all layers alike. KV bytes per token are the same.
+        """The closest geometry to ``shape`` with identical layers. KV bytes per token are the same.
 
-        Latent attention (MLA) appears as one KV head half as wide as what it stores, a mixture's MLP as wide as what
-        one token goes through; linear FLOPs are the same but for latent attention, whose projections have no place
-        here. Bytes of weights and KV values are whole numbers of their types, quantised or not. ``ranks``, tensor
-        parallel, part heads and MLP; KV heads are doubled where there are fewer of them.
+        Latent attention (MLA) is represented as one KV head half as wide as its stored values, and a mixture's MLP is
+        as wide as the part that one token uses. Linear FLOPs are the same except for latent attention, whose
+        projections are not represented. Bytes of weights and KV values are rounded down to integers.
+
+        ``ranks``: tensor-parallel ranks, which split heads and MLP. KV heads are replicated if there are fewer.
         """
-        first = shape.kinds[0].attention
-        latent = first.kv_heads == 0
+        attention = shape.kinds[0].attention
+        latent = attention.kv_heads == 0
         active = sum(kind.layers * kind.mlp.active for kind in shape.kinds) / shape.layers
         return cls(
             layers=shape.layers,
             hidden=shape.hidden,
-            heads=first.heads // ranks,
-            kv_heads=max(1, first.kv_heads // ranks),
-            head_dim=first.kv_values // 2 if latent else first.kv_values // (2 * first.kv_heads),
+            heads=attention.heads // ranks,
+            kv_heads=max(1, attention.kv_heads // ranks),
+            head_dim=attention.kv_values // 2 if latent else attention.kv_values // (2 * attention.kv_heads),
             intermediate=round(active / (3 * shape.hidden)) // ranks,
             vocab=shape.vocab,
             weight_bytes=int(shape.precision.other // 8),
@@ -68,14 +69,14 @@ class Geometry:
 
     @property
     def linear_flops_per_token(self) -> float:
-        """Multiply-adds of the projections and the MLP for one token, times two."""
+        """FLOPs of the projections and the MLP for one token: two per multiply-add."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = 3 * self.hidden * self.intermediate
         return 2.0 * self.layers * (attention + mlp)
 
     @property
     def attention_flops_per_pair(self) -> float:
-        """Multiply-adds times two for one (query token, context token) pair: scores and weighted values."""
+        """FLOPs of scores and weighted values for one (query token, context token) pair: two per multiply-add."""
         return 4.0 * self.layers * self.heads * self.head_dim
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class Geometry:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Geometry:
-        """Raises ValueError naming the first field that is missing."""
+        """Raises ValueError naming the first missing field."""
         missing = [f.name for f in fields(cls) if f.name not in values]
         if missing:
             raise InputError(f"model geometry: field {missing[0]} is missing")
@@ -91,7 +92,7 @@ class Geometry:
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:
-    """What this machine is, as far as costs depend on it. ``device`` is the accelerator's name, or ``cpu``."""
+    """Describe this machine as far as costs depend on it. ``device``: the accelerator's name, or ``cpu``."""
     return {
         "device": device,
         "processor": _processor(),
@@ -102,39 +103,39 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 
 def available_memory_bytes(proc: Path = Path("/proc")) -> int:
-    """Memory that could be taken without swapping out anything else, within the limits of all control groups that this
-    process is in: its own, a container's, a pod's.
+    """Memory that can be allocated without swapping, within the limits of all control groups of this process.
 
-    Linux; raises OSError elsewhere. ``proc``: where its process information is mounted.
+    These are its own group and those of a container and a pod. Linux only; raises OSError elsewhere. ``proc``: mount
+    point of the process information.
     """
-    left = [_left_in_group_bytes(folder) for folder in _memory_groups(proc)]
-    return min([_system_available_bytes(proc), *(found for found in left if found is not None)])
+    group_left = [_left_in_group_bytes(folder) for folder in _memory_groups(proc)]
+    return min([_system_available_bytes(proc), *(limit for limit in group_left if limit is not None)])
 
 
 UNIFIED_LIMITS = ("memory.max", "memory.high")
-"""The second one kills nobody, but beyond it every allocation waits."""
+"""Beyond ``memory.high`` no process is killed, but every allocation is throttled."""
 
 
 def _left_in_group_bytes(group: Path) -> int | None:
-    """What a control group, of either version, lets its members still take; None where it sets no limit."""
+    """Bytes that the members of a control group may still allocate; None if it sets no limit. Either version."""
     limits = [_group_bytes(group / name) for name in UNIFIED_LIMITS]
     used = _group_bytes(group / "memory.current")
     if used is None:
         limits = [_group_bytes(group / "memory.limit_in_bytes")]
         used = _group_bytes(group / "memory.usage_in_bytes")
-    limit = min((found for found in limits if found is not None), default=None)
+    limit = min((value for value in limits if value is not None), default=None)
     return None if limit is None or used is None else max(0, limit - used + _reclaimable_bytes(group))
 
 
 def _reclaimable_bytes(group: Path) -> int:
-    """What the group uses, but the kernel would give up for the asking: clean pages of files, as of weights that were
-    read, and freeable kernel objects. Pages of a tmpfs are not among its pages of files."""
+    """Bytes in use that the kernel would free on demand: clean file pages, as of weights, and freeable kernel objects.
+    Pages of a tmpfs are not counted as file pages."""
     try:
         rows = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
     except OSError:
         return 0
     stat = {row[0]: int(row[1]) for row in rows if len(row) == 2}
-    # Version 1 tells of the group without those below it first, and of all of them under other names.
+    # Version 1 lists the group without its descendants first, and the totals under other names.
     prefix, dirty, writeback = "", "file_dirty", "file_writeback"
     if "total_inactive_file" in stat:
         prefix, dirty, writeback = "total_", "total_dirty", "total_writeback"
@@ -144,7 +145,7 @@ def _reclaimable_bytes(group: Path) -> int:
 
 
 def _group_bytes(file: Path) -> int | None:
-    """A value of a control group; None where there is none, or where it says ``max``."""
+    """A value of a control group; None if it is absent or ``max``."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -153,44 +154,47 @@ def _group_bytes(file: Path) -> int | None:
 
 
 def _memory_groups(proc: Path) -> list[Path]:
-    """Folders of the control groups that this process's memory may be counted in, from its own outwards."""
+    """Folders of the control groups that may count this process's memory, from its own group outwards."""
     paths = _group_paths(proc)
-    found = []
-    for version, root, point in _group_mounts(proc):
-        own = point / _below(root, paths.get(version, "/"))
-        found += [own, *(parent for parent in own.parents if parent.is_relative_to(point))]
-    return found
+    groups = []
+    for version, root, mount_point in _group_mounts(proc):
+        own_group = mount_point / _relative_to_mount(root, paths.get(version, "/"))
+        groups += [own_group, *(parent for parent in own_group.parents if parent.is_relative_to(mount_point))]
+    return groups
 
 
 def _group_paths(proc: Path) -> dict[int, str]:
-    """By the version of control groups: the group of this process, as ``/proc/self/cgroup`` names it."""
-    found: dict[int, str] = {}
+    """Group of this process by control-group version, as ``/proc/self/cgroup`` names it."""
+    paths: dict[int, str] = {}
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            found[1] = path
+            paths[1] = path
         elif number == "0" and not controllers:
-            found[2] = path
-    return found
+            paths[2] = path
+    return paths
 
 
 def _group_mounts(proc: Path) -> list[tuple[int, str, Path]]:
-    """Version of control groups, the group that is mounted, and where, for all mounts that may count memory."""
-    found = []
+    """(control-group version, mounted group, mount point) of all mounts that may count memory."""
+    mounts = []
     for line in _lines(proc / "self" / "mountinfo"):
         mount, _, system = line.partition(" - ")
-        root, point = mount.split()[3:5]
+        root, mount_point = mount.split()[3:5]
         kind, *_, options = system.split()
         if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            # Spaces are told as octal numbers.
-            point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point)
-            found.append((2 if kind == "cgroup2" else 1, root, Path(point)))
-    return found
+            # Spaces are escaped as octal numbers.
+            mount_point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mount_point)
+            mounts.append((2 if kind == "cgroup2" else 1, root, Path(mount_point)))
+    return mounts
 
 
-def _below(root: str, path: str) -> str:
-    """``path`` as seen from the mounted group ``root``: a container without a namespace of its own is told the host's
-    path. Where it lies elsewhere, the mounted group is the nearest that is known."""
+def _relative_to_mount(root: str, path: str) -> str:
+    """``path`` relative to the mounted group ``root``; empty if it lies elsewhere.
+
+    A container without its own namespace sees the host's path. If that is outside the mounted group, the mounted group
+    is the best known one.
+    """
     outer = root.rstrip("/")
     return "" if ".." in path or not f"{path}/".startswith(f"{outer}/") else path[len(outer) :].strip("/")
 
@@ -217,11 +221,11 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two hardware descriptions name the same kind of device and processor."""
-    return all(one.get(key) == other.get(key) for key in ("device", "processor", "cores"))
+def same_machine(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Whether two hardware descriptions name the same device, processor and number of cores."""
+    return all(first.get(key) == second.get(key) for key in ("device", "processor", "cores"))
 
 
 def fingerprint(hardware: Mapping[str, Any]) -> str:
-    """One line for a person."""
+    """Device, processor and cores in one line, for messages and comparison."""
     return json.dumps({key: hardware.get(key) for key in ("device", "processor", "cores")}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""The link between a device and its host, as ``--link`` names it: for the plugin's copies and for simulated ones."""
+"""The link between device and host as given by ``--link``, for the plugin's copies and for simulated ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kvpolicy.fields import AMOUNT, POSITIVE, WrongValue, option, settle
 
 NATIVE = "native"
-"""The text that stands for the machine's own link."""
+"""Name of the machine's own link."""
 FORM = "BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005"
 
 
@@ -36,19 +36,19 @@ class SimulatedLink:
 
     @property
     def text(self) -> str:
-        """What :meth:`parse` makes it of again."""
+        """The shortest text that :meth:`parse` accepts for this link."""
         numbers = (self.bytes_per_s, self.latency_s) if self.latency_s else (self.bytes_per_s,)
-        short = (f"{one:g}" if float(f"{one:g}") == one else repr(one) for one in numbers)
-        return ",".join(re.sub(r"e\+?(-?)0*", r"e\1", one) for one in short)
+        texts = (f"{number:g}" if float(f"{number:g}") == number else repr(number) for number in numbers)
+        return ",".join(re.sub(r"e\+?(-?)0*", r"e\1", text) for text in texts)
 
     def seconds(self, size_bytes: float) -> float:
         return self.latency_s + size_bytes / self.bytes_per_s
 
     def to_dict(self) -> dict[str, Any]:
-        """As in a trace's header."""
+        """The link as in a trace's header."""
         return {"kind": "simulated", "bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s}
 
 
 def header_link(link: SimulatedLink | None) -> dict[str, Any]:
-    """The link as in a trace's header; None: the machine's own."""
+    """The link as in a trace's header; None stands for the machine's own link."""
     return {"kind": NATIVE} if link is None else link.to_dict()

@@ -1,4 +1,4 @@
-"""What vendors say of devices and links: facts with sources, read from ``sheets.json``."""
+"""Vendors' data of devices and links: facts with sources, read from ``sheets.json``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvpolicy.errors import KVPolicyError
 
 
 class SheetError(KVPolicyError):
-    """There is no sheet of that device or link; the message lists those there are."""
+    """There is no sheet for a device or link; the message lists the known ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSheet:
-    """An accelerator. Rates are dense ones, never those with sparsity."""
+    """Data sheet of an accelerator. Rates are without sparsity."""
 
     name: str
     device_names: tuple[str, ...]
-    """What drivers call it."""
+    """Names that drivers report."""
     bf16_flops: float
     """Floating-point operations per second on 16-bit types, 32-bit accumulation."""
     fp8_flops: float | None
@@ -30,18 +30,19 @@ class DeviceSheet:
     memory_bytes: float
     memory_bytes_per_s: float
     link: str
-    """What joins it to its host in its usual machine, by name of a :class:`LinkSheet`: full width, 16 lanes of PCIe."""
+    """Name of the :class:`LinkSheet` of its usual link to the host, at full width (16 lanes of PCIe)."""
     source: str
 
     def flops(self, arithmetic: str) -> float:
-        """In that arithmetic; 16-bit where the device does not have it, as engines then widen the weights."""
-        found = {"fp8": self.fp8_flops, "int8": self.int8_ops}.get(arithmetic)
-        return self.bf16_flops if found is None else found
+        """Operations per second in an arithmetic. If the device lacks it, the 16-bit rate, because engines then widen
+        the weights."""
+        native = {"fp8": self.fp8_flops, "int8": self.int8_ops}.get(arithmetic)
+        return self.bf16_flops if native is None else native
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSheet:
-    """What joins host and device memory."""
+    """Data sheet of a link between host and device memory."""
 
     name: str
     bytes_per_s: float
@@ -51,18 +52,18 @@ class LinkSheet:
 
 @cache
 def devices() -> Mapping[str, DeviceSheet]:
-    """By short name."""
+    """Data sheets of devices by short name."""
     return {name: _device(name, values) for name, values in _read()["devices"].items()}
 
 
 @cache
 def links() -> Mapping[str, LinkSheet]:
-    """By name."""
+    """Data sheets of links by name."""
     return {name: LinkSheet(name=name, **values) for name, values in _read()["links"].items()}
 
 
 def device_sheet(device: str) -> DeviceSheet:
-    """The sheet of a device by its short name or the name its driver gives. Raises SheetError where there is none."""
+    """The sheet of a device, by short name or by its driver's name. Raises SheetError if there is none."""
     wanted = device.strip().casefold()
     for name, sheet in devices().items():
         if wanted == name.casefold() or wanted in map(str.casefold, sheet.device_names):
@@ -74,7 +75,7 @@ def device_sheet(device: str) -> DeviceSheet:
 
 
 def known_sheet(device: object) -> DeviceSheet | None:
-    """As :func:`device_sheet`; None of a device without a sheet."""
+    """Like :func:`device_sheet`; None for a device without a sheet."""
     try:
         return device_sheet(str(device))
     except SheetError:
@@ -82,7 +83,7 @@ def known_sheet(device: object) -> DeviceSheet | None:
 
 
 def link_sheet(link: str) -> LinkSheet:
-    """Raises SheetError for a name that is none."""
+    """The sheet of a link by name. Raises SheetError if there is none."""
     if link.casefold() not in links():
         raise SheetError(f"there is no link {link!r}; there are {', '.join(links())}")
     return links()[link.casefold()]
@@ -90,8 +91,8 @@ def link_sheet(link: str) -> LinkSheet:
 
 def _read() -> dict[str, Any]:
     text = resources.files("kvpolicy.hardware").joinpath("sheets.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    sheets: dict[str, Any] = json.loads(text)
+    return sheets
 
 
 def _device(name: str, values: Mapping[str, Any]) -> DeviceSheet:

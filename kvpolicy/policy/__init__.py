@@ -1,4 +1,4 @@
-"""Policies: from a situation and its options to probabilities, and the one place where chance comes in."""
+"""Policies: from a situation and its options to probabilities, and the decision drawn from these."""
 
 from kvpolicy.policy.base import Assessment, Feedback, LearningPolicy, NoState, Policy, PolicyState, PricedPolicy
 from kvpolicy.policy.decision import Decider, decide, feasible_options, probabilities_of, why_no_swap

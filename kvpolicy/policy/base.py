@@ -1,6 +1,6 @@
-"""What a policy is, and what it is told of its decisions.
+"""The base classes of policies, and the feedback that learning policies receive.
 
-A policy of one's own extends :class:`Policy` and writes one method::
+A user's policy extends :class:`Policy` and implements one method::
 
     class LongerSwaps(Policy):
         name = "longer-swaps"
@@ -9,7 +9,7 @@ A policy of one's own extends :class:`Policy` and writes one method::
             longer = situation.computed_tokens > situation.batch_tokens / max(1, situation.running_requests)
             return [float((option.kind == "swap") == (longer and len(options) > 1)) for option in options]
 
-Policies that go by predicted costs extend :class:`PricedPolicy`, those that learn while they serve
+Policies that decide by predicted costs extend :class:`PricedPolicy`, those that learn while they serve
 :class:`LearningPolicy`.
 """
 
@@ -26,18 +26,18 @@ from kvpolicy.cost.online import Measured, Online
 from kvpolicy.events import Cost, Decision, Option, Preemption
 
 Assessment = tuple[tuple[float, ...], tuple[Cost, ...]]
-"""Probabilities, one per option, and the costs they are based on: one per option, or none where there are none."""
+"""Probabilities, one per option, and the costs they are based on: one per option, or empty for a policy without."""
 
 
 class PolicyState(Protocol):
-    """Frozen; recorded with every decision."""
+    """State of a policy: frozen, and recorded with every decision."""
 
     def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class NoState:
-    """Of a policy that remembers nothing."""
+    """State of a policy without memory."""
 
     def to_json(self) -> str:
         return "{}"
@@ -46,7 +46,7 @@ class NoState:
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    # The default lets people write Policy alone; Python itself knows defaults from 3.13 on.
+    # The default allows Policy without a parameter; Python's own TypeVar has defaults from 3.13 on.
     S = TypeVar("S", bound=PolicyState, default=Any)
 else:
     from typing import TypeVar
@@ -56,18 +56,18 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What became of a decision, as far as a policy can learn from it."""
+    """The measured outcome of a decision, for policies that learn."""
 
     situation: Preemption
-    """As it was decided on."""
+    """The situation at the time of the decision."""
     option: Option
-    """As executed: what was chosen, or the recompute in its place."""
+    """The executed option: the chosen one, or the recompute in its place."""
     engine_s: float | None
-    """Measured; None where it could not be attributed in full."""
+    """Measured engine time; None if it could not be attributed completely."""
     victim_delay_s: float | None
 
     def against(self, model: CostModel) -> Measured:
-        """Beside what the model predicts for it."""
+        """The measured times together with the model's prediction."""
         (predicted,) = model.predict(self.situation, (self.option,))
         kind = self.option.kind
         seconds = self.engine_s, self.victim_delay_s
@@ -75,58 +75,58 @@ class Feedback:
 
 
 class Policy(ABC, Generic[S]):
-    """Decides what is done with a victim. All methods are pure in their arguments.
+    """Decides what is done with a victim. All methods are pure functions of their arguments.
 
-    ``S`` is its state, a frozen value that is recorded with every decision; a policy that remembers nothing has none
-    to speak of and leaves the methods about it alone.
+    ``S``: type of the policy's state, a frozen value that is recorded with every decision. A policy without memory
+    need not override the methods for the state.
     """
 
     name: str
-    """In reports and traces; different for policies that decide differently."""
+    """Name in reports and traces; policies that decide differently must have different names."""
     cost_model: CostModel | None = None
-    """What its costs come from; checked against the engine before anything is decided."""
+    """Source of the predicted costs; checked against the engine before the first decision."""
 
     @abstractmethod
     def probabilities(self, situation: Preemption, options: Sequence[Option], state: S) -> Sequence[float]:
-        """The probability of each option, in their order: 0 or above, summing to 1.
+        """Return the probability of each option, in their order: 0 or above, summing to 1.
 
-        ``options``: feasible ones only, recompute first; often that one alone.
+        ``options``: the feasible ones, recompute first; often recompute alone.
         """
 
     def assess(self, situation: Preemption, options: Sequence[Option], state: S) -> Assessment:
-        """The probabilities, and the costs behind them where there are any."""
+        """Return the probabilities, and the costs they are based on, if any."""
         return tuple(map(float, self.probabilities(situation, options, state))), ()
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its values and its code: two policies of one name are told apart by it, and a changed one from
-        what it was. See :mod:`kvpolicy.code_digest` for what it cannot know."""
+        """SHA-256 of the policy's values and code. It distinguishes policies of the same name, and versions of one
+        policy. See :mod:`kvpolicy.code_digest` for its limits."""
         return digest_of(self)
 
     @property
     def label(self) -> str:
-        """In reports and traces: the name, and for a class from outside this package the digest's beginning."""
+        """Name in reports and traces; for a class from outside this package followed by the start of its digest."""
         return label_of(self)
 
     def initial_state(self) -> S:
-        return NoState()  # type: ignore[return-value]  # right where S is left open; who chooses S writes this method
+        return NoState()  # type: ignore[return-value]  # right unless S is given; a class that gives S overrides this
 
     def next_state(self, state: S, decision: Decision) -> S:
-        """The state after ``decision``."""
+        """Return the state after ``decision``."""
         return state
 
 
 class PricedPolicy(Policy[S]):
-    """Decides by what each option is predicted to cost; the costs are recorded with the decision."""
+    """Decides by the predicted cost of each option; the costs are recorded with the decision."""
 
     @abstractmethod
     def by_costs(
         self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: S
     ) -> tuple[float, ...]:
-        """The probability of each option. ``costs``: one per option."""
+        """Return the probability of each option. ``costs``: one per option."""
 
     def costs(self, situation: Preemption, options: Sequence[Option], state: S) -> tuple[Cost, ...]:
-        """What its cost model predicts."""
+        """Return the costs that the policy's cost model predicts, one per option."""
         assert self.cost_model is not None
         return self.cost_model.predict(situation, options)
 
@@ -139,30 +139,30 @@ class PricedPolicy(Policy[S]):
 
 
 class LearningPolicy(Policy[S]):
-    """Is told what became of its decisions while it serves."""
+    """Receives the measured outcomes of its decisions while it serves."""
 
     @abstractmethod
     def observe(self, state: S, feedback: Feedback) -> S:
-        """The state after what became of a preemption is known."""
+        """Return the state after the outcome of a preemption."""
 
     def learned(self, state: S) -> Online | None:
-        """What of the state is worth keeping over a restart; None for nothing."""
+        """Return the part of the state to save for a restart; None for nothing."""
         return None
 
     def resume(self, learned: Online) -> S:
-        """The state to begin with where that was kept."""
+        """Return the initial state after a restart, from what was saved."""
         return self.initial_state()
 
 
-CERTAIN = {(i, count): tuple(float(i == j) for j in range(count)) for count in (1, 2) for i in range(count)}
+CERTAINTIES = {(i, count): tuple(float(i == j) for j in range(count)) for count in (1, 2) for i in range(count)}
 
 
 def all_on(chosen: int, count: int) -> tuple[float, ...]:
-    """Certainty for option ``chosen`` of ``count``."""
-    known = CERTAIN.get((chosen, count))
-    return tuple(float(i == chosen) for i in range(count)) if known is None else known
+    """Probability 1 for option ``chosen`` of ``count``."""
+    certain = CERTAINTIES.get((chosen, count))
+    return tuple(float(i == chosen) for i in range(count)) if certain is None else certain
 
 
 def first_of(kind: str, options: Sequence[Option]) -> int | None:
-    """Index of the first option of that kind, if there is one."""
+    """Index of the first option of kind ``kind``; None if there is none."""
     return next((i for i, option in enumerate(options) if option.kind == kind), None)

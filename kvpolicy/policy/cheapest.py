@@ -1,6 +1,6 @@
-"""Policies: fixed options, a coin, a threshold, the least predicted cost.
+"""Policies: fixed option, random, threshold, and lowest predicted cost.
 
-What is minimised is an objective over predicted costs, or InferCept's waste of memory.
+The cost is an objective over predicted times, or the waste of memory as defined by InferCept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpolicy.policy.objective import ENGINE, Objective
 
 @dataclass(frozen=True)
 class Threshold(Policy[NoState]):
-    """Swap iff the victim has at least that many computed tokens, and swap is feasible."""
+    """Swap if it is feasible and the victim has at least ``tokens`` computed tokens; else recompute."""
 
     name: str
     tokens: int
@@ -29,7 +29,7 @@ class Threshold(Policy[NoState]):
 
 @dataclass(frozen=True)
 class Always(Policy[NoState]):
-    """One kind wherever it is feasible, recompute elsewhere."""
+    """Option ``kind`` if it is feasible, else recompute."""
 
     name: str
     kind: Kind
@@ -40,7 +40,7 @@ class Always(Policy[NoState]):
 
 @dataclass(frozen=True)
 class Coin(Policy[NoState]):
-    """Swap with a fixed probability wherever it is feasible."""
+    """Swap with probability ``p_swap`` if it is feasible, else recompute."""
 
     name: str
     p_swap: float
@@ -57,7 +57,7 @@ class Coin(Policy[NoState]):
 
 @dataclass(frozen=True)
 class Cheapest(PricedPolicy[S]):
-    """Ties go to the first option: recompute."""
+    """The option with the lowest predicted cost; in a tie the first: recompute."""
 
     name: str
     cost_model: CostModel = field()
@@ -71,7 +71,7 @@ class Cheapest(PricedPolicy[S]):
 
 @dataclass(frozen=True)
 class CheapestOnline(Cheapest[Online], LearningPolicy[Online]):
-    """The same by a cost model that measured outcomes correct."""
+    """:class:`Cheapest` with predictions that are corrected online by measured outcomes."""
 
     def initial_state(self) -> Online:
         return Online()
@@ -90,14 +90,14 @@ class CheapestOnline(Cheapest[Online], LearningPolicy[Online]):
 
 
 def lowest(costs: Sequence[Cost], objective: Objective = ENGINE) -> int:
-    """Index of the lowest predicted cost, the first of equals."""
+    """Index of the lowest predicted cost; the first of equal ones."""
     if objective is ENGINE and len(costs) == 2:
         return 1 if costs[1].engine_s < costs[0].engine_s else 0
     return min(range(len(costs)), key=lambda i: objective.of(costs[i]))
 
 
-OWN_SHARE = 0.5
-"""Of the victim's memory, held on the mean while chunks fill it evenly."""
+MEAN_MEMORY_SHARE = 0.5
+"""Mean share of the victim's memory that is held while chunks fill it evenly."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,16 @@ class MinWaste(PricedPolicy[NoState]):
     """InferCept's minimum-waste rule: the option that leaves less device memory idle, in token-seconds.
 
     Abhyankar et al., "InferCept: Efficient Intercept Support for Augmented Large Language Model Inference", ICML 2024,
-    PMLR 235:81-95. There a request pauses for a tool; here it is preempted, so keeping its memory is no option. Waste
-    is memory that does no work times how long. With C the victim's context and C_other that of the requests beside it:
+    PMLR 235:81-95. There a request pauses for a tool call; here it is preempted, so its memory cannot be kept. Waste is
+    idle memory times duration. With C the victim's context and C_other that of the other running requests:
 
         discard, recomputed in chunks:  T_forward(C) * C / 2 + T_forward(C) * C_other
         swap, out and back:             2 * T_copy(C) * (C + C_other)
 
-    A recompute fills its memory chunk by chunk, half of it on the mean, and delays the others by the time it takes; a
-    copy in either direction is taken to stop the whole batch. Bytes per token are a factor of both sides and left out.
-    Not taken over: InferCept hides copies within a budget of bytes per iteration and counts those as free. Both times
-    come from a cost model. Ties go to the first option: recompute.
+    A recompute fills its memory chunk by chunk, half of it on average, and delays the other requests for its whole
+    duration. A copy in either direction is assumed to stop the whole batch. Bytes per token are a common factor and
+    omitted. InferCept also hides copies within a budget of bytes per iteration and counts these as free; that is not
+    implemented here. Both times come from a cost model. In a tie the first option is taken: recompute.
     """
 
     name: str
@@ -135,9 +135,9 @@ class MinWaste(PricedPolicy[NoState]):
 
 def discard_waste(forward_s: float, own_tokens: int, other_tokens: int) -> float:
     """Token-seconds of a recompute that takes the engine ``forward_s``."""
-    return forward_s * (OWN_SHARE * own_tokens + other_tokens)
+    return forward_s * (MEAN_MEMORY_SHARE * own_tokens + other_tokens)
 
 
 def swap_waste(both_copies_s: float, own_tokens: int, other_tokens: int) -> float:
-    """Token-seconds of copies that take ``both_copies_s``, out and back together."""
+    """Token-seconds of a swap whose copies, out and back, take ``both_copies_s`` together."""
     return both_copies_s * (own_tokens + other_tokens)

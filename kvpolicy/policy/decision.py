@@ -1,4 +1,4 @@
-"""What can be done, and drawing one of it: the only sampler there is."""
+"""Feasible options, and the decision between them: the only place where an option is drawn."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from kvpolicy.policy.base import Feedback, LearningPolicy, Policy, PolicyState, 
 RECOMPUTE = Option("recompute")
 HOST_TIER = "host"
 PINNED = "pinned"
-"""In a decision, in place of a policy's name: a tool has the option pinned."""
-_decision = draft_of(Decision)
+"""Recorded in a decision in place of the policy's name while a tool pins the option."""
+_draft_decision = draft_of(Decision)
 
 
 def feasible_options(situation: Preemption, swap_possible: bool = True) -> tuple[Option, ...]:
-    """Recompute, always and first; swap where the host has room for all held blocks and the engine would load them.
+    """Recompute, always and first; swap if the host pool has free slots for all held blocks and the engine allows it.
 
-    ``swap_possible``: whether it would; only the engine knows. A victim without computed tokens has nothing to swap.
+    ``swap_possible``: whether the engine would load the blocks back. A victim without computed tokens has nothing to
+    swap.
     """
     if swap_possible and 0 < situation.held_blocks <= situation.free_host_blocks and situation.computed_tokens > 0:
         return RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
@@ -28,9 +29,9 @@ def feasible_options(situation: Preemption, swap_possible: bool = True) -> tuple
 
 
 def why_no_swap(situation: Preemption, refused: str = "") -> str:
-    """Why the victim cannot be swapped, in a word for the trace; empty where it can.
+    """Reason why the victim cannot be swapped, as recorded in the trace; empty if it can.
 
-    ``refused``: why the engine would not load it back, which only the engine knows; empty where it would.
+    ``refused``: reason why the engine would not load the blocks back; empty if it would.
     """
     if situation.cause == "reset":
         return "reset"
@@ -44,29 +45,29 @@ def why_no_swap(situation: Preemption, refused: str = "") -> str:
 def probabilities_of(
     policy: Policy, situation: Preemption, options: Sequence[Option], state: PolicyState
 ) -> tuple[float, ...]:
-    """What the policy says of the options. Raises ValueError for probabilities that are none."""
+    """The policy's probability of each option. Raises ValueError for invalid probabilities."""
     probabilities, _ = policy.assess(situation, options, state)
-    _refuse_impossible(policy.name, probabilities, options)
+    _check_probabilities(policy.name, probabilities, options)
     return probabilities
 
 
 def decide(
     policy: Policy, situation: Preemption, options: Sequence[Option], state: PolicyState, rng: random.Random
 ) -> Decision:
-    """Ask the policy and draw; exactly one number is taken from ``rng`` every time.
+    """Draw an option by the policy's probabilities. Exactly one number is taken from ``rng`` every time.
 
-    Raises ValueError for probabilities that are none.
+    Raises ValueError for invalid probabilities.
     """
     probabilities, costs = policy.assess(situation, options, state)
-    _refuse_impossible(policy.name, probabilities, options)
+    _check_probabilities(policy.name, probabilities, options)
     chosen = _draw(probabilities, rng.random())
-    return _decision(tuple(options), probabilities, chosen, costs, policy.name, state.to_json())
+    return _draft_decision(tuple(options), probabilities, chosen, costs, policy.name, state.to_json())
 
 
 class Decider:
-    """The policy in charge and the state it has come to: decides one preemption after the other, and learns.
+    """A policy with its current state: decides preemptions one after the other, and learns from outcomes.
 
-    One per engine core, simulated or not. ``shadow``: what is intended is recorded, but everything is recomputed.
+    One per engine core, simulated or not. ``shadow``: decisions are recorded, but every victim is recomputed.
     """
 
     def __init__(self, policy: Policy, rng: random.Random, shadow: bool = False) -> None:
@@ -77,9 +78,9 @@ class Decider:
         self._pinned: Kind | None = None
 
     def decide(self, situation: Preemption, why_no_swap: str = "") -> Decision:
-        """The decision, with what is to be executed and why that is not what was chosen.
+        """Decide, and set what is executed, with the reason if that differs from the chosen option.
 
-        ``why_no_swap``: what keeps the engine from swapping this victim; empty where nothing does.
+        ``why_no_swap``: reason why the engine cannot swap this victim; empty if it can.
         """
         options = feasible_options(situation, swap_possible=not why_no_swap)
         if self._pinned is None:
@@ -95,45 +96,47 @@ class Decider:
         return replace(decision, executed=decision.intended)
 
     def pin(self, kind: Kind | None) -> None:
-        """Take ``kind`` wherever it is feasible, recorded as the policy :data:`PINNED`, and leave the policy in charge,
-        its state and its chance alone; None: ask that policy again."""
+        """Take ``kind`` whenever it is feasible, recorded as the policy :data:`PINNED`; None to unpin.
+
+        The policy, its state and the random numbers are left unchanged meanwhile.
+        """
         self._pinned = kind
 
     @property
     def learns(self) -> bool:
-        """Whether the policy is to be told what becomes of its decisions."""
+        """Whether the policy learns from outcomes."""
         return isinstance(self.policy, LearningPolicy)
 
     def learn(self, feedback: Feedback) -> None:
-        """What became of a decision is known. Does nothing for a policy that does not learn."""
+        """Pass the outcome of a decision to the policy. Does nothing for a policy that does not learn."""
         if isinstance(self.policy, LearningPolicy):
             self.state = self.policy.observe(self.state, feedback)
 
     @property
     def learned(self) -> Online | None:
-        """What of the state is worth keeping over a restart; None for nothing."""
+        """The part of the state to save for a restart; None for nothing."""
         return self.policy.learned(self.state) if isinstance(self.policy, LearningPolicy) else None
 
     def adopt(self, policy: Policy) -> None:
-        """Decide by another policy from now on, from its initial state; chance goes on where it was."""
+        """Decide by another policy from now on, from its initial state; the random numbers continue."""
         self.policy, self.state = policy, policy.initial_state()
 
 
-def _draw(probabilities: Sequence[float], at: float) -> int:
-    """The option in whose share of [0, 1) ``at`` falls; never one of probability 0."""
-    passed, last = 0.0, 0
+def _draw(probabilities: Sequence[float], position: float) -> int:
+    """Index of the option whose part of [0, 1) holds ``position``; never an option of probability 0."""
+    cumulative, last = 0.0, 0
     for i, share in enumerate(probabilities):
         if share <= 0.0:
             continue
-        passed, last = passed + share, i
-        if at < passed:
+        cumulative, last = cumulative + share, i
+        if position < cumulative:
             return i
     return last
 
 
-def _refuse_impossible(name: str, probabilities: Sequence[float], options: Sequence[Option]) -> None:
-    right = len(probabilities) == len(options) > 0 and min(probabilities) >= 0.0 and max(probabilities) <= 1.0
-    if not right or not -1e-9 <= sum(probabilities) - 1.0 <= 1e-9:
+def _check_probabilities(name: str, probabilities: Sequence[float], options: Sequence[Option]) -> None:
+    valid = len(probabilities) == len(options) > 0 and min(probabilities) >= 0.0 and max(probabilities) <= 1.0
+    if not valid or not -1e-9 <= sum(probabilities) - 1.0 <= 1e-9:
         raise ValueError(
             f"policy {name}: probabilities {tuple(probabilities)} for {len(options)} options; "
             "there should be one each, from 0 to 1, summing to 1"

@@ -1,8 +1,9 @@
-"""The cheapest option where the cost model is sure, a coin where it is not: so that a production log can teach.
+"""Exploration: the cheapest option where the cost model is certain, a random one where it is not.
 
-A coin has a price: by the model's own prediction, the mean of what it may choose less the cheapest. That is the
-*predicted expected regret*. A budget bounds its sum, whatever comes; once the next coin would exceed it, the policy
-decides as :class:`~kvpolicy.policy.cheapest.Cheapest` there. What the model does not predict, no budget bounds.
+A production log with random decisions supports off-policy estimates and training. A random decision has a cost: the
+mean predicted cost of the options it may take, less that of the cheapest. This is the *predicted expected regret*. A
+budget bounds its sum: a random decision that would exceed it is replaced by that of
+:class:`~kvpolicy.policy.cheapest.Cheapest`. The budget bounds predicted regret only, not measured regret.
 """
 
 from __future__ import annotations
@@ -22,44 +23,45 @@ from kvpolicy.policy.objective import ENGINE, Objective
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What all coins together may cost, in the objective's seconds, as predicted; infinite where nothing bounds it."""
+    """Maximum predicted regret of all random decisions together, in the objective's seconds; infinite: no bound."""
 
     seconds: float = inf
     share: float = inf
-    """Of what all decisions would have cost at the cheapest, predicted, up to and with the present one."""
+    """Maximum as a share of the predicted cost of the cheapest options, over all decisions including the current."""
 
     @property
     def bounds(self) -> bool:
         return self.seconds < inf or self.share < inf
 
     def allows(self, spent_s: float, cheapest_s: float) -> bool:
-        """Whether so much may have been spent once decisions worth ``cheapest_s`` were taken."""
+        """Whether a regret of ``spent_s`` is within the budget, given the cheapest options' cost of all decisions."""
         return spent_s <= self.seconds and (self.share == inf or spent_s <= self.share * cheapest_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Explored:
-    """How many decisions were left to chance so far, and what was learned online, where that is on."""
+class ExploreState:
+    """State of :class:`Explore`: number of random decisions so far, online corrections if any, regret spent."""
 
     decisions: int = 0
     online: Online | None = None
     spent_s: float | None = None
     """Predicted expected regret so far; None without a budget."""
     cheapest_s: float = 0.0
-    """Of all decisions so far, the predicted cost of the cheapest option; counted with a budget only."""
+    """Predicted cost of the cheapest options of all decisions so far; counted with a budget only."""
 
     def to_json(self) -> str:
-        told = json.dumps({"explored": self.decisions})
+        text = json.dumps({"explored": self.decisions})
         if self.spent_s is not None:
-            told = f'{told[:-1]}, "spent_s": {self.spent_s!r}, "cheapest_s": {self.cheapest_s!r}}}'
-        return told if self.online is None else f'{told[:-1]}, "online": {self.online.to_json()}}}'
+            text = f'{text[:-1]}, "spent_s": {self.spent_s!r}, "cheapest_s": {self.cheapest_s!r}}}'
+        return text if self.online is None else f'{text[:-1]}, "online": {self.online.to_json()}}}'
 
 
 @dataclass(frozen=True)
-class Explore(PricedPolicy[Explored]):
-    """Chance, in equal parts, among the first option and those the interval of whose log ratio to it contains 0.
+class Explore(PricedPolicy[ExploreState]):
+    """Equal probabilities for the first option and every option whose log ratio to it has an interval that contains 0;
+    if there is no such option, the cheapest.
 
-    The ratio is that of engine times, whatever the objective that decides outside the band. Regret is the objective's.
+    The ratio is that of engine times, whatever the objective. Regret is measured by the objective.
     """
 
     name: str
@@ -67,21 +69,21 @@ class Explore(PricedPolicy[Explored]):
     objective: Objective = ENGINE
     budget: Budget = Budget()
 
-    def initial_state(self) -> Explored:
-        return Explored(spent_s=0.0 if self.budget.bounds else None)
+    def initial_state(self) -> ExploreState:
+        return ExploreState(spent_s=0.0 if self.budget.bounds else None)
 
     def by_costs(
-        self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: Explored
+        self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: ExploreState
     ) -> tuple[float, ...]:
-        open_ones = [i for i in range(1, len(costs)) if costs[i].log_ratio_low <= 0 <= costs[i].log_ratio_high]
-        if open_ones:
-            share = 1.0 / (len(open_ones) + 1)
-            coin = tuple(share if i == 0 or i in open_ones else 0.0 for i in range(len(costs)))
-            if not self.budget.bounds or self.budget.allows(*self._after(state, coin, costs)):
-                return coin
+        undecided = [i for i in range(1, len(costs)) if costs[i].log_ratio_low <= 0 <= costs[i].log_ratio_high]
+        if undecided:
+            share = 1.0 / (len(undecided) + 1)
+            randomised = tuple(share if i == 0 or i in undecided else 0.0 for i in range(len(costs)))
+            if not self.budget.bounds or self.budget.allows(*self._after(state, randomised, costs)):
+                return randomised
         return all_on(lowest(costs, self.objective), len(options))
 
-    def next_state(self, state: Explored, decision: Decision) -> Explored:
+    def next_state(self, state: ExploreState, decision: Decision) -> ExploreState:
         if self.budget.bounds and decision.costs:
             spent_s, cheapest_s = self._after(state, decision.probabilities, decision.costs)
             state = replace(state, spent_s=spent_s, cheapest_s=cheapest_s)
@@ -90,40 +92,40 @@ class Explore(PricedPolicy[Explored]):
         return state
 
     def _after(
-        self, state: Explored, probabilities: Sequence[float], costs: Sequence[Cost]
+        self, state: ExploreState, probabilities: Sequence[float], costs: Sequence[Cost]
     ) -> tuple[float, float]:  # fmt: skip
-        """Regret spent, and cost at the cheapest, once a decision with these probabilities is taken."""
+        """Regret spent, and cost of the cheapest options, including a decision with these probabilities."""
         regret_s, min_s = predicted_regret(probabilities, costs, self.objective)
         return (state.spent_s or 0.0) + regret_s, state.cheapest_s + min_s
 
 
 @dataclass(frozen=True)
-class ExploreOnline(Explore, LearningPolicy[Explored]):
-    """The same by a cost model that measured outcomes correct."""
+class ExploreOnline(Explore, LearningPolicy[ExploreState]):
+    """:class:`Explore` with predictions that are corrected online by measured outcomes."""
 
-    def initial_state(self) -> Explored:
+    def initial_state(self) -> ExploreState:
         return self.resume(Online())
 
-    def costs(self, situation: Preemption, options: Sequence[Option], state: Explored) -> tuple[Cost, ...]:
+    def costs(self, situation: Preemption, options: Sequence[Option], state: ExploreState) -> tuple[Cost, ...]:
         return corrected(
             super().costs(situation, options, state), options, situation.computed_tokens, self.learned(state)
         )
 
-    def observe(self, state: Explored, feedback: Feedback) -> Explored:
+    def observe(self, state: ExploreState, feedback: Feedback) -> ExploreState:
         return replace(state, online=self.learned(state).updated(feedback.against(self.cost_model)))
 
-    def learned(self, state: Explored) -> Online:
+    def learned(self, state: ExploreState) -> Online:
         return state.online or Online()
 
-    def resume(self, learned: Online) -> Explored:
-        """The budget is that of one life of a server: it is whole again after a restart."""
+    def resume(self, learned: Online) -> ExploreState:
+        """The state after a restart. The budget holds for one run of a server: nothing of it is spent yet."""
         return replace(super().initial_state(), online=learned)
 
 
 def predicted_regret(
     probabilities: Sequence[float], costs: Sequence[Cost], objective: Objective = ENGINE
 ) -> tuple[float, float]:  # fmt: skip
-    """Expected cost beyond that of the cheapest option, never below 0, and the cheapest option's cost; seconds."""
+    """Expected cost above that of the cheapest option, 0 or above, and the cheapest option's cost; seconds."""
     seconds = [objective.of(cost) for cost in costs]
     min_s = min(seconds)
-    return sum(share * (one - min_s) for share, one in zip(probabilities, seconds, strict=True)), min_s
+    return sum(share * (option_s - min_s) for share, option_s in zip(probabilities, seconds, strict=True)), min_s

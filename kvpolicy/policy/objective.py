@@ -15,18 +15,18 @@ FORM = "engine, victim, others, or a sum of these with weights, as in engine+0.5
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Weights of the three quantities, which are all in seconds (the others' in request-seconds); none below 0."""
+    """Weights of the three quantities, 0 or above. All are in seconds, the others' delay in request-seconds."""
 
     engine: float = 1.0
     victim: float = 0.0
     others: float = 0.0
 
     def of(self, cost: Cost) -> float:
-        """Raises ValueError where the delay of the victim matters and the model did not predict it."""
+        """Weighted sum of a prediction. Raises ValueError if it needs a victim delay that was not predicted."""
         return self.weigh(cost.engine_s, cost.victim_delay_s, cost.stall_s)
 
     def weigh(self, engine_s: float, victim_delay_s: float | None, others_delay_s: float | None) -> float:
-        """The weighted sum; a quantity of weight 0 may be None. Raises ValueError for one that is needed."""
+        """Weighted sum; a quantity of weight 0 may be None. Raises ValueError for None with a positive weight."""
         total = self.engine * engine_s
         for weight, seconds, name in ((self.victim, victim_delay_s, "victim"), (self.others, others_delay_s, "others")):
             if weight:
@@ -37,31 +37,31 @@ class Objective:
 
     @property
     def text(self) -> str:
-        """What :meth:`parse` makes it of again."""
+        """The objective as text, in the form that :meth:`parse` reads."""
         weights = [(getattr(self, name), name) for name in QUANTITIES if getattr(self, name)]
         return "+".join(name if weight == 1 else f"{weight:g}*{name}" for weight, name in weights)
 
     @classmethod
     def parse(cls, text: str) -> Objective:
-        """The objective of that name. Raises WrongValue, telling the form, for a wrong one."""
+        """Read an objective from text. Raises WrongValue, which gives the right form, for an invalid one."""
         weights = dict.fromkeys(QUANTITIES, 0.0)
         for term in text.split("+"):
             weight, star, name = term.rpartition("*")
             name = name.strip()
             if name not in weights or weights[name]:
-                told = f"{text!r}: {term!r} should be one of {', '.join(QUANTITIES)}, each once: {FORM}"
-                raise WrongValue("objective", told)
+                message = f"{text!r}: {term!r} should be one of {', '.join(QUANTITIES)}, each once: {FORM}"
+                raise WrongValue("objective", message)
             weights[name] = _weight(text, weight) if star else 1.0
         return cls(**weights)
 
 
-def _weight(text: str, given: str) -> float:
+def _weight(text: str, weight_text: str) -> float:
     try:
-        weight = float(given)
+        weight = float(weight_text)
     except ValueError:
         weight = -1.0
     if not (isfinite(weight) and weight > 0):
-        raise WrongValue("objective", f"{text!r}: {given!r} should be a weight above 0: {FORM}")
+        raise WrongValue("objective", f"{text!r}: {weight_text!r} should be a weight above 0: {FORM}")
     return weight
 
 

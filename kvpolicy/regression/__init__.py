@@ -1,1 +1,1 @@
-"""Regressors that know nothing of preemptions: physics times a residual, least squares, conformal intervals."""
+"""General regressors for times: physics times a learned residual, least squares, conformal intervals."""

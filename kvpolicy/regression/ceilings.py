@@ -1,8 +1,8 @@
-"""Physics over named columns: a sum of ceilings, each of them the slowest of a few terms.
+"""Physics over named columns: a sum of ceilings, each the maximum of a few terms.
 
-``seconds = sum over ceilings of max over its terms of constant * column``: a kernel that computes and reads memory at
-the same time is as slow as the slower of the two, a launch comes on top. All constants are 0 or above, so a prediction
-never falls where a column grows.
+``seconds = sum over ceilings of max over its terms of constant * column``. A kernel that computes and reads memory at
+the same time takes as long as the slower of the two; a launch is added. No constant is below 0, so a prediction never
+decreases as a column increases.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from scipy.optimize import nnls
 from kvpolicy.arrays import Floats
 
 LAUNCH = ""
-"""The term that every row has once: its constant is a time."""
+"""The term that is 1 in every row: its constant is a time."""
 MIN_S = 1e-12
-"""No prediction is below: logarithms are taken of it."""
+"""Lower bound of predictions: logarithms are taken of them."""
 ROUNDS = 15
-SWITCHES = 12
-"""How often rows may change the term that bounds them while constants are fitted."""
-KINKS = (0.25, 0.5, 0.75)
-CLEARLY = 0.2
-"""By that share a fit begun at a kink has to miss less than one begun without: a kink in noise leads far astray."""
-ROWS_TO_BEGIN_WITH = 500
+MAX_SWITCHES = 12
+"""Maximum number of times that each row's largest term is looked up again while constants are fitted."""
+KINK_QUANTILES = (0.25, 0.5, 0.75)
+"""Shares of the rows at which two terms of a ceiling are equal in the starting values."""
+MIN_KINK_GAIN = 0.2
+"""Share by which the error must be lower for a fit started with a kink: a kink fitted to noise extrapolates badly."""
+ROWS_TO_START_WITH = 500
 OUTLIER_SCALES = 2.5
-"""Relative residuals beyond that many robust standard deviations count only linearly (Huber 1964)."""
+"""Relative residuals above this many robust standard deviations count only linearly (Huber 1964)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,52 +42,52 @@ class Constant:
 
 
 class Physics(Protocol):
-    """What may stand before a residual."""
+    """Physics that a residual can be learned on, before its constants are fitted."""
 
     def calibrated(self, x: Floats, seconds: Floats, columns: Sequence[str], weight: Floats) -> Calibrated:
-        """``x``: shape (rows, columns). Raises ValueError for a column that it needs and is not there."""
+        """Fit the constants. ``x``: shape (rows, columns). Raises ValueError for a missing column."""
         ...
 
 
 class Calibrated(Protocol):
-    """Physics with its constants."""
+    """Physics with fitted constants."""
 
     @property
     def constants(self) -> tuple[Constant, ...]: ...
 
     def seconds(self, x: Floats) -> Floats:
-        """Above 0, and never falling where a column grows."""
+        """Predictions, above 0 and never decreasing as a column increases."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The form: terms by column name, a tuple of them per ceiling. No ceilings: a launch plus every column."""
+    """The form of the sum: per ceiling a tuple of terms, named by columns. Default: a launch plus all columns."""
 
     ceilings: tuple[tuple[str, ...], ...] = ()
     units: Mapping[str, str] | None = None
-    """What a column counts; its constant is in seconds per that."""
+    """Unit of each column; its constant is in seconds per unit."""
 
     def calibrated(self, x: Floats, seconds: Floats, columns: Sequence[str], weight: Floats) -> FittedCeilings:
-        """Iteratively reweighted non-negative least squares on relative errors."""
+        """Fit by iteratively reweighted non-negative least squares on relative errors."""
         form = self.ceilings or ((LAUNCH,), *((name,) for name in columns))
         terms = [name for ceiling in form for name in ceiling]
         missing = [name for name in terms if name != LAUNCH and name not in columns]
         if missing:
             raise ValueError(f"physics needs column {missing[0]!r}; there are {', '.join(columns)}")
-        position = tuple(-1 if name == LAUNCH else list(columns).index(name) for name in terms)
-        groups, at = [], 0
+        positions = tuple(-1 if name == LAUNCH else list(columns).index(name) for name in terms)
+        groups, offset = [], 0
         for ceiling in form:
-            groups.append(tuple(range(at, at + len(ceiling))))
-            at += len(ceiling)
-        design = _design(x, position)
-        found = _switched(design, seconds, weight, groups)
+            groups.append(tuple(range(offset, offset + len(ceiling))))
+            offset += len(ceiling)
+        design = _design(x, positions)
+        values = _fit_constants(design, seconds, weight, groups)
         units = self.units or {}
         constants = tuple(
             Constant(name or "launch", float(value), f"s/{units.get(name, name)}" if name else "s")
-            for name, value in zip(terms, found, strict=True)
+            for name, value in zip(terms, values, strict=True)
         )
-        return FittedCeilings(constants, position, tuple(groups))
+        return FittedCeilings(constants, positions, tuple(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +98,15 @@ class FittedCeilings:
     position: tuple[int, ...]
     """Column of each constant; -1 for the launch."""
     groups: tuple[tuple[int, ...], ...]
-    """Numbers of the constants under one ceiling."""
+    """Per ceiling, the indices of its constants."""
 
     def seconds(self, x: Floats) -> Floats:
         values = np.array([constant.value for constant in self.constants])
         return _bounded(_design(x, self.position), values, self.groups)
 
 
-def _design(x: Floats, position: Sequence[int]) -> Floats:
-    return np.column_stack([np.ones(len(x)) if at < 0 else x[:, at] for at in position])
+def _design(x: Floats, positions: Sequence[int]) -> Floats:
+    return np.column_stack([np.ones(len(x)) if column < 0 else x[:, column] for column in positions])
 
 
 def _bounded(design: Floats, constants: Floats, groups: Sequence[Sequence[int]]) -> Floats:
@@ -113,90 +114,95 @@ def _bounded(design: Floats, constants: Floats, groups: Sequence[Sequence[int]])
     return np.asarray(np.maximum(np.sum(slowest, axis=0), MIN_S), np.float64)
 
 
-def _switched(design: Floats, seconds: Floats, weight: Floats, groups: Sequence[Sequence[int]]) -> Floats:
-    """Constants under ceilings: each row is fitted by the terms that bound it, which are then looked up anew.
+def _fit_constants(design: Floats, seconds: Floats, weight: Floats, groups: Sequence[Sequence[int]]) -> Floats:
+    """Constants of all ceilings: fit each row with the largest term of every ceiling, then look these terms up again.
 
-    That finds the nearest of several bests, so it is begun with kinks at several places, on some rows; the best of
-    these goes on, on all.
+    This finds a local optimum. It is therefore started with kinks at several places, on a sample of the rows; the best
+    result is the start of the fit to all rows.
     """
-    added = relative_fit(design, seconds, weight)
+    plain_sum = relative_fit(design, seconds, weight)
     if all(len(group) == 1 for group in groups):
-        return added
-    some = slice(None, None, max(1, len(design) // ROWS_TO_BEGIN_WITH))
-    part = (design[some], seconds[some], weight[some])
-    first, *others = [_alternated(*part, groups, start, SWITCHES) for start in _starts(design[some], added, groups)]
-    best = min(others, key=lambda one: one[1])
-    start = best[0] if best[1] < (1 - CLEARLY) * first[1] else first[0]
-    return _alternated(design, seconds, weight, groups, start, SWITCHES // 2)[0]
+        return plain_sum
+    rows = slice(None, None, max(1, len(design) // ROWS_TO_START_WITH))
+    sample = (design[rows], seconds[rows], weight[rows])
+    first, *kinked = [
+        _alternate(*sample, groups, start, MAX_SWITCHES) for start in _starts(design[rows], plain_sum, groups)
+    ]
+    best_kinked = min(kinked, key=lambda fitted: fitted[1])
+    start = best_kinked[0] if best_kinked[1] < (1 - MIN_KINK_GAIN) * first[1] else first[0]
+    return _alternate(design, seconds, weight, groups, start, MAX_SWITCHES // 2)[0]
 
 
-def _starts(design: Floats, added: Floats, groups: Sequence[Sequence[int]]) -> list[Floats]:
-    """The constants of the plain sum; and with each ceiling's terms equal where the shares ``KINKS`` of rows end."""
-    starts = [added]
-    for share in KINKS:
-        start = added.copy()
+def _starts(design: Floats, plain_sum: Floats, groups: Sequence[Sequence[int]]) -> list[Floats]:
+    """Starting values: the constants of the plain sum, and those with a kink at each of the ``KINK_QUANTILES``."""
+    starts = [plain_sum]
+    for share in KINK_QUANTILES:
+        start = plain_sum.copy()
         for group in groups:
             first, *others = group
             for other in others:
                 both = (design[:, first] > 0) & (design[:, other] > 0)
                 if both.any():
                     ratio = design[both, other] / design[both, first]
-                    start[first] = max(added[first], added[other] * float(np.median(ratio))) or 1.0
+                    start[first] = max(plain_sum[first], plain_sum[other] * float(np.median(ratio))) or 1.0
                     start[other] = start[first] / float(np.quantile(ratio, share))
         starts.append(start)
     return starts
 
 
-def _alternated(
+def _alternate(
     design: Floats, seconds: Floats, weight: Floats, groups: Sequence[Sequence[int]], constants: Floats, rounds: int
 ) -> tuple[Floats, float]:
-    """The best constants of all rounds and their mean |log(measured / predicted)|.
+    """The best constants of all rounds, with their mean |log(measured / predicted)|.
 
-    Every step but the last is halved so that rows at a kink do not swing to and fro.
+    Every step but the first is halved, so that rows at a kink do not oscillate.
     """
 
-    def missed(some: Floats) -> float:
-        return float(np.average(np.abs(np.log(_bounded(design, some, groups) / seconds)), weights=weight))
+    def mean_error(values: Floats) -> float:
+        return float(np.average(np.abs(np.log(_bounded(design, values, groups) / seconds)), weights=weight))
 
-    best, least = constants, missed(constants)
-    for round_ in range(rounds):
+    best, lowest_error = constants, mean_error(constants)
+    for number in range(rounds):
         bounding = _bounding(design, constants, groups)
-        found = relative_fit(bounding, seconds, weight)
-        # A term that bounds no row is not known to be 0, only to be small.
-        found = np.where(bounding.any(axis=0), found, constants / 2)
-        constants = (constants + found) / 2 if round_ else found
-        now = missed(constants)
-        if now < least:
-            best, least = constants, now
-    return best, least
+        fitted = relative_fit(bounding, seconds, weight)
+        # A term that is the largest in no row is small, but not known to be 0.
+        fitted = np.where(bounding.any(axis=0), fitted, constants / 2)
+        constants = (constants + fitted) / 2 if number else fitted
+        error = mean_error(constants)
+        if error < lowest_error:
+            best, lowest_error = constants, error
+    return best, lowest_error
 
 
 def _bounding(design: Floats, constants: Floats, groups: Sequence[Sequence[int]]) -> Floats:
-    """The design with, under each ceiling, the terms other than the slowest at 0."""
-    kept = np.zeros_like(design)
+    """The design with all terms but the largest of each ceiling set to 0."""
+    bounding = np.zeros_like(design)
     for group in groups:
         members = np.array(group)
         slowest = members[np.argmax(design[:, members] * constants[members], axis=1)]
         rows = np.arange(len(design))
-        kept[rows, slowest] = design[rows, slowest]
-    return kept
+        bounding[rows, slowest] = design[rows, slowest]
+    return bounding
 
 
 def relative_fit(design: Floats, seconds: Floats, weight: Floats) -> Floats:
-    """Constants c >= 0 with ``design @ c`` near ``seconds``, all above 0, in relative terms; outliers held down."""
+    """Constants c >= 0 that minimise the relative error of ``design @ c``, robust to outliers.
+
+    ``seconds``: all above 0.
+    """
     expected = seconds
     huber = np.ones(len(seconds))
     constants = np.zeros(design.shape[1])
     for _ in range(ROUNDS):
-        before = constants
+        previous = constants
         constants = _nonnegative(design, seconds, weight * huber / expected**2)
-        if np.allclose(constants, before, rtol=1e-6, atol=0.0):
+        if np.allclose(constants, previous, rtol=1e-6, atol=0.0):
             break
-        # A row that every term misses may not take all the weight.
+        # Bounds the weight of a row that no term explains.
         expected = np.maximum(design @ constants, 0.05 * seconds)
-        missed = np.abs(seconds - design @ constants) / expected
-        limit = OUTLIER_SCALES * max(1.4826 * float(np.median(missed)), 1e-9)
-        huber = np.minimum(1.0, limit / np.maximum(missed, 1e-300))
+        relative_errors = np.abs(seconds - design @ constants) / expected
+        limit = OUTLIER_SCALES * max(1.4826 * float(np.median(relative_errors)), 1e-9)
+        huber = np.minimum(1.0, limit / np.maximum(relative_errors, 1e-300))
     return constants
 
 
@@ -205,6 +211,6 @@ def _nonnegative(design: Floats, values: Floats, weight: Floats) -> Floats:
     weighted, target = design * root[:, None], values * root
     scale = np.linalg.norm(weighted, axis=0)
     scale[scale == 0] = 1.0
-    size = float(np.linalg.norm(target)) or 1.0
-    found, _ = nnls(weighted / scale, target / size)
-    return np.asarray(found * size / scale, np.float64)
+    norm = float(np.linalg.norm(target)) or 1.0
+    solution, _ = nnls(weighted / scale, target / norm)
+    return np.asarray(solution * norm / scale, np.float64)

@@ -1,12 +1,12 @@
-"""Predictions beyond the trained range: how far out a situation is, what of a residual is kept, how room grows.
+"""Predictions outside the trained range: distance from it, use of the residual there, growth of the margin.
 
-All of it is told by *inner extrapolation*: a fit on what is up to a quarter, and one on what is up to half, of the
-longest length in training is judged on the rest. A miss out there is held against the room inside the range; what
-sticks out, over the distance, is a score, and a conformal quantile of the scores is how much room is added per unit of
-distance (cost models take the larger of the two fits', and no less than what fits to parts of the states disagree by,
-see :mod:`kvpolicy.training.extrapolation`). Misses of one fit lean to the same side together and there are two fits,
-so that which side the next one leans to is not told: the room that is added is the same below and above, the room
-inside stays lopsided.
+A margin is half of an interval's width on the log scale, below or above the prediction. Its growth is estimated by
+*inner extrapolation*: two models, fitted to data up to a quarter and up to half of the longest training length, are
+tested on the rest. The excess of an error over the margin inside the range, divided by the distance, is a score. A
+conformal quantile of the scores is the growth of the margin per unit of distance. (Cost models take the larger value
+of the two fits, and at least the scatter of fits to parts of the states; see :mod:`kvpolicy.training.extrapolation`.)
+The errors of one fit are correlated and there are only two fits, so the sign of the next fit's errors is unknown: the
+same growth is added below and above. Inside the range the margins may differ.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from math import inf, log
 
 CONFIDENCE = 0.9
 SHARES = (0.25, 0.5)
-"""Of the longest length in training: up to there the fits of inner extrapolation learn."""
+"""Shares of the longest training length up to which the models of inner extrapolation are fitted."""
 MIN_EXTRAPOLATED = 9
-"""States beyond an inner edge: fewer bound nothing with 90%."""
+"""Minimum number of states beyond an inner edge for a bound with 90% confidence."""
 
 Room = tuple[float, float]
-"""How far below and how far above a prediction, on the log scale; both 0 or above."""
+"""Margins below and above a prediction, on the log scale; both 0 or above."""
 
-# ---- arithmetic that can be compiled: numbers in, numbers out ----
+# ---- scalar functions, compiled by numba in kvpolicy.cost.compile ----
 
 
 def distance_beyond(value: float, low: float, high: float, power: float) -> float:
-    """How far ``value`` is outside [low, high]; 0 inside.
+    """Distance of ``value`` from [low, high]; 0 inside.
 
-    Above, the log of how many times the edge, per ``power`` of length that it grows with; one more of anything is no
-    great way from none. Below, the share of the edge that is missing: costs do not shrink without bound.
+    Above, log((1 + value) / (1 + high)) / ``power``, for a feature that grows with that power of the length; the 1
+    keeps the distance from 0 small. Below, (low - value) / low: costs do not decrease without bound.
     """
     if value > high:
         return log((1.0 + value) / (1.0 + high)) / power
@@ -39,36 +39,37 @@ def distance_beyond(value: float, low: float, high: float, power: float) -> floa
     return 0.0
 
 
-def grown(room: float, growth: float, distance: float) -> float:
-    """Room to one side at a distance from the range."""
+def grown(margin: float, growth: float, distance: float) -> float:
+    """Margin to one side at a distance from the range."""
     if distance > 0.0:
-        return room + growth * distance
-    return room
+        return margin + growth * distance
+    return margin
 
 
-# ---- what inner extrapolation tells ----
+# ---- inner extrapolation ----
 
 
-def carries(carried: Sequence[float], dropped: Sequence[float], states: int, otherwise: bool) -> bool:
-    """Whether a residual kept at the range's edge misses less than one left out; ``otherwise`` where nothing tells.
+def carries(carried: Sequence[float], dropped: Sequence[float], states: int, default: bool) -> bool:
+    """Whether a residual held at its value at the range's edge has smaller errors than none.
 
-    The misses of both, log(measured / predicted), of ``states`` different states or points.
+    ``carried``, ``dropped``: log(measured / predicted) with and without the residual, on ``states`` distinct states.
+    ``default``: the answer if there are too few states, or both are equal.
     """
     if states < MIN_EXTRAPOLATED or list(carried) == list(dropped):
-        return otherwise
+        return default
     return sum(map(abs, carried)) <= sum(map(abs, dropped))
 
 
-def excess(miss: float, room: Room, distance: float) -> float:
-    """By how much a miss sticks out of the room, over the distance; 0 where it does not."""
-    return max(-miss - room[0], miss - room[1], 0.0) / distance
+def excess(miss: float, margin: Room, distance: float) -> float:
+    """Excess of an error over the margin, divided by the distance; 0 if it is within."""
+    return max(-miss - margin[0], miss - margin[1], 0.0) / distance
 
 
 def growth_of(scores: Sequence[float], states: int, confidence: float) -> float:
-    """Room to add to either side per unit of distance, from scores of :func:`excess`; ``inf`` of too few states."""
+    """Growth of the margin per unit of distance, from scores by :func:`excess`; ``inf`` for too few states."""
     if states < MIN_EXTRAPOLATED:
         return inf
     ordered = sorted(scores)
-    # As in split conformal prediction; the two fits' scores of one state are no two states.
+    # As in split conformal prediction; scores of the same state by two fits are not independent.
     rank = min(len(ordered), -int(-(confidence * (states + 1) / states * len(ordered)) // 1))
     return ordered[rank - 1]

@@ -1,8 +1,8 @@
 """Scikit-learn regressors for times: physics x exp(boosted residual), physics alone, and a weighted sum.
 
-Three families behind one protocol: ``fit(X, y, sample_weight=None, groups=None)``, ``predict``. ``X`` holds counts that
-are 0 or above (tokens, bytes, FLOPs), ``y`` seconds above 0. Rows of one group (repeats of one measured point) are
-never on both sides of a split.
+All have the methods ``fit(X, y, sample_weight=None, groups=None)`` and ``predict``. ``X`` holds counts, 0 or above
+(tokens, bytes, FLOPs); ``y`` holds seconds above 0. The rows of one group (repeats of one measured point) are always
+in the same fold.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.regression.ceilings import Calibrated, Ceilings, Constant, Physics
 from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, excess, growth_of
 from kvpolicy.regression.nnls import relative_sum
-from kvpolicy.regression.residual import TREE_COUNTS, Growth, Unseen, choose_tree_count, grow
+from kvpolicy.regression.residual import TREE_COUNTS, FoldForest, Growth, choose_tree_count, grow
 
 MIN_GROUPS = 20
-"""With fewer nothing can be decided on unseen groups, and the residual is left out."""
-MIN_SHORT_STATES = 6
-"""Groups up to an inner edge: with fewer the physics is not told."""
-ROWS_TO_DECIDE_BY = 100_000
-"""How many trees there are is decided on about so many rows, whole groups drawn; they are grown on all."""
+"""With fewer groups the number of trees cannot be chosen on held-out groups, and there is no residual."""
+MIN_SHORT_GROUPS = 6
+"""Minimum number of groups up to an inner edge to fit the physics to."""
+MAX_ROWS_TO_CHOOSE_TREES = 100_000
+"""The number of trees is chosen on a sample of about that many rows, drawn by group; the forest is grown on all."""
 
 
-class _Times(RegressorMixin, BaseEstimator):
-    """Checks what all families check. ``columns`` names the columns of ``X`` where it has no names of its own."""
+class _TimeRegressor(RegressorMixin, BaseEstimator):
+    """Base class: checks the inputs. ``columns``: names of the columns of ``X``, unless it has names itself."""
 
     columns: Sequence[str] | None
     n_features_in_: int
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None, lengths: Any = None) -> Self:
-        """Learn. ``lengths``: one per row, above 0, where a fit is to tell how it extrapolates along them.
+        """Fit. ``lengths``: one per row, above 0, to test how the regressor extrapolates to greater lengths.
 
         Raises ValueError naming the row for a time or length that is not above 0, and for a count below 0.
         """
@@ -45,14 +45,20 @@ class _Times(RegressorMixin, BaseEstimator):
         _refuse(seconds <= 0, seconds, "Times", "above 0 s")
         _refuse((x < 0).any(axis=1), x.min(axis=1), "Negative values in data", "0 or above")
         weight = _weights(sample_weight, seconds)
-        group = np.arange(len(x)) if groups is None else _numbered(groups, x)
+        group = np.arange(len(x)) if groups is None else _group_numbers(groups, x)
         length = None if lengths is None else _lengths(lengths, x)
         self.columns_ = self._names(x.shape[1])
-        # A row without weight is no row: neither constants, nor leaves, nor folds may know of it.
-        some = weight > 0
-        if some.sum() < 2:
-            raise ValueError(f"sample_weight is zero but for {some.sum()} sample(s); a minimum of 2 is required")
-        self._learn(x[some], seconds[some], weight[some], group[some], None if length is None else length[some])
+        # Rows of weight 0 must have no influence on constants, leaves and folds.
+        weighted = weight > 0
+        if weighted.sum() < 2:
+            raise ValueError(f"sample_weight is zero but for {weighted.sum()} sample(s); a minimum of 2 is required")
+        self._learn(
+            x[weighted],
+            seconds[weighted],
+            weight[weighted],
+            group[weighted],
+            None if length is None else length[weighted],
+        )
         return self
 
     def predict(self, X: Any) -> Floats:
@@ -67,8 +73,8 @@ class _Times(RegressorMixin, BaseEstimator):
         return tags
 
     def _names(self, count: int) -> tuple[str, ...]:
-        given = self.columns if self.columns is not None else getattr(self, "feature_names_in_", None)
-        names = tuple(f"x{i}" for i in range(count)) if given is None else tuple(map(str, given))
+        declared = self.columns if self.columns is not None else getattr(self, "feature_names_in_", None)
+        names = tuple(f"x{i}" for i in range(count)) if declared is None else tuple(map(str, declared))
         if len(names) != count or len(set(names)) != count:
             raise ValueError(f"columns: {len(set(names))} different names for {count} columns of X")
         return names
@@ -80,25 +86,25 @@ class _Times(RegressorMixin, BaseEstimator):
         raise NotImplementedError
 
 
-class LinearRegressor(_Times):
-    """A weighted sum of the columns and a constant, none below 0, errors relative."""
+class LinearRegressor(_TimeRegressor):
+    """A weighted sum of the columns and a constant, no coefficient below 0, fitted to relative errors."""
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         self.columns = columns
 
     def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Ints, length: Floats | None) -> None:
         design = np.column_stack([np.ones(len(x)), x])
-        found = relative_sum(design, seconds, weight / seconds**2)
-        self.intercept_, self.coef_ = float(found[0]), found[1:]
+        coefficients = relative_sum(design, seconds, weight / seconds**2)
+        self.intercept_, self.coef_ = float(coefficients[0]), coefficients[1:]
 
     def _seconds(self, x: Floats) -> Floats:
         return np.asarray(self.intercept_ + x @ self.coef_, np.float64)
 
 
-class AnalyticRegressor(_Times):
-    """Physics alone, its constants calibrated.
+class AnalyticRegressor(_TimeRegressor):
+    """Physics alone, with fitted constants.
 
-    ``physics``: :class:`~kvpolicy.regression.ceilings.Ceilings` where None.
+    ``physics``: :class:`~kvpolicy.regression.ceilings.Ceilings` if None.
     """
 
     def __init__(self, physics: Physics | None = None, columns: Sequence[str] | None = None) -> None:
@@ -107,7 +113,7 @@ class AnalyticRegressor(_Times):
 
     @property
     def constants_(self) -> tuple[Constant, ...]:
-        """The calibrated constants with their units."""
+        """The fitted constants with their units."""
         check_is_fitted(self)
         return self.physics_.constants
 
@@ -124,15 +130,15 @@ class AnalyticRegressor(_Times):
 class BoostedRegressor(AnalyticRegressor):
     """Physics x exp(LightGBM), the forest grown on log(measured / physics).
 
-    How many trees, at most ``max_trees``, is decided by grouped cross-validation; none, where they do not help on
-    groups that they have not seen. Beyond the trained range either the forest goes on saying what it says at the
-    range's edge (``carried_``), or physics is alone, never below the prediction at the edge: whichever missed less in
-    inner extrapolation (:mod:`kvpolicy.regression.conformal`) where ``fit`` was given ``lengths``; carried where it
-    was not.
+    The number of trees, at most ``max_trees``, is chosen by grouped cross-validation; it is 0 if trees do not help on
+    held-out groups. Outside the trained range either the forest keeps its value at the range's edge (``carried_``), or
+    physics predicts alone, bounded by the prediction at the edge. If ``fit`` was given ``lengths``, the choice is the
+    one with the smaller error in inner extrapolation (:mod:`kvpolicy.regression.conformal`); otherwise the forest is
+    carried.
 
     After ``fit``: ``trees_``, ``physics_``, ``constants_``, ``unseen_misses_`` (log(measured / predicted) of each row
-    with weight by a fit without its group; NaN for rows not drawn, None where there were too few groups), ``inner_``
-    (what inner extrapolation missed; None without ``lengths`` or groups enough).
+    of positive weight, by a fit without its group; NaN for rows outside the sample, None if there were too few groups),
+    ``inner_`` (errors in inner extrapolation; None without ``lengths`` or with too few groups).
     """
 
     def __init__(
@@ -166,66 +172,71 @@ class BoostedRegressor(AnalyticRegressor):
         self.unseen_misses_: Floats | None = None
         self.physics_ = self._calibrated(x, seconds, weight)
         if self.max_trees and len(np.unique(group)) >= MIN_GROUPS:
-            self._decide(x, seconds, weight, group)
+            self._choose_trees(x, seconds, weight, group)
         if self.trees_:
-            wanted = np.log(seconds / self.physics_.seconds(x))
-            self.booster_ = grow(x, wanted, self.columns_, self.trees_, self._growth(), weight)
+            log_ratio = np.log(seconds / self.physics_.seconds(x))
+            self.booster_ = grow(x, log_ratio, self.columns_, self.trees_, self._growth(), weight)
         self.range_ = x.min(axis=0), x.max(axis=0)
         self.carried_ = True
-        self.inner_: tuple[Inner, ...] | None = None
+        self.inner_: tuple[InnerFit, ...] | None = None
         if length is not None and self.unseen_misses_ is not None:
-            self._look_beyond(x, seconds, weight, group, length)
+            self._extrapolate_inside(x, seconds, weight, group, length)
 
-    def _look_beyond(self, x: Floats, seconds: Floats, weight: Floats, group: Ints, length: Floats) -> None:
-        drawn = _drawn(group, ROWS_TO_DECIDE_BY, self.random_state)
+    def _extrapolate_inside(self, x: Floats, seconds: Floats, weight: Floats, group: Ints, length: Floats) -> None:
+        drawn = _rows_drawn(group, MAX_ROWS_TO_CHOOSE_TREES, self.random_state)
         x, seconds, weight, group, length = x[drawn], seconds[drawn], weight[drawn], group[drawn], length[drawn]
-        found: list[Inner] = []
+        inner: list[InnerFit] = []
         for share in SHARES:
             short = length <= share * length.max()
-            if len(np.unique(group[short])) < MIN_SHORT_STATES:
+            if len(np.unique(group[short])) < MIN_SHORT_GROUPS:
                 continue
             physics = self._calibrated(x[short], seconds[short], weight[short])
             booster = None
             if self.trees_ and len(np.unique(group[short])) >= MIN_GROUPS:
-                wanted = np.log(seconds[short] / physics.seconds(x[short]))
-                booster = grow(x[short], wanted, self.columns_, self.trees_, self._growth(), weight[short])
+                log_ratio = np.log(seconds[short] / physics.seconds(x[short]))
+                booster = grow(x[short], log_ratio, self.columns_, self.trees_, self._growth(), weight[short])
             span = x[short].min(axis=0), x[short].max(axis=0)
-            carried, dropped = (_priced(x[~short], physics, booster, span, keep) for keep in (True, False))
+            carried, dropped = (_predict(x[~short], physics, booster, span, keep) for keep in (True, False))
             measured, distance = seconds[~short], np.log(length[~short] / length[short].max())
-            found.append(Inner(share, group[~short], distance, np.log(measured / carried), np.log(measured / dropped)))
-        if found:
-            self.inner_ = tuple(found)
-            states = len(np.unique(np.concatenate([one.group for one in found])))
-            carried, dropped = (
-                np.concatenate([getattr(one, name) for one in found]) for name in ("carried", "dropped")
+            inner.append(
+                InnerFit(share, group[~short], distance, np.log(measured / carried), np.log(measured / dropped))
             )
-            self.carried_ = carries(carried.tolist(), dropped.tolist(), states, otherwise=True)
+        if inner:
+            self.inner_ = tuple(inner)
+            states = len(np.unique(np.concatenate([inner_fit.group for inner_fit in inner])))
+            carried, dropped = (
+                np.concatenate([getattr(inner_fit, name) for inner_fit in inner]) for name in ("carried", "dropped")
+            )
+            self.carried_ = carries(carried.tolist(), dropped.tolist(), states, default=True)
 
-    def growth(self, room: Room, confidence: float = CONFIDENCE) -> float:
-        """Room to add to either side of ``room``, that inside the range, per log of how far beyond it a length is.
+    def growth(self, margin: Room, confidence: float = CONFIDENCE) -> float:
+        """Growth of the margin to either side, per unit of log(length / longest trained length).
 
-        ``inf`` where too few points told.
+        ``margin``: below and above, inside the range. ``inf`` if inner extrapolation reached too few groups.
         """
         check_is_fitted(self)
         scores: list[float] = []
-        for one in self.inner_ or ():
-            missed = one.carried if self.carried_ else one.dropped
+        for inner_fit in self.inner_ or ():
+            misses = inner_fit.carried if self.carried_ else inner_fit.dropped
             scores += [
-                excess(*both) for both in zip(missed.tolist(), [room] * len(missed), one.distance.tolist(), strict=True)
+                excess(*row)
+                for row in zip(misses.tolist(), [margin] * len(misses), inner_fit.distance.tolist(), strict=True)
             ]
-        points = {int(number) for one in self.inner_ or () for number in one.group}
+        points = {int(number) for inner_fit in self.inner_ or () for number in inner_fit.group}
         return growth_of(scores, len(points), confidence)
 
-    def _decide(self, x: Floats, seconds: Floats, weight: Floats, group: Ints) -> None:
-        drawn = _drawn(group, ROWS_TO_DECIDE_BY, self.random_state)
+    def _choose_trees(self, x: Floats, seconds: Floats, weight: Floats, group: Ints) -> None:
+        drawn = _rows_drawn(group, MAX_ROWS_TO_CHOOSE_TREES, self.random_state)
         x, y, weight = x[drawn], seconds[drawn], weight[drawn]
         rows, folds = [], []
-        for seen, unseen in _folds(group[drawn], self.folds, self.random_state):
-            physics = self._calibrated(x[seen], y[seen], weight[seen])
-            wanted = np.log(y / physics.seconds(x))
-            booster = grow(x[seen], wanted[seen], self.columns_, self.max_trees, self._growth(), weight[seen])
-            rows.append(drawn[unseen])
-            folds.append(Unseen(booster, x[unseen], wanted[unseen], weight[unseen]))
+        for fitting, held_out in _folds(group[drawn], self.folds, self.random_state):
+            physics = self._calibrated(x[fitting], y[fitting], weight[fitting])
+            log_ratio = np.log(y / physics.seconds(x))
+            booster = grow(
+                x[fitting], log_ratio[fitting], self.columns_, self.max_trees, self._growth(), weight[fitting]
+            )
+            rows.append(drawn[held_out])
+            folds.append(FoldForest(booster, x[held_out], log_ratio[held_out], weight[held_out]))
         counts = [count for count in TREE_COUNTS if count < self.max_trees] + [self.max_trees]
         self.trees_ = choose_tree_count(folds, counts)
         misses = np.full(len(seconds), np.nan)
@@ -244,30 +255,34 @@ class BoostedRegressor(AnalyticRegressor):
         )
 
     def _seconds(self, x: Floats) -> Floats:
-        return _priced(x, self.physics_, self.booster_, self.range_, self.carried_)
+        return _predict(x, self.physics_, self.booster_, self.range_, self.carried_)
 
 
 @dataclass(frozen=True, slots=True)
-class Inner:
-    """One fit on what is short, and how far it missed all that is longer: one number per row."""
+class InnerFit:
+    """Errors of a fit to the short rows on all longer rows: one number per longer row."""
 
     share: float
-    """Of the longest length: up to there it learned."""
+    """It was fitted to the rows up to this share of the longest length."""
     group: Ints
     distance: Floats
-    """log(length / longest learned)."""
+    """log(length / longest fitted length)."""
     carried: Floats
-    """log(measured / predicted) with the forest kept at the range's edge."""
+    """log(measured / predicted) with the forest's value at the range's edge."""
     dropped: Floats
+    """log(measured / predicted) of the physics alone."""
 
 
-def _priced(x: Floats, physics: Calibrated, booster: Any, span: tuple[Floats, Floats], carried: bool) -> Floats:
-    """Physics times exp(forest). Outside ``span``, where the forest is not carried, physics alone, held above (below)
-    the prediction at the edge for rows that are only above (below) it."""
+def _predict(x: Floats, physics: Calibrated, booster: Any, span: tuple[Floats, Floats], carried: bool) -> Floats:
+    """Physics times exp(forest), seconds.
+
+    Outside ``span``, if the forest is not carried, physics alone; not below the prediction at the edge for rows only
+    above the range, not above it for rows only below the range.
+    """
     seconds = physics.seconds(x)
     if booster is None:
         return seconds
-    # Thresholds lie between values of training: beyond the edge a forest says what it says there.
+    # Thresholds lie between training values: outside the range a forest's value is that at the edge.
     factor = np.exp(np.asarray(booster.predict(x), np.float64))
     above, below = (x > span[1]).any(axis=1), (x < span[0]).any(axis=1)
     if carried or not (above | below).any():
@@ -278,33 +293,33 @@ def _priced(x: Floats, physics: Calibrated, booster: Any, span: tuple[Floats, Fl
 
 
 def grouped_folds(groups: Sequence[Any] | Ints, folds: int, seed: int) -> Iterator[tuple[Ints, Ints]]:
-    """Row numbers to learn from and to judge by; whole groups are dealt out at random, in equal numbers."""
+    """Row numbers to fit to and to test on, fold by fold; whole groups are assigned at random, in equal numbers."""
     return _folds(np.unique(np.asarray(groups), return_inverse=True)[1], folds, seed)
 
 
 def _folds(group: Ints, folds: int, seed: int) -> Iterator[tuple[Ints, Ints]]:
     names, number = np.unique(group, return_inverse=True)
-    hands = min(folds, len(names))
-    hand = np.random.default_rng(seed).permutation(np.arange(len(names)) % hands)[number]
-    for one in range(hands):
-        yield np.flatnonzero(hand != one), np.flatnonzero(hand == one)
+    fold_count = min(folds, len(names))
+    fold_of = np.random.default_rng(seed).permutation(np.arange(len(names)) % fold_count)[number]
+    for fold in range(fold_count):
+        yield np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
 
 
-def _drawn(group: Ints, max_rows: int, seed: int) -> Ints:
-    """All row numbers, or those of groups drawn at random that hold about as many rows as are wanted."""
+def _rows_drawn(group: Ints, max_rows: int, seed: int) -> Ints:
+    """All row numbers, or those of randomly drawn groups that hold about ``max_rows`` rows."""
     if len(group) <= max_rows:
         return np.arange(len(group))
     names, number = np.unique(group, return_inverse=True)
     order = np.random.default_rng(seed).permutation(len(names))
-    kept = np.cumsum(np.bincount(number)[order]) <= max_rows
-    kept[: 2 * MIN_GROUPS] = True
-    return np.flatnonzero(np.isin(number, order[kept]))
+    drawn = np.cumsum(np.bincount(number)[order]) <= max_rows
+    drawn[: 2 * MIN_GROUPS] = True
+    return np.flatnonzero(np.isin(number, order[drawn]))
 
 
-def _weights(given: Any, seconds: Floats) -> Floats:
-    if given is None:
+def _weights(sample_weight: Any, seconds: Floats) -> Floats:
+    if sample_weight is None:
         return np.ones(len(seconds))
-    weight = np.asarray(check_array(given, ensure_2d=False, dtype=np.float64, input_name="sample_weight"))
+    weight = np.asarray(check_array(sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight"))
     if weight.ndim == 0:
         return np.full(len(seconds), float(weight))
     if weight.shape != seconds.shape:
@@ -313,19 +328,19 @@ def _weights(given: Any, seconds: Floats) -> Floats:
     return weight
 
 
-def _numbered(groups: Any, x: Floats) -> Ints:
+def _group_numbers(groups: Any, x: Floats) -> Ints:
     check_consistent_length(x, groups)
     return np.asarray(np.unique(np.asarray(groups), return_inverse=True)[1], np.int64)
 
 
-def _lengths(given: Any, x: Floats) -> Floats:
-    check_consistent_length(x, given)
-    length = np.asarray(check_array(given, ensure_2d=False, dtype=np.float64, input_name="lengths"))
+def _lengths(lengths: Any, x: Floats) -> Floats:
+    check_consistent_length(x, lengths)
+    length = np.asarray(check_array(lengths, ensure_2d=False, dtype=np.float64, input_name="lengths"))
     _refuse(length <= 0, length, "lengths", "above 0")
     return length
 
 
-def _refuse(bad: Flags, values: Floats, what: str, should: str) -> None:
-    if bad.any():
-        row = int(np.argmax(bad))
-        raise ValueError(f"{what}: row {row} holds {float(values[row])!r}, should be {should}")
+def _refuse(wrong: Flags, values: Floats, what: str, expected: str) -> None:
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise ValueError(f"{what}: row {row} holds {float(values[row])!r}, should be {expected}")

@@ -1,4 +1,4 @@
-"""A small boosted forest over log(measured / physics), and how many trees of it are worth their time."""
+"""Boosted forest on log(measured / physics), and the choice of its number of trees."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvpolicy.arrays import Floats
 
 TREE_COUNTS = (10, 20, 30, 45, 60, 80, 100)
 MIN_GAIN = 0.03
-"""The share by which trees must lessen the mean miss on unseen rows to be worth their time in every decision."""
+"""Share by which trees must lower the mean error on held-out rows to be worth their time in every decision."""
 TOLERANCE = 0.02
-"""Misses that far above the least count as no worse: every tree is walked in every decision."""
-TO_BE_LEARNED = 1e-6
-"""A mean miss of the physics below it is rounding."""
+"""Fewer trees are preferred if their error is above the lowest by at most this share: every tree costs time."""
+MIN_MISS = 1e-6
+"""A mean error of the physics below this is rounding."""
 HUBER_DELTA = 0.3
-"""Log-ratio residuals beyond it count only linearly."""
+"""Residuals of the log ratio above this count only linearly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How a forest is grown."""
+    """Settings that a forest is grown with."""
 
     leaves: int = 31
     learning_rate: float = 0.1
@@ -32,7 +32,7 @@ class Growth:
     l2: float = 1.0
     huber_delta: float = HUBER_DELTA
     monotone: frozenset[str] = field(default_factory=frozenset)
-    """Names of the inputs in which the forest may not fall."""
+    """Names of the inputs in which the forest may not decrease."""
     seed: int = 0
     threads: int = 1
 
@@ -40,7 +40,7 @@ class Growth:
 def grow(
     x: Floats, log_ratio: Floats, names: Sequence[str], trees: int, growth: Growth, weight: Floats | None = None
 ) -> Any:
-    """A LightGBM booster under Huber's loss. ``x``: shape (rows, names)."""
+    """Grow a LightGBM booster with Huber loss. ``x``: shape (rows, names)."""
     settings: Mapping[str, Any] = {
         "objective": "huber",
         "alpha": growth.huber_delta,
@@ -60,32 +60,32 @@ def grow(
 
 
 @dataclass(frozen=True, slots=True)
-class Unseen:
-    """A forest grown on some rows, and other rows to judge it by."""
+class FoldForest:
+    """A forest grown on the other folds, with the rows of the held-out fold."""
 
     booster: Any
     x: Floats
     log_ratio: Floats
-    """log(measured / physics): what the forest should have said."""
+    """log(measured / physics): what the forest should predict."""
     weight: Floats | None = None
 
     def misses(self, trees: int) -> Floats:
-        """log(measured / predicted) with so many trees."""
+        """log(measured / predicted) with the first ``trees`` trees."""
         if not trees:
             return self.log_ratio
         return self.log_ratio - np.asarray(self.booster.predict(self.x, num_iteration=trees), np.float64)
 
 
-def choose_tree_count(folds: Iterable[Unseen], counts: Sequence[int] = TREE_COUNTS) -> int:
-    """The fewest trees that miss unseen rows as little as any number does; 0 where physics is about as good."""
-    missed = dict.fromkeys((0, *counts), 0.0)
-    total = 0.0
+def choose_tree_count(folds: Iterable[FoldForest], counts: Sequence[int] = TREE_COUNTS) -> int:
+    """The smallest number of trees whose error on held-out rows is about minimal; 0 if physics is about as good."""
+    errors = dict.fromkeys((0, *counts), 0.0)
+    total_weight = 0.0
     for fold in folds:
         weight = np.ones(len(fold.log_ratio)) if fold.weight is None else fold.weight
-        total += float(weight.sum())
-        for count in missed:
-            missed[count] += float((weight * np.abs(fold.misses(count))).sum())
-    least = min(missed[count] for count in counts)
-    if least >= (1 - MIN_GAIN) * missed[0] or missed[0] <= TO_BE_LEARNED * total:
+        total_weight += float(weight.sum())
+        for count in errors:
+            errors[count] += float((weight * np.abs(fold.misses(count))).sum())
+    lowest_error = min(errors[count] for count in counts)
+    if lowest_error >= (1 - MIN_GAIN) * errors[0] or errors[0] <= MIN_MISS * total_weight:
         return 0
-    return next(count for count in counts if missed[count] <= (1 + TOLERANCE) * least)
+    return next(count for count in counts if errors[count] <= (1 + TOLERANCE) * lowest_error)

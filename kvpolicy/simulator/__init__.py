@@ -1,4 +1,4 @@
-"""Simulators: what a policy would have done to a workload, without a GPU. Both engines write the same ``Trace``."""
+"""Simulators: serve a workload under a policy without a GPU. Both engines write the same ``Trace``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulator is given and what it gives back, whichever engine is behind it."""
+"""Inputs and results of a simulation, the same for every engine."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from kvpolicy.workload import Source
 
 Scheduling = Literal["fcfs", "priority"]
 DecisionObserver = Callable[[Decision], None]
-"""Told every decision of a run, and what of it is executed."""
+"""Called with every decision of a run, which also says what is executed."""
 
 
 class StepLoad(NamedTuple):
-    """What an engine step computes: all that its duration may depend on."""
+    """What an engine step computes: everything that its duration may depend on."""
 
     scheduled_tokens: int
     decode_requests: int
     """Requests that compute a single token."""
     kv_read_tokens: int
-    """Context that those read, their new token included."""
+    """Context that the decode requests read, their new token included."""
     chunk_context: int
-    """(query token, context token) pairs of the other requests' chunks, the diagonal in."""
+    """(query token, context token) pairs of the other requests' chunks, the diagonal included."""
     prefill_requests: int
-    """Requests that compute more than one token: of their prompt, or again what a preemption took from them."""
+    """Requests that compute more than one token: of their prompt, or of what a preemption took from them."""
     prefill_context_tokens: int
-    """Tokens those had computed before the step."""
+    """Tokens that the prefill requests had computed before the step."""
 
 
 LOAD = StepLoad._fields
@@ -40,7 +40,7 @@ LOAD = StepLoad._fields
 
 
 def load_of(step: Step[Any]) -> StepLoad:
-    """What a composed step computes."""
+    """The load of a composed step."""
     return StepLoad(*step.parts, step.prefill_requests, step.prefill_context)
 
 
@@ -49,7 +49,7 @@ class Times(Protocol):
 
     @property
     def source(self) -> str:
-        """Where its constants come from, for a person; names what nobody measured."""
+        """Where the constants come from, in words; names those that were not measured."""
         ...
 
     def step_s(self, load: StepLoad) -> float:
@@ -57,7 +57,7 @@ class Times(Protocol):
         ...
 
     def steps_s(self, loads: Floats) -> Floats:
-        """The same for rows of :data:`LOAD` columns, shape (steps, 6)."""
+        """Seconds of many steps: rows of :data:`LOAD` columns, shape (steps, 6)."""
         ...
 
     def copy_s(self, direction: Direction, copied_bytes: int, segments: int, segment_bytes: int) -> float:
@@ -67,20 +67,20 @@ class Times(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How copies and steps get in each other's way."""
+    """How copies and steps delay each other."""
 
     overlapped: bool = True
-    """Copies run beside the steps, one at a time per direction; where not, a step waits for the copies that it brings
-    (vLLM's CPU engine). A load begins when the step that brings it has computed, as in vLLM 0.32."""
+    """Whether copies run beside the steps, one at a time per direction. Otherwise a step waits for the copies that it
+    brings, as in vLLM's CPU engine. A load begins when the step that brings it has computed, as in vLLM 0.32."""
     slowdown: float = 0.0
     """Share by which a step is slower while a copy runs beside it."""
     saves_wait: bool = True
-    """Whether a step waits for the saves that it brings also where loads run beside: so the plugin's copiers do it, on
-    a GPU and behind a simulated link, since what the step computes may overwrite the blocks."""
+    """Whether a step waits for its saves even where loads overlap. The plugin's copiers do so, on a GPU and behind a
+    simulated link, since the step may overwrite the blocks."""
 
 
 NULL_BLOCK = 1
-"""vLLM counts a block that nobody can have."""
+"""vLLM counts one block that it never allocates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +101,14 @@ class Server:
     prefix_caching: bool = True
     scheduling: Scheduling = "fcfs"
     watermark: float = 0.0
-    """Share of the device's blocks that stay free when somebody is admitted beside running requests; below 1."""
+    """Share of the device's blocks that stays free when a request is admitted beside running ones; below 1."""
     asynchronous: bool = False
     """Whether the scheduler runs one step ahead of the device, as vLLM does on CUDA."""
     segment_bytes: int | None = None
     """Contiguous bytes of a block on the device; None: ``block_bytes``."""
     link: Link = field(default_factory=Link)
     rules: str = "0.32"
-    """Whose scheduling rules: a vLLM version that kvpolicy supports."""
+    """vLLM version whose scheduling rules apply; one that kvpolicy supports."""
     hardware: Mapping[str, Any] = field(default_factory=lambda: {"device": "simulated"})
     """For the trace's header."""
     geometry: Mapping[str, Any] = field(default_factory=dict)
@@ -136,10 +136,10 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one run came to."""
+    """Figures of one run."""
 
     requests: int
-    """Finished ones."""
+    """Finished requests."""
     throughput_tok_s: float
     """Output tokens over makespan."""
     e2e_s: Tail
@@ -156,19 +156,19 @@ class Summary:
     steps: int
     simulator_wall_s: float
     extrapolated_steps: int | None = None
-    """Of the steps, those beyond what the hardware model was measured at; None for one that does not know."""
+    """Steps outside the range that the hardware model was measured in; None for a model without such a range."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A summary always, a trace where the sink kept one."""
+    """A run's summary, and its trace where the sink returns one."""
 
     summary: Summary
     trace: Trace | None
 
 
 class Sink(Protocol):
-    """Takes a run's header, then rows of the trace's tables as they are finished. One run each."""
+    """Takes a run's header, then rows of the trace's tables as they are finished. A sink serves one run."""
 
     def begin(self, core: str, header: Header) -> None:
         """``core``: the engine core's name in the trace."""
@@ -177,7 +177,7 @@ class Sink(Protocol):
     def add(self, table: str, rows: list[Row]) -> None: ...
 
     def finish(self) -> Trace | None:
-        """The trace, where the sink has kept it."""
+        """The trace, where the sink holds it in memory."""
         ...
 
 
@@ -197,10 +197,10 @@ class Simulator(Protocol):
         sink: Sink | None = None,
         on_decision: DecisionObserver | None = None,
     ) -> Run:
-        """Serve the requests to their end.
+        """Serve all requests.
 
-        ``seed`` draws the policy's coins: one stream per run, one number per decision, so that two policies meet the
-        same chance. Without a sink no row is made, and memory stays flat however many requests come.
-        Raises ValueError for a request that can never fit the server, naming it.
+        ``seed`` seeds the policy's random numbers: one stream per run, one number per decision, so that two policies
+        meet the same chance. Without a sink no rows are built, and memory use does not grow with the number of
+        requests. Raises ValueError for a request that can never fit the server, naming it.
         """
         ...

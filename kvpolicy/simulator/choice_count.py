@@ -1,4 +1,4 @@
-"""An observer of a run's decisions: how many left a choice, and in how many of those a cost model extrapolated."""
+"""An observer that counts decisions with a choice, and those in which a cost model extrapolated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ChoiceCount:
     choices: int = 0
     """Situations with more than one feasible option."""
     extrapolated: int = 0
-    """Of those, where a cost that was compared lay outside what the model was trained on."""
+    """Choices in which a compared cost lay outside the model's training range."""
 
     def __call__(self, decision: Decision) -> None:
         if len(decision.options) > 1:

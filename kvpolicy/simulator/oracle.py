@@ -1,5 +1,6 @@
-"""What could have been had: the cheaper option of every preemption by the simulator's own times, and, for small cases,
-the best of all schedules by trying them. Neither can be deployed: they know what only a simulator knows."""
+"""Bounds on what a policy can reach: the cheaper option of every preemption by the simulator's own times, and, for
+small cases, the best of all schedules by exhaustive search. Neither can be deployed: both use what only a simulator
+knows."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from kvpolicy.simulator.choice_count import ChoiceCount
 
 @dataclass(frozen=True)
 class Oracle(PricedPolicy[NoState]):
-    """The option that costs the engine less by ``times``, as things stand at the preemption; ties recompute.
+    """Chooses the option with the lower engine time by ``times``, as of the preemption; ties recompute.
 
-    Of a recompute it counts the chunks beside the others' decodes, as if nothing of the victim survived in the prefix
-    cache but the blocks it shares; of a swap what ``server.link`` makes the engine feel. What an option does to later
-    preemptions is not in it: that is what :func:`best_in_hindsight` is for.
+    A recompute costs the victim's chunks beside the other requests' decodes, as if only its shared blocks survived in
+    the prefix cache. A swap costs the part of its copies that ``server.link`` lets the engine feel. Effects on later
+    preemptions are not included; see :func:`best_in_hindsight`.
     """
 
     times: Times
@@ -51,33 +52,36 @@ class Oracle(PricedPolicy[NoState]):
         return Cost(total, save_s, load_s, recompute_s, total * situation.running_requests, total, total)
 
 
-def recompute_s_of(one: Preemption, server: Server, times: Times) -> float:
-    """Seconds by which computing the victim again, chunk by chunk, makes steps longer, or that its own steps take."""
-    others, done = one.running_requests, min(one.shared_blocks * one.block_size, one.computed_tokens)
-    read = one.batch_tokens + others
-    calm_s = times.step_s(StepLoad(others, others, read, 0, 0, 0)) if others else 0.0
-    room = max(1, server.token_budget - others)
+def recompute_s_of(situation: Preemption, server: Server, times: Times) -> float:
+    """Seconds that recomputing the victim, chunk by chunk, adds to steps; or that its own steps take."""
+    others, done = (
+        situation.running_requests,
+        min(situation.shared_blocks * situation.block_size, situation.computed_tokens),
+    )
+    read_tokens = situation.batch_tokens + others
+    undisturbed_s = times.step_s(StepLoad(others, others, read_tokens, 0, 0, 0)) if others else 0.0
+    chunk_budget = max(1, server.token_budget - others)
     seconds = 0.0
-    while done < one.computed_tokens:
-        chunk = min(room, one.computed_tokens - done)
+    while done < situation.computed_tokens:
+        chunk = min(chunk_budget, situation.computed_tokens - done)
         pairs = causal_pairs(done, done + chunk)
-        seconds += times.step_s(StepLoad(others + chunk, others, read, pairs, 1, done)) - calm_s
+        seconds += times.step_s(StepLoad(others + chunk, others, read_tokens, pairs, 1, done)) - undisturbed_s
         done += chunk
     return seconds
 
 
-def swap_s_of(one: Preemption, server: Server, times: Times) -> tuple[float, float]:
-    """Seconds that the engine feels of the save and of the load.
+def swap_s_of(situation: Preemption, server: Server, times: Times) -> tuple[float, float]:
+    """Seconds that the save and the load add to the engine's steps.
 
-    Copies that are waited for count in full, and so do those beside which nobody else runs; others by what they slow.
+    A copy counts in full where a step waits for it or no other request runs; otherwise by how much it slows the steps.
     """
-    segment = max(1, one.segment_bytes)
-    pieces = copy_pieces(one.block_bytes, segment)
-    back = blocks_back(one.held_blocks, one.shared_blocks)
-    save_s = times.copy_s("save", one.copy_bytes, one.copy_segments, segment)
-    load_s = times.copy_s("load", back * one.block_bytes, back * pieces, segment)
+    segment = max(1, situation.segment_bytes)
+    pieces = copy_pieces(situation.block_bytes, segment)
+    loaded_blocks = blocks_back(situation.held_blocks, situation.shared_blocks)
+    save_s = times.copy_s("save", situation.copy_bytes, situation.copy_segments, segment)
+    load_s = times.copy_s("load", loaded_blocks * situation.block_bytes, loaded_blocks * pieces, segment)
     link = server.link
-    if link.overlapped and one.running_requests:
+    if link.overlapped and situation.running_requests:
         return save_s * (1.0 if link.saves_wait else link.slowdown), load_s * link.slowdown
     return save_s, load_s
 
@@ -86,8 +90,8 @@ def swap_s_of(one: Preemption, server: Server, times: Times) -> tuple[float, flo
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """How many choices a script has made."""
+class ScriptState:
+    """Number of choices that a script has made."""
 
     choices: int = 0
 
@@ -96,37 +100,37 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Scripted(Policy[Played]):
-    """The given kinds one after the other, wherever there is a choice at all; recompute once they are used up."""
+class Scripted(Policy[ScriptState]):
+    """Takes the given kinds in turn, wherever there is a choice; recomputes once they are used up."""
 
     kinds: tuple[Kind, ...]
     name: str = "scripted"
 
-    def initial_state(self) -> Played:
-        return Played()
+    def initial_state(self) -> ScriptState:
+        return ScriptState()
 
-    def probabilities(self, situation: Preemption, options: Sequence[Option], state: Played) -> tuple[float, ...]:
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: ScriptState) -> tuple[float, ...]:
         at = state.choices
         kind = self.kinds[at] if len(options) > 1 and at < len(self.kinds) else "recompute"
         return all_on(first_of(kind, options) or 0, len(options))
 
-    def next_state(self, state: Played, decision: Decision) -> Played:
-        return Played(state.choices + (len(decision.options) > 1))
+    def next_state(self, state: ScriptState, decision: Decision) -> ScriptState:
+        return ScriptState(state.choices + (len(decision.options) > 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Hindsight:
-    """The best of all schedules."""
+    """The best schedule of a search, with hindsight."""
 
     kinds: tuple[Kind, ...]
-    """What it did at the preemptions that had a choice, in their order."""
+    """What it executed at the preemptions that had a choice, in their order."""
     summary: Summary
     value: float
-    """What it came to; lower is better."""
+    """Its value; lower is better."""
     schedules: int
-    """How many were tried: each differs from all others in what was really done."""
+    """Number of schedules tried; no two executed the same."""
     complete: bool
-    """Whether none had more choices than were tried, after which everything was recomputed."""
+    """Whether no schedule had more choices than were varied; beyond them every preemption was recomputed."""
 
 
 MAX_CHOICES = 12
@@ -139,29 +143,30 @@ def best_in_hindsight(
 ) -> Hindsight:
     """Try every sequence of actions at the first ``choices`` preemptions that have a choice; the lowest ``value`` wins.
 
-    ``simulate``: a whole run under a policy, its decisions told to an observer; the same in all else. What is done at
-    one preemption decides which come after it, so sequences grow with what really happens: at most 2 ** ``choices``
-    runs, the first of equals wins. Raises ValueError for more choices than :data:`MAX_CHOICES`.
+    ``simulate`` runs the whole workload under a policy and calls the observer with its decisions; runs are otherwise
+    equal. Which preemptions follow depends on the actions so far, so sequences are extended from what happened in a
+    run: at most 2 ** ``choices`` runs, and the first of equals wins. Raises ValueError for more choices than
+    :data:`MAX_CHOICES`.
     """
     if not 0 <= choices <= MAX_CHOICES:
         raise InputError(f"choices is {choices}: should be from 0 to {MAX_CHOICES}, as each doubles the runs")
     best: tuple[float, tuple[Kind, ...], Summary] | None = None
-    open_ones: list[tuple[Kind, ...]] = [()]
+    scripts: list[tuple[Kind, ...]] = [()]
     schedules, complete = 0, True
-    while open_ones:
-        script = open_ones.pop()
+    while scripts:
+        script = scripts.pop()
         count = ChoiceCount()
         summary = simulate(Scripted(script), count)
         schedules += 1
-        met = count.choices
-        complete = complete and met <= choices
+        choices_met = count.choices
+        complete = complete and choices_met <= choices
         recompute: Kind = "recompute"
-        rest = (recompute,) * (min(met, choices) - len(script))
-        done = script + rest
-        found = value(summary)
-        if best is None or found < best[0]:
-            best = found, done, summary
-        # Every later choice that this run recomputed at could have been a swap: each of these is another schedule.
-        open_ones += [(*done[:at], "swap") for at in range(len(done) - 1, len(script) - 1, -1)]
+        recomputed = (recompute,) * (min(choices_met, choices) - len(script))
+        kinds = script + recomputed
+        script_value = value(summary)
+        if best is None or script_value < best[0]:
+            best = script_value, kinds, summary
+        # Each later choice at which this run recomputed could have been a swap: each of these is another schedule.
+        scripts += [(*kinds[:at], "swap") for at in range(len(kinds) - 1, len(script) - 1, -1)]
     assert best is not None
     return Hindsight(best[1], best[2], best[0], schedules, complete)

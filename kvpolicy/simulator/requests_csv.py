@@ -1,7 +1,7 @@
-"""Requests of a measured run, one a row, as LLMServingSim's benchmark writes them: replayed, and judged by their times.
+"""Requests of a measured run, one a row, as LLMServingSim's benchmark writes them, for replay and comparison.
 
-Columns: ``input_toks``, ``output_toks``, ``client_arrival_s``; of a run also ``scheduled_ts``, ``first_token_ts`` and
-``last_token_ts``, all in seconds from one origin.
+Columns: ``input_toks``, ``output_toks``, ``client_arrival_s``; with measured times also ``scheduled_ts``,
+``first_token_ts`` and ``last_token_ts``, all in seconds from one origin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RequestsError(KVPolicyError):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """What a server took for each request. Arrays are in the order of the workload; seconds from its origin."""
+    """Measured times of each request, in the order of the workload; seconds from its origin."""
 
     workload: Workload
     scheduled_s: Floats
@@ -52,21 +52,21 @@ def measured_requests(path: Path | str) -> Workload:
 
 
 def measured_run(path: Path | str) -> MeasuredRun:
-    """The same and what was measured. Raises :class:`RequestsError`, also for times in an impossible order."""
+    """The requests with their measured times. Raises :class:`RequestsError`, also for times out of order."""
     file = Path(path)
-    found = _columns(file, (*COUNTS, ARRIVAL, *STAMPS))
+    columns = _columns(file, (*COUNTS, ARRIVAL, *STAMPS))
     for earlier, later in pairwise(STAMPS):
-        _refuse(file, found[later] < found[earlier], later, found[later], f"no earlier than {earlier}")
-    return MeasuredRun(_workload(file, found), *(found[name][_order(found)] for name in STAMPS))
+        _refuse(file, columns[later] < columns[earlier], later, columns[later], f"no earlier than {earlier}")
+    return MeasuredRun(_workload(file, columns), *(columns[name][_order(columns)] for name in STAMPS))
 
 
-def _order(found: dict[str, Floats]) -> Ints:
-    """A log may be written in the order in which requests ended."""
-    return np.argsort(found[ARRIVAL], kind="stable")
+def _order(columns: dict[str, Floats]) -> Ints:
+    """Row numbers by arrival: a log may be in the order in which requests ended."""
+    return np.argsort(columns[ARRIVAL], kind="stable")
 
 
-def _workload(file: Path, found: dict[str, Floats]) -> Workload:
-    columns = (found[name][_order(found)].tolist() for name in (ARRIVAL, *COUNTS))
+def _workload(file: Path, by_name: dict[str, Floats]) -> Workload:
+    columns = (by_name[name][_order(by_name)].tolist() for name in (ARRIVAL, *COUNTS))
     requests = tuple(
         Request(arrival, int(prompt), int(output)) for arrival, prompt, output in zip(*columns, strict=True)
     )
@@ -81,11 +81,11 @@ def _columns(file: Path, names: tuple[str, ...]) -> dict[str, Floats]:
     missing = [name for name in names if name not in table.column_names]
     if missing:
         raise RequestsError(f"{file}: no column {missing[0]}; there are {', '.join(table.column_names)}")
-    found = {name: _numbers(file, name, table[name]) for name in names}
+    columns = {name: _numbers(file, name, table[name]) for name in names}
     for name in COUNTS:
-        values = found[name]
+        values = columns[name]
         _refuse(file, (values < 1) | (values != np.floor(values)), name, values, "a whole number of 1 or more")
-    return found
+    return columns
 
 
 def _numbers(file: Path, name: str, column: pa.ChunkedArray) -> Floats:

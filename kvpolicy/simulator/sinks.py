@@ -1,7 +1,4 @@
-"""Where the rows of a simulated trace go: into memory, or into part files as they come.
-
-A run begins with what stands at the head of its trace, which tells one simulated run from another.
-"""
+"""Sinks for the rows of a simulated trace: memory, or part files; and the identity of a run in the trace's header."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ PART_ROWS = 5000
 
 
 class MemorySink:
-    """Keeps all rows and gives them back as a :class:`Trace`."""
+    """Holds all rows in memory and returns them as a :class:`Trace`."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[Row]] = {name: [] for name in SCHEMAS}
@@ -34,16 +31,16 @@ class MemorySink:
         self._rows[table] += rows
 
     def finish(self) -> Trace:
-        """Raises ValueError where no run has begun."""
+        """Return the trace. Raises ValueError where no run has begun."""
         core = _only(self._headers)
         tables = {name: with_core(from_rows(name, rows), core) for name, rows in self._rows.items() if rows}
         return Trace(dict(self._headers), tables)
 
 
 class FolderSink:
-    """Writes ``folder/CORE/...`` as :mod:`kvpolicy.trace` has it; memory holds ``part_rows`` rows per table at most.
+    """Writes ``folder/CORE/...`` in the format of :mod:`kvpolicy.trace`, holding at most ``part_rows`` rows per table.
 
-    Raises FileExistsError where the core's folder is there already. ``finish`` returns no trace: read the folder.
+    Raises FileExistsError where the core's folder exists. ``finish`` returns no trace: read the folder.
     """
 
     def __init__(self, folder: Path | str, part_rows: int = PART_ROWS) -> None:
@@ -85,12 +82,12 @@ def _only(headers: dict[str, Header]) -> str:
 
 
 FIXED_DAY = "1970-01-01T00:00:00Z"
-"""When a simulated trace was made, unless told otherwise: equal runs give equal traces."""
+"""Default creation time of a simulated trace; fixed, so that equal runs give equal traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """All that a run follows from, beside the simulator itself."""
+    """Everything that determines a run, beside the simulator itself."""
 
     requests: Source
     policy: Policy
@@ -99,11 +96,11 @@ class Identity:
     seed: int
 
     def core(self, simulator: str) -> str:
-        """The same for equal runs, different for others, so that their traces can be read together."""
-        told = repr(
+        """Name of the engine core: equal only for equal runs, so that traces of several can be read together."""
+        inputs = repr(
             (self.requests.name, self.requests.seed, self.policy.label, self.server, self.times.source, self.seed)
         )
-        return f"{simulator}-{blake2b(told.encode(), digest_size=6).hexdigest()}"
+        return f"{simulator}-{blake2b(inputs.encode(), digest_size=6).hexdigest()}"
 
     def header(self, core: str, engine: str, created: str) -> Header:
         server = self.server

@@ -1,5 +1,5 @@
-"""What a run comes to, gathered in flat memory: 16 bytes per request, nothing per token; and how many of its
-steps lay beyond what the hardware model was measured at."""
+"""Summary statistics of a run, in 16 bytes per request and nothing per token; and the number of its steps that lay
+outside the range that the hardware model was measured in."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvpolicy.simulator.base import StepLoad, Summary, Tail, Times
 MIN_S = 1e-9
 MAX_S = 1e7
 RATIO = 1.008
-"""Between the edges of a bin; what is told is its geometric middle, so quantiles are off by 0.4% at most."""
-WAITING = 4096
-"""Entries that are kept before they are sorted into bins."""
+"""Ratio of a bin's edges. A quantile is reported as the geometric middle of its bin, within 0.4%."""
+MAX_BUFFERED = 4096
+"""Entries that are buffered before they are sorted into bins."""
 
 
 class Histogram:
-    """Counts of positive numbers in bins of equal ratio. Quantiles are within 0.4%; below 1e-9 it says 0."""
+    """Counts of positive numbers in bins of equal ratio. Quantiles are within 0.4%; values below 1e-9 count as 0."""
 
     def __init__(self) -> None:
         self._counts: Ints = np.zeros(int(log(MAX_S / MIN_S) / log(RATIO)) + 2, dtype=np.int64)
@@ -34,18 +34,18 @@ class Histogram:
     def add(self, value: float, weight: int = 1) -> None:
         self._values.append(value)
         self._weights.append(weight)
-        if len(self._values) >= WAITING:
+        if len(self._values) >= MAX_BUFFERED:
             self._sort_in()
 
     def extend(self, values: list[float], weight: int) -> None:
-        """All ``values``, each ``weight`` times."""
+        """Add all ``values``, each ``weight`` times."""
         self._values += values
         self._weights += [weight] * len(values)
-        if len(self._values) >= WAITING:
+        if len(self._values) >= MAX_BUFFERED:
             self._sort_in()
 
     def quantile(self, level: float) -> float:
-        """The value below which that share lies; nan without values."""
+        """The value below which a share ``level`` of the values lies; nan without values."""
         self._sort_in()
         if not self.count:
             return nan
@@ -64,10 +64,10 @@ class Histogram:
 
 
 class Tallied:
-    """Grows into a :class:`Summary` while requests are served."""
+    """Accumulates a :class:`Summary` while requests are served."""
 
     def __init__(self, times: Times | None = None) -> None:
-        """``times``: where its steps are counted that lie beyond what it was measured at."""
+        """``times``: the hardware model, for counting steps outside its measured range."""
         self.beyond = None if times is None else beyond_of(times)
         self.steps = 0
         self.recomputed_tokens = 0
@@ -83,7 +83,7 @@ class Tallied:
         self._last_token_s = 0.0
 
     def finished(self, arrival_s: float, first_s: float, last_s: float, output_tokens: int) -> None:
-        """A request is through. Its inter-token times themselves go to :attr:`itl` as they come."""
+        """Count a finished request. Its inter-token times are added to :attr:`itl` as they occur."""
         self._e2e_s.append(last_s - arrival_s)
         self._ttft_s.append(first_s - arrival_s)
         self._itl_s += last_s - first_s
@@ -94,7 +94,7 @@ class Tallied:
         self._last_token_s = max(self._last_token_s, last_s)
 
     def summary(self, wall_s: float) -> Summary:
-        """``wall_s``: what simulating took. Times that nobody had are nan."""
+        """``wall_s``: wall time of the simulation. Times that no request had are nan."""
         beyond = self.beyond
         makespan_s = 0.0 if self._first_arrival_s is None else self._last_token_s - self._first_arrival_s
         itl_mean = self._itl_s / self._itl_tokens if self._itl_tokens else nan
@@ -126,20 +126,20 @@ def _tail(seconds: array[float]) -> Tail:
     return Tail(float(values.mean()), float(p50), float(p99))
 
 
-STEPS_WAITING = 4096
-"""Steps that are kept before they are looked at, which is cheaper than one by one."""
+MAX_BUFFERED_STEPS = 4096
+"""Steps that are buffered and checked together, which is cheaper than one by one."""
 
 
 @runtime_checkable
 class Bounded(Protocol):
-    """Times that know where they were measured; ``beyond``: rows of :data:`~kvpolicy.simulator.base.LOAD` columns
-    in, whether each lies outside."""
+    """Times that know the range they were measured in. ``beyond`` takes rows of
+    :data:`~kvpolicy.simulator.base.LOAD` columns and says which lie outside."""
 
     def beyond(self, loads: Floats) -> Flags: ...
 
 
 class Beyond:
-    """Counts them."""
+    """Counts the executed steps that lie outside the measured range."""
 
     def __init__(self, bounded: Bounded) -> None:
         self._bounded = bounded
@@ -147,23 +147,23 @@ class Beyond:
         self._steps = 0
 
     def add(self, load: StepLoad) -> None:
-        """A step was executed."""
+        """Count an executed step."""
         self._loads.append(load)
-        if len(self._loads) >= STEPS_WAITING:
-            self._look()
+        if len(self._loads) >= MAX_BUFFERED_STEPS:
+            self._check_buffered()
 
     @property
     def steps(self) -> int:
-        self._look()
+        self._check_buffered()
         return self._steps
 
-    def _look(self) -> None:
+    def _check_buffered(self) -> None:
         if self._loads:
             self._steps += int(self._bounded.beyond(np.array(self._loads, np.float64)).sum())
             self._loads = []
 
 
 def beyond_of(times: Times) -> Beyond | None:
-    """None for times that do not know where they were measured."""
-    within = getattr(times, "steps_of", times)
-    return Beyond(within) if isinstance(within, Bounded) else None
+    """A counter for these times; None where they do not know their measured range."""
+    step_times = getattr(times, "steps_of", times)
+    return Beyond(step_times) if isinstance(step_times, Bounded) else None

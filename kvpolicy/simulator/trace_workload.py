@@ -1,4 +1,4 @@
-"""The requests of a recorded trace as a workload: what a server was asked, to be asked again of a simulator."""
+"""The requests of a recorded trace as a workload, to be replayed in a simulator."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from kvpolicy.workload.requests import Source
 
 COLUMNS = ("request", "arrival_s", "prompt_tokens", "output_tokens")
 
-Known = tuple[float, str, int, int, int]
+ParsedRow = tuple[float, str, int, int, int]
 """Arrival, request, prompt and output tokens, and the row among its core's requests."""
 
 
 class RecordedRequests:
     """Table ``requests`` of one engine core of a trace: a :class:`kvpolicy.workload.Source`.
 
-    A trace lists requests as they finish; they are put in the order of their arrival, for which those four columns are
-    held in memory. Time counts from the first arrival. A trace keeps no text: nothing is known of shared prefixes.
+    A trace lists requests as they finish. They are sorted by arrival, for which four columns are held in memory. Time
+    counts from the first arrival. A trace contains no text, so shared prefixes are unknown.
     """
 
     def __init__(self, folder: Path | str, core: str | None = None, care: Care | None = None, seed: int = 0) -> None:
-        """``core``: whose requests; may be left out where the trace has one core."""
+        """``core``: the engine core to read; may be left out where the trace has only one."""
         self.folder = Path(folder)
         self.core = core
         self.care = care or Care()
         self.seed = seed
         self.counts = Counts()
-        """Of the latest iteration; empty are requests that generated nothing."""
+        """Counts of the latest iteration; ``empty`` are requests that generated nothing."""
 
     @property
     def name(self) -> str:
@@ -45,29 +45,29 @@ class RecordedRequests:
 
     def __iter__(self) -> Iterator[Request]:
         counts = self.counts = Counts()
-        found = sorted(self._rows(counts))
-        for arrival_s, _, prompt_tokens, output_tokens, _ in found:
+        rows = sorted(self._rows(counts))
+        for arrival_s, _, prompt_tokens, output_tokens, _ in rows:
             counts.requests += 1
-            yield Request(arrival_s - found[0][0], prompt_tokens, output_tokens)
+            yield Request(arrival_s - rows[0][0], prompt_tokens, output_tokens)
 
     def _core(self) -> Path:
         cores = {core.name: core for core in core_folders(self.folder)}
         name = self.core if self.core is not None else next(iter(cores)) if len(cores) == 1 else None
         if name not in cores:
-            asked = "which one is meant?" if self.core is None else f"there is no {self.core}"
-            raise WorkloadError(f"{self.folder}: has engine cores {', '.join(cores)}; {asked} (core=NAME)")
+            problem = "which one is meant?" if self.core is None else f"there is no {self.core}"
+            raise WorkloadError(f"{self.folder}: has engine cores {', '.join(cores)}; {problem} (core=NAME)")
         return cores[name]
 
-    def _rows(self, counts: Counts) -> Iterator[Known]:
+    def _rows(self, counts: Counts) -> Iterator[ParsedRow]:
         core = self._core()
         for part in iter_parts(core, "requests"):
             for row in part.select(list(COLUMNS)).to_pylist():
                 counts.rows += 1
-                known = self._known(row, counts)
-                if known:
-                    yield known
+                parsed = self._parse(row, counts)
+                if parsed:
+                    yield parsed
 
-    def _known(self, row: Mapping[str, Any], counts: Counts) -> Known | None:
+    def _parse(self, row: Mapping[str, Any], counts: Counts) -> ParsedRow | None:
         prompt_tokens, output_tokens = row["prompt_tokens"], row["output_tokens"]
         if prompt_tokens < 1 or output_tokens < 0:
             where = f"{self.folder}, table requests, row {counts.rows - 1}"
@@ -89,4 +89,4 @@ def _is_trace(path: Path) -> bool:
 
 
 RECORDED = {"trace": Format("a folder recorded by kvpolicy: table requests", _read, _is_trace)}
-"""For :func:`kvpolicy.workload.open_workload`, which may not know traces itself."""
+"""For :func:`kvpolicy.workload.open_workload`, whose package must not import :mod:`kvpolicy.trace`."""

@@ -1,4 +1,4 @@
-"""Many simulations: grids of workload x policy x memory x link x seed, and what to deploy by them.
+"""Studies of many simulations: grids of workload x policy x memory x link x seed, and what to deploy.
 
-:func:`kvpolicy.simulate` and :func:`kvpolicy.recommend` are the ways in.
+The entry points are :func:`kvpolicy.simulate` and :func:`kvpolicy.recommend`.
 """

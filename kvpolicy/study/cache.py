@@ -1,6 +1,6 @@
-"""Digests of what a cell names but does not hold: results are kept by them, and what is open in memory goes by them.
+"""The cache of results, and digests of what a cell names (files, models, program), which are part of its keys.
 
-Finished cells are on disk, one JSON file each, so that a sweep that was cut off is taken up where it stood.
+Finished cells are on disk, one JSON file each, so that an interrupted sweep can be resumed.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from kvpolicy.version import __version__
 
 
 def workload_place(workload: str) -> Path | None:
-    """The file, or folder of a trace, that a workload is read from; None where it is made up."""
+    """The file, or folder of a trace, that a workload is read from; None for a synthetic one."""
     place, _, _ = workload.partition("?")
-    found = (Path(one) for one in (place, place.partition(":")[2]) if one)
-    return next((path for path in found if path.exists()), None)
+    paths = (Path(path_text) for path_text in (place, place.partition(":")[2]) if path_text)
+    return next((path for path in paths if path.exists()), None)
 
 
 def workload_digest(workload: str) -> str:
-    """Of what it is read from; empty where it is made up."""
+    """Digest of the file or folder that a workload is read from; empty for a synthetic one."""
     place = workload_place(workload)
     return "" if place is None else path_digest(place)
 
 
 def path_digest(path: Path) -> str:
     """SHA-256 of the file, or of all files below the folder."""
-    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-    told = hashlib.sha256()
+    files = sorted(member for member in path.rglob("*") if member.is_file()) if path.is_dir() else [path]
+    sha256 = hashlib.sha256()
     for file in files:
-        told.update(_file_digest(file, file.stat().st_mtime_ns, file.stat().st_size).encode())
-    return told.hexdigest()
+        sha256.update(_file_digest(file, file.stat().st_mtime_ns, file.stat().st_size).encode())
+    return sha256.hexdigest()
 
 
 @cache
 def _file_digest(path: Path, changed_ns: int, size_bytes: int) -> str:
-    """Read once per process, unless it was changed since."""
+    """SHA-256 of the file, which is read once per process unless it has changed."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @cache
 def program_digest(engine: str) -> str:
-    """SHA-256 over this package's sources, and the version of the engine where that is another's: a result of an
-    older program is not taken up by a newer one."""
-    told = hashlib.sha256(__version__.encode())
+    """SHA-256 of this package's sources, and of the engine's version where the engine is another package: results of an
+    older program are not reused by a newer one."""
+    sha256 = hashlib.sha256(__version__.encode())
     for path in sorted(_sources(Path(str(resources.files("kvpolicy"))))):
-        told.update(path.name.encode() + path.read_bytes())
+        sha256.update(path.name.encode() + path.read_bytes())
     if engine != "builtin":
-        told.update(_installed(engine).encode())
-    return told.hexdigest()
+        sha256.update(_installed(engine).encode())
+    return sha256.hexdigest()
 
 
 def _sources(folder: Path) -> list[Path]:
@@ -74,27 +74,27 @@ Result = dict[str, Any]
 
 
 def usual_folder() -> Path:
-    """Where results are kept where nothing else is said: the user's cache folder."""
+    """Default folder for results: in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "kvpolicy" / "cells"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A folder of results by digest. Files appear by rename, whole or not at all."""
+class ResultCache:
+    """A folder of results by digest. Files are put in place by rename, so that none is ever partial."""
 
     folder: Path
 
     def find(self, digest: str) -> Result | None:
-        """The result of that digest; None where there is none. One that cannot be read counts as none: it is made
-        again and replaced."""
+        """The result of that digest; None where there is none. An unreadable result counts as none, so that it is
+        simulated again and replaced."""
         try:
-            found = json.loads(self._path(digest).read_text())
+            result = json.loads(self._path(digest).read_text())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and found.get("digest") == digest else None
+        return result if isinstance(result, dict) and result.get("digest") == digest else None
 
-    def keep(self, digest: str, result: Result) -> None:
+    def store(self, digest: str, result: Result) -> None:
         path = self._path(digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""A cell: everything that one simulation depends on, in words; and its digest, by which its result is kept."""
+"""Cells: everything that one simulation depends on, and the digest by which its result is cached."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from kvpolicy.study.config import Serving
 from kvpolicy.study.inputs import HardwareObject
 from kvpolicy.workload import Workload
 
-OF_OBJECTS = ("module", "policy_digest", "workload_digest", "hardware_digest", "given", "requests", "hardware_object")
+OBJECT_FIELDS = (
+    "module",
+    "policy_digest",
+    "workload_digest",
+    "hardware_digest",
+    "policy_object",
+    "workload_object",
+    "hardware_object",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One simulation. It travels to other processes and, but for objects, into JSON."""
+    """One simulation. It is sent to other processes and, except for objects, written as JSON."""
 
     workload: str
     policy: str
@@ -34,21 +42,21 @@ class Cell:
     serving: Serving = field(default_factory=Serving)
     part: int = 0
     parts: int = 1
-    """The workload is cut into that many parts, of which this is number ``part``."""
+    """Number of parts that the workload is cut into; the cell runs number ``part``."""
     module: str = ""
-    """What the policy is loaded by, where it is a module path."""
+    """The policy's module path, where it is named by one."""
     policy_digest: str = ""
-    """Of a policy that is an object."""
-    given: Policy | None = field(default=None, compare=False, repr=False)
-    """The object: its digest stands for it."""
+    """Digest of a policy that is an object."""
+    policy_object: Policy | None = field(default=None, compare=False, repr=False)
+    """The policy, where it is an object; cells are compared by its digest."""
     workload_digest: str = ""
-    """Of a workload that is an object."""
-    requests: Workload | None = field(default=None, compare=False, repr=False)
-    """That object."""
+    """Digest of a workload that is an object."""
+    workload_object: Workload | None = field(default=None, compare=False, repr=False)
+    """The workload, where it is an object."""
     hardware_digest: str = ""
-    """Of hardware that is an object."""
+    """Digest of hardware that is an object."""
     hardware_object: HardwareObject | None = field(default=None, compare=False, repr=False)
-    """That object."""
+    """The hardware, where it is an object."""
 
     def __post_init__(self) -> None:
         if self.kv_blocks < 1:
@@ -57,19 +65,19 @@ class Cell:
             raise InputError(f"part {self.part} of {self.parts}: should be from 0 to {self.parts - 1}")
 
     def inputs(self) -> dict[str, Any]:
-        """Plain values; of objects their digests, and how a policy is come by, where there is something to say."""
-        told = asdict(replace(self, given=None, requests=None, hardware_object=None))
-        return {name: value for name, value in told.items() if name not in OF_OBJECTS or value}
+        """The cell as plain values, with digests for objects; fields about objects only where they are set."""
+        by_name = asdict(replace(self, policy_object=None, workload_object=None, hardware_object=None))
+        return {name: value for name, value in by_name.items() if name not in OBJECT_FIELDS or value}
 
     def words(self) -> str:
-        """For a person: what tells it from its neighbours."""
-        left_out = ("serving", "part", "parts", *OF_OBJECTS)
-        seen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        """The cell in words, for messages."""
+        left_out = ("serving", "part", "parts", *OBJECT_FIELDS)
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         if self.parts > 1:
-            seen["part"] = f"{self.part + 1}/{self.parts}"
-        return ", ".join(f"{name} {value}" for name, value in seen.items())
+            shown["part"] = f"{self.part + 1}/{self.parts}"
+        return ", ".join(f"{name} {value}" for name, value in shown.items())
 
     def digest(self, contents: Mapping[str, str]) -> str:
-        """SHA-256 of the inputs and of what they name. ``contents``: digests of files, models and program."""
-        told = json.dumps({"inputs": self.inputs(), "contents": dict(contents)}, sort_keys=True, allow_nan=False)
-        return hashlib.sha256(told.encode()).hexdigest()
+        """SHA-256 of the inputs and their contents. ``contents``: digests of files, models and program."""
+        text = json.dumps({"inputs": self.inputs(), "contents": dict(contents)}, sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()

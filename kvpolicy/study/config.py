@@ -1,6 +1,6 @@
-"""How a study's servers are set up, how it is run, and what its policies are compared by.
+"""Settings of a study: its servers, how it is run, and the criterion by which policies are compared.
 
-Where a server's flags say nothing, what vLLM 0.32 takes by device: ``EngineArgs.get_batch_defaults``, API server.
+Limits without a flag are those of vLLM 0.32 for the device: ``EngineArgs.get_batch_defaults``, API server.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ HARDWARE_FORMS = (
 )
 GIB = 2**30
 DEFAULT_HOST_GIB = 4.0
-"""The plugin's own."""
+"""The plugin's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The server around a grid's cells, the same for all of them."""
+    """The server that all cells of a grid share."""
 
     block_size: int = option("Tokens per KV block.", 16, COUNT)
     host_gib: float | None = option(
@@ -51,30 +51,30 @@ class Serving:
             raise WrongValue("host_blocks", "is given beside host_gib, should be alone: both say the same")
 
     def on(self, device: str) -> Serving:
-        """The same with nothing left open: what is None as the plugin and vLLM take it on that device."""
+        """These settings with every None replaced by the plugin's or vLLM's default for the device."""
         gib = DEFAULT_HOST_GIB if self.host_blocks is None and self.host_gib is None else self.host_gib
         return replace(self, host_gib=gib, **asdict(self.limits(device)))
 
     def limits(self, device: str) -> Limits:
-        """What is given, else vLLM's own for that device."""
-        usual = usual_limits(device)
-        given = {name: getattr(self, name) for name in asdict(usual)}
-        return replace(usual, **{name: value for name, value in given.items() if value is not None})
+        """The limits that are set, and vLLM's defaults for the device for the others."""
+        defaults = usual_limits(device)
+        chosen = {name: getattr(self, name) for name in asdict(defaults)}
+        return replace(defaults, **{name: value for name, value in chosen.items() if value is not None})
 
     def host_gib_of(self, block_bytes: int) -> float:
-        """The host memory, GiB; ``block_bytes``: of a block."""
+        """Host memory in GiB; ``block_bytes``: bytes of a block."""
         if self.host_blocks is not None:
             return self.host_blocks * block_bytes / GIB
         return DEFAULT_HOST_GIB if self.host_gib is None else self.host_gib
 
     def host_blocks_of(self, block_bytes: int) -> int:
-        """How many blocks of that size the host memory holds."""
+        """Number of blocks of that size in the host memory."""
         return int(self.host_gib_of(block_bytes) * GIB // block_bytes) if self.host_blocks is None else self.host_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server takes at a time."""
+    """A server's limits per step."""
 
     token_budget: int
     max_num_seqs: int
@@ -86,11 +86,11 @@ CPU = Limits(2048, 128, False)
 LARGEST = Limits(16384, 1024, True)
 LARGE = Limits(8192, 1024, True)
 OTHER = Limits(2048, 256, True)
-"""Also of an A100 of whatever size, and of a device whose memory nobody knows."""
+"""Also for an A100 of any size, and for a device of unknown memory."""
 
 
 def usual_limits(device: str) -> Limits:
-    """vLLM's own, by the name that a trace's header or a data sheet has for the device; memory as its sheet says."""
+    """vLLM's default limits for a device, named as in a trace's header or a data sheet, which gives its memory."""
     if device == "cpu":
         return CPU
     sheet = known_sheet(device)
@@ -103,7 +103,7 @@ def usual_limits(device: str) -> Limits:
 
 
 Progress = Callable[[int, int, str], None]
-"""Told the cells that are done, the cells in all, and the latest one in words."""
+"""Called with the number of finished cells, the number of all cells, and the latest cell in words."""
 
 
 def _silent(done: int, total: int, words: str) -> None:
@@ -112,7 +112,7 @@ def _silent(done: int, total: int, words: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a study is run: by which simulator, how often, on what, and where results go."""
+    """How a study is run: simulator, repeats, processes, and where results go."""
 
     engine: str = option("builtin, or vllm: vLLM's own scheduler on a virtual clock.", "builtin")
     seeds: int = option("Runs of each, drawn by seeds 0, 1, ...", 1, COUNT)
@@ -138,12 +138,12 @@ JUDGED: Mapping[str, tuple[str, str | None]] = {
     "itl": ("itl_s", "mean"),
     "throughput": ("throughput_tok_s", None),
 }
-"""What policies can be judged by: field of a result, and which of its figures."""
+"""Figures that policies can be judged by: field of a result, and its statistic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """What policies are compared by, and from where on a difference is worth a change."""
+    """The figure by which policies are compared, and the smallest gain that is worth a change."""
 
     judge_by: str = option("e2e, ttft, itl (mean seconds) or throughput", "e2e", one_of(*JUDGED))
     min_gain: float = option("Share by which a policy has to be better, with all of its interval.", 0.01, AMOUNT)

@@ -1,4 +1,4 @@
-"""A policy of a study: what it is called in cells, results and reports, and how a process comes by it."""
+"""A policy of a study: its label in cells, results and reports, and how a process loads it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ ELSEWHERE = (
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """By name, by module path, or an object."""
+    """A policy by name, by module path, or as an object."""
 
     label: str
-    """The name; of a module path or an object the policy's own, with the digest's beginning."""
+    """The name; for a module path or an object the policy's own name and the beginning of its digest."""
     module: str = ""
-    """The module path, where there is one."""
+    """The module path; empty without one."""
     digest: str = ""
-    """Of an object, its values and its code."""
-    given: Policy | None = None
-    """An object."""
+    """Digest of an object's values and code."""
+    policy_object: Policy | None = None
+    """The policy, where it is an object."""
 
 
 def contender_of(policy: str | Policy) -> Contender:
-    """A module path is loaded, to see what it leads to; where it leads nowhere its cells will say so."""
+    """The contender for a policy. A module path is loaded for its label; its cells report where that fails."""
     if isinstance(policy, Policy):
         load_policy(policy)
-        return Contender(labelled(policy), digest=policy.digest, given=policy)
+        return Contender(labelled(policy), digest=policy.digest, policy_object=policy)
     if not names_module(policy):
         return Contender(policy)
     try:
@@ -46,15 +46,15 @@ def contender_of(policy: str | Policy) -> Contender:
 
 
 def contenders(policies: Sequence[str | Policy]) -> list[Contender]:
-    """Each once, in their order."""
-    found: dict[str, Contender] = {}
-    for one in map(contender_of, policies):
-        found.setdefault(one.label, one)
-    return list(found.values())
+    """The contenders in their order, each once."""
+    by_label: dict[str, Contender] = {}
+    for contender in map(contender_of, policies):
+        by_label.setdefault(contender.label, contender)
+    return list(by_label.values())
 
 
 def packed(policy: Policy) -> bytes:
-    """An object for another process. Raises InputError where it cannot travel."""
+    """A policy object pickled for another process. Raises InputError where that is impossible."""
     try:
         return pickle.dumps(policy)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -62,7 +62,7 @@ def packed(policy: Policy) -> bytes:
 
 
 def unpacked(packed: bytes, label: str) -> Policy:
-    """The object again. Raises InputError where this process does not find its class."""
+    """The unpickled policy object. Raises InputError where this process does not find its class."""
     try:
         policy: Policy = pickle.loads(packed)
     except (pickle.UnpicklingError, AttributeError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""Workloads and hardware of a study: texts, or objects, which go by a digest of all that they hold."""
+"""Workloads and hardware of a study: texts, or objects, which are identified by a digest of their contents."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvpolicy.study.config import HARDWARE_FORMS
 from kvpolicy.workload import Workload
 
 HardwareObject = FittedModel | HardwareModel
-Given = TypeVar("Given")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Named(Generic[Given]):
-    """A text, or an object under its label. Two objects that hold the same are equal."""
+class Named(Generic[Value]):
+    """A text, or an object with a label. Objects with equal contents are equal."""
 
     label: str
-    """The text; of an object its name, with the digest's beginning."""
+    """The text; for an object its name and the beginning of its digest."""
     digest: str = ""
-    """Of an object, the same in every process."""
-    given: Given | None = field(default=None, compare=False, repr=False)
+    """Digest of an object, the same in every process; empty for a text."""
+    value: Value | None = field(default=None, compare=False, repr=False)
 
 
 def workload_named(workload: str | Workload) -> Named[Workload]:
-    """Raises WrongValue, naming it, for an object without a digest: one that may change, or is read elsewhere."""
+    """A workload with its label. Raises WrongValue, naming it, for an object without a digest: a mutable one."""
     if isinstance(workload, str):
         return Named(workload)
     if type(workload) is not Workload:
@@ -42,7 +42,7 @@ def workload_named(workload: str | Workload) -> Named[Workload]:
 
 
 def hardware_named(hardware: str | HardwareObject) -> Named[HardwareObject]:
-    """Raises WrongValue, naming it, for an object that is no hardware."""
+    """Hardware with its label. Raises WrongValue, naming it, for an object of another kind."""
     if isinstance(hardware, str):
         return Named(hardware)
     if isinstance(hardware, HardwareModel):
@@ -50,7 +50,8 @@ def hardware_named(hardware: str | HardwareObject) -> Named[HardwareObject]:
     if isinstance(hardware, FittedModel):
         if not hardware.provenance.trace_digests:
             raise WrongValue("hardware", f"{hardware.name!r}: is untrained, should be given as DEVICE[@LINK]:CONFIG")
-        digest = digest_of(replace(hardware, name="", digest=""))  # its own is of files, which it may no longer be like
+        # Its own digest is that of files, from which it may differ.
+        digest = digest_of(replace(hardware, name="", digest=""))
         return Named(f"{hardware.provenance.family.partition('@')[0]}@{digest[:SHOWN]}", digest, hardware)
     raise WrongValue(
         "hardware",

@@ -1,5 +1,5 @@
-"""What ``--hardware`` names: how long steps and copies take, and what a KV block weighs; what ``--link`` puts in place
-of the hardware's own link.
+"""Machines, as named by ``--hardware``: times of steps and copies, and the size of a KV block; and the simulated link
+that ``--link`` puts in place of the hardware's own.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvpolicy.study.cache import path_digest
 from kvpolicy.study.config import HARDWARE_FORMS
 from kvpolicy.study.inputs import HardwareObject, Named, hardware_named
 
-KEPT = 16
+MAX_CACHED = 16
 """Machines that a process keeps open."""
 PROBE_BYTES = 2**28
-"""Bytes of the copy that a link's bandwidth is told by: so many that its latency does not matter."""
+"""Bytes of the copy by which a link's bandwidth is determined: enough for its latency not to matter."""
 
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """One device with one model on it."""
+    """A device with a model on it."""
 
     times: Times
     geometry: Geometry
@@ -43,21 +43,21 @@ class Machine:
     """As in a trace's header: ``device`` at least."""
     digest: str
     model_loader: Callable[[EngineSpec], Callable[[str], FittedModel]]
-    """Loads cost models by name as a server of this machine would: ``analytic`` is its own."""
+    """Makes a loader of cost models by name, as a server on this machine has: ``analytic`` is its own."""
     own_model: str | None
-    """Name of a cost model that fits it, where there is one."""
+    """Name of a cost model for this machine; None without one."""
     link: Mapping[str, Any] = field(default_factory=lambda: header_link(None))
-    """As in a trace's header; of a cost model that was measured behind a simulated link, that one."""
+    """As in a trace's header; for a cost model that was measured behind a simulated link, that link."""
     facts: tuple[str, ...] = ()
     """Where its constants come from."""
     unmeasured: tuple[str, ...] = ()
-    """What of it nobody has measured, for a person."""
+    """What was not measured, in words."""
     piece_bytes_per_token: float | None = None
-    """Contiguous bytes of a block over its tokens, where that was measured."""
+    """Contiguous bytes of a block per token, where they were measured."""
 
     def segment_bytes(self, block_size: int) -> int:
-        """What of a block lies contiguous: as measured, else one layer's page, keys and values together, which is what
-        the plugin takes it for and how FlashAttention lays it out."""
+        """Contiguous bytes of a block: as measured, else one layer's page with keys and values together, as the
+        plugin assumes and FlashAttention has it."""
         if self.piece_bytes_per_token is not None:
             return max(1, round(self.piece_bytes_per_token * block_size))
         return max(1, self.block_bytes(block_size) // self.geometry.layers)
@@ -75,9 +75,9 @@ class Machine:
         return self.device == "cpu" and self.link["kind"] == "native"
 
     def slowdown(self, times: Times) -> float:
-        """Share by which a copy slows the steps beside it: what it takes of the device memory's bandwidth.
+        """Share by which a copy slows the steps beside it: its share of the device memory's bandwidth.
 
-        0 where nobody says what that is.
+        0 where that bandwidth is unknown.
         """
         sheet = known_sheet(self.device)
         if sheet is None:
@@ -87,18 +87,18 @@ class Machine:
 
 
 def open_machine(hardware: str | HardwareObject) -> Machine:
-    """The machine of that name or object. Raises ValueError, naming file and field, for what cannot be opened."""
+    """The machine of that name or object. Raises ValueError, naming file and field, where it cannot be opened."""
     return machine_named(hardware_named(hardware))
 
 
 def machine_named(hardware: Named[HardwareObject]) -> Machine:
     """See :func:`open_machine`."""
-    return _by_name(hardware.label) if hardware.given is None else _of_object(hardware)
+    return _by_name(hardware.label) if hardware.value is None else _of_object(hardware)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=MAX_CACHED)
 def _of_object(hardware: Named[HardwareObject]) -> Machine:
-    model = hardware.given
+    model = hardware.value
     assert model is not None
     if isinstance(model, HardwareModel):
         return _of_tables(TableTimes(model))
@@ -110,13 +110,13 @@ def _of_object(hardware: Named[HardwareObject]) -> Machine:
 
 
 def _by_name(spec: str) -> Machine:
-    place = next((Path(one) for one in (spec, spec.partition(":")[2]) if one and Path(one).exists()), None)
-    return _opened(spec, "" if place is None else path_digest(place))
+    path = next((Path(text) for text in (spec, spec.partition(":")[2]) if text and Path(text).exists()), None)
+    return _opened(spec, "" if path is None else path_digest(path))
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=MAX_CACHED)
 def _opened(spec: str, digest: str) -> Machine:
-    """``digest``: of what it is read from, which tells it from what was there before."""
+    """``digest``: of the files it is read from, so that changed files are opened again."""
     if (Path(spec) / FILE).is_file() or Path(spec).name == FILE:
         return _of_tables(load_hardware(spec))
     if Path(spec).is_dir() or spec in cost.shipped():
@@ -147,24 +147,24 @@ def _of_tables(times: TableTimes) -> Machine:
 
 
 def _of_model(model: FittedModel, name: str) -> Machine:
-    """``name``: by which its loader knows it."""
-    made = model.provenance
+    """The machine of a cost model; ``name``: the model's name in its loader."""
+    provenance = model.provenance
     return Machine(
         times=law_times(model),
-        geometry=made.geometry,
-        kv_bytes_per_token=made.kv_bytes_per_token,
-        hardware=made.hardware,
+        geometry=provenance.geometry,
+        kv_bytes_per_token=provenance.kv_bytes_per_token,
+        hardware=provenance.hardware,
         digest=model.digest,
         model_loader=lambda engine: cost.load,
         own_model=name,
-        link=made.link,
+        link=provenance.link,
         piece_bytes_per_token=_piece_bytes_per_token(model),
-        facts=(f"cost model {name}, trained on {made.hardware.get('device')}", *made.notes),
+        facts=(f"cost model {name}, trained on {provenance.hardware.get('device')}", *provenance.notes),
     )
 
 
 def _piece_bytes_per_token(model: FittedModel) -> float | None:
-    """As in the model's traces, where that is one number for all of them."""
+    """Contiguous bytes per token in the model's traces, where they agree; else None."""
     low, high = model.ranges["swap"].get("segment_bytes", (0.0, 0.0))
     sizes = model.provenance.block_sizes
     per_token = low / min(sizes)
@@ -173,24 +173,24 @@ def _piece_bytes_per_token(model: FittedModel) -> float | None:
 
 def _by_sheet(spec: str, config: str) -> Machine:
     model = cost.load(f"{cost.ANALYTIC}:{spec}")
-    made = model.provenance
-    told = json.loads(_config_file(config).read_text(encoding="utf-8"))
+    provenance = model.provenance
+    config_fields = json.loads(_config_file(config).read_text(encoding="utf-8"))
 
     def by_sheet(engine: EngineSpec) -> Callable[[str], FittedModel]:
-        find = cost.engine_loader(told, engine)
-        # In full, so that a link that was named counts too.
-        return lambda name: find(f"{cost.ANALYTIC}:{spec}" if name == cost.ANALYTIC else name)
+        load = cost.engine_loader(config_fields, engine)
+        # In full, so that a named link is part of it.
+        return lambda name: load(f"{cost.ANALYTIC}:{spec}" if name == cost.ANALYTIC else name)
 
     return Machine(
         times=law_times(model),
-        geometry=made.geometry,
-        kv_bytes_per_token=made.kv_bytes_per_token,
-        hardware=made.hardware,
+        geometry=provenance.geometry,
+        kv_bytes_per_token=provenance.kv_bytes_per_token,
+        hardware=provenance.hardware,
         digest=model.digest,
         model_loader=by_sheet,
         own_model=cost.ANALYTIC,
-        facts=tuple(note for note in made.notes if note.startswith(("device ", "link "))),
-        unmeasured=("all of it: " + next(note for note in made.notes if note.startswith("shares ")),),
+        facts=tuple(note for note in provenance.notes if note.startswith(("device ", "link "))),
+        unmeasured=("all of it: " + next(note for note in provenance.notes if note.startswith("shares ")),),
     )
 
 
@@ -199,7 +199,7 @@ def _config_file(config: str) -> Path:
 
 
 def _config_of(geometry: Geometry, ranks: int) -> Mapping[str, Any]:
-    """A config.json of that shape, all ranks together."""
+    """A config.json of this shape, for all ranks together."""
     return {
         "model_type": "llama",
         "num_hidden_layers": geometry.layers,
@@ -215,21 +215,21 @@ def _config_of(geometry: Geometry, ranks: int) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """Implements :class:`~kvpolicy.simulator.Times`: another one's steps, and copies over a given link."""
+    """Implements :class:`~kvpolicy.simulator.Times`: the steps of other times, and copies over a simulated link."""
 
     times: Times
     link: SimulatedLink
 
     @property
     def steps_of(self) -> Times:
-        """Whose steps these are: they may know where they were measured."""
+        """The times that the steps are taken from, which may know their measured range."""
         return self.times
 
     @property
     def source(self) -> str:
         link = self.link
-        told = f"{link.bytes_per_s:g} bytes/s and {link.latency_s:g} s"
-        return f"{self.times.source}; copies instead over a given link of {told}"
+        link_text = f"{link.bytes_per_s:g} bytes/s and {link.latency_s:g} s"
+        return f"{self.times.source}; copies instead over a given link of {link_text}"
 
     def step_s(self, load: StepLoad) -> float:
         return self.times.step_s(load)

@@ -1,4 +1,4 @@
-"""Tasks over a Ray cluster. Ray is an extra: `pip install 'kvpolicy[ray]'`."""
+"""Tasks on a Ray cluster. Ray is an extra: `pip install 'kvpolicy[ray]'`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import ray
 Task = TypeVar("Task")
 Done = TypeVar("Done")
 AUTO = "auto"
-AHEAD = 4
+IN_FLIGHT_PER_CORE = 4
 """Tasks in flight per core: more would only fill the cluster's queue."""
 
 
 def on_ray(run: Callable[[Task], Done], tasks: Sequence[Task], address: str) -> Iterator[tuple[int, Done | Exception]]:
-    """Results as they come, an exception in place of one that failed.
+    """Results as tasks finish, an exception for a failed task.
 
-    ``address``: of a running cluster, or ``auto`` for the one this machine belongs to, else a local one that ends with
-    the last task. kvpolicy is to be installed wherever the tasks run, and their files under the same paths.
+    ``address``: of a running cluster; or ``auto`` for the cluster that this machine belongs to, else a local one that
+    is shut down after the last task. kvpolicy must be installed wherever tasks run, and files have the same paths.
     """
-    ours = not ray.is_initialized()
-    if ours:
+    connected_here = not ray.is_initialized()
+    if connected_here:
         _connect(address)
     remote = ray.remote(run)
     waiting = iter(enumerate(tasks))
     busy: dict[Any, int] = {}
-    room = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
+    max_in_flight = IN_FLIGHT_PER_CORE * max(1, int(ray.cluster_resources().get("CPU", 1)))
     try:
         while True:
-            while len(busy) < room and (more := next(waiting, None)) is not None:
-                busy[remote.remote(more[1])] = more[0]
+            while len(busy) < max_in_flight and (next_task := next(waiting, None)) is not None:
+                busy[remote.remote(next_task[1])] = next_task[0]
             if not busy:
                 return
             done, _ = ray.wait(list(busy), num_returns=1)
@@ -38,7 +38,7 @@ def on_ray(run: Callable[[Task], Done], tasks: Sequence[Task], address: str) -> 
     finally:
         for reference in busy:
             ray.cancel(reference)
-        if ours:
+        if connected_here:
             ray.shutdown()
 
 

@@ -1,7 +1,7 @@
-"""What to deploy: the user's own workload on the user's hardware under every policy, compared run by run.
+"""Advice on what to deploy: the user's workload on the user's hardware under every policy, compared run by run.
 
-Two policies on the same runs are compared by the ratio of what they came to, with an interval over the pairs. The
-answer says which policy to deploy, and how much better than vLLM's own it was.
+Two policies are compared on the same runs by the ratio of their figures, with an interval over the pairs of runs. The
+advice says which policy to deploy, and how much better than vLLM's default it was.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Geometric mean of the pairs' ratios. The ends are None where a single pair leaves nothing to judge by."""
+    """Geometric mean of the pairs' ratios, with its interval; the ends are None for a single pair."""
 
     value: float
     low: float | None
@@ -41,8 +41,8 @@ class Ratio:
     pairs: int
 
     @property
-    def told(self) -> bool:
-        """Whether it is told from 1."""
+    def significant(self) -> bool:
+        """Whether the interval excludes 1."""
         return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
 
     def text(self) -> str:
@@ -52,24 +52,28 @@ class Ratio:
 
 
 def geometric_means(values: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """One per group, in the order of their first values. Raises ValueError for values without a logarithm."""
+    """One mean per group, in the order of the groups' first values. Raises ValueError for values not above 0."""
     logs: dict[int, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
         if not (isfinite(value) and value > 0):
             raise InputError(f"geometric mean of {list(values)}: numbers above 0 are needed")
         logs.setdefault(group, []).append(log(value))
-    return [exp(fmean(some)) for some in logs.values()]
+    return [exp(fmean(group_logs)) for group_logs in logs.values()]
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL, comparisons: int = 1) -> Ratio:
-    """Ours over theirs: Student's interval of the mean log ratio over pairs that met the same requests and chance.
+def paired_ratio(
+    values: Sequence[float], other_values: Sequence[float], level: float = LEVEL, comparisons: int = 1
+) -> Ratio:
+    """Ratio of two policies: Student's interval of the mean log ratio over pairs with the same requests and seed.
 
-    ``comparisons``: of how many such intervals the most favourable will be shown; all of them then hold together with
-    ``level`` (Bonferroni). Raises ValueError for values that have no ratio, or no pairs.
+    ``comparisons``: number of such intervals that are shown together; all of them then hold at once with ``level``
+    (Bonferroni). Raises ValueError for values not above 0, or no pairs.
     """
-    pairs = list(zip(ours, theirs, strict=True))
+    pairs = list(zip(values, other_values, strict=True))
     if not pairs or not all(isfinite(a) and isfinite(b) and a > 0 and b > 0 for a, b in pairs):
-        raise InputError(f"paired ratio of {list(ours)} over {list(theirs)}: pairs of numbers above 0 are needed")
+        raise InputError(
+            f"paired ratio of {list(values)} over {list(other_values)}: pairs of numbers above 0 are needed"
+        )
     logs = [log(a / b) for a, b in pairs]
     if len(logs) == 1:
         return Ratio(exp(logs[0]), None, None, 1)
@@ -78,18 +82,18 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], level: float = 
 
 
 DEFAULT = "always-recompute"
-"""What vLLM does by itself."""
+"""vLLM's own behaviour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One policy beside vLLM's own, over the same runs."""
+    """A policy compared with vLLM's default over the same runs."""
 
     policy: str
     gain: Ratio
-    """How many times better than vLLM's own behaviour, by what it is judged by; above 1 is better."""
+    """How many times better than vLLM's default, by the criterion; above 1 is better."""
     to_best: Ratio
-    """The best policy over this one: how many times better the best was."""
+    """How many times better the best policy was than this one."""
     throughput: Ratio
     e2e_p99: Ratio
     ttft_p99: Ratio
@@ -101,29 +105,29 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to deploy, and why."""
+    """Which policy to deploy, and why."""
 
     workload: str
     hardware: str
     kv_blocks: int
     server: str
-    """What it may take at a time."""
+    """The server's limits, in words."""
     judge_by: str
     min_gain: float
-    """The share by which a policy has to be better to be worth a change."""
+    """The gain, as a share, from which on a change is worth it."""
     seeds_differ: bool
-    """Whether every seed of a part was a pair of its own, or all of them one."""
+    """Whether every seed of a part is a separate pair; else all its seeds together are one."""
     best: str
-    """The best in the mean of those told to be better by more than ``min_gain``, or of all where none is."""
+    """The policy with the highest mean gain, of those significantly better by ``min_gain``, or of all without such."""
     deploy: str
-    """``best``, where it is told to be better by more than ``min_gain``; else ``always-recompute``."""
+    """``best``, where it is significantly better by more than ``min_gain``; else ``always-recompute``."""
     reason: str
     config_line: str
-    """The command that prints the flags; empty where nothing is to be changed."""
+    """The command that prints the server's flags; empty where nothing is to be changed."""
     compared: tuple[Compared, ...]
     warnings: tuple[str, ...]
     whole: str = ""
-    """What the workload as one run came to; empty where the parts are the whole."""
+    """Figures of the workload as one run; empty where there is only one part."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,13 +135,14 @@ class Advice:
     def text(self) -> str:
         pairs = self.compared[0].gain.pairs
         rows = [["policy", f"{self.judge_by} gain", "throughput", "e2e p99", "ttft p99", *SHOWN]]
-        for one in self.compared:
-            ratios = (one.gain, one.throughput, one.e2e_p99, one.ttft_p99)
-            shown = (written(name, one.figures) for name in SHOWN)
-            rows.append([one.policy, *(ratio.text() for ratio in ratios), *shown])
-        once = "" if self.seeds_differ else "; seeds do not change the requests: the runs of a part are one"
+        for comparison in self.compared:
+            ratios = (comparison.gain, comparison.throughput, comparison.e2e_p99, comparison.ttft_p99)
+            shown = (written(name, comparison.figures) for name in SHOWN)
+            rows.append([comparison.policy, *(ratio.text() for ratio in ratios), *shown])
+        seeds_note = "" if self.seeds_differ else "; seeds do not change the requests: the runs of a part are one"
         lines = [
-            f"{self.workload} on {self.hardware}, {self.kv_blocks} KV blocks: {pairs} pairs of runs per policy{once}",
+            f"{self.workload} on {self.hardware}, {self.kv_blocks} KV blocks: {pairs} pairs of runs per policy"
+            f"{seeds_note}",
             f"ratios against {DEFAULT}: {self.judge_by} gain above 1 is better; throughput above 1, p99 below 1",
             f"server: {self.server}",
             f"all intervals shown together at {LEVEL:.0%}; a change is advised where all of the gain's interval lies "
@@ -153,39 +158,42 @@ class Advice:
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
-SHOWN = ("e2e s", "recompute", "swap", "again tok")
+SHOWN = ("e2e s", "recompute", "swap", "repeated tok")
 
 
-def figure_of(result: Result, name: str, which: str | None) -> float:
-    """That figure of a run. Raises ValueError where the run has none, as no inter-token time of single tokens."""
-    value = result[name] if which is None else result[name][which]
+def figure_of(result: Result, name: str, statistic: str | None) -> float:
+    """A figure of a run. Raises ValueError where it is undefined, as inter-token times of single tokens."""
+    value = result[name] if statistic is None else result[name][statistic]
     if value is None:
-        said = name if which is None else f"{name}.{which}"
-        raise InputError(f"workload {result['inputs']['workload']}: its runs have no {said}, so nothing compares them")
+        figure = name if statistic is None else f"{name}.{statistic}"
+        raise InputError(
+            f"workload {result['inputs']['workload']}: its runs have no {figure}, so nothing compares them"
+        )
     return float(value)
 
 
-def extrapolation_warning(one: Compared) -> str | None:
-    """Where a policy's cost model was beyond its training in some of its decisions."""
-    if not one.extrapolated:
+def extrapolation_warning(comparison: Compared) -> str | None:
+    """A warning about decisions in which the policy's cost model extrapolated; None without such decisions."""
+    if not comparison.extrapolated:
         return None
-    share = one.extrapolated / one.choices
+    share = comparison.extrapolated / comparison.choices
     return (
-        f"{one.policy}: its cost model was asked beyond what it was trained on in {one.extrapolated} of {one.choices} "
-        f"decisions ({share:.0%}); `kvpolicy profile` and `kvpolicy train` on the serving machine measure there"
+        f"{comparison.policy}: its cost model extrapolated beyond its training range in "
+        f"{comparison.extrapolated} of {comparison.choices} decisions ({share:.0%}); "
+        "`kvpolicy profile` and `kvpolicy train` on the serving machine measure there"
     )
 
 
-SHARES = (0.25, 0.5, 0.75, 0.9)
-"""Of requests that are shorter in all: where thresholds are tried."""
+THRESHOLD_LEVELS = (0.25, 0.5, 0.75, 0.9)
+"""Quantile levels of the requests' total lengths at which thresholds are tried."""
 FEWER_USERS = (
-    "a closed loop in parts: each has its share of the users and so of the load; with --parts 1 and --seeds all of "
-    "them are there, where the seed draws their sessions"
+    "a closed loop in parts: each part has only a share of the users, and so of the load; --parts 1 with --seeds "
+    "keeps them together, where the seed draws their sessions"
 )
-UNLIKE = 1.2
-"""Times by which the whole workload may differ from the mean of its parts before it is said."""
-INTERVALS = 4
-"""That are shown per policy: what it is judged by, throughput and two tails."""
+MAX_UNLIKE = 1.2
+"""Factor by which the whole workload may differ from the mean of its parts without a warning."""
+INTERVALS_PER_POLICY = 4
+"""Intervals shown per policy: the criterion, throughput and two tails."""
 
 
 def recommend(
@@ -200,16 +208,18 @@ def recommend(
 ) -> Advice:
     """Simulate ``workload`` under vLLM's own behaviour, the usual policies and ``policies``, and say which to deploy.
 
-    ``policies``: each by its name or itself; so are ``workload`` and ``hardware``, as :func:`simulate` takes them.
+    ``workload``, ``hardware`` and ``policies`` are names or objects, as for :func:`simulate`.
 
-    Each of the parts of the workload is one pair of a comparison, and so it is anew under each seed where the seed
-    draws the requests; where it does not, as of a recorded file, seeds are averaged. One pair tells nothing from
-    chance. Raises ValueError as :func:`kvpolicy.study.simulate`, and where a cell fails.
+    Each part of the workload is one pair of a comparison, under each seed a separate one where the seed draws the
+    requests; where it does not, as for a recorded file, seeds are averaged. A single pair gives no interval and so no
+    significant result. Raises ValueError as :func:`kvpolicy.simulate` does, and where a cell fails.
     """
     machine = open_machine(hardware)
     source = source_named(workload_named(workload), 0)
-    usual = candidates(source, machine.own_model, serving.block_size)
-    tried: dict[str, str | Policy] = {contender_of(one).label: one for one in (*usual, *policies)}
+    defaults = candidates(source, machine.own_model, serving.block_size)
+    by_label: dict[str, str | Policy] = {
+        contender_of(candidate).label: candidate for candidate in (*defaults, *policies)
+    }
 
     def results_of(policies: Sequence[str | Policy], run: Run) -> Sequence[Result]:
         report = simulate([workload], policies, [kv_blocks], hardware, [link], serving, run)
@@ -217,88 +227,88 @@ def recommend(
             raise InputError(f"{len(report.failed)} cells failed, the first: {report.failed[0].text()}")
         return report.results
 
-    results = results_of(list(tried.values()), run)
-    runs = {policy: [one for one in results if one["inputs"]["policy"] == policy] for policy in tried}
+    results = results_of(list(by_label.values()), run)
+    runs = {policy: [result for result in results if result["inputs"]["policy"] == policy] for policy in by_label}
     host_gib = serving.host_gib_of(machine.block_bytes(serving.block_size))
-    found = advise(runs, criterion, host_gib, run.seeds == 1 or drawn(workload))
-    if run.parts > 1 and closed(source):
-        found = replace(found, warnings=(*found.warnings, FEWER_USERS))
+    advice = advise(runs, criterion, host_gib, run.seeds == 1 or depends_on_seed(workload))
+    if run.parts > 1 and is_closed_loop(source):
+        advice = replace(advice, warnings=(*advice.warnings, FEWER_USERS))
     if run.parts == 1:
-        return found
-    whole = results_of([DEFAULT, tried[found.best]], replace(run, seeds=1, parts=1))
-    told, warning = uncut(whole, runs[DEFAULT], criterion.judge_by)
-    return replace(found, whole=told, warnings=(*found.warnings, *([warning] if warning else [])))
+        return advice
+    whole = results_of([DEFAULT, by_label[advice.best]], replace(run, seeds=1, parts=1))
+    whole_text, warning = whole_run_summary(whole, runs[DEFAULT], criterion.judge_by)
+    return replace(advice, whole=whole_text, warnings=(*advice.warnings, *([warning] if warning else [])))
 
 
-def uncut(whole: Sequence[Result], parts: Sequence[Result], judge_by: str) -> tuple[str, str]:
-    """What the workload as one run came to, under the default and the best; and a warning, or nothing, where its parts
-    are no picture of it. One run each: there is no interval."""
-    name, which = JUDGED[judge_by]
+def whole_run_summary(whole: Sequence[Result], parts: Sequence[Result], judge_by: str) -> tuple[str, str]:
+    """Figures of the workload as one run, under the default and the best policy; and a warning where its parts differ
+    from it, else an empty text. With one run each there is no interval."""
+    name, statistic = JUDGED[judge_by]
     default, best = whole[0], whole[-1]
-    was, becomes = figure_of(default, name, which), figure_of(best, name, which)
+    default_value, best_value = figure_of(default, name, statistic), figure_of(best, name, statistic)
     unit = "tokens/s" if judge_by == "throughput" else "s"
-    gain = becomes / was if judge_by == "throughput" else was / becomes
+    gain = best_value / default_value if judge_by == "throughput" else default_value / best_value
     preempted = sum(default["preemptions"].values())
-    told = f"{DEFAULT} {was:.4g} {unit}, {preempted} preemptions"
+    summary = f"{DEFAULT} {default_value:.4g} {unit}, {preempted} preemptions"
     if best["inputs"]["policy"] != DEFAULT:
-        told += f"; {best['inputs']['policy']} {becomes:.4g} {unit}, {gain:.3f} times better"
-    pieces = fmean(figure_of(one, name, which) for one in parts)
-    if 1 / UNLIKE <= was / pieces <= UNLIKE:
-        return told, ""
-    return told, (
-        f"under {DEFAULT} the workload as one run comes to {was:.4g} {unit}, its parts to {pieces:.4g} {unit}: every "
-        "part begins with an empty server, so the intervals are of shorter and calmer runs; fewer --parts are more "
-        "like it"
+        summary += f"; {best['inputs']['policy']} {best_value:.4g} {unit}, {gain:.3f} times better"
+    part_mean = fmean(figure_of(result, name, statistic) for result in parts)
+    if 1 / MAX_UNLIKE <= default_value / part_mean <= MAX_UNLIKE:
+        return summary, ""
+    return summary, (
+        f"under {DEFAULT} the workload as one run comes to {default_value:.4g} {unit}, its parts to {part_mean:.4g} "
+        f"{unit}: every part begins with an empty server, so the intervals are those of shorter runs under less load; "
+        "fewer --parts come closer"
     )
 
 
-def closed(source: Source) -> bool:
-    """Whether it is a loop of users who are all there from the beginning: a part of it has fewer of them at a time."""
+def is_closed_loop(source: Source) -> bool:
+    """Whether it is a closed loop of users who all begin together: each of its parts then has fewer users."""
     starts = {request.session: request.arrival_s for request in reversed(list(source))}
     thinks = any(request.think_s is not None for request in source)
     return thinks and len(starts) > 1 and len(set(starts.values())) == 1
 
 
-def drawn(workload: str | Workload) -> bool:
-    """Whether two seeds give other requests; not so of a file that is replayed as it was recorded, or of an object."""
+def depends_on_seed(workload: str | Workload) -> bool:
+    """Whether requests depend on the seed; not so for a recorded file or an object."""
     named = workload_named(workload)
     pairs = zip_longest(*(source_named(named, seed) for seed in (0, 1)))
-    return any(one != other for one, other in pairs)
+    return any(first != second for first, second in pairs)
 
 
 def candidates(source: Source, own_model: str | None, block_size: int) -> list[str]:
-    """The policies that are tried: the fixed ones, thresholds between short and long requests, and, where the
-    hardware has a cost model of its own, those that ask it. Each once. Raises ValueError for an empty workload."""
+    """The policies that are always tried, each once: the fixed ones, thresholds between short and long requests, and,
+    where the hardware has a cost model, those that use it. Raises ValueError for an empty workload."""
     totals = sorted(request.total_tokens for request in source)
     if not totals:
         raise InputError(f"workload {source.name} holds no request")
-    lengths = (totals[int(share * (len(totals) - 1))] for share in SHARES)
+    lengths = (totals[int(share * (len(totals) - 1))] for share in THRESHOLD_LEVELS)
     thresholds = (f"threshold:{max(1, round(tokens / block_size)) * block_size}" for tokens in lengths)
-    asking = () if own_model is None else (f"minwaste:{own_model}", f"cheapest:{own_model}")
-    return list(dict.fromkeys((DEFAULT, "always-swap", *thresholds, *asking)))
+    model_policies = () if own_model is None else (f"minwaste:{own_model}", f"cheapest:{own_model}")
+    return list(dict.fromkeys((DEFAULT, "always-swap", *thresholds, *model_policies)))
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Runs by policy, in the same order of seeds and parts for each, and what of them is one pair."""
+    """Runs by policy, each in the same order of seeds and parts, and how they form pairs."""
 
     runs: Mapping[str, Sequence[Result]]
     seeds_differ: bool
-    """Whether the seeds' requests do; else the runs of one part are one pair, their geometric mean."""
+    """Whether seeds give different requests; else the runs of a part form one pair by their geometric mean."""
 
-    def ratio(self, policy: str, other: str, name: str, which: str | None, more_is_better: bool = True) -> Ratio:
-        """Of that figure of a result. The most favourable of several is looked for, so that all that are shown hold
-        together (Bonferroni)."""
-        ours, theirs = self._values(policy, name, which), self._values(other, name, which)
+    def ratio(self, policy: str, other: str, name: str, statistic: str | None, more_is_better: bool = True) -> Ratio:
+        """Ratio of two policies by a figure. Intervals are wide enough for all that are shown to hold at once
+        (Bonferroni), since the most favourable is picked."""
+        values, other_values = self._values(policy, name, statistic), self._values(other, name, statistic)
         if not more_is_better:
-            ours, theirs = theirs, ours
-        return paired_ratio(ours, theirs, comparisons=INTERVALS * max(1, len(self.runs) - 1))
+            values, other_values = other_values, values
+        return paired_ratio(values, other_values, comparisons=INTERVALS_PER_POLICY * max(1, len(self.runs) - 1))
 
-    def _values(self, policy: str, name: str, which: str | None) -> list[float]:
-        values = [figure_of(one, name, which) for one in self.runs[policy]]
+    def _values(self, policy: str, name: str, statistic: str | None) -> list[float]:
+        values = [figure_of(result, name, statistic) for result in self.runs[policy]]
         if self.seeds_differ:
             return values
-        return geometric_means(values, [one["inputs"]["part"] for one in self.runs[policy]])
+        return geometric_means(values, [result["inputs"]["part"] for result in self.runs[policy]])
 
 
 def advise(
@@ -307,48 +317,49 @@ def advise(
     host_gib: float,
     seeds_differ: bool = True,
 ) -> Advice:
-    """What follows from the runs; see :class:`Pairs`. A change is advised where the whole interval of a gain lies above
-    ``1 + min_gain``, to the best in the mean of those; the oracle is no policy that a server could have."""
+    """Advice from these runs; see :class:`Pairs`. A change is advised where the whole interval of a gain lies above
+    ``1 + min_gain``, to the policy with the highest mean gain of those. The oracle, which no server can run, is only
+    shown."""
     judge_by, min_gain = criterion.judge_by, criterion.min_gain
     pairs = Pairs(runs, seeds_differ)
     gains = {policy: _gain(pairs, policy, DEFAULT, judge_by) for policy in runs if policy != ORACLE}
-    surely = [policy for policy, gain in gains.items() if gain.low is not None and gain.low > 1.0 + min_gain]
-    best = max(surely or gains, key=lambda policy: gains[policy].value)
+    significant = [policy for policy, gain in gains.items() if gain.low is not None and gain.low > 1.0 + min_gain]
+    best = max(significant or gains, key=lambda policy: gains[policy].value)
     compared = tuple(_compared(pairs, policy, best, judge_by) for policy in runs)
-    mine = next(one for one in compared if one.policy == best)
-    told = mine.gain.low is not None and mine.gain.low > 1.0 + min_gain
-    deploy = best if told else DEFAULT
-    given = runs[best][0]["inputs"]
-    warnings = [extrapolation_warning(mine)] if told else []
-    warnings.append(beyond_warning([one for some in runs.values() for one in some]))
-    warnings += [f"not measured by anybody: {note}" for note in runs[best][0]["unmeasured"]]
+    best_comparison = next(comparison for comparison in compared if comparison.policy == best)
+    change = best_comparison.gain.low is not None and best_comparison.gain.low > 1.0 + min_gain
+    deploy = best if change else DEFAULT
+    inputs = runs[best][0]["inputs"]
+    warnings = [extrapolation_warning(best_comparison)] if change else []
+    warnings.append(beyond_warning([result for results in runs.values() for result in results]))
+    warnings += [f"not measured: {note}" for note in runs[best][0]["unmeasured"]]
     warnings += list(runs[best][0]["warnings"])
-    if told and _asks_an_object(deploy, given):
+    if change and _uses_model_object(deploy, inputs):
         warnings.append(
             f"{deploy} asks the cost model that was given as an object: a server loads it from the folder that `train` "
             "or `calibrate` writes"
         )
-    if told and "policy_digest" in given:
+    if change and "policy_digest" in inputs:
         warnings.append(f"{best} was given as an object: a server takes it by name, as python:MODULE:FACTORY")
     return Advice(
-        workload=given["workload"],
-        hardware=given["hardware"],
-        kv_blocks=given["kv_blocks"],
-        server=server_words(given["serving"], runs[best][0]["device"]),
+        workload=inputs["workload"],
+        hardware=inputs["hardware"],
+        kv_blocks=inputs["kv_blocks"],
+        server=server_words(inputs["serving"], runs[best][0]["device"]),
         judge_by=judge_by,
         min_gain=min_gain,
         seeds_differ=seeds_differ,
         best=best,
         deploy=deploy,
-        reason=_reason(mine, compared, told, judge_by, min_gain),
-        config_line=_config_line(deploy, given, host_gib) if told else "",
+        reason=_reason(best_comparison, compared, change, judge_by, min_gain),
+        config_line=_config_line(deploy, inputs, host_gib) if change else "",
         compared=compared,
         warnings=tuple(warning for warning in warnings if warning),
     )
 
 
 def _compared(pairs: Pairs, policy: str, best: str, judge_by: str) -> Compared:
-    mine = pairs.runs[policy]
+    results = pairs.runs[policy]
     return Compared(
         policy=policy,
         gain=_gain(pairs, policy, DEFAULT, judge_by),
@@ -356,50 +367,55 @@ def _compared(pairs: Pairs, policy: str, best: str, judge_by: str) -> Compared:
         throughput=_gain(pairs, policy, DEFAULT, "throughput"),
         e2e_p99=pairs.ratio(policy, DEFAULT, "e2e_s", "p99"),
         ttft_p99=pairs.ratio(policy, DEFAULT, "ttft_s", "p99"),
-        choices=sum(one["choices"] for one in mine),
-        extrapolated=sum(one["extrapolated"] for one in mine),
-        figures=figures(mine),
+        choices=sum(result["choices"] for result in results),
+        extrapolated=sum(result["extrapolated"] for result in results),
+        figures=figures(results),
     )
 
 
 def _gain(pairs: Pairs, policy: str, other: str, judge_by: str) -> Ratio:
-    """How many times better."""
+    """How many times better a policy is than another by the criterion."""
     return pairs.ratio(policy, other, *JUDGED[judge_by], more_is_better=judge_by == "throughput")
 
 
-def _reason(best: Compared, compared: Sequence[Compared], told: bool, judge_by: str, min_gain: float) -> str:
-    base = next(one for one in compared if one.policy == DEFAULT)
+def _reason(best: Compared, compared: Sequence[Compared], change: bool, judge_by: str, min_gain: float) -> str:
+    base = next(comparison for comparison in compared if comparison.policy == DEFAULT)
     if not base.choices and not base.figures["recompute"]:
         return "nothing was preempted in any run, so every policy does the same; keep vLLM's default"
     if best.policy == DEFAULT:
         return "keep vLLM's default; in the mean of these runs no other policy did better"
     if best.gain.low is None:
         return (
-            f"keep vLLM's default; one run: no interval, so that nothing tells {best.policy}, which came to "
-            f"{best.gain.value:.3f} of its {judge_by}, from chance; give --parts, or --seeds where they draw requests"
+            f"keep vLLM's default; one run: no interval, so that {best.policy}, which is "
+            f"{best.gain.value:.3f} times better by {judge_by}, may be so by chance; "
+            "give --parts, or --seeds where they draw requests"
         )
-    if not told:
-        short = "no difference" if not best.gain.told else f"less than the least gain that is worth it, {min_gain:.1%}"
+    if not change:
+        claim = "so" if not best.gain.significant else f"above the least gain that is worth a change, {min_gain:.1%}"
         return (
-            f"keep vLLM's default; the best other, {best.policy}, comes to {best.gain.text()} of its {judge_by}, "
-            f"which is not told from {short}"
+            f"keep vLLM's default; the best other policy, {best.policy}, is {best.gain.text()} times better by "
+            f"{judge_by}, but not significantly {claim}"
         )
-    ties = [one.policy for one in compared if one.policy != best.policy and not one.to_best.told]
-    said = f"{judge_by} {best.gain.text()} times better than vLLM's default"
-    return f"{said}; not told from it: {', '.join(ties)}" if ties else said
+    ties = [
+        comparison.policy
+        for comparison in compared
+        if comparison.policy != best.policy and not comparison.to_best.significant
+    ]
+    text = f"{judge_by} {best.gain.text()} times better than vLLM's default"
+    return f"{text}; not significantly different: {', '.join(ties)}" if ties else text
 
 
-def _config_line(policy: str, given: Mapping[str, Any], host_gib: float) -> str:
-    """``given``: the inputs of its runs. Empty where the policy is an object, or asks a cost model that is one: no
-    command line can name it."""
-    if "policy_digest" in given or _asks_an_object(policy, given):
+def _config_line(policy: str, inputs: Mapping[str, Any], host_gib: float) -> str:
+    """The ``kvpolicy config`` command for a policy. ``inputs``: those of its runs. Empty where the policy is an object,
+    or uses a cost model that is one: a command line cannot name it."""
+    if "policy_digest" in inputs or _uses_model_object(policy, inputs):
         return ""
-    module = given.get("module", "")
+    module = inputs.get("module", "")
     line = f"kvpolicy config --policy {shlex.quote(module or policy)}"
     line += " --allow-python-policies" if module else ""
     return line if host_gib == DEFAULT_HOST_GIB else f"{line} --host-gib {host_gib:g}"
 
 
-def _asks_an_object(policy: str, given: Mapping[str, Any]) -> bool:
+def _uses_model_object(policy: str, inputs: Mapping[str, Any]) -> bool:
     model = policy.partition(":")[2].partition(",")[0]
-    return "hardware_digest" in given and model == given["hardware"]
+    return "hardware_digest" in inputs and model == inputs["hardware"]

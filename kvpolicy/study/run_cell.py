@@ -1,6 +1,6 @@
-"""From a cell's words to a run, and from the run to the numbers that are kept.
+"""Running a cell: opens what it names, simulates it, and returns the numbers that are stored.
 
-The simulator of a name is the built-in one, or one that an installed package registers. Workloads by name are those of
+Simulators are the built-in one and those that installed packages register. Workloads are those of
 :mod:`kvpolicy.workload`, recorded traces, and requests of measured runs.
 """
 
@@ -38,13 +38,13 @@ from kvpolicy.workload import Format, Source, Workload, open_workload
 from kvpolicy.workload.files import FileSource, cells, lines
 from kvpolicy.workload.options import Options
 
-KEPT = 16
-"""Opened workloads that a process keeps: to give one a rate, its file is read through."""
+MAX_WORKLOADS = 16
+"""Opened workloads that a process caches: opening one with a rate reads its whole file."""
 MEASURED = "requests"
 
 
 def _measured(path: Path, options: Options) -> Source:
-    options.whole("seed", 0)  # every workload may be given one; these are not drawn
+    options.whole("seed", 0)  # every workload accepts a seed; these requests are not drawn
     return measured_requests(path)
 
 
@@ -58,51 +58,51 @@ def _is_measured(path: Path) -> bool:
 FORMATS = {**RECORDED, MEASURED: Format(f"CSV: {', '.join((*COUNTS, ARRIVAL))}", _measured, _is_measured)}
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=MAX_WORKLOADS)
 def opened(workload: str, digest: str) -> Source:
-    """The workload of that name. ``digest``: of what it is read from, which tells it from what was there before.
+    """The workload of that name. ``digest``: of the files it is read from, so that changed files are opened again.
 
-    Raises WorkloadError, a ValueError, for what is not known, listing what is.
+    Raises WorkloadError, a ValueError, for an unknown name, listing the known ones.
     """
     return open_workload(workload, FORMATS)
 
 
 BUILTIN_RULES = "0.32"
-"""The version of vLLM whose scheduling rules the built-in one is asked to follow."""
+"""The version of vLLM whose scheduling rules the built-in simulator follows here."""
 
 
 def simulator_of(name: str) -> Simulator:
-    """Raises EngineMissing, a ValueError that says what to install, where there is none of that name."""
+    """The simulator of that name. Raises EngineMissing, a ValueError that says what to install, where there is none."""
     if name == "builtin":
         return Builtin()
     return integrations.simulator(name)
 
 
 def rules_of(name: str) -> str:
-    """What a server's ``rules`` have to be for that simulator: one made of vLLM's own code has those of its version."""
+    """The ``rules`` of a server for that simulator; one built on vLLM's code has the rules of its version."""
     return str(getattr(simulator_of(name), "rules", BUILTIN_RULES))
 
 
 ORACLE = "oracle"
-"""A policy by name in simulations alone: the cheaper option by the simulator's own times."""
+"""Name of a policy that exists only in simulations: the cheaper option by the simulator's own times."""
 SURVIVORS = (
     "oracle: prices a recompute as if nothing of the victim survived in the prefix cache; what does makes it cheaper, "
     "so that it may swap where a recompute would have cost less: with prefix caching it is no bound"
 )
-KEEP_MODELS = 32
-"""Opened cost models and machines that a process keeps: cells that follow each other use the same ones."""
+MAX_POLICIES = 32
+"""Loaded policies, with their cost models, that a process caches: successive cells often share them."""
 
 
 def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
-    """Simulate one cell. ``out``: folder for its trace. Raises ValueError for inputs that are wrong."""
+    """Simulate one cell. ``out``: folder for its trace. Raises ValueError for invalid inputs."""
     source = source_of(cell)
     if next(iter(source), None) is None:
         raise InputError(f"workload {cell.workload} holds no request")
     machine = machine_of(cell)
-    policy, told = policy_of(cell)
+    policy, warned = policy_of(cell)
     count = ChoiceCount()
     sink: Sink | None = None if out is None else FolderSink(out)
-    done = simulator_of(cell.engine).run(
+    result = simulator_of(cell.engine).run(
         source,
         policy,
         server_of(cell, machine),
@@ -114,40 +114,40 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
     return {
         "inputs": cell.inputs(),
         "device": machine.device,
-        **numbers(done.summary),
+        **numbers(result.summary),
         "rows": rows_of(source),
         "choices": count.choices,
         "extrapolated": count.extrapolated,
         "facts": list(machine.facts),
-        "warnings": list(told),
+        "warnings": list(warned),
         "unmeasured": list(machine.unmeasured),
     }
 
 
 def numbers(summary: Summary) -> dict[str, Any]:
-    """A summary as JSON has it, which knows no nan: what nobody had (single tokens have no time between) is None."""
-    told = asdict(summary) | {"preemptions": dict(summary.preemptions)}
-    return {name: finite(value) for name, value in told.items()}
+    """A summary as JSON values: None for nan, which stands for undefined times (as between single tokens)."""
+    fields = asdict(summary) | {"preemptions": dict(summary.preemptions)}
+    return {name: finite(value) for name, value in fields.items()}
 
 
-# ---- what a cell names ----
+# ---- inputs of a cell ----
 
 
 def source_of(cell: Cell) -> Source:
-    """Its workload, or the part of it."""
-    whole = source_named(Named(cell.workload, cell.workload_digest, cell.requests), cell.seed)
+    """The cell's workload, or its part of it."""
+    whole = source_named(Named(cell.workload, cell.workload_digest, cell.workload_object), cell.seed)
     return whole if cell.parts == 1 else Part(whole, cell.part, cell.parts)
 
 
 def source_named(workload: Named[Workload], seed: int) -> Source:
-    """The object, or what the text names, drawn by ``seed`` unless it names one itself."""
-    if workload.given is not None:
-        return workload.given
+    """The workload object, or the workload that the text names, drawn from ``seed`` unless the text has a seed."""
+    if workload.value is not None:
+        return workload.value
     return opened(seeded(workload.label, seed), workload_digest(workload.label))
 
 
 def rows_of(source: Source) -> dict[str, int] | None:
-    """What became of the rows of the file that a workload is read from, after it was; None where there is no file."""
+    """Counts of the rows of the workload's file, after it was read; None where there is no file."""
     while not isinstance(source, FileSource):
         inner = getattr(source, "inner", None) or getattr(source, "whole", None)
         if inner is None:
@@ -158,7 +158,7 @@ def rows_of(source: Source) -> dict[str, int] | None:
 
 
 def seeded(workload: str, seed: int) -> str:
-    """The workload's words with a seed, where they name none."""
+    """The workload's text with a seed, unless it has one."""
     _, _, options = workload.partition("?")
     if any(option.startswith("seed=") for option in options.split("&")):
         return workload
@@ -170,7 +170,7 @@ def machine_of(cell: Cell) -> Machine:
 
 
 def link_of(text: str) -> SimulatedLink | None:
-    """None: the hardware's own. Raises WrongValue for what is no link."""
+    """The simulated link; None for the hardware's own. Raises WrongValue for any other text."""
     try:
         return None if text == NATIVE else SimulatedLink.parse(text)
     except WrongValue as wrong:
@@ -210,58 +210,58 @@ def server_of(cell: Cell, machine: Machine) -> Server:
 
 
 def policy_of(cell: Cell) -> tuple[Policy, tuple[str, ...]]:
-    """The cell's policy as a server would load it, and what its cost model warns of; or the simulator's own oracle.
+    """The cell's policy as a server would load it, or the oracle; and the warnings of its cost model.
 
     Raises ModelError for a cost model that does not fit the server.
     """
     if cell.policy == ORACLE:
         machine = machine_of(cell)
-        told = (SURVIVORS,) if cell.serving.prefix_caching else ()
-        return Oracle(times_of(cell, machine), server_of(cell, machine)), told
-    if cell.given is not None:
-        return _fitting(cell.given, machine_of(cell), cell.link, cell.serving)
+        notes = (SURVIVORS,) if cell.serving.prefix_caching else ()
+        return Oracle(times_of(cell, machine), server_of(cell, machine)), notes
+    if cell.policy_object is not None:
+        return _fitting(cell.policy_object, machine_of(cell), cell.link, cell.serving)
     if cell.module:
         return _fitting(policies.load_policy(cell.module), machine_of(cell), cell.link, cell.serving)
     return _loaded(cell.policy, model_digest(cell.policy), machine_of(cell), cell.link, cell.serving)
 
 
 def model_digest(policy: str) -> str:
-    """Of the folder of the cost model that a policy names; empty for one that ships, or none."""
+    """Digest of the folder of a policy's cost model; empty for a shipped model or none."""
     folder = Path(policy.partition(":")[2].partition(",")[0] or "analytic")
     return path_digest(folder) if folder.is_dir() else ""
 
 
-@lru_cache(maxsize=KEEP_MODELS)
+@lru_cache(maxsize=MAX_POLICIES)
 def _loaded(policy: str, digest: str, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
-    """``digest``: of its cost model's folder, which tells it from what was there before."""
+    """``digest``: of its cost model's folder, so that a changed model is loaded again."""
     return _fitting(policy, machine, link, serving)
 
 
 def _fitting(policy: str | Policy, machine: Machine, link: str, serving: Serving) -> tuple[Policy, tuple[str, ...]]:
-    """The policy itself or the one of that name, and what its cost model warns of."""
-    given = link_of(link)
+    """The policy, loaded where it is a name, and the warnings of its cost model about this server."""
+    simulated_link = link_of(link)
     engine = EngineSpec(
         block_size=serving.block_size,
         token_budget=serving.limits(machine.device).token_budget,
         block_bytes=machine.block_bytes(serving.block_size),
         geometry=machine.geometry.to_dict(),
         hardware=machine.hardware,
-        link=machine.link if given is None else header_link(given),
+        link=machine.link if simulated_link is None else header_link(simulated_link),
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
         loaded = policy if isinstance(policy, Policy) else policies.load(policy, machine.model_loader(engine))
         if loaded.cost_model is not None:
             loaded.cost_model.check_fit(engine)
-    told = (str(one.message) for one in caught if issubclass(one.category, ModelWarning))
-    return loaded, tuple(dict.fromkeys(told))
+    messages = (str(warning.message) for warning in caught if issubclass(warning.category, ModelWarning))
+    return loaded, tuple(dict.fromkeys(messages))
 
 
-# ---- digests of what is named ----
+# ---- digests of the inputs ----
 
 
 def contents(cell: Cell) -> dict[str, str]:
-    """Digests of all that the cell names but does not hold. Raises ValueError for what cannot be found or loaded."""
+    """Digests of everything that the cell names but does not contain. Raises ValueError for unloadable inputs."""
     policy, _ = policy_of(cell)
     source_of(cell)
     return {

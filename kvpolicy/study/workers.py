@@ -1,7 +1,7 @@
-"""Tasks over worker processes, each of which is started once and stays warm; a worker that dies takes one task along.
+"""Tasks on worker processes, each started once and reused; a worker that dies loses only its current task.
 
-Every worker has an executor of its own with one process: an executor whose process was killed is useless from then on,
-and with one for all of them every other task in flight would be lost too.
+Every worker is an executor with one process. An executor whose process was killed is unusable, so with a single one
+for all processes every other task in flight would be lost too.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import TypeVar
 Task = TypeVar("Task")
 Done = TypeVar("Done")
 Finished = tuple[int, Done | BaseException]
-"""Number of the task, and what came of it."""
+"""Number of the task, and its result or error."""
 
 
 def in_processes(run: Callable[[Task], Done], tasks: Sequence[Task], jobs: int) -> Iterator[Finished[Done]]:
-    """Results as they come, an exception in place of one that failed. ``jobs`` 0: in this process, one by one.
+    """Results as tasks finish, an exception for a failed task. ``jobs`` 0: in this process, one by one.
 
     ``run`` and tasks are pickled. Processes are spawned: a script needs ``if __name__ == "__main__":``.
     """
-    fresh = _process if jobs else _here
+    new_worker = _process if jobs else _here
     waiting = iter(enumerate(tasks))
-    workers = {slot: fresh() for slot in range(min(max(1, jobs), len(tasks)))}
+    workers = {slot: new_worker() for slot in range(min(max(1, jobs), len(tasks)))}
     busy: dict[Future[Done], tuple[int, int]] = {}
     try:
         for slot, worker in workers.items():
@@ -37,14 +37,14 @@ def in_processes(run: Callable[[Task], Done], tasks: Sequence[Task], jobs: int) 
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
                     workers[slot].shutdown()
-                    workers[slot] = fresh()
+                    workers[slot] = new_worker()
                     error = ChildProcessError("its process was killed; was there memory enough?")
-                more = next(waiting, None)
-                if more is not None:
-                    busy[workers[slot].submit(run, more[1])] = slot, more[0]
+                next_task = next(waiting, None)
+                if next_task is not None:
+                    busy[workers[slot].submit(run, next_task[1])] = slot, next_task[0]
                 yield number, future.result() if error is None else error
         for worker in workers.values():
-            # Before the interpreter goes: an executor that ends beside it has nothing left to end with.
+            # Wait here: an executor cannot shut down properly while the interpreter exits.
             worker.shutdown()
     finally:
         for worker in workers.values():

@@ -1,4 +1,4 @@
-"""One workload cut into successive parts, each a run of its own: repeats of a trace that was recorded only once."""
+"""A workload cut into successive parts, each run separately: repeats of a trace that was recorded once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvpolicy.workload import Request, Source
 class Part:
     """Implements :class:`~kvpolicy.workload.Source`: part ``index`` of ``count`` with nearly equal numbers of requests.
 
-    Times begin anew with the part. Sessions stay whole, in the order of their first requests; so do the users of a
-    closed loop, whose first requests all come at once: a part then has its share of them. The source is read twice;
-    raises ValueError where it holds fewer sessions, or requests without one, than there are parts.
+    Times count from the part's first request. Sessions stay whole, in the order of their first requests. In a closed
+    loop, where all users begin at once, each part has a share of the users. The source is read twice. Raises
+    ValueError where it holds fewer sessions, or requests without one, than there are parts.
     """
 
     whole: Source
@@ -35,23 +35,23 @@ class Part:
         return self.whole.seed
 
     def __iter__(self) -> Iterator[Request]:
-        homes = self._homes()
+        part_of_unit = self._part_of_unit()
         units: dict[str, int] = {}
-        began = 0
+        units_seen = 0
         began_s: float | None = None
         for request in self.whole:
-            unit = units.get(request.session, began) if request.session else began
-            if unit == began:
-                began += 1
+            unit = units.get(request.session, units_seen) if request.session else units_seen
+            if unit == units_seen:
+                units_seen += 1
                 if request.session:
                     units[request.session] = unit
-            if homes[unit] != self.index:
+            if part_of_unit[unit] != self.index:
                 continue
             began_s = request.arrival_s if began_s is None else began_s
             yield replace(request, arrival_s=request.arrival_s - began_s)
 
-    def _homes(self) -> list[int]:
-        """Part of every unit, a session or a request without one, in the order in which they begin."""
+    def _part_of_unit(self) -> list[int]:
+        """Part index of every unit (a session, or a request without one), in the order in which units begin."""
         sizes: list[int] = []
         units: dict[str, int] = {}
         for request in self.whole:
@@ -60,26 +60,25 @@ class Part:
                 sizes.append(0)
             sizes[unit] += 1
         if len(sizes) < self.count:
-            what = "sessions, which stay whole," if units else "requests"
+            noun = "sessions, which stay whole," if units else "requests"
             raise InputError(
-                f"workload {self.whole.name}: {len(sizes)} {what} cannot be cut into {self.count} parts: "
+                f"workload {self.whole.name}: {len(sizes)} {noun} cannot be cut into {self.count} parts: "
                 f"part {len(sizes) + 1} would be empty"
             )
-        return dealt(sizes, self.count)
+        return parts_of_units(sizes, self.count)
 
 
-def dealt(sizes: Sequence[int], parts: int) -> list[int]:
-    """Part of each unit of that size, in order, parts being as equal in size as units allow and none of them empty.
-
-    A unit goes where its middle lies, unless a part would be left without any.
+def parts_of_units(sizes: Sequence[int], parts: int) -> list[int]:
+    """Part index of each unit, in order. ``sizes``: requests of each unit. Parts are as equal in size as units allow,
+    and none is empty: a unit goes to the part that its middle lies in, unless a part would be left without units.
     """
-    total, before, part = sum(sizes), 0, 0
-    homes = []
+    total, requests_before, part = sum(sizes), 0, 0
+    part_of_unit = []
     for number, size in enumerate(sizes):
-        beyond = (2 * before + size) * parts > 2 * total * (part + 1)
-        needed = len(sizes) - number < parts - part
-        if number and part < parts - 1 and (beyond or needed):
+        past_end = (2 * requests_before + size) * parts > 2 * total * (part + 1)
+        needs_new_part = len(sizes) - number < parts - part
+        if number and part < parts - 1 and (past_end or needs_new_part):
             part += 1
-        homes.append(part)
-        before += size
-    return homes
+        part_of_unit.append(part)
+        requests_before += size
+    return part_of_unit

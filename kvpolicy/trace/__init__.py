@@ -1,4 +1,4 @@
-"""The trace: what an engine or a simulator did, as a folder of tables. Whoever reads or writes one begins here."""
+"""Traces: what an engine or a simulator did, as a folder of tables. Entry point for reading and writing them."""
 
 from kvpolicy.trace.rows import (
     Row,

@@ -1,4 +1,4 @@
-"""Rows of Arrow tables as JSON text, made column by column: the same text as of row after row, many times as fast."""
+"""Rows of Arrow tables as JSON text, built column by column. The text is the same as row by row, but much faster."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 BATCH_ROWS = 16_384
-"""Rows whose text is in memory at a time."""
+"""Rows whose text is in memory at once."""
 
 _ENCODE = json.JSONEncoder(sort_keys=True).encode
 _ESCAPED = r"[^ !#-\[\]-~]"
-"""What JSON does not write as it is: quotes, backslashes, controls, and all that is no ASCII."""
+"""Characters that JSON escapes: quotes, backslashes, control characters and everything outside ASCII."""
 
 
 Part: TypeAlias = Any
-"""An array of texts row by row, or one str that is the same in all rows."""
+"""An array with one text per row, or a str that is the same in all rows."""
 
 
 def row_texts(table: pa.Table) -> Iterator[memoryview]:
-    """The text of all rows, one right after the other, in pieces: each a JSON object with its keys sorted.
+    """The concatenated text of all rows, in chunks. Each row is a JSON object with sorted keys.
 
-    Exactly what ``json.JSONEncoder(sort_keys=True).encode`` makes of each row of ``to_pylist()``.
+    The text equals ``json.JSONEncoder(sort_keys=True).encode`` of each row of ``to_pylist()``.
     """
     for batch in table.to_batches(max_chunksize=BATCH_ROWS):
         if not batch.num_rows:
@@ -44,7 +44,7 @@ def _object(columns: dict[str, pa.Array]) -> list[Part]:
 
 
 def _parts(values: pa.Array) -> list[Part]:
-    """What makes up the JSON text of each value."""
+    """The parts of each value's JSON text."""
     kind = values.type
     if not len(values) or values.null_count == len(values):
         return ["null"]
@@ -69,7 +69,7 @@ def _or_null(texts: pa.Array) -> pa.Array:
 
 
 def _joined(parts: list[Part], rows: int) -> pa.Array:
-    """One text per row. Neighbours that are the same in all rows are put together first."""
+    """One text per row. Adjacent parts that are the same in all rows are merged first."""
     merged: list[Part] = []
     for part in parts:
         if isinstance(part, str) and merged and isinstance(merged[-1], str):
@@ -83,11 +83,12 @@ def _joined(parts: list[Part], rows: int) -> pa.Array:
 
 
 def _reals(values: pa.Array) -> list[Part]:
-    """Python's own digits, each different value's once; by its bits, for 0 equals -0 and nothing equals NaN."""
+    """Python's digits, computed once per distinct value. Values are compared by their bits, because 0 equals -0 and NaN
+    equals nothing."""
     bits = np.asarray(pc.fill_null(values, 0.0), np.float64).view(np.int64)
     coded = pc.dictionary_encode(pa.array(bits))
-    different = np.asarray(coded.dictionary, np.int64).view(np.float64).tolist()
-    digits = [repr(one) if isfinite(one) else _ENCODE(one) for one in different]
+    distinct = np.asarray(coded.dictionary, np.int64).view(np.float64).tolist()
+    digits = [repr(value) if isfinite(value) else _ENCODE(value) for value in distinct]
     if len(digits) == 1 and not values.null_count:
         return [digits[0]]
     texts = pa.array(digits, pa.string()).take(coded.indices)
@@ -100,7 +101,7 @@ def _lists(values: pa.Array) -> list[Part]:
         return ["[]"]
     ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     flat = values.flatten()
-    inner = pc.binary_join(pa.ListArray.from_arrays(pa.array(ends), _joined(_parts(flat), len(flat))), ", ")
+    joined = pc.binary_join(pa.ListArray.from_arrays(pa.array(ends), _joined(_parts(flat), len(flat))), ", ")
     if not values.null_count:
-        return ["[", inner, "]"]
-    return [pc.if_else(pc.is_null(values), "null", _joined(["[", inner, "]"], len(inner)))]
+        return ["[", joined, "]"]
+    return [pc.if_else(pc.is_null(values), "null", _joined(["[", joined, "]"], len(joined)))]

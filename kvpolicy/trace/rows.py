@@ -1,4 +1,4 @@
-"""Rows of the trace's tables, made of what happened. The plugin and the simulators write theirs by these alone."""
+"""Builders of the rows of a trace's tables. The plugin and the simulators write all rows with them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Row = dict[str, Any]
 
 
 class RepeatedParts(Protocol):
-    """What a row of ``steps`` says of tokens that are computed again; see :mod:`kvpolicy.attribution.ledger`."""
+    """Recomputed tokens of one preemption in a row of ``steps``; see :mod:`kvpolicy.attribution.ledger`."""
 
     @property
     def preemption_id(self) -> str: ...
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """In the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
+        """Counts in the order of :data:`kvpolicy.attribution.step_time.PARTS`."""
         ...
 
 
 class StepCounts(Protocol):
-    """What a row of ``steps`` says of a step; see :class:`kvpolicy.attribution.ledger.Step`."""
+    """Counts of a row of ``steps``; see :class:`kvpolicy.attribution.ledger.Step`."""
 
     number: int
     scheduled_tokens: int
@@ -82,7 +82,7 @@ def _repeated(part: RepeatedParts) -> Row:
 
 
 def transfer_row(transfer: Transfer, *, preemption_id: str, step: int, tier: str) -> Row:
-    """A row of ``transfers``. ``step``: the last one that was scheduled when its end was told."""
+    """A row of ``transfers``. ``step``: the last step scheduled before its end was reported."""
     return {
         "preemption_id": preemption_id,
         "generation": transfer.copy_id,
@@ -114,8 +114,7 @@ def request_row(
     loaded_tokens: int,
     finish: str,
 ) -> Row:
-    """A row of ``requests``. ``request``: its name in the trace, never the one it has outside; ``finish``: how it
-    ended."""
+    """A row of ``requests``. ``request``: its name in the trace, never the client's; ``finish``: how it ended."""
     return {
         "request": request,
         "arrival_s": arrival_s,
@@ -144,7 +143,7 @@ def decision_row(
     arm: str | None = None,
     repeat: int | None = None,
 ) -> Row:
-    """A row of ``decisions``. The last three are of profiles only."""
+    """A row of ``decisions``. The last three parameters are for profiles only."""
     return {
         "preemption_id": preemption_id,
         "decision_id": decision_id,
@@ -180,7 +179,7 @@ def window_row(
     preemption_id: str | None,
     discarded: str,
 ) -> Row:
-    """A row of ``windows``. ``discarded``: empty where the window counts, else the reason."""
+    """A row of ``windows``. ``discarded``: the reason, or empty if the window counts."""
     return {
         "state_id": state_id,
         "arm": arm,

@@ -1,11 +1,11 @@
-"""The trace: what an engine or a simulator did, as a folder of Parquet part files.
+"""Traces: what an engine or a simulator did, as a folder of Parquet part files.
 
     TRACE/CORE/header.json
     TRACE/CORE/decisions/part-000000.parquet      likewise outcomes, steps, transfers, requests, windows
 
-One ``CORE`` sub-folder per engine core, so that several servers may write into one trace. Part files appear by
-rename, whole or not at all. Columns this version does not know are kept; a missing column, a wrong type or an empty
-value where one is needed is a :class:`TraceError` that names file, column and row.
+There is one ``CORE`` sub-folder per engine core, so that several servers can write into one trace. Part files are
+renamed into place when they are complete. Unknown columns are preserved. A missing column, a wrong type or an empty
+value in a required column raises a :class:`TraceError` that names file, column and row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FLAG = pa.bool_()
 
 
 class TraceError(KVPolicyError):
-    """A trace that cannot be read as one; the message names the file and what would be right."""
+    """A trace is invalid; the message names the file and the expected value."""
 
 
 def _columns(*, optional: Sequence[str] = (), **types: pa.DataType) -> pa.Schema:
@@ -55,7 +55,7 @@ _COST = pa.struct(
     + [("log_ratio_low", _REAL), ("log_ratio_high", _REAL), ("extrapolated", _FLAG), ("victim_delay_s", _REAL)]
 )
 _LATER = {("decisions", "costs"): ("victim_delay_s",)}
-"""Fields of a record that traces of the same schema version may lack: empty there."""
+"""Fields of a record that older traces of the same schema version lack; they are read as empty."""
 _REPEATED = pa.struct(
     [("preemption_id", _TEXT), ("tokens", _INT), ("kv_read_tokens", _INT), ("chunk_context", _INT), ("decodes", _INT)]
 )
@@ -97,8 +97,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         others_delay_s=_REAL,
         optional=("engine_s", "others_delay_s"),
     ),
-    # One row per engine step that was executed. `repeated` holds, per preemption, the part of the step's
-    # composition that computes again what its victim had already computed.
+    # One row per executed engine step. `repeated` holds, per preemption, the part of the step's composition that
+    # recomputes tokens its victim had already computed.
     "steps": _columns(
         step=_INT,
         start_s=_REAL,
@@ -148,7 +148,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         finish=_TEXT,
         optional=("first_token_s", "last_token_s"),
     ),
-    # Profiles only: one row per measuring window, the discarded ones too.
+    # Profiles only: one row per measuring window, including discarded ones.
     "windows": _columns(
         state_id=_TEXT,
         arm=_TEXT,
@@ -162,7 +162,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         optional=("preemption_id",),
     ),
 }
-"""Arrow schema of each table. ``windows.discarded`` is empty where the window counts, else the reason."""
+"""Arrow schema of each table. ``windows.discarded`` is the reason, or empty if the window counts."""
 
 _WORDS = {
     ("decisions", "cause"): CAUSES,
@@ -174,7 +174,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one engine core's part of a trace was recorded on."""
+    """Engine, machine and settings that one engine core's part of a trace was recorded on."""
 
     run_id: str
     source: str
@@ -196,12 +196,12 @@ class Header:
     """``{"kind": "native"}`` or ``{"kind": "simulated", "bytes_per_s": ..., "latency_s": ...}``."""
     seed: int = 0
     noise: Mapping[str, Any] = field(default_factory=dict)
-    """Of a profile: variation of identical undisturbed windows and what was done about it."""
+    """Profiles only: variation of identical undisturbed windows, and how it was handled."""
     notes: str = ""
     token_budget: int | None = None
-    """Most tokens of a step (``max_num_batched_tokens``); None in headers written before it was recorded."""
+    """Maximum tokens of a step (``max_num_batched_tokens``); None in headers of versions that did not record it."""
     draw_seed: int | None = None
-    """Seed of the policy's draws in this engine core; None where nothing was drawn or it was not recorded."""
+    """Seed of the policy's random draws in this engine core; None if nothing was drawn or it was not recorded."""
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
@@ -217,9 +217,9 @@ class Header:
         host_blocks: int,
         policy: str,
     ) -> Header:
-        """A header of what always stands in one; ``replace`` sets the rest.
+        """A header with the required fields; set the others with ``replace``.
 
-        Raises TraceError for an engine that does not say its block's bytes.
+        Raises TraceError for an engine without ``block_bytes``.
         """
         if spec.block_bytes is None:
             raise TraceError(f"header of {run_id}: the engine's block_bytes are missing")
@@ -241,7 +241,7 @@ class Header:
 
     @property
     def engine_spec(self) -> EngineSpec:
-        """What a cost model is checked against."""
+        """The engine that a cost model is checked against."""
         return EngineSpec(
             self.block_size,
             self.token_budget,
@@ -266,8 +266,8 @@ class Header:
         if not isinstance(values, dict) or "schema_version" not in values:
             raise TraceError(f"{path}: field schema_version is missing: not a kvpolicy trace header")
         if values["schema_version"] != SCHEMA_VERSION:
-            found = values["schema_version"]
-            raise TraceError(f"{path}: schema_version is {found}, this kvpolicy reads {SCHEMA_VERSION}")
+            version = values["schema_version"]
+            raise TraceError(f"{path}: schema_version is {version}, this kvpolicy reads {SCHEMA_VERSION}")
         names = {f.name for f in fields(cls)}
         missing = sorted(names - values.keys() - {"token_budget", "draw_seed"})
         if missing:
@@ -275,9 +275,9 @@ class Header:
         for name in ("block_size", "block_bytes"):
             if type(values[name]) is not int or values[name] < 1:
                 raise TraceError(f"{path}: field {name} is {values[name]!r}, should be a whole number above 0")
-        for name, inside in (("link", "kind"), ("hardware", "device")):
-            if not isinstance(values[name], dict) or inside not in values[name]:
-                raise TraceError(f"{path}: field {name}.{inside} is missing")
+        for name, subfield in (("link", "kind"), ("hardware", "device")):
+            if not isinstance(values[name], dict) or subfield not in values[name]:
+                raise TraceError(f"{path}: field {name}.{subfield} is missing")
         if not isinstance(values["policy"], str) or names_module(values["policy"]):
             raise TraceError(
                 f"{path}: field policy is {values['policy']!r}, should be a policy's name, and never a module to run"
@@ -293,26 +293,26 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Tables of one or several engine cores, in memory. Each table has a column ``core`` besides its schema."""
+    """Tables of one or several engine cores, in memory. Each table has a column ``core`` in addition to its schema."""
 
     headers: Mapping[str, Header]
-    """Header by core."""
+    """Headers by core."""
     tables: Mapping[str, pa.Table]
 
     def table(self, name: str) -> pa.Table:
-        """The table, empty where nothing was recorded for it. Raises KeyError for a name that is no table."""
+        """A table, empty if nothing was recorded for it. Raises KeyError for an unknown name."""
         schema = SCHEMAS[name]
-        found = self.tables.get(name)
-        return with_core(schema.empty_table(), "") if found is None else found
+        recorded = self.tables.get(name)
+        return with_core(schema.empty_table(), "") if recorded is None else recorded
 
     def rows(self, name: str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """The table's rows; of some columns alone, which spares much where others hold lists."""
+        """The table's rows, or only some columns of them, which is much cheaper if the others hold lists."""
         table = self.table(name)
         rows: list[dict[str, Any]] = (table if columns is None else table.select(list(columns))).to_pylist()
         return rows
 
     def digest(self) -> str:
-        """SHA-256 over headers and tables, independent of how the rows were parted."""
+        """SHA-256 over headers and tables, independent of the split into part files."""
         state = hashlib.sha256()
         for core in sorted(self.headers):
             state.update(json.dumps(asdict(self.headers[core]), sort_keys=True).encode())
@@ -322,15 +322,15 @@ class Trace:
         return state.hexdigest()
 
     def write(self, folder: Path) -> None:
-        """Write as one part file per table and core. Raises FileExistsError where the folder holds something."""
+        """Write one part file per table and core. Raises FileExistsError if the folder is not empty."""
         if folder.exists() and any(folder.iterdir()):
             raise FileExistsError(f"{folder}: exists and is not empty")
         for core, header in self.headers.items():
             header.write(folder / core)
             for name, table in self.tables.items():
-                mine = table.filter(pc.equal(table["core"], core)).drop_columns(["core"])
-                if mine.num_rows:
-                    write_part(folder / core, name, 0, mine)
+                core_table = table.filter(pc.equal(table["core"], core)).drop_columns(["core"])
+                if core_table.num_rows:
+                    write_part(folder / core, name, 0, core_table)
 
 
 def with_core(table: pa.Table, core: str) -> pa.Table:
@@ -338,9 +338,9 @@ def with_core(table: pa.Table, core: str) -> pa.Table:
 
 
 def from_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Rows of one table, as :mod:`kvpolicy.trace.rows` makes them, as Arrow.
+    """Arrow table from rows made by :mod:`kvpolicy.trace.rows`.
 
-    Raises :class:`TraceError` naming table, column and row for a bad value.
+    Raises :class:`TraceError`, naming table, column and row, for an invalid value.
     """
     schema = SCHEMAS[name]
     columns = []
@@ -348,11 +348,13 @@ def from_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
         try:
             columns.append(pa.array([row[column.name] for row in rows], column.type))
         except KeyError:
-            at = next(i for i, row in enumerate(rows) if column.name not in row)
-            raise TraceError(f"table {name}, row {at}: {column.name} missing") from None
+            row_number = next(i for i, row in enumerate(rows) if column.name not in row)
+            raise TraceError(f"table {name}, row {row_number}: {column.name} missing") from None
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            at = next(i for i, row in enumerate(rows) if not _fits(row[column.name], column.type))
-            raise TraceError(f"table {name}, row {at}, column {column.name}: wants {column.type}: {error}") from error
+            row_number = next(i for i, row in enumerate(rows) if not _fits(row[column.name], column.type))
+            raise TraceError(
+                f"table {name}, row {row_number}, column {column.name}: wants {column.type}: {error}"
+            ) from error
     table = pa.Table.from_arrays(columns, schema=schema)
     _refuse_bad_values(f"table {name}", name, table)
     return table
@@ -367,7 +369,7 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
 
 
 def write_part(core: Path, name: str, number: int, table: pa.Table) -> Path:
-    """Write one part file, renamed into place when it is whole."""
+    """Write one part file, renamed into place when it is complete."""
     folder = core / name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"part-{number:06d}.parquet"
@@ -378,7 +380,7 @@ def write_part(core: Path, name: str, number: int, table: pa.Table) -> Path:
 
 
 def core_folders(folder: Path) -> list[Path]:
-    """The engine cores' sub-folders of a trace. Raises :class:`TraceError` where there is none."""
+    """The engine cores' sub-folders of a trace. Raises :class:`TraceError` if there are none."""
     if not folder.is_dir():
         raise TraceError(f"{folder}: no such folder; a trace is a folder written by `kvpolicy profile` or a server")
     cores = sorted(path.parent for path in folder.glob("*/header.json"))
@@ -408,22 +410,22 @@ def read_part(path: Path, name: str) -> pa.Table:
         if column.name not in table.column_names:
             raise TraceError(f"{path}: column {column.name} is missing; {name} needs it as {column.type}")
         table = _completed(table, column, _LATER.get((name, column.name), ()))
-        found = table.schema.field(column.name).type
-        if found != column.type and not _same_shape(found, column.type):
-            raise TraceError(f"{path}: column {column.name} is {found}, should be {column.type}")
+        found_type = table.schema.field(column.name).type
+        if found_type != column.type and not _same_shape(found_type, column.type):
+            raise TraceError(f"{path}: column {column.name} is {found_type}, should be {column.type}")
     _refuse_bad_values(str(path), name, table)
     known = SCHEMAS[name].names
-    more = [column for column in table.column_names if column not in known]
-    return table.select([*known, *more])
+    unknown = [column for column in table.column_names if column not in known]
+    return table.select([*known, *unknown])
 
 
 def _completed(table: pa.Table, column: pa.Field, later: Sequence[str]) -> pa.Table:
-    """A list of records with the fields that were added since, empty."""
-    found = table.schema.field(column.name).type
-    if not later or not pa.types.is_list(found) or table[column.name].null_count:
+    """Add the fields in ``later`` to a column of record lists, with empty values."""
+    found_type = table.schema.field(column.name).type
+    if not later or not pa.types.is_list(found_type) or table[column.name].null_count:
         return table
     fields = [field for field in column.type.value_type if field.name not in later]
-    if found.value_type != pa.struct(fields):
+    if found_type.value_type != pa.struct(fields):
         return table
     lists = table[column.name].combine_chunks()
     records = lists.flatten()
@@ -432,14 +434,14 @@ def _completed(table: pa.Table, column: pa.Field, later: Sequence[str]) -> pa.Ta
         fields.append(column.type.value_type.field(name))
         values.append(pa.nulls(len(records), fields[-1].type))
     ends = np.concatenate([[0], np.cumsum(lists.value_lengths())]).astype(np.int32)
-    made = pa.ListArray.from_arrays(pa.array(ends), pa.StructArray.from_arrays(values, fields=fields))
-    return table.set_column(table.column_names.index(column.name), column.name, made)
+    completed = pa.ListArray.from_arrays(pa.array(ends), pa.StructArray.from_arrays(values, fields=fields))
+    return table.set_column(table.column_names.index(column.name), column.name, completed)
 
 
-def _same_shape(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether two types differ in nothing but the names Parquet gives to list items."""
-    if pa.types.is_list(found) and pa.types.is_list(wanted):
-        return bool(found.value_type == wanted.value_type)
+def _same_shape(found_type: pa.DataType, wanted_type: pa.DataType) -> bool:
+    """Whether two types differ only in the names that Parquet gives to list items."""
+    if pa.types.is_list(found_type) and pa.types.is_list(wanted_type):
+        return bool(found_type.value_type == wanted_type.value_type)
     return False
 
 
@@ -447,31 +449,35 @@ def _refuse_bad_values(where: str, name: str, table: pa.Table) -> None:
     for column in SCHEMAS[name]:
         values = table[column.name]
         if not column.nullable and values.null_count:
-            raise TraceError(f"{where}, row {_first(pc.is_null(values))}: {column.name} is empty")
+            raise TraceError(f"{where}, row {_first_row(pc.is_null(values))}: {column.name} is empty")
         if pa.types.is_floating(column.type):
             bad = pc.invert(pc.is_finite(pc.fill_null(values, 0.0)))
             if pc.any(bad).as_py():
-                raise TraceError(f"{where}, row {_first(bad)}: {column.name} is not a finite number")
+                raise TraceError(f"{where}, row {_first_row(bad)}: {column.name} is not a finite number")
         words = _WORDS.get((name, column.name))
         if words:
             bad = pc.invert(pc.is_in(values, pa.array(words)))
             if pc.any(bad).as_py():
-                raise TraceError(f"{where}, row {_first(bad)}: {column.name} should be one of {', '.join(words)}")
+                raise TraceError(f"{where}, row {_first_row(bad)}: {column.name} should be one of {', '.join(words)}")
 
 
-def _first(mask: pa.ChunkedArray | pa.Array) -> int:
+def _first_row(mask: pa.ChunkedArray | pa.Array) -> int:
     return int(pc.index(mask, pa.scalar(True)).as_py())
 
 
-def read(folder: Path | str, *more: Path | str) -> Trace:
-    """Read traces into one. Raises :class:`TraceError` for anything that is not whole and right."""
+def read(folder: Path | str, *more_folders: Path | str) -> Trace:
+    """Read one or more traces into one. Raises :class:`TraceError` for anything missing or invalid."""
     headers: dict[str, Header] = {}
     parts: dict[str, list[pa.Table]] = {name: [] for name in SCHEMAS}
-    for core in [core for one in (folder, *more) for core in core_folders(Path(one))]:
+    for core in [core for trace_folder in (folder, *more_folders) for core in core_folders(Path(trace_folder))]:
         if core.name in headers:
             raise TraceError(f"{core}: a core of this name is there already; is a trace given twice?")
         headers[core.name] = Header.read(core / "header.json")
         for name in SCHEMAS:
             parts[name] += [with_core(part, core.name) for part in iter_parts(core, name)]
-    tables = {name: pa.concat_tables(some, promote_options="default") for name, some in parts.items() if some}
+    tables = {
+        name: pa.concat_tables(tables_of_name, promote_options="default")
+        for name, tables_of_name in parts.items()
+        if tables_of_name
+    }
     return Trace(headers, tables)

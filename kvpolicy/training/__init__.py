@@ -1,4 +1,4 @@
-"""Training cost models from datasets, and carrying one to another machine."""
+"""Train cost models from datasets, and carry (transfer) one to another machine, link or LLM."""
 
 from kvpolicy.training.pipeline import (
     CalibrateReport,

@@ -1,4 +1,4 @@
-"""How often intervals hold on states that were not seen, by bin, and how far so few states can tell."""
+"""Coverage of intervals on held-out states, by bin, each share with its 95% interval. Called by the final scores."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvpolicy.stats import proportion_interval
 
 
 def coverage(intervals: Intervals, numbers: Sequence[int], held: Sequence[bool]) -> dict[str, Any]:
-    """Share of states held in all and by bin, each with its number of states and 95% interval.
+    """Share of states held, over all bins and by bin, each with its number of states and 95% interval.
 
-    ``numbers``: the bin of each state; ``held``: whether its interval holds what was measured.
+    ``numbers``: bin number of each state; ``held``: whether its interval holds the measured value.
     """
     by_bin = []
     for number in range(len(intervals.states)):
-        mine = [one for at, one in zip(numbers, held, strict=True) if at == number]
-        by_bin.append(intervals.span(number) | share_held(mine))
+        bin_held = [hit for bin_number, hit in zip(numbers, held, strict=True) if bin_number == number]
+        by_bin.append(intervals.span(number) | share_held(bin_held))
     return share_held(held) | {"bins": by_bin}
 
 

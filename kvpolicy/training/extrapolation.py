@@ -1,8 +1,10 @@
-"""Inner extrapolation of a cost model: fits on short states judged on the longer ones, all within the training data.
+"""Inner extrapolation of a cost model: models fitted to short training states are tested on the longer ones.
 
-A fit up to a share of the longest length misses what is longer; what sticks out of the room *that the states up to
-there alone would have given* tells growth. Whether intervals made so hold is judged by doing all of it once more on
-the states up to a quarter, and up to half, and looking at the states beyond: none of those told anything.
+Outside the trained range an interval's margin grows with the distance from the range. The growth is estimated inside
+the training data: a model is fitted to the states up to a share of the longest length, and predicts the longer ones.
+Where its errors exceed the margin *that the states up to there alone would have given*, the excess determines the
+growth. Coverage outside the range is then tested by the same procedure within the states up to a quarter, and up to
+half, of the longest length; the states beyond, on which it is tested, take no part in it.
 """
 
 from __future__ import annotations
@@ -23,205 +25,223 @@ from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Room, carries, exc
 from kvpolicy.training.coverage import share_held
 
 MIN_SHORT_STATES = 12
-"""States up to an inner edge: with fewer no law is told."""
-DOUBLE = log(2.0)
-"""Coverage is told up to twice the edge, and from there on."""
+"""Minimum number of states up to an inner edge: with fewer no law can be determined."""
+LOG_DOUBLE = log(2.0)
+"""Distance at which coverage is reported in two parts: up to twice the edge, and from there on."""
 ALL_SHARES = tuple(sorted({*SHARES, *(one * other for one in SHARES for other in SHARES)}))
-"""Of the longest length: the fits that tell growth, and those that tell it where growth is judged."""
+"""Shares of the longest length up to which models are fitted: :data:`SHARES` to estimate growth, and their products to
+estimate it again within each share, where coverage is tested."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beyond:
-    """One longer state as a fit on shorter ones missed it."""
+class ExtrapolatedMiss:
+    """Errors of a model fitted to shorter states on one longer state."""
 
     share: float
-    """Of the longest length: up to there the fit had learned."""
+    """The model was fitted to states up to this share of the longest length."""
     name: str
     carried: Misses
-    """With the residual kept at the range's edge."""
+    """With the residual held at its value at the range's edge."""
     dropped: Misses
+    """Without the residual."""
     distance: Mapping[str, float]
-    """By what is predicted; 0 where it is inside the fit's range for all its length."""
+    """Distance from the model's range, by predicted quantity; 0 if inside, however long the state is."""
 
-    def miss(self, of: str, kept: Mapping[Kind, bool]) -> float:
-        """log(measured / predicted) with the residuals kept that are to be."""
-        if of == "ratio":
+    def miss(self, quantity: str, kept: Mapping[Kind, bool]) -> float:
+        """log(measured / predicted) of one quantity; ``kept``: whether each option's residual is kept."""
+        if quantity == "ratio":
             return self.miss("swap", kept) - self.miss("recompute", kept)
-        return next((self.carried if kept[kind] else self.dropped).model[kind] for kind in KINDS if kind == of)
+        return next((self.carried if kept[kind] else self.dropped).model[kind] for kind in KINDS if kind == quantity)
 
 
-def beyond(
+def extrapolated_misses(
     states: Sequence[State],
     fit: Callable[[list[State]], FittedModel],
     misses_of: Callable[[FittedModel, Sequence[State]], list[Misses]],
-) -> list[Beyond]:
-    """What fits on the states up to each of :data:`ALL_SHARES` of the longest miss of the rest."""
+) -> list[ExtrapolatedMiss]:
+    """Errors on the longer states of models fitted up to each of :data:`ALL_SHARES` of the longest length."""
     longest = max(state.computed_tokens for state in states)
-    found = []
+    extrapolated = []
     for share in ALL_SHARES:
         short = [state for state in states if state.computed_tokens <= share * longest]
         if len(short) < MIN_SHORT_STATES:
             continue
-        rest = [state for state in states if state.computed_tokens > share * longest]
+        longer = [state for state in states if state.computed_tokens > share * longest]
         model = fit(short)
-        kept, left = (misses_of(replace(model, carried=dict.fromkeys(KINDS, keep)), rest) for keep in (True, False))
-        examples = examples_of(rest)
-        for i, state in enumerate(rest):
+        carried, dropped = (
+            misses_of(replace(model, carried=dict.fromkeys(KINDS, keep)), longer) for keep in (True, False)
+        )
+        examples = examples_of(longer)
+        for i, state in enumerate(longer):
             distance = {kind: model.distance(kind, examples[kind][i].x) for kind in KINDS}
-            by_name: dict[str, float] = {kind: distance[kind] for kind in KINDS}
-            by_name["ratio"] = max(distance.values())
-            found.append(Beyond(share, state.name, kept[i], left[i], by_name))
-    return found
+            by_quantity: dict[str, float] = {kind: distance[kind] for kind in KINDS}
+            by_quantity["ratio"] = max(distance.values())
+            extrapolated.append(ExtrapolatedMiss(share, state.name, carried[i], dropped[i], by_quantity))
+    return extrapolated
 
 
-def carried(missed: Sequence[Beyond], trees: Mapping[Kind, int]) -> dict[Kind, bool]:
-    """Which residuals are to be kept outside the range; none where nothing tells."""
-    found = {}
+def residuals_kept(extrapolated: Sequence[ExtrapolatedMiss], trees: Mapping[Kind, int]) -> dict[Kind, bool]:
+    """Whether to keep each option's residual outside the range; False if too few states can decide it."""
+    kept = {}
     for kind in KINDS:
-        mine = [one for one in missed if one.share in SHARES and one.distance[kind] > 0]
-        kept, left = ([getattr(one, which).model[kind] for one in mine] for which in ("carried", "dropped"))
-        found[kind] = bool(trees[kind]) and carries(kept, left, len({one.name for one in mine}), otherwise=False)
-    return found
+        outside = [miss for miss in extrapolated if miss.share in SHARES and miss.distance[kind] > 0]
+        carried, dropped = ([getattr(miss, name).model[kind] for miss in outside] for name in ("carried", "dropped"))
+        kept[kind] = bool(trees[kind]) and carries(
+            carried, dropped, len({miss.name for miss in outside}), default=False
+        )
+    return kept
 
 
-def growing(
+def with_growth(
     intervals: Intervals,
     inside: Sequence[Misses],
-    missed: Sequence[Beyond],
+    extrapolated: Sequence[ExtrapolatedMiss],
     kept: Mapping[Kind, bool],
-    least: Mapping[str, float],
+    min_growth: Mapping[str, float],
 ) -> Intervals:
-    """The intervals with the room that they gain per unit of distance, ``least`` or more.
+    """The intervals with the margin that they gain per unit of distance, at least ``min_growth``.
 
-    ``inside``: what they were calibrated on.
+    ``inside``: the errors that they were calibrated on.
     """
-    told = _growth(inside, missed, kept)
-    return replace(intervals, growth={of: max(told[of], least[of]) for of in PREDICTED})
+    growth = _growth(inside, extrapolated, kept)
+    return replace(intervals, growth={quantity: max(growth[quantity], min_growth[quantity]) for quantity in PREDICTED})
 
 
-def inner_coverage(inside: Sequence[Misses], missed: Sequence[Beyond], kept: Mapping[Kind, bool]) -> dict[str, Any]:
-    """How often intervals hold outside the range: room and growth told by states up to a share of the longest length,
-    judged on what a fit up to there missed of the longer ones.
+def inner_coverage(
+    inside: Sequence[Misses], extrapolated: Sequence[ExtrapolatedMiss], kept: Mapping[Kind, bool]
+) -> dict[str, Any]:
+    """Coverage of intervals outside the range, tested within the training data.
 
-    By what is predicted, with the number of states judged and its 95% interval; empty where too few states are short
-    enough to tell anything.
+    Margins and growth come from the states up to a share of the longest length; they are tested on the errors that a
+    model fitted up to there makes on the longer states. Returned by predicted quantity, with the number of tested
+    states and the 95% interval; empty if there are too few short states.
     """
-    held: dict[str, list[tuple[float, bool]]] = {of: [] for of in PREDICTED}
+    hits: dict[str, list[tuple[float, bool]]] = {quantity: [] for quantity in PREDICTED}
     longest = _longest(inside)
     for share in SHARES:
-        short = [one for one in inside if one.computed_tokens <= share * longest]
-        told = _told(short, share, missed, kept)
-        if told is None:
+        short = [miss for miss in inside if miss.computed_tokens <= share * longest]
+        intervals = _intervals_up_to(short, share, extrapolated, kept)
+        if intervals is None:
             continue
-        for one in missed:
-            if one.share != share:
+        for miss in extrapolated:
+            if miss.share != share:
                 continue
-            for of in PREDICTED:
-                below, above = room = _room(told, one, of)
-                if one.distance[of] > 0 and not isinf(max(room)):
-                    held[of].append((one.distance[of], -below <= one.miss(of, kept) <= above))
+            for quantity in PREDICTED:
+                below, above = margin = _margin_of(intervals, miss, quantity)
+                if miss.distance[quantity] > 0 and not isinf(max(margin)):
+                    hits[quantity].append((miss.distance[quantity], -below <= miss.miss(quantity, kept) <= above))
     return {
-        of: share_held([hit for _, hit in some])
+        quantity: share_held([hit for _, hit in pairs])
         | {
-            "up_to_2x": share_held([hit for at, hit in some if at < DOUBLE]),
-            "from_2x": share_held([hit for at, hit in some if at >= DOUBLE]),
+            "up_to_2x": share_held([hit for distance, hit in pairs if distance < LOG_DOUBLE]),
+            "from_2x": share_held([hit for distance, hit in pairs if distance >= LOG_DOUBLE]),
         }
-        for of, some in held.items()
+        for quantity, pairs in hits.items()
     }
 
 
 STRETCHES = (2.0, 4.0, 8.0)
-"""Times the trained lengths at which fits to parts of the states are asked how far they disagree."""
+"""Multiples of the trained lengths at which models fitted to parts of the states are compared."""
 STUDENT_T = 2.132
-"""95th percentile of Student's t with 4 degrees of freedom: five fits tell how far fits scatter, and not for sure."""
+"""95th percentile of Student's t with 4 degrees of freedom: five fits give an uncertain estimate of their scatter."""
 
 
-def unsteady(fits: Sequence[FittedModel], states: Sequence[State], kept: Mapping[Kind, bool]) -> dict[str, float]:
-    """Room per unit of distance that the fits themselves need: by how far fits to all folds but one drift apart on
-    the longest states stretched (the delete-a-group jackknife, the median of the states, the worst of the lengths).
+def growth_by_scatter(
+    fits: Sequence[FittedModel], states: Sequence[State], kept: Mapping[Kind, bool]
+) -> dict[str, float]:
+    """Growth of the margin, per unit of distance, that the scatter of the fits themselves requires.
 
-    Constants that hardly matter within the range and rule beyond it are told by no miss inside.
+    ``fits``: one model per fold, fitted to all other folds. Their predictions for the longest states, stretched, are
+    compared (the delete-a-group jackknife; median of the states, maximum of the stretches). Constants that hardly
+    matter within the range and dominate beyond it show in no error inside.
     """
     models = [replace(model, carried=dict(kept)) for model in fits]
     longest = max(state.computed_tokens for state in states)
     edge = [state for state in states if state.computed_tokens > longest / 2]
     examples = examples_of(edge)
-    found = dict.fromkeys(PREDICTED, 0.0)
+    growth = dict.fromkeys(PREDICTED, 0.0)
     for times in STRETCHES:
         stretched = [{kind: _stretched(examples[kind][i].x, times) for kind in KINDS} for i in range(len(edge))]
-        logs = [
-            {kind: [log(model.seconds(kind, one[kind])) for model in models] for kind in KINDS} for one in stretched
-        ]
-        for of in PREDICTED:
-            spread = [
-                _jackknifed(
-                    [b - a for a, b in zip(one["recompute"], one["swap"], strict=True)]
-                    if of == "ratio"
-                    else next(one[kind] for kind in KINDS if kind == of)
+        logs = [{kind: [log(model.seconds(kind, x[kind])) for model in models] for kind in KINDS} for x in stretched]
+        for quantity in PREDICTED:
+            errors = [
+                _jackknife_error(
+                    [b - a for a, b in zip(by_kind["recompute"], by_kind["swap"], strict=True)]
+                    if quantity == "ratio"
+                    else next(by_kind[kind] for kind in KINDS if kind == quantity)
                 )
-                for one in logs
+                for by_kind in logs
             ]
-            found[of] = max(found[of], STUDENT_T * median(spread) / log(times))
-    return found
+            growth[quantity] = max(growth[quantity], STUDENT_T * median(errors) / log(times))
+    return growth
 
 
 def _stretched(x: Features, times: float) -> Features:
-    """Of a victim so many times as long, in the same surroundings."""
+    """Features of a victim ``times`` as long, everything else in the engine unchanged."""
     grown = {name: getattr(x, name) * (times**2 if name == "recomputed_pairs" else times) for name in GROWING}
     return x._replace(**grown)
 
 
-def _jackknifed(values: Sequence[float]) -> float:
-    """Standard error of the whole from values each of all groups but one."""
-    middle = fmean(values)
-    return sqrt((len(values) - 1) / len(values) * sum((value - middle) ** 2 for value in values))
+def _jackknife_error(values: Sequence[float]) -> float:
+    """Standard error of an estimate; ``values``: the estimate without each of the groups."""
+    mean = fmean(values)
+    return sqrt((len(values) - 1) / len(values) * sum((value - mean) ** 2 for value in values))
 
 
-def _told(
-    short: Sequence[Misses], share: float, missed: Sequence[Beyond], kept: Mapping[Kind, bool]
+def _intervals_up_to(
+    short: Sequence[Misses], share: float, extrapolated: Sequence[ExtrapolatedMiss], kept: Mapping[Kind, bool]
 ) -> Intervals | None:
-    """The intervals of a model that had learned from ``short`` alone; None where it is too little to judge by."""
+    """Intervals of a model trained on ``short`` alone, the states up to ``share``; None if they are too few."""
     if len(short) < MIN_SHORT_STATES:
         return None
     longest = _longest(short)
     nested = [
-        replace(one, share=one.share / share)
-        for one in missed
-        if one.share < share and one.carried.computed_tokens <= longest
+        replace(miss, share=miss.share / share)
+        for miss in extrapolated
+        if miss.share < share and miss.carried.computed_tokens <= longest
     ]
-    return growing(calibrate(short, kept_of(kept)), short, nested, kept, dict.fromkeys(PREDICTED, 0.0))
+    return with_growth(calibrate(short, kept_of(kept)), short, nested, kept, dict.fromkeys(PREDICTED, 0.0))
 
 
-def _growth(inside: Sequence[Misses], missed: Sequence[Beyond], kept: Mapping[Kind, bool]) -> dict[str, float]:
-    """Of the fits up to each share the one that needs most: the misses of one lean together, and the next may be as
-    far off as the worst of two."""
+def _growth(
+    inside: Sequence[Misses], extrapolated: Sequence[ExtrapolatedMiss], kept: Mapping[Kind, bool]
+) -> dict[str, float]:
+    """Growth by quantity: the maximum over the fits up to each share.
+
+    The errors of one fit are correlated, and the next fit may be as far off as the worse of two.
+    """
     longest = _longest(inside)
-    found: dict[str, list[float]] = {of: [] for of in PREDICTED}
+    growths: dict[str, list[float]] = {quantity: [] for quantity in PREDICTED}
     for share in SHARES:
-        short = [one for one in inside if one.computed_tokens <= share * longest]
-        mine = [one for one in missed if one.share == share]
-        if not mine or len(short) < MIN_SHORT_STATES:
+        short = [miss for miss in inside if miss.computed_tokens <= share * longest]
+        longer = [miss for miss in extrapolated if miss.share == share]
+        if not longer or len(short) < MIN_SHORT_STATES:
             continue
-        rooms = calibrate(short, kept_of(kept))
-        for of in PREDICTED:
+        intervals = calibrate(short, kept_of(kept))
+        for quantity in PREDICTED:
             scores = [
-                excess(one.miss(of, kept), _edge(rooms, one, of), one.distance[of])
-                for one in mine
-                if one.distance[of] > 0
+                excess(miss.miss(quantity, kept), _edge_margin(intervals, miss, quantity), miss.distance[quantity])
+                for miss in longer
+                if miss.distance[quantity] > 0
             ]
-            found[of].append(growth_of(scores, len(scores), CONFIDENCE))
-    return {of: max((one for one in some if not isinf(one)), default=inf) for of, some in found.items()}
+            growths[quantity].append(growth_of(scores, len(scores), CONFIDENCE))
+    return {
+        quantity: max((growth for growth in values if not isinf(growth)), default=inf)
+        for quantity, values in growths.items()
+    }
 
 
 def _longest(misses: Sequence[Misses]) -> float:
-    return max(one.computed_tokens for one in misses)
+    return max(miss.computed_tokens for miss in misses)
 
 
-def _edge(intervals: Intervals, one: Beyond, of: str) -> Room:
-    number = intervals.bin_of(one.carried.computed_tokens, one.carried.running_requests)
-    return intervals.room(of, number, True)
+def _edge_margin(intervals: Intervals, miss: ExtrapolatedMiss, quantity: str) -> Room:
+    """Margin at the edge of the range."""
+    number = intervals.bin_of(miss.carried.computed_tokens, miss.carried.running_requests)
+    return intervals.room(quantity, number, True)
 
 
-def _room(intervals: Intervals, one: Beyond, of: str) -> Room:
-    number = intervals.bin_of(one.carried.computed_tokens, one.carried.running_requests)
-    return intervals.room(of, number, True, one.distance[of])
+def _margin_of(intervals: Intervals, miss: ExtrapolatedMiss, quantity: str) -> Room:
+    """Margin at the state's distance from the range."""
+    number = intervals.bin_of(miss.carried.computed_tokens, miss.carried.running_requests)
+    return intervals.room(quantity, number, True, miss.distance[quantity])

@@ -1,7 +1,7 @@
-"""Families of cost models: how laws are found in measured costs, and whether trees correct them.
+"""Families of cost models: how laws are fitted to measured costs, and whether boosted trees correct them.
 
-A family of one's own extends :class:`Family` and writes one method. What it finds is stored, compiled and served as
-every other model is: the family itself is needed for training alone.
+A user's family extends :class:`Family` and implements one method. Its laws are stored, compiled and served like those
+of every other model: the family itself is needed for training only.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from kvpolicy.events import KINDS, Kind
 from kvpolicy.training.law_fits import fit_analytic, fit_linear
 
 GROUP = "kvpolicy.families"
-"""Of entry points: families that installed packages offer by name."""
+"""Entry point group of the families that installed packages offer by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a family learns from."""
+    """The data that a family's laws are fitted to."""
 
     examples: Examples
-    """By option, features and measured seconds; of a log a record stands as often as it weighs."""
+    """By option, features and measured seconds; a record of a log is repeated by its weight."""
     floor_s: Mapping[Kind, float]
-    """Costs below are not told from none."""
+    """Noise floor: costs below it cannot be distinguished from none."""
     moves: Sequence[Move] = ()
-    """Copies and how long they took; none of a log."""
+    """Transfers (saves and loads) with their durations; empty for a log."""
     budget_tokens: float = inf
-    """Most tokens of a step; infinite where that is not known."""
+    """Maximum number of tokens per step; infinite if unknown."""
 
 
 class Family(ABC):
-    """How a cost model is learned. Deterministic: the same costs give the same laws."""
+    """A method of learning cost models. Deterministic: the same costs give the same laws."""
 
     name: str
-    """As ``--family`` takes it, and as a model's card has it."""
+    """The name on the command line (``--family``) and in the model card."""
     trees: bool = False
-    """Whether boosted trees correct the laws, where that helps on states they have not seen."""
+    """Whether boosted trees correct the laws, if that helps on held-out states."""
 
     @abstractmethod
     def fit_laws(self, costs: Costs) -> Mapping[Kind, Law]:
-        """A law for each option: a roofline of its own, or a :class:`kvpolicy.cost.laws.LinearLaw`."""
+        """Fit one law per option: the option's roofline, or a :class:`kvpolicy.cost.laws.LinearLaw`."""
 
     @property
     def digest(self) -> str:
@@ -58,12 +58,12 @@ class Family(ABC):
 
     @property
     def label(self) -> str:
-        """In a model's card and in reports; see :attr:`kvpolicy.policy.Policy.label`."""
+        """The name in the model card and in reports; see :attr:`kvpolicy.policy.Policy.label`."""
         return label_of(self)
 
 
 class Analytic(Family):
-    """Rooflines: physics with a handful of constants."""
+    """Rooflines: physics with few constants."""
 
     name = "analytic"
 
@@ -72,14 +72,14 @@ class Analytic(Family):
 
 
 class Boosted(Analytic):
-    """Rooflines, and trees on what they miss."""
+    """Rooflines, with boosted trees on their residuals."""
 
     name = "boosted"
     trees = True
 
 
 class Linear(Family):
-    """A sum of weighted features: what a user without physics would try first."""
+    """A weighted sum of features: the baseline without physics."""
 
     name = "linear"
 
@@ -87,35 +87,40 @@ class Linear(Family):
         return fit_linear(costs.examples, costs.floor_s)
 
 
-FAMILIES: Mapping[str, Family] = {one.name: one for one in (Boosted(), Linear(), Analytic())}
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (Boosted(), Linear(), Analytic())}
 
 
 def family_of(family: str | Family) -> Family:
-    """The family itself, or the one of that name: of :data:`FAMILIES`, registered by an installed package, or
-    ``python:MODULE:FACTORY[,KEY=VALUE...]``, which runs that module.
+    """Return the family itself, or the family of that name.
 
-    Raises ValueError for a name that is none, :class:`kvpolicy.extensions.ExtensionError` for what leads to none.
+    A name is one of :data:`FAMILIES`, one registered by an installed package, or
+    ``python:MODULE:FACTORY[,KEY=VALUE...]``, which runs that module.
+    Raises ValueError for an unknown name, :class:`kvpolicy.extensions.ExtensionError` if the module or the entry point
+    gives no family.
     """
     if isinstance(family, Family):
-        found: Family | None = family
+        resolved: Family | None = family
     elif extensions.is_module_path(family):
-        found = extensions.from_module(family, Family, "family", allowed=True)
+        resolved = extensions.from_module(family, Family, "family", allowed=True)
     else:
-        found = FAMILIES.get(family) or extensions.from_entry_point(family, GROUP, Family, "family")
-    if found is None:
+        resolved = FAMILIES.get(family) or extensions.from_entry_point(family, GROUP, Family, "family")
+    if resolved is None:
         raise InputError(f"family is {family!r}, should be one of {', '.join(FAMILIES)} or {extensions.FORM}")
-    extensions.refuse_unnamed(found, "family")
-    return found
+    extensions.refuse_unnamed(resolved, "family")
+    return resolved
 
 
 def laws_of(family: Family, costs: Costs) -> dict[Kind, Law]:
-    """The family's laws, as they can be stored. Raises ExtensionError, naming the option, for laws that cannot be."""
-    found = family.fit_laws(costs)
+    """Fit the family's laws, in the form they are stored in.
+
+    Raises ExtensionError, naming the option, for a law that cannot be stored.
+    """
+    fitted = family.fit_laws(costs)
     laws: dict[Kind, Law] = {}
     for kind in KINDS:
-        law = found.get(kind) if isinstance(found, Mapping) else None
+        law = fitted.get(kind) if isinstance(fitted, Mapping) else None
         if not isinstance(law, LAWS[kind]):
-            wanted = " or ".join(one.__name__ for one in LAWS[kind])
+            wanted = " or ".join(law_type.__name__ for law_type in LAWS[kind])
             raise extensions.ExtensionError(f"family {family.name}: the law of {kind} is {law!r}, should be a {wanted}")
         try:
             laws[kind] = law_from_dict(law.to_dict())

@@ -1,4 +1,4 @@
-"""From measured states to a cost model: the family's laws, the residual where it pays, intervals from unseen states."""
+"""Fit a cost model to measured states: the family's laws, residuals where they help, intervals from held-out states."""
 
 from __future__ import annotations
 
@@ -19,19 +19,25 @@ from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES, Features
 from kvpolicy.stats import quantile
 from kvpolicy.training.coverage import coverage
-from kvpolicy.training.extrapolation import beyond, carried, growing, inner_coverage, unsteady
+from kvpolicy.training.extrapolation import (
+    extrapolated_misses,
+    growth_by_scatter,
+    inner_coverage,
+    residuals_kept,
+    with_growth,
+)
 from kvpolicy.training.family import Costs, Family, laws_of
 from kvpolicy.training.law_fits import fit_others_shares, fit_victim_delays, victim_delay_misses
 from kvpolicy.training.residual_fit import INPUTS, MIN_STATES, Fold, Target, choose_tree_count, fit_residual
 
 FOLDS = 5
 MIN_STATES_FOR_RESIDUAL = 20
-"""States that trees are grown on in inner extrapolation."""
+"""Minimum number of states for a residual in inner extrapolation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model and what has to be stored beside it."""
+    """A fitted model, with what is stored and reported beside it."""
 
     model: FittedModel
     forests: Mapping[Kind, ForestText]
@@ -42,7 +48,7 @@ class Fit:
 
 
 def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: Provenance, seed: int) -> Fit:
-    """Fit on all ``states``; intervals from folds, in which each state is predicted by a fit without it."""
+    """Fit to all ``states``. Intervals come from cross-validation: each state is predicted by a fit without it."""
     folds = _folds(states, seed)
     floor_s = noise_floors(states)
     trees: dict[Kind, int] = dict.fromkeys(KINDS, 0)
@@ -50,26 +56,28 @@ def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: P
     if family.trees and len(states) < MIN_STATES:
         notes.append(f"{len(states)} training states are under {MIN_STATES}: physics alone, no residual was learned")
     elif family.trees:
-        pairs = [(_laws(family, seen, dataset, floor_s), seen, unseen) for seen, unseen in folds]
+        folds_with_laws = [(_laws(family, fitting, dataset, floor_s), fitting, held_out) for fitting, held_out in folds]
         for kind in KINDS:
-            trees[kind] = choose_tree_count([_fold(kind, *pair, floor_s[kind]) for pair in pairs], seed)
+            trees[kind] = choose_tree_count([_fold(kind, *pair, floor_s[kind]) for pair in folds_with_laws], seed)
             if not trees[kind]:
                 notes.append(f"{kind}: a learned residual did not help on unseen states; physics alone")
-    misses, without = [], []
-    for seen, unseen in folds:
-        one, _ = _fit_once(family, seen, dataset, provenance, trees, unbounded(), seed)
-        misses += misses_of(one, unseen)
-        without.append(one)
+    misses, fold_models = [], []
+    for fitting, held_out in folds:
+        fold_model, _ = _fit_once(family, fitting, dataset, provenance, trees, unbounded(), seed)
+        misses += misses_of(fold_model, held_out)
+        fold_models.append(fold_model)
 
-    def refit(some: list[State]) -> FittedModel:
-        grown = trees if len(some) >= MIN_STATES_FOR_RESIDUAL else dict.fromkeys(KINDS, 0)
-        return _fit_once(family, some, dataset, provenance, grown, unbounded(), seed)[0]
+    def refit(subset: list[State]) -> FittedModel:
+        tree_counts = trees if len(subset) >= MIN_STATES_FOR_RESIDUAL else dict.fromkeys(KINDS, 0)
+        return _fit_once(family, subset, dataset, provenance, tree_counts, unbounded(), seed)[0]
 
-    far = beyond(states, refit, misses_of)
-    keep = carried(far, trees)
-    intervals = growing(calibrate(misses, kept_of(keep)), misses, far, keep, unsteady(without, states, keep))
-    notes += _notes_beyond(intervals, trees, keep)
-    if inf in [side for rooms in intervals.inside.values() for room in rooms for side in room]:
+    extrapolated = extrapolated_misses(states, refit, misses_of)
+    kept = residuals_kept(extrapolated, trees)
+    intervals = with_growth(
+        calibrate(misses, kept_of(kept)), misses, extrapolated, kept, growth_by_scatter(fold_models, states, kept)
+    )
+    notes += _range_notes(intervals, trees, kept)
+    if inf in [side for margins in intervals.inside.values() for margin in margins for side in margin]:
         notes.append(f"{len(states)} training states are too few for 90% intervals: they are infinite")
     model, forests = _fit_once(family, states, dataset, provenance, trees, intervals, seed)
     model = replace(
@@ -77,36 +85,36 @@ def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: P
         victim_delays=fit_victim_delays(states),
         others_share=fit_others_shares(states),
         step_time=dataset.common_step_time,
-        carried=keep,
+        carried=kept,
     )
-    return Fit(model, forests, trees, tuple(notes), inner_coverage(misses, far, keep))
+    return Fit(model, forests, trees, tuple(notes), inner_coverage(misses, extrapolated, kept))
 
 
-def _notes_beyond(intervals: Intervals, trees: Mapping[Kind, int], keep: Mapping[Kind, bool]) -> list[str]:
+def _range_notes(intervals: Intervals, trees: Mapping[Kind, int], kept: Mapping[Kind, bool]) -> list[str]:
     notes = []
     for kind in KINDS:
         if trees[kind]:
-            told = "kept at the edge" if keep[kind] else "left out"
-            notes.append(f"{kind}: outside the trained range the learned residual is {told}")
-    untold = [of for of in PREDICTED if intervals.growth[of] == inf]
-    if untold:
+            treatment = "kept at the edge" if kept[kind] else "left out"
+            notes.append(f"{kind}: outside the trained range the learned residual is {treatment}")
+    infinite = [quantity for quantity in PREDICTED if intervals.growth[quantity] == inf]
+    if infinite:
         notes.append(
-            f"{', '.join(untold)}: intervals outside the trained range are infinite: too few states up to a quarter "
+            f"{', '.join(infinite)}: intervals outside the trained range are infinite: too few states up to a quarter "
             "or half of the longest length, or beyond it, to tell"
         )
     return notes
 
 
 def misses_of(model: FittedModel, states: Sequence[State]) -> list[Misses]:
-    """How far the model, and its laws alone, miss each state's medians: log(measured / predicted)."""
+    """Errors of the model, and of its laws alone, on each state's medians: log(measured / predicted)."""
     examples = examples_of(states)
-    found = []
+    misses = []
     for i, state in enumerate(states):
         by_model = {kind: _signed(model, kind, examples[kind][i], model.seconds) for kind in KINDS}
         by_law = {kind: _signed(model, kind, examples[kind][i], model.law_seconds) for kind in KINDS}
         running = examples["recompute"][i].x.running_requests
-        found.append(Misses(state.computed_tokens, running, _with_ratio(by_model), _with_ratio(by_law)))
-    return found
+        misses.append(Misses(state.computed_tokens, running, _with_ratio(by_model), _with_ratio(by_law)))
+    return misses
 
 
 def _signed(model: FittedModel, kind: Kind, example: Example, predict: Callable[[Kind, Features], float]) -> float:
@@ -118,21 +126,24 @@ def _with_ratio(signed: Mapping[Kind, float]) -> dict[str, float]:
 
 
 def _folds(states: Sequence[State], seed: int) -> list[tuple[list[State], list[State]]]:
-    hands = min(FOLDS, len(states))
-    hand = dealt(states, hands, random.Random(seed))
-    numbered = list(zip(states, hand, strict=True))
-    return [([s for s, h in numbered if h != one], [s for s, h in numbered if h == one]) for one in range(hands)]
+    fold_count = min(FOLDS, len(states))
+    fold_of = dealt(states, fold_count, random.Random(seed))
+    numbered = list(zip(states, fold_of, strict=True))
+    return [
+        ([s for s, number in numbered if number != fold], [s for s, number in numbered if number == fold])
+        for fold in range(fold_count)
+    ]
 
 
 def _laws(family: Family, states: Sequence[State], dataset: Dataset, floor_s: dict[Kind, float]) -> dict[Kind, Law]:
     return laws_of(family, Costs(examples_of(states), floor_s, dataset.moves_of(states), dataset.budget_tokens))
 
 
-def _fold(kind: Kind, laws: Mapping[Kind, Law], seen: list[State], unseen: list[State], floor_s: float) -> Fold:
+def _fold(kind: Kind, laws: Mapping[Kind, Law], fitting: list[State], held_out: list[State], floor_s: float) -> Fold:
     def target(states: list[State]) -> Target:
         return Target(kind, examples_under(states, kind), laws[kind], floor_s)
 
-    return Fold(target(seen), target(unseen))
+    return Fold(target(fitting), target(held_out))
 
 
 def _fit_once(
@@ -159,24 +170,28 @@ def _fit_once(
 
 
 def held_out_scores(model: FittedModel, states: Sequence[State]) -> dict[str, object]:
-    """Errors on states the model has not seen, |log(measured / predicted)| of their medians; and coverage."""
+    """Errors |log(measured / predicted)| on the medians of held-out states; and the coverage of intervals."""
     examples = examples_of(states)
     scores: dict[str, object] = {"states": len(states)}
     misses = misses_of(model, states)
     for kind in KINDS:
         outside = sum(bool(model.outside(kind, example.x)) for example in examples[kind])
-        scores[kind] = _errors([miss.model[kind] for miss in misses]) | {
-            "law_mean_error": _errors([miss.law[kind] for miss in misses])["mean_error"],
+        scores[kind] = _error_summary([miss.model[kind] for miss in misses]) | {
+            "law_mean_error": _error_summary([miss.law[kind] for miss in misses])["mean_error"],
             "extrapolated": outside,
         }
-    scores["coverage"] = {of: _coverage(model, examples, misses, of) for of in PREDICTED}
+    scores["coverage"] = {quantity: _coverage(model, examples, misses, quantity) for quantity in PREDICTED}
     delays = {kind: victim_delay_misses(model.victim_delays, states, kind) for kind in model.victim_delays}
-    scores["victim_delay"] = {kind: _errors(some) | {"states": len(some)} for kind, some in delays.items() if some}
+    scores["victim_delay"] = {
+        kind: _error_summary(log_errors) | {"states": len(log_errors)}
+        for kind, log_errors in delays.items()
+        if log_errors
+    }
     return scores
 
 
-def _errors(signed: Sequence[float]) -> dict[str, float]:
-    sizes = [abs(one) for one in signed]
+def _error_summary(signed: Sequence[float]) -> dict[str, float]:
+    sizes = [abs(log_error) for log_error in signed]
     return {
         "mean_error": sum(sizes) / len(sizes),
         "p90_error": quantile(sizes, 0.9),
@@ -185,15 +200,15 @@ def _errors(signed: Sequence[float]) -> dict[str, float]:
 
 
 def _coverage(
-    model: FittedModel, examples: Mapping[Kind, Sequence[Example]], misses: Sequence[Misses], of: str
+    model: FittedModel, examples: Mapping[Kind, Sequence[Example]], misses: Sequence[Misses], quantity: str
 ) -> dict[str, Any]:
-    kinds: tuple[Kind, ...] = KINDS if of == "ratio" else tuple(kind for kind in KINDS if kind == of)
+    kinds: tuple[Kind, ...] = KINDS if quantity == "ratio" else tuple(kind for kind in KINDS if kind == quantity)
     numbers, held = [], []
     for i, miss in enumerate(misses):
         number = model.intervals.bin_of(miss.computed_tokens, miss.running_requests)
         outside = any(model.outside(kind, examples[kind][i].x) for kind in kinds)
         distance = max(model.distance(kind, examples[kind][i].x) for kind in kinds)
-        below, above = model.intervals.room(of, number, outside, distance)
+        below, above = model.intervals.room(quantity, number, outside, distance)
         numbers.append(number)
-        held.append(-below <= miss.model[of] <= above)
+        held.append(-below <= miss.model[quantity] <= above)
     return coverage(model.intervals, numbers, held)

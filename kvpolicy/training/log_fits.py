@@ -1,25 +1,25 @@
-"""Training from production logs: records in, a model folder and a report out.
+"""Train cost models from production logs. Called by :func:`kvpolicy.training.train`.
 
-Each option's law and residual come from its own records, which stand for 1 / chance situations.
+The law and the residual of an option are fitted to the records of that option. A record with logged probability p
+stands for 1 / p situations (importance weighting). With weights the law is the best fit over all situations and not
+only over those in which the logging policy preferred the option; that matters where no law is quite right. Weights are
+clipped at :data:`MAX_WEIGHT`, and the report counts the clipped ones. The fits take no weights: a record is repeated
+instead.
 
-The direct method, importance-weighted: with weights the law is the best one for all situations, not only for those in
-which the logging policy liked the option; that matters where no law is quite right. A weight is at most
-:data:`MAX_WEIGHT`, and how many were more is told. Weights enter as copies of a record, as the fits know no others.
-
-What the model then says on average over all situations is held against the doubly robust answer, and scaled to it where
-they differ by more than chance. The direct method answers by the model alone, ``mean m(x, a)``. The doubly robust
-answer adds what the records of option ``a`` say of the model's misses, each for as many situations as it stands for
-(Robins, Rotnitzky and Zhao, 1994; Dudik, Langford and Li, 2011):
+The model's mean over all situations is compared with the doubly robust estimate, and the model is scaled to it where
+the difference is significant. The direct estimate uses the model alone, ``mean m(x, a)``. The doubly robust estimate
+adds the model's errors on the records of option ``a``, weighted (Robins, Rotnitzky and Zhao, 1994; Dudik, Langford and
+Li, 2011):
 
     mean of  m(x_i, a) + [a_i = a] / p_i x (y_i - m(x_i, a))
 
-It is right where the logged probabilities are or the model is. ``m`` is fitted without the record's own request. Where
-an option had no chance at all the model stands alone.
+It is consistent if the logged probabilities or the model are right. ``m`` is fitted without the record's own request.
+Situations in which an option had probability 0 are predicted by the model alone.
 
-Intervals are split conformal by option, from records of requests unseen in fitting. No situation is seen under both
-options, so the interval of the log ratio is put together from the two: each at 95%, which holds both, and so the
-ratio, at 90% or more whatever they have to do with each other (Bonferroni). It is wider than one from pairs would be.
-Outside the trained range nothing is promised.
+Intervals are split conformal by option, from records of requests not used in fitting. No situation is measured under
+both options, so the interval of the log ratio is combined from the two: each has 95% coverage, so both hold together,
+and with them the ratio, with at least 90% whatever their dependence (Bonferroni). It is wider than one from pairs.
+Outside the trained range intervals are infinite.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Term:
     """One situation of the log, and one option."""
 
     request: str
-    """What happens to one request is not independent."""
+    """Terms of one request are not independent."""
     predicted_s: float
-    """By a model that was fitted without this request."""
+    """Prediction of a model fitted without this request."""
     weight: float
-    """Situations the record stands for, clipped; 0 where another option was taken."""
+    """Number of situations the record stands for, clipped; 0 where another option was taken."""
     measured_s: float
     """0 where another option was taken."""
 
@@ -84,7 +84,7 @@ class Average:
 
     @property
     def factor(self) -> float:
-        """What the model is to be multiplied by: 1 where its own answer is within the interval, or nothing above 0."""
+        """Factor to scale the model by; 1 if ``direct_s`` lies within the interval, or a mean is not above 0."""
         if self.low_s <= self.direct_s <= self.high_s or self.robust_s <= 0 or self.direct_s <= 0:
             return 1.0
         return self.robust_s / self.direct_s
@@ -95,67 +95,67 @@ class Average:
 
 
 def average(terms: Sequence[Term]) -> Average:
-    """Mean over the terms; the interval is Student's over requests, as the linearised mean of clusters of any size.
+    """Mean over the terms, with Student's t interval of the linearised mean; clusters are requests, of any size.
 
-    Raises ValueError for terms of fewer than two requests: no interval can be told from one.
+    Raises ValueError for terms of fewer than two requests: one request gives no interval.
     """
-    names = sorted({term.request for term in terms})
-    if len(names) < 2:
-        raise InputError(f"terms of {len(names)} requests: at least 2 are needed")
-    place = {name: number for number, name in enumerate(names)}
-    cluster = np.array([place[term.request] for term in terms])
+    requests = sorted({term.request for term in terms})
+    if len(requests) < 2:
+        raise InputError(f"terms of {len(requests)} requests: at least 2 are needed")
+    request_number = {name: number for number, name in enumerate(requests)}
+    cluster = np.array([request_number[term.request] for term in terms])
     values = np.array([term.robust_s for term in terms])
-    mean = float(values.mean())
-    sums = np.bincount(cluster, values - mean, len(names))
-    error = float(np.sqrt(len(names) / (len(names) - 1) * np.sum(sums**2))) / len(terms)
-    reach = float(student.ppf((1 + AVERAGE_CONFIDENCE) / 2, len(names) - 1)) * error
-    direct = float(np.mean([term.predicted_s for term in terms]))
-    return Average(direct, mean, mean - reach, mean + reach)
+    mean_s = float(values.mean())
+    sums = np.bincount(cluster, values - mean_s, len(requests))
+    error_s = float(np.sqrt(len(requests) / (len(requests) - 1) * np.sum(sums**2))) / len(terms)
+    half_width_s = float(student.ppf((1 + AVERAGE_CONFIDENCE) / 2, len(requests) - 1)) * error_s
+    direct_s = float(np.mean([term.predicted_s for term in terms]))
+    return Average(direct_s, mean_s, mean_s - half_width_s, mean_s + half_width_s)
 
 
 FOLDS = 5
 MIN_RECORDS = 30
-"""Of each option: fewer tell no law and no interval."""
+"""Per option: with fewer neither a law nor an interval can be determined."""
 MAX_WEIGHT = 10.0
 RATIO_CONFIDENCE = (1 + CONFIDENCE) / 2
-"""Of each option's interval in that of the ratio."""
+"""Confidence of each option's interval in the interval of the ratio."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedFit:
-    """A model and what has to be stored and said beside it."""
+    """A fitted model, with what is stored and reported beside it."""
 
     model: FittedModel
     forests: Mapping[Kind, ForestText]
     trees: Mapping[Kind, int]
     averages: Mapping[Kind, Average]
-    """Over all situations of the log, before the model was scaled to them."""
+    """Mean costs over all situations of the log, before the model was scaled to them."""
     notes: tuple[str, ...]
 
 
 def fit_logged(family: Family, training: Records, provenance: Provenance, seed: int) -> LoggedFit:
-    """Fit to all of ``training``; intervals from folds, in which each request is predicted by a fit without it.
+    """Fit to all of ``training``. Intervals come from cross-validation, whose folds are whole requests.
 
-    Raises TraceError, naming the option, for one with fewer than 30 records.
+    Raises TraceError, naming the option, for fewer than 30 records of an option.
     """
     by_kind = {kind: training.under(kind) for kind in KINDS}
-    for kind, some in by_kind.items():
-        if len(some) < MIN_RECORDS:
+    for kind, records in by_kind.items():
+        if len(records) < MIN_RECORDS:
             raise TraceError(
-                f"table decisions: {len(some)} records to learn {kind} from, at least {MIN_RECORDS} are needed; "
+                f"table decisions: {len(records)} records to learn {kind} from, at least {MIN_RECORDS} are needed; "
                 "let the server's policy leave more to chance (explore:COST_MODEL), or profile"
             )
     notes: list[str] = []
     folds = _folds(training.records, seed)
     trees = _tree_counts(family, training, folds, seed, notes)
-    missed: dict[Kind, list[tuple[Record, float]]] = {kind: [] for kind in KINDS}
+    misses: dict[Kind, list[tuple[Record, float]]] = {kind: [] for kind in KINDS}
     terms: dict[Kind, list[Term]] = {kind: [] for kind in KINDS}
-    for seen, unseen in folds:
-        one, _ = _fit_once(family, training, seen, provenance, trees, unbounded(), seed)
-        for record in unseen:
-            missed[record.kind].append((record, miss(one, record)))
+    for fitting, held_out in folds:
+        fold_model, _ = _fit_once(family, training, fitting, provenance, trees, unbounded(), seed)
+        for record in held_out:
+            misses[record.kind].append((record, miss(fold_model, record)))
             for kind in KINDS:
-                terms[kind].append(term_of(one, record, kind))
+                terms[kind].append(term_of(fold_model, record, kind))
     averages = {kind: average(terms[kind]) for kind in KINDS}
     notes += [
         f"{kind}: over all situations the law is off by {1 / averages[kind].factor - 1:+.1%}, and was scaled"
@@ -163,9 +163,9 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
         if averages[kind].factor != 1.0
     ]
     intervals = intervals_of(
-        {kind: [(one, by - averages[kind].log_factor) for one, by in some] for kind, some in missed.items()}
+        {kind: [(record, by - averages[kind].log_factor) for record, by in pairs] for kind, pairs in misses.items()}
     )
-    if inf in [side for rooms in intervals.inside.values() for room in rooms for side in room]:
+    if inf in [side for margins in intervals.inside.values() for margin in margins for side in margin]:
         notes.append("too few records for 90% intervals in some bin: infinite there")
     notes.append("intervals hold the cost of a single preemption, its noise included; infinite outside the range")
     model, forests = _fit_once(family, training, training.records, provenance, trees, intervals, seed)
@@ -174,30 +174,32 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
 
 
 def term_of(model: FittedModel, record: Record, kind: Kind) -> Term:
-    """What a situation says of an option that may not be the one that was taken."""
+    """Term of a record's situation for option ``kind``, whether or not that option was taken."""
     features = features_of(record.situation, option_of(kind, record.situation.computed_tokens))
-    predicted_s, taken = model.seconds(kind, features), record.kind == kind
-    return Term(record.request, predicted_s, weight_of(record) if taken else 0.0, record.engine_s if taken else 0.0)
+    predicted_s, same_kind = model.seconds(kind, features), record.kind == kind
+    return Term(
+        record.request, predicted_s, weight_of(record) if same_kind else 0.0, record.engine_s if same_kind else 0.0
+    )
 
 
 def weight_of(record: Record) -> float:
-    """How many situations a record stands for, clipped."""
+    """Number of situations a record stands for, clipped."""
     return min(1.0 / record.chance, MAX_WEIGHT)
 
 
 def clipped(records: Sequence[Record]) -> int:
-    """Records whose weight is more than what it is clipped to."""
+    """Number of records whose weight is clipped."""
     return sum(1.0 / record.chance > MAX_WEIGHT for record in records)
 
 
-def copied(records: Sequence[Record]) -> tuple[Example, ...]:
-    """Each record's example as often as it weighs, rounded so that no sum of weights is off by one."""
-    found: list[Example] = []
+def weighted_examples(records: Sequence[Record]) -> tuple[Example, ...]:
+    """Each record's example, repeated by its weight; rounded so that partial sums of weights are off by less than 1."""
+    examples: list[Example] = []
     total = 0.0
     for record in records:
         before, total = floor(total + 0.5), total + weight_of(record)
-        found += [record.example] * (floor(total + 0.5) - before)
-    return tuple(found)
+        examples += [record.example] * (floor(total + 0.5) - before)
+    return tuple(examples)
 
 
 def miss(model: FittedModel, record: Record) -> float:
@@ -210,22 +212,22 @@ def miss(model: FittedModel, record: Record) -> float:
 
 
 def _folds(records: Sequence[Record], seed: int) -> list[tuple[list[Record], list[Record]]]:
-    hand = dealt_requests(records, FOLDS, random.Random(seed))
+    fold_of = request_folds(records, FOLDS, random.Random(seed))
     return [
-        ([r for r in records if hand[r.request] != one], [r for r in records if hand[r.request] == one])
-        for one in range(FOLDS)
+        ([r for r in records if fold_of[r.request] != fold], [r for r in records if fold_of[r.request] == fold])
+        for fold in range(FOLDS)
     ]
 
 
-def dealt_requests(records: Sequence[Record], hands: int, rng: random.Random) -> dict[str, int]:
-    """A hand for each request."""
-    names = sorted({record.request for record in records})
-    rng.shuffle(names)
-    return {name: number % hands for number, name in enumerate(names)}
+def request_folds(records: Sequence[Record], folds: int, rng: random.Random) -> dict[str, int]:
+    """Fold number of each request."""
+    requests = sorted({record.request for record in records})
+    rng.shuffle(requests)
+    return {name: number % folds for number, name in enumerate(requests)}
 
 
 def _examples(records: Sequence[Record]) -> dict[Kind, tuple[Example, ...]]:
-    return {kind: copied([record for record in records if record.kind == kind]) for kind in KINDS}
+    return {kind: weighted_examples([record for record in records if record.kind == kind]) for kind in KINDS}
 
 
 def _laws(family: Family, examples: Mapping[Kind, tuple[Example, ...]], training: Records) -> dict[Kind, Law]:
@@ -242,8 +244,8 @@ def _tree_counts(
     trees: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     if not family.trees:
         return trees
-    seen_and_unseen = [(_examples(seen), _examples(unseen)) for seen, unseen in folds]
-    laws = [_laws(family, seen, training) for seen, _ in seen_and_unseen]
+    examples_by_fold = [(_examples(fitting), _examples(held_out)) for fitting, held_out in folds]
+    laws = [_laws(family, fitting, training) for fitting, _ in examples_by_fold]
     for kind in KINDS:
         if len(training.under(kind)) < MIN_STATES:
             notes.append(f"{kind}: under {MIN_STATES} records: physics alone, no residual was learned")
@@ -251,9 +253,9 @@ def _tree_counts(
         floor_s = training.floor_s[kind]
         trees[kind] = choose_tree_count(
             [
-                Fold(Target(kind, seen[kind], law[kind], floor_s), Target(kind, unseen[kind], law[kind], floor_s))
-                for (seen, unseen), law in zip(seen_and_unseen, laws, strict=True)
-                if unseen[kind]
+                Fold(Target(kind, fitting[kind], law[kind], floor_s), Target(kind, held_out[kind], law[kind], floor_s))
+                for (fitting, held_out), law in zip(examples_by_fold, laws, strict=True)
+                if held_out[kind]
             ],
             seed,
         )
@@ -295,43 +297,46 @@ def _fit_once(
 # ---- intervals ----
 
 
-def intervals_of(missed: Mapping[Kind, Sequence[tuple[Record, float]]]) -> Intervals:
-    """By length, powers of two joined until a bin holds 30 records of either option."""
-    edges = _edges(missed)
+def intervals_of(misses: Mapping[Kind, Sequence[tuple[Record, float]]]) -> Intervals:
+    """Conformal intervals by length; powers of two are joined until a bin holds 30 records of each option.
+
+    ``misses``: by option, held-out records with log(measured / predicted).
+    """
+    edges = _edges(misses)
     bins = len(edges) + 1
     scores: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(bins)] for kind in KINDS}
-    for kind, some in missed.items():
-        for record, one in some:
-            scores[kind][sum(edge <= record.situation.computed_tokens for edge in edges)].append(one)
+    for kind, pairs in misses.items():
+        for record, score in pairs:
+            scores[kind][sum(edge <= record.situation.computed_tokens for edge in edges)].append(score)
     inside: dict[str, tuple[Room, ...]] = {kind: tuple(map(conformal_room, scores[kind])) for kind in KINDS}
     inside["ratio"] = tuple(
-        ratio_room(*(conformal_room(scores[kind][number], RATIO_CONFIDENCE) for kind in KINDS))
+        ratio_margin(*(conformal_room(scores[kind][number], RATIO_CONFIDENCE) for kind in KINDS))
         for number in range(bins)
     )
     states = tuple(min(len(scores[kind][number]) for kind in KINDS) for number in range(bins))
     return Intervals(edges, ((),) * bins, inside, inside, dict.fromkeys(PREDICTED, inf), states)
 
 
-def ratio_room(recompute: Room, swap: Room) -> Room:
-    """Around log(swap / recompute), of room around either: the ratio is low where swap is low and recompute high."""
+def ratio_margin(recompute: Room, swap: Room) -> Room:
+    """Margin of log(swap / recompute) from the margins of both: the ratio is low if swap is low and recompute high."""
     return swap[0] + recompute[1], swap[1] + recompute[0]
 
 
-def _edges(missed: Mapping[Kind, Sequence[tuple[Record, float]]]) -> tuple[float, ...]:
-    """Tokens at which bins begin, but the first."""
+def _edges(misses: Mapping[Kind, Sequence[tuple[Record, float]]]) -> tuple[float, ...]:
+    """Length in tokens at which each bin but the first begins."""
     counts: dict[int, dict[Kind, int]] = {}
-    for kind, some in missed.items():
-        for record, _ in some:
+    for kind, pairs in misses.items():
+        for record, _ in pairs:
             octave = record.situation.computed_tokens.bit_length()
             counts.setdefault(octave, dict.fromkeys(KINDS, 0))[kind] += 1
     starts: list[int] = []
-    held = dict.fromkeys(KINDS, 0)
+    bin_counts = dict.fromkeys(KINDS, 0)
     for octave in sorted(counts):
-        if not starts or min(held.values()) >= MIN_PER_BIN:
+        if not starts or min(bin_counts.values()) >= MIN_PER_BIN:
             starts.append(octave)
-            held = dict.fromkeys(KINDS, 0)
-        held = {kind: held[kind] + counts[octave][kind] for kind in KINDS}
-    if len(starts) > 1 and min(held.values()) < MIN_PER_BIN:
+            bin_counts = dict.fromkeys(KINDS, 0)
+        bin_counts = {kind: bin_counts[kind] + counts[octave][kind] for kind in KINDS}
+    if len(starts) > 1 and min(bin_counts.values()) < MIN_PER_BIN:
         starts.pop()
     return tuple(float(1 << (octave - 1)) for octave in starts[1:])
 
@@ -339,22 +344,22 @@ def _edges(missed: Mapping[Kind, Sequence[tuple[Record, float]]]) -> tuple[float
 # ---- judging ----
 
 
-def held_out_scores(model: FittedModel, held: Sequence[Record]) -> dict[str, object]:
-    """Errors on records of unseen requests, |log(measured / predicted)|, weighted as in fitting; and coverage."""
-    scores: dict[str, object] = {"records": len(held)}
+def held_out_scores(model: FittedModel, held_out: Sequence[Record]) -> dict[str, object]:
+    """Errors |log(measured / predicted)| on records of held-out requests, weighted as in fitting; and coverage."""
+    scores: dict[str, object] = {"records": len(held_out)}
     for kind in KINDS:
-        mine = [record for record in held if record.kind == kind]
-        if not mine:
+        records = [record for record in held_out if record.kind == kind]
+        if not records:
             continue
-        weights = [weight_of(record) for record in mine]
-        missed = [miss(model, record) for record in mine]
-        by_law = [log_miss(r.engine_s, model.law_seconds(kind, r.example.x), model.floor_s[kind]) for r in mine]
+        weights = [weight_of(record) for record in records]
+        misses = [miss(model, record) for record in records]
+        law_misses = [log_miss(r.engine_s, model.law_seconds(kind, r.example.x), model.floor_s[kind]) for r in records]
         scores[kind] = {
-            "records": len(mine),
-            "mean_error": _mean([abs(one) for one in missed], weights),
-            "bias": _mean(missed, weights),
-            "law_mean_error": _mean([abs(one) for one in by_law], weights),
-            "coverage": share_held([_holds(model, r, one) for r, one in zip(mine, missed, strict=True)]),
+            "records": len(records),
+            "mean_error": _mean([abs(log_error) for log_error in misses], weights),
+            "bias": _mean(misses, weights),
+            "law_mean_error": _mean([abs(log_error) for log_error in law_misses], weights),
+            "coverage": share_held([_holds(model, r, log_error) for r, log_error in zip(records, misses, strict=True)]),
         }
     return scores
 
@@ -363,50 +368,50 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
-def _holds(model: FittedModel, record: Record, missed: float) -> bool:
+def _holds(model: FittedModel, record: Record, log_error: float) -> bool:
     x = record.example.x
     number = model.intervals.bin_of(record.situation.computed_tokens, record.situation.running_requests)
     outside, distance = bool(model.outside(record.kind, x)), model.distance(record.kind, x)
     below, above = model.intervals.room(record.kind, number, outside, distance)
-    return -below <= missed <= above
+    return -below <= log_error <= above
 
 
-def as_told(report: Any) -> dict[str, Any]:
-    """A report as plain values: without the model itself, which its digest stands for."""
+def report_values(report: Any) -> dict[str, Any]:
+    """The fields of a report as plain values, without the model: its digest identifies it."""
     return {name: value for name, value in asdict(replace(report, model=None)).items() if name != "model"}
 
 
-HANDS = 4
-"""Requests are dealt to so many; one of them is held out."""
+HOLD_OUT_FOLDS = 4
+"""Folds that requests are split into for the final scores; one of them is held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogTrainReport:
-    """What was trained from logs, and how far it can be trusted."""
+    """A model trained from logs, with the figures that say how far to trust it."""
 
     model: FittedModel
     out: str
-    """Its folder; empty where it was not stored."""
+    """The model's folder; empty if it was not stored."""
     family: str
     digest: str
     records: Mapping[Kind, int]
-    """Trained on."""
+    """Training records."""
     held_out_records: int
     held_out: Mapping[str, Any]
     """See :func:`kvpolicy.training.log_fits.held_out_scores`."""
     trees: Mapping[Kind, int]
     clipped: Mapping[Kind, int]
-    """Training records that stand for more situations than a weight may."""
+    """Training records whose weight was clipped."""
     min_chance: Mapping[Kind, float]
     averages: Mapping[Kind, Average]
-    """Over all situations of the logs, directly and doubly robustly; where they differ the model was scaled."""
+    """Mean cost over all situations of the logs, direct and doubly robust; the model was scaled where they differ."""
     left_out: Mapping[str, int]
     notes: tuple[str, ...]
     replaced: bool
-    """Whether a model was in the folder before."""
+    """Whether the folder held a model before."""
 
     def to_dict(self) -> dict[str, Any]:
-        return as_told(self)
+        return report_values(self)
 
     def text(self) -> str:
         lines = [
@@ -422,22 +427,22 @@ class LogTrainReport:
             if score is None:
                 lines.append(f"  {kind:<10} no record was held out")
                 continue
-            held = score["coverage"]
-            holds = f"{held['holds']:.0%} of {held['states']} [{held['low']:.0%}, {held['high']:.0%}]"
+            coverage = score["coverage"]
+            holds = f"{coverage['holds']:.0%} of {coverage['states']} [{coverage['low']:.0%}, {coverage['high']:.0%}]"
             lines.append(
                 f"  {kind:<10} {score['mean_error']:>7.1%} {score['bias']:>+7.1%} {score['law_mean_error']:>14.1%} "
                 f"{self.trees[kind]:>6}  {holds}"
             )
         for kind in KINDS:
             lines.append(
-                f"{kind}: least chance {self.min_chance[kind]:.3g}; {self.clipped[kind]} of {self.records[kind]} "
-                f"records stand for more than {MAX_WEIGHT:g} situations and count as that many"
+                f"{kind}: lowest logged probability {self.min_chance[kind]:.3g}; {self.clipped[kind]} of "
+                f"{self.records[kind]} records stand for more than {MAX_WEIGHT:g} situations and count as that many"
             )
         for kind in KINDS:
-            one = self.averages[kind]
+            mean = self.averages[kind]
             lines.append(
-                f"{kind}: over all situations {one.direct_s * 1e3:.3g} ms by the law, {one.robust_s * 1e3:.3g} ms "
-                f"[{one.low_s * 1e3:.3g}, {one.high_s * 1e3:.3g}] doubly robustly"
+                f"{kind}: over all situations {mean.direct_s * 1e3:.3g} ms by the law, {mean.robust_s * 1e3:.3g} ms "
+                f"[{mean.low_s * 1e3:.3g}, {mean.high_s * 1e3:.3g}] doubly robustly"
             )
         lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -446,36 +451,36 @@ class LogTrainReport:
 def train_logged(
     folders: Sequence[Path | str], out: Path | str | None, family: str | Family, seed: int, mixed_hardware: bool
 ) -> LogTrainReport:
-    """Fit a cost model to production logs and write it to folder ``out``, if one is given. One request in four is held
+    """Fit a cost model to production logs, and write it to folder ``out`` if one is given. One request in four is held
     out.
 
-    Raises TraceError as :func:`kvpolicy.datasets.logs.read_records`, and naming the option that has too few records;
-    FileExistsError where ``out`` holds something that is no cost model.
+    Raises TraceError as :func:`kvpolicy.datasets.logs.read_records`, and for an option with too few records;
+    FileExistsError if ``out`` holds something other than a cost model.
     """
     family = family_of(family)
     replaced = out is not None and store.holds_model(Path(out))
     records = read_records(folders, mixed_hardware)
-    hand = dealt_requests(records.records, HANDS, random.Random(f"held out {seed}"))
-    seen = tuple(record for record in records.records if hand[record.request])
-    held = tuple(record for record in records.records if not hand[record.request])
-    training = replace(records, records=seen)
-    fitted = fit_logged(family, training, _provenance(family, records, seen), seed)
+    fold_of = request_folds(records.records, HOLD_OUT_FOLDS, random.Random(f"held out {seed}"))
+    training_records = tuple(record for record in records.records if fold_of[record.request])
+    held_out = tuple(record for record in records.records if not fold_of[record.request])
+    training = replace(records, records=training_records)
+    fitted = fit_logged(family, training, _provenance(family, records, training_records), seed)
     notes = (
         *fitted.notes,
         "trained from logs, in which no situation was met with both options: the interval of their ratio is put "
         "together from either's, and is wider than one from a profile",
         "delays of victims and others are not learned from logs: objective engine only",
     )
-    scores = held_out_scores(fitted.model, held)
-    made = replace(fitted.model.provenance, held_out=scores, notes=notes)
-    model = store.round_trip(replace(fitted.model, provenance=made), fitted.forests, out)
+    scores = held_out_scores(fitted.model, held_out)
+    provenance = replace(fitted.model.provenance, held_out=scores, notes=notes)
+    model = store.round_trip(replace(fitted.model, provenance=provenance), fitted.forests, out)
     return LogTrainReport(
         model=model,
         out="" if out is None else str(out),
         family=family.label,
         digest=model.digest,
         records={kind: len(training.under(kind)) for kind in KINDS},
-        held_out_records=len(held),
+        held_out_records=len(held_out),
         held_out=scores,
         trees=fitted.trees,
         clipped={kind: clipped(training.under(kind)) for kind in KINDS},
@@ -487,18 +492,18 @@ def train_logged(
     )
 
 
-def _provenance(family: Family, records: Records, seen: Sequence[Record]) -> Provenance:
-    """``state_ids`` are the requests that were learned from: an estimate must not be made on them again."""
-    header = records.any_header
+def _provenance(family: Family, records: Records, training_records: Sequence[Record]) -> Provenance:
+    """Provenance whose ``state_ids`` are the training requests: no policy may be evaluated on these."""
+    any_header = records.any_header
     return Provenance(
         family=family.label,
-        hardware=dict(header.hardware),
+        hardware=dict(any_header.hardware),
         geometry=records.geometry,
-        link=dict(header.link),
-        block_sizes=tuple(sorted({one.block_size for one in records.headers.values()})),
-        kv_bytes_per_token=header.block_bytes / header.block_size,
+        link=dict(any_header.link),
+        block_sizes=tuple(sorted({header.block_size for header in records.headers.values()})),
+        kv_bytes_per_token=any_header.block_bytes / any_header.block_size,
         trace_digests=records.digests,
-        state_ids=tuple(sorted({record.request for record in seen})),
+        state_ids=tuple(sorted({record.request for record in training_records})),
         noise={"variation": None},
         held_out={},
     )

@@ -1,4 +1,4 @@
-"""Training: traces in, a model folder and a report out."""
+"""The commands ``train`` and ``calibrate``: traces in, a stored cost model and a report out."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
 from kvpolicy.training.family import Family, family_of
 from kvpolicy.training.fit import Fit, fit, held_out_scores
-from kvpolicy.training.law_fits import untold_loads
-from kvpolicy.training.log_fits import LogTrainReport, as_told, train_logged
+from kvpolicy.training.law_fits import load_notes
+from kvpolicy.training.log_fits import LogTrainReport, report_values, train_logged
 from kvpolicy.training.transfer import (
     ErrorByCount,
     carry,
@@ -39,24 +39,25 @@ from kvpolicy.training.transfer import (
 )
 
 MIN_STATES = 12
-"""Fewer leave nothing to judge a fit by once it is made."""
+"""With fewer states none could be held out."""
 MAX_VARIATION = 0.30
+"""Of identical undisturbed windows; above it a profile is too noisy to train on."""
 MIN_STATES_TO_HOLD_OUT = 8
-"""With fewer states a carried model is made of all of them, and nothing is held out to judge it by."""
+"""With fewer states a model is transferred by all of them, and none is held out."""
 MAX_STATES = 4000
-"""States that are learned from, and as many at most to judge by: of more, so many are drawn, every length among them.
-What a draw costs in held-out error is what `benchmarks/training_scale.py --draws` prints."""
+"""Largest number of training states, and of held-out states. Of more, a sample is drawn, stratified by length.
+`benchmarks/training_scale.py --draws` prints what sampling costs in held-out error."""
 EVALUABLE_STATES = 20
-"""What is held out, where there are twice as many states: as many as `kvpolicy evaluate` asks for."""
+"""Held-out states if there are at least twice as many in all: `kvpolicy evaluate` needs that many."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What was trained, and how far it can be trusted."""
+    """A trained model, with the figures that say how far to trust it."""
 
     model: FittedModel
     out: str
-    """Its folder; empty where it was not stored."""
+    """The model's folder; empty if it was not stored."""
     family: str
     digest: str
     training_states: int
@@ -65,7 +66,7 @@ class TrainReport:
     """See :func:`kvpolicy.training.fit.held_out_scores`."""
     trees: Mapping[Kind, int]
     variation: float | None
-    """Of identical undisturbed windows, the worst core's; None where a forced trace does not tell."""
+    """Variation between identical undisturbed windows, of the worst core; None if a forced trace does not hold it."""
     floor_s: Mapping[Kind, float]
     below_floor: Mapping[Kind, int]
     """Training states whose measured median was under the floor."""
@@ -73,17 +74,17 @@ class TrainReport:
     natural_outside: Mapping[str, float]
     """Per feature, the share of natural preemptions outside the trained range."""
     natural_extrapolated: float | None
-    """The share for which that matters to a prediction; None without natural preemptions."""
+    """Share of natural preemptions whose prediction depends on such a feature; None without natural preemptions."""
     always_wins: Kind | None
     left_out: Mapping[str, int]
     notes: tuple[str, ...]
     floor: Floor
-    """What the traces say of the costs that all this rests on."""
+    """Quality of the costs that the training traces hold."""
     replaced: bool
-    """Whether a model was in the folder before."""
+    """Whether the folder held a model before."""
 
     def to_dict(self) -> dict[str, Any]:
-        return as_told(self)
+        return report_values(self)
 
     def text(self) -> str:
         lines = [
@@ -109,23 +110,23 @@ class TrainReport:
 
     def _coverage_lines(self) -> list[str]:
         lines = ["90% interval holds, of held-out states; in brackets what so few can tell (95%):"]
-        for of, found in self.held_out["coverage"].items():
-            for one in [found, *(found["bins"] if len(found["bins"]) > 1 else [])]:
-                holds = "-" if one["holds"] is None else f"{one['holds']:.0%}"
-                told = f"{holds:>4} of {one['states']:<4} [{one['low']:.0%}, {one['high']:.0%}]"
-                lines.append(f"  {of:<10} {_span(one):<34} {told}")
+        for quantity, coverage in self.held_out["coverage"].items():
+            for row in [coverage, *(coverage["bins"] if len(coverage["bins"]) > 1 else [])]:
+                holds = "-" if row["holds"] is None else f"{row['holds']:.0%}"
+                counts = f"{holds:>4} of {row['states']:<4} [{row['low']:.0%}, {row['high']:.0%}]"
+                lines.append(f"  {quantity:<10} {_span(row):<34} {counts}")
         return lines
 
     def _beyond_lines(self) -> list[str]:
-        lines = ["90% interval holds beyond the range, told by short training states judged on longer ones:"]
-        for of, found in self.held_out["beyond"].items():
-            for name, one in {
-                "all": found,
-                "up to 2x the edge": found["up_to_2x"],
-                "from 2x": found["from_2x"],
+        lines = ["90% interval holds beyond the range, by fits to short training states tested on longer ones:"]
+        for quantity, coverage in self.held_out["beyond"].items():
+            for name, row in {
+                "all": coverage,
+                "up to 2x the edge": coverage["up_to_2x"],
+                "from 2x": coverage["from_2x"],
             }.items():
-                holds = "not told" if one["holds"] is None else f"{one['holds']:.0%} of {one['states']}"
-                lines.append(f"  {of:<10} {name:<34} {holds} [{one['low']:.0%}, {one['high']:.0%}]")
+                holds = "unknown" if row["holds"] is None else f"{row['holds']:.0%} of {row['states']}"
+                lines.append(f"  {quantity:<10} {name:<34} {holds} [{row['low']:.0%}, {row['high']:.0%}]")
         return lines
 
     def _delay_lines(self) -> list[str]:
@@ -135,8 +136,8 @@ class TrainReport:
         ]
 
     def _noise_lines(self) -> list[str]:
-        told = "not told" if self.variation is None else f"{self.variation:.1%} between identical undisturbed windows"
-        lines = [f"noise: {told}"]
+        noise = "unknown" if self.variation is None else f"{self.variation:.1%} between identical undisturbed windows"
+        lines = [f"noise: {noise}"]
         for kind in KINDS:
             line = f"  {kind}: costs under {self.floor_s[kind] * 1e3:.3g} ms are not told from none"
             if self.below_floor[kind]:
@@ -156,11 +157,12 @@ class TrainReport:
         return lines + [f"  {name}: {share:.1%} outside" for name, share in self.natural_outside.items() if share]
 
 
-def _span(one: Mapping[str, Any]) -> str:
-    if "tokens_from" not in one:
+def _span(row: Mapping[str, Any]) -> str:
+    """Tokens and running requests of a bin, as text."""
+    if "tokens_from" not in row:
         return "all"
     sides = [
-        f"{name} {one[f'{name}_from'] or 0:g}" + ("+" if one[f"{name}_below"] is None else f"-{one[f'{name}_below']:g}")
+        f"{name} {row[f'{name}_from'] or 0:g}" + ("+" if row[f"{name}_below"] is None else f"-{row[f'{name}_below']:g}")
         for name in ("tokens", "running")
     ]
     return ", ".join(sides)
@@ -174,19 +176,21 @@ def train(
     seed: int = 0,
     mixed_hardware: bool = False,
 ) -> TrainReport | LogTrainReport:
-    """Fit a cost model to the states that ``traces`` measured under both options; it is the report's ``model``, and is
-    written to folder ``out`` where one is given. ``family``: :func:`kvpolicy.training.family.family_of`.
+    """Fit a cost model to the states that ``traces`` measured under both options.
 
-    Of production logs, in which each situation was met with one option, each option is learned from its own records
+    The model is the report's ``model``, and is written to folder ``out`` if one is given. A model already in that
+    folder is replaced once the new one is complete; the report says so. ``family``: see
+    :func:`kvpolicy.training.family.family_of`.
+
+    Production logs hold one option per situation; from these each option is learned from its own records
     (:mod:`kvpolicy.training.log_fits`).
 
-    A model that is there already is replaced once the new one is whole, and the report says so. A part of the states
-    is held out, by state, for the scores and for :func:`kvpolicy.evaluate`. Of either part no more than
-    :data:`MAX_STATES` are used; the report says where they were drawn from more. Raises TraceError,
-    naming table and row or file and field, for traces that cannot be trained on: one option missing, fewer than 12
-    states, impossible values, all states of one length, different machines unless ``mixed_hardware``, over 30% noise
-    unless ``force``; FileExistsError where ``out`` holds
-    something that is no cost model.
+    Some of the states are held out for the scores and for :func:`kvpolicy.evaluate`. At most :data:`MAX_STATES` states
+    are used for training, and as many for the scores; the report says if these are a sample.
+
+    Raises TraceError, naming table and row or file and field, for traces that cannot be trained on: one option missing,
+    fewer than 12 states, impossible values, all states of one length, different machines unless ``mixed_hardware``,
+    over 30% noise unless ``force``; FileExistsError if ``out`` holds something other than a cost model.
     """
     family = family_of(family)
     if seed < 0:
@@ -203,27 +207,27 @@ def train(
         )
     _refuse_one_length(dataset)
     parts = split(dataset.states, seed)
-    training, held = (drawn(part, MAX_STATES, random.Random(f"drawn {seed}")) for part in parts)
+    training, held_out = (drawn(part, MAX_STATES, random.Random(f"drawn {seed}")) for part in parts)
     dataset = replace(dataset, moves=dataset.moves_of(training))
     fitted = fit(family, training, dataset, provenance_of(family.label, dataset, training, variation), seed)
-    told = (
-        *_draw_notes(parts, (training, held)),
+    data_notes = (
+        *_draw_notes(parts, (training, held_out)),
         *_data_notes(dataset, training, fitted.model),
         *_law_notes(dataset, training, fitted.model),
     )
-    fitted = replace(fitted, notes=(*fitted.notes, *told))
-    scores = held_out_scores(fitted.model, held) | {"beyond": dict(fitted.inner_coverage)}
-    made = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
-    model = store.round_trip(replace(fitted.model, provenance=made), fitted.forests, out)
-    report = _report(model, fitted, dataset, (training, held), variation)
+    fitted = replace(fitted, notes=(*fitted.notes, *data_notes))
+    scores = held_out_scores(fitted.model, held_out) | {"beyond": dict(fitted.inner_coverage)}
+    provenance = replace(fitted.model.provenance, held_out=scores, notes=fitted.notes)
+    model = store.round_trip(replace(fitted.model, provenance=provenance), fitted.forests, out)
+    report = _report(model, fitted, dataset, (training, held_out), variation)
     return replace(report, out="" if out is None else str(out), replaced=replaced)
 
 
-def _draw_notes(parts: tuple[list[State], list[State]], taken: tuple[list[State], list[State]]) -> list[str]:
+def _draw_notes(parts: tuple[list[State], list[State]], samples: tuple[list[State], list[State]]) -> list[str]:
     return [
-        f"{len(one)} states drawn out of {len(whole)} {what}, every length among them; the others take no part"
-        for whole, one, what in zip(parts, taken, ("to train on", "to judge by"), strict=True)
-        if len(one) < len(whole)
+        f"{len(sample)} states drawn out of {len(states)} {purpose}, every length among them; the others are not used"
+        for states, sample, purpose in zip(parts, samples, ("to train on", "to judge by"), strict=True)
+        if len(sample) < len(states)
     ]
 
 
@@ -241,7 +245,7 @@ def _refuse_one_length(dataset: Dataset) -> None:
 
 
 def _data_notes(dataset: Dataset, training: Sequence[State], model: FittedModel) -> list[str]:
-    """What the data cannot teach: features that never vary; and which machines were taken together."""
+    """Notes on features that never vary in the data, and on traces of several machines."""
     notes = []
     for kind, examples in examples_of(training).items():
         columns = dict(zip(FEATURES, zip(*(example.x for example in examples), strict=True), strict=True))
@@ -255,45 +259,45 @@ def _data_notes(dataset: Dataset, training: Sequence[State], model: FittedModel)
     return notes
 
 
-def _law_notes(dataset: Dataset, used: Sequence[State], model: FittedModel) -> list[str]:
-    """What of the laws the data did not tell, or cannot be."""
+def _law_notes(dataset: Dataset, states: Sequence[State], model: FittedModel) -> list[str]:
+    """Notes on what the data leave undetermined in the laws, and on implausible constants."""
     sheet = known_sheet(dataset.any_header.hardware.get("device"))
-    notes = [*untold_loads(model.laws["swap"], examples_of(used)["swap"])]
+    notes = [*load_notes(model.laws["swap"], examples_of(states)["swap"])]
     budgets = {header.token_budget for header in dataset.headers.values()}
     if len(budgets) > 1:
-        some = ", ".join(sorted("unknown" if one is None else str(one) for one in budgets))
-        notes.append(f"recompute: measured under several token budgets ({some}), so that its chunks are not counted")
+        values = ", ".join(sorted("unknown" if value is None else str(value) for value in budgets))
+        notes.append(f"recompute: measured under several token budgets ({values}), so that its chunks are not counted")
     return [*notes, *implausible(model.laws, dataset.geometry, sheet)]
 
 
 def split(states: Sequence[State], seed: int) -> tuple[list[State], list[State]]:
-    """Training and held-out states, every length in both: one in four held out, more where that is under 20."""
-    hands = max(2, min(4, len(states) // EVALUABLE_STATES))
-    hand = dealt(states, hands, random.Random(f"held out {seed}"))
-    numbered = list(zip(states, hand, strict=True))
-    return [state for state, one in numbered if one], [state for state, one in numbered if not one]
+    """Training and held-out states, both stratified by length: one in four held out, more if that is under 20."""
+    folds = max(2, min(4, len(states) // EVALUABLE_STATES))
+    fold_of = dealt(states, folds, random.Random(f"held out {seed}"))
+    numbered = list(zip(states, fold_of, strict=True))
+    return [state for state, fold in numbered if fold], [state for state, fold in numbered if not fold]
 
 
 def _variation(dataset: Dataset, force: bool) -> float | None:
-    found: list[float] = []
+    variations: list[float] = []
     for core, header in dataset.headers.items():
         if header.source != "profile":
             continue
         value = header.noise.get("variation")
         if isinstance(value, int | float) and 0 <= value <= MAX_VARIATION:
-            found.append(float(value))
+            variations.append(float(value))
         elif not force:
             raise TraceError(
                 f"core {core}, header.json: noise.variation is {value!r}, should be at most {MAX_VARIATION}; "
                 "measure again on a quieter machine, or --force it"
             )
         elif isinstance(value, int | float):
-            found.append(float(value))
-    return max(found, default=None)
+            variations.append(float(value))
+    return max(variations, default=None)
 
 
 def provenance_of(family: str, dataset: Dataset, training: Sequence[State], variation: float | None) -> Provenance:
-    """What a model of that ``family`` (its label), fitted to the ``training`` states of ``dataset`` was measured on."""
+    """Provenance of a model fitted to the ``training`` states of ``dataset``; ``family``: the family's label."""
     header = dataset.any_header
     return Provenance(
         family=family,
@@ -312,7 +316,7 @@ def provenance_of(family: str, dataset: Dataset, training: Sequence[State], vari
 def _report(
     model: FittedModel, fitted: Fit, dataset: Dataset, parts: tuple[list[State], list[State]], variation: float | None
 ) -> TrainReport:
-    training, held = parts
+    training, held_out = parts
     outside, extrapolated = natural_outside(model, dataset.natural)
     below = {kind: sum(state.typical_s[kind] < model.floor_s[kind] for state in training) for kind in KINDS}
     return TrainReport(
@@ -321,7 +325,7 @@ def _report(
         family=model.provenance.family,
         digest=model.digest,
         training_states=len(training),
-        held_out_states=len(held),
+        held_out_states=len(held_out),
         held_out=model.provenance.held_out,
         trees=fitted.trees,
         variation=variation,
@@ -339,7 +343,7 @@ def _report(
 
 
 def natural_outside(model: FittedModel, natural: Sequence[Preemption]) -> tuple[dict[str, float], float | None]:
-    """Share of situations outside the trained range, per feature; and of those where a prediction depends on it."""
+    """Share of situations outside the trained range, per feature; and the share whose predictions depend on that."""
     if not natural:
         return {}, None
     outside = {name: np.zeros(len(natural), np.bool_) for name in FEATURES}
@@ -347,30 +351,30 @@ def natural_outside(model: FittedModel, natural: Sequence[Preemption]) -> tuple[
     for kind in KINDS:
         for name, column in Situations.of(natural).features(kind).items():
             low, high = model.ranges[kind][name]
-            beyond = ~((low <= column) & (column <= high))
-            outside[name] |= beyond
+            outside_range = ~((low <= column) & (column <= high))
+            outside[name] |= outside_range
             if name in model.depends_on(kind):
-                matters |= beyond
-    return {name: float(some.mean()) for name, some in outside.items()}, float(matters.mean())
+                matters |= outside_range
+    return {name: float(flags.mean()) for name, flags in outside.items()}, float(matters.mean())
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrateReport:
-    """A model carried to another machine, link or LLM, and what a few measurements were worth there."""
+    """A model transferred to another machine, link or LLM, with its error by number of measured states."""
 
     model: FittedModel
     out: str
-    """Its folder; empty where it was not stored."""
+    """The model's folder; empty if it was not stored."""
     source: str
     digest: str
     states: int
     held_out_states: int
     errors: tuple[ErrorByCount, ...]
-    """Held-out error by number of measured states; empty where too few states were left to tell."""
+    """Held-out error by number of measured states; empty if there were too few states to hold some out."""
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return as_told(self)
+        return report_values(self)
 
     def text(self) -> str:
         lines = [
@@ -380,12 +384,12 @@ class CalibrateReport:
         if self.errors:
             lines += [
                 f"held-out error on {self.held_out_states} states, |log(measured / predicted)| of a state's median, by "
-                f"number of measured states; mean (and worst) of {max(one.draws for one in self.errors)} draws:",
+                f"number of measured states; mean (and worst) of {max(row.draws for row in self.errors)} draws:",
                 f"  {'states':>6} " + " ".join(f"{kind:>18}" for kind in KINDS),
             ]
-        for one in self.errors:
-            shown = (f"{one.mean_error[kind]:.1%} ({one.worst_draw[kind]:.1%})" for kind in KINDS)
-            lines.append(f"  {one.states:>6} " + " ".join(f"{text:>18}" for text in shown))
+        for row in self.errors:
+            shown = (f"{row.mean_error[kind]:.1%} ({row.worst_draw[kind]:.1%})" for kind in KINDS)
+            lines.append(f"  {row.states:>6} " + " ".join(f"{text:>18}" for text in shown))
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -397,48 +401,51 @@ def calibrate(
     seed: int = 0,
     force: bool = False,
 ) -> CalibrateReport:
-    """Carry a cost model to where ``traces`` were measured; it is the report's ``model``, and is written to folder
-    ``out`` where one is given.
+    """Transfer a cost model to the machine, link and LLM of ``traces``.
 
-    ``cost_model``: a folder, the name of one that ships, or ``analytic:DEVICE[@LINK]:CONFIG``, the untrained one; or a
-    model itself, as ``train(...).model``, if it is of this package's own kind.
-    ``states``: how many of the traces' states to use, spread over their lengths; all that are not held out without it.
-    Raises ModelError for the model, TraceError as :func:`train` for the traces (over 30% noise too, unless
-    ``force``), ValueError for a number of states that
-    is not there.
+    The model is the report's ``model``, and is written to folder ``out`` if one is given.
+
+    ``cost_model``: a folder, the name of a shipped model, ``analytic:DEVICE[@LINK]:CONFIG`` for the untrained one, or
+    a fitted model itself, as ``train(...).model``.
+    ``states``: number of the traces' states to use, spread over their lengths; by default all that are not held out.
+
+    Raises ModelError for the model, TraceError as :func:`train` for the traces (for over 30% noise too, unless
+    ``force``), ValueError for more states than there are.
     """
     model = _to_carry(cost_model)
     forests = store.forest_texts(model)
     dataset = measured(traces)
     variation = _variation(dataset, force)
-    tellable = len(dataset.states) >= MIN_STATES_TO_HOLD_OUT
-    training, held = split(dataset.states, seed) if tellable else (list(dataset.states), [])
+    enough_states = len(dataset.states) >= MIN_STATES_TO_HOLD_OUT
+    training, held_out = split(dataset.states, seed) if enough_states else (list(dataset.states), [])
     if states is not None and not 1 <= states <= len(training):
-        raise WrongValue("states", f"is {states}, should be from 1 to {len(training)}: {len(held)} states are held out")
+        raise WrongValue(
+            "states", f"is {states}, should be from 1 to {len(training)}: {len(held_out)} states are held out"
+        )
 
-    def place(some: Sequence[State]) -> Provenance:
-        here = provenance_of(model.provenance.family, dataset, some, variation)
-        carried = f"carried from {model.name} (digest {model.digest[:12]}) by {len(some)} states"
-        seen = tuple(sorted({*model.provenance.state_ids, *here.state_ids}))
-        return replace(here, state_ids=seen, notes=(carried,))
+    def provenance_for(subset: Sequence[State]) -> Provenance:
+        provenance = provenance_of(model.provenance.family, dataset, subset, variation)
+        origin = f"carried from {model.name} (digest {model.digest[:12]}) by {len(subset)} states"
+        state_ids = tuple(sorted({*model.provenance.state_ids, *provenance.state_ids}))
+        return replace(provenance, state_ids=state_ids, notes=(origin,))
 
-    def predictor(some: Sequence[State]) -> FittedModel:
-        return carry_once(model, forests, some, dataset, place(some)).model if some else model
+    def predictor(subset: Sequence[State]) -> FittedModel:
+        return carry_once(model, forests, subset, dataset, provenance_for(subset)).model if subset else model
 
     used = training if states is None else spread(training, states, random.Random(f"states {seed}"))
-    carried = carry(model, forests, used, dataset, place(used))
-    scores = held_out_scores(carried.model, held) if held else {}
-    taken = unknown_beforehand(model.laws["recompute"], model.provenance, carried.model.provenance)
-    notes = (*carried.model.provenance.notes, *taken, *_law_notes(dataset, used, carried.model))
-    made = replace(carried.model.provenance, held_out=scores, notes=notes)
-    found = store.round_trip(replace(carried.model, provenance=made), carried.forests, out)
-    errors = error_by_count((0, *doubling(len(training))), training, held, predictor, seed) if held else ()
-    place_of = "" if out is None else str(out)
-    return CalibrateReport(found, place_of, model.name, found.digest, len(used), len(held), errors, notes)
+    carried = carry(model, forests, used, dataset, provenance_for(used))
+    scores = held_out_scores(carried.model, held_out) if held_out else {}
+    assumptions = unknown_beforehand(model.laws["recompute"], model.provenance, carried.model.provenance)
+    notes = (*carried.model.provenance.notes, *assumptions, *_law_notes(dataset, used, carried.model))
+    provenance = replace(carried.model.provenance, held_out=scores, notes=notes)
+    stored = store.round_trip(replace(carried.model, provenance=provenance), carried.forests, out)
+    errors = error_by_count((0, *doubling(len(training))), training, held_out, predictor, seed) if held_out else ()
+    folder = "" if out is None else str(out)
+    return CalibrateReport(stored, folder, model.name, stored.digest, len(used), len(held_out), errors, notes)
 
 
 def _to_carry(cost_model: Path | str | CostModel) -> FittedModel:
-    """The model itself, or the one of that name."""
+    """The model itself, or the model of that name."""
     if isinstance(cost_model, FittedModel):
         return cost_model
     if isinstance(cost_model, CostModel):

@@ -1,6 +1,6 @@
-"""Fitting the residual: LightGBM on log(measured / roofline), Huber's loss, monotone in everything that grows.
+"""Fit the residual of a law: LightGBM on log(measured / law), Huber loss, monotone in all features of length.
 
-How many trees there are is decided on states the trees did not see; none, where they do not help there.
+The number of trees is chosen on held-out states; it is 0 if trees do not help there.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import Example, log_miss
 from kvpolicy.events import Kind
 from kvpolicy.features import GROWING
-from kvpolicy.regression.residual import TREE_COUNTS, Growth, Unseen, grow
-from kvpolicy.regression.residual import choose_tree_count as fewest_trees
+from kvpolicy.regression.residual import TREE_COUNTS, FoldForest, Growth, grow
+from kvpolicy.regression.residual import choose_tree_count as tree_count_by_folds
 
 MIN_STATES = 40
-"""With fewer training states the residual is left out: it would learn noise."""
-# Not the waiting requests: they grow without bound under pressure and take no part in any step.
+"""With fewer training states there is no residual: it would learn noise."""
+# Waiting requests are no input: they grow without bound under memory pressure and take no part in a step.
 INPUTS: dict[Kind, tuple[str, ...]] = {
     "recompute": ("recomputed_tokens", "running_requests", "batch_tokens", "free_blocks"),
     "swap": (
@@ -34,7 +34,7 @@ INPUTS: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Examples of one option and the law whose misses are to be learned."""
+    """Examples of one option, and the law whose errors the residual learns."""
 
     kind: Kind
     examples: tuple[Example, ...]
@@ -42,31 +42,33 @@ class Target:
     floor_s: float
 
     def inputs(self) -> Floats:
+        """Shape (examples, inputs)."""
         return np.array([[getattr(example.x, name) for name in INPUTS[self.kind]] for example in self.examples])
 
     def misses(self) -> Floats:
+        """log(measured / law), one per example."""
         pairs = ((example.engine_s, sum(self.law.parts(example.x))) for example in self.examples)
         return np.array([log_miss(measured, predicted, self.floor_s) for measured, predicted in pairs])
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Law and trees from some states, to be judged on others."""
+    """States to fit law and trees to, and held-out states to test them on."""
 
     training: Target
-    unseen: Target
+    held_out: Target
 
 
 def choose_tree_count(folds: Sequence[Fold], seed: int) -> int:
-    """The fewest trees that miss unseen states as little as any number does; 0 where the law is about as good."""
-    return fewest_trees(
-        Unseen(_boost(fold.training, TREE_COUNTS[-1], seed), fold.unseen.inputs(), fold.unseen.misses())
+    """The smallest number of trees whose error on held-out states is about minimal; 0 if the law is about as good."""
+    return tree_count_by_folds(
+        FoldForest(_boost(fold.training, TREE_COUNTS[-1], seed), fold.held_out.inputs(), fold.held_out.misses())
         for fold in folds
     )
 
 
 def fit_residual(target: Target, trees: int, seed: int) -> ForestText:
-    """A forest of that many trees, as text."""
+    """Fit a forest of ``trees`` trees; in LightGBM's text format."""
     booster = _boost(target, trees, seed)
     return ForestText(booster.model_to_string(num_iteration=trees), INPUTS[target.kind])
 

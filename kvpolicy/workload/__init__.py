@@ -1,4 +1,4 @@
-"""Workloads: requests to serve, read from published traces or made from a seed, and scaled as they are read."""
+"""Workloads: requests to serve, read from published traces or drawn from a seed, and scaled while they are read."""
 
 from __future__ import annotations
 

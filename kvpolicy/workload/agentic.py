@@ -1,4 +1,4 @@
-"""Sessions of coding agents: JSONL, a line per model call, a session's lines one after the other."""
+"""Sessions of coding agents: JSONL, one line per model call, with the lines of a session together."""
 
 from __future__ import annotations
 
@@ -32,39 +32,40 @@ FIELDS = ("session", "t", "in", "out", "think_time", "hash_ids")
 
 
 class Call(NamedTuple):
-    """One line."""
+    """A model call: one line of the file."""
 
     session: str
     at_s: float
-    """Since the session's start."""
+    """Seconds since the session's start."""
     prompt_tokens: int
     output_tokens: int
     think_s: float | None
-    """Between the previous response and this request, where the client saw both."""
+    """Seconds between the previous response and this request, where the client recorded both."""
     served_s: float | None
-    """How long the client waited for the response, where it was measured."""
+    """Seconds that the client waited for the response, where they were measured."""
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Time that belongs to the pause before the next request."""
+    """What counts towards the pause before the next request."""
 
     previous: Call | None = None
     carried_s: float = 0.0
-    """Pause and service of calls that were left out since the last one that was not."""
+    """Pauses and service times of calls left out since the last call that was included."""
 
 
 class AgentSessions(FileSource):
     """Sessions of one file: a :class:`kvpolicy.workload.Source`.
 
-    The data has no starts of sessions: ``beginning`` gives them. As a closed loop (``closed``) a call comes after its
+    The data does not say when sessions start: ``beginning`` does. In a closed loop (``closed``) a call comes after its
     predecessor's answer and the recorded pause; otherwise at its recorded time, whatever the server does.
 
-    A session's lines are together in the file; to tell, the names of all sessions so far are held in memory.
+    The lines of a session must be together in the file; to check this, the names of all sessions so far are held in
+    memory.
 
-    Where the previous response's time was not recorded, ``think_time`` counts from an earlier one. Then the time
-    between the two calls takes its place, which has the previous call's service in it: a pause too long by that.
+    Where the time of the previous response was not recorded, ``think_time`` counts from an earlier one. The time
+    between the two calls is used instead, which is too long by the service time of the previous call.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class AgentSessions(FileSource):
         closed: bool = True,
         count: int | None = None,
     ) -> None:
-        """``count``: only the file's first sessions. Raises :class:`WorkloadError` for users outside a closed loop."""
+        """``count``: read only so many sessions. Raises :class:`WorkloadError` for users outside a closed loop."""
         if isinstance(beginning, Users) and not closed:
             raise WorkloadError(
                 f"{path}: users wait for their answers; recorded times (closed=false) need starts instead"
@@ -121,7 +122,7 @@ class AgentSessions(FileSource):
                 gap = Gap(call, think_s + (call.served_s or 0.0) if gap.previous else 0.0)
                 continue
             base = (number + 1) << ID_BITS
-            ids = tuple(base + one for one in call.ids)
+            ids = tuple(base + block_id for block_id in call.ids)
             turns.append(Turn(call.prompt_tokens, call.output_tokens, think_s if turns else 0.0, call.at_s, ids))
             gap = Gap(call)
         if turns:
@@ -141,17 +142,17 @@ class AgentSessions(FileSource):
             counts.damage(self.care, str(error))
 
 
-def _call(found: Mapping[str, Any]) -> Call:
-    session, at, asked, answered, think, ids = (member(found, field) for field in FIELDS)
+def _call(fields: Mapping[str, Any]) -> Call:
+    session, at_s, prompt_tokens, output_tokens, think_s, ids = (member(fields, field) for field in FIELDS)
     if not isinstance(session, str) or not session:
         raise DamagedRow(f"session is {session!r}, should be a name")
     call = Call(
         session,
-        _seconds(at, "t"),
-        whole(asked, "in"),
-        whole(answered, "out"),
-        None if think is None else _seconds(think, "think_time"),
-        None if found.get("api_time") is None else _seconds(found["api_time"], "api_time"),
+        _seconds(at_s, "t"),
+        whole(prompt_tokens, "in"),
+        whole(output_tokens, "out"),
+        None if think_s is None else _seconds(think_s, "think_time"),
+        None if fields.get("api_time") is None else _seconds(fields["api_time"], "api_time"),
         block_ids(ids, "hash_ids"),
     )
     if len(call.ids) * BLOCK_TOKENS > call.prompt_tokens:

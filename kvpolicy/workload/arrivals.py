@@ -1,4 +1,4 @@
-"""When requests arrive: processes with a rate, drawn from a seed, endless and in order."""
+"""Arrival processes: endless, ordered arrival times at a rate, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Protocol
 from kvpolicy.workload.requests import WorkloadError
 
 MIN_VARIATION, MAX_VARIATION = 1e-3, 1e3
-VARIATIONS = f"from {MIN_VARIATION:g} to {MAX_VARIATION:g}"
-"""Standard deviations over means that a gamma distribution is drawn with; beyond them numbers over- or underflow."""
+ALLOWED_VARIATIONS = f"from {MIN_VARIATION:g} to {MAX_VARIATION:g}"
+"""Coefficients of variation that a gamma distribution may have; beyond them numbers over- or underflow."""
 
-LEAST, MOST = 1e-9, 1e9
-WITHIN = f"above 0, from {LEAST:g} to {MOST:g}"
-"""Rates, durations, and factors on either: beyond them times over- or underflow."""
+MIN_VALUE, MAX_VALUE = 1e-9, 1e9
+ALLOWED_VALUES = f"above 0, from {MIN_VALUE:g} to {MAX_VALUE:g}"
+"""Allowed rates, durations, and factors on either; beyond them times over- or underflow."""
 MIN_SHAPE, MAX_SHAPE = 1e-2, 1e3
-"""Of a Weibull distribution: below, its mean over its scale has no number."""
+"""Allowed shapes of a Weibull distribution; for lower ones its mean over its scale overflows."""
 
 
 class Arrivals(Protocol):
@@ -32,13 +32,13 @@ class Arrivals(Protocol):
 
 def _positive(process: object, **values: float) -> None:
     for name, value in values.items():
-        if not LEAST <= value <= MOST:
-            raise WorkloadError(f"{type(process).__name__}: {name} is {value}, should be {WITHIN}")
+        if not MIN_VALUE <= value <= MAX_VALUE:
+            raise WorkloadError(f"{type(process).__name__}: {name} is {value}, should be {ALLOWED_VALUES}")
 
 
 @dataclass(frozen=True, slots=True)
 class AtOnce:
-    """Everything at time 0."""
+    """All requests at time 0."""
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
         return repeat(0.0)
@@ -46,7 +46,7 @@ class AtOnce:
 
 @dataclass(frozen=True, slots=True)
 class Even:
-    """The same gap between all, the first after one gap."""
+    """Equal gaps between requests; the first comes after one gap."""
 
     rate_per_s: float
 
@@ -77,7 +77,7 @@ class Poisson:
 class Gamma:
     """Gamma-distributed gaps whose standard deviation is ``variation`` times their mean.
 
-    1 is a Poisson process, above 1 arrivals come in bunches, below 1 more evenly.
+    1 is a Poisson process; above 1 arrivals are burstier, below 1 more even.
     """
 
     rate_per_s: float
@@ -86,7 +86,7 @@ class Gamma:
     def __post_init__(self) -> None:
         _positive(self, rate_per_s=self.rate_per_s)
         if not MIN_VARIATION <= self.variation <= MAX_VARIATION:
-            raise WorkloadError(f"Gamma: variation is {self.variation}, should be {VARIATIONS}")
+            raise WorkloadError(f"Gamma: variation is {self.variation}, should be {ALLOWED_VARIATIONS}")
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
         shape = 1.0 / self.variation**2
@@ -96,7 +96,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True)
 class Weibull:
-    """Weibull-distributed gaps. A ``shape`` of 1 is a Poisson process; below 1 gaps have a heavier tail."""
+    """Weibull-distributed gaps. A ``shape`` of 1 is a Poisson process; lower ones have a heavier tail."""
 
     rate_per_s: float
     shape: float = 1.0
@@ -114,9 +114,9 @@ class Weibull:
 
 @dataclass(frozen=True, slots=True)
 class Bursts:
-    """Poisson arrivals while on, none while off; both phases of exponential length, the first one on.
+    """Poisson arrivals in on-phases, none in off-phases; both of exponential length, beginning with an on-phase.
 
-    ``rate_per_s`` is the mean over both phases: while on, it is higher by (on_s + off_s) / on_s.
+    ``rate_per_s`` is the mean over both phases; in on-phases the rate is higher by (on_s + off_s) / on_s.
     """
 
     rate_per_s: float
@@ -152,7 +152,7 @@ def random_arrivals(count: int, rate_per_s: float, rng: random.Random, variation
 class Think:
     """The pause of a person (or a tool) before the next request of a session: gamma-distributed.
 
-    A ``variation`` of 1 is the exponential distribution, 0 the same pause always.
+    A ``variation`` of 1 is the exponential distribution, 0 a constant pause.
     """
 
     mean_s: float
@@ -162,7 +162,7 @@ class Think:
         if not (math.isfinite(self.mean_s) and self.mean_s >= 0):
             raise WorkloadError(f"Think: mean_s is {self.mean_s}, should be 0 or more")
         if self.variation and not MIN_VARIATION <= self.variation <= MAX_VARIATION:
-            raise WorkloadError(f"Think: variation is {self.variation}, should be 0 or {VARIATIONS}")
+            raise WorkloadError(f"Think: variation is {self.variation}, should be 0 or {ALLOWED_VARIATIONS}")
 
     def draw(self, rng: random.Random) -> float:
         """Seconds of one pause."""
@@ -173,5 +173,5 @@ class Think:
 
 
 def stream(seed: int, purpose: str) -> random.Random:
-    """A random stream of its own per purpose, so that another arrival process leaves the lengths as they were."""
+    """A separate random stream per purpose, so that lengths do not depend on the arrival process."""
     return random.Random(f"{seed} {purpose}")

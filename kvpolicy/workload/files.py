@@ -1,4 +1,4 @@
-"""Trace files read line by line, gzip or not, and what becomes of a row that cannot be read."""
+"""Reading of trace files line by line, gzip or plain, and the treatment of damaged rows."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from kvpolicy.workload.requests import WorkloadError
 GZIP = b"\x1f\x8b"
 
 EXACT = 2**53
-"""Whole numbers from here on are not exact as the floating-point numbers that some files write them as."""
+"""Whole numbers from here on are not exact as floating-point numbers, which some files contain."""
 ID_LIMIT = 2**64
-"""Ids of prefix blocks are below."""
+"""Ids of prefix blocks are below this."""
 
 
 class DamagedRow(KVPolicyError):
-    """A row that cannot be read; says which field and what would be right. Readers add file and line."""
+    """An unreadable row; the message names the field and what would be right. Readers add file and line."""
 
 
 class DamagedFile(WorkloadError):
-    """Nothing more of the file can be read from here on."""
+    """A file that cannot be read any further."""
 
 
 @dataclass(frozen=True, slots=True)
 class Care:
-    """What a reader does about a file that is not as it should be."""
+    """How a reader treats a file with faults."""
 
     skip_damaged: bool = False
-    """Leave damaged rows out and count them; otherwise the first one is a :class:`WorkloadError`."""
+    """Skip damaged rows and count them; otherwise the first one raises :class:`WorkloadError`."""
     sort: bool = False
-    """Put requests in the order of their arrival, which holds them all in memory. Otherwise a row that arrives before
-    the row above it counts as damaged."""
+    """Sort requests by arrival, for which all are held in memory. Otherwise a row that arrives before the row above it
+    counts as damaged."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What became of a file's rows, counted while they are read."""
+    """Counts of a file's rows, kept while they are read."""
 
     rows: int = 0
-    """All but the header and blank lines; for sessions, requests of them."""
+    """All rows but the header and blank lines; for sessions, their requests."""
     requests: int = 0
     damaged: int = 0
     empty: int = 0
-    """Left out since nothing was asked or answered, where the format's publisher says that such rows are failures."""
+    """Rows without prompt or output, left out where the format's publisher says that they are failed requests."""
     first_damage: str = ""
     """File, line and reason of the first damaged row."""
 
     def damage(self, care: Care, message: str) -> None:
-        """Count a damaged row. Raises :class:`WorkloadError` unless damaged rows are to be skipped."""
+        """Count a damaged row. Raises :class:`WorkloadError` unless damaged rows are skipped."""
         if not care.skip_damaged:
             raise WorkloadError(message)
         self.damaged += 1
@@ -65,14 +65,14 @@ class Counts:
 
 
 class FileSource:
-    """What every :class:`kvpolicy.workload.Source` that reads one file has."""
+    """Base of every :class:`kvpolicy.workload.Source` that reads one file."""
 
     def __init__(self, path: Path | str, care: Care | None, seed: int) -> None:
         self.path = Path(path)
         self.care = care or Care()
         self.seed = seed
         self.counts = Counts()
-        """Of the latest iteration, as far as it has come."""
+        """Counts of the latest iteration, so far."""
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class FileSource:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, unpacked where they are gzip, whatever its name. Raises :class:`WorkloadError`."""
+    """The file's bytes, decompressed if they are gzip, whatever the name. Raises :class:`WorkloadError`."""
     try:
         raw = path.open("rb")
     except OSError as error:
@@ -91,7 +91,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def chunks(path: Path, size: int) -> Iterator[bytes]:
-    """The file's bytes, piece by piece. Raises :class:`DamagedFile` where a gzip stream breaks off."""
+    """The file's bytes in chunks. Raises :class:`DamagedFile` where a gzip stream breaks off."""
     with opened(path) as stream:
         try:
             while chunk := stream.read(size):
@@ -106,7 +106,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     with opened(path) as stream:
         try:
             for number, raw in enumerate(stream, 1):
-                # What is not UTF-8 becomes a character that no number holds, so the row is refused by its field.
+                # Invalid UTF-8 becomes a character that no number contains, so that the field's parser refuses the row.
                 text = raw.decode("utf-8", errors="replace").strip()
                 text = text.removeprefix("\ufeff") if number == 1 else text
                 if text:
@@ -126,7 +126,7 @@ def cells(line: str) -> list[str]:
 
 
 def names_of(header: str) -> list[str]:
-    """The columns that a CSV header names; none where it is no CSV."""
+    """The columns of a CSV header; none where the line is not CSV."""
     try:
         return [name.strip() for name in cells(header)]
     except DamagedRow:
@@ -134,12 +134,14 @@ def names_of(header: str) -> list[str]:
 
 
 def places(path: Path, header: str, wanted: Sequence[str]) -> dict[str, int]:
-    """Where each column is. Raises :class:`WorkloadError` naming the missing or repeated one."""
+    """Position of each column. Raises :class:`WorkloadError`, naming a missing or repeated column."""
     names = names_of(header)
     for column in wanted:
         if names.count(column) != 1:
-            how = "is missing" if column not in names else "is there twice"
-            raise WorkloadError(f"{path}, line 1: column {column} {how}; the columns are {', '.join(names) or 'none'}")
+            problem = "is missing" if column not in names else "is there twice"
+            raise WorkloadError(
+                f"{path}, line 1: column {column} {problem}; the columns are {', '.join(names) or 'none'}"
+            )
     return {name: place for place, name in enumerate(names)}
 
 
@@ -183,25 +185,25 @@ def _short(value: Any) -> str:
 def record(line: str) -> Mapping[str, Any]:
     """A row that is a JSON object. Raises :class:`DamagedRow`."""
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DamagedRow(f"not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise DamagedRow(f"should be a JSON object, is {_short(found)}")
-    return found
+    if not isinstance(fields, dict):
+        raise DamagedRow(f"should be a JSON object, is {_short(fields)}")
+    return fields
 
 
-def member(found: Mapping[str, Any], field: str) -> Any:
+def member(fields: Mapping[str, Any], field: str) -> Any:
     """A field of a JSON object. Raises :class:`DamagedRow` where it is missing."""
     try:
-        return found[field]
+        return fields[field]
     except KeyError:
-        raise DamagedRow(f"{field} is missing; it has {', '.join(found) or 'nothing'}") from None
+        raise DamagedRow(f"{field} is missing; it has {', '.join(fields) or 'nothing'}") from None
 
 
 def block_ids(value: Any, field: str) -> tuple[int, ...]:
     """Ids of prefix blocks. Raises :class:`DamagedRow`."""
-    if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+    if not isinstance(value, list) or not all(type(block_id) is int and block_id >= 0 for block_id in value):
         raise DamagedRow(f"{field} is {_short(value)}, should be a list of whole numbers, 0 or more")
     if value and max(value) >= ID_LIMIT:
         raise DamagedRow(f"{field} holds {_short(max(value))}, should be under {ID_LIMIT}")

@@ -1,4 +1,4 @@
-"""Tables of lengths without times (CSV with prompt_tokens and output_tokens), given arrivals by a process."""
+"""Tables of lengths without times (CSV with prompt_tokens and output_tokens); arrivals come from a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS = ("prompt_tokens", "output_tokens")
 class LengthTable(FileSource):
     """Requests with the lengths of a table's rows: a :class:`kvpolicy.workload.Source`.
 
-    In the file's order, each row once; or, with ``draw``, that many rows drawn with replacement from the seed, for
+    Each row once, in the file's order; or, with ``draw``, that many rows drawn from the seed with replacement, for
     which the table is held in memory (16 bytes a row).
     """
 
@@ -67,10 +67,10 @@ class LengthTable(FileSource):
         for number, line in numbered:
             counts.rows += 1
             try:
-                found = cells(line)
-                if len(found) != len(columns):
-                    raise DamagedRow(f"{len(found)} fields, the header has {len(columns)}")
-                prompt_tokens, output_tokens = (tokens(found[columns[name]], name) for name in COLUMNS)
+                fields = cells(line)
+                if len(fields) != len(columns):
+                    raise DamagedRow(f"{len(fields)} fields, the header has {len(columns)}")
+                prompt_tokens, output_tokens = (tokens(fields[columns[name]], name) for name in COLUMNS)
             except DamagedRow as error:
                 counts.damage(self.care, f"{self.path}, line {number}: {error}")
                 continue

@@ -1,4 +1,4 @@
-"""Prompt and output lengths as quantiles of public traces, which may be shipped where the traces may not."""
+"""Prompt and output lengths as quantiles of public traces; quantiles can be shipped where traces cannot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 from kvpolicy.workload.requests import WorkloadError
 
 LEVELS = (0.0, 0.01, *(percent / 100 for percent in range(5, 100, 5)), 0.99, 1.0)
-"""Where the quantiles of :class:`Lengths` are taken: every 5%, the ends and the 1% tails."""
+"""Levels of the quantiles of :class:`Lengths`: every 5%, the ends and the 1% tails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Lengths:
         return quantile(self.prompt_tokens, prompt_at), quantile(self.output_tokens, output_at)
 
     def mean_tokens(self) -> tuple[float, float]:
-        """Mean of what :meth:`draw` gives: the trapezoids under the quantiles."""
+        """Mean prompt and output tokens of :meth:`draw`: the trapezoids under the quantiles."""
         return _area(self.prompt_tokens), _area(self.output_tokens)
 
 
@@ -87,7 +87,7 @@ DEEPSEEK_R1 = Lengths(
         "distributions weighted by their rates"
     ),
 )
-"""Reasoning: short questions, long answers. Memory grows while requests run, which is what brings preemptions."""
+"""Reasoning: short questions, long answers. Requests grow in memory while they run, which causes preemptions."""
 
 
 def quantile(values: Sequence[float], level: float) -> float:
@@ -106,10 +106,10 @@ def _area(values: Sequence[float]) -> float:
 
 
 def scale_to(lengths: Lengths, context_tokens: int) -> float:
-    """The factor that brings the 99% quantiles of prompt and output together to ``context_tokens``; at most 1."""
+    """The factor, at most 1, that scales the sum of the 99% quantiles of prompt and output to ``context_tokens``."""
     ninety_nine = LEVELS.index(0.99)
     return min(1.0, context_tokens / (lengths.prompt_tokens[ninety_nine] + lengths.output_tokens[ninety_nine]))
 
 
 SHIPPED: Mapping[str, Lengths] = {lengths.name: lengths for lengths in (AZURE_CONVERSATION, SHAREGPT, DEEPSEEK_R1)}
-"""What can be named without a file."""
+"""Lengths that can be named without a file."""

@@ -1,4 +1,4 @@
-"""The options of a workload's text: each is asked for once, and what nobody asks for is refused."""
+"""The options of a workload's text: each is read once, and options that were not read are refused."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class Options:
-    """``a=1&b=x`` by name. Asking for an option takes it out, so that nothing is applied twice."""
+    """``a=1&b=x`` by name. Reading an option removes it, so that none is applied twice."""
 
     def __init__(self, text: str, tail: str) -> None:
-        """``text``: the whole, for messages; ``tail``: what follows the question mark."""
+        """``text``: the whole text, for messages; ``tail``: the part after the question mark."""
         self._text = text
-        self._left: dict[str, str] = {}
-        self._asked: set[str] = set()
+        self._unread: dict[str, str] = {}
+        self._known: set[str] = set()
         for part in filter(None, tail.split("&")):
             name, equals, value = part.partition("=")
             if not equals or not name or not value:
                 raise WorkloadError(f"{text}: {part!r}: options are written NAME=VALUE, with & between them")
-            if name in self._left:
+            if name in self._unread:
                 raise WorkloadError(f"{text}: {name} is given twice")
-            self._left[name] = value
-        self._given = dict(self._left)
+            self._unread[name] = value
+        self._values = dict(self._unread)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._left
+        return name in self._unread
 
     def wrong(self, name: str, should: str) -> WorkloadError:
-        """The error for an option that is not as it should be, or missing."""
-        given = f"{name}={self._given[name]}" if name in self._given else name
-        return WorkloadError(f"{self._text}: {given}: should be {should}")
+        """The error for an invalid or missing option."""
+        option = f"{name}={self._values[name]}" if name in self._values else name
+        return WorkloadError(f"{self._text}: {option}: should be {should}")
 
     def text(self, name: str) -> str | None:
-        self._asked.add(name)
-        return self._left.pop(name, None)
+        self._known.add(name)
+        return self._unread.pop(name, None)
 
     def real(self, name: str, default: float | None = None) -> float | None:
         value = self.text(name)
         return default if value is None else self.number(name, value)
 
     def number(self, name: str, value: str) -> float:
-        """An option's text as a number."""
+        """The text of an option as a number."""
         try:
             number = float(value)
         except ValueError:
@@ -76,23 +76,23 @@ class Options:
         return value.lower() in YES
 
     def window(self, name: str) -> tuple[float, float] | None:
-        """START-END in seconds; without END to the last request."""
+        """START-END in seconds; without END up to the last request."""
         value = self.text(name)
         if value is None:
             return None
         start, dash, end = value.partition("-")
         try:
-            found = float(start), float(end) if end else math.inf
+            window_s = float(start), float(end) if end else math.inf
         except ValueError:
-            found = math.nan, math.nan
-        if not dash or not 0 <= found[0] < found[1]:
+            window_s = math.nan, math.nan
+        if not dash or not 0 <= window_s[0] < window_s[1]:
             raise self.wrong(name, "START-END in seconds, 0 <= START < END, as 0-600 or 600-")
-        return found
+        return window_s
 
     def refuse_rest(self) -> None:
-        """Raises :class:`WorkloadError` for options that nobody asked for."""
-        if self._left:
-            known = ", ".join(sorted(self._asked))
+        """Raise :class:`WorkloadError` for options that were not read."""
+        if self._unread:
+            known = ", ".join(sorted(self._known))
             raise WorkloadError(
-                f"{self._text}: {next(iter(self._left))} is no option of this workload; those are {known}"
+                f"{self._text}: {next(iter(self._unread))} is no option of this workload; those are {known}"
             )

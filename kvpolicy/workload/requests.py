@@ -1,4 +1,4 @@
-"""What a workload is made of: requests in the order of their arrival, in memory or read as they are needed."""
+"""Requests, and workloads: requests in the order of their arrival, in memory or read as they are needed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Request:
     """One request to serve."""
 
     arrival_s: float
-    """Since the workload's start."""
+    """Seconds since the workload's start."""
     prompt_tokens: int
     output_tokens: int
     prefix: tuple[int, ...] = ()
     """Ids of the leading blocks, each of ``prefix_block_tokens`` tokens, the last one perhaps partly filled.
     Requests whose ids are equal up to some block share every token up to there; without ids they share none.
-    They may go on past the prompt: those ids are of what is generated, which the next prompt of a session repeats."""
+    Ids may continue past the prompt: these name generated tokens, which the next prompt of a session repeats."""
     prefix_block_tokens: int = 0
     session: str = ""
-    """Requests of one session follow each other; empty where there is none."""
+    """Name of the session; its requests follow each other. Empty without a session."""
     think_s: float | None = None
-    """Where set, it arrives this long after the request before it in its session has finished, and not before
-    ``arrival_s``; None where ``arrival_s`` alone says when."""
+    """Seconds after the end of its session's previous request at which it arrives, but not before ``arrival_s``; None:
+    it arrives at ``arrival_s``."""
     priority: int = 0
     """Lower goes first, as in vLLM; only under priority scheduling."""
 
@@ -37,18 +37,18 @@ class Request:
 
 
 class WorkloadError(KVPolicyError):
-    """A workload that cannot be read or made; the message names file, line and field, and what would be right."""
+    """An invalid workload; the message names file, line and field, and what would be right."""
 
 
 class Source(Protocol):
-    """Requests in the order of ``arrival_s``, read anew at every iteration; perhaps more than memory holds."""
+    """Requests in the order of ``arrival_s``, read anew at every iteration, so that they need not fit into memory."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def source(self) -> str:
-        """Where they come from, with licence."""
+        """Where the requests come from, with licence."""
         ...
 
     @property
@@ -59,12 +59,12 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of their arrival, and what they were made from."""
+    """Requests in the order of their arrival, held in memory, and their origin."""
 
     name: str
     requests: tuple[Request, ...]
     seed: int
-    """What the requests were drawn from; whoever needs their text draws it from the same seed."""
+    """Seed that the requests were drawn from; texts for them are drawn from the same seed."""
     source: str = ""
     """Where the lengths come from, with licence."""
 
@@ -80,15 +80,15 @@ class Workload:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that it holds. Raises WorkloadError for requests that may change: a list, or another class."""
+        """SHA-256 of the contents. Raises WorkloadError for requests that may change: a list, or another class."""
         if type(self.requests) is not tuple or any(type(request) is not Request for request in self.requests):
             raise WorkloadError(
                 f"workload {self.name}: requests should be a tuple of Request, else they have no digest"
             )
-        told = hashlib.sha256(repr((self.name, self.seed, self.source)).encode())
+        sha256 = hashlib.sha256(repr((self.name, self.seed, self.source)).encode())
         for request in self.requests:
-            told.update(repr(request).encode())
-        return told.hexdigest()
+            sha256.update(repr(request).encode())
+        return sha256.hexdigest()
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.requests)

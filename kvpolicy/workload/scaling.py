@@ -1,4 +1,4 @@
-"""The same requests sooner, longer, or fewer of them; each made of a source as it is read."""
+"""Sources derived from other sources while they are read: other speed, rate or lengths, or a part of the requests."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from kvpolicy.workload.arrivals import LEAST, MOST, WITHIN
+from kvpolicy.workload.arrivals import ALLOWED_VALUES, MAX_VALUE, MIN_VALUE
 from kvpolicy.workload.files import Counts
 from kvpolicy.workload.requests import Request, Source, WorkloadError
 
-NEAR = 0.01
-"""How far, as a share, a prefix block's own factor may be from the one that was asked for."""
+MAX_DEVIATION = 0.01
+"""Largest relative deviation of a prefix block's factor, after rounding, from the requested one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """What all of them share: the source they are made of."""
+    """Base class: holds the original source."""
 
     inner: Source
 
@@ -41,8 +41,8 @@ class Faster(Scaled):
     factor: float
 
     def __post_init__(self) -> None:
-        if not LEAST <= self.factor <= MOST:
-            raise WorkloadError(f"{self.inner.name}: speed is {self.factor}, should be {WITHIN}")
+        if not MIN_VALUE <= self.factor <= MAX_VALUE:
+            raise WorkloadError(f"{self.inner.name}: speed is {self.factor}, should be {ALLOWED_VALUES}")
 
     @property
     def name(self) -> str:
@@ -55,13 +55,13 @@ class Faster(Scaled):
 
 
 def at_rate(source: Source, rate_per_s: float) -> Faster:
-    """The source at a mean rate: its gaps' number over the time from the first arrival to the last.
+    """The source at a mean rate: the number of gaps over the time from first to last arrival.
 
-    Reads the source once. Raises :class:`WorkloadError` where it has no such rate: fewer than two arrivals, all at
-    once, or a closed loop, whose rate is what the server makes of it.
+    Reads the source once. Raises :class:`WorkloadError` where it has no rate: fewer than two arrivals, all at once, or
+    a closed loop, whose rate depends on the server.
     """
-    if not LEAST <= rate_per_s <= MOST:
-        raise WorkloadError(f"{source.name}: rate is {rate_per_s}, should be {WITHIN}")
+    if not MIN_VALUE <= rate_per_s <= MAX_VALUE:
+        raise WorkloadError(f"{source.name}: rate is {rate_per_s}, should be {ALLOWED_VALUES}")
     count, first_s, last_s = 0, 0.0, 0.0
     for request in source:
         if request.think_s is not None:
@@ -79,10 +79,10 @@ def at_rate(source: Source, rate_per_s: float) -> Faster:
 class Resized(Scaled):
     """Lengths multiplied, rounded to the nearest whole number (1 at least), and cut to a context.
 
-    What is longer than ``context_tokens`` loses prompt, from its end; only where the output alone is longer than the
-    context less one, the output is cut to that. Prefix blocks are scaled whole, so that requests share what they
-    shared: a block of 512 at a factor of 0.3 becomes one of 154, and prompts follow (0.3008). Raises
-    :class:`WorkloadError` where that is over 1% from the factor asked for.
+    A request longer than ``context_tokens`` loses the end of its prompt; an output longer than the context less one
+    token is cut to that. Prefix blocks are scaled as a whole, so that requests still share what they shared: at a
+    factor of 0.3 a block of 512 becomes one of 154, and prompts are scaled alike (by 0.3008). Raises
+    :class:`WorkloadError` where this deviates by over 1% from the requested factor.
     """
 
     prompt_factor: float = 1.0
@@ -91,9 +91,10 @@ class Resized(Scaled):
 
     def __post_init__(self) -> None:
         for name, value in (("prompt", self.prompt_factor), ("output", self.output_factor)):
-            if not LEAST <= value <= MOST:
+            if not MIN_VALUE <= value <= MAX_VALUE:
                 raise WorkloadError(
-                    f"{self.inner.name}: the factor on {name} lengths (scale, {name}) is {value}, should be {WITHIN}"
+                    f"{self.inner.name}: the factor on {name} lengths (scale, {name}) is {value}, "
+                    f"should be {ALLOWED_VALUES}"
                 )
         if self.context_tokens is not None and self.context_tokens < 2:
             raise WorkloadError(f"{self.inner.name}: context is {self.context_tokens}: a request takes 2 at least")
@@ -117,28 +118,34 @@ class Resized(Scaled):
         if not request.prefix:
             prompt = max(1, round(request.prompt_tokens * self.prompt_factor))
             return replace(request, prompt_tokens=prompt, output_tokens=output)
-        old, new = request.prefix_block_tokens, self._block(request.prefix_block_tokens)
-        named = min(request.prompt_tokens, len(request.prefix) * old)
-        full, rest = divmod(named, old)
-        prompt = full * new + math.ceil(rest * new / old) + round((request.prompt_tokens - named) * self.prompt_factor)
-        # Ids past the prompt name output tokens, which a factor of their own puts elsewhere than the next prompt has
-        # them: they are kept only where all of the request is scaled alike.
-        alike = self.prompt_factor == self.output_factor
-        if alike and len(request.prefix) * old >= request.total_tokens:
-            total, over = divmod(request.total_tokens, old)
-            output = max(1, total * new + math.ceil(over * new / old) - prompt)
-        kept = request.prefix if alike else request.prefix[: -(-named // old)]
-        return replace(request, prompt_tokens=prompt, output_tokens=output, prefix=kept, prefix_block_tokens=new)
+        block, new_block = request.prefix_block_tokens, self._block(request.prefix_block_tokens)
+        prefix_tokens = min(request.prompt_tokens, len(request.prefix) * block)
+        full, rest = divmod(prefix_tokens, block)
+        prompt = (
+            full * new_block
+            + math.ceil(rest * new_block / block)
+            + round((request.prompt_tokens - prefix_tokens) * self.prompt_factor)
+        )
+        # Ids past the prompt name output tokens. With a factor of their own these move relative to the next prompt,
+        # so such ids are valid only where prompt and output are scaled alike.
+        same_factor = self.prompt_factor == self.output_factor
+        if same_factor and len(request.prefix) * block >= request.total_tokens:
+            total, remainder = divmod(request.total_tokens, block)
+            output = max(1, total * new_block + math.ceil(remainder * new_block / block) - prompt)
+        prefix = request.prefix if same_factor else request.prefix[: -(-prefix_tokens // block)]
+        return replace(
+            request, prompt_tokens=prompt, output_tokens=output, prefix=prefix, prefix_block_tokens=new_block
+        )
 
     def _block(self, tokens: int) -> int:
-        new = round(tokens * self.prompt_factor)
-        if new < 1 or abs(new / tokens / self.prompt_factor - 1) > NEAR:
+        new_tokens = round(tokens * self.prompt_factor)
+        if new_tokens < 1 or abs(new_tokens / tokens / self.prompt_factor - 1) > MAX_DEVIATION:
             below, above = max(1, math.floor(tokens * self.prompt_factor)), math.ceil(tokens * self.prompt_factor)
             raise WorkloadError(
                 f"{self.inner.name}: prompts share blocks of {tokens} tokens, which a factor of {self.prompt_factor:g} "
                 f"makes no whole number; {below / tokens:.6g} and {above / tokens:.6g} do"
             )
-        return new
+        return new_tokens
 
     def _cut(self, request: Request) -> Request:
         if self.context_tokens is None or request.total_tokens <= self.context_tokens:
@@ -147,17 +154,17 @@ class Resized(Scaled):
         prompt = min(request.prompt_tokens, self.context_tokens - output)
         if not request.prefix:
             return replace(request, prompt_tokens=prompt, output_tokens=output)
-        # What follows a cut prompt is no longer what the ids past it said.
-        kept = request.prefix[: -(-prompt // request.prefix_block_tokens)]
-        return replace(request, prompt_tokens=prompt, output_tokens=output, prefix=kept)
+        # After a cut prompt, ids past it no longer name the tokens that follow.
+        prefix = request.prefix[: -(-prompt // request.prefix_block_tokens)]
+        return replace(request, prompt_tokens=prompt, output_tokens=output, prefix=prefix)
 
 
 @dataclass(frozen=True, slots=True)
 class Window(Scaled):
     """Requests that arrive from ``start_s`` on and before ``end_s``, at times counted from ``start_s``.
 
-    A session of which only the later part is inside begins, without a pause, where that part begins. In a closed loop
-    it is the earliest possible arrivals that are inside.
+    A session that is only partly inside begins, without a pause, with its first request inside. In a closed loop the
+    earliest possible arrivals decide.
     """
 
     start_s: float
@@ -172,15 +179,15 @@ class Window(Scaled):
         return f"{self.inner.name},window={self.start_s:g}-{self.end_s:g}"
 
     def __iter__(self) -> Iterator[Request]:
-        begun: set[str] = set()
+        open_sessions: set[str] = set()
         for request in self.inner:
             if request.arrival_s >= self.end_s:
                 return
             if request.arrival_s < self.start_s:
                 continue
-            think_s = request.think_s if request.session in begun else None
+            think_s = request.think_s if request.session in open_sessions else None
             if request.session:
-                begun.add(request.session)
+                open_sessions.add(request.session)
             yield replace(request, arrival_s=request.arrival_s - self.start_s, think_s=think_s)
 
 
@@ -203,7 +210,7 @@ class First(Scaled):
 
 
 def counts_of(source: Source) -> Counts | None:
-    """What became of the rows of the file under a source, in its latest iteration; None where there is no file."""
+    """Counts of the file's rows under a source, in its latest iteration; None where there is no file."""
     while isinstance(source, Scaled):
         source = source.inner
     counts = getattr(source, "counts", None)

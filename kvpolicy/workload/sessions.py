@@ -1,8 +1,8 @@
-"""Sessions: requests that follow each other, each one after its predecessor's answer and a pause.
+"""Sessions: requests that follow each other, each after its predecessor's answer and a pause.
 
-A session's whole history is sent again with every request, so prompts grow, and prefix ids say what they repeat.
-Within a closed loop nobody knows beforehand when a request will arrive: ``arrival_s`` is then the earliest possible
-time, the session's start and its pauses so far.
+Every request repeats the session's history, so prompts grow, and prefix ids say what they repeat. In a closed loop the
+time of an arrival depends on the server: ``arrival_s`` is then the earliest possible time, the session's start plus its
+pauses so far.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpolicy.workload.lengths import Lengths
 from kvpolicy.workload.requests import Request, WorkloadError
 
 ID_BITS = 32
-"""A session's prefix ids are its number shifted by so many bits, plus ids of its own."""
+"""A session's prefix ids are its number shifted by this many bits, plus ids within the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +26,18 @@ class Turn:
     """One request of a session."""
 
     prompt_tokens: int
-    """With the whole history."""
+    """Including the whole history."""
     output_tokens: int
     think_s: float
-    """Pause before it, after the answer before it; of no meaning in a session's first."""
+    """Pause between the previous answer and this request; ignored in a session's first."""
     at_s: float | None = None
-    """When it was recorded, since the session's start."""
+    """Recorded time, in seconds since the session's start."""
     prefix: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Requests in their order."""
+    """A session: its requests in order."""
 
     name: str
     turns: tuple[Turn, ...]
@@ -46,16 +46,16 @@ class Session:
 
 
 class Beginning(Protocol):
-    """When sessions begin, and whose they are."""
+    """When sessions begin, and which user each belongs to."""
 
     def start(self, sessions: Iterable[Session], rng: random.Random) -> Iterator[tuple[Session, float, float | None]]:
-        """Each session with its start, never falling, and the pause before it where it follows another one."""
+        """Each session with its start, in order, and the pause before it where it follows another session."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Sessions begin by an arrival process, however many are open already."""
+    """Sessions begin by an arrival process, however many are open."""
 
     arrivals: Arrivals
 
@@ -66,15 +66,15 @@ class Starting:
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """So many people, each with one session after the other; all begin at 0.
+    """A number of users, each with one session after the other; all begin at 0.
 
-    The next session goes to whoever would be free first if answers took no time, so that files are read as they come.
-    What a person asks is then one long session, named after the person.
+    The next session goes to the user who would be free first if answers took no time, so that files are read in order.
+    All requests of a user form one long session, named after the user.
     """
 
     count: int
     pause: Think = field(default_factory=lambda: Think(0.0))
-    """Between two sessions."""
+    """Pause between two sessions."""
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -91,32 +91,32 @@ class Users:
             heapq.heappush(free, (at_s + next_pause_s, user, next_pause_s))
 
 
-def served(begun: Iterable[tuple[Session, float, float | None]], closed: bool = True) -> Iterator[Request]:
-    """The sessions' requests in the order of ``arrival_s``, holding only sessions that overlap.
+def served(started_sessions: Iterable[tuple[Session, float, float | None]], closed: bool = True) -> Iterator[Request]:
+    """The sessions' requests in the order of ``arrival_s``; only overlapping sessions are held in memory.
 
-    ``closed``: each request waits for the answer before it and its pause. Otherwise it comes at its recorded time.
+    ``closed``: each request waits for the previous answer and its pause. Otherwise it comes at its recorded time.
     """
     waiting: list[tuple[float, int, int, Request]] = []
-    for number, (session, start_s, pause_s) in enumerate(begun):
+    for number, (session, start_s, pause_s) in enumerate(started_sessions):
         while waiting and waiting[0][0] <= start_s:
             yield heapq.heappop(waiting)[-1]
-        for place, request in enumerate(_requests(session, start_s, pause_s, closed)):
-            heapq.heappush(waiting, (request.arrival_s, number, place, request))
+        for turn_number, request in enumerate(_requests(session, start_s, pause_s, closed)):
+            heapq.heappush(waiting, (request.arrival_s, number, turn_number, request))
     while waiting:
         yield heapq.heappop(waiting)[-1]
 
 
 def _requests(session: Session, start_s: float, pause_s: float | None, closed: bool) -> Iterator[Request]:
     at_s = start_s
-    for place, turn in enumerate(session.turns):
-        think_s = (pause_s if place == 0 else turn.think_s) if closed else None
+    for number, turn in enumerate(session.turns):
+        think_s = (pause_s if number == 0 else turn.think_s) if closed else None
         if not closed:
             if turn.at_s is None:
                 raise WorkloadError(
                     f"session {session.name}: no recorded times; it can only be served as a closed loop"
                 )
             at_s = start_s + turn.at_s
-        elif place:
+        elif number:
             at_s += turn.think_s
         block_tokens = session.block_tokens if turn.prefix else 0
         yield Request(
@@ -125,9 +125,9 @@ def _requests(session: Session, start_s: float, pause_s: float | None, closed: b
 
 
 def history(number: int, until_tokens: int, block_tokens: int, shared_blocks: int = 0) -> tuple[int, ...]:
-    """Prefix ids of the first ``until_tokens`` tokens of a session that only ever appends.
+    """Prefix ids of the first ``until_tokens`` tokens of a session that only appends.
 
-    The first ``shared_blocks`` are those of every session of the workload: a common system prompt.
+    The first ``shared_blocks`` ids are the same in every session of the workload: a common system prompt.
     """
     blocks = -(-until_tokens // block_tokens)
     common = min(shared_blocks, blocks)
@@ -137,33 +137,33 @@ def history(number: int, until_tokens: int, block_tokens: int, shared_blocks: in
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Conversations made from a seed: a person writes, reads the answer, thinks, and writes on."""
+    """Conversations drawn from a seed: a user writes, reads the answer, thinks, and writes again."""
 
     lengths: Lengths
-    """Tokens of one message and of one answer."""
+    """Tokens of a message and of an answer."""
     count: int
-    """Conversations."""
+    """Number of conversations."""
     seed: int
     mean_turns: float
-    """Requests of one conversation: geometrically distributed, 1 at least."""
+    """Mean requests per conversation: geometrically distributed, at least 1."""
     think: Think
     beginning: Beginning = field(default_factory=lambda: Starting(AtOnce()))
     block_tokens: int = 16
     system_tokens: int = 0
-    """Tokens before the first message, the same in every conversation; shared by whole blocks."""
+    """Tokens before the first message, the same in every conversation; whole blocks of them are shared."""
     context_tokens: int | None = None
-    """A conversation ends before the request that would be longer; its first request loses prompt instead."""
+    """A conversation ends before a request that would be longer; a first request is cut instead."""
 
     def __post_init__(self) -> None:
-        for name, value, least in (
+        for name, value, minimum in (
             ("count", self.count, 0),
             ("mean_turns", self.mean_turns, 1),
             ("block_tokens", self.block_tokens, 1),
             ("system_tokens", self.system_tokens, 0),
             ("context_tokens", self.context_tokens, self.system_tokens + 2),
         ):
-            if value is not None and not value >= least:
-                raise WorkloadError(f"conversations: {name} is {value}, should be {least} or more")
+            if value is not None and not value >= minimum:
+                raise WorkloadError(f"conversations: {name} is {value}, should be {minimum} or more")
 
     @property
     def name(self) -> str:
@@ -183,22 +183,24 @@ class Conversations:
             yield Session(f"conversation-{number}", turns, self.block_tokens)
 
     def _turns(self, number: int, rng: random.Random) -> Iterator[Turn]:
-        so_far = self.system_tokens
-        for place in range(_geometric(self.mean_turns, rng)):
+        history_tokens = self.system_tokens
+        for turn_number in range(_geometric(self.mean_turns, rng)):
             message, answer = (max(1, round(tokens)) for tokens in self.lengths.draw(rng))
-            think_s = self.think.draw(rng) if place else 0.0
-            if self.context_tokens is not None and so_far + message + answer > self.context_tokens:
-                if place:
+            think_s = self.think.draw(rng) if turn_number else 0.0
+            if self.context_tokens is not None and history_tokens + message + answer > self.context_tokens:
+                if turn_number:
                     return
-                answer = min(answer, self.context_tokens - so_far - 1)
-                message = min(message, self.context_tokens - so_far - answer)
-            prompt, so_far = so_far + message, so_far + message + answer
+                answer = min(answer, self.context_tokens - history_tokens - 1)
+                message = min(message, self.context_tokens - history_tokens - answer)
+            prompt_tokens, history_tokens = history_tokens + message, history_tokens + message + answer
             shared_blocks = self.system_tokens // self.block_tokens
-            yield Turn(prompt, answer, think_s, prefix=history(number, so_far, self.block_tokens, shared_blocks))
+            yield Turn(
+                prompt_tokens, answer, think_s, prefix=history(number, history_tokens, self.block_tokens, shared_blocks)
+            )
 
 
 def _geometric(mean: float, rng: random.Random) -> int:
-    """Tosses until the first success, whose chance is ``1 / mean``."""
+    """Trials until the first success, which has probability ``1 / mean``."""
     count = 1
     while rng.random() * mean >= 1.0:
         count += 1

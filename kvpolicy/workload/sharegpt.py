@@ -1,4 +1,4 @@
-"""Conversations in ShareGPT's JSON: texts in turns, made sessions by counting tokens and drawing the pauses."""
+"""Conversations in ShareGPT's JSON, turned into sessions by counting tokens and drawing pauses."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from kvpolicy.workload.requests import Request, WorkloadError
 from kvpolicy.workload.sessions import Beginning, Session, Starting, Turn, history, served
 
 TOKENS_PER_WORD = 4 / 3
-"""OpenAI's rule of thumb for English, 100 tokens to 75 words. A tokenizer counts better."""
+"""OpenAI's rule of thumb for English: 100 tokens per 75 words. A tokenizer is more accurate."""
 
 ASKING = ("human", "user", "system")
 ANSWERING = ("gpt", "assistant", "chatgpt", "bing", "bard")
 
 MAX_ITEM_BYTES = 64 * 2**20
-"""A conversation longer than this is taken for a file whose brackets do not close."""
+"""A longer conversation is taken as a sign that the file's brackets do not close."""
 
 
 class ShareGPT(FileSource):
     """Conversations of one file: a :class:`kvpolicy.workload.Source`.
 
-    A request is made of every answer: its prompt is all that was said before it. Messages without an answer are part
-    of the next prompt, or left out at the end. The data has no times: pauses are drawn, ``beginning`` gives the starts.
-    Rows counted are conversations, requests their answers; empty are conversations without.
+    Every answer becomes a request whose prompt is the conversation so far. Messages without an answer are part of the
+    next prompt, or left out at the end. The data has no times: pauses are drawn, and ``beginning`` gives the starts.
+    In the counts, rows are conversations, requests are answers, and empty rows are conversations without an answer.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ShareGPT(FileSource):
         block_tokens: int = 16,
         count: int | None = None,
     ) -> None:
-        """``tokenizer``: text to its number of tokens, instead of ``tokens_per_word``. ``count``: conversations."""
+        """``tokenizer``: number of tokens of a text, used instead of ``tokens_per_word``. ``count``: conversations."""
         if not tokens_per_word > 0 or block_tokens < 1:
             raise WorkloadError(
                 f"tokens_per_word {tokens_per_word} and block_tokens {block_tokens}: both should be above 0"
@@ -92,13 +92,13 @@ class ShareGPT(FileSource):
         name, messages = _messages(text)
         so_far = 0
         turns: list[Turn] = []
-        for answering, said in messages:
-            said_tokens = self._tokens(said)
-            if answering and so_far and said_tokens:
+        for is_answer, message in messages:
+            message_tokens = self._tokens(message)
+            if is_answer and so_far and message_tokens:
                 think_s = self.think.draw(rng) if turns else 0.0
-                ids = history(number, so_far + said_tokens, self.block_tokens)
-                turns.append(Turn(so_far, said_tokens, think_s, prefix=ids))
-            so_far += said_tokens
+                ids = history(number, so_far + message_tokens, self.block_tokens)
+                turns.append(Turn(so_far, message_tokens, think_s, prefix=ids))
+            so_far += message_tokens
         return name, tuple(turns)
 
     def _tokens(self, text: str) -> int:
@@ -109,23 +109,23 @@ class ShareGPT(FileSource):
 
 
 def _messages(text: str) -> tuple[str, list[tuple[bool, str]]]:
-    """A conversation's name, and of each message whether it answers and what it says. Raises :class:`DamagedRow`."""
-    found = record(text)
-    said = member(found, "conversations")
-    if not isinstance(said, list):
+    """A conversation's name, and for each message whether it is an answer, and its text. Raises :class:`DamagedRow`."""
+    fields = record(text)
+    messages = member(fields, "conversations")
+    if not isinstance(messages, list):
         raise DamagedRow("conversations should be a list")
-    return str(found.get("id", "")), [_message(one, place) for place, one in enumerate(said)]
+    return str(fields.get("id", "")), [_message(message, place) for place, message in enumerate(messages)]
 
 
-def _message(one: Any, place: int) -> tuple[bool, str]:
-    if not isinstance(one, Mapping):
+def _message(message: Any, place: int) -> tuple[bool, str]:
+    if not isinstance(message, Mapping):
         raise DamagedRow(f"message {place} should be an object with from and value")
-    who, said = member(one, "from"), member(one, "value")
-    if who not in ASKING + ANSWERING:
-        raise DamagedRow(f"message {place} is from {who!r}, known are {', '.join(ASKING + ANSWERING)}")
-    if not isinstance(said, str):
+    sender, content = member(message, "from"), member(message, "value")
+    if sender not in ASKING + ANSWERING:
+        raise DamagedRow(f"message {place} is from {sender!r}, known are {', '.join(ASKING + ANSWERING)}")
+    if not isinstance(content, str):
         raise DamagedRow(f"message {place}: value should be text")
-    return who in ANSWERING, said
+    return sender in ANSWERING, content
 
 
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|["{}\[\]]', re.DOTALL)
@@ -147,7 +147,7 @@ def items(path: Path, chunk_bytes: int = 1 << 16) -> Iterator[tuple[str, str]]:
 
 
 class _Scan:
-    """Finds where the objects of a JSON list begin and end, by its brackets and quotes alone."""
+    """Finds the objects of a JSON list by brackets and quotes alone."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -156,39 +156,39 @@ class _Scan:
         self._begin = 0
         self._depth = 0
         self.line = 1
-        """Where the bytes at hand begin."""
+        """Line at which the buffered bytes begin."""
         self.number = 0
-        """Objects found."""
+        """Number of objects found."""
         self.inside = False
         self.closed = False
 
     def feed(self, chunk: bytes) -> Iterator[tuple[str, str]]:
         self._bytes += chunk
-        while not self.closed and (found := _TOKEN.search(self._bytes, self._place)):
-            if found.group() == b'"':
-                self._place = found.start()  # a text that goes on in the next piece
+        while not self.closed and (match := _TOKEN.search(self._bytes, self._place)):
+            if match.group() == b'"':
+                self._place = match.start()  # a string that continues in the next chunk
                 break
-            self._place = found.end()
-            if self._ends(found):
+            self._place = match.end()
+            if self._completes_object(match):
                 self.number += 1
                 line = self.line + self._bytes.count(b"\n", 0, self._begin)
                 text = self._bytes[self._begin : self._place].decode("utf-8", errors="replace")
                 yield f"line {line}, conversation {self.number}", text
-        done = self._begin if self._depth else self._place
-        self.line += self._bytes.count(b"\n", 0, done)
-        self._bytes, self._place, self._begin = self._bytes[done:], self._place - done, 0
+        consumed = self._begin if self._depth else self._place
+        self.line += self._bytes.count(b"\n", 0, consumed)
+        self._bytes, self._place, self._begin = self._bytes[consumed:], self._place - consumed, 0
         if len(self._bytes) > MAX_ITEM_BYTES:
             raise DamagedFile(f"{self._path}, line {self.line}: conversation {self.number + 1} does not end")
 
-    def _ends(self, found: re.Match[bytes]) -> bool:
-        """Whether an object is whole with this token."""
-        token = found.group()
+    def _completes_object(self, match: re.Match[bytes]) -> bool:
+        """Whether this token completes an object."""
+        token = match.group()
         if not self.inside:
-            if token != b"[" or self._bytes[: found.start()].strip(b" \t\r\n\xef\xbb\xbf"):
+            if token != b"[" or self._bytes[: match.start()].strip(b" \t\r\n\xef\xbb\xbf"):
                 raise WorkloadError(f"{self._path}: should be a JSON list of conversations")
             self.inside = True
         elif token in (b"{", b"["):
-            self._begin = self._begin if self._depth else found.start()
+            self._begin = self._begin if self._depth else match.start()
             self._depth += 1
         elif token in (b"}", b"]"):
             self.closed = not self._depth

@@ -1,20 +1,20 @@
-"""One text that names a workload, as ``kvpolicy simulate --workload`` takes it.
+"""The text that names a workload, as in ``kvpolicy simulate --workload``.
 
     [FORMAT:]FILE[?OPTION=VALUE&...]        azure:conv.csv.gz?window=0-600&rate=2
     NAME?n=COUNT[&OPTION=VALUE&...]         azure-conversation-2023?n=500&rate=4
     sessions:NAME?n=COUNT&turns=..&think=.. conversations made from a seed
 
-Options that every workload has, in the order in which they are applied: ``window=START-END`` (seconds), ``n`` (the
-first so many requests), ``rate`` (requests per second) or ``speed`` (a factor), ``scale`` or ``prompt`` and ``output``
-(factors on lengths), ``context`` (tokens; what is longer loses prompt), ``seed``. Of names, ``rate`` is that of the
-arrivals, and ``scale=fit`` brings the longest 1% to the context; of sessions, it is the rate at which they begin, and
-``users`` is how many people have one session after the other instead (``pause``: seconds between two).
+Options of every workload, in the order in which they are applied: ``window=START-END`` (seconds), ``n`` (number of
+requests from the start), ``rate`` (requests per second) or ``speed`` (a factor), ``scale`` or ``prompt`` and ``output``
+(factors on lengths), ``context`` (tokens; longer requests lose prompt), ``seed``. For names, ``rate`` is that of the
+arrivals, and ``scale=fit`` brings the longest 1% to the context. For sessions, it is the rate at which they begin;
+``users`` is a number of users with one session after the other instead (``pause``: seconds between two).
 
-Options of files: ``skip_damaged=true`` leaves damaged rows out and counts them, ``sort=true`` (azure, burstgpt,
-arrivals, mooncake) orders by arrival. lengths: ``draw``, so many rows with replacement. agentic: ``sessions``, the
-first so many; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds), ``think_variation``,
-``tokens_per_word``, ``block`` (tokens), ``sessions``. ``arrivals`` is at-once, poisson, even, gamma (``variation``),
-weibull (``shape``) or bursts (``on``, ``off`` seconds); Poisson where a rate is given and nothing else.
+Options of files: ``skip_damaged=true`` skips and counts damaged rows, ``sort=true`` (azure, burstgpt, arrivals,
+mooncake) sorts by arrival. lengths: ``draw``, a number of rows drawn with replacement. agentic: ``sessions``, a number
+of sessions from the start; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds),
+``think_variation``, ``tokens_per_word``, ``block`` (tokens), ``sessions``. ``arrivals`` is at-once, poisson, even,
+gamma (``variation``), weibull (``shape``) or bursts (``on``, ``off`` seconds); Poisson where only a rate is given.
 sessions: ``turns`` (mean), ``think``, ``think_variation``, ``block``, ``system`` (tokens of a common beginning).
 """
 
@@ -46,35 +46,35 @@ BEGINNING_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A kind of file that can be named."""
+    """A file format."""
 
     about: str
     read: Read
     known: Known
-    """Whether a file is of this format, by what it begins with."""
+    """Whether a file is of this format, by its beginning."""
 
 
 def open_workload(text: str, more: Mapping[str, Format] | None = None) -> Source:
     """The workload that a text names; ``more``: formats beside :data:`FORMATS`, by name.
 
-    Raises :class:`WorkloadError` for what is not known, listing what is. Apart from ``rate`` on a file, which takes a
-    look at all its arrivals, nothing of the requests is read before they are asked for.
+    Raises :class:`WorkloadError` for an unknown name, listing the known ones. Requests are read only when they are
+    iterated over, but ``rate`` on a file reads all its arrivals at once.
     """
     formats = {**FORMATS, **(more or {})}
     place, _, tail = text.partition("?")
     options = Options(text, tail)
     kind, colon, rest = place.partition(":")
     if kind == "sessions" and colon:
-        made = _conversations(rest, options)
+        source = _conversations(rest, options)
     elif place in SHIPPED:
-        made = _drawn(place, options)
+        source = _drawn(place, options)
     elif colon and kind in formats:
-        made = formats[kind].read(Path(rest), options)
+        source = formats[kind].read(Path(rest), options)
     else:
-        made = _recognised(Path(place), formats).read(Path(place), options)
-    made = _scaled(made, options)
+        source = _recognised(Path(place), formats).read(Path(place), options)
+    source = _scaled(source, options)
     options.refuse_rest()
-    return made
+    return source
 
 
 def _recognised(path: Path, formats: Mapping[str, Format]) -> Format:
@@ -91,30 +91,30 @@ def _listed(formats: Mapping[str, Format]) -> str:
     return f"known are {files}; {', '.join(SHIPPED)}; sessions:NAME"
 
 
-def _scaled(made: Source, options: Options) -> Source:
+def _scaled(source: Source, options: Options) -> Source:
     window = options.window("window")
     if window:
-        made = Window(made, *window)
+        source = Window(source, *window)
     count = options.whole("n")
     if count is not None:
-        made = First(made, count)
+        source = First(source, count)
     speed, rate_per_s = options.real("speed"), options.real("rate")
     if speed is not None and rate_per_s is not None:
         raise options.wrong("rate", "or speed, not both")
     if speed is not None:
-        made = Faster(made, speed)
+        source = Faster(source, speed)
     if rate_per_s is not None:
-        made = at_rate(made, rate_per_s)
+        source = at_rate(source, rate_per_s)
     scale = options.real("scale")
     prompt, output = options.real("prompt", scale), options.real("output", scale)
     context = options.whole("context")
     if prompt is None and output is None and context is None:
-        return made
-    return Resized(made, 1.0 if prompt is None else prompt, 1.0 if output is None else output, context)
+        return source
+    return Resized(source, 1.0 if prompt is None else prompt, 1.0 if output is None else output, context)
 
 
 def _arrivals(options: Options) -> Arrivals:
-    """The process that ``arrivals`` names; Poisson where only a rate is given, all at once without one."""
+    """The process that ``arrivals`` names. Without a name: Poisson with a rate, all at once without."""
     rate_per_s = options.real("rate")
     kind = options.text("arrivals") or ("at-once" if rate_per_s is None else "poisson")
     if kind == "at-once":
@@ -211,11 +211,19 @@ def _agentic(path: Path, options: Options) -> Source:
 
 
 def _sharegpt(path: Path, options: Options) -> Source:
-    words = options.real("tokens_per_word", TOKENS_PER_WORD)
+    tokens_per_word = options.real("tokens_per_word", TOKENS_PER_WORD)
     block = options.whole("block", 16)
     care, count = Care(options.flag("skip_damaged")), options.whole("sessions")
     return ShareGPT(
-        path, _think(options), _beginning(options), care, _seed(options), words or 0.0, None, block or 0, count
+        path,
+        _think(options),
+        _beginning(options),
+        care,
+        _seed(options),
+        tokens_per_word or 0.0,
+        None,
+        block or 0,
+        count,
     )
 
 
@@ -234,16 +242,16 @@ def _has_columns(*columns: str) -> Known:
 def _has_fields(*fields: str) -> Known:
     def known(path: Path) -> bool:
         try:
-            found = record(_first_line(path))
+            row = record(_first_line(path))
         except DamagedRow:
             return False
-        return set(fields) <= found.keys()
+        return set(fields) <= row.keys()
 
     return known
 
 
 def _first_line(path: Path) -> str:
-    """At most :data:`BEGINNING_BYTES` of it: a file may be a single line that no memory holds."""
+    """The first line, at most :data:`BEGINNING_BYTES` of it: a file may be one line too long for memory."""
     begin = b"" if path.is_dir() else next(chunks(path, BEGINNING_BYTES), b"")
     return begin.decode("utf-8-sig", errors="replace").lstrip().partition("\n")[0].strip()
 
@@ -261,4 +269,4 @@ FORMATS: Mapping[str, Format] = {
     "agentic": Format(f"JSONL: {', '.join(AGENTIC_FIELDS)}", _agentic, _has_fields(*AGENTIC_FIELDS)),
     "sharegpt": Format("JSON: a list of id, conversations", _sharegpt, _begins_a_list),
 }
-"""Kinds of files by the name before the colon; a file without one is of the first kind that knows it."""
+"""File formats by the name before the colon. A file named without one has the first format that recognises it."""

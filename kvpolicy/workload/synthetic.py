@@ -1,4 +1,4 @@
-"""Workloads made from a seed: lengths drawn from quantiles, arriving by a process."""
+"""Workloads drawn from a seed: lengths by quantiles, arrivals by a process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvpolicy.workload.arrivals import LEAST, MOST, WITHIN, Arrivals, AtOnce, stream
+from kvpolicy.workload.arrivals import ALLOWED_VALUES, MAX_VALUE, MIN_VALUE, Arrivals, AtOnce, stream
 from kvpolicy.workload.lengths import Lengths, scale_to
 from kvpolicy.workload.requests import Request, Workload, WorkloadError
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """``count`` requests, made as they are asked for."""
+    """``count`` requests, drawn while they are iterated over."""
 
     lengths: Lengths
     count: int
@@ -23,14 +23,14 @@ class Drawn:
     scale: float = 1.0
     """Factor on both lengths."""
     context_tokens: int | None = None
-    """What is longer after scaling loses prompt; None: nothing is cut."""
+    """Requests that are longer after scaling lose prompt; None: no request is cut."""
 
     def __post_init__(self) -> None:
         if self.count < 0:
             raise WorkloadError(f"workload {self.name}: count is {self.count}, should be 0 or more")
-        if not LEAST <= self.scale <= MOST:
-            raise WorkloadError(f"workload {self.name}: scale is {self.scale}, should be {WITHIN}")
-        _room(self.context_tokens)
+        if not MIN_VALUE <= self.scale <= MAX_VALUE:
+            raise WorkloadError(f"workload {self.name}: scale is {self.scale}, should be {ALLOWED_VALUES}")
+        _check_context(self.context_tokens)
 
     @property
     def name(self) -> str:
@@ -51,17 +51,17 @@ def all_at_once(
 ) -> Workload:
     """``count`` requests that all arrive at time 0.
 
-    Lengths are multiplied by ``scale`` (None: :func:`scale_to` the context); what is still longer than
-    ``context_tokens`` loses prompt. Raises ValueError for a context that holds no request.
+    Lengths are multiplied by ``scale`` (None: :func:`scale_to` the context); requests still longer than
+    ``context_tokens`` lose prompt. Raises ValueError for a context below 2 tokens.
     """
-    _room(context_tokens)
+    _check_context(context_tokens)
     rng = random.Random(seed)
     factor = scale_to(lengths, context_tokens) if scale is None else scale
     requests = tuple(_request(lengths, rng, factor, context_tokens, 0.0) for _ in range(count))
     return Workload(name or lengths.name, requests, seed, lengths.source)
 
 
-def _room(context_tokens: int | None) -> None:
+def _check_context(context_tokens: int | None) -> None:
     if context_tokens is not None and context_tokens < 2:
         raise WorkloadError(f"context_tokens is {context_tokens}: a request takes 2 at least")
 

@@ -1,4 +1,4 @@
-"""Readers of traces whose rows carry their own time: Azure, Mooncake, BurstGPT, and plain tables of arrivals."""
+"""Readers of traces whose rows have arrival times: Azure, Mooncake, BurstGPT, and plain tables of arrivals."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 
 class Row(NamedTuple):
-    """A request as a file has it."""
+    """A request as in the file."""
 
     at: float
-    """When it arrived, in ticks of its layout; exact where it is a whole number."""
+    """Arrival in ticks of the layout; exact where it is a whole number."""
     prompt_tokens: int
     output_tokens: int
     prefix: tuple[int, ...] = ()
@@ -43,24 +43,24 @@ class Row(NamedTuple):
 
 
 Parse = Callable[[str], Row | None]
-"""Reads one line; None where it holds a failed request. Raises :class:`DamagedRow`."""
+"""Parses a line; None for a failed request. Raises :class:`DamagedRow`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one published format writes requests down."""
+    """A published file format of requests."""
 
     name: str
     source: str
-    """Who publishes it, with licence."""
+    """Publisher and licence."""
     fields: tuple[str, ...]
-    """Columns or JSON fields that a file of this format has."""
+    """Columns or JSON fields of the format."""
     ticks_per_s: float
-    """Units of :attr:`Row.at` in a second."""
+    """Units of :attr:`Row.at` per second."""
     from_first: bool
-    """Whether time counts from the first request, since the file's own origin means nothing."""
+    """Whether time counts from the first request, because the file's origin is arbitrary."""
     bind: Callable[[Mapping[str, int]], Parse]
-    """From the places of a file's columns to a reader of its lines."""
+    """Makes a line parser from the positions of a file's columns."""
     json: bool = False
     block_tokens: int = 0
 
@@ -69,7 +69,7 @@ class TimedFile(FileSource):
     """Requests of one trace file, read anew at every iteration: a :class:`kvpolicy.workload.Source`."""
 
     def __init__(self, path: Path | str, layout: Layout, care: Care | None = None, seed: int = 0) -> None:
-        """``seed``: for whoever draws the requests' text; nothing else here is drawn."""
+        """``seed``: for drawing the requests' texts; nothing else is drawn."""
         super().__init__(path, care, seed)
         self.layout = layout
 
@@ -89,9 +89,9 @@ class TimedFile(FileSource):
             if origin is None:
                 origin = last = row.at
             if row.at < last:
-                was = "before the row above it" if counts.requests else "before the workload's start"
+                order = "before the row above it" if counts.requests else "before the workload's start"
                 counts.damage(
-                    self.care, f"{self.path}, line {number}: arrives {(last - row.at) / ticks_per_s:.9g} s {was}"
+                    self.care, f"{self.path}, line {number}: arrives {(last - row.at) / ticks_per_s:.9g} s {order}"
                 )
                 continue
             last = row.at
@@ -106,7 +106,7 @@ class TimedFile(FileSource):
             )
 
     def _rows(self, counts: Counts) -> Iterator[tuple[int, Row]]:
-        """Line and content of each row that can be read."""
+        """Line number and content of each readable row."""
         parse: Parse | None = self.layout.bind({}) if self.layout.json else None
         try:
             for number, line in lines(self.path):
@@ -130,14 +130,14 @@ class TimedFile(FileSource):
 
 
 def _columns(places: Mapping[str, int], names: Sequence[str]) -> Callable[[str], list[str]]:
-    """Reads a line's fields of these names. Refuses lines with another number of fields than the header."""
-    wanted, width = [places[name] for name in names], len(places)
+    """A reader of a line's fields of these names; it refuses lines with more or fewer fields than the header."""
+    positions, width = [places[name] for name in names], len(places)
 
     def read(line: str) -> list[str]:
-        found = cells(line)
-        if len(found) != width:
-            raise DamagedRow(f"{len(found)} fields, the header has {width}")
-        return [found[place] for place in wanted]
+        fields = cells(line)
+        if len(fields) != width:
+            raise DamagedRow(f"{len(fields)} fields, the header has {width}")
+        return [fields[place] for place in positions]
 
     return read
 
@@ -146,7 +146,7 @@ _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+
 
 
 class _Stamps:
-    """Reads ISO timestamps to the nanosecond. Those of one file all carry a time zone, or none does."""
+    """Reads ISO timestamps to the nanosecond. In one file either all of them have a time zone or none."""
 
     def __init__(self) -> None:
         self._second = ("", "", "")
@@ -154,15 +154,15 @@ class _Stamps:
         self._zoned: bool | None = None
 
     def ns(self, text: str, field: str) -> int:
-        found = _STAMP.fullmatch(text)
-        if not found:
+        match = _STAMP.fullmatch(text)
+        if not match:
             raise DamagedRow(f"{field} is {text!r}, should be like 2023-11-16 18:15:46.6805900")
-        day, clock, fraction, zone = found.groups()
+        day, clock, fraction, zone = match.groups()
         if self._zoned is not None and self._zoned != bool(zone):
             raise DamagedRow(
                 f"{field} is {text!r}, should {'' if self._zoned else 'not '}carry a time zone like others"
             )
-        # Rows share seconds: only the fraction is read for most of them.
+        # Successive rows often share the second, which is then parsed only once.
         if self._second != (day, clock, zone):
             try:
                 moment = datetime.fromisoformat(f"{day}T{clock}{zone or '+00:00'}")
@@ -198,8 +198,12 @@ def _bind_burstgpt(places: Mapping[str, int]) -> Parse:
     read = _columns(places, (*BURSTGPT.fields, *(["Session ID"] if labelled else [])))
 
     def parse(line: str) -> Row | None:
-        at, asked, answered, *session = read(line)
-        at_s, prompt, output = real(at, "Timestamp"), whole(asked, "Request tokens"), whole(answered, "Response tokens")
+        at, prompt_text, output_text, *session = read(line)
+        at_s, prompt, output = (
+            real(at, "Timestamp"),
+            whole(prompt_text, "Request tokens"),
+            whole(output_text, "Response tokens"),
+        )
         if not prompt or not output:
             return None
         return Row(at_s, prompt, output, (), session[0] if labelled else "")
@@ -209,14 +213,14 @@ def _bind_burstgpt(places: Mapping[str, int]) -> Parse:
 
 def _bind_mooncake(places: Mapping[str, int]) -> Parse:
     def parse(line: str) -> Row:
-        found = record(line)
-        prompt = tokens(member(found, "input_length"), "input_length")
-        ids = block_ids(member(found, "hash_ids"), "hash_ids")
+        fields = record(line)
+        prompt = tokens(member(fields, "input_length"), "input_length")
+        ids = block_ids(member(fields, "hash_ids"), "hash_ids")
         blocks = -(-prompt // MOONCAKE_BLOCK_TOKENS)
         if len(ids) > blocks:
             raise DamagedRow(f"hash_ids holds {len(ids)} ids, {prompt} tokens are {blocks} blocks")
-        at_ms = real(member(found, "timestamp"), "timestamp")
-        return Row(at_ms, prompt, tokens(member(found, "output_length"), "output_length"), ids)
+        at_ms = real(member(fields, "timestamp"), "timestamp")
+        return Row(at_ms, prompt, tokens(member(fields, "output_length"), "output_length"), ids)
 
     return parse
 
@@ -239,7 +243,7 @@ ARRIVALS = Layout(
     from_first=False,
     bind=_bind_arrivals,
 )
-"""The plainest: CSV, seconds from the workload's start."""
+"""The simplest format: CSV, seconds from the workload's start."""
 
 BURSTGPT = Layout(
     "burstgpt",
@@ -251,7 +255,7 @@ BURSTGPT = Layout(
 )
 """CSV with Timestamp (seconds), Model, Log Type and, from its second release on, Session ID (blank for API calls).
 Rows without response (or request) tokens are failed requests: left out, counted as empty. Sessions keep their recorded
-times; what of its history a request repeats is not in the data, so nothing is shared."""
+times. The data does not say what part of its history a request repeats, so no prefixes are shared."""
 
 MOONCAKE = Layout(
     "mooncake",

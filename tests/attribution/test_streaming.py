@@ -153,12 +153,12 @@ def test_one_step_is_priced_as_a_table_of_steps() -> None:
     assert StepTimeModel.from_dict(MODEL.to_dict()) == MODEL
 
 
-def test_calm_steps_leave_nothing_behind() -> None:
+def test_undisturbed_steps_leave_nothing_behind() -> None:
     engine = Engine()
     engine.calm(1000)
     live = engine.live
-    assert not (live._waiting or live._accounts or live._landed or live._flying)
-    assert live._calm
+    assert not (live._unsettled or live._accounts or live._finished_copies or live._in_flight)
+    assert live._undisturbed
 
 
 def told_live(trace: Trace, model: StepTimeModel) -> dict[str, LiveCost]:
@@ -244,4 +244,4 @@ def test_nothing_is_kept_of_what_is_never_told() -> None:
         engine.live.closed(f"never-{number}", "recompute", "aborted")
         engine.live.copy_ends(f"ahead-{number}", "save", 1e9, 1e9 + 1)
     engine.calm(0)
-    assert len(engine.live._early) <= MAX_WAITING and len(engine.live._landed) <= MAX_WAITING
+    assert len(engine.live._early) <= MAX_WAITING and len(engine.live._finished_copies) <= MAX_WAITING

@@ -65,7 +65,7 @@ def test_trees_of_one_leaf() -> None:
     [
         (r"^tree\n", "forest\n", "not a LightGBM model"),
         (r"\nend of trees[\s\S]*", "", "truncated"),
-        (r"\nTree=3\n[\s\S]*?(?=\nTree=4\n)", "", "tree_sizes tells of 40 trees, the file holds 39"),
+        (r"\nTree=3\n[\s\S]*?(?=\nTree=4\n)", "", "tree_sizes lists 40 trees, the file holds 39"),
         (r"(?m)^tree_sizes=.*$", "", "tree_sizes is missing"),
         (r"(?m)^threshold=\S+", "threshold=", "tree 0: threshold holds"),
         (r"(?m)^leaf_value=\S+", "leaf_value=nan", "tree 0: leaf_value holds"),

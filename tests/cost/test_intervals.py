@@ -21,7 +21,7 @@ from kvpolicy.cost.intervals import (
     kept_of,
     unbounded,
 )
-from kvpolicy.cost.model import turned
+from kvpolicy.cost.model import oriented_margin
 from kvpolicy.stats import proportion_interval
 from kvpolicy.training.coverage import coverage
 
@@ -128,9 +128,9 @@ def test_ninety_percent_means_ninety_percent_of_skewed_misses_too(states: int) -
 
 
 def test_room_around_a_ratio_turns_with_it() -> None:
-    assert turned((0.1, 0.3), "recompute", "swap") == (0.1, 0.3)
-    assert turned((0.1, 0.3), "swap", "recompute") == (0.3, 0.1)
-    assert turned((0.1, 0.3), "swap", "swap") == (0.3, 0.3)
+    assert oriented_margin((0.1, 0.3), "recompute", "swap") == (0.1, 0.3)
+    assert oriented_margin((0.1, 0.3), "swap", "recompute") == (0.3, 0.1)
+    assert oriented_margin((0.1, 0.3), "swap", "swap") == (0.3, 0.3)
 
 
 @pytest.mark.parametrize(

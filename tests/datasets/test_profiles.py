@@ -117,30 +117,30 @@ def test_checks_that_did_not_pass_are_told_once() -> None:
     noise = {"variation": 0.03, "self_check": [CHECK, CHECK | {"arm": "recompute", "verdict": "agrees"}]}
     told = dataset_of({"made": with_noise(noise)}).floor.lines()
     assert told[0] == (
-        "self-check of swap, blocks of 32: failed: costs of 24.9 ms on average, twins measured +2 to +7 ms beside that "
+        "self-check of swap, blocks of 32: failed: costs of 24.9 ms on average, control runs measured +2 to +7 ms more "
         "(95%, 10 pairs)"
     )
     assert not [line for line in told if "recompute" in line]
     assert len(told) == 2
     undecided = CHECK | {"verdict": "cannot tell", "pairs": 3, "low_s": None, "high_s": None}
     told = dataset_of({"made": with_noise(noise | {"self_check": [undecided]})}).floor.lines()
-    assert told[0] == "self-check of swap, blocks of 32: undecided, 3 pairs of twins are too few"
+    assert told[0] == "self-check of swap, blocks of 32: undecided, 3 pairs with control runs are too few"
 
 
 def test_no_self_check_and_no_step_times_are_told_too() -> None:
     told = dataset_of({"made": make_trace(states=20)}).floor.lines()
     assert "self-check: none in core-made-32, core-made-64" in told[0]
-    assert "step times: not told" in told[1]
+    assert "step times: too few undisturbed steps" in told[1]
 
 
-def test_what_d0_misses_is_the_floor() -> None:
+def test_the_step_time_models_error_is_the_floor() -> None:
     data = dataset_of({"made": with_steps(make_trace(states=20))})
     assert set(data.step_times) == set(data.headers)
     worst = max(model.error.mean_s for model in data.step_times.values())
-    assert f"{1e3 * worst:.3g} ms, held out: the floor" in data.floor.lines()[-1]
+    assert f"{1e3 * worst:.3g} ms on held-out undisturbed steps: the noise floor" in data.floor.lines()[-1]
 
 
-def test_steps_too_few_to_tell_d0_hurt_only_costs_that_need_them() -> None:
+def test_too_few_steps_for_a_step_time_model_hurt_only_costs_that_need_it() -> None:
     made = make_trace(states=20)
     few = [row for row in with_steps(made).rows("steps") if row["step"] < 10]
     stored = Trace(made.headers, dict(made.tables) | {"steps": changed(made, "steps", few).tables["steps"]})

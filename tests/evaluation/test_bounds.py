@@ -12,7 +12,7 @@ from kvpolicy.evaluation.bounds import (
     ERROR,
     MAX_GROUPS,
     TIGHTEST_AT,
-    Resampled,
+    Resamples,
     Terms,
     bernstein,
     bootstrap,
@@ -21,8 +21,8 @@ from kvpolicy.evaluation.bounds import (
 )
 
 
-def drawn(cluster: np.ndarray, seed: int = 0, resamples: int = 2000) -> Resampled:
-    return Resampled.of(cluster, np.random.default_rng(seed), resamples)
+def drawn(cluster: np.ndarray, seed: int = 0, resamples: int = 2000) -> Resamples:
+    return Resamples.of(cluster, np.random.default_rng(seed), resamples)
 
 
 def test_standard_error_of_single_records_is_the_textbooks() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpolicy.evaluation.bounds import Resampled
+from kvpolicy.evaluation.bounds import Resamples
 from kvpolicy.evaluation.diagnostics import Support, calibration, log_refusals, support
 from kvpolicy.evaluation.estimators import importance_weights
 
@@ -17,7 +17,7 @@ def told(p_swap: np.ndarray, t_swap: np.ndarray, seed: int = 0) -> Support:
     probability, target = np.column_stack([1 - p_swap, p_swap]), np.column_stack([1 - t_swap, t_swap])
     action = (rng.random(len(p_swap)) < p_swap).astype(int)
     weight = importance_weights(target, probability, action, np.ones(len(action), bool), np.ones(2))
-    return support(target, probability, weight, np.ones(2), Resampled.of(np.arange(len(action)), rng))
+    return support(target, probability, weight, np.ones(2), Resamples.of(np.arange(len(action)), rng))
 
 
 def test_a_coin_supports_every_policy() -> None:
@@ -59,7 +59,7 @@ def test_what_was_hardly_ever_done_has_no_support() -> None:
 def test_an_action_whose_costs_are_all_unknown_has_no_support() -> None:
     probability, target = np.full((N, 2), 0.5), np.column_stack([np.zeros(N), np.ones(N)])
     found = support(
-        target, probability, np.zeros(N), np.array([1.0, 0.0]), Resampled.of(np.arange(N), np.random.default_rng(0))
+        target, probability, np.zeros(N), np.array([1.0, 0.0]), Resamples.of(np.arange(N), np.random.default_rng(0))
     )
     assert found.unsupported_share == 1.0
     assert found.effective == 0.0

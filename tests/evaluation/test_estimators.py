@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.evaluation.bounds import Terms
-from kvpolicy.evaluation.direct_model import Design, Predicted, folds_of
+from kvpolicy.evaluation.direct_model import Design, DirectCosts, folds_of
 from kvpolicy.evaluation.estimators import (
     ESTIMATORS,
     Records,
@@ -178,7 +178,7 @@ def test_a_right_model_makes_dr_exact_whatever_the_weights() -> None:
 # ---- the direct model ----
 
 
-def predict(x: np.ndarray, action: np.ndarray, cost_s: np.ndarray, known: np.ndarray, fold: np.ndarray) -> Predicted:
+def predict(x: np.ndarray, action: np.ndarray, cost_s: np.ndarray, known: np.ndarray, fold: np.ndarray) -> DirectCosts:
     return Design.of(x, action, known, 2, fold).predict(cost_s)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvpolicy.datasets.profiles import Sample, State
 from kvpolicy.evaluation import evaluate
-from kvpolicy.evaluation.replay import judged_by
+from kvpolicy.evaluation.replay import with_objective_costs
 from kvpolicy.events import KINDS
 from kvpolicy.policy.objective import ENGINE, Objective
 from kvpolicy.trace import TraceError
@@ -28,16 +28,19 @@ def state(others_delay_s: float | None = 3.0) -> State:
 
 
 def test_a_state_worked_by_hand() -> None:
-    assert judged_by(state(), ENGINE) == state()
-    assert judged_by(state(), ENGINE).faster == "recompute"
-    assert judged_by(state(), Objective.parse("victim")).mean_s == {"recompute": 2.0, "swap": 1.0}
-    assert judged_by(state(), Objective.parse("engine+2*victim+0.5*others")).mean_s == {"recompute": 6.5, "swap": 5.5}
+    assert with_objective_costs(state(), ENGINE) == state()
+    assert with_objective_costs(state(), ENGINE).faster == "recompute"
+    assert with_objective_costs(state(), Objective.parse("victim")).mean_s == {"recompute": 2.0, "swap": 1.0}
+    assert with_objective_costs(state(), Objective.parse("engine+2*victim+0.5*others")).mean_s == {
+        "recompute": 6.5,
+        "swap": 5.5,
+    }
 
 
 def test_a_delay_that_was_not_measured_is_named_where_it_counts() -> None:
-    assert judged_by(state(None), Objective.parse("victim")).faster == "swap"
+    assert with_objective_costs(state(None), Objective.parse("victim")).faster == "swap"
     with pytest.raises(TraceError, match=r"preemption recompute-0: .*delay of the others is not known"):
-        judged_by(state(None), Objective.parse("others"))
+        with_objective_costs(state(None), Objective.parse("others"))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.evaluation import OffPolicyReport, evaluate
-from kvpolicy.evaluation.decision_log import Log, log_of, logged
+from kvpolicy.evaluation.decision_log import Log, log_of, read_log
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS
 from kvpolicy.evaluation.offpolicy import Estimate, estimate, heaviest_weight, judge
@@ -257,7 +257,7 @@ def test_profiles_and_logs_are_not_judged_together(folder: Path, tmp_path: Path)
 
 def test_logs_given_twice_or_empty_are_refused(folder: Path, log: Trace) -> None:
     with pytest.raises(TraceError, match="given twice"):
-        logged([folder, folder])
+        read_log([folder, folder])
     with pytest.raises(TraceError, match="holds no decision that a policy made"):
         log_of({"log": reworked(log, decisions=[])})
 

@@ -16,7 +16,7 @@ from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Online
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.policy import Feedback, LearningPolicy, Policy, decide, feasible_options, load
-from kvpolicy.policy.explore import Explored
+from kvpolicy.policy.explore import ExploreState
 from tests.synthetic import fitted_model, options_for, situation
 
 SPECS = (
@@ -182,13 +182,13 @@ def test_explore_worked_by_hand() -> None:
 
 
 def test_explore_counts_what_it_left_to_chance() -> None:
-    policy, one, state = load("explore:analytic", fitted_model), situation(300), Explored(4)
+    policy, one, state = load("explore:analytic", fitted_model), situation(300), ExploreState(4)
     sure = decide(load("always-swap"), one, options_for(one), state, random.Random(0))
     open_one = decide(load("random:0.5"), one, options_for(one), state, random.Random(0))
-    assert policy.next_state(state, sure) == Explored(4)
-    assert policy.next_state(state, open_one) == Explored(5)
-    assert Explored(5).to_json() == '{"explored": 5}'
-    told = json.loads(Explored(5, Online()).to_json())
+    assert policy.next_state(state, sure) == ExploreState(4)
+    assert policy.next_state(state, open_one) == ExploreState(5)
+    assert ExploreState(5).to_json() == '{"explored": 5}'
+    told = json.loads(ExploreState(5, Online()).to_json())
     assert (told["explored"], told["online"]["outcomes"]) == (5, 0)
 
 

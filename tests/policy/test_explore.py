@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvpolicy.cost.online import Online
 from kvpolicy.events import Cost, Decision, Option, Preemption
 from kvpolicy.policy import Policy, decide, load
-from kvpolicy.policy.explore import Explore, Explored, predicted_regret
+from kvpolicy.policy.explore import Explore, ExploreState, predicted_regret
 from tests.fuzzing import examples
 from tests.synthetic import fitted_model, options_for, situation
 
@@ -42,7 +42,7 @@ def exploring(spec: str) -> tuple[Explore, Saying]:
     return policy, model
 
 
-def played(policy: Explore, model: Saying, told: Sequence[Told], seed: int) -> tuple[list[Decision], Explored]:
+def played(policy: Explore, model: Saying, told: Sequence[Told], seed: int) -> tuple[list[Decision], ExploreState]:
     state: Any = policy.initial_state()
     rng, made = random.Random(seed), []
     for costs in told:
@@ -98,7 +98,7 @@ def test_a_budget_worked_by_hand() -> None:
     policy, model = exploring(",budget=1")
     made, state = played(policy, model, [(1.0, 1.5, -1.0, 1.0)] * 6, 0)
     assert [decision.probabilities for decision in made] == [(0.5, 0.5)] * 4 + [(1.0, 0.0)] * 2
-    assert state == Explored(4, None, 1.0, 6.0)
+    assert state == ExploreState(4, None, 1.0, 6.0)
     assert json.loads(made[3].state) == {"explored": 3, "spent_s": 0.75, "cheapest_s": 3.0}
     assert json.loads(made[5].state) == {"explored": 4, "spent_s": 1.0, "cheapest_s": 5.0}
 
@@ -129,7 +129,7 @@ def test_assessing_spends_nothing_and_the_state_is_frozen() -> None:
     state = policy.initial_state()
     for _ in range(9):
         assert policy.probabilities(situation(), options_for(situation()), state) == (0.5, 0.5)
-    assert state == Explored(0, None, 0.0)
+    assert state == ExploreState(0, None, 0.0)
 
 
 def test_regret_is_the_objectives() -> None:
@@ -143,10 +143,10 @@ def test_regret_is_the_objectives() -> None:
 def test_a_budget_goes_with_learning_and_is_whole_after_a_restart() -> None:
     policy = load("explore:boosted,online=on,budget=0.5", fitted_model)
     state = policy.initial_state()
-    assert state == Explored(0, Online(), 0.0)
+    assert state == ExploreState(0, Online(), 0.0)
     told = json.loads(state.to_json())
     assert (told["spent_s"], told["online"]["outcomes"]) == (0.0, 0)
-    assert policy.resume(Online()) == Explored(0, Online(), 0.0)
+    assert policy.resume(Online()) == ExploreState(0, Online(), 0.0)
 
 
 @pytest.mark.parametrize("given_budget", ["", "-1", "nan", "inf", "much", "1%%", "%", "-1%"])

@@ -180,7 +180,7 @@ def test_a_hole_in_the_table_is_told_by_a_fit_and_counted(tmp_path: Path) -> Non
     files[0].write_text("\n".join(row for row in rows if not row.startswith("64,64,4,")) + "\n")
     made = kvpolicy.import_profile(files, tmp_path / "out", SHAPE, link="pcie5")
     assert made.model.mixed is not None and made.model.mixed.measured == pytest.approx(252 / 256)
-    assert "told by a fit whose mean error on unseen points" in made.text()
+    assert "predicted by a fit whose mean error on unseen points" in made.text()
     found = load_hardware(tmp_path / "out").step_s(load(4, 256, ((64, 64),)))
     assert found == pytest.approx(worked(4, 256, 64, 64), rel=0.05)
 
@@ -253,10 +253,10 @@ def test_what_is_missing_or_told_twice_is_said(tmp_path: Path) -> None:
     context, generation = tables.aiconfigurator_attention(tmp_path)
     out = tmp_path / "out"
     for files, said in (
-        ([attention, each], "no table tells projections and MLP"),
-        ([attention, dense], "no table tells the head"),
-        ([dense, each, context], "no table tells attention"),
-        ([attention, dense, each, attention], "tell the same"),
+        ([attention, each], "no table holds projections and MLP"),
+        ([attention, dense], "no table holds the head"),
+        ([dense, each, context], "no table holds attention"),
+        ([attention, dense, each, attention], "hold the same operators"),
     ):
         with pytest.raises(TableError, match=said):
             kvpolicy.import_profile(files, out, SHAPE, link="pcie5")
@@ -322,4 +322,4 @@ def test_the_command_is_the_function(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         main(["import-profile", *files[:1], "--out", str(tmp_path), "--geometry", str(tmp_path), "--link", "pcie5"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("kvpolicy: error: no table tells projections")
+    assert capsys.readouterr().err.startswith("kvpolicy: error: no table holds projections")

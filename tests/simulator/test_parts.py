@@ -15,8 +15,8 @@ import pytest
 from kvpolicy import cost, policy, trace
 from kvpolicy.simulator import LOAD, Builtin, FolderSink, MemorySink, Server, StepLoad, law_times
 from kvpolicy.simulator.builtin.blocks import CachingPool, CountedPool, shared_keys
-from kvpolicy.simulator.builtin.host_copies import CopyBook
-from kvpolicy.simulator.builtin.live_request import Account, Copy, Live, Status, Step
+from kvpolicy.simulator.builtin.host_copies import HostPool
+from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler, VllmVictims
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.summary import Histogram
@@ -129,13 +129,13 @@ def test_keys_follow_from_all_ids_before() -> None:
 def test_cached_blocks_go_last_and_tails_first() -> None:
     """Of six free blocks three are taken, two of them full and cached; the partial one is the next to be had."""
     pool = CachingPool(6, 4)
-    live = Live(0, Request(0.0, 10, 5), 0.0, computed=10)
+    live = LiveRequest(0, Request(0.0, 10, 5), 0.0, computed=10)
     pool.grow(live, 3)
     pool.cache(live, 10)
     live.preemptions = 1
-    pool.release(live, again=True)
+    pool.release(live, preempted=True)
     assert pool.free == 6 and len(pool.hits(live)) == 2
-    other = Live(1, Request(0.0, 30, 5), 0.0)
+    other = LiveRequest(1, Request(0.0, 30, 5), 0.0)
     pool.grow(other, 4)
     assert len(pool.hits(live)) == 2
     pool.grow(other, 1)
@@ -147,12 +147,12 @@ def test_cached_blocks_go_last_and_tails_first() -> None:
 def test_what_was_used_last_goes_last_even_where_nobody_can_look_for_it() -> None:
     """Full blocks of a finished request join the queue behind those of the victim before it."""
     pool = CachingPool(4, 4)
-    victim, finished, new = (Live(number, Request(0.0, 9, 5), 0.0, preemptions=1) for number in range(3))
+    victim, finished, new = (LiveRequest(number, Request(0.0, 9, 5), 0.0, preemptions=1) for number in range(3))
     for live in (victim, finished):
         pool.grow(live, 2)
         pool.cache(live, 8)
-    pool.release(victim, again=True)
-    pool.release(finished, again=False)
+    pool.release(victim, preempted=True)
+    pool.release(finished, preempted=False)
     assert len(pool.hits(victim)) == 2
     pool.grow(new, 2)
     assert pool.hits(victim) == []
@@ -162,21 +162,21 @@ def test_blocks_of_equal_content_are_found_first_come_first() -> None:
     """Two that computed the same prefix at the same time both keep it; the one that got it first is found."""
     pool = CachingPool(8, 4)
     ids = Request(0.0, 9, 5, prefix=(1, 2, 3), prefix_block_tokens=4)
-    first, second, third = (Live(number, ids, 0.0, shared_keys(ids, 4)) for number in range(3))
+    first, second, third = (LiveRequest(number, ids, 0.0, shared_keys(ids, 4)) for number in range(3))
     for live in (first, second):
         pool.grow(live, 3)
         pool.cache(live, 9)
-    assert pool.hits(third) == first.known
+    assert pool.hits(third) == first.keyed_blocks
     pool.adopt(third, pool.hits(third))
     assert pool.shared(third, 2) == 2 and pool.shared(second, 2) == 0
-    pool.release(first, again=False)
+    pool.release(first, preempted=False)
     assert pool.free == 3 and pool.shared(third, 2) == 0
 
 
 class Longest:
     """Takes the request that holds most."""
 
-    def choose(self, running: Sequence[Live]) -> int:
+    def choose(self, running: Sequence[LiveRequest]) -> int:
         return max(range(len(running)), key=lambda i: running[i].held)
 
 
@@ -191,14 +191,14 @@ def test_victims_are_a_policy_too() -> None:
 def test_a_load_leaves_prefills_the_blocks_they_still_need(tokens: int, admitted: bool) -> None:
     """Of nine free blocks a prefill on its way will need five: a load of four fits, one of five does not."""
     server = Server(block_size=4, block_bytes=1, device_blocks=10, host_blocks=10, token_budget=4)
-    copies = CopyBook(server)
+    copies = HostPool(server)
     told: list[int] = []
     scheduler = Scheduler(
         server, CountedPool(10), copies, VllmVictims("fcfs"), lambda live: None, lambda *about: told.append(about[1])
     )
-    scheduler.arrive(Live(0, Request(0.0, 24, 1), 0.0))
+    scheduler.arrive(LiveRequest(0, Request(0.0, 24, 1), 0.0))
     scheduler.schedule(Step(0))
-    victim = Live(1, Request(0.0, tokens, 5), 0.0, status=Status.PREEMPTED, outputs=1, preemptions=1)
+    victim = LiveRequest(1, Request(0.0, tokens, 5), 0.0, status=Status.PREEMPTED, outputs=1, preemptions=1)
     victim.copy = Copy(1, victim, cast(Account, SimpleNamespace(busy=0)), tokens, tokens // 4)
     scheduler.waiting.append(victim)
     scheduler.admit(Step(1), 4)

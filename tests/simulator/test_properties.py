@@ -16,7 +16,7 @@ from kvpolicy import policy
 from kvpolicy.simulator import Builtin, Link, MemorySink, Server
 from kvpolicy.simulator.builtin.engine import Engine
 from kvpolicy.simulator.builtin.scheduler import VllmVictims
-from kvpolicy.simulator.builtin.trace_writer import Journal
+from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.sinks import Identity
 from kvpolicy.workload import Request, Source, Workload
 from tests.fuzzing import examples
@@ -87,7 +87,7 @@ def test_nothing_is_lost_and_nothing_is_left(world: World) -> None:
     assert engine.copies.free == server.host_blocks and not engine.link.running
     assert engine.copies.queued_bytes("save") == engine.copies.queued_bytes("load") == 0
     assert engine.present == 0 and not engine.scheduler.running and not engine.scheduler.waiting_requests
-    assert not engine.scheduler._prefills and not engine.preemptions._closing and not len(engine.stepper.crowd)
+    assert not engine.scheduler._prefills and not engine.preemptions._closing and not len(engine.fast_path.batch)
     assert engine.tallied.summary(0.0).requests == len(source)
 
 
@@ -207,7 +207,7 @@ def test_a_source_is_read_as_time_goes_on() -> None:
 def engine_of(source: Source, server: Server, name: str) -> Engine:
     victims = VllmVictims(server.scheduling)
     identity = Identity(source, policy.load(name), server, LINEAR, 0)
-    return Engine(identity, Journal("core", None), victims, True)
+    return Engine(identity, TraceWriter("core", None), victims, True)
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0, math.nan])

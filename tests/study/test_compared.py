@@ -14,7 +14,7 @@ from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import Identity
 from kvpolicy.study.machine import Behind
 from kvpolicy.study.recommend import paired_ratio
-from kvpolicy.study.workload_parts import Part, dealt
+from kvpolicy.study.workload_parts import Part, parts_of_units
 from kvpolicy.workload import Request, Workload
 
 
@@ -24,15 +24,15 @@ def test_ratio_and_interval_by_hand() -> None:
     assert found.value == pytest.approx(4.0)
     spread = 12.7062 * (log(8) - log(2)) / sqrt(2) / sqrt(2)
     assert (found.low, found.high) == (pytest.approx(4 * exp(-spread), 1e-4), pytest.approx(4 * exp(spread), 1e-4))
-    assert not found.told
+    assert not found.significant
 
 
 def test_pairing_takes_out_what_pairs_share() -> None:
     """Runs differ tenfold, the policies by 5% in each of them: told, though the ranges overlap."""
     base = [1.0, 10.0, 3.0, 0.5]
     found = paired_ratio([1.05 * one * (1 + 1e-3 * k) for k, one in enumerate(base)], base)
-    assert found.told and found.value == pytest.approx(1.05, rel=5e-3)
-    assert paired_ratio(base, base).told is False
+    assert found.significant and found.value == pytest.approx(1.05, rel=5e-3)
+    assert paired_ratio(base, base).significant is False
 
 
 def test_more_comparisons_widen() -> None:
@@ -43,7 +43,7 @@ def test_more_comparisons_widen() -> None:
 
 def test_a_single_pair_tells_nothing() -> None:
     found = paired_ratio([2.0], [1.0])
-    assert (found.value, found.low, found.high, found.told) == (2.0, None, None, False)
+    assert (found.value, found.low, found.high, found.significant) == (2.0, None, None, False)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([], []), ([0.0], [1.0]), ([1.0], [float("nan")])])
@@ -90,7 +90,7 @@ def test_users_of_a_closed_loop_are_dealt_to_all_parts() -> None:
     ],
 )
 def test_no_part_is_empty(sizes: list[int], parts: int, expected: list[int]) -> None:
-    assert dealt(sizes, parts) == expected
+    assert parts_of_units(sizes, parts) == expected
 
 
 def test_a_given_link_takes_the_place_of_the_hardwares() -> None:

@@ -19,7 +19,7 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.shape import ModelShape
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
-from kvpolicy.study.recommend import _config_line, drawn
+from kvpolicy.study.recommend import _config_line, depends_on_seed
 from kvpolicy.study.report import SweepReport
 from kvpolicy.workload import WorkloadError, open_workload
 from tests.simulator import tables
@@ -131,7 +131,7 @@ def test_an_object_that_is_no_hardware_is_refused_by_name(hardware: str, tmp_pat
 
 def test_what_is_advised_of_objects(tmp_path: Path) -> None:
     few = Workload("few", tuple(Request(0.0, 300, 200) for _ in range(24)), 0)
-    assert drawn(NAME) and not drawn(few)
+    assert depends_on_seed(NAME) and not depends_on_seed(few)
     run = Run(jobs=0, cache=tmp_path, parts=2)
     advice = kvpolicy.recommend(few, cost.load(MODEL), 60, serving=Serving(32), run=run)
     assert advice.workload == f"few@{few.digest[:12]}" and advice.hardware.startswith("boosted@")

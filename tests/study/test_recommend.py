@@ -10,7 +10,14 @@ import pytest
 
 import kvpolicy
 from kvpolicy.study.config import Criterion
-from kvpolicy.study.recommend import advise, candidates, closed, drawn, paired_ratio, uncut
+from kvpolicy.study.recommend import (
+    advise,
+    candidates,
+    depends_on_seed,
+    is_closed_loop,
+    paired_ratio,
+    whole_run_summary,
+)
 from kvpolicy.workload import Request, Workload
 from tests.study.conftest import grouped
 from tests.study.test_grid import TIGHT, WORKLOAD
@@ -58,15 +65,15 @@ def test_what_is_clearly_better_is_to_be_deployed() -> None:
     assert (told.best, told.deploy) == ("always-swap", "always-swap")
     assert told.config_line == "kvpolicy config --policy always-swap --host-gib 8"
     gain = next(one.gain for one in told.compared if one.policy == "always-swap")
-    assert gain.value == pytest.approx(1.11, abs=0.01) and gain.told
+    assert gain.value == pytest.approx(1.11, abs=0.01) and gain.significant
     assert f"deploy this: always-swap: e2e {gain.text()} times better" in told.text()
-    assert "warning: not measured by anybody: the link" in told.text() and "as the model warned" in told.text()
+    assert "warning: not measured: the link" in told.text() and "as the model warned" in told.text()
 
 
 def test_what_is_not_told_from_chance_is_left_as_it_is() -> None:
     told = advise(runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 21.0, 37.0]), Criterion(), 4.0)
     assert (told.best, told.deploy, told.config_line) == ("always-swap", "always-recompute", "")
-    assert "keep vLLM's default" in told.reason and "not told from no difference" in told.reason
+    assert "keep vLLM's default" in told.reason and "but not significantly so" in told.reason
 
 
 def test_the_default_may_be_the_best() -> None:
@@ -91,10 +98,10 @@ def test_the_oracle_is_shown_and_never_deployed() -> None:
 
 def test_the_whole_workload_is_told_beside_its_parts() -> None:
     parts = [result("always-recompute", one) for one in (5.0, 5.5)]
-    told, warning = uncut([result("always-recompute", 5.5), result("always-swap", 5.0)], parts, "e2e")
+    told, warning = whole_run_summary([result("always-recompute", 5.5), result("always-swap", 5.0)], parts, "e2e")
     assert told == "always-recompute 5.5 s, 5 preemptions; always-swap 5 s, 1.100 times better"
     assert warning == ""
-    told, warning = uncut([result("always-recompute", 20.0)], parts, "e2e")
+    told, warning = whole_run_summary([result("always-recompute", 20.0)], parts, "e2e")
     assert told == "always-recompute 20 s, 5 preemptions"
     assert "comes to 20 s, its parts to 5.25 s: every part begins with an empty server" in warning
 
@@ -129,15 +136,17 @@ def test_seeds_of_a_part_are_averaged() -> None:
 def test_whether_seeds_draw_the_requests(tmp_path: Path) -> None:
     file = tmp_path / "w.csv"
     file.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,100,20\n0.5,50,30\n")
-    assert drawn(WORKLOAD) and not drawn(str(file)) and not drawn(f"{WORKLOAD}&seed=3")
+    assert depends_on_seed(WORKLOAD) and not depends_on_seed(str(file)) and not depends_on_seed(f"{WORKLOAD}&seed=3")
 
 
 def test_a_closed_loop_is_known() -> None:
     loop = [Request(at_s, 10, 5, session=name, think_s=1.0) for at_s, name in ((0.0, "a"), (0.0, "b"), (1.0, "a"))]
-    assert closed(Workload("loop", tuple(loop), 0))
+    assert is_closed_loop(Workload("loop", tuple(loop), 0))
     later = [*loop, Request(2.0, 10, 5, session="c", think_s=None)]
-    assert not closed(Workload("arriving", tuple(later), 0))
-    assert not closed(Workload("timed", (Request(0.0, 10, 5, session="a"), Request(0.0, 10, 5, session="b")), 0))
+    assert not is_closed_loop(Workload("arriving", tuple(later), 0))
+    assert not is_closed_loop(
+        Workload("timed", (Request(0.0, 10, 5, session="a"), Request(0.0, 10, 5, session="b")), 0)
+    )
 
 
 def test_a_recorded_file_counts_once(hardware: str, tmp_path: Path) -> None:
@@ -153,8 +162,8 @@ def test_a_gain_has_to_be_worth_it() -> None:
     """Half a percent in every run is told from nothing, and worth nothing."""
     some = runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.95, 19.9, 39.8])
     told = advise(some, Criterion(), 4.0)
-    assert told.compared[1].gain.told and told.deploy == "always-recompute"
-    assert "less than the least gain that is worth it, 1.0%" in told.reason
+    assert told.compared[1].gain.significant and told.deploy == "always-recompute"
+    assert "above the least gain that is worth a change, 1.0%" in told.reason
     assert advise(some, Criterion(min_gain=0.0), 4.0).deploy == "always-swap"
 
 

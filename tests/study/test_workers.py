@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy.study.cache import Kept
+from kvpolicy.study.cache import ResultCache
 from kvpolicy.study.workers import in_processes
 from tests.study.tasks import double, process_of
 
@@ -42,18 +42,18 @@ def test_no_tasks_no_workers() -> None:
 
 
 def test_results_are_kept_whole_or_not_at_all(tmp_path: Path) -> None:
-    kept, digest = Kept(tmp_path / "cells"), "ab" * 32
+    kept, digest = ResultCache(tmp_path / "cells"), "ab" * 32
     assert kept.find(digest) is None
-    kept.keep(digest, {"digest": digest, "value": 1.5})
+    kept.store(digest, {"digest": digest, "value": 1.5})
     assert kept.find(digest) == {"digest": digest, "value": 1.5}
     assert [path.name for path in (tmp_path / "cells" / "ab").iterdir()] == [f"{digest}.json"]
     (tmp_path / "cells" / "ab" / f"{digest}.json").write_text('{"digest": "ab')
     assert kept.find(digest) is None
-    kept.keep(digest, {"digest": "other"})
+    kept.store(digest, {"digest": "other"})
     assert kept.find(digest) is None, "a file that is not of this digest is none"
 
 
 def test_what_json_cannot_hold_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        Kept(tmp_path).keep("cd", {"digest": "cd", "value": float("nan")})
-    assert Kept(tmp_path).find("cd") is None
+        ResultCache(tmp_path).store("cd", {"digest": "cd", "value": float("nan")})
+    assert ResultCache(tmp_path).find("cd") is None

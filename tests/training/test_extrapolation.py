@@ -14,7 +14,13 @@ from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS
 from kvpolicy.regression.conformal import CONFIDENCE, carries, distance_beyond, excess, grown, growth_of
 from kvpolicy.regression.estimator import BoostedRegressor
-from kvpolicy.training.extrapolation import Beyond, carried, growing, inner_coverage, unsteady
+from kvpolicy.training.extrapolation import (
+    ExtrapolatedMiss,
+    growth_by_scatter,
+    inner_coverage,
+    residuals_kept,
+    with_growth,
+)
 from tests.synthetic import fitted_model, make_trace, options_for, situation
 
 
@@ -52,10 +58,10 @@ def test_growth_worked_by_hand() -> None:
 
 def test_a_residual_is_kept_where_it_misses_less() -> None:
     small, large = [0.1, -0.1] * 10, [0.3, -0.3] * 10
-    assert carries(small, large, 20, otherwise=False)
-    assert not carries(large, small, 20, otherwise=True)
-    assert carries(large, small, 8, otherwise=True)
-    assert not carries(small, small, 20, otherwise=False)
+    assert carries(small, large, 20, default=False)
+    assert not carries(large, small, 20, default=True)
+    assert carries(large, small, 8, default=True)
+    assert not carries(small, small, 20, default=False)
 
 
 NO_LEAST = dict.fromkeys(PREDICTED, 0.0)
@@ -65,10 +71,10 @@ def missed_by(miss: float, tokens: float) -> Misses:
     return Misses(tokens, 1.0, dict.fromkeys(PREDICTED, miss), dict.fromkeys(PREDICTED, miss))
 
 
-def far(share: float, miss: float, distance: float, number: int, tokens: float = 800.0) -> Beyond:
+def far(share: float, miss: float, distance: float, number: int, tokens: float = 800.0) -> ExtrapolatedMiss:
     """Missed by ``miss`` with the residual left out, by half as much with it kept."""
     kept, left = (Misses(tokens, 1.0, dict.fromkeys(PREDICTED, one), {}) for one in (miss / 2, miss))
-    return Beyond(share, f"state {number}", kept, left, dict.fromkeys(PREDICTED, distance))
+    return ExtrapolatedMiss(share, f"state {number}", kept, left, dict.fromkeys(PREDICTED, distance))
 
 
 def test_growth_is_what_the_misses_of_inner_fits_need_and_no_state_inside_counts() -> None:
@@ -78,11 +84,11 @@ def test_growth_is_what_the_misses_of_inner_fits_need_and_no_state_inside_counts
     missed = [far(0.5, 0.1 + 0.4 * distance, distance, i) for i, distance in enumerate(np.linspace(0.1, 1.3, 30))]
     inside = [far(0.5, 9.0, 0.0, 100 + i) for i in range(30)]
     dropped = dict.fromkeys(KINDS, False)
-    found = growing(calibrate(all_lengths), all_lengths, [*missed, *inside], dropped, NO_LEAST)
+    found = with_growth(calibrate(all_lengths), all_lengths, [*missed, *inside], dropped, NO_LEAST)
     assert found.growth["swap"] == pytest.approx(0.4)
     assert found.room("swap", 0, True, 2.0) == pytest.approx((0.9, 0.9))
-    assert carried(missed, {"recompute": 5, "swap": 0}) == {"recompute": True, "swap": False}
-    assert growing(calibrate(all_lengths), all_lengths, missed[:8], dropped, NO_LEAST).growth["swap"] == inf
+    assert residuals_kept(missed, {"recompute": 5, "swap": 0}) == {"recompute": True, "swap": False}
+    assert with_growth(calibrate(all_lengths), all_lengths, missed[:8], dropped, NO_LEAST).growth["swap"] == inf
 
 
 def test_growth_is_that_of_the_fit_that_needs_most_and_never_below_what_fits_disagree_by() -> None:
@@ -90,7 +96,7 @@ def test_growth_is_that_of_the_fit_that_needs_most_and_never_below_what_fits_dis
     missed = [far(0.5, 0.1 + 0.2 * d, d, i) for i, d in enumerate(np.linspace(0.1, 0.6, 90))]
     missed += [far(0.25, 0.1 + 0.8 * d, d, i) for i, d in enumerate(np.linspace(0.1, 1.3, 9))]
     dropped = dict.fromkeys(KINDS, False)
-    found = growing(calibrate(inside), inside, missed, dropped, NO_LEAST | {"ratio": 3.0})
+    found = with_growth(calibrate(inside), inside, missed, dropped, NO_LEAST | {"ratio": 3.0})
     assert found.growth["swap"] == pytest.approx(0.8)
     assert found.growth["ratio"] == 3.0
 
@@ -113,10 +119,10 @@ def test_fits_that_agree_within_the_range_and_drift_apart_beyond_ask_for_room() 
     fits = [replace(model, laws=model.laws | {"recompute": replace(law, s_per_pair=p * 1e-8)}) for p in range(2, 7)]
     states = list(dataset_of({"x": make_trace(states=24, tokens=(32, 512))}).states)
     dropped = dict.fromkeys(KINDS, False)
-    found = unsteady(fits, states, dropped)
+    found = growth_by_scatter(fits, states, dropped)
     assert found["recompute"] > 0.2 and found["ratio"] == pytest.approx(found["recompute"])
     assert found["swap"] == pytest.approx(0.0, abs=1e-12)
-    assert unsteady([model] * 5, states, dropped) == pytest.approx(NO_LEAST, abs=1e-12)
+    assert growth_by_scatter([model] * 5, states, dropped) == pytest.approx(NO_LEAST, abs=1e-12)
 
 
 def test_fitted_models_hold_their_decisions_and_predictions_inside_do_not_depend_on_them() -> None:

@@ -11,7 +11,7 @@ from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
 from kvpolicy.datasets.examples import Example, examples_of, noise_floors
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS
-from kvpolicy.training.law_fits import fit_analytic, fit_linear, relative_fit, untold_loads
+from kvpolicy.training.law_fits import fit_analytic, fit_linear, load_notes, relative_fit
 from tests.synthetic import CostLaw, changed, fitted_model, make_trace, without
 
 LAW = CostLaw()
@@ -131,6 +131,6 @@ def test_loads_that_no_trace_tells_from_saves_are_told() -> None:
         replace(one, x=one.x._replace(load_bytes=one.x.save_bytes * (1 + i % 3))) for i, one in enumerate(examples)
     ]
     free = SwapRoofline(Channel(1e-3, 1e-9, 0.0), Channel(1e-3, 1e-9, 0.0), 0.0, 0.0, 2.0, 0.0, 0.0)
-    assert "a load counts as free" in " ".join(untold_loads(free, alike))
-    assert untold_loads(free, apart) == ()
-    assert untold_loads(replace(free, load_beside_share=0.5), alike) == ()
+    assert "a load counts as free" in " ".join(load_notes(free, alike))
+    assert load_notes(free, apart) == ()
+    assert load_notes(replace(free, load_beside_share=0.5), alike) == ()

@@ -26,12 +26,12 @@ from kvpolicy.training.log_fits import (
     RATIO_CONFIDENCE,
     LogTrainReport,
     clipped,
-    copied,
-    dealt_requests,
     intervals_of,
-    ratio_room,
+    ratio_margin,
+    request_folds,
     train_logged,
     weight_of,
+    weighted_examples,
 )
 from tests.synthetic import CostLaw, make_trace, options_for, situation, true_cost_s
 from tests.synthetic_logs import make_log, reworked
@@ -187,10 +187,10 @@ def test_a_residual_is_learned_where_it_helps(tmp_path: Path) -> None:
 
 def test_a_record_is_copied_as_often_as_it_weighs() -> None:
     some = [record(chance=0.4, tokens=100 + i) for i in range(40)]
-    made = copied(some)
+    made = weighted_examples(some)
     assert len(made) == 100
     assert {made.count(one.example) for one in some} == {2, 3}
-    assert copied([record(chance=1.0)]) == (record().example,)
+    assert weighted_examples([record(chance=1.0)]) == (record().example,)
     assert isinstance(made[0], Example) and made[0].x == features_of(
         some[0].situation, options_for(some[0].situation)[1]
     )
@@ -206,7 +206,7 @@ def test_requests_are_dealt_whole_and_evenly() -> None:
     import random
 
     some = [record(request=f"c/{i % 40}") for i in range(200)]
-    hand = dealt_requests(some, 4, random.Random(0))
+    hand = request_folds(some, 4, random.Random(0))
     assert sorted(list(hand.values()).count(one) for one in range(4)) == [10] * 4
 
 
@@ -214,7 +214,7 @@ def test_requests_are_dealt_whole_and_evenly() -> None:
 
 
 def test_the_ratios_room_is_put_together_from_both_options() -> None:
-    assert ratio_room((1.0, 2.0), (10.0, 20.0)) == (12.0, 21.0)
+    assert ratio_margin((1.0, 2.0), (10.0, 20.0)) == (12.0, 21.0)
     missed: dict[Kind, Sequence[tuple[Record, float]]] = {
         kind: [(record(500, kind), 0.01 * i) for i in range(-100, 100)] for kind in KINDS
     }

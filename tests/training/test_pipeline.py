@@ -173,7 +173,7 @@ def test_unknown_noise_is_not_taken_for_none(tmp_path: Path) -> None:
 
 
 def test_a_missing_arm_and_too_few_states_are_named(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"table decisions has no kept row with arm 'swap'"):
+    with pytest.raises(TraceError, match=r"table decisions has no valid row with arm 'swap'"):
         trained(tmp_path, make_trace(arms=("recompute",)))
     make_trace(states=11).write(tmp_path / "few")
     with pytest.raises(TraceError, match=r"few: 11 states were measured under both options, .* at least 12"):
@@ -309,7 +309,7 @@ def test_costs_that_are_missing_are_attributed_from_the_steps(tmp_path: Path) ->
 
 def test_the_floor_is_in_the_report(tmp_path: Path) -> None:
     report = trained(tmp_path, with_steps(make_trace(states=40)))
-    assert "step times: d0 misses an undisturbed step by" in report.text()
+    assert "step times: the step-time model is off by" in report.text()
     assert "self-check: none in core-made-32, core-made-64" in report.text()
     assert set(report.to_dict()["floor"]["step_error"]) == {"core-made-32", "core-made-64"}
 

@@ -125,7 +125,7 @@ def _watched() -> Iterator[Scheduled]:
 
     def builtin(self: BuiltinEngine) -> Any:
         step = begin_step(self)
-        assert not step.crowd, "the plain mode lists everybody"
+        assert not step.batch_requests, "the plain mode lists everybody"
         if step.scheduled:
             seen.append({live.number: tokens for live, tokens in step.scheduled.items()})
         return step

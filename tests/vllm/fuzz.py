@@ -313,11 +313,11 @@ def _left_behind(scheduler: Any, workers: list[SymbolicWorker], learner: Learner
 
 def _miscounted(scheduler: Any, requests: list[Request]) -> Iterator[str]:
     controller, stats = scheduler.kvpolicy, scheduler.connector.stats()
-    if controller._undecided:
-        yield f"{len(controller._undecided)} decisions never counted"
+    if controller.swaps.undecided:
+        yield f"{len(controller.swaps.undecided)} decisions never counted"
     happened = sum(request.num_preemptions for request in requests)
     counted = int(harness.total(stats, "preemptions"))
-    if happened != counted + len(controller._undecided):
+    if happened != counted + len(controller.swaps.undecided):
         yield f"{happened} preemptions, {counted} counted"
     for name, labels in (("fallbacks", {"reason": "error"}), ("measuring_failed", {})):
         if harness.total(stats, name, **labels):

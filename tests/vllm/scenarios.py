@@ -258,6 +258,8 @@ def losing_trace(job: dict[str, Any]) -> dict[str, Any]:
             run.scheduler.kvpolicy.recorder.flush()
 
     run.serve(hook)
+    run.scheduler.kvpolicy.recorder.flush()
+    run.scheduler.kvpolicy.observers.tell("idle")
     return run.result()
 
 

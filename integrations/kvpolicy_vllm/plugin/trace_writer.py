@@ -137,6 +137,7 @@ class TraceRecorder(Observer):
 
     def idle(self) -> None:
         self.recorder.flush_soon()
+        self._count_dropped()
 
     # ---- preemptions ----
 

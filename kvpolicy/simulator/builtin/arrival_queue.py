@@ -1,4 +1,4 @@
-"""Who arrives when: requests as their source has them, those of a session after the one before and a think time."""
+"""Arrival times: requests in the order of their source, those of a session a think time after their predecessor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvpolicy.workload import Request, Source
 
 
 class Arrivals:
-    """Reads the source no further than time has come. Keeps one number per session that the source names.
+    """Reads the source only as far as time has advanced, and keeps one entry per session.
 
-    ``refuse`` raises for a request that cannot be served.
+    ``refuse`` raises an error for a request that cannot be served.
     """
 
     def __init__(self, source: Source, refuse: Callable[[int, Request], None]) -> None:
@@ -20,33 +20,33 @@ class Arrivals:
         self._refuse = refuse
         self._due: list[tuple[float, int, Request]] = []
         self._latest: dict[str, tuple[int, float | None]] = {}
-        """Of each session the last request that was read, and when it finished."""
+        """By session: number of the last request read, and when it finished."""
         self._followers: dict[int, tuple[int, Request]] = {}
-        """By the request that they wait for."""
+        """Requests that wait for a predecessor, by its number."""
         self._read_s = 0.0
         self._next = next(self._source, None)
         self.next_s: float | None = None
-        """When the next one arrives; None where nobody does unless somebody finishes before."""
-        self._look()
+        """When the next request arrives; None where that depends on another request finishing, or none is left."""
+        self._update_next()
 
     def until(self, now_s: float) -> list[tuple[float, int, Request]]:
-        """(time, number, request) of all that have arrived by now and were not told yet, in order."""
-        found = []
+        """(time, number, request) of the arrivals up to now that were not returned before, in order."""
+        arrived = []
         while self.next_s is not None and self.next_s <= now_s:
-            found.append(heapq.heappop(self._due))
-            self._look()
-        return found
+            arrived.append(heapq.heappop(self._due))
+            self._update_next()
+        return arrived
 
     def finished(self, number: int, request: Request, now_s: float) -> None:
-        """The next one of its session may come, a think time later."""
+        """Note that a request finished: the next one of its session arrives a think time later."""
         if self._latest[request.session][0] == number:
             self._latest[request.session] = number, now_s
         follower = self._followers.pop(number, None)
         if follower is not None:
-            self._follow(*follower, now_s)
-            self._look()
+            self._push_follower(*follower, now_s)
+            self._update_next()
 
-    def _look(self) -> None:
+    def _update_next(self) -> None:
         while self._next is not None and (not self._due or self._next[1].arrival_s <= self._due[0][0]):
             self._read()
         self.next_s = self._due[0][0] if self._due else None
@@ -62,16 +62,16 @@ class Arrivals:
             )
         self._read_s = request.arrival_s
         self._refuse(number, request)
-        before, ended_s = self._latest.get(request.session, (None, None)) if request.session else (None, None)
+        predecessor, ended_s = self._latest.get(request.session, (None, None)) if request.session else (None, None)
         if request.session:
             self._latest[request.session] = number, None
-        if request.think_s is None or before is None:
+        if request.think_s is None or predecessor is None:
             heapq.heappush(self._due, (request.arrival_s, number, request))
         elif ended_s is None:
-            self._followers[before] = number, request
+            self._followers[predecessor] = number, request
         else:
-            self._follow(number, request, ended_s)
+            self._push_follower(number, request, ended_s)
 
-    def _follow(self, number: int, request: Request, ended_s: float) -> None:
+    def _push_follower(self, number: int, request: Request, ended_s: float) -> None:
         assert request.think_s is not None
         heapq.heappush(self._due, (max(request.arrival_s, ended_s + request.think_s), number, request))

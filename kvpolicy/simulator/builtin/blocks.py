@@ -1,9 +1,9 @@
-"""KV blocks of the device: a count where no two requests can share one, vLLM's own bookkeeping where they can.
+"""KV blocks of the device: a mere count without prefix caching, vLLM's bookkeeping with it.
 
-With prefix caching every full block has a content. Contents that others may have too (those with prefix ids: prompts,
-and answers that a session's next turn repeats) are known by a key from the start. All others belong to one request,
-which alone can find them again, and only after it was preempted: they are entered into the cache then, at no cost
-before.
+With prefix caching every full block has a content. Content that other requests may share (that with prefix ids:
+prompts, and answers that a session's next turn repeats) has a key from the start. All other content belongs to one
+request, which can look for it only after a preemption. Such blocks get their key when the request is preempted, which
+saves the work for all requests that never are.
 """
 
 from __future__ import annotations
@@ -13,75 +13,75 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from kvpolicy.simulator.builtin.live_request import Held, Live
+from kvpolicy.simulator.builtin.live_request import KeyedBlock, LiveRequest
 from kvpolicy.workload import Request
 
 ID_BYTES = 16
 PRIVATE_BITS = 24
-"""Room for the index of a block in its request within a private key."""
+"""Bits of a private key that hold the index of the block in its request."""
 
 
 class Pool(Protocol):
-    """``free``: blocks that can be had, cached ones that nobody holds among them."""
+    """``free``: blocks that can be allocated, among them cached blocks that no request holds."""
 
     free: int
 
-    def hits(self, live: Live) -> Sequence[Held]:
-        """Cached blocks that hold its leading tokens, at most up to the last but one. Changes nothing."""
+    def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
+        """Cached blocks that hold the request's leading tokens, up to the last token but one. Changes nothing."""
         ...
 
-    def idle(self, hits: Sequence[Held]) -> int:
-        """How many of them nobody holds: taking them makes fewer free."""
+    def idle(self, hits: Sequence[KeyedBlock]) -> int:
+        """Number of these blocks that no request holds; adopting them lowers ``free``."""
         ...
 
-    def adopt(self, live: Live, hits: Sequence[Held]) -> None:
-        """Hold them; the request holds nothing yet."""
+    def adopt(self, live: LiveRequest, hits: Sequence[KeyedBlock]) -> None:
+        """Let the request, which holds no block yet, hold these blocks."""
         ...
 
-    def grow(self, live: Live, count: int) -> None:
-        """Hold ``count`` more. The caller has seen that they are free."""
+    def grow(self, live: LiveRequest, count: int) -> None:
+        """Let the request hold ``count`` more blocks. The caller has checked that they are free."""
         ...
 
-    def cache(self, live: Live, tokens: int) -> None:
-        """Its first ``tokens`` tokens are computed and known: full blocks of them can be found."""
+    def cache(self, live: LiveRequest, tokens: int) -> None:
+        """Enter the full blocks of the first ``tokens`` tokens, which are computed and known, into the cache."""
         ...
 
-    def release(self, live: Live, again: bool) -> None:
-        """Hold nothing any more. ``again``: whether the request will come back and look for its own."""
+    def release(self, live: LiveRequest, preempted: bool) -> None:
+        """Give up all blocks of the request. ``preempted``: it will be back and look for them."""
         ...
 
-    def shared(self, live: Live, count: int) -> int:
-        """Of its first ``count`` blocks, those that others hold too."""
+    def shared(self, live: LiveRequest, count: int) -> int:
+        """Number of its first ``count`` blocks that other requests hold too."""
         ...
 
 
 class CountedPool:
-    """Without prefix caching blocks are all alike."""
+    """Blocks without prefix caching: interchangeable, so a count suffices."""
 
     def __init__(self, blocks: int) -> None:
         self.free = blocks
 
-    def hits(self, live: Live) -> Sequence[Held]:
+    def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
         return ()
 
-    def idle(self, hits: Sequence[Held]) -> int:
+    def idle(self, hits: Sequence[KeyedBlock]) -> int:
         return 0
 
-    def adopt(self, live: Live, hits: Sequence[Held]) -> None:
-        """There are none."""
+    def adopt(self, live: LiveRequest, hits: Sequence[KeyedBlock]) -> None:
+        """Nothing to do: there are no hits."""
 
-    def grow(self, live: Live, count: int) -> None:
+    def grow(self, live: LiveRequest, count: int) -> None:
         live.held += count
         self.free -= count
 
-    def cache(self, live: Live, tokens: int) -> None:
-        """Nothing is cached."""
+    def cache(self, live: LiveRequest, tokens: int) -> None:
+        """Nothing to do."""
 
-    def release(self, live: Live, again: bool) -> None:
+    def release(self, live: LiveRequest, preempted: bool) -> None:
         self.free += live.held
         live.held = 0
 
-    def shared(self, live: Live, count: int) -> int:
+    def shared(self, live: LiveRequest, count: int) -> int:
         return 0
 
 
@@ -89,42 +89,42 @@ class CachingPool:
     """Reference counts, contents, and the queue of free blocks: least recently used first, tails before heads,
     blocks without content before all others.
 
-    Blocks that nobody can look for are alike: the queue holds runs of them as numbers, and only the others one by one.
+    Blocks without a key are interchangeable: the queue holds a run of them as one number, and keyed blocks one by one.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.free = blocks
         self._size = block_size
         self._blocks = blocks
-        self._found: dict[int, list[Held]] = {}
-        """Blocks by content, in the order in which they got it."""
-        # An entry is good while its block names the place: taking one out of the middle leaves a stale entry.
-        self._queue: deque[int | tuple[int, Held]] = deque([blocks])
+        self._blocks_by_key: dict[int, list[KeyedBlock]] = {}
+        """Blocks by content key, in the order in which they were entered."""
+        # An entry is valid while its block has that place. Adopting a block from the middle leaves a stale entry.
+        self._queue: deque[int | tuple[int, KeyedBlock]] = deque([blocks])
         self._places = 0
 
-    def hits(self, live: Live) -> Sequence[Held]:
-        most = (live.tokens - 1) // self._size
-        found = []
-        for index in range(most if live.preemptions else min(most, len(live.keys))):
-            blocks = self._found.get(self._key(live, index))
+    def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
+        max_blocks = (live.tokens - 1) // self._size
+        hits = []
+        for index in range(max_blocks if live.preemptions else min(max_blocks, len(live.keys))):
+            blocks = self._blocks_by_key.get(self._key(live, index))
             if blocks is None:
                 break
-            found.append(blocks[0])
-        return found
+            hits.append(blocks[0])
+        return hits
 
-    def idle(self, hits: Sequence[Held]) -> int:
+    def idle(self, hits: Sequence[KeyedBlock]) -> int:
         return sum(not block.holders for block in hits)
 
-    def adopt(self, live: Live, hits: Sequence[Held]) -> None:
+    def adopt(self, live: LiveRequest, hits: Sequence[KeyedBlock]) -> None:
         for block in hits:
             if not block.holders:
                 block.place = 0
                 self.free -= 1
             block.holders += 1
-        live.known = list(hits)
+        live.keyed_blocks = list(hits)
         live.held = live.cached = len(hits)
 
-    def grow(self, live: Live, count: int) -> None:
+    def grow(self, live: LiveRequest, count: int) -> None:
         self.free -= count
         live.held += count
         queue = self._queue
@@ -140,37 +140,39 @@ class CachingPool:
                 count -= 1
             queue.popleft()
 
-    def cache(self, live: Live, tokens: int) -> None:
+    def cache(self, live: LiveRequest, tokens: int) -> None:
         full = tokens // self._size
         if full <= live.cached:
             return
         for index in range(live.cached, min(full, len(live.keys))):
-            live.known.append(self._enter(live.keys[index]))
+            live.keyed_blocks.append(self._keyed_block(live.keys[index]))
         live.cached = full
 
-    def release(self, live: Live, again: bool) -> None:
-        if again:
-            live.known += [self._enter(self._key(live, index)) for index in range(len(live.known), live.cached)]
+    def release(self, live: LiveRequest, preempted: bool) -> None:
+        if preempted:
+            live.keyed_blocks += [
+                self._keyed_block(self._key(live, index)) for index in range(len(live.keyed_blocks), live.cached)
+            ]
         self._put_first(live.held - live.cached)
-        self._put_last(live.cached - len(live.known))
-        for block in reversed(live.known):
+        self._put_last(live.cached - len(live.keyed_blocks))
+        for block in reversed(live.keyed_blocks):
             block.holders -= 1
             if not block.holders:
                 self._places += 1
                 block.place = self._places
                 self._queue.append((self._places, block))
                 self.free += 1
-        live.known, live.held, live.cached = [], 0, 0
+        live.keyed_blocks, live.held, live.cached = [], 0, 0
         if len(self._queue) > 2 * self._blocks + 1024:
             self._queue = deque(entry for entry in self._queue if isinstance(entry, int) or entry[1].place == entry[0])
 
-    def shared(self, live: Live, count: int) -> int:
-        return sum(block.holders > 1 for block in live.known[:count])
+    def shared(self, live: LiveRequest, count: int) -> int:
+        return sum(block.holders > 1 for block in live.keyed_blocks[:count])
 
     @property
     def references(self) -> int:
-        """To blocks that somebody may look for."""
-        return sum(block.holders for blocks in self._found.values() for block in blocks)
+        """Holders of keyed blocks, all together."""
+        return sum(block.holders for blocks in self._blocks_by_key.values() for block in blocks)
 
     def _put_first(self, count: int) -> None:
         self.free += count
@@ -188,19 +190,19 @@ class CachingPool:
         elif count:
             self._queue.append(count)
 
-    def _enter(self, key: int) -> Held:
-        block = Held(key)
-        self._found.setdefault(key, []).append(block)
+    def _keyed_block(self, key: int) -> KeyedBlock:
+        block = KeyedBlock(key)
+        self._blocks_by_key.setdefault(key, []).append(block)
         return block
 
-    def _evict(self, block: Held) -> None:
-        blocks = self._found[block.key]
+    def _evict(self, block: KeyedBlock) -> None:
+        blocks = self._blocks_by_key[block.key]
         if len(blocks) == 1:
-            del self._found[block.key]
+            del self._blocks_by_key[block.key]
         else:
             blocks.remove(block)
 
-    def _key(self, live: Live, index: int) -> int:
+    def _key(self, live: LiveRequest, index: int) -> int:
         if index < len(live.keys):
             return live.keys[index]
         return ((live.number << PRIVATE_BITS) | index) * 2 + 1
@@ -211,19 +213,19 @@ def pool_for(blocks: int, block_size: int, prefix_caching: bool) -> Pool:
 
 
 def shared_keys(request: Request, block_size: int) -> tuple[int, ...]:
-    """Keys of the leading full blocks whose tokens the request's prefix ids determine, generated ones too; even, not 0.
+    """Keys of the leading full blocks whose tokens, generated ones included, the prefix ids determine; even and not 0.
 
     A block's key follows from the key before it and the ids of its own tokens, so that equal keys mean equal tokens
     from the start.
     """
     size = request.prefix_block_tokens
-    known = min(request.total_tokens, len(request.prefix) * size)
-    ids = b"".join([one.to_bytes(ID_BYTES, "little", signed=True) for one in request.prefix])
+    known_tokens = min(request.total_tokens, len(request.prefix) * size)
+    ids = b"".join([prefix_id.to_bytes(ID_BYTES, "little", signed=True) for prefix_id in request.prefix])
     keys: list[int] = []
-    so_far, entered = size.to_bytes(8, "little"), 0
-    for end in range(block_size, known + 1, block_size):
-        upto = -(-end // size) * ID_BYTES
-        so_far = blake2b(so_far + ids[entered:upto], digest_size=8).digest()
-        entered = upto
-        keys.append((int.from_bytes(so_far, "little") | 1) << 1)
+    digest, hashed_bytes = size.to_bytes(8, "little"), 0
+    for end in range(block_size, known_tokens + 1, block_size):
+        end_byte = -(-end // size) * ID_BYTES
+        digest = blake2b(digest + ids[hashed_bytes:end_byte], digest_size=8).digest()
+        hashed_bytes = end_byte
+        keys.append((int.from_bytes(digest, "little") | 1) << 1)
     return tuple(keys)

@@ -1,8 +1,8 @@
-"""What a preemption costs, exactly: the simulator knows what each step would have taken without it.
+"""Exact cost of preemptions: the simulator knows what each step would have taken undisturbed.
 
-The definition is that of :mod:`kvpolicy.attribution.offline`: over the steps involved, duration less what the step
-takes without anybody's repeated tokens; a step of which nothing is left then would not have been executed. Here the
-step times are the hardware model's own, so nothing is fitted and there is no aftermath.
+The definition is that of :mod:`kvpolicy.attribution.offline`: summed over the steps involved, the duration less what
+the step takes without repeated tokens. A step of which nothing is left then would not have been executed and counts in
+full. Step times are those of the hardware model, so nothing is fitted and there is no aftermath.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from collections.abc import Iterable
 from kvpolicy.attribution.ledger import Repeated
 from kvpolicy.simulator.base import StepLoad, Times, load_of
 from kvpolicy.simulator.builtin.live_request import Account, Copy, Step
-from kvpolicy.simulator.link_queues import Sent
+from kvpolicy.simulator.link_queues import RunningCopy
 
 
 def without(load: StepLoad, parts: Iterable[Repeated[Account]]) -> StepLoad:
-    """What is left of a step when those parts need not be computed."""
-    tokens, decodes, read, pairs, prefills, before = load
+    """The load of a step less these repeated parts."""
+    tokens, decodes, read_tokens, pairs, prefills, prefill_context = load
     for part in parts:
         tokens -= part.tokens
         decodes -= part.decodes
-        read -= part.kv_read_tokens
+        read_tokens -= part.kv_read_tokens
         pairs -= part.chunk_context
         prefills -= part.prefills
-        before -= part.prefill_context
-    return StepLoad(tokens, decodes, read, pairs, prefills, before)
+        prefill_context -= part.prefill_context
+    return StepLoad(tokens, decodes, read_tokens, pairs, prefills, prefill_context)
 
 
 def seconds(times: Times, load: StepLoad) -> float:
-    """0 for a step that computes nothing."""
+    """Seconds of a step; 0 where it computes nothing."""
     return times.step_s(load) if load.scheduled_tokens else 0.0
 
 
-def charge(step: Step, sent: Iterable[Sent[Copy]], times: Times) -> None:
-    """Enter the step's extra time into the accounts of those it is due to.
+def charge(step: Step, running_copies: Iterable[RunningCopy[Copy]], times: Times) -> None:
+    """Charge the step's extra time to the preemptions that caused it.
 
-    Where several share it, by what each did: seconds its copies overlapped the step, and the price of its repeated
-    tokens; in equal parts where that is 0 for all of them.
+    Several preemptions share it in proportion to the seconds that their copies overlapped the step plus the seconds of
+    their repeated tokens; equally where these are 0 for all of them.
     """
     weights: dict[Account, float] = {}
-    for copy, transfer in sent:
+    for copy, transfer in running_copies:
         overlap_s = min(transfer.end_s, step.end_s) - max(transfer.start_s, step.began_s)
         if overlap_s > 0:
             weights[copy.account] = weights.get(copy.account, 0.0) + overlap_s
     load = load_of(step)
-    own: dict[Account, list[Repeated[Account]]] = {}
+    parts_by_account: dict[Account, list[Repeated[Account]]] = {}
     for part in step.repeated:
-        own.setdefault(part.opened, []).append(part)
-    for account, parts in own.items():
+        parts_by_account.setdefault(part.opened, []).append(part)
+    for account, parts in parts_by_account.items():
         price_s = max(0.0, seconds(times, load) - seconds(times, without(load, parts)))
         weights[account] = weights.get(account, 0.0) + price_s
     if not weights:
@@ -58,4 +58,4 @@ def charge(step: Step, sent: Iterable[Sent[Copy]], times: Times) -> None:
     for account, weight in weights.items():
         share_s = extra_s * (weight / total if total > 0 else 1.0 / len(weights))
         account.engine_s += share_s
-        account.others_s += share_s * max(0, step.scheduled_requests - (account in own))
+        account.others_s += share_s * max(0, step.scheduled_requests - (account in parts_by_account))

@@ -1,4 +1,4 @@
-"""The built-in simulator: the engine with its time and what happens in it, and ``Builtin``, which runs one."""
+"""The built-in simulator: ``Engine``, one run in virtual time, and ``Builtin``, which makes and runs engines."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Run, Server, S
 from kvpolicy.simulator.builtin import costs
 from kvpolicy.simulator.builtin.arrival_queue import Arrivals
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
-from kvpolicy.simulator.builtin.fast_path import Stepper
-from kvpolicy.simulator.builtin.host_copies import CopyBook
-from kvpolicy.simulator.builtin.live_request import Copy, Live, Status, Step
+from kvpolicy.simulator.builtin.fast_path import FastPath
+from kvpolicy.simulator.builtin.host_copies import HostPool
+from kvpolicy.simulator.builtin.live_request import Copy, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.preemption import Preemptions
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims, VllmVictims
-from kvpolicy.simulator.builtin.trace_writer import Journal
+from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.link_queues import LinkQueues
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import Tallied
@@ -31,7 +31,7 @@ from kvpolicy.workload import Request, Source
 
 COMPUTED = attrgetter("computed")
 FEW_STEPS = 16
-"""Up to here a number at a time is faster than arrays."""
+"""Up to this many steps, single numbers are faster than arrays."""
 
 
 class Engine:
@@ -40,26 +40,26 @@ class Engine:
     def __init__(
         self,
         identity: Identity,
-        journal: Journal,
+        trace_writer: TraceWriter,
         victims: Victims,
         leap: bool,
         on_decision: DecisionObserver | None = None,
     ) -> None:
         self.server = server = identity.server
         self.times = times = identity.times
-        self.journal = journal
+        self.trace_writer = trace_writer
         self.tallied = Tallied(times)
         self.now_s = 0.0
         self.arrivals = Arrivals(identity.requests, self._refuse)
-        self.copies = CopyBook(server)
+        self.copies = HostPool(server)
         self.link: LinkQueues[Copy] = LinkQueues(server, times)
-        self.preemptions = Preemptions(server, identity.policy, identity.seed, journal, self.tallied, on_decision)
+        self.preemptions = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted)
         self.present = 0
-        """Requests that have arrived and are not through."""
-        self.flying: deque[Step] = deque()
-        self.stepper = Stepper(server, self.scheduler)
+        """Requests that have arrived and not finished."""
+        self.steps_in_flight: deque[Step] = deque()
+        self.fast_path = FastPath(server, self.scheduler)
         self._leaps = leap
         self._asynchronous = server.asynchronous
         self._step = Step(-1)
@@ -67,21 +67,21 @@ class Engine:
         self._device_free_s = 0.0
 
     def run(self) -> None:
-        """Serve everybody."""
+        """Serve all requests."""
         while True:
             self.arrive()
             if self.present:
                 if self._leaps and self.leap():
                     continue
-                self.flying.append(self.begin_step())
-                if self._asynchronous and len(self.flying) < 2:
+                self.steps_in_flight.append(self.begin_step())
+                if self._asynchronous and len(self.steps_in_flight) < 2:
                     continue
-            elif not self.flying:
+            elif not self.steps_in_flight:
                 if self.arrivals.next_s is None:
                     return
                 self.now_s = max(self.now_s, self.arrivals.next_s)
                 continue
-            self.end_step(self.flying.popleft())
+            self.end_step(self.steps_in_flight.popleft())
 
     # ---- arrivals ----
 
@@ -91,7 +91,7 @@ class Engine:
             return
         for arrival_s, number, request in self.arrivals.until(self.now_s):
             keys = shared_keys(request, self.server.block_size) if self.server.prefix_caching else ()
-            self.scheduler.arrive(Live(number, request, arrival_s, keys))
+            self.scheduler.arrive(LiveRequest(number, request, arrival_s, keys))
             self.present += 1
 
     def _refuse(self, number: int, request: Request) -> None:
@@ -113,35 +113,35 @@ class Engine:
     # ---- a step begins ----
 
     def begin_step(self) -> Step:
-        """Schedule a step now and send it to the device."""
+        """Schedule a step at the current time and launch it."""
         step = self._step = Step(self._steps)
         self._steps += 1
-        if not self._leaps or not self.stepper.schedule(step, self.flying):
-            self.stepper.stand_back(self.flying)
+        if not self._leaps or not self.fast_path.schedule(step, self.steps_in_flight):
+            self.fast_path.dissolve_batch(self.steps_in_flight)
             self.scheduler.schedule(step)
-            self.stepper.stood_back()
+            self.fast_path.after_plain_step()
         self.compose(step)
         self.launch(step)
         return step
 
     def compose(self, step: Step) -> None:
-        """What the step is made of, and what of it is computed again; computed tokens are advanced past it."""
+        """Count what the step computes and what of it is repeated. Computed tokens already include the step."""
         if step.scheduled:
             step.compose(step.scheduled.values(), map(COMPUTED, step.scheduled))
             if self.preemptions.ledger.lost:
                 self.preemptions.count(step)
-        if step.crowd:
-            step.scheduled_tokens += step.crowd
-            step.scheduled_requests += step.crowd
-            step.decode_requests += step.crowd
-            step.kv_read_tokens += step.crowd_read
+        if step.batch_requests:
+            step.scheduled_tokens += step.batch_requests
+            step.scheduled_requests += step.batch_requests
+            step.decode_requests += step.batch_requests
+            step.kv_read_tokens += step.batch_read_tokens
 
     def launch(self, step: Step) -> None:
-        """When it runs, and what it copies."""
+        """Set when the step begins and ends, with the copies that it brings."""
         if self.copies.waiting:
             step.to_save, step.to_load = self.copies.take()
             step.saves, step.loads = len(step.to_save), len(step.to_load)
-        self.note(step)
+        self.note_occupancy(step)
         begins_s = max(self.now_s, self._device_free_s)
         computes_s = costs.seconds(self.times, load_of(step))
         step.began_s = begins_s
@@ -152,16 +152,16 @@ class Engine:
         else:
             step.end_s = begins_s + computes_s
         if not step.scheduled_tokens and not step.lost and step.end_s <= self.now_s:
-            step.end_s = self._woken_s(begins_s)
+            step.end_s = self._next_event_s(begins_s)
         self._device_free_s = step.end_s
 
-    def note(self, step: Step) -> None:
-        """Who runs and waits, and how much memory is taken."""
+    def note_occupancy(self, step: Step) -> None:
+        """Note running and waiting requests and used memory in the step."""
         step.running_requests, step.waiting_requests = len(self.scheduler.running), self.scheduler.waiting_requests
         step.used_blocks = self.server.device_blocks - self.scheduler.pool.free + NULL_BLOCK
 
-    def _woken_s(self, now_s: float) -> float:
-        """When an engine that can compute nothing is next told something."""
+    def _next_event_s(self, now_s: float) -> float:
+        """When the next event comes to an engine that can compute nothing."""
         times_s = [at_s for at_s in (self.link.next_end_s(), self.arrivals.next_s) if at_s is not None]
         if not times_s:
             raise RuntimeError(f"at {now_s} s {self.present} requests wait and nothing can ever be scheduled")
@@ -170,7 +170,7 @@ class Engine:
     # ---- a step ends ----
 
     def end_step(self, step: Step) -> None:
-        """Its output is back."""
+        """Take the step's output."""
         self.now_s = max(self.now_s, step.end_s)
         self._take_tokens(step)
         if step.repeated or self.link.running:
@@ -180,10 +180,10 @@ class Engine:
         self.preemptions.back(step, self.now_s)
         self.preemptions.settle()
         self._count_step(step)
-        self.stepper.crowd.last_s = self.now_s
+        self.fast_path.batch.last_s = self.now_s
 
     def _take_tokens(self, step: Step) -> None:
-        left = self._take_crowd(step) if step.crowd else []
+        leaving = self._take_batch(step) if step.batch_requests else []
         for live, new in step.scheduled.items():
             live.in_flight -= new
             stale = live.stale > 0
@@ -194,29 +194,29 @@ class Engine:
                 continue
             self.take_token(live, stale)
             if live.outputs == live.request.output_tokens:
-                left.append(live)
+                leaving.append(live)
                 self.finish(live)
-        self._leave(left)
+        self._remove(leaving)
 
-    def _take_crowd(self, step: Step) -> list[Live]:
-        """A token for everybody in the crowd; the last one for those who are through."""
-        self.tallied.itl.add(self.now_s - self.stepper.crowd.last_s, step.crowd)
-        through = step.through
-        if self._asynchronous:  # they were left out of the step after this one, which is scheduled already
-            through = self.flying[0].through if self.flying else []
-        for live in through:
+    def _take_batch(self, step: Step) -> list[LiveRequest]:
+        """Give every request of the decode batch its token; return those that got their last one."""
+        self.tallied.itl.add(self.now_s - self.fast_path.batch.last_s, step.batch_requests)
+        finished = step.finished
+        if self._asynchronous:  # left out of the next step, which is already scheduled
+            finished = self.steps_in_flight[0].finished if self.steps_in_flight else []
+        for live in finished:
             self._take_last(live)
-        return through
+        return finished
 
-    def _take_last(self, live: Live) -> None:
-        """The last token of somebody in the crowd."""
+    def _take_last(self, live: LiveRequest) -> None:
+        """Give a request of the decode batch its last token."""
         live.outputs = live.request.output_tokens
         live.placeholders = live.in_flight = 0
         live.last_s = self.now_s
         self.scheduler.pool.cache(live, live.computed)
         self.finish(live)
 
-    def take_token(self, live: Live, stale: bool) -> None:
+    def take_token(self, live: LiveRequest, stale: bool) -> None:
         live.outputs += 1
         if live.first_s is None:
             live.first_s = self.now_s
@@ -228,18 +228,18 @@ class Engine:
             if live.status is Status.RUNNING:
                 self.scheduler.pool.cache(live, live.computed - live.placeholders)
 
-    def _leave(self, left: list[Live]) -> None:
-        for live in left:
+    def _remove(self, leaving: list[LiveRequest]) -> None:
+        for live in leaving:
             if live in self.scheduler.running:
                 self.scheduler.running.remove(live)
-            else:  # preempted while its last token was on its way
+            else:  # preempted while its last token was in flight
                 self.scheduler.waiting.remove(live)
 
-    def finish(self, live: Live) -> None:
-        """Its last token is out: count it, and let the next one of its session come."""
+    def finish(self, live: LiveRequest) -> None:
+        """Count a request whose last token is out, and let the next one of its session arrive."""
         self.scheduler.finish(live)
         self.preemptions.finished(live, self.copies, self.now_s)
-        self.journal.request(live)
+        self.trace_writer.request(live)
         assert live.first_s is not None
         self.tallied.finished(live.arrival_s, live.first_s, live.last_s, live.outputs)
         self.present -= 1
@@ -248,9 +248,9 @@ class Engine:
 
     def _take_copies(self) -> None:
         for copy, transfer in self.link.ended(self.now_s):
-            if not copy.forgotten:  # as the plugin, which hears no more of a copy once it is forgotten
+            if not copy.forgotten:  # as in the plugin, which gets no report on a forgotten copy
                 self.tallied.moved_bytes += transfer.bytes
-                self.journal.transfer(copy, transfer, self._step.number)
+                self.trace_writer.transfer(copy, transfer, self._step.number)
             if transfer.direction == "save":
                 self.preemptions.saved(copy)
                 self.copies.saved(copy)
@@ -269,81 +269,89 @@ class Engine:
             self.tallied.recomputed_tokens += step.recomputed_tokens
             if self.tallied.beyond is not None and step.scheduled_tokens:
                 self.tallied.beyond.add(load_of(step))
-            self.journal.step(step)
+            self.trace_writer.step(step)
 
     # ---- many steps at once ----
 
     def leap(self) -> bool:
-        """Take the steps in which nothing happens but decoding, as many as there are; False where there are none."""
-        if len(self.flying) != self._asynchronous or (self.link.running and self.server.link.slowdown):
+        """Take all coming steps in which nothing but decoding happens at once; False where there are none."""
+        if len(self.steps_in_flight) != self._asynchronous or (self.link.running and self.server.link.slowdown):
             return False
-        most = self.stepper.leap(self.flying)
-        if most < 2:
+        max_steps = self.fast_path.leap_steps(self.steps_in_flight)
+        if max_steps < 2:
             return False
         events_s = [at_s for at_s in (self.link.next_end_s(), self.arrivals.next_s) if at_s is not None]
-        ends_s = self._ends(most, max(self.now_s, self._device_free_s), min(events_s, default=inf))
+        ends_s = self._ends(max_steps, max(self.now_s, self._device_free_s), min(events_s, default=inf))
         self._take_steps(ends_s)
         return True
 
-    def _ends(self, most: int, began_s: float, next_s: float) -> list[float]:
-        """When the step before ended, then the ends of the crowd's next steps: ``most``, or as many as are scheduled
-        until it is known that ``next_s`` has passed."""
-        times, stepper = self.times, self.stepper
-        first_s = times.step_s(stepper.load(0))
+    def _ends(self, max_steps: int, began_s: float, next_s: float) -> list[float]:
+        """End of the previous step, then the ends of the decode batch's next steps: ``max_steps``, or as many as are
+        scheduled before ``next_s`` is known to have passed."""
+        times, fast_path = self.times, self.fast_path
+        first_s = times.step_s(fast_path.load(0))
         if next_s < inf and first_s > 0.0:
-            most = min(most, max(0, int((next_s - began_s) / first_s)) + 2)
-        if most > FEW_STEPS:
-            ends_s = np.cumsum(np.concatenate([[began_s], times.steps_s(stepper.loads(most))]))
-            # Scheduling ahead, a step's end is known when the one after it is scheduled.
-            known_s = ends_s[:-1] if self._asynchronous else ends_s[1:]
-            found: list[float] = ends_s[: min(most, int(np.searchsorted(known_s, next_s)) + 1) + 1].tolist()
-            return found
-        found = [began_s, began_s + first_s]
-        while len(found) <= most and found[-1 - self._asynchronous] < next_s:
-            found.append(found[-1] + times.step_s(stepper.load(len(found) - 1)))
-        return found
+            max_steps = min(max_steps, max(0, int((next_s - began_s) / first_s)) + 2)
+        if max_steps > FEW_STEPS:
+            all_ends_s = np.cumsum(np.concatenate([[began_s], times.steps_s(fast_path.loads(max_steps))]))
+            # Scheduling ahead, the end of a step is known only when the next step is scheduled.
+            known_s = all_ends_s[:-1] if self._asynchronous else all_ends_s[1:]
+            ends_s: list[float] = all_ends_s[: min(max_steps, int(np.searchsorted(known_s, next_s)) + 1) + 1].tolist()
+            return ends_s
+        ends_s = [began_s, began_s + first_s]
+        while len(ends_s) <= max_steps and ends_s[-1 - self._asynchronous] < next_s:
+            ends_s.append(ends_s[-1] + times.step_s(fast_path.load(len(ends_s) - 1)))
+        return ends_s
 
     def _take_steps(self, ends_s: list[float]) -> None:
-        """``ends_s``: see :meth:`_ends`."""
-        crowd = self.stepper.crowd
-        last_s, members = crowd.last_s, len(crowd)
+        """Take the decode steps that end at ``ends_s``; see :meth:`_ends`."""
+        batch = self.fast_path.batch
+        last_s, members = batch.last_s, len(batch)
         for began_s, end_s in pairwise(ends_s):
-            self.flying.append(self._crowd_step(began_s, end_s))
-            step = self.flying.popleft()
+            self.steps_in_flight.append(self._batch_step(began_s, end_s))
+            step = self.steps_in_flight.popleft()
             self.tallied.itl.add(step.end_s - last_s, members)
             self._count_step(step)
             last_s = step.end_s
-        self.now_s = crowd.last_s = last_s
+        self.now_s = batch.last_s = last_s
         self._device_free_s = ends_s[-1]
         if self.link.running:
             self._take_copies()
             self.preemptions.settle()
         if not self._asynchronous:
-            through = crowd.through(self.scheduler.pool)
-            for live in through:
+            finished = batch.pop_finished(self.scheduler.pool)
+            for live in finished:
                 self._take_last(live)
-            self._leave(through)
+            self._remove(finished)
 
-    def _crowd_step(self, began_s: float, end_s: float) -> Step:
-        crowd = self.stepper.crowd
-        count, read = len(crowd), crowd.read_tokens + len(crowd)
+    def _batch_step(self, began_s: float, end_s: float) -> Step:
+        batch = self.fast_path.batch
+        count, read_tokens = len(batch), batch.read_tokens + len(batch)
         step = self._step = Step(
-            self._steps, began_s, count, count, count, read, crowd=count, crowd_read=read, end_s=end_s
+            self._steps,
+            began_s,
+            count,
+            count,
+            count,
+            read_tokens,
+            batch_requests=count,
+            batch_read_tokens=read_tokens,
+            end_s=end_s,
         )
         self._steps += 1
-        crowd.step(self.scheduler.pool)
-        self.note(step)
+        batch.step(self.scheduler.pool)
+        self.note_occupancy(step)
         return step
 
-    # ---- told by the scheduler ----
+    # ---- called by the scheduler ----
 
-    def _preempting(self, live: Live) -> None:
+    def _preempting(self, live: LiveRequest) -> None:
         self.preemptions.preempting(live, self.scheduler, self.copies, self._step, self.now_s)
 
-    def _admitted(self, live: Live, load_tokens: int) -> None:
+    def _admitted(self, live: LiveRequest, load_tokens: int) -> None:
         if load_tokens:
             self.copies.begin_load(live, load_tokens, self.server.block_size)
-        elif live.copy is not None:  # it fits what is cached here: the copy has served
+        elif live.copy is not None:  # all of it is in the prefix cache: the copy is not needed
             self.preemptions.forget(live, self.copies)
         opened = self.preemptions.ledger.of(live)
         if opened is not None and opened.admitted_s is None:
@@ -358,12 +366,12 @@ class Builtin:
     """The built-in simulator. Satisfies :class:`kvpolicy.simulator.Simulator`."""
 
     leap: bool = True
-    """Whether steps in which nothing but decoding happens are taken at once. The results are the same."""
+    """Whether runs of pure decode steps are taken at once. The results are the same."""
     victims: Victims | None = None
-    """Whose blocks are taken; None: as vLLM does."""
+    """How victims are chosen; None: as vLLM does."""
     wall: Callable[[], float] = time.perf_counter
     created: str = FIXED_DAY
-    """Of the trace's header; fixed, so that equal runs give equal traces."""
+    """Creation time in the trace's header; fixed, so that equal runs give equal traces."""
 
     @property
     def name(self) -> str:
@@ -379,19 +387,19 @@ class Builtin:
         sink: Sink | None = None,
         on_decision: DecisionObserver | None = None,
     ) -> Run:
-        """See :class:`kvpolicy.simulator.Simulator`. Raises ValueError for a server that cannot be, or rules of a
-        version that it does not have."""
+        """See :class:`kvpolicy.simulator.Simulator`. Raises ValueError for an impossible server, or for scheduling
+        rules of an unsupported version."""
         _refuse_impossible(server)
         began = self.wall()
         identity = Identity(requests, policy, server, times, seed)
         core = identity.core("sim")
         if sink is not None:
             sink.begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
-        journal = Journal(core, sink)
+        trace_writer = TraceWriter(core, sink)
         victims = self.victims or VllmVictims(server.scheduling)
-        engine = Engine(identity, journal, victims, self.leap, on_decision)
+        engine = Engine(identity, trace_writer, victims, self.leap, on_decision)
         engine.run()
-        journal.flush()
+        trace_writer.flush()
         trace = None if sink is None else sink.finish()
         return Run(engine.tallied.summary(self.wall() - began), trace)
 

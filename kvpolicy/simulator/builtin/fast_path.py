@@ -1,7 +1,7 @@
-"""Steps taken without touching everybody: the crowd decodes, the few others are scheduled one by one.
+"""The fast path: the decode batch is advanced in bulk, and the few other running requests are scheduled one by one.
 
-Whatever the crowd cannot do exactly as vLLM would (a block is missing, the budget does not reach everybody) is refused,
-and the plain scheduler takes the step.
+A step that this cannot do exactly as vLLM would (a block is missing, or the token budget does not cover all running
+requests) is refused, and the plain scheduler takes it.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ import numpy as np
 
 from kvpolicy.arrays import Floats
 from kvpolicy.simulator.base import LOAD, Server, StepLoad
-from kvpolicy.simulator.builtin.decode_batch import Crowd
-from kvpolicy.simulator.builtin.live_request import Live, Status, Step
+from kvpolicy.simulator.builtin.decode_batch import DecodeBatch
+from kvpolicy.simulator.builtin.live_request import LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
 
 MAX_STEPS = 2048
-"""Taken at once."""
+"""Decode steps taken at once."""
 
 
-class Stepper:
-    """Keeps the crowd, and schedules by it where it can."""
+class FastPath:
+    """Owns the decode batch and schedules with it where it can."""
 
     def __init__(self, server: Server, scheduler: Scheduler) -> None:
-        self.crowd = Crowd(server.block_size, int(server.asynchronous))
+        self.batch = DecodeBatch(server.block_size, int(server.asynchronous))
         self._server = server
         self._scheduler = scheduler
-        self._outside: list[Live] = []
-        """Running requests that are not of the crowd, in their order."""
-        self._through: list[Live] = []
-        """Those who have just left it, their last token being on its way."""
+        self._outside: list[LiveRequest] = []
+        """Running requests outside the decode batch, in scheduling order."""
+        self._finished: list[LiveRequest] = []
+        """Requests that have just left the batch while their last token is in flight."""
 
-    def schedule(self, step: Step, flying: Sequence[Step]) -> bool:
-        """Fill ``step``; False, and nothing done, where the plain scheduler has to."""
-        if self._server.asynchronous:  # before anything is counted: they take neither budget nor blocks
-            self._through += self.crowd.through(self._scheduler.pool)
-        prefills = self._gather(flying)
+    def schedule(self, step: Step, steps_in_flight: Sequence[Step]) -> bool:
+        """Fill ``step``. Return False, with nothing done, where the plain scheduler has to take it."""
+        if self._server.asynchronous:  # before counting: finished requests take neither budget nor blocks
+            self._finished += self.batch.pop_finished(self._scheduler.pool)
+        prefills = self._sort_outside(steps_in_flight)
         if prefills is None or not self._fits(prefills):
             return False
-        scheduler, crowd = self._scheduler, self.crowd
-        step.through, self._through = self._through, []
-        step.crowd = len(crowd)
-        step.crowd_read = crowd.read_tokens + step.crowd
-        crowd.step(scheduler.pool)
-        budget = self._server.token_budget - step.crowd
+        scheduler, batch = self._scheduler, self.batch
+        step.finished, self._finished = self._finished, []
+        step.batch_requests = len(batch)
+        step.batch_read_tokens = batch.read_tokens + step.batch_requests
+        batch.step(scheduler.pool)
+        budget = self._server.token_budget - step.batch_requests
         if prefills:
             budget = scheduler.run(step, budget, len(scheduler.running) - len(prefills))
         if budget and (prefills or not scheduler.blocked):
@@ -53,56 +53,59 @@ class Stepper:
             self._outside += scheduler.running[before:]
         scheduler.advance(step)
         if prefills:
-            scheduler.blocked = False  # what they need no more, a load may have
+            scheduler.blocked = False  # blocks reserved for prefills may now go to a load
         if not self._server.asynchronous:
-            step.through = crowd.through(scheduler.pool)
+            step.finished = batch.pop_finished(scheduler.pool)
         return True
 
-    def stand_back(self, flying: Sequence[Step]) -> None:
-        """Nobody is of the crowd any more: the plain scheduler finds everything as it left it."""
+    def dissolve_batch(self, steps_in_flight: Sequence[Step]) -> None:
+        """Dissolve the decode batch, so that the plain scheduler finds every request up to date."""
         asynchronous = self._server.asynchronous
-        clock = self.crowd.clock
-        members = sorted([*self.crowd.dissolve(self._scheduler.pool), *self._through], key=lambda live: live.turn)
-        for step in flying if asynchronous else ():
+        clock = self.batch.clock
+        members = sorted([*self.batch.dissolve(self._scheduler.pool), *self._finished], key=lambda live: live.turn)
+        for step in steps_in_flight if asynchronous else ():
             listed = {live: 1 for live in members if live.joined < clock}
             step.scheduled = listed | step.scheduled
             step.sampling |= set(listed)
-            step.crowd = 0
-        self._outside, self._through = [], []
+            step.batch_requests = 0
+        self._outside, self._finished = [], []
 
-    def stood_back(self) -> None:
-        """The plain scheduler has taken a step."""
+    def after_plain_step(self) -> None:
+        """Take over the running list after a step of the plain scheduler."""
         self._outside = list(self._scheduler.running)
 
-    def _gather(self, flying: Sequence[Step]) -> list[Live] | None:
-        """Who can joins the crowd; returns those in the middle of their prefill, None where somebody is neither."""
-        prefills: list[Live] = []
+    def _sort_outside(self, steps_in_flight: Sequence[Step]) -> list[LiveRequest] | None:
+        """Move requests that only decode into the batch.
+
+        Return those still in their prefill; None where a request is neither.
+        """
+        prefills: list[LiveRequest] = []
         for live in self._outside:
             if live.status is not Status.RUNNING or self._scheduler.last_token_is_coming(live):
                 continue
             if live.tokens + live.placeholders - live.computed > 1:
                 prefills.append(live)
-            elif self._regular(live, flying) and not prefills:
-                self.crowd.join(live)
+            elif self._decoded_last_step(live, steps_in_flight) and not prefills:
+                self.batch.join(live)
             else:
                 return None
         self._outside = prefills
-        if prefills and prefills[0].turn < self.crowd.latest_turn:
+        if prefills and prefills[0].turn < self.batch.latest_turn:
             return None
         return prefills
 
-    def _regular(self, live: Live, flying: Sequence[Step]) -> bool:
-        """Whether it has a token in, or from, the step before this one, as the crowd has."""
+    def _decoded_last_step(self, live: LiveRequest, steps_in_flight: Sequence[Step]) -> bool:
+        """Whether the request got a token in the previous step, as every member of the batch did."""
         if self._server.asynchronous:
-            return bool(flying) and live in flying[-1].sampling
-        return live.last_s == self.crowd.last_s
+            return bool(steps_in_flight) and live in steps_in_flight[-1].sampling
+        return live.last_s == self.batch.last_s
 
-    def _fits(self, prefills: list[Live]) -> bool:
-        """Whether budget and blocks reach everybody who runs."""
-        budget = self._server.token_budget - len(self.crowd)
+    def _fits(self, prefills: list[LiveRequest]) -> bool:
+        """Whether token budget and free blocks cover all running requests."""
+        budget = self._server.token_budget - len(self.batch)
         if budget < 0:
             return False
-        missing = self.crowd.missing_blocks()
+        missing = self.batch.missing_blocks()
         for live in prefills:
             new = min(live.tokens + live.placeholders - live.computed, budget)
             missing += max(-(-(live.computed + new) // self._server.block_size) - live.held, 0)
@@ -111,27 +114,27 @@ class Stepper:
 
     # ---- many steps at once ----
 
-    def leap(self, flying: Sequence[Step]) -> int:
-        """How many steps can be taken in which nothing happens but decoding, as far as time does not matter."""
-        if self._outside or not len(self.crowd) or len(self.crowd) > self._server.token_budget:
+    def leap_steps(self, steps_in_flight: Sequence[Step]) -> int:
+        """Number of steps in which nothing but decoding happens, events in time left out of account; 0 for none."""
+        if self._outside or not len(self.batch) or len(self.batch) > self._server.token_budget:
             return 0
         scheduler = self._scheduler
         if scheduler.waiting_requests and not scheduler.blocked:
             return 0
-        if any(step.scheduled or step.through or step.saves or step.loads for step in flying):
+        if any(step.scheduled or step.finished or step.saves or step.loads for step in steps_in_flight):
             return 0
-        most = min(self.crowd.next_end(), MAX_STEPS)
-        return self.crowd.steps_within(scheduler.pool.free, most) if most > 1 else 0
+        max_steps = min(self.batch.next_end(), MAX_STEPS)
+        return self.batch.steps_within(scheduler.pool.free, max_steps) if max_steps > 1 else 0
 
     def load(self, ahead: int) -> StepLoad:
-        """What the crowd computes in a step, that many steps ahead."""
-        count = len(self.crowd)
-        return StepLoad(count, count, self.crowd.read_tokens + count * (ahead + 1), 0, 0, 0)
+        """What the batch computes in the step that is ``ahead`` steps after the next one."""
+        count = len(self.batch)
+        return StepLoad(count, count, self.batch.read_tokens + count * (ahead + 1), 0, 0, 0)
 
     def loads(self, steps: int) -> Floats:
-        """What those steps compute: rows of :data:`LOAD` columns."""
-        count = len(self.crowd)
-        found = np.zeros((steps, len(LOAD)))
-        found[:, 0] = found[:, 1] = count
-        found[:, 2] = self.crowd.read_tokens + count * np.arange(1, steps + 1)
-        return found
+        """What the next ``steps`` steps compute: rows of :data:`LOAD` columns."""
+        count = len(self.batch)
+        loads = np.zeros((steps, len(LOAD)))
+        loads[:, 0] = loads[:, 1] = count
+        loads[:, 2] = self.batch.read_tokens + count * np.arange(1, steps + 1)
+        return loads

@@ -1,4 +1,4 @@
-"""A request while it is served, and a preemption while its cost is not yet known."""
+"""State of a request while it is served, and of a preemption until its cost is known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.workload import Request
 
 
 class Status(IntEnum):
-    """Of a request, by vLLM's names."""
+    """Status of a request, by vLLM's names."""
 
     WAITING = 0
     RUNNING = 1
@@ -23,8 +23,8 @@ class Status(IntEnum):
     FINISHED = 4
 
 
-class Held:
-    """A block with a content that somebody may look for."""
+class KeyedBlock:
+    """A block whose content has a key, so that a request can find it in the prefix cache."""
 
     __slots__ = ("holders", "key", "place")
 
@@ -32,11 +32,11 @@ class Held:
         self.key = key
         self.holders = 1
         self.place = 0
-        """Of its last entry into the queue of free blocks, while it is free."""
+        """Number of its latest entry in the queue of free blocks; 0 while a request holds it."""
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveRequest:
     """One request. Token counts are those of vLLM's ``Request``."""
 
     number: int
@@ -44,32 +44,32 @@ class Live:
     request: Request
     arrival_s: float
     keys: tuple[int, ...] = ()
-    """Contents of its leading full blocks that others may have too."""
+    """Content keys of its leading full blocks that other requests may share."""
     status: Status = Status.WAITING
     outputs: int = 0
     """Output tokens that are known."""
     computed: int = 0
     """Tokens whose KV is computed or being computed."""
     placeholders: int = 0
-    """Output tokens that a step in flight will bring; asynchronous scheduling alone."""
+    """Output tokens that a step in flight will bring; only with asynchronous scheduling."""
     in_flight: int = 0
     """Tokens scheduled in steps whose output is not back."""
     stale: int = 0
-    """Of those, the ones scheduled before it was preempted."""
+    """The part of ``in_flight`` that was scheduled before the request was preempted."""
     prefilling: bool = False
     """Whether its last scheduled chunk did not reach its last known token."""
-    known: list[Held] = field(default_factory=list)
-    """Its leading blocks, as far as somebody may look for their content."""
+    keyed_blocks: list[KeyedBlock] = field(default_factory=list)
+    """Its leading blocks whose content has a key."""
     held: int = 0
-    """Blocks it holds."""
+    """Number of blocks it holds."""
     cached: int = 0
-    """Of these, leading ones that are in the prefix cache."""
+    """Number of its leading blocks that are in the prefix cache."""
     turn: int = 0
-    """Rises in the order of the running list."""
+    """Number that rises in the order of the running list."""
     joined: int = 0
-    """Clock of the decoding set at which it joined."""
+    """Clock of the decode batch when it joined."""
     ends: int = 0
-    """Clock at which its last token comes."""
+    """Clock of the decode batch at which its last token is scheduled."""
     preemptions: int = 0
     recomputed: int = 0
     loaded: int = 0
@@ -93,25 +93,25 @@ class Copy:
     """A request's KV in host memory, as it was at one preemption."""
 
     copy_id: int
-    live: Live
+    live: LiveRequest
     account: Account
     tokens: int
     blocks: int
     load_tokens: int = 0
     load_blocks: int = 0
     loading: bool = False
-    told: bool = False
+    sent: bool = False
     """Whether a step has brought the save to the worker."""
     saved: bool = False
-    """Whether the worker has said that it is done."""
+    """Whether the worker has reported the save as done."""
     forgotten: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Account(OpenPreemption):
-    """One preemption: what was decided, what it costs so far. Closed where there is an outcome."""
+    """One preemption: the decision, and its cost so far. Closed once it has an outcome."""
 
-    request: Live
+    request: LiveRequest
     situation: Preemption
     decision: Decision
     option: Option
@@ -120,25 +120,25 @@ class Account(OpenPreemption):
     engine_s: float = 0.0
     others_s: float = 0.0
     busy: int = 0
-    """Copies on their way."""
+    """Copies queued or under way."""
     outcome: Outcome | None = None
-    """As it closed: without what it cost the engine, which later steps may add to."""
+    """As of its closing, without engine time, to which later steps may add."""
 
 
 @dataclass(slots=True, eq=False)
 class Step(ledger.Step[Account]):
-    """One scheduled step until its output is back; what its parts count includes the crowd."""
+    """One scheduled step until its output is back; its counts include the decode batch."""
 
-    scheduled: dict[Live, int] = field(default_factory=dict)
-    """Tokens by request, in vLLM's order; without those that decode in the crowd."""
-    crowd: int = 0
-    """Requests that decode one token each and are not listed."""
-    crowd_read: int = 0
-    """Context they read."""
-    through: list[Live] = field(default_factory=list)
-    """Of the crowd: those whose last token it schedules, or scheduled before it where scheduling runs ahead."""
-    sampling: set[Live] = field(default_factory=set)
-    """Listed requests for which the step brings a token."""
+    scheduled: dict[LiveRequest, int] = field(default_factory=dict)
+    """Tokens by request, in vLLM's order, without the decode batch."""
+    batch_requests: int = 0
+    """Requests of the decode batch, one token each; they are not listed in ``scheduled``."""
+    batch_read_tokens: int = 0
+    """Context that the decode batch reads."""
+    finished: list[LiveRequest] = field(default_factory=list)
+    """Requests of the decode batch whose last token this step schedules; scheduling ahead, the step before it."""
+    sampling: set[LiveRequest] = field(default_factory=set)
+    """Requests in ``scheduled`` that get a token from the step."""
     to_save: Sequence[Copy] = ()
     to_load: Sequence[Copy] = ()
     end_s: float = 0.0

@@ -1,4 +1,4 @@
-"""A preemption: what is known about it, what the policy makes of it, what it turns out to cost."""
+"""Preemptions of a run: the situation, the policy's decision, and the cost."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from kvpolicy.events import Outcome, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Decider, Feedback, Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Server
-from kvpolicy.simulator.builtin.host_copies import CopyBook
-from kvpolicy.simulator.builtin.live_request import Account, Copy, Live, Step
+from kvpolicy.simulator.builtin.host_copies import HostPool
+from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
-from kvpolicy.simulator.builtin.trace_writer import Journal
+from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.summary import Tallied
 
 
 class Preemptions:
-    """Opens, decides, follows and closes the preemptions of a run."""
+    """Decides on the preemptions of a run and follows each until its outcome is recorded."""
 
     def __init__(
         self,
         server: Server,
         policy: Policy,
         seed: int,
-        journal: Journal,
+        trace_writer: TraceWriter,
         tallied: Tallied,
         on_decision: DecisionObserver | None = None,
     ) -> None:
         self._server = server
         self._decider = Decider(policy, random.Random(seed))
-        self._journal = journal
+        self._trace_writer = trace_writer
         self._tallied = tallied
         self._on_decision = on_decision
         self.ledger: Ledger[Account] = Ledger()
         self._count = 0
         self._closing: list[Account] = []
 
-    def preempting(self, live: Live, scheduler: Scheduler, copies: CopyBook, step: Step, now_s: float) -> None:
-        """``live`` has left the running list and still holds its blocks: decide, and queue a save where it swaps."""
+    def preempting(self, live: LiveRequest, scheduler: Scheduler, copies: HostPool, step: Step, now_s: float) -> None:
+        """Decide for a request that has left the running list and still holds its blocks; queue a save for a swap."""
         self._count += 1
-        preemption_id = f"{self._journal.core}-{self._count}"
+        preemption_id = f"{self._trace_writer.core}-{self._count}"
         situation = situation_of(live, scheduler, copies, self._server, now_s)
         decision = self._decider.decide(situation, policies.why_no_swap(situation))
         if self._on_decision is not None:
             self._on_decision(decision)
-        option = next(one for one in decision.options if one.kind == decision.executed)
+        option = next(candidate for candidate in decision.options if candidate.kind == decision.executed)
         account = Account(
             preemption_id=preemption_id,
             request=live,
@@ -65,29 +65,29 @@ class Preemptions:
             self.forget(live, copies)
             copies.save(live, account, situation.held_blocks)
         else:
-            self._decided(account)
+            self._record_decision(account)
         step.lost.append(preemption_id)
         earlier = self.ledger.of(live)
         self._close(earlier, self.ledger.preempted(account))
 
-    def _decided(self, account: Account) -> None:
-        """Nothing can change any more about what was executed."""
+    def _record_decision(self, account: Account) -> None:
+        """Count and record the decision, once what is executed is final."""
         self._tallied.preemptions[account.executed] += 1
-        self._journal.decision(account)
+        self._trace_writer.decision(account)
 
     def saved(self, copy: Copy) -> None:
-        """Its save is through: only now the decision is recorded, as in a server."""
+        """Record the decision of a swap once its save is complete, as a server does."""
         if not copy.forgotten:
-            self._decided(copy.account)
+            self._record_decision(copy.account)
 
-    def forget(self, live: Live, copies: CopyBook) -> None:
-        """The request's copy is of no use any more."""
+    def forget(self, live: LiveRequest, copies: HostPool) -> None:
+        """Drop the request's copy; where its save was not complete, the decision is recorded now."""
         unsaved = copies.forget(live)
         if unsaved is not None:
-            self._decided(unsaved.account)
+            self._record_decision(unsaved.account)
 
     def count(self, step: Step) -> None:
-        """What of the step is computed again; computed tokens are advanced past it."""
+        """Count the step's repeated tokens. Computed tokens must already include the step."""
         lost = self.ledger.lost
         if lost.keys().isdisjoint(step.scheduled.keys()):
             return
@@ -98,31 +98,31 @@ class Preemptions:
             part.opened.request.recomputed += part.tokens
 
     def back(self, step: Step, now_s: float) -> None:
-        """The step's output is there, and with it those who are where they were before."""
+        """Close the preemptions whose requests are back at their lost token with this step's output."""
         for account in step.back:
             self._close(account, account.close("resumed", now_s))
 
-    def finished(self, live: Live, copies: CopyBook, now_s: float) -> None:
-        """The request's last token is out."""
+    def finished(self, live: LiveRequest, copies: HostPool, now_s: float) -> None:
+        """Close the request's preemption, if one is open, and drop its copy: its last token is out."""
         self.forget(live, copies)
         if live in self.ledger.lost:
             account = self.ledger.of(live)
             self._close(account, self.ledger.gone(live, now_s))
 
     def settle(self) -> None:
-        """Tell of the preemptions that nothing more will be charged to."""
+        """Record the outcomes of closed preemptions to which no later step will be charged."""
         if not self._closing:
             return
-        waiting = []
+        still_open = []
         for account in self._closing:
             if account.busy or account.outstanding:
-                waiting.append(account)
+                still_open.append(account)
             else:
                 assert account.outcome is not None
                 outcome = replace(account.outcome, engine_s=account.engine_s, others_delay_s=account.others_s)
-                self._journal.outcome(outcome)
+                self._trace_writer.outcome(outcome)
                 self._learn(account, outcome)
-        self._closing = waiting
+        self._closing = still_open
 
     def _close(self, account: Account | None, outcome: Outcome | None) -> None:
         if account is not None:
@@ -134,8 +134,8 @@ class Preemptions:
             self._decider.learn(Feedback(account.situation, account.option, outcome.engine_s, outcome.victim_delay_s))
 
 
-def situation_of(live: Live, scheduler: Scheduler, copies: CopyBook, server: Server, now_s: float) -> Preemption:
-    """What is known about ``live``, which is not in the running list any more. O(its blocks + running requests)."""
+def situation_of(live: LiveRequest, scheduler: Scheduler, copies: HostPool, server: Server, now_s: float) -> Preemption:
+    """The situation of ``live``, which has left the running list. Time: O(its blocks + running requests)."""
     size = server.block_size
     held = -(-live.computed // size)
     return Preemption(
@@ -151,7 +151,7 @@ def situation_of(live: Live, scheduler: Scheduler, copies: CopyBook, server: Ser
         hashed_blocks=min(live.cached, held),
         device_blocks=server.device_blocks + NULL_BLOCK,
         free_blocks=scheduler.pool.free,
-        short_blocks=short_blocks(_lacking(live, scheduler, server), scheduler.pool.free),
+        short_blocks=short_blocks(_lacking_by_request(live, scheduler, server), scheduler.pool.free),
         host_blocks=copies.total,
         free_host_blocks=copies.free,
         running_requests=len(scheduler.running),
@@ -165,9 +165,9 @@ def situation_of(live: Live, scheduler: Scheduler, copies: CopyBook, server: Ser
     )
 
 
-def _lacking(victim: Live, scheduler: Scheduler, server: Server) -> Iterator[int]:
-    """Blocks that each running request and the victim, in scheduling order, lack for what it computes next."""
+def _lacking_by_request(victim: LiveRequest, scheduler: Scheduler, server: Server) -> Iterator[int]:
+    """Blocks that each running request, then the victim, lacks for what it computes next."""
     size, budget = server.block_size, server.token_budget
     for live in (*scheduler.running, victim):
-        ahead = min(max(1, live.tokens + live.placeholders - live.computed), budget)
-        yield lacking_blocks(live.computed, ahead, live.held, size)
+        next_tokens = min(max(1, live.tokens + live.placeholders - live.computed), budget)
+        yield lacking_blocks(live.computed, next_tokens, live.held, size)

@@ -1,7 +1,7 @@
 """vLLM V1's ``Scheduler.schedule``, rule by rule, for one group of full-attention blocks.
 
-Nothing here knows of time or of policies: whoever loses its blocks is told to ``preempting`` before they are freed. The
-order in which waiting requests are admitted, and whose blocks are taken when an allocation fails, stand first.
+The scheduler knows neither time nor policies: it calls ``preempting`` with a victim before the victim's blocks are
+freed. The module begins with the choice of victims and the queues of waiting requests.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Protocol
 
 from kvpolicy.simulator.base import NULL_BLOCK, Scheduling, Server
 from kvpolicy.simulator.builtin.blocks import Pool
-from kvpolicy.simulator.builtin.host_copies import CopyBook
-from kvpolicy.simulator.builtin.live_request import Live, Status, Step
+from kvpolicy.simulator.builtin.host_copies import HostPool
+from kvpolicy.simulator.builtin.live_request import LiveRequest, Status, Step
 
 
 class Victims(Protocol):
-    """Chooses one of the running requests. Pure: equal arguments, equal choice."""
+    """Chooses the victim among the running requests. Pure: equal arguments give equal choices."""
 
-    def choose(self, running: Sequence[Live]) -> int:
-        """Index of the victim. ``running``: in the order of scheduling; read them, change nothing."""
+    def choose(self, running: Sequence[LiveRequest]) -> int:
+        """Index of the victim. ``running`` is in scheduling order and must not be changed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class VllmVictims:
-    """As vLLM does: the last one that was admitted; under priority scheduling the least urgent, latest one."""
+    """vLLM's choice: the request admitted last; under priority scheduling the least urgent, latest request."""
 
     scheduling: Scheduling
 
-    def choose(self, running: Sequence[Live]) -> int:
+    def choose(self, running: Sequence[LiveRequest]) -> int:
         if self.scheduling == "fcfs":
             return len(running) - 1
         ranks = [(live.request.priority, live.arrival_s) for live in running]
@@ -40,45 +40,45 @@ class VllmVictims:
 
 
 class Queue(Protocol):
-    """What vLLM's ``RequestQueue`` does, as far as it is needed."""
+    """The part of vLLM's ``RequestQueue`` that the scheduler needs."""
 
     def __len__(self) -> int: ...
 
-    def append(self, live: Live) -> None: ...
+    def append(self, live: LiveRequest) -> None: ...
 
-    def first(self) -> Live: ...
+    def first(self) -> LiveRequest: ...
 
-    def pop(self) -> Live: ...
+    def pop(self) -> LiveRequest: ...
 
-    def put_back(self, lives: Iterable[Live]) -> None:
-        """To the front, in their order; by rank where ranks decide."""
+    def put_back(self, lives: Iterable[LiveRequest]) -> None:
+        """Return requests to the front in their order, or to their rank in a ranked queue."""
         ...
 
-    def remove(self, live: Live) -> None: ...
+    def remove(self, live: LiveRequest) -> None: ...
 
 
 class Fifo:
     """First come, first served."""
 
     def __init__(self) -> None:
-        self._lives: deque[Live] = deque()
+        self._lives: deque[LiveRequest] = deque()
 
     def __len__(self) -> int:
         return len(self._lives)
 
-    def append(self, live: Live) -> None:
+    def append(self, live: LiveRequest) -> None:
         self._lives.append(live)
 
-    def first(self) -> Live:
+    def first(self) -> LiveRequest:
         return self._lives[0]
 
-    def pop(self) -> Live:
+    def pop(self) -> LiveRequest:
         return self._lives.popleft()
 
-    def put_back(self, lives: Iterable[Live]) -> None:
+    def put_back(self, lives: Iterable[LiveRequest]) -> None:
         self._lives.extendleft(reversed(list(lives)))
 
-    def remove(self, live: Live) -> None:
+    def remove(self, live: LiveRequest) -> None:
         self._lives.remove(live)
 
 
@@ -86,25 +86,25 @@ class Ranked:
     """By priority, then arrival, then number."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, int], Live]] = []
+        self._heap: list[tuple[tuple[int, float, int], LiveRequest]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def append(self, live: Live) -> None:
+    def append(self, live: LiveRequest) -> None:
         heapq.heappush(self._heap, (live.order, live))
 
-    def first(self) -> Live:
+    def first(self) -> LiveRequest:
         return self._heap[0][1]
 
-    def pop(self) -> Live:
+    def pop(self) -> LiveRequest:
         return heapq.heappop(self._heap)[1]
 
-    def put_back(self, lives: Iterable[Live]) -> None:
+    def put_back(self, lives: Iterable[LiveRequest]) -> None:
         for live in lives:
             self.append(live)
 
-    def remove(self, live: Live) -> None:
+    def remove(self, live: LiveRequest) -> None:
         self._heap.remove((live.order, live))
         heapq.heapify(self._heap)
 
@@ -120,22 +120,22 @@ class Scheduler:
         self,
         server: Server,
         pool: Pool,
-        copies: CopyBook,
+        copies: HostPool,
         victims: Victims,
-        preempting: Callable[[Live], None],
-        admitted: Callable[[Live, int], None],
+        preempting: Callable[[LiveRequest], None],
+        admitted: Callable[[LiveRequest, int], None],
     ) -> None:
         self.pool = pool
-        self.running: list[Live] = []
+        self.running: list[LiveRequest] = []
         self.waiting: Queue = queue_for(server.scheduling)
         self.holding: Queue = queue_for(server.scheduling)
-        """Waiting requests that hold blocks: being loaded, or loaded. Always asked first."""
-        self.loaded: set[Live] = set()
-        """Of those, the ones whose load was reported and that were not asked since."""
+        """Waiting requests that hold blocks, because they are being loaded or are loaded. Always admitted first."""
+        self.loaded: set[LiveRequest] = set()
+        """Requests in ``holding`` whose load was reported as done and that were not considered since."""
         self.blocked = False
-        """Whether nobody who waits can be admitted until something changes beside the blocks that decodes take."""
-        self._prefills: dict[Live, None] = {}
-        """Admitted, but not yet through with their prefill: a load must leave them the blocks they still need."""
+        """Whether no waiting request can be admitted until more changes than the blocks that decodes take."""
+        self._prefills: dict[LiveRequest, None] = {}
+        """Admitted requests with an unfinished prefill: a load must leave them the blocks they still need."""
         self._server = server
         self._copies = copies
         self._victims = victims
@@ -143,32 +143,32 @@ class Scheduler:
         self._admitted = admitted
         self._turns = 0
         self._loading = 0
-        """Waiting requests whose load is under way, or ended and was not yet asked after."""
+        """Waiting requests whose load is under way, or has ended but was not yet considered."""
         self._watermark_blocks = int(server.watermark * (server.device_blocks + NULL_BLOCK))
 
     @property
     def waiting_requests(self) -> int:
         return len(self.waiting) + len(self.holding)
 
-    def arrive(self, live: Live) -> None:
+    def arrive(self, live: LiveRequest) -> None:
         if not len(self.waiting) or self._server.scheduling == "priority":
             self.blocked = False
         self.waiting.append(live)
 
     def schedule(self, step: Step) -> None:
-        """Fill ``step``; requests' computed tokens are advanced past it."""
+        """Fill ``step``; requests' computed tokens then include it."""
         budget = self.run(step, self._server.token_budget, 0)
         if not step.lost:
             self.admit(step, budget)
         self.advance(step)
-        self.blocked = False  # what a prefill needs no more, a load may have
+        self.blocked = False  # blocks reserved for a prefill may now go to a load
 
     # ---- running requests ----
 
     def run(self, step: Step, budget: int, index: int) -> int:
-        """Schedule who runs, from ``index`` of the running list on, preempting where blocks are missing.
+        """Schedule the running requests from ``index`` on, preempting where blocks are missing.
 
-        Returns the tokens left of the budget.
+        Return the tokens left of the budget.
         """
         running = self.running
         while index < len(running) and budget > 0:
@@ -177,7 +177,7 @@ class Scheduler:
             if new == 0 or self.last_token_is_coming(live):
                 index += 1
                 continue
-            while not self._hold(live, live.computed + new):
+            while not self._allocate(live, live.computed + new):
                 at = self._victims.choose(running)
                 victim = running.pop(at)
                 index -= at < index
@@ -191,11 +191,11 @@ class Scheduler:
             index += 1
         return budget
 
-    def preempt(self, victim: Live) -> None:
-        """Take the blocks of a request that has left the running list, and let it wait in front of all others."""
+    def preempt(self, victim: LiveRequest) -> None:
+        """Free the blocks of a request that has left the running list, and put it first in the waiting queue."""
         self._preempting(victim)
         self.blocked = False
-        self.pool.release(victim, again=True)
+        self.pool.release(victim, preempted=True)
         self._prefills.pop(victim, None)
         victim.status = Status.PREEMPTED
         victim.computed = victim.placeholders = 0
@@ -203,14 +203,14 @@ class Scheduler:
         victim.preemptions += 1
         self.waiting.put_back([victim])
 
-    def last_token_is_coming(self, live: Live) -> bool:
-        """Asynchronous scheduling: whether a step in flight brings its last token."""
+    def last_token_is_coming(self, live: LiveRequest) -> bool:
+        """Whether a step in flight brings the request's last token; only with asynchronous scheduling."""
         if not live.placeholders:
             return False
         return live.computed + 2 - live.placeholders >= live.request.total_tokens
 
-    def _hold(self, live: Live, tokens: int) -> bool:
-        """Have blocks for that many tokens; False where there are not enough."""
+    def _allocate(self, live: LiveRequest, tokens: int) -> bool:
+        """Allocate blocks for ``tokens`` tokens; return False where too few are free."""
         missing = -(-tokens // self._server.block_size) - live.held
         if missing > self.pool.free:
             return False
@@ -218,17 +218,17 @@ class Scheduler:
             self.pool.grow(live, missing)
         return True
 
-    def _cache_chunk(self, live: Live, computed: int) -> None:
-        """What a scheduled chunk completes is in the prefix cache at once, as far as its tokens are known."""
+    def _cache_chunk(self, live: LiveRequest, computed: int) -> None:
+        """Cache the blocks that a scheduled chunk completes at once, as far as their tokens are known."""
         self.pool.cache(live, min(computed, live.tokens))
 
     # ---- waiting requests ----
 
     def admit(self, step: Step, budget: int) -> None:
-        """Admit who waits, in their order, until somebody does not fit."""
-        waiting: list[Live] = []
-        holding: list[Live] = []
-        while budget > 0 and len(self.running) < self._places():
+        """Admit waiting requests in their order until one does not fit."""
+        waiting: list[LiveRequest] = []
+        holding: list[LiveRequest] = []
+        while budget > 0 and len(self.running) < self._max_running():
             queue = self.holding if len(self.holding) else self.waiting
             if not len(queue):
                 break
@@ -237,7 +237,7 @@ class Scheduler:
                 queue.pop()
                 (holding if live.computed or live.status is Status.LOADING else waiting).append(live)
                 continue
-            new = self._place(live, budget)
+            new = self._allocate_waiting(live, budget)
             if new is None:
                 break
             queue.pop()
@@ -251,12 +251,12 @@ class Scheduler:
         self.holding.put_back(holding)
         self.waiting.put_back(waiting)
 
-    def _places(self) -> int:
-        """How many may run: who is being loaded keeps its place; who is loaded comes first and takes it itself."""
+    def _max_running(self) -> int:
+        """Requests that may run: one being loaded keeps its place; one that is loaded comes first and takes it."""
         return self._server.max_running - self._loading + len(self.loaded)
 
-    def _ready(self, live: Live) -> bool:
-        """Whether it can be admitted now, as far as it lies with the request."""
+    def _ready(self, live: LiveRequest) -> bool:
+        """Whether the request itself is ready to be admitted."""
         if live.status is Status.LOADING:
             if live not in self.loaded:
                 return False
@@ -266,11 +266,11 @@ class Scheduler:
             live.status = Status.PREEMPTED if live.preemptions else Status.WAITING
         return live.stale == 0
 
-    def _place(self, live: Live, budget: int) -> int | None:
-        """Give it blocks: for its next chunk, whose tokens are returned, or (0) for what is to be loaded first.
+    def _allocate_waiting(self, live: LiveRequest, budget: int) -> int | None:
+        """Allocate blocks for its next chunk and return the chunk's tokens; 0 where it is to be loaded first.
 
-        None where the whole sequence as it is known does not fit (``scheduler_reserve_full_isl``) above the watermark,
-        or a load would take blocks that prefills on their way still need.
+        None where the whole sequence so far does not fit above the watermark (``scheduler_reserve_full_isl``), or a
+        load would take blocks that unfinished prefills still need.
         """
         fresh = live.computed == 0
         hits = self.pool.hits(live) if fresh else ()
@@ -279,8 +279,8 @@ class Scheduler:
         computed = local + loads if fresh else live.computed
         new = 0 if loads else min(live.tokens - computed, budget)
         held = live.held + len(hits)
-        taken = self.pool.idle(hits)
-        free = self.pool.free - taken - (self._watermark_blocks if self.running else 0)
+        idle = self.pool.idle(hits)
+        free = self.pool.free - idle - (self._watermark_blocks if self.running else 0)
         if max(self._blocks(live.tokens) - held, 0) > free:
             return None
         missing = max(self._blocks(computed + new) - held, 0)
@@ -300,7 +300,7 @@ class Scheduler:
             self._cache_chunk(live, computed + new)
         return new
 
-    def _start(self, live: Live, new: int) -> None:
+    def _start(self, live: LiveRequest, new: int) -> None:
         self.running.append(live)
         live.status = Status.RUNNING
         live.turn = self._turns
@@ -317,7 +317,7 @@ class Scheduler:
     # ---- after scheduling ----
 
     def advance(self, step: Step) -> None:
-        """Computed tokens go past the step; who samples in it is known."""
+        """Advance computed tokens past the step, and note which requests sample in it."""
         for live, new in step.scheduled.items():
             live.computed += new
             live.in_flight += new
@@ -327,9 +327,9 @@ class Scheduler:
                 step.sampling.add(live)
                 live.placeholders += self._server.asynchronous
 
-    def finish(self, live: Live) -> None:
-        """Its last token is out. Not taken out of the running list."""
-        self.pool.release(live, again=False)
+    def finish(self, live: LiveRequest) -> None:
+        """Release a request whose last token is out. The caller removes it from the running list."""
+        self.pool.release(live, preempted=False)
         self._prefills.pop(live, None)
         live.status = Status.FINISHED
         self.blocked = False

@@ -1,21 +1,21 @@
-"""Rows of the trace, with the meaning they have in a trace of the plugin; none are made without a sink."""
+"""Rows of the trace, with the same meaning as in a trace of the plugin; without a sink none are built."""
 
 from __future__ import annotations
 
 from kvpolicy.events import Outcome, Transfer
 from kvpolicy.simulator.base import Sink
-from kvpolicy.simulator.builtin.live_request import Account, Copy, Live, Step
+from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest, Step
 from kvpolicy.trace import Row, decision_row, outcome_row, request_row, step_row, transfer_row
 
 BATCH_ROWS = 1000
 
 
-class Journal:
-    """``core``: the engine core's name in the trace."""
+class TraceWriter:
+    """Builds trace rows and passes them to the sink in batches. ``core``: the engine core's name in the trace."""
 
     def __init__(self, core: str, sink: Sink | None) -> None:
         self.core = core
-        self.kept = sink is not None
+        self.enabled = sink is not None
         self._sink = sink
         self._rows: dict[str, list[Row]] = {}
 
@@ -32,7 +32,7 @@ class Journal:
             self.flush()
 
     def decision(self, account: Account) -> None:
-        if not self.kept:
+        if not self.enabled:
             return
         row = decision_row(
             account.situation,
@@ -47,11 +47,11 @@ class Journal:
         self._add("decisions", row)
 
     def outcome(self, outcome: Outcome) -> None:
-        if self.kept:
+        if self.enabled:
             self._add("outcomes", outcome_row(outcome))
 
-    def request(self, live: Live) -> None:
-        if not self.kept:
+    def request(self, live: LiveRequest) -> None:
+        if not self.enabled:
             return
         row = request_row(
             request=name_of(live),
@@ -68,16 +68,16 @@ class Journal:
         self._add("requests", row)
 
     def transfer(self, copy: Copy, transfer: Transfer, step: int) -> None:
-        if self.kept:
+        if self.enabled:
             account = copy.account
             row = transfer_row(transfer, preemption_id=account.preemption_id, step=step, tier=account.option.tier)
             self._add("transfers", row)
 
     def step(self, step: Step) -> None:
-        if self.kept:
+        if self.enabled:
             self._add("steps", step_row(step, step.began_s, step.end_s))
 
 
-def name_of(live: Live) -> str:
-    """A request's name in the trace: its place in the workload."""
+def name_of(live: LiveRequest) -> str:
+    """A request's name in the trace: its number in the workload."""
     return str(live.number)

@@ -1,4 +1,4 @@
-"""How long a simulated machine takes: by a cost model's laws, or by measured tables of operators.
+"""Step and copy times of a simulated machine: by a cost model's laws, or by measured tables of operators.
 
-``kvpolicy import-profile`` makes a hardware model of such tables, once their layout is known.
+``kvpolicy import-profile`` makes a hardware model from tables in a known layout.
 """

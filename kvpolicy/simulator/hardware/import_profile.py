@@ -1,4 +1,4 @@
-"""Tables of several kinds put together to the steps of a whole model."""
+"""Import of measured operator tables: tables of several kinds are combined into a hardware model."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kvpolicy.hardware.sheets import DeviceSheet, devices, known_sheet, link_she
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator.hardware import grids, operators
 from kvpolicy.simulator.hardware.grids import Attention
-from kvpolicy.simulator.hardware.operator_tables import Opened, TableError, opened, with_operator
-from kvpolicy.simulator.hardware.operators import Products, Told
+from kvpolicy.simulator.hardware.operator_tables import TableError, TableFile, read_files, with_operator
+from kvpolicy.simulator.hardware.operators import Products, SourcedCurve
 from kvpolicy.simulator.hardware.table_times import HardwareModel
 
 SHAPELESS = "llmservingsim"
-"""Layouts whose operators are named, but not how wide they are or for how many heads."""
+"""Prefix of layouts that name operators but not their widths or numbers of heads."""
 TENSOR_PARALLEL = re.compile(r"(?<![a-z0-9])tp(\d+)(?![a-z0-9])", re.IGNORECASE)
 LLMSERVINGSIM_DENSE = ("llmservingsim dense", "llmservingsim layers")
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What :func:`import_profile` made, and where it is."""
+    """The hardware model that :func:`import_profile` made, and its file."""
 
     model: HardwareModel
     file: Path
@@ -38,14 +38,16 @@ class Imported:
     def text(self) -> str:
         model = self.model
         lines = [f"{self.file}: {model.device}, {model.geometry['layers']} layers, {model.ranks} rank(s)"]
-        lines += [f"  {one['file']}: {one['told']} ({one['layout']}, {one['rows']} rows)" for one in model.inputs]
+        lines += [
+            f"  {table['file']}: {table['told']} ({table['layout']}, {table['rows']} rows)" for table in model.inputs
+        ]
         for name in ("prefill", "decode", "mixed"):
             grid = getattr(model, name)
             if grid is not None:
                 lines.append(f"  attention, {name}: {len(grid.seconds)} points, {grid.measured:.0%} of them measured")
                 if grid.measured < 1 and grid.unseen_error is not None:
                     lines[-1] += (
-                        f", the others told by a fit whose mean error on unseen points is {grid.unseen_error:.1%}"
+                        f", the others predicted by a fit whose mean error on unseen points is {grid.unseen_error:.1%}"
                     )
         engine = model.engine
         lines.append(
@@ -67,26 +69,26 @@ def import_profile(
 ) -> Imported:
     """Make the hardware model of one LLM on one device from tables of measured operator times.
 
-    ``geometry``: a config.json, the folder of one, or a shape. ``ranks``: tensor parallel; tables have to be of one
-    rank's share, and communication is not counted. ``device``: its name, where the tables do not tell it or
-    leave out what its data sheet can tell. ``link``: by name, or BYTES_PER_S[,LATENCY_S]; the device's usual one
-    without it. ``engine``: what no table holds. Raises ValueError for what is missing, and for a mixture of
-    experts.
+    ``geometry``: a config.json, the folder of one, or a shape. ``ranks``: tensor-parallel ranks; tables must hold one
+    rank's share, and communication is not counted. ``device``: its name, needed where the tables do not name it or its
+    data sheet has to supply what they lack. ``link``: a name, or BYTES_PER_S[,LATENCY_S]; the device's usual link by
+    default. ``engine``: the engine's own time, which no table holds. Raises ValueError for missing inputs, and for a
+    mixture of experts.
     """
     shape = geometry if isinstance(geometry, ModelShape) else ModelShape.read(geometry)
     if shape.expert_weight_bytes:
         raise InputError(f"{geometry}: a mixture of experts: no table in a known layout holds experts' times")
-    if link or device:  # what can be told to be wrong without the tables is, before they are read
+    if link or device:  # report errors that do not need the tables before reading them
         _copies(link, known_sheet(device))
     _refuse_other_ranks(tables, ranks)
-    files = opened(tables)
-    named = next((one.device for one in files if one.device), None)
-    sheet = known_sheet(device or named)
+    files = read_files(tables)
+    device_in_tables = next((table_file.device for table_file in files if table_file.device), None)
+    sheet = known_sheet(device or device_in_tables)
     copies, copies_source = _copies(link, sheet)
-    made = _whole(files, Geometry.of_shape(shape, ranks), ranks, sheet)
-    tokens, sequences, attention = made
+    parts = _model_parts(files, Geometry.of_shape(shape, ranks), ranks, sheet)
+    tokens, sequences, attention = parts
     model = HardwareModel(
-        device=device or named or "unnamed in the tables",
+        device=device or device_in_tables or "unnamed in the tables",
         geometry=asdict(Geometry.of_shape(shape, ranks)),
         ranks=ranks,
         engine=engine,
@@ -97,50 +99,56 @@ def import_profile(
         mixed=attention.mixed,
         copies=copies,
         copies_source=copies_source,
-        inputs=tuple(one.described(told) for part in made for one, told in part.by),
-        notes=_notes(files, made, ranks),
+        inputs=tuple(source.described(content) for part in parts for source, content in part.sources),
+        notes=_notes(files, parts, ranks),
     )
     return Imported(model, model.write(out))
 
 
 def _refuse_other_ranks(tables: Sequence[Path], ranks: int) -> None:
-    """Not every layout has a column for it; names of files and their folders tell, where anything does."""
+    """Check ranks by the names of files and folders, as not every layout has a column for them."""
     for file in tables:
-        told = [int(number) for part in file.parts[-2:] for number in TENSOR_PARALLEL.findall(part)]
-        if told and told[-1] != ranks:
-            raise TableError(f"{file}: its name says tp{told[-1]}, ranks is {ranks}: both should be the same")
+        named_ranks = [int(number) for part in file.parts[-2:] for number in TENSOR_PARALLEL.findall(part)]
+        if named_ranks and named_ranks[-1] != ranks:
+            raise TableError(f"{file}: its name says tp{named_ranks[-1]}, ranks is {ranks}: both should be the same")
 
 
-def _notes(files: Sequence[Opened], made: tuple[Told, Told, Attention], ranks: int) -> tuple[str, ...]:
-    notes = [note for part in made for note in part.notes]
-    used = {one.file for part in made for one, _ in part.by}
-    notes += [f"{one.file.name}: not used" for one in files if one.file not in used]
-    devices = sorted({one.device for one in files if one.device})
-    if len(devices) > 1:
-        notes.append(f"tables of several devices: {', '.join(devices)}")
-    shapeless = [one.file.name for one in files if one.file in used and one.layout.startswith(SHAPELESS)]
+def _notes(
+    files: Sequence[TableFile], parts: tuple[SourcedCurve, SourcedCurve, Attention], ranks: int
+) -> tuple[str, ...]:
+    notes = [note for part in parts for note in part.notes]
+    used = {source.file for part in parts for source, _ in part.sources}
+    notes += [f"{table_file.file.name}: not used" for table_file in files if table_file.file not in used]
+    device_names = sorted({table_file.device for table_file in files if table_file.device})
+    if len(device_names) > 1:
+        notes.append(f"tables of several devices: {', '.join(device_names)}")
+    shapeless = [
+        table_file.file.name
+        for table_file in files
+        if table_file.file in used and table_file.layout.startswith(SHAPELESS)
+    ]
     if shapeless:
-        notes.append(f"{', '.join(shapeless)}: no column tells the shape; that it is this model's is taken on trust")
+        notes.append(f"{', '.join(shapeless)}: no column gives the shape, which is assumed to be this model's")
     if ranks > 1:
         notes.append(f"{ranks} ranks: their communication is in no table and not counted")
     return tuple(dict.fromkeys(notes))
 
 
-def _whole(
-    files: Sequence[Opened], geometry: Geometry, ranks: int, sheet: DeviceSheet | None
-) -> tuple[Told, Told, Attention]:
-    gemm = with_operator(files, "aiconfigurator gemm")
-    products = None if gemm is None else Products(gemm)
+def _model_parts(
+    files: Sequence[TableFile], geometry: Geometry, ranks: int, sheet: DeviceSheet | None
+) -> tuple[SourcedCurve, SourcedCurve, Attention]:
+    gemm_file = with_operator(files, "aiconfigurator gemm")
+    products = None if gemm_file is None else Products(gemm_file)
     tokens = _tokens(files, geometry, ranks, products, sheet)
     sequences = _sequences(files, geometry, ranks, products)
     if products is not None:
-        tokens = Told(tokens.curve, tokens.by, (*tokens.notes, *products.notes))
+        tokens = SourcedCurve(tokens.curve, tokens.sources, (*tokens.notes, *products.notes))
     return tokens, sequences, _attention(files, geometry)
 
 
 def _tokens(
-    files: Sequence[Opened], geometry: Geometry, ranks: int, products: Products | None, sheet: DeviceSheet | None
-) -> Told:
+    files: Sequence[TableFile], geometry: Geometry, ranks: int, products: Products | None, sheet: DeviceSheet | None
+) -> SourcedCurve:
     for layout in LLMSERVINGSIM_DENSE:
         dense = with_operator(files, layout)
         if dense is not None:
@@ -150,7 +158,7 @@ def _tokens(
         return operators.of_vidur(vidur, geometry, ranks)
     if products is None:
         raise TableError(
-            "no table tells projections and MLP: give LLMServingSim's dense or layers table, Vidur's linear operators "
+            "no table holds projections and MLP: give LLMServingSim's dense or layers table, Vidur's linear operators "
             "or AIConfigurator's gemm"
         )
     if sheet is None:
@@ -159,17 +167,17 @@ def _tokens(
     return operators.of_products(products, geometry, sheet)
 
 
-def _sequences(files: Sequence[Opened], geometry: Geometry, ranks: int, products: Products | None) -> Told:
+def _sequences(files: Sequence[TableFile], geometry: Geometry, ranks: int, products: Products | None) -> SourcedCurve:
     for layout in ("llmservingsim per-sequence", "llmservingsim layers"):
-        one = with_operator(files, layout, "lm_head")
-        if one is not None:
-            return operators.of_sequences(one)
+        table_file = with_operator(files, layout, "lm_head")
+        if table_file is not None:
+            return operators.of_sequences(table_file)
     if products is None:
-        raise TableError("no table tells the head: give LLMServingSim's per-sequence table or AIConfigurator's gemm")
+        raise TableError("no table holds the head: give LLMServingSim's per-sequence table or AIConfigurator's gemm")
     return operators.head_of_products(products, geometry, ranks)
 
 
-def _attention(files: Sequence[Opened], geometry: Geometry) -> Attention:
+def _attention(files: Sequence[TableFile], geometry: Geometry) -> Attention:
     mixed = with_operator(files, "llmservingsim attention")
     if mixed is not None:
         return grids.of_mixed(mixed, geometry.layers)
@@ -177,7 +185,7 @@ def _attention(files: Sequence[Opened], geometry: Geometry) -> Attention:
     decode = with_operator(files, "aiconfigurator attention", "decode attention")
     if prefill is None or decode is None:
         raise TableError(
-            "no table tells attention: give LLMServingSim's attention table, or AIConfigurator's context and "
+            "no table holds attention: give LLMServingSim's attention table, or AIConfigurator's context and "
             "generation attention together"
         )
     return grids.of_phases(prefill, decode, geometry)
@@ -188,15 +196,15 @@ def _copies(link: SimulatedLink | str | None, sheet: DeviceSheet | None) -> tupl
     if name is None:
         known = f"name its link ({', '.join(links())}) or give BYTES_PER_S[,LATENCY_S]"
         raise WrongValue("link", f"is missing, and the device has no data sheet: {known}")
-    segment = ASSUMED.segment_s.value
+    segment_s = ASSUMED.segment_s.value
     if isinstance(name, SimulatedLink) or (name.casefold() not in links() and name[:1].isdigit()):
-        given: SimulatedLink = parsed("link", name, SimulatedLink)
-        source = f"as given: {given.text}; {segment:g} s per piece assumed"
-        return Channel(given.latency_s, 1 / given.bytes_per_s, segment), source
-    found = link_sheet(name)
+        simulated: SimulatedLink = parsed("link", name, SimulatedLink)
+        source = f"as given: {simulated.text}; {segment_s:g} s per piece assumed"
+        return Channel(simulated.latency_s, 1 / simulated.bytes_per_s, segment_s), source
+    link_data = link_sheet(name)
     share, latency_s = ASSUMED.pinned_share.value, ASSUMED.copy_s.value
     source = (
-        f"{share:g} of {found.bytes_per_s:g} bytes/s ({found.source}), {latency_s:g} s per copy and {segment:g} s per "
-        "piece, all assumed"
+        f"{share:g} of {link_data.bytes_per_s:g} bytes/s ({link_data.source}), {latency_s:g} s per copy and "
+        f"{segment_s:g} s per piece, all assumed"
     )
-    return Channel(latency_s, 1 / (share * found.bytes_per_s), segment), source
+    return Channel(latency_s, 1 / (share * link_data.bytes_per_s), segment_s), source

@@ -1,7 +1,7 @@
-"""Seconds of a step read off measured tables: the arithmetic, written for numba.
+"""Seconds of a step by interpolation in measured tables, compiled by numba.
 
-Between measured points all tables are linear in each axis. Beyond them a table's value at its edge is multiplied by
-what physics says of the way from there (:func:`physics`): every term of it grows with its column.
+Between measured points all tables are linear in each axis. Beyond them the value at the table's edge is multiplied by
+the ratio of :func:`physics` at the point to that at the edge; every term of it grows with its column.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numba.extending import register_jitable
 from kvpolicy.arrays import Floats, Ints
 
 TERMS = ("launch", "pairs", "tokens", "chunk_read", "decode_read", "decode_context", "decode_requests")
-"""Columns of :func:`physics`, one constant each: seconds per (query, context) pair, query token of a chunk, context
-token that a chunk reads, context token that decoding requests read, token of one decoding request's context (no
-kernel ends before its longest request), decoding request."""
+"""Terms of :func:`physics`, one constant each: seconds per launch, (query, context) pair, query token of a chunk,
+context token that a chunk reads, context token that decoding requests read, token of one decoding request's context
+(no kernel ends before its longest request), decoding request."""
 
 PARTS = (
     "tokens_at", "tokens_s", "sequences_at", "sequences_s",
@@ -27,11 +27,11 @@ PARTS = (
     "mixed_tokens", "mixed_context", "mixed_requests", "mixed_decode_context", "mixed_s",
     "beyond_tokens", "beyond_sequences", "beyond_prefill", "beyond_decode", "beyond_mixed", "engine",
 )  # fmt: skip
-"""What :func:`step` reads, in order, out of one array: two arguments are cheaper to hand over than twenty. Grids are
+"""Parts of the one array that :func:`step` reads, in order: two arguments are cheaper to pass than twenty. Grids are
 flat, the last axis runs fastest; an empty ``mixed_s`` means that chunks and decoding requests in one step take as long
-as apart. ``beyond_...``: seconds per token and per sequence more than the last; of grids the constants of
-:data:`TERMS`. ``engine``: seconds per step, more of them per step with a chunk, and the share by which attention of
-decoding requests takes longer than the tables say of even contexts."""
+as apart. ``beyond_...``: seconds per token and per sequence beyond the last point; for grids the constants of
+:data:`TERMS`. ``engine``: seconds per step, extra seconds per step with a chunk, and the share by which attention of
+decoding requests takes longer than the tables say, which were measured with even contexts."""
 TOKENS, SEQUENCES, PREFILL, DECODE, MIXED, BEYOND, ENGINE = 0, 2, 4, 7, 10, 15, 20
 
 
@@ -39,8 +39,8 @@ def part(data: Floats, starts: Ints, number: int) -> Floats:
     return data[starts[number] : starts[number + 1]]
 
 
-def cell(axis: Floats, at: float) -> int:
-    """Number of the interval that holds ``at``; the first or last where none does. Axes have two points or more."""
+def interval_of(axis: Floats, at: float) -> int:
+    """Index of the interval that holds ``at``; the first or last one outside. Axes have two points or more."""
     low, high = 0, len(axis) - 2
     while low < high:
         middle = (low + high + 1) // 2
@@ -60,39 +60,39 @@ def share(axis: Floats, number: int, at: float) -> float:
 
 
 def curve(axis: Floats, seconds: Floats, per_more_s: float, at: float) -> float:
-    """Below the first point as there: weights are read once for however few tokens."""
+    """Linear interpolation; constant below the first point, as weights are read once for however few tokens."""
     last = len(axis) - 1
     if at >= axis[last]:
         return float(seconds[last] + per_more_s * (at - axis[last]))
     inside = clamped(axis, at)
-    i = cell(axis, inside)
+    i = interval_of(axis, inside)
     return float(seconds[i] + share(axis, i, inside) * (seconds[i + 1] - seconds[i]))
 
 
 def plane(first: Floats, second: Floats, seconds: Floats, a: float, b: float) -> float:
-    """Bilinear; both inside."""
-    i, j, wide = cell(first, a), cell(second, b), len(second)
+    """Bilinear interpolation at a point inside the grid."""
+    i, j, columns = interval_of(first, a), interval_of(second, b), len(second)
     u, v = share(first, i, a), share(second, j, b)
-    below = (1 - v) * seconds[i * wide + j] + v * seconds[i * wide + j + 1]
-    above = (1 - v) * seconds[(i + 1) * wide + j] + v * seconds[(i + 1) * wide + j + 1]
+    below = (1 - v) * seconds[i * columns + j] + v * seconds[i * columns + j + 1]
+    above = (1 - v) * seconds[(i + 1) * columns + j] + v * seconds[(i + 1) * columns + j + 1]
     return float((1 - u) * below + u * above)
 
 
-def room(
+def hyperplane(
     tokens: Floats, context: Floats, requests: Floats, decoded: Floats, seconds: Floats,
     c: float, k: float, n: float, d: float,
 ) -> float:  # fmt: skip
-    """Linear in each of four axes; all inside."""
-    i, j = cell(tokens, c), cell(context, k)
+    """Interpolation linear in each of four axes, at a point inside the grid."""
+    i, j = interval_of(tokens, c), interval_of(context, k)
     u, v = share(tokens, i, c), share(context, j, k)
-    each = len(requests) * len(decoded)
+    plane_size = len(requests) * len(decoded)
     total = 0.0
-    for up in range(2):
-        for on in range(2):
-            weight = (u if up else 1 - u) * (v if on else 1 - v)
+    for next_i in range(2):
+        for next_j in range(2):
+            weight = (u if next_i else 1 - u) * (v if next_j else 1 - v)
             if weight != 0.0:
-                start = ((i + up) * len(context) + j + on) * each
-                total += weight * plane(requests, decoded, seconds[start : start + each], n, d)
+                start = ((i + next_i) * len(context) + j + next_j) * plane_size
+                total += weight * plane(requests, decoded, seconds[start : start + plane_size], n, d)
     return total
 
 
@@ -104,7 +104,7 @@ def physics(constants: Floats, c: float, pairs: float, k: float, n: float, d: fl
 
 
 def triangle(c: float, k: float) -> float:
-    """(query, context) pairs of one chunk of ``c`` tokens behind ``k``."""
+    """(query, context) pairs of one chunk of ``c`` tokens behind ``k`` tokens of context."""
     return c * k + c * (c + 1) / 2
 
 
@@ -130,7 +130,7 @@ def mixed_s(data: Floats, starts: Ints, chunk: float, pairs: float, k: float, n:
     requests, decoded = part(data, starts, MIXED + 2), part(data, starts, MIXED + 3)
     constants = part(data, starts, BEYOND + 4)
     ci, ki, ni, di = clamped(tokens, chunk), clamped(context, k), clamped(requests, n), clamped(decoded, d)
-    seconds = room(tokens, context, requests, decoded, part(data, starts, MIXED + 4), ci, ki, ni, di)
+    seconds = hyperplane(tokens, context, requests, decoded, part(data, starts, MIXED + 4), ci, ki, ni, di)
     edge = physics(constants, ci, triangle(ci, ki), ki, ni, di)
     return seconds * physics(constants, chunk, pairs, k, n, d) / edge
 
@@ -138,8 +138,8 @@ def mixed_s(data: Floats, starts: Ints, chunk: float, pairs: float, k: float, n:
 def attention(
     data: Floats, starts: Ints, chunk: float, pairs: float, decode: float, kv_read: float, uneven: float
 ) -> float:
-    """Chunks of several requests count as one chunk of as many tokens, behind as much context as gives the same pairs;
-    where that would be less than none, physics says what fewer pairs save."""
+    """Seconds of attention. Chunks of several requests count as one chunk of as many tokens, behind the context that
+    gives the same pairs; where that would be negative, it is 0 and :func:`physics` accounts for the fewer pairs."""
     seconds = 0.0
     d = kv_read / decode if decode > 0 else 0.0
     k = max(0.0, (pairs - chunk * (chunk + 1) / 2) / chunk) if chunk > 0 else 0.0
@@ -160,34 +160,35 @@ def step(
     engine = part(data, starts, ENGINE)
     seconds = engine[0]
     if scheduled > 0:
-        more, chunk = part(data, starts, BEYOND), scheduled - decode
-        seconds += curve(part(data, starts, TOKENS), part(data, starts, TOKENS + 1), more[0], scheduled)
-        more = part(data, starts, BEYOND + 1)
-        seconds += curve(part(data, starts, SEQUENCES), part(data, starts, SEQUENCES + 1), more[0], decode + prefills)
+        beyond, chunk = part(data, starts, BEYOND), scheduled - decode
+        seconds += curve(part(data, starts, TOKENS), part(data, starts, TOKENS + 1), beyond[0], scheduled)
+        beyond = part(data, starts, BEYOND + 1)
+        seconds += curve(part(data, starts, SEQUENCES), part(data, starts, SEQUENCES + 1), beyond[0], decode + prefills)
         seconds += attention(data, starts, chunk, pairs, decode, kv_read, engine[2])
         if chunk > 0:
             seconds += engine[1]
     return float(seconds)
 
 
-def steps(data: Floats, starts: Ints, loads: Floats, found: Floats) -> None:
-    """:func:`step` of each row of ``loads``, columns as :data:`~kvpolicy.simulator.base.LOAD`, into ``found``."""
+def steps(data: Floats, starts: Ints, loads: Floats, seconds: Floats) -> None:
+    """:func:`step` of each row of ``loads``, columns as :data:`~kvpolicy.simulator.base.LOAD`, into ``seconds``."""
     for i in range(len(loads)):
-        found[i] = step(data, starts, loads[i, 0], loads[i, 1], loads[i, 2], loads[i, 3], loads[i, 4])
+        seconds[i] = step(data, starts, loads[i, 0], loads[i, 1], loads[i, 2], loads[i, 3], loads[i, 4])
 
 
-CALLED: tuple[Callable[..., Any], ...] = (
-    part, cell, clamped, share, curve, plane, room, physics, triangle, prefill_s, decode_s, mixed_s, attention, step,
+JITABLE: tuple[Callable[..., Any], ...] = (
+    part, interval_of, clamped, share, curve, plane, hyperplane, physics, triangle, prefill_s, decode_s, mixed_s,
+    attention, step,
 )  # fmt: skip
 PACKED = "float64[::1], int64[::1]"
 UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, AttributeError, ImportError, IndexError)
-"""What numba raises where there is no place for its cache, or what is there is damaged."""
+"""Errors of numba where its cache cannot be written or is damaged."""
 
 
 @cache
 def compiled() -> tuple[Callable[..., float], Callable[..., None]]:
-    """:func:`step` and :func:`steps`, compiled: some seconds, much less from numba's cache on disk."""
-    for part in CALLED:
+    """:func:`step` and :func:`steps`, compiled: takes seconds, much less from numba's cache on disk."""
+    for part in JITABLE:
         register_jitable(part)
     try:
         return _compiled(True)
@@ -195,8 +196,10 @@ def compiled() -> tuple[Callable[..., float], Callable[..., None]]:
         return _compiled(False)
 
 
-def _compiled(kept: bool) -> tuple[Callable[..., float], Callable[..., None]]:
-    # All that is called is in this file, whose age numba's cache goes by.
-    one: Callable[..., float] = numba.njit(f"float64({PACKED}, {', '.join(['float64'] * 5)})", cache=kept)(step)
-    many: Callable[..., None] = numba.njit(f"void({PACKED}, float64[:, ::1], float64[::1])", cache=kept)(steps)
-    return one, many
+def _compiled(cache: bool) -> tuple[Callable[..., float], Callable[..., None]]:
+    # Numba's cache goes by the age of this file, so all compiled functions are in it.
+    single_step: Callable[..., float] = numba.njit(f"float64({PACKED}, {', '.join(['float64'] * 5)})", cache=cache)(
+        step
+    )
+    many_steps: Callable[..., None] = numba.njit(f"void({PACKED}, float64[:, ::1], float64[::1])", cache=cache)(steps)
+    return single_step, many_steps

@@ -1,4 +1,4 @@
-"""Hardware models: what steps and copies take."""
+"""Times of steps and copies by laws: constants, or those of a cost model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpolicy.simulator.base import LOAD, StepLoad
 
 @dataclass(frozen=True, slots=True)
 class ConstantTimes:
-    """Linear in what a step computes and a copy moves: for tests, and where somebody knows such constants."""
+    """Linear in what a step computes and a copy moves, with constants from the user; also for tests."""
 
     fixed_s: float = 5e-3
     per_part_s: tuple[float, ...] = (1e-5, 1e-5, 1e-8, 1e-9, 0.0, 0.0)
@@ -43,7 +43,7 @@ class ConstantTimes:
 
 
 def linear(fixed_s: float, per_part_s: tuple[float, ...], parts: StepLoad | Floats) -> float:
-    """Numbers, or rows of numbers, added in one order, so that both come out the same to the last bit."""
+    """Weighted sum of numbers, or of columns, added in a fixed order so that both agree to the last bit."""
     total = fixed_s
     for seconds, part in zip(per_part_s, parts, strict=True):
         total = total + seconds * part
@@ -51,40 +51,40 @@ def linear(fixed_s: float, per_part_s: tuple[float, ...], parts: StepLoad | Floa
 
 
 class StepLaw(Protocol):
-    """Seconds of steps from the columns of :data:`LOAD`: numbers in, a number out; arrays in, an array out."""
+    """Seconds of steps from the columns of :data:`LOAD`; arrays give an array."""
 
     def seconds(self, parts: StepLoad | Floats) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class FittedSteps:
-    """d0, as a cost model has it of the traces that it was trained on.
+    """The step-time model (what a step takes undisturbed) of a trained cost model.
 
-    A step's time depends there on the prefills of the two steps before it too, which are left with cold caches. Here
-    that aftermath is counted with the prefill itself: what it adds is the same, one or two steps earlier.
+    There a step's time also depends on the prefills of the two steps before it, which leave cold caches. Here this
+    aftermath is charged to the prefill's own step: the sum is the same, one or two steps earlier.
     """
 
     model: StepTimeModel
 
     def seconds(self, parts: StepLoad | Floats) -> Any:
-        tokens, decodes, read, pairs = parts[0], parts[1], parts[2], parts[3]
+        tokens, decodes, read_tokens, pairs = parts[0], parts[1], parts[2], parts[3]
         a, b, c, d, *after = self.model.per_part_s
-        total = self.model.fixed_s + a * tokens + b * decodes + c * read + d * pairs
+        total = self.model.fixed_s + a * tokens + b * decodes + c * read_tokens + d * pairs
         return total + sum(after) * np.minimum(1.0, (tokens - decodes) / FULL_AFTERMATH_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineSteps:
-    """A step by the constants of a :class:`RecomputeRoofline`: what a recompute's chunks cost is what any chunk costs.
+    """Step times by the constants of a :class:`RecomputeRoofline`, which hold for any chunk.
 
     Linear layers take the root of compute squared plus weight traffic squared. Attention of chunks takes the longer of
-    compute and KV traffic, decodes their KV traffic. Layers with a window count as if every chunk saw a full one.
+    compute and KV traffic; decodes take their KV traffic. Layers with a window count as if every chunk saw a full one.
     """
 
     law: RecomputeRoofline
 
     def seconds(self, parts: StepLoad | Floats) -> Any:
-        tokens, decodes, read, pairs, before = parts[0], parts[1], parts[2], parts[3], parts[5]
+        tokens, decodes, read_tokens, pairs, context_tokens = parts[0], parts[1], parts[2], parts[3], parts[5]
         law = self.law
         chunks = tokens - decodes
         weights = law.weight_s
@@ -94,13 +94,13 @@ class RooflineSteps:
         compute_s = law.s_per_pair * pairs
         if law.s_per_window_pair:
             compute_s = compute_s + law.s_per_window_pair * np.minimum(pairs, law.window_tokens * chunks)
-        attention_s = np.maximum(compute_s, law.s_per_kv_token * (before + chunks))
-        return law.alone_s + linear_s + attention_s + law.s_per_kv_token * read
+        attention_s = np.maximum(compute_s, law.s_per_kv_token * (context_tokens + chunks))
+        return law.alone_s + linear_s + attention_s + law.s_per_kv_token * read_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LawTimes:
-    """The hardware as a cost model knows it: steps by its d0 or its roofline, copies by its link."""
+    """Times by a cost model: steps by its step-time model or roofline, copies by its link."""
 
     law: StepLaw
     save: Channel
@@ -119,26 +119,26 @@ class LawTimes:
 
 
 def law_times(model: FittedModel) -> LawTimes:
-    """Step and copy times of a cost model, trained or not. Its residuals are of whole preemptions and left out.
+    """Step and copy times of a cost model, trained or not. Its residuals concern whole preemptions and are left out.
 
-    Raises ValueError where the model knows neither d0 nor a roofline, or no link: a linear law cannot tell a copy's
-    duration from what the engine feels of it.
+    Raises ValueError where the model has neither a step-time model nor a roofline, or no link: a linear law does not
+    separate a copy's duration from its effect on the engine.
     """
     swap, recompute = model.laws["swap"], model.laws["recompute"]
     if not isinstance(swap, SwapRoofline):
         raise ModelError(f"cost model {model.name}: its law of swap is no roofline and knows no copy times")
-    link = f"save {_told(swap.save)}, load {_told(swap.load)}"
+    link = f"save {_channel_text(swap.save)}, load {_channel_text(swap.load)}"
     if model.step_time is not None:
         law: StepLaw = FittedSteps(model.step_time)
-        told = f"d0 fitted on {model.step_time.fitted_on}, {model.step_time.steps} steps"
+        steps_source = f"step-time model fitted on {model.step_time.fitted_on}, {model.step_time.steps} steps"
     elif isinstance(recompute, RecomputeRoofline):
         law = RooflineSteps(recompute)
-        told = "roofline of " + ("; ".join(model.provenance.notes) or "its training traces")
+        steps_source = "roofline of " + ("; ".join(model.provenance.notes) or "its training traces")
     else:
         raise ModelError(f"cost model {model.name}: it knows no step times; profile and train one")
-    return LawTimes(law, swap.save, swap.load, f"cost model {model.name}: {told}; {link}")
+    return LawTimes(law, swap.save, swap.load, f"cost model {model.name}: {steps_source}; {link}")
 
 
-def _told(channel: Channel) -> str:
+def _channel_text(channel: Channel) -> str:
     rate = f"{1e-9 / channel.s_per_byte:.3g} GB/s" if channel.s_per_byte else "no time per byte"
     return f"{channel.latency_s:.3g} s and {rate}"

@@ -1,4 +1,4 @@
-"""Layouts of published operator timings: which columns they have, and the physics behind each operator.
+"""Layouts of published operator timings: their columns, and the physics of each operator.
 
 * AIConfigurator (ai-dynamo/aiconfigurator, systems/data): prefill attention, decode attention, matrix products.
 * LLMServingSim (casys-kaist/LLMServingSim, profiler): attention of mixed batches, dense layers, per-sequence layers.
@@ -7,7 +7,8 @@
 * Sarathi (microsoft/sarathi-serve, osdi-experiments): whole batches by tokens in them.
 
 Kernels work in tiles, a tile per multiprocessor at a time: a matrix product of 129 rows takes as long as one of 256,
-and of 109 tiles on 108 multiprocessors as long as of 216. So features hold work rounded up to tiles and to waves.
+and of 109 tiles on 108 multiprocessors as long as of 216. Features therefore include work rounded up to tiles and to
+waves (rounds of tiles over all multiprocessors).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NATIVE_DTYPE = "bfloat16"
 MULTIPROCESSORS = {
     "A100": 108, "H100": 132, "H200": 132, "B200": 148, "L40S": 142, "4090": 128,
 }  # fmt: skip
-"""By a part of the device's name. Vendor's architecture papers (GA100, GH100 SXM, GB200, AD102)."""
+"""Multiprocessors by part of the device's name. Source: vendor's papers (GA100, GH100 SXM, GB200, AD102)."""
 
 
 class Rows:
@@ -48,7 +49,7 @@ class Rows:
         return int(self._table.num_rows)
 
     def number(self, name: str) -> Floats:
-        """NaN where a cell is empty. Raises ValueError naming file and column for text."""
+        """A column as numbers, NaN where a cell is empty. Raises ValueError, naming file and column, for text."""
         column = self._table[name]
         if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
             raise InputError(f"{self.file}: column {name} is {column.type}, should hold numbers")
@@ -61,51 +62,56 @@ class Rows:
         return np.asarray(pc.is_null(self._table[name]).to_numpy(), np.bool_)
 
     def codes(self, name: str) -> Floats:
-        """A text column as numbers, in the order of the words."""
+        """A text column as numbers, in alphabetical order."""
         return np.unique(self.text(name), return_inverse=True)[1].astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What one operator's times depend on."""
+    """Quantities that one operator's times depend on."""
 
     settings: Mapping[str, Floats]
-    """As they stand in the file."""
+    """Settings as in the file."""
     features: Mapping[str, Floats]
-    """Settings and what follows from them: FLOPs, bytes, tiles."""
+    """Settings and quantities derived from them: FLOPs, bytes, tiles."""
     length: Floats
-    """Tokens along the axis that extrapolation goes."""
+    """Tokens along the axis of extrapolation."""
     load: Floats
-    """What else is in the batch."""
+    """Other load in the batch."""
     length_name: str
     physics: Ceilings
 
     def of(self, rows: Flags) -> Times:
-        def cut(columns: Mapping[str, Floats]) -> dict[str, Floats]:
+        def select(columns: Mapping[str, Floats]) -> dict[str, Floats]:
             return {name: values[rows] for name, values in columns.items()}
 
         return Times(
-            cut(self.settings), cut(self.features), self.length[rows], self.load[rows], self.length_name, self.physics
+            select(self.settings),
+            select(self.features),
+            self.length[rows],
+            self.load[rows],
+            self.length_name,
+            self.physics,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One operator of a file: which rows are its, and in which column its time is."""
+    """One operator of a file: its rows, and the column that holds its time."""
 
     operator: str
     time: str
     rows: Flags
     times: Times
-    """Of all rows of the file."""
+    """For all rows of the file."""
     left_out: tuple[str, ...] = ()
     seconds: Floats | None = None
-    """Its times, in the file's unit, where they are not what the column holds."""
+    """Times in the file's unit, where they differ from the column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``needs``: the columns by which a file is recognised. ``counts``: those of them that are numbers, 0 or above."""
+    """``needs``: columns by which a file is recognised. ``counts``: those that hold numbers, 0 or above."""
 
     name: str
     needs: frozenset[str]
@@ -124,9 +130,9 @@ UNITS = {
 
 
 def _physics(*ceilings: tuple[str, ...], known: Mapping[str, Floats]) -> Ceilings:
-    """Without the terms that this file cannot tell (waves of an unknown device)."""
-    kept = tuple(tuple(name for name in one if name == LAUNCH or name in known) for one in ceilings)
-    return Ceilings(tuple(one for one in kept if one), UNITS)
+    """These ceilings without terms that are unknown for this file, as waves of an unknown device."""
+    known_terms = tuple(tuple(name for name in ceiling if name == LAUNCH or name in known) for ceiling in ceilings)
+    return Ceilings(tuple(terms for terms in known_terms if terms), UNITS)
 
 
 def _tiles(count: Floats) -> Floats:
@@ -134,7 +140,7 @@ def _tiles(count: Floats) -> Floats:
 
 
 def _multiprocessors(rows: Rows) -> Floats | None:
-    """Per row, by the device's name; None where one is unknown."""
+    """Multiprocessors per row, by the device's name; None where a device is unknown."""
     if "device" not in rows.names:
         return None
     counts = {
@@ -146,28 +152,28 @@ def _multiprocessors(rows: Rows) -> Floats | None:
     return np.array([counts[device] for device in rows.text("device").tolist()], np.float64)
 
 
-def _with_waves(found: Features, rows: Rows, tile_flops: Floats) -> None:
-    """Adds how full the multiprocessors are, where their number is known."""
+def _with_waves(features: Features, rows: Rows, tile_flops: Floats) -> None:
+    """Add features of the multiprocessors' occupancy, where their number is known."""
     processors = _multiprocessors(rows)
     if processors is None:
         return
-    waves = np.ceil(found["tiles"] / processors)
-    found["waves"] = waves
-    found["fill"] = found["tiles"] / processors / waves
-    found["wave_flops"] = waves * processors * tile_flops
+    waves = np.ceil(features["tiles"] / processors)
+    features["waves"] = waves
+    features["fill"] = features["tiles"] / processors / waves
+    features["wave_flops"] = waves * processors * tile_flops
 
 
 # ---- AIConfigurator ----
 
 
 def _native(rows: Rows, names: tuple[str, ...]) -> tuple[Flags, tuple[str, ...]]:
-    """The rows in bfloat16, and what that leaves out."""
+    """The rows in bfloat16, and a note on the others."""
     native = np.ones(len(rows), np.bool_)
     for name in names:
         if name in rows.names:
             native &= rows.text(name) == NATIVE_DTYPE
-    told = () if native.all() else (f"{int(native.sum())} of {len(rows)} rows are {NATIVE_DTYPE}, the others left out",)
-    return native, told
+    note = () if native.all() else (f"{int(native.sum())} of {len(rows)} rows are {NATIVE_DTYPE}, the others left out",)
+    return native, note
 
 
 def _context_attention(rows: Rows) -> Iterator[Part]:
@@ -178,15 +184,17 @@ def _context_attention(rows: Rows) -> Iterator[Part]:
     pairs = causal_pairs(0, seen) + (length - seen) * seen
     flops = 4 * batch * heads * dim * pairs
     moved = batch * length * dim * (2 * heads + 2 * kv_heads) * ELEMENT_BYTES[NATIVE_DTYPE]
-    found: Features = {
+    features: Features = {
         "batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "seen": seen,
         "window": window, "kernel": rows.codes("kernel_source"), "flops": flops, "bytes": moved,
         "intensity": flops / moved, "tiles": batch * heads * _tiles(length), "serial": seen * dim,
         "row_outputs": batch * heads * length,
     }  # fmt: skip
-    _with_waves(found, rows, seen * dim)
-    physics = _physics((LAUNCH,), ("flops",), ("bytes",), ("serial",), ("row_outputs",), ("wave_flops",), known=found)
-    yield from _attention(rows, "prefill attention", found, physics, length, batch)
+    _with_waves(features, rows, seen * dim)
+    physics = _physics(
+        (LAUNCH,), ("flops",), ("bytes",), ("serial",), ("row_outputs",), ("wave_flops",), known=features
+    )
+    yield from _attention(rows, "prefill attention", features, physics, length, batch)
 
 
 def _generation_attention(rows: Rows) -> Iterator[Part]:
@@ -197,44 +205,44 @@ def _generation_attention(rows: Rows) -> Iterator[Part]:
     flops = 4 * batch * heads * dim * seen
     moved = 2 * batch * kv_heads * dim * seen * ELEMENT_BYTES[NATIVE_DTYPE]
     # The context of a sequence is split over idle multiprocessors: a tile is 128 tokens of one KV head's context.
-    found: Features = {
+    features: Features = {
         "batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "seen": seen,
         "window": window, "kernel": rows.codes("kernel_source"), "flops": flops, "bytes": moved,
         "sharing": heads / kv_heads, "tiles": batch * kv_heads * _tiles(seen), "sequences": batch * kv_heads,
         "row_outputs": batch * heads * dim,
     }  # fmt: skip
-    _with_waves(found, rows, TILE * dim)
-    physics = _physics((LAUNCH,), ("flops",), ("bytes",), ("row_outputs",), ("wave_flops",), known=found)
-    yield from _attention(rows, "decode attention", found, physics, length, batch)
+    _with_waves(features, rows, TILE * dim)
+    physics = _physics((LAUNCH,), ("flops",), ("bytes",), ("row_outputs",), ("wave_flops",), known=features)
+    yield from _attention(rows, "decode attention", features, physics, length, batch)
 
 
 def _window(rows: Rows) -> Floats:
-    """Tokens a query sees; 0 where it sees all."""
+    """Tokens that a query attends to; 0 for all."""
     return rows.number("window_size") if "window_size" in rows.names else np.zeros(len(rows))
 
 
 def _attention(
-    rows: Rows, operator: str, found: Features, physics: Ceilings, length: Floats, batch: Floats
+    rows: Rows, operator: str, features: Features, physics: Ceilings, length: Floats, batch: Floats
 ) -> Iterator[Part]:
-    native, told = _native(rows, ("attn_dtype", "kv_cache_dtype"))
+    native, note = _native(rows, ("attn_dtype", "kv_cache_dtype"))
     names = ("batch", "heads", "kv_heads", "dim", "length", "window", "kernel")
-    settings = {name: found[name] for name in names}
-    yield Part(operator, "latency", native, Times(settings, found, length, batch, "context tokens", physics), told)
+    settings = {name: features[name] for name in names}
+    yield Part(operator, "latency", native, Times(settings, features, length, batch, "context tokens", physics), note)
 
 
 def _gemm(rows: Rows) -> Iterator[Part]:
     m, n, k = rows.number("m"), rows.number("n"), rows.number("k")
-    native, told = _native(rows, ("gemm_dtype",))
+    native, note = _native(rows, ("gemm_dtype",))
     flops, moved = 2 * m * n * k, (m * k + k * n + m * n) * ELEMENT_BYTES[NATIVE_DTYPE]
     tiles = _tiles(m) * _tiles(n)
-    found: Features = {
+    features: Features = {
         "m": m, "n": n, "k": k, "flops": flops, "bytes": moved, "intensity": flops / moved, "tiles": tiles,
         "tile_flops": 2 * TILE * TILE * tiles * k, "inner": k,
     }  # fmt: skip
-    _with_waves(found, rows, 2 * TILE * TILE * k)
-    physics = _physics((LAUNCH,), ("flops", "bytes"), ("inner",), ("wave_flops",), ("tile_flops",), known=found)
-    settings = {name: found[name] for name in ("m", "n", "k")}
-    yield Part("matrix product", "latency", native, Times(settings, found, m, n * k, "tokens", physics), told)
+    _with_waves(features, rows, 2 * TILE * TILE * k)
+    physics = _physics((LAUNCH,), ("flops", "bytes"), ("inner",), ("wave_flops",), ("tile_flops",), known=features)
+    settings = {name: features[name] for name in ("m", "n", "k")}
+    yield Part("matrix product", "latency", native, Times(settings, features, m, n * k, "tokens", physics), note)
 
 
 # ---- LLMServingSim ----
@@ -244,7 +252,7 @@ def _mixed_attention(rows: Rows) -> Iterator[Part]:
     chunk, before = rows.number("prefill_chunk"), rows.number("kv_prefill")
     decoding, context = rows.number("n_decode"), rows.number("kv_decode")
     pairs = causal_pairs(before, before + chunk)
-    found: Features = {
+    features: Features = {
         "chunk": chunk, "before": before, "decoding": decoding, "context": context,
         "prefill_pairs": pairs, "tile_pairs": _tiles(chunk) * TILE * (before + chunk),
         "kv_read": np.where(chunk > 0, before + chunk, 0.0), "decode_read": decoding * context,
@@ -254,39 +262,39 @@ def _mixed_attention(rows: Rows) -> Iterator[Part]:
     }  # fmt: skip
     physics = _physics(
         (LAUNCH,), ("prefill_pairs",), ("tile_pairs",), ("kv_read",), ("decode_read",), ("context_read",), ("tokens",),
-        known=found,
+        known=features,
     )  # fmt: skip
-    settings = {name: found[name] for name in ("chunk", "before", "decoding", "context")}
+    settings = {name: features[name] for name in ("chunk", "before", "decoding", "context")}
     length = np.maximum(np.where(chunk > 0, before + chunk, 0.0), np.where(decoding > 0, context, 0.0))
-    times = Times(settings, found, length, chunk + decoding, "context tokens", physics)
+    times = Times(settings, features, length, chunk + decoding, "context tokens", physics)
     yield Part("attention", "time_us", np.ones(len(rows), np.bool_), times)
 
 
 WITHOUT_WEIGHTS = ("norm", "act", "rope", "rotary", "embedding", "sampler")
-"""Words in the names of operators that read no weights to speak of, and are never bound by computing."""
+"""Words in the names of operators that read hardly any weights and are never compute-bound."""
 ELEMENTWISE = Ceilings(((LAUNCH,), ("tokens",)), UNITS)
 WITH_WEIGHTS = Ceilings(((LAUNCH, "tile_tokens"), ("tokens",), ("tile_tokens",)), UNITS)
 WHOLE = "all operators together"
-"""Their times at equal settings, added up: what a step of the model pays."""
+"""The sum of all operators at equal settings: what a step of the model takes."""
 
 
 def _by_tokens(rows: Rows, operator: str, tokens: str, time: str) -> Iterator[Part]:
-    """Layers whose weights are read once however many tokens there are: as slow as the slower of the two."""
+    """Layers whose weights are read once however many tokens there are: the slower of compute and weights counts."""
     count, names, seconds = rows.number(tokens), rows.text(operator), rows.number(time)
     settings = {"tokens": count}
     tiles = _tiles(count)
-    found: Features = settings | {"tile_tokens": tiles * TILE, "half_tiles": np.ceil(count / (TILE / 2))}
-    words = sorted(set(names.tolist()))
-    for name in words:
+    features: Features = settings | {"tile_tokens": tiles * TILE, "half_tiles": np.ceil(count / (TILE / 2))}
+    operators = sorted(set(names.tolist()))
+    for name in operators:
         physics = ELEMENTWISE if any(word in name for word in WITHOUT_WEIGHTS) else WITH_WEIGHTS
-        times = Times(settings, found, count, np.ones(len(rows)), "tokens", physics)
+        times = Times(settings, features, count, np.ones(len(rows)), "tokens", physics)
         yield Part(name, time, names == name, times)
-    if len(words) > 1:
-        each = names == words[0]
+    if len(operators) > 1:
+        first_operator = names == operators[0]
         total = np.full(len(rows), np.nan)
-        total[each] = [seconds[count == one].sum() for one in count[each]]
-        complete = each & np.array([(count == one).sum() == len(words) for one in count])
-        times = Times(settings, found, count, np.ones(len(rows)), "tokens", WITH_WEIGHTS)
+        total[first_operator] = [seconds[count == value].sum() for value in count[first_operator]]
+        complete = first_operator & np.array([(count == value).sum() == len(operators) for value in count])
+        times = Times(settings, features, count, np.ones(len(rows)), "tokens", WITH_WEIGHTS)
         yield Part(WHOLE, time, complete, times, seconds=np.where(complete, total, 1.0))
 
 
@@ -298,7 +306,7 @@ VIDUR_OPERATORS = {
     "input_layernorm_ms": ("norm", False), "post_attention_layernorm_ms": ("norm", False),
     "add_ms": ("norm", False), "emb_ms": ("norm", True),
 }  # fmt: skip
-"""Which of the layer's sizes an operator works on, and whether tensor-parallel workers share it."""
+"""Size of the layer that an operator works on, and whether tensor-parallel workers share it."""
 
 
 def _vidur(rows: Rows) -> Iterator[Part]:
@@ -319,28 +327,30 @@ def _vidur(rows: Rows) -> Iterator[Part]:
             continue
         share = workers if shared else np.ones(len(rows))
         wide = outputs[size] / share
-        found = _linear_features(tokens, width, wide) if size in ("qkv", "out", "mlp") else _elementwise(tokens, wide)
+        features = (
+            _linear_features(tokens, width, wide) if size in ("qkv", "out", "mlp") else _elementwise(tokens, wide)
+        )
         if size == "norm":
-            found = _elementwise(tokens, width / share)
-        physics = _vidur_physics(found)
-        times = Times(settings, settings | found, tokens, 1 / workers, "tokens", physics)
+            features = _elementwise(tokens, width / share)
+        physics = _vidur_physics(features)
+        times = Times(settings, settings | features, tokens, 1 / workers, "tokens", physics)
         yield Part(time.removesuffix("_ms"), time, np.ones(len(rows), np.bool_), times)
     yield _vidur_layer(rows, settings, {size: outputs[size] / workers for size in ("qkv", "out", "mlp")})
 
 
 def _vidur_layer(rows: Rows, settings: Features, outputs: Features) -> Part:
-    """The operators of one layer added up; the embedding is none of them."""
+    """The sum of the operators of one layer, without the embedding."""
     tokens, width = settings["tokens"], settings["width"]
     weights = width * (outputs["qkv"] + outputs["out"] + 2 * outputs["mlp"])
-    found: Features = {
+    features: Features = {
         "weights": weights, "flops": 2 * tokens * weights, "tile_flops": 2 * _tiles(tokens) * TILE * weights,
         "bytes": 2 * weights, "moved": 2 * tokens * width,
     }  # fmt: skip
-    physics = _physics((LAUNCH,), ("tile_flops", "bytes"), ("flops",), ("moved",), known=found)
+    physics = _physics((LAUNCH,), ("tile_flops", "bytes"), ("flops",), ("moved",), known=features)
     times = [name for name in VIDUR_OPERATORS if name in rows.names and name != "emb_ms"]
     total = np.nansum([rows.number(name) for name in times], axis=0)
-    mine = Times(settings, settings | found, tokens, 1 / settings["workers"], "tokens", physics)
-    return Part(WHOLE, "attn_pre_proj_ms", np.ones(len(rows), np.bool_), mine, seconds=total)
+    layer_times = Times(settings, settings | features, tokens, 1 / settings["workers"], "tokens", physics)
+    return Part(WHOLE, "attn_pre_proj_ms", np.ones(len(rows), np.bool_), layer_times, seconds=total)
 
 
 def _linear_features(tokens: Floats, inputs: Floats, outputs: Floats) -> Features:
@@ -356,10 +366,10 @@ def _elementwise(tokens: Floats, wide: Floats) -> Features:
     return {"bytes": 2 * tokens * wide, "wide": wide}
 
 
-def _vidur_physics(found: Features) -> Ceilings:
-    if "flops" in found:
-        return _physics((LAUNCH,), ("tile_flops", "bytes"), ("flops",), ("bytes",), known=found)
-    return _physics((LAUNCH, "bytes"), ("bytes",), known=found)
+def _vidur_physics(features: Features) -> Ceilings:
+    if "flops" in features:
+        return _physics((LAUNCH,), ("tile_flops", "bytes"), ("flops",), ("bytes",), known=features)
+    return _physics((LAUNCH, "bytes"), ("bytes",), known=features)
 
 
 # ---- Splitwise, Sarathi ----
@@ -368,7 +378,7 @@ def _vidur_physics(found: Features) -> Ceilings:
 def _splitwise(rows: Rows) -> Iterator[Part]:
     batch, workers = rows.number("batch_size"), rows.number("tensor_parallel")
     prompt, output = rows.number("prompt_size"), rows.number("token_size")
-    which = np.char.add(np.char.add(rows.text("model"), " on "), rows.text("hardware"))
+    models = np.char.add(np.char.add(rows.text("model"), " on "), rows.text("hardware"))
     settings = {"prompt": prompt, "batch": batch, "output": output, "workers": workers}
     tokens, context = batch * prompt, batch * (prompt + output / 2)
     prefill: Features = {
@@ -376,26 +386,26 @@ def _splitwise(rows: Rows) -> Iterator[Part]:
         "pairs": batch * causal_pairs(0, prompt) / workers, "weights": 1 / workers, "moved": tokens,
     }  # fmt: skip
     decode: Features = settings | {"tokens": batch / workers, "kv_read": context / workers, "weights": 1 / workers}
-    for name in sorted(set(which.tolist())):
-        mine = which == name
-        first = Times(
+    for name in sorted(set(models.tolist())):
+        of_model = models == name
+        prompt_times = Times(
             {key: settings[key] for key in ("prompt", "batch", "workers")}, prefill, prompt, batch, "prompt tokens",
             _physics((LAUNCH,), ("tokens", "weights"), ("pairs",), ("moved",), known=prefill),
         )  # fmt: skip
-        yield Part(f"prompt of {name}", "prompt_time", mine, first)
-        then = Times(
+        yield Part(f"prompt of {name}", "prompt_time", of_model, prompt_times)
+        token_times = Times(
             settings, decode, prompt + output, batch, "context tokens",
             _physics((LAUNCH,), ("weights",), ("tokens",), ("kv_read",), known=decode),
         )  # fmt: skip
-        yield Part(f"token of {name}", "token_time", mine, then)
+        yield Part(f"token of {name}", "token_time", of_model, token_times)
 
 
 def _sarathi(rows: Rows) -> Iterator[Part]:
     prefill, decode = rows.number("batch_num_prefill_tokens"), rows.number("batch_num_decode_tokens")
     settings = {"prefill": prefill, "decode": decode}
-    found: Features = settings | {"tokens": prefill + decode, "pairs": causal_pairs(0, prefill)}
-    physics = _physics((LAUNCH,), ("tokens",), ("pairs",), known=found)
-    times = Times(settings, found, prefill + decode, decode, "tokens in the batch", physics)
+    features: Features = settings | {"tokens": prefill + decode, "pairs": causal_pairs(0, prefill)}
+    physics = _physics((LAUNCH,), ("tokens",), ("pairs",), known=features)
+    times = Times(settings, features, prefill + decode, decode, "tokens in the batch", physics)
     yield Part("whole batch", "batch_execution_time", np.ones(len(rows), np.bool_), times)
 
 
@@ -415,7 +425,7 @@ _HEADS = "batch_size isl num_heads num_key_value_heads head_dim step"
 
 
 def _aiconfigurator_attention(rows: Rows) -> Iterator[Part]:
-    """Both phases have the same columns: prefill has no context before it, decode one token at a time."""
+    """Attention of the phase named in ``op_name``; both phases have the same columns."""
     words = set(rows.text("op_name").tolist())
     if words == {"context_attention"}:
         yield from _context_attention(rows)

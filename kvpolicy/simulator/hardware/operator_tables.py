@@ -1,7 +1,7 @@
-"""Tables of measured operator times, read into columns that a regressor can be fitted to.
+"""Tables of measured operator times, read into columns for fitting a regressor.
 
-A file's layout is recognised by its columns, never by its name, so that other devices' files in the same layouts work.
-One file yields one table per operator in it.
+A file's layout is recognised by its columns, never by its name, so that files of other devices work too. A file yields
+one table per operator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENDINGS = (".parquet", ".csv", ".csv.gz")
 
 
 class TableError(KVPolicyError):
-    """A table of times that cannot be read; the message names the file, and the row where there is one."""
+    """An unreadable table of times; the message names the file, and the row where one is at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Table:
     """Equal for repeats of one measured point."""
     rows_in_file: int
     left_out: tuple[str, ...]
-    """What was filtered, for a person."""
+    """Rows that were filtered out, in words."""
 
     @property
     def x(self) -> Floats:
@@ -51,7 +51,7 @@ class Table:
 
     @property
     def plain(self) -> Floats:
-        """The measured settings as they stand in the file: what models without physics see."""
+        """Measured settings as in the file: the input of models without physics."""
         return np.column_stack(list(self.times.settings.values()))
 
     @property
@@ -62,57 +62,57 @@ class Table:
         return len(self.seconds)
 
     def noise(self) -> float | None:
-        """Mean distance of a repeat from its point's mean, relative; None where no point was measured twice.
+        """Mean relative distance of a repeat from its point's mean; None where no point was measured twice.
 
-        No model of these settings can be expected to miss by less.
+        No model of these settings can be expected to have a lower error.
         """
         counts = np.bincount(self.groups)
         mean = np.bincount(self.groups, self.seconds) / np.maximum(counts, 1)
         repeated = counts[self.groups] > 1
         if not repeated.any():
             return None
-        # The mean of n holds 1/n of the row itself.
+        # The mean of n rows contains 1/n of the row itself.
         unbiased = np.sqrt(counts / np.maximum(counts - 1, 1))[self.groups]
         return float((np.abs(self.seconds / mean[self.groups] - 1) * unbiased)[repeated].mean())
 
 
 def tables_in(folder: Path) -> tuple[list[Table], list[str]]:
-    """All tables in a folder, by file name, and why other files were passed over.
+    """All tables in a folder, by file name, and for each other file why it was skipped.
 
-    Raises :class:`TableError` for a file in a known layout with a time that cannot be, or no table at all.
+    Raises :class:`TableError` for an impossible time in a file of a known layout, or for no table at all.
     """
     if not folder.is_dir():
         raise TableError(f"{folder}: is not a folder")
-    found: list[Table] = []
-    passed_over = []
+    tables: list[Table] = []
+    skipped = []
     for file in sorted(folder.iterdir()):
         if not file.name.endswith(ENDINGS):
             continue
-        layout, rows = _recognised(file)
+        layout, rows = _recognise(file)
         if layout is None:
-            passed_over.append(f"{file.name}: not in a known layout; its columns are {', '.join(rows.names)}")
+            skipped.append(f"{file.name}: not in a known layout; its columns are {', '.join(rows.names)}")
         else:
-            found += _tables(file, layout, rows)
-    if not found:
-        raise TableError(f"{folder}: holds no table in a known layout ({', '.join(one.name for one in LAYOUTS)})")
-    return found, passed_over
+            tables += _tables(file, layout, rows)
+    if not tables:
+        raise TableError(f"{folder}: holds no table in a known layout ({', '.join(known.name for known in LAYOUTS)})")
+    return tables, skipped
 
 
 def read_table(file: Path) -> list[Table]:
-    """The tables in one file. Raises :class:`TableError` for an unknown layout too."""
+    """The tables in one file. Raises :class:`TableError`, also for an unknown layout."""
     layout, rows = rows_of(file)
     return list(_tables(file, layout, rows))
 
 
 def rows_of(file: Path) -> tuple[Layout, Rows]:
-    """A file's layout and columns as they stand in it. Raises :class:`TableError` for an unknown layout too."""
-    layout, rows = _recognised(file)
+    """A file's layout and its columns. Raises :class:`TableError`, also for an unknown layout."""
+    layout, rows = _recognise(file)
     if layout is None:
         raise TableError(f"{file}: not in a known layout; its columns are {', '.join(rows.names)}")
     return layout, rows
 
 
-def _recognised(file: Path) -> tuple[Layout | None, Rows]:
+def _recognise(file: Path) -> tuple[Layout | None, Rows]:
     try:
         table = _read(file)
     except (pa.ArrowException, OSError) as error:
@@ -124,7 +124,7 @@ def _recognised(file: Path) -> tuple[Layout | None, Rows]:
 def _read(file: Path) -> pa.Table:
     if file.name.endswith(".parquet"):
         return pyarrow.parquet.read_table(file)
-    # An empty cell is a time that was not measured; "nan" is one that went wrong.
+    # An empty cell is a time that was not measured; "nan" is a failed measurement.
     return pyarrow.csv.read_csv(file, convert_options=pyarrow.csv.ConvertOptions(null_values=[""]))
 
 
@@ -162,84 +162,91 @@ def _refuse(file: Path, name: str, values: Floats, should: str, below: float = n
 
 
 def subsampled(table: Table, max_rows: int, seed: int) -> Table:
-    """At most about ``max_rows`` rows, whole points drawn at random under ``seed``; the longest tenth of all kept,
-    as far as there is room."""
+    """At most about ``max_rows`` rows: the longest tenth of all points as far as it fits, and points drawn at random
+    under ``seed``, each with all its rows."""
     if len(table) <= max_rows:
         return table
     points = int(table.groups.max()) + 1
     length = np.zeros(points)
     np.maximum.at(length, table.groups, table.times.length)
-    wanted = int(points * max_rows / len(table))
-    longest = np.argsort(-length, kind="stable")[: min(wanted, ceil(points / 10))]
+    drawn_points = int(points * max_rows / len(table))
+    longest = np.argsort(-length, kind="stable")[: min(drawn_points, ceil(points / 10))]
     rest = np.random.default_rng(seed).permutation(np.setdiff1d(np.arange(points), longest))
-    drawn = np.concatenate([longest, rest[: wanted - len(longest)]])
+    drawn = np.concatenate([longest, rest[: drawn_points - len(longest)]])
     chosen = np.isin(table.groups, drawn)
     times = table.times.of(chosen)
     return Table(
         table.file, table.operator, table.layout, times, table.seconds[chosen],
         np.unique(table.groups[chosen], return_inverse=True)[1], table.rows_in_file,
-        (*table.left_out, f"{wanted} of {points} measured points drawn"),
+        (*table.left_out, f"{drawn_points} of {points} measured points drawn"),
     )  # fmt: skip
 
 
-def bins_of(values: Floats, most: int) -> Ints:
+def bins_of(values: Floats, max_bins: int) -> Ints:
     """Number of the quantile bin of each value; ties share a bin."""
-    edges = np.unique(np.quantile(values, np.linspace(0, 1, most + 1)[1:-1]))
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, max_bins + 1)[1:-1]))
     return np.searchsorted(edges, values, side="right")
 
 
 def select(table: Table, rows: Sequence[int] | Ints) -> tuple[Floats, Floats, Floats, Ints]:
-    """(features, plain settings, seconds, groups) of some rows."""
+    """(features, plain settings, seconds, groups) of these rows."""
     chosen = np.asarray(rows)
     return table.x[chosen], table.plain[chosen], table.seconds[chosen], table.groups[chosen]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """One file."""
+class TableFile:
+    """A file of measured tables, read."""
 
     file: Path
     layout: str
     rows: Rows
     tables: Mapping[str, Table]
-    """By operator."""
+    """Tables by operator."""
     sha256: str
 
-    def described(self, told: str) -> dict[str, Any]:
-        """For the hardware model's list of inputs."""
+    def described(self, content: str) -> dict[str, Any]:
+        """Entry of the hardware model's list of inputs. ``content``: what was taken from the file."""
         return {
-            "file": self.file.name, "sha256": self.sha256, "layout": self.layout, "rows": len(self.rows), "told": told,
+            "file": self.file.name, "sha256": self.sha256, "layout": self.layout, "rows": len(self.rows),
+            "told": content,
         }  # fmt: skip
 
     @property
     def device(self) -> str | None:
-        """As the file names it; None where it does not."""
+        """The device named in the file; None where there is none."""
         if "device" not in self.rows.names:
             return None
         return ", ".join(sorted(set(self.rows.text("device").tolist())))
 
 
-def opened(files: Sequence[Path]) -> list[Opened]:
-    """Raises :class:`TableError` for an unknown layout, a time that cannot be, or two files that tell the same."""
-    found: list[Opened] = []
+def read_files(files: Sequence[Path]) -> list[TableFile]:
+    """Read these files. Raises :class:`TableError` for an unknown layout, an impossible time, or an operator in two
+    files of one layout."""
+    table_files: list[TableFile] = []
     for file in files:
         layout, rows = rows_of(file)
         tables = {table.operator: table for table in read_table(file) if table.operator != WHOLE}
-        found.append(Opened(file, layout.name, rows, tables, hashlib.sha256(file.read_bytes()).hexdigest()))
-    for number, one in enumerate(found):
-        for other in found[:number]:
-            if other.layout == one.layout and set(other.tables) & set(one.tables):
-                raise TableError(f"{one.file} and {other.file} tell the same ({one.layout}): give one of them")
-    return found
+        table_files.append(TableFile(file, layout.name, rows, tables, hashlib.sha256(file.read_bytes()).hexdigest()))
+    for number, later in enumerate(table_files):
+        for earlier in table_files[:number]:
+            if earlier.layout == later.layout and set(earlier.tables) & set(later.tables):
+                raise TableError(
+                    f"{later.file} and {earlier.file} hold the same operators ({later.layout}): give one of them"
+                )
+    return table_files
 
 
-def with_operator(files: Iterable[Opened], layout: str, operator: str | None = None) -> Opened | None:
-    """The file in that layout, and with that operator in it; None where none was given."""
-    return next((one for one in files if one.layout == layout and operator in (None, *one.tables)), None)
+def with_operator(files: Iterable[TableFile], layout: str, operator: str | None = None) -> TableFile | None:
+    """The file in this layout that has the operator; None where there is none."""
+    return next(
+        (table_file for table_file in files if table_file.layout == layout and operator in (None, *table_file.tables)),
+        None,
+    )
 
 
 def medians(settings: Floats, seconds: Floats) -> tuple[Floats, Floats]:
-    """Points measured (rows, columns), sorted, and the median time of each."""
+    """Sorted measured points, shape (points, columns), and the median time of each."""
     if not len(seconds):
         return settings, seconds
     points, number = np.unique(settings, axis=0, return_inverse=True)

@@ -1,4 +1,4 @@
-"""A hardware model made of measured tables: a folder with one JSON file, and the ``Times`` it stands for."""
+"""Hardware models made from measured tables: a folder with one JSON file, and the ``Times`` that it defines."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ SCHEMA_VERSION = 1
 
 
 class HardwareError(KVPolicyError):
-    """A hardware model that cannot be used; the message names file and field."""
+    """An unusable hardware model; the message names file and field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of a step's operators by a count of tokens or sequences."""
+    """Seconds of a step's operators by number of tokens or sequences."""
 
     at: tuple[float, ...]
     seconds: tuple[float, ...]
     per_more_s: float
-    """Per token or sequence beyond the last."""
+    """Seconds per token or sequence beyond the last point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Seconds of a step's attention at every combination of its axes; flat, the last axis runs fastest."""
+    """Seconds of a step's attention at every combination of axis values; flat, the last axis runs fastest."""
 
     axes: Mapping[str, tuple[float, ...]]
     seconds: tuple[float, ...]
     constants: tuple[float, ...]
-    """Of :data:`~kvpolicy.simulator.hardware.interpolation.TERMS`: by these it goes on beyond its edges."""
+    """Constants of :data:`~kvpolicy.simulator.hardware.interpolation.TERMS`, for extrapolation beyond the edges."""
     measured: float
-    """Share of its points that were measured; a regressor fitted to those that were told the others."""
+    """Share of the points that were measured; a regressor fitted to measured points predicts the others."""
     unseen_error: float | None = None
-    """That regressor's mean relative error on measured points that it had not seen; None where there were too few."""
+    """The regressor's mean relative error on held-out measured points; None where there were too few."""
 
 
 AXES: Mapping[str, tuple[str, ...]] = {
@@ -63,15 +63,15 @@ AXES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class HardwareModel:
-    """What a step of one model on one device takes, and what its copies take, in seconds."""
+    """Times of steps and copies of one model on one device, in seconds."""
 
     device: str
     geometry: Mapping[str, Any]
-    """Of one rank, as :class:`kvpolicy.hardware.Geometry`."""
+    """Fields of one rank's :class:`kvpolicy.hardware.Geometry`."""
     ranks: int
     engine: EngineTime
     tokens: Curve
-    """All that works token by token, over all layers: projections, MLP, norms, embedding."""
+    """Operators that work token by token, over all layers: projections, MLP, norms, embedding."""
     sequences: Curve
     """The head and the sampler, by requests in the step."""
     prefill: Grid
@@ -81,7 +81,7 @@ class HardwareModel:
     copies: Channel
     copies_source: str
     inputs: tuple[Mapping[str, Any], ...]
-    """The tables: file, SHA-256, layout, rows, what they told."""
+    """The tables used: file, SHA-256, layout, rows, and what was taken from them."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -89,11 +89,11 @@ class HardwareModel:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def block_bytes(self, block_size: int) -> int:
-        """Of one KV block over all layers of one rank."""
+        """Bytes of one KV block over all layers of one rank."""
         return block_size * Geometry(**self.geometry).kv_bytes_per_token
 
     def write(self, folder: Path) -> Path:
-        """Into ``folder``, which is made; a model that is there is replaced."""
+        """Write into ``folder``, which is created; an existing model is replaced."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / FILE
         head = {"kind": KIND, "schema_version": SCHEMA_VERSION, "digest": self.digest}
@@ -108,49 +108,49 @@ def load_hardware(path: Path | str) -> TableTimes:
 
 
 def read_hardware(path: Path | str) -> HardwareModel:
-    """Raises :class:`HardwareError` naming file and field for what is no hardware model, or was changed."""
+    """Read a hardware model. Raises :class:`HardwareError`, naming file and field, for any other or a changed file."""
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise HardwareError(f"{file}: not a readable hardware model: {error}") from error
-    if not isinstance(told, dict) or told.get("kind") != KIND:
+    if not isinstance(fields, dict) or fields.get("kind") != KIND:
         raise HardwareError(f"{file}: not a hardware model; `kvpolicy import-profile` makes one")
-    if told.get("schema_version") != SCHEMA_VERSION:
-        raise HardwareError(f"{file}: schema_version is {told.get('schema_version')!r}, should be {SCHEMA_VERSION}")
+    if fields.get("schema_version") != SCHEMA_VERSION:
+        raise HardwareError(f"{file}: schema_version is {fields.get('schema_version')!r}, should be {SCHEMA_VERSION}")
     try:
-        model = _model(told)
+        model = _model(fields)
     except HardwareError as error:
         raise HardwareError(f"{file}: {error}") from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise HardwareError(f"{file}: a field is missing or of another type: {error}") from error
-    if model.digest != told.get("digest"):
+    if model.digest != fields.get("digest"):
         raise HardwareError(f"{file}: its content is not that of its digest: changed by hand, or damaged")
     return model
 
 
-def _model(told: Mapping[str, Any]) -> HardwareModel:
-    mixed = told["mixed"]
+def _model(fields: Mapping[str, Any]) -> HardwareModel:
+    mixed = fields["mixed"]
     return HardwareModel(
-        device=str(told["device"]),
-        geometry=dict(told["geometry"]),
-        ranks=int(told["ranks"]),
-        engine=_engine(told["engine"]),
-        tokens=_curve("tokens", told["tokens"]),
-        sequences=_curve("sequences", told["sequences"]),
-        prefill=_grid("prefill", told["prefill"]),
-        decode=_grid("decode", told["decode"]),
+        device=str(fields["device"]),
+        geometry=dict(fields["geometry"]),
+        ranks=int(fields["ranks"]),
+        engine=_engine(fields["engine"]),
+        tokens=_curve("tokens", fields["tokens"]),
+        sequences=_curve("sequences", fields["sequences"]),
+        prefill=_grid("prefill", fields["prefill"]),
+        decode=_grid("decode", fields["decode"]),
         mixed=None if mixed is None else _grid("mixed", mixed),
-        copies=Channel(*_numbers("copies", [told["copies"][name] for name in COPIES])),
-        copies_source=str(told["copies_source"]),
-        inputs=tuple(dict(one) for one in told["inputs"]),
-        notes=tuple(map(str, told["notes"])),
+        copies=Channel(*_numbers("copies", [fields["copies"][name] for name in COPIES])),
+        copies_source=str(fields["copies_source"]),
+        inputs=tuple(dict(table) for table in fields["inputs"]),
+        notes=tuple(map(str, fields["notes"])),
     )
 
 
-def _engine(told: Mapping[str, Any]) -> EngineTime:
-    per_step_s, per_chunk_step_s, uneven = _numbers("engine", [told[name] for name in ENGINE])
-    return EngineTime(per_step_s, per_chunk_step_s, uneven, str(told["source"]))
+def _engine(fields: Mapping[str, Any]) -> EngineTime:
+    per_step_s, per_chunk_step_s, uneven = _numbers("engine", [fields[name] for name in ENGINE])
+    return EngineTime(per_step_s, per_chunk_step_s, uneven, str(fields["source"]))
 
 
 ENGINE = ("per_step_s", "per_chunk_step_s", "uneven")
@@ -171,25 +171,25 @@ def _axis(name: str, values: Any) -> tuple[float, ...]:
     return axis
 
 
-def _curve(name: str, told: Mapping[str, Any]) -> Curve:
-    at, seconds = _axis(f"{name}.at", told["at"]), _numbers(f"{name}.seconds", told["seconds"])
+def _curve(name: str, fields: Mapping[str, Any]) -> Curve:
+    at, seconds = _axis(f"{name}.at", fields["at"]), _numbers(f"{name}.seconds", fields["seconds"])
     if len(at) != len(seconds):
         raise HardwareError(f"field {name}.seconds holds {len(seconds)} numbers, should hold {len(at)}")
-    return Curve(at, seconds, _numbers(f"{name}.per_more_s", [told["per_more_s"]])[0])
+    return Curve(at, seconds, _numbers(f"{name}.per_more_s", [fields["per_more_s"]])[0])
 
 
-def _grid(name: str, told: Mapping[str, Any]) -> Grid:
-    axes = {axis: _axis(f"{name}.axes.{axis}", told["axes"][axis]) for axis in AXES[name]}
-    seconds, points = _numbers(f"{name}.seconds", told["seconds"]), 1
+def _grid(name: str, fields: Mapping[str, Any]) -> Grid:
+    axes = {axis: _axis(f"{name}.axes.{axis}", fields["axes"][axis]) for axis in AXES[name]}
+    seconds, points = _numbers(f"{name}.seconds", fields["seconds"]), 1
     for axis in axes.values():
         points *= len(axis)
     if len(seconds) != points or min(seconds) <= 0:
         raise HardwareError(f"field {name}.seconds should hold {points} times above 0, holds {len(seconds)} numbers")
-    constants = _numbers(f"{name}.constants", told["constants"])
+    constants = _numbers(f"{name}.constants", fields["constants"])
     if len(constants) != len(TERMS) or max(constants) <= 0:
         raise HardwareError(f"field {name}.constants should hold {len(TERMS)} numbers, not all of them 0")
-    error = told["unseen_error"]
-    return Grid(axes, seconds, constants, float(told["measured"]), None if error is None else float(error))
+    error = fields["unseen_error"]
+    return Grid(axes, seconds, constants, float(fields["measured"]), None if error is None else float(error))
 
 
 @dataclass(frozen=True)
@@ -203,17 +203,17 @@ class TableTimes:
     _steps: Callable[..., None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        made = (*_packed(self.model), *compiled())
-        for name, value in zip(("_data", "_starts", "_step", "_steps"), made, strict=True):
+        values = (*_packed(self.model), *compiled())
+        for name, value in zip(("_data", "_starts", "_step", "_steps"), values, strict=True):
             object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[type[TableTimes], tuple[HardwareModel]]:
-        """Sweeps hand it to other processes."""
+        """Pickle by the model alone: compiled functions cannot travel to other processes."""
         return TableTimes, (self.model,)
 
     @property
     def source(self) -> str:
-        files = ", ".join(str(one["file"]) for one in self.model.inputs)
+        files = ", ".join(str(table["file"]) for table in self.model.inputs)
         return (
             f"steps: measured tables {files} ({self.model.device}); engine's own time: {self.model.engine.source}; "
             f"copies not measured: {self.model.copies_source}"
@@ -224,42 +224,40 @@ class TableTimes:
 
     def steps_s(self, loads: Floats) -> Floats:
         rows = np.ascontiguousarray(loads, np.float64)
-        found = np.empty(len(rows))
-        self._steps(self._data, self._starts, rows, found)
-        return found
+        seconds = np.empty(len(rows))
+        self._steps(self._data, self._starts, rows, seconds)
+        return seconds
 
     def copy_s(self, direction: Direction, copied_bytes: int, segments: int, segment_bytes: int) -> float:
-        """Alike in both directions."""
+        """The same in both directions."""
         return self.model.copies.seconds(copied_bytes, segments)
 
     def beyond(self, loads: Floats) -> Flags:
-        """Which of these steps lie beyond what the tables hold, where physics alone goes on. Rows as ``steps_s``."""
+        """Which steps lie outside the tables, where times are extrapolated by physics. Rows as for ``steps_s``."""
         scheduled, decode, kv_read, pairs, prefills = np.asarray(loads, np.float64).T[:5]
         chunk = scheduled - decode
         context = np.where(chunk > 0, (pairs - chunk * (chunk + 1) / 2) / np.maximum(chunk, 1), 0.0)
-        each = np.where(decode > 0, kv_read / np.maximum(decode, 1), 0.0)
-        out = (scheduled > self.model.tokens.at[-1]) | (decode + prefills > self.model.sequences.at[-1])
-        both = (chunk > 0) & (decode > 0)
-        apart = np.ones_like(both)
+        decode_context = np.where(decode > 0, kv_read / np.maximum(decode, 1), 0.0)
+        outside = (scheduled > self.model.tokens.at[-1]) | (decode + prefills > self.model.sequences.at[-1])
+        mixed_step = (chunk > 0) & (decode > 0)
+        unmixed = np.ones_like(mixed_step)
         if self.model.mixed is not None:
-            out |= both & _outside(self.model.mixed, (chunk, context, decode, each))
-            apart = ~both
-        out |= apart & (chunk > 0) & _outside(self.model.prefill, (chunk, context))
-        out |= apart & (decode > 0) & _outside(self.model.decode, (decode, each))
-        return np.asarray(out, np.bool_)
+            outside |= mixed_step & _outside(self.model.mixed, (chunk, context, decode, decode_context))
+            unmixed = ~mixed_step
+        outside |= unmixed & (chunk > 0) & _outside(self.model.prefill, (chunk, context))
+        outside |= unmixed & (decode > 0) & _outside(self.model.decode, (decode, decode_context))
+        return np.asarray(outside, np.bool_)
 
 
 def _outside(grid: Grid, values: tuple[Floats, ...]) -> Flags:
-    found = np.zeros(len(values[0]), np.bool_)
+    outside = np.zeros(len(values[0]), np.bool_)
     for axis, value in zip(grid.axes.values(), values, strict=True):
-        found |= (value < axis[0]) | (value > axis[-1])
-    return found
+        outside |= (value < axis[0]) | (value > axis[-1])
+    return outside
 
 
 def _packed(model: HardwareModel) -> tuple[Floats, Ints]:
-    """The parts of :data:`~kvpolicy.simulator.hardware.interpolation.PARTS`, one after the other, and where each
-    begins.
-    """
+    """The concatenated :data:`~kvpolicy.simulator.hardware.interpolation.PARTS`, and where each begins."""
     mixed = model.mixed
     engine = model.engine
     parts = (
@@ -269,5 +267,5 @@ def _packed(model: HardwareModel) -> tuple[Floats, Ints]:
         (model.tokens.per_more_s,), (model.sequences.per_more_s,), model.prefill.constants, model.decode.constants,
         mixed.constants if mixed else (), (engine.per_step_s, engine.per_chunk_step_s, engine.uneven),
     )  # fmt: skip
-    data = np.concatenate([np.array(one, np.float64) for one in parts])
+    data = np.concatenate([np.array(values, np.float64) for values in parts])
     return data, np.cumsum([0, *map(len, parts)]).astype(np.int64)
