@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(name: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM may print what it likes, also while it is imported
     module = importlib.import_module(name)
     assert threading.active_count() == 1, "what is forked has no other thread"
-    answers = os.fdopen(os.dup(1), "w")  # vLLM may print what it likes
-    os.dup2(2, 1)
     for line in sys.stdin:
         job = json.loads(line)
         child = os.fork()
@@ -42,7 +42,10 @@ def main(name: str) -> None:
 def _prepare(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
-    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, job["output"], os.O_WRONLY | os.O_CREAT)):
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    ):
         opened = os.open(path, flags)
         os.dup2(opened, number)
         os.close(opened)
