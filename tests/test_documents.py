@@ -11,6 +11,7 @@ import pytest
 from kvpolicy import Policy
 from kvpolicy.training.family import Family, family_of
 from tests.synthetic import options_for, situation
+from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md")
@@ -72,3 +73,9 @@ def test_lines_of_prose_can_be_read_in_a_terminal(page: str) -> None:
     assert [
         line for line in prose_of(page) if len(line) > MAX_COLUMNS and not re.fullmatch(r"\s*(\S|`[^`]*`)+", line)
     ] == []
+
+
+def test_the_layers_that_are_shown_are_those_of_the_imports() -> None:
+    (table,) = re.findall(r"```\n(errors .*?)\n\n", (ROOT / "ARCHITECTURE.md").read_text(), re.DOTALL)
+    shown = [re.split(r"  +", line)[:-1] for line in table.splitlines()]
+    assert [set(line) for line in shown] == [set(layer) for layer in LAYERS]
