@@ -44,6 +44,7 @@ class Scheduler:
     """One request, which the test takes out and brings back by itself."""
 
     block_size, max_num_scheduled_tokens = SIZE, 512
+    paused = False
 
     def __init__(self, request: Request) -> None:
         self.requests: dict[str, Any] = {"r": request}
@@ -57,7 +58,7 @@ class Scheduler:
         self.returning = SimpleNamespace(load_begins=lambda request: None)
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self.requests)
+        return 0 if self.paused else len(self.requests)
 
 
 class Rows:
@@ -99,6 +100,9 @@ class Events(Observer):
 
     def fell_back(self, reason: str) -> None:
         self.told.append(("fell_back", reason))
+
+    def idle(self) -> None:
+        self.told.append(("idle", ""))
 
     def copy_lost(self, preemption_id: str) -> None:
         self.told.append(("copy_lost", preemption_id))
@@ -190,6 +194,16 @@ def test_a_swap_from_the_decision_to_its_end(world: World) -> None:
     assert world.controller.stats()["host_slots_used"] == 0 and not world.controller.copies.loading
 
 
+def test_where_nothing_is_left_to_do_observers_are_told(world: World) -> None:
+    """In a pause vLLM says that nothing is unfinished, although requests stay in the batch."""
+    world.scheduler.running = [world.request]
+    world.step(1)
+    assert ("idle", "") not in world.events.told
+    world.scheduler.paused = True
+    world.step(1)
+    assert world.events.told[-1] == ("idle", "")
+
+
 def test_a_recompute_is_executed_at_once() -> None:
     world = World("always-recompute")
     world.preempt()
@@ -252,7 +266,7 @@ def test_what_is_undecided_at_the_end_is_told_as_it_stands(world: World) -> None
     world.preempt()
     world.controller.close()
     world.controller.close()
-    assert world.events.told[-1] == ("executed", "swap")
+    assert world.events.told[-2:] == [("executed", "swap"), ("idle", "")]
     assert len(world.rows.rows["decisions"]) == 1 and world.rows.closed == 1
 
 

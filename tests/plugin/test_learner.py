@@ -6,17 +6,23 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpolicy import cost
+from kvpolicy.attribution import LiveCost
+from kvpolicy.attribution.ledger import OpenPreemption
 from kvpolicy.cost import ModelError, online
 from kvpolicy.cost.online import Online
-from kvpolicy.policy import Decider, load
+from kvpolicy.events import Cause, Ending, Option, Preemption
+from kvpolicy.policy import Decider, Feedback, LearningPolicy, NoState, load
 from kvpolicy_vllm.plugin.learner import Learner, remember
-from kvpolicy_vllm.plugin.observers import Observers, Tally
+from kvpolicy_vllm.plugin.observers import MAX_FAILURES, Identity, Observers, Pending, Tally
+from tests.synthetic import situation
 
 POLICY = "cheapest:cpu-llama-native,online=on"
 
@@ -102,3 +108,85 @@ def test_a_file_that_never_was_a_state_is_refused_and_stays(tmp_path: Path) -> N
     with pytest.raises(ModelError, match=r"notes.json: schema_version is None"):
         begun_with(state)
     assert state.read_text() == '{"mine": 1}'
+
+
+SWAPPABLE = situation(computed_tokens=64)
+
+
+class Lessons(LearningPolicy[NoState]):
+    """Swaps, and keeps what it is taught."""
+
+    name = "lessons"
+
+    def __init__(self, fails: int = 0) -> None:
+        self.feedback: list[Feedback] = []
+        self.fails = fails
+
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: NoState) -> Sequence[float]:
+        return (0.0, 1.0)[: len(options)] if len(options) > 1 else (1.0,)
+
+    def observe(self, state: NoState, feedback: Feedback) -> NoState:
+        self.fails -= 1
+        if self.fails >= 0:
+            raise ValueError("made up")
+        self.feedback.append(feedback)
+        return state
+
+
+class School:
+    """A learner of one policy, and one preemption after the other."""
+
+    def __init__(self, policy: Lessons) -> None:
+        self.decider, self.tally, self.complaints = Decider(policy, random.Random(0)), Tally(), list[str]()
+        self.learner = Learner(self.decider, None, self.tally)
+        self.observers = Observers(self.complaints.append)
+        self.observers.add(self.learner)
+        self._count = 0
+
+    def teach(self, cause: Cause = "memory", ended: Ending = "resumed", mixed: bool = False) -> None:
+        self._count += 1
+        name = f"p{self._count}"
+        situation, tell = replace(SWAPPABLE, cause=cause), self.observers.tell
+        tell("decided", Pending(situation, self.decider.decide(situation), Identity(name, "r", 0, 0, {})))
+        opened = OpenPreemption(name, "r", "swap", 64, 0.0, 0)
+        opened.mixed, opened.admitted_s = mixed, 1.0
+        tell("closed", opened, opened.close(ended, 3.0))
+        tell("measured", LiveCost(name, None if mixed else "swap", ended, 0.25, 0.0))
+
+
+def test_what_a_swap_cost_is_learned_from() -> None:
+    school = School(policy := Lessons())
+    school.teach()
+    (feedback,) = policy.feedback
+    assert (feedback.option.kind, feedback.engine_s, feedback.victim_delay_s) == ("swap", 0.25, 2.0)
+    assert not school.learner._awaited and not school.complaints
+
+
+@pytest.mark.parametrize(
+    "unusable", [{"cause": "reset"}, {"ended": "aborted"}, {"ended": "superseded"}, {"mixed": True}]
+)
+def test_what_is_no_options_cost_alone_is_not_learned_from(unusable: dict[str, Any]) -> None:
+    school = School(policy := Lessons())
+    school.teach(**unusable)
+    assert not policy.feedback and not school.learner._awaited
+    school.decider.pin("swap")
+    school.teach()
+    assert not policy.feedback and not school.learner._awaited, "a tool's option is not the policy's choice"
+    school.decider.pin(None)
+    school.teach()
+    assert len(policy.feedback) == 1
+
+
+def test_a_cost_that_cannot_be_learned_from_is_dropped_alone_and_counted() -> None:
+    school = School(policy := Lessons(fails=1))
+    school.teach()
+    school.teach()
+    assert len(policy.feedback) == 1 and school.tally.totals == {"measuring_failed": 1}
+
+
+def test_learning_that_never_works_is_given_up() -> None:
+    school = School(Lessons(fails=1000))
+    for _ in range(MAX_FAILURES + 2):
+        school.teach()
+    assert school.tally.totals == {"measuring_failed": MAX_FAILURES}
+    assert school.complaints[-1] == Learner.given_up

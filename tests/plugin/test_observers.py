@@ -133,3 +133,41 @@ def test_gauges_follow_slots_and_open_preemptions() -> None:
     assert counter.stats()["host_slots_used"] == 3 and counter.stats()["open_preemptions"] == 1
     second = counter.report()
     assert second is not None and second["gauges"]["host_slots_used"] == 3
+
+
+def test_counting_goes_on_however_often_it_failed() -> None:
+    complaints: list[str] = []
+    observers, counter = Observers(complaints.append), MetricsCounter(CopyBook(4, 1, 100), Ledger())
+    observers.add(counter)
+    for _ in range(3 * MAX_FAILURES):
+        observers.tell("executed", None)
+    observers.tell("fell_back", "host_full")
+    assert len(complaints) == 3 * MAX_FAILURES
+    assert counter.tally.totals == {"fallbacks|reason=host_full": 1}
+
+
+def test_all_begin_to_write_before_the_first_is_waited_for() -> None:
+    order: list[str] = []
+
+    class Writer(Observer):
+        def idle(self) -> None:
+            order.append("asked")
+
+        def close(self) -> None:
+            order.append("closed")
+
+    observers = Observers(pytest.fail)
+    observers.add(Writer(), Writer())
+    observers.close()
+    assert order == ["asked", "asked", "closed", "closed"]
+
+
+def test_who_was_given_up_is_closed_when_it_is_replaced() -> None:
+    observers, broken = Observers(lambda complaint: None), Follower(works=0)
+    observers.add(broken)
+    for number in range(MAX_FAILURES):
+        observers.tell("arrived", number, 0.0)
+    broken._works = 1000
+    observers.replace(Follower, None)
+    observers.close()
+    assert broken.closed_times == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,3 +32,17 @@ def test_parts_are_those_of_going_through_everybody(seed: int) -> None:
 
     Watched(random.Random(seed), 2).run(120)
     assert kinds >= {(False, True), (True, False), (True, True)}
+
+
+def test_a_step_that_cannot_be_read_stays_without_parts() -> None:
+    """So that no observer after the first one takes half of them for the whole."""
+    cached = SimpleNamespace(req_ids=["a"], num_computed_tokens=[5])
+    output = SimpleNamespace(
+        num_scheduled_tokens={"a": 1, "unknown": 7}, total_num_scheduled_tokens=8,
+        scheduled_new_reqs=[], scheduled_cached_reqs=cached,
+    )  # fmt: skip
+    step: Step[OpenPreemption] = Step(0)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            fill_parts(step, output)
+    assert step.parts == (0, 0, 0, 0) and step.scheduled_requests == 0

@@ -249,7 +249,7 @@ class Controller:
             self.observers.tell("closed", opened, opened.close("resumed", now))
         if self.observers.follow_steps:
             scheduler = self._scheduler
-            busy = bool(scheduler.running) or scheduler.get_num_unfinished_requests() > 0
+            busy = scheduler.get_num_unfinished_requests() > 0  # 0 in a pause, too: a server may be ended there
             began_s = self._step_clock.began_s(step, now, busy)
             self.observers.tell("done", step, output, scheduler, began_s, now)
             if not busy:

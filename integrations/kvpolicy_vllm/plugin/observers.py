@@ -139,9 +139,10 @@ class Observers:
 
     def replace(self, kind: type[Observer], observer: Observer | None) -> None:
         """Close the observer of that kind, if there is one, and add ``observer`` instead, unless it is None."""
-        for present in self._all:
+        for present in (*self._all, *self._given_up):
             if isinstance(present, kind):
                 present.close()
+        self._given_up = tuple(present for present in self._given_up if not isinstance(present, kind))
         others = tuple(present for present in self._all if not isinstance(present, kind))
         self._follow(others if observer is None else (*others, observer))
 
@@ -154,6 +155,7 @@ class Observers:
                 self._failed(follow.__self__)  # type: ignore[attr-defined]  # a bound method of an observer
 
     def close(self) -> None:
+        self.tell("idle")  # all begin to write before the first one waits for its disk
         for observer in (*self._all, *self._given_up):
             try:
                 observer.close()
@@ -230,7 +232,6 @@ class MetricsCounter(Observer):
     """Counts preemptions for the engine's metrics. Names and labels: :mod:`kvpolicy_vllm.plugin.metrics`."""
 
     trouble = "preemptions could not be counted"
-    given_up = "counting failed too often in a row: metrics of preemptions stand still"
 
     def __init__(self, copies: CopyBook, ledger: Ledger[OpenPreemption]) -> None:
         self.tally = Tally()
@@ -265,6 +266,10 @@ class MetricsCounter(Observer):
         self.tally.set("host_slots_used", self._copies.pool.used)
         self.tally.set("host_slots_total", self._copies.pool.total)
         self.tally.set("open_preemptions", len(self._ledger))
+
+    def begin_afresh(self) -> bool:
+        """Nothing is half done: counting goes on, however often it failed."""
+        return True
 
     # ---- events ----
 

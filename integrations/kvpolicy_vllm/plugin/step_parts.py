@@ -18,17 +18,19 @@ def fill_parts(step: Step[Any], output: Any) -> None:
         return
     scheduled = output.num_scheduled_tokens
     cached, decodes = output.scheduled_cached_reqs, len(scheduled)
-    step.scheduled_requests, step.scheduled_tokens = decodes, output.total_num_scheduled_tokens
+    total, chunk_context = output.total_num_scheduled_tokens, 0
     start_sum = sum(cached.num_computed_tokens)
     for new in output.scheduled_new_reqs:
         start_sum += new.num_computed_tokens
-    if step.scheduled_tokens > decodes:
+    if total > decodes:
         chunks = [(request_id, tokens) for request_id, tokens in scheduled.items() if tokens > 1]
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         starts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         for request_id, tokens in chunks:
             start = starts[request_id]
-            step.chunk_context += causal_pairs(start, start + tokens)
+            chunk_context += causal_pairs(start, start + tokens)
             start_sum -= start
         decodes -= len(chunks)
-    step.decode_requests, step.kv_read_tokens = decodes, start_sum + decodes
+    # All at once: a step whose parts cannot be read stays without any.
+    step.scheduled_requests, step.scheduled_tokens = len(scheduled), total
+    step.decode_requests, step.kv_read_tokens, step.chunk_context = decodes, start_sum + decodes, chunk_context
