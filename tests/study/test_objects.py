@@ -106,7 +106,7 @@ class Guess(CostModel):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (open_workload(NAME), "workloads hold 'azure-conversation-2023', a SyntheticRequests, should be texts or of the class"),
+        (open_workload(NAME), "workloads hold 'azure-conversation-2023', a SyntheticRequests, should be texts or"),
         (iter(workload()), "a tuple_iterator, should be texts or of the class Workload, which has a digest"),
         (replace(workload(), requests=list(workload().requests)), "workload azure-conversation-2023: requests should"),
         (None, "workloads hold None, a NoneType, should be texts"),
