@@ -219,6 +219,14 @@ def accounts_left(scheduler: Any) -> int:
     return sum(len(observer) for observer in observers if isinstance(observer, CostMeter))
 
 
+def open_accounts(scheduler: Any) -> set[str]:
+    """Preemptions whose cost is still being measured."""
+    from kvpolicy_vllm.plugin.cost_meter import CostMeter  # here: stock vLLM does without the plugin
+
+    meters = [observer for observer in scheduler.kvpolicy.observers._all if isinstance(observer, CostMeter)]
+    return {name for meter in meters for name in (*meter._live._accounts, *meter._live._early)}
+
+
 def measure(controller: Any) -> None:
     """Have the controller measure costs, by a step-time model that nothing was measured for."""
     from kvpolicy_vllm.plugin.cost_meter import CostMeter  # here: stock vLLM does without the plugin

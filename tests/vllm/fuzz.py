@@ -302,7 +302,7 @@ def _left_behind(scheduler: Any, workers: list[SymbolicWorker], learner: Learner
         "copies in a worker": max(max(0, worker.copies - to_drop) for worker in workers),
         "copies loading": controller.copies.loading,
         "open preemptions": len(controller.ledger),
-        "decisions awaited": len(learner._awaited),
+        "decisions awaited": len(learner._awaited.keys() - alone.open_accounts(scheduler)),
         "steps in flight": len(controller._in_flight),
         "accounts": accounts if accounts > MAX_ACCOUNTS else 0,
     }
