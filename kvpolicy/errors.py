@@ -1,4 +1,4 @@
-"""The root of all errors that say what somebody gave wrong. Each part declares its own beneath it."""
+"""Base class of all errors caused by invalid input. Each package derives its own."""
 
 
 class KVPolicyError(ValueError):

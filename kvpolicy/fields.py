@@ -8,7 +8,7 @@ They hold for Python, YAML and the command line alike. A class declares its fiel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from math import inf
 from pathlib import Path
@@ -29,6 +29,14 @@ class WrongValue(InputError):
 
     def __str__(self) -> str:
         return f"{self.field} {self.message}"
+
+
+def refuse_single(**sequences: Any) -> None:
+    """Raise WrongValue for an argument that should be a list but is a single value. A single text would be read letter
+    by letter."""
+    for name, value in sequences.items():
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise WrongValue(name, f"is {value!r}, should be a list, as [{value!r}]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,7 @@ class ServerSettings:
 
     policy: str = option(HELP)
     shadow: bool = option("Decide and record, but execute vLLM's own recompute.", False)
-    host_gib: float = option(
-        "Host memory for evicted KV, in all over the ranks of one engine core, GiB.", 4.0, POSITIVE
-    )
+    host_gib: float = option("Total host memory for evicted KV over the ranks of one engine core, GiB.", 4.0, POSITIVE)
     force_host_gib: bool = option("Accept more than half of the available memory for it.", False)
     pin_memory: bool = option("Do not page-lock that memory.", True)
     trace: Path | None = option("Folder to record a trace into.", None)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import kvpolicy
 from kvpolicy.errors import InputError
-from kvpolicy.fields import COUNT, WrongValue, option, read, settle, written
+from kvpolicy.fields import COUNT, WrongValue, option, read, refuse_single, settle, written
 from kvpolicy.hardware.link import SimulatedLink
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +96,26 @@ def test_what_is_wrong_is_told_by_file_and_key(values: dict[str, object], told: 
 def test_what_is_wrong_in_python_is_told_by_field() -> None:
     with pytest.raises(WrongValue, match=r"^repeats is -1, should be 1 or more$"):
         Plan("a", -1)
+
+
+@pytest.mark.parametrize("single", ["abc", Path("abc"), 40])
+def test_a_single_value_is_no_list_of_them(single: object) -> None:
+    with pytest.raises(WrongValue, match=r"^names is .*, should be a list, as "):
+        refuse_single(others=["a"], names=single)
+
+
+def test_verbs_refuse_a_single_value() -> None:
+    for call in (
+        lambda: kvpolicy.train("traces/mine"),
+        lambda: kvpolicy.evaluate("traces/mine", ["always-swap"]),
+        lambda: kvpolicy.evaluate(["traces/mine"], "always-swap"),
+        lambda: kvpolicy.simulate("azure-conversation-2023", ["always-swap"], [40], "h"),
+        lambda: kvpolicy.simulate(["azure-conversation-2023"], ["always-swap"], 40, "h"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(WrongValue, match="should be a list"):
+            call()
+    with pytest.raises(WrongValue, match="kv_blocks are none"):
+        kvpolicy.simulate(["azure-conversation-2023"], ["always-swap"], [], "h")
 
 
 LINE = '    patience_s: float = option("Seconds of patience.", 1.0, POSITIVE)\n'

@@ -30,8 +30,9 @@ AMBIGUOUS_PREFIX = "--kv-"
 """vLLM accepts any unambiguous prefix of a flag. This prefix and shorter ones are ambiguous."""
 SHUTDOWN = "--shutdown-timeout"
 SHUTDOWN_S = 20
-"""Seconds that a server with a trace or an online state may take to shut down: it serves its requests to their end, and
-then the last writes may wait ten seconds for the disk. Less than the 30 s after which Kubernetes kills."""
+"""Seconds that a server with a trace or an online state may take to shut down: for serving its requests to their end
+and for the last writes together. Where the requests take longer, vLLM ends the engine, and the last two seconds of the
+trace and the last five of what was learned are lost. Less than the 30 s after which Kubernetes kills."""
 
 
 def options(settings: ServerSettings) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from kvpolicy.hardware import EngineSpec, Geometry
 from kvpolicy.regression.conformal import Margin
 
 MIN_FLOOR_S = 1e-6
-"""Noise floor of models that state none: costs under a microsecond cannot be told from none."""
+"""Noise floor of models that state none: costs under a microsecond cannot be distinguished from zero."""
 LENGTH: Mapping[Kind, str] = {"recompute": "recomputed_tokens", "swap": "save_bytes"}
 """The feature that measures a victim's length."""
 POWERS = {"recomputed_pairs": 2.0}

@@ -74,7 +74,7 @@ class Measured:
     """None if it could not be attributed."""
     victim_delay_s: float | None
     floor_s: float = MIN_S
-    """Noise floor of the model's traces: costs below it cannot be told from none."""
+    """Noise floor of the model's traces: costs below it cannot be distinguished from zero."""
 
 
 @dataclass(frozen=True, slots=True)

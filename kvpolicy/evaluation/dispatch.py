@@ -11,7 +11,7 @@ from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
-from kvpolicy.fields import WrongValue
+from kvpolicy.fields import WrongValue, refuse_single
 from kvpolicy.policy import Policy
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -29,6 +29,7 @@ def evaluate(
     off-policy estimates (:func:`kvpolicy.evaluation.offpolicy.estimate`); ``how`` applies to these only.
     Raises TraceError for both kinds together, and the errors of these two functions.
     """
+    refuse_single(traces=traces, policies=policies)
     if seed < 0:
         raise WrongValue("seed", f"is {seed}, should be 0 or above")
     if traces and holds_logs(traces):

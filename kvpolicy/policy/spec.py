@@ -49,7 +49,7 @@ WITH_COST_MODEL = (*PRICED, "minwaste")
 """Kinds of policies whose name holds a cost model."""
 OPTIONS = ("online", "objective", "budget")
 MAX_DIGITS = 18
-"""Maximum number of digits of a threshold: more are no length, and Python refuses to read thousands."""
+"""Maximum number of digits of a threshold: no length is longer, and Python does not parse thousands of digits."""
 
 
 def load_policy(policy: str | Policy, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:

@@ -21,8 +21,6 @@ from kvpolicy.reporting.measurements import material
 from kvpolicy.reporting.model_section import learned
 from kvpolicy.trace import Header, TraceError
 
-Answers = tuple[tuple[str, int], ...]
-
 
 @dataclass(frozen=True, slots=True)
 class StudyReport:

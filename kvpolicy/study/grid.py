@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import InputError, KVPolicyError
-from kvpolicy.fields import WrongValue
+from kvpolicy.fields import WrongValue, refuse_single
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
 from kvpolicy.study.cache import Result, ResultCache, default_folder
@@ -49,6 +49,9 @@ def simulate(
     results of earlier calls with the same inputs are reused. Failed cells are in the report, and the others are
     finished; raises ValueError where no cell can begin.
     """
+    refuse_single(workloads=workloads, policies=policies, kv_blocks=kv_blocks, links=links)
+    if not kv_blocks:
+        raise WrongValue("kv_blocks", "are none, should be one at least")
     named_hardware = hardware_named(hardware)
     serving = serving.on(machine_named(named_hardware).device)
     if not workloads:

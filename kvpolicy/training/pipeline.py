@@ -20,7 +20,7 @@ from kvpolicy.datasets.quality import DataQuality
 from kvpolicy.datasets.tables import Situations
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.features import FEATURES
-from kvpolicy.fields import WrongValue
+from kvpolicy.fields import WrongValue, refuse_single
 from kvpolicy.hardware import fingerprint
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
@@ -109,7 +109,7 @@ class TrainReport:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _coverage_lines(self) -> list[str]:
-        lines = ["90% interval holds, of held-out states; in brackets what so few can tell (95%):"]
+        lines = ["coverage of the 90% interval on held-out states [95% confidence interval]:"]
         for quantity, coverage in self.held_out["coverage"].items():
             for row in [coverage, *(coverage["bins"] if len(coverage["bins"]) > 1 else [])]:
                 holds = "-" if row["holds"] is None else f"{row['holds']:.0%}"
@@ -139,7 +139,7 @@ class TrainReport:
         noise = "unknown" if self.variation is None else f"{self.variation:.1%} between identical undisturbed windows"
         lines = [f"noise: {noise}"]
         for kind in KINDS:
-            line = f"  {kind}: costs under {self.floor_s[kind] * 1e3:.3g} ms are not told from none"
+            line = f"  {kind}: costs under {self.floor_s[kind] * 1e3:.3g} ms cannot be distinguished from zero"
             if self.below_floor[kind]:
                 line += f"; {self.below_floor[kind]} states measured less and count as that much"
             if self.below_floor[kind] > self.training_states / 2:
@@ -192,6 +192,7 @@ def train(
     fewer than 12 states, impossible values, all states of one length, different machines unless ``mixed_hardware``,
     over 30% noise unless ``force``; FileExistsError if ``out`` holds something other than a cost model.
     """
+    refuse_single(traces=traces)
     family = family_of(family)
     if seed < 0:
         raise WrongValue("seed", f"is {seed}, should be 0 or above")

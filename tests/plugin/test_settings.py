@@ -18,6 +18,10 @@ from kvpolicy_vllm.plugin.settings import Settings
         ({"policy": "always-swap", "seed": 1.5}, "seed"),
         ({"policy": "always-swap", "host_gib": float("inf")}, "host_gib"),
         ({"policy": "always-swap", "link": "1e9,-1"}, "link"),
+        (
+            {"policy": "always-swap", "copier": "somebody.elses"},
+            "copier is 'somebody.elses', an import path: .*allow_p",
+        ),
     ],
 )
 def test_settings_name_what_is_wrong(extra: dict[str, Any], words: str) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import Online
 from kvpolicy.events import Cost, Option, Preemption
-from kvpolicy.policy import Feedback, LearningPolicy, Policy, decide, feasible_options, load
+from kvpolicy.policy import FORMS, Feedback, LearningPolicy, Policy, decide, feasible_options, load
 from kvpolicy.policy.explore import ExploreState
 from tests.synthetic import fitted_model, options_for, situation
 
@@ -47,6 +47,11 @@ situations = st.builds(
     running_requests=st.integers(0, 30),
     free_host_blocks=st.integers(0, 2000),
 )
+
+
+def test_every_policy_that_ships_is_held_to_it() -> None:
+    shipped = {form.partition(":")[0] for form in FORMS} - {"python"}
+    assert {spec.partition(":")[0] for spec in SPECS} == shipped
 
 
 @pytest.fixture(params=SPECS, scope="module")

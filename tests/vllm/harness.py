@@ -91,6 +91,8 @@ def _warm(module: str, environment: dict[str, str]) -> Warm:
 
 def plugin(policy: str, **extra: Any) -> dict[str, Any]:
     """The plugin's engine arguments."""
+    if "copier" in extra:
+        extra = {"allow_python_policies": True} | extra
     return {
         "scheduler_cls": "kvpolicy_vllm.AdaptiveScheduler",
         "kv_transfer_config": {

@@ -13,6 +13,7 @@ from kvpolicy.workload import (
     ARRIVALS,
     AZURE,
     BURSTGPT,
+    FORMATS,
     MOONCAKE,
     AgentSessions,
     Care,
@@ -54,6 +55,10 @@ EDITS = st.lists(
     ),
     max_size=4,
 )
+
+
+def test_every_format_is_damaged() -> None:
+    assert set(READERS) == set(FORMATS)
 
 
 def outcome(source: Source) -> list[Request] | str:

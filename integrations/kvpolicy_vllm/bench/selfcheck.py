@@ -98,7 +98,7 @@ def _durations(trace: Trace) -> dict[str, dict[int, tuple[float, int]]]:
 def _difference(steps: Mapping[int, tuple[float, int]], window: Mapping[str, Any], twin: Mapping[str, Any]) -> float:
     """Seconds by which the window took longer, over the number of working steps that both have.
 
-    A longer tail of one of them is no cost.
+    Extra steps at the end of either window are ignored.
     """
     step_lists = [
         [

@@ -90,4 +90,4 @@ class Complaints:
     def __call__(self, what: str) -> None:
         if what not in self._logged:
             self._logged.add(what)
-            logger.exception("kvpolicy: %s (told once)", what)
+            logger.exception("kvpolicy: %s (reported once)", what)

@@ -268,7 +268,7 @@ class MetricsCounter(Observer):
         self.tally.set("open_preemptions", len(self._ledger))
 
     def begin_afresh(self) -> bool:
-        """Nothing is half done: counting goes on, however often it failed."""
+        """Counters have no partial state, so this observer is never dropped."""
         return True
 
     # ---- events ----

@@ -37,7 +37,8 @@ class Asking:
             raise UnsupportedEngine(
                 f"--scheduler-cls kvpolicy_vllm.AdaptiveScheduler needs its own connector and {problem}: "
                 "--kv-transfer-config "
-                '\'{"kv_connector": "KVPolicyConnector", "kv_role": "kv_producer", '
+                '\'{"kv_connector": "KVPolicyConnector", "kv_connector_module_path": "kvpolicy_vllm.connector", '
+                '"kv_role": "kv_producer", '
                 '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"policy": "..."}}\''
             )
         self.kvpolicy = connector.controller

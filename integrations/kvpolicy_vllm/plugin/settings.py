@@ -11,7 +11,7 @@ from kvpolicy import cost, fields
 from kvpolicy import policy as policies
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
-from kvpolicy.fields import option
+from kvpolicy.fields import WrongValue, option
 from kvpolicy.policy import Policy
 from kvpolicy.settings import ServerSettings
 
@@ -33,6 +33,15 @@ class Settings(ServerSettings):
     )
     policy_object: Policy | None = None
     """The policy itself, if the engine was made in Python with a policy object, which no file or flag can hold."""
+
+    def __post_init__(self) -> None:
+        ServerSettings.__post_init__(self)
+        if self.copier != DEFAULT_COPIER and not self.allow_python_policies:
+            raise WrongValue(
+                "copier",
+                f"is {self.copier!r}, an import path: a server imports one only where its settings have "
+                '"allow_python_policies": true',
+            )
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:
