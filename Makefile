@@ -33,7 +33,8 @@ GPU_FLAGS ?=
 # All passed before, or flags chose none: pytest says 5 then.
 RESUMED = -p tests.resuming --durations=25 $(PYTEST_FLAGS) || test $$? -eq 5
 
-.PHONY: demo characterize test test-engines test-offline test-schedulers test-all test-all-engines test-all-offline test-all-schedulers lint check fuzz soak sources test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
+.PHONY: demo characterize lint check fuzz soak sources test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
+.PHONY: test test-engines test-offline test-schedulers test-all test-all-engines test-all-offline test-all-schedulers
 .DELETE_ON_ERROR:
 
 demo: .venv/.made

@@ -25,6 +25,8 @@ LOCKED_OUT: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "by one that waited for its grammar": ({"grammars": True}, (63, 86, 142)),
 }
 """What stands before the loaded ones, and seeds at which an engine of vLLM 0.30 stood still for good."""
+FAILED_LOADS = (1040, 1122)
+"""Seeds at which it stood still because memory was kept free for a request whose load had failed."""
 POLICIES = ("always-swap", "always-recompute")
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -38,6 +40,10 @@ PLACE_SEEDS = range(3)
 def locked_out(before: str) -> list[Setup]:
     fixed, seeds = LOCKED_OUT[before]
     return [Setup.draw(seed, **PRESSED | fixed) for seed in seeds]
+
+
+def after_failed_loads() -> list[Setup]:
+    return [Setup.draw(seed, scheduling="priority", copies_fail=True, pauses=True) for seed in FAILED_LOADS]
 
 
 def contended(places: str, policy: str) -> list[Setup]:
@@ -57,6 +63,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     source_or_skip(request.param)
     setups = [setup for before in LOCKED_OUT for setup in locked_out(before)]
     setups += [setup for places in PLACES for policy in POLICIES for setup in contended(places, policy)]
+    setups += after_failed_loads()
     done = soak.run(request.param, setups, tmp_path_factory.mktemp("loaded"))
     by_setup = {outcome["setup"]: outcome for outcome in done.outcomes}
     return lambda wanted: [by_setup[repr(setup)] for setup in wanted]
@@ -65,6 +72,11 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("before", LOCKED_OUT)
 def test_nobody_is_locked_out_by_those_who_wait_for_their_memory(before: str, outcomes: Outcomes) -> None:
     for outcome in outcomes(locked_out(before)):
+        assert outcome["problems"] == [], outcome["setup"]
+
+
+def test_no_memory_is_kept_for_a_request_whose_load_failed(outcomes: Outcomes) -> None:
+    for outcome in outcomes(after_failed_loads()):
         assert outcome["problems"] == [], outcome["setup"]
 
 
