@@ -67,14 +67,14 @@ class Rows:
     dropped = 0
 
     def __init__(self) -> None:
-        self.closed = 0
+        self.closed = self.flushed = 0
         self.rows: dict[str, list[dict[str, Any]]] = {}
 
     def add(self, table: str, row: dict[str, Any]) -> None:
         self.rows.setdefault(table, []).append(row)
 
     def flush_soon(self) -> None:
-        """Rows are kept at once."""
+        self.flushed += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -198,10 +198,10 @@ def test_where_nothing_is_left_to_do_observers_are_told(world: World) -> None:
     """In a pause vLLM says that nothing is unfinished, although requests stay in the batch."""
     world.scheduler.running = [world.request]
     world.step(1)
-    assert ("idle", "") not in world.events.told
+    assert ("idle", "") not in world.events.told and not world.rows.flushed
     world.scheduler.paused = True
     world.step(1)
-    assert world.events.told[-1] == ("idle", "")
+    assert world.events.told[-1] == ("idle", "") and world.rows.flushed == 1
 
 
 def test_a_recompute_is_executed_at_once() -> None:
