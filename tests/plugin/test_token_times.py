@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,27 @@ def test_a_request_that_never_arrived_is_nobodys() -> None:
     tokens = TokenTimes()
     assert tokens.ended(Request("stranger", 1, 1), 1.0) is None
     assert tokens.of("stranger") is None
+
+
+def test_a_request_whose_arrival_was_missed_hides_no_pause_of_another() -> None:
+    tokens = TokenTimes()
+    tokens.arrived("r", 0.0)
+    request, stranger = Request("r", 4, 10), Request("stranger", 4, 10)
+    requests = {"r": request, "stranger": stranger}
+
+    def step(now: float, scheduled: Request, new: bool) -> None:
+        scheduled.num_output_tokens += 1
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens={scheduled.request_id: 1},
+            scheduled_new_reqs=[SimpleNamespace(req_id=scheduled.request_id)] if new else [],
+        )
+        tokens.step(output, requests, now)
+
+    step(1.0, request, True)
+    step(2.0, stranger, True)
+    step(3.0, stranger, False)
+    life = tokens.ended(request, 4.0)
+    assert life is not None and (life.first_token_s, life.last_token_s, life.output_tokens) == (1.0, 1.0, 1)
 
 
 def test_requests_that_decode_are_not_looked_at() -> None:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MAX_IN_FLIGHT = 256
+"""An output that schedules a request comes back within this many steps after the request ended."""
+
 
 @dataclass(slots=True)
 class Life:
@@ -35,6 +38,10 @@ class TokenTimes:
         """Requests that are not steady and have been scheduled before."""
         self.preempted: list[str] = []
         """Requests preempted since the last step. A step in flight may still give them a token."""
+        self._ended: dict[str, int] = {}
+        """Requests that steps in flight may still schedule: number of rounds when each ended, ascending."""
+        self.incomplete = False
+        """Whether a step may schedule requests that are not followed, because an event of theirs was missed."""
         self._rounds = 0
         self._round_s = 0.0
 
@@ -53,7 +60,7 @@ class TokenTimes:
             self.preempted.clear()
         for new in output.scheduled_new_reqs:
             self._watch(new.req_id)
-        if not self._steady.keys() <= scheduled.keys():
+        if not self._schedules_all_steady(scheduled):
             for request_id in self._steady.keys() - scheduled.keys():
                 self._watch(request_id)
         self._rounds += 1
@@ -61,6 +68,22 @@ class TokenTimes:
         if self._watched:
             for request_id in self._watched.keys() & scheduled.keys():
                 self._look_at(request_id, requests.get(request_id), now)
+
+    def _schedules_all_steady(self, scheduled: Mapping[str, int]) -> bool:
+        """Whether every steady request is scheduled; told by numbers, as a look-up of each costs more than the rest.
+
+        A scheduled request is steady, watched, or has ended while the step was in flight.
+        """
+        if self.incomplete:
+            return self._steady.keys() <= scheduled.keys()
+        others = 0
+        if self._watched:
+            others += len(self._watched.keys() & scheduled.keys())
+        if self._ended:
+            others += len(self._ended.keys() & scheduled.keys())
+            while self._ended and next(iter(self._ended.values())) < self._rounds - MAX_IN_FLIGHT:
+                del self._ended[next(iter(self._ended))]
+        return len(scheduled) - others == len(self._steady)
 
     def ended(self, request: Any, now: float) -> Life | None:
         """Remove a finished request and return its times; None where it never arrived."""
@@ -70,6 +93,8 @@ class TokenTimes:
         self._watched.pop(request.request_id, None)
         if self._steady.pop(request.request_id, None) is not None:
             self._count(life)
+        self._ended.pop(request.request_id, None)  # a former request of the same name: keeps the order
+        self._ended[request.request_id] = self._rounds
         # The last token of a request comes with the step that ends it.
         if request.num_output_tokens > life.output_tokens:
             _note(life, request, now)
@@ -78,6 +103,7 @@ class TokenTimes:
     def _watch(self, request_id: str) -> None:
         life = self._lives.get(request_id)
         if life is None:
+            self.incomplete = True
             return
         if self._steady.pop(request_id, None) is not None:
             self._count(life)

@@ -68,6 +68,7 @@ class TraceRecorder(Observer):
 
     def begin_afresh(self) -> bool:
         self._tally.add("records_dropped")
+        self._tokens.incomplete = True
         return super().begin_afresh()
 
     def close(self) -> None:
