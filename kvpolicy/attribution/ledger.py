@@ -140,7 +140,7 @@ class Step(Generic[Opened]):
 
     @property
     def recomputed_tokens(self) -> int:
-        return sum(part.tokens for part in self.repeated)
+        return sum(part.tokens for part in self.repeated) if self.repeated else 0
 
 
 class Ledger(Generic[Opened]):

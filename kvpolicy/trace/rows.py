@@ -66,7 +66,7 @@ def step_row(step: StepCounts, began_s: float, ended_s: float) -> Row:
         "preemptions": len(step.lost),
         "saves": step.saves,
         "loads": step.loads,
-        "repeated": [_repeated(part) for part in step.repeated],
+        "repeated": [_repeated(part) for part in step.repeated] if step.repeated else [],
     }
 
 
