@@ -110,7 +110,7 @@ def test_state_of_a_policy_that_learns_nothing_is_refused(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("policy", "place", "told"),
     [
-        ("cheapest:cpu-llama-native,online=on", ".", "should be a file, and there is a folder of that name"),
+        ("cheapest:cpu-llama-native,online=on", ".", "should be a file, but is a folder"),
         ("cheapest:analytic,online=on", "learned.json", "step times"),
     ],
 )

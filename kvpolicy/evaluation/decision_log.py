@@ -180,7 +180,7 @@ def _count_others(headers: Mapping[str, Header], trace: Trace, counts: Counter[s
         ):
             if not same:
                 decisions = pc.sum(pc.equal(trace.table("decisions")["core"], core)).as_py() or 0
-                counts[f"pooled with those of {first}, though their {property_name} is another"] += decisions
+                counts[f"pooled with those of {first}, although their {property_name} differs"] += decisions
 
 
 def situation_columns(decisions: pa.Table) -> Floats:

@@ -87,7 +87,7 @@ class EvaluationReport:
     def text(self) -> str:
         lines = [
             f"{self.states} states, {self.ties} of them ties; swap is faster in {self.swap_faster}",
-            f"oracle: {self.oracle_total_s:.4g} s in all",
+            f"oracle: {self.oracle_total_s:.4g} s in total",
             *([] if self.objective == ENGINE.text else [f"judged by {self.objective}"]),
             "",
             f"{'policy':<34} {'accuracy':>22} {'mean regret, ms':>26} {'p95 regret, ms':>26} {'over the oracle':>24}",
@@ -97,11 +97,11 @@ class EvaluationReport:
                 f"{score.policy:<34} {_percent(score.accuracy):>22} {_ms(score.mean_regret_s):>26} "
                 f"{_ms(score.p95_regret_s):>26} {_percent(score.over_oracle):>24}"
             )
-        lines.append("brackets: 95%, states resampled")
+        lines.append("brackets: 95% intervals, states resampled")
         if self.always_wins:
-            lines.append(f"{self.always_wins} costs less in every state: here the cheapest policy is a constant")
+            lines.append(f"{self.always_wins} costs less in every state: here always choosing it is optimal")
         lines += [
-            f"{name}: corrected by no outcome in this replay, judged as without online=on" for name in self.learning
+            f"{name}: a replay has no outcomes to learn from; judged as without online=on" for name in self.learning
         ]
         lines += self.floor.lines()
         return "\n".join(lines + [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count])

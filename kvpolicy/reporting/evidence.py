@@ -63,14 +63,14 @@ def trend(x: Sequence[float], y: Sequence[float], rises: bool, effect: str, unit
         why = f"{len(xs)} {units} at {len(np.unique(xs))} levels; at least {MIN_POINTS_FOR_TREND} at 3 are needed"
         return Evidence("cannot tell", test, effect, len(xs), units, why=why)
     if len(np.unique(ys)) < 2:
-        return Evidence("cannot tell", test, effect, len(xs), units, 0.0, 0.0, 0.0, 1.0, why="all costs are alike")
+        return Evidence("cannot tell", test, effect, len(xs), units, 0.0, 0.0, 0.0, 1.0, why="all costs are equal")
     correlation = stats.kendalltau(xs, ys)
     slope, _, low, high = map(float, stats.theilslopes(ys, xs, 0.95))
     p = float(correlation.pvalue)
     correlated = p < LEVEL
     settled = correlated and slope * correlation.statistic > 0
     answer: Answer = ("yes" if (correlation.statistic > 0) == rises else "no") if settled else "cannot tell"
-    why = "the median slope is 0, though ranks go together" if correlated else "the points are compatible with no trend"
+    why = "the median slope is 0, although the ranks are correlated" if correlated else "no trend is significant"
     return Evidence(answer, test, effect, len(xs), units, slope, low, high, p, why="" if settled else why)
 
 
@@ -87,7 +87,7 @@ def cheaper(
         why = f"{len(a)} {units}; at least {MIN_PAIRS} are needed"
         return Evidence("cannot tell", test, effect, len(a), units, why=why)
     if not np.any(a != b):
-        return Evidence("cannot tell", test, effect, len(a), units, 1.0, 1.0, 1.0, 1.0, why="all pairs are alike")
+        return Evidence("cannot tell", test, effect, len(a), units, 1.0, 1.0, 1.0, 1.0, why="all pairs are equal")
     p = float(stats.wilcoxon(a, b).pvalue)
     ratio, low, high = _ratio_of_totals(a, b, rng.integers(0, len(a), (RESAMPLES, len(a))))
     less = float(np.median(a - b)) < 0
@@ -129,7 +129,11 @@ def flat(x: Sequence[float], y: Sequence[float], units: str = "windows", margin:
     effect = "of the mean is the change from the lowest to the highest level"
     levels = len(np.unique(xs))
     if len(xs) < MIN_POINTS_FOR_TREND or levels < 2 or ys.mean() <= 0:
-        why = "costs drown in the noise" if len(xs) and ys.mean() <= 0 else f"{len(xs)} {units} at {levels} levels"
+        why = (
+            "the noise is larger than the costs"
+            if len(xs) and ys.mean() <= 0
+            else f"{len(xs)} {units} at {levels} levels"
+        )
         return Evidence("cannot tell", test, effect, len(xs), units, confidence=0.9, why=why)
     line = stats.linregress(xs, ys)
     scale = float(xs.max() - xs.min()) / float(ys.mean())
@@ -162,7 +166,7 @@ def lowest_at(runs: Mapping[int, Sequence[float]], expected: Sequence[int], rng:
     lowest_levels = np.asarray(levels)[np.argmin(np.vstack(mean_draws), axis=0)]
     share = float(np.isin(lowest_levels, expected).mean())
     answer: Answer = "yes" if share >= 1 - LEVEL else "no" if share <= LEVEL else "cannot tell"
-    why = "" if answer != "cannot tell" else "draws disagree on the lowest level"
+    why = "" if answer != "cannot tell" else "the draws do not agree on the lowest level"
     error = 1.96 * float(np.sqrt(share * (1 - share) / RESAMPLES))
     return Evidence(answer, test, effect, count, "runs", share, share - error, share + error, why=why)
 
@@ -190,7 +194,7 @@ def coincide(marked: Sequence[bool], events: Sequence[bool], units: str = "steps
     half = 1.96 * float(np.sqrt((1 / cells).sum()))
     settled = p < LEVEL
     answer: Answer = ("yes" if log_odds > 0 else "no") if settled else "cannot tell"
-    why = "" if settled else "they fall on each other as often as by chance"
+    why = "" if settled else "they coincide as often as by chance"
     odds, low, high = (float(np.exp(log_odds + shift)) for shift in (0.0, -half, half))
     return Evidence(answer, test, effect, len(a), units, odds, low, high, p, why=why)
 

@@ -66,5 +66,5 @@ def unpacked(packed: bytes, label: str) -> Policy:
     try:
         policy: Policy = pickle.loads(packed)
     except (pickle.UnpicklingError, AttributeError, ImportError) as error:
-        raise InputError(f"policy {label}: a worker process cannot make it again ({error}); {ELSEWHERE}") from error
+        raise InputError(f"policy {label}: a worker process cannot rebuild it ({error}); {ELSEWHERE}") from error
     return policy

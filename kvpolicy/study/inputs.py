@@ -34,8 +34,8 @@ def workload_named(workload: str | Workload) -> Named[Workload]:
     if type(workload) is not Workload:
         raise WrongValue(
             "workloads",
-            f"hold {getattr(workload, 'name', workload)!r}, a {type(workload).__name__}, should be texts or of the "
-            "class Workload, which has a digest: Workload(name, tuple(source), seed) makes one of any source",
+            f"hold {getattr(workload, 'name', workload)!r}, a {type(workload).__name__}, should be texts or "
+            "Workload objects, which have a digest: Workload(name, tuple(source), seed) makes one from any source",
         )
     digest = workload.digest
     return Named(f"{workload.name}@{digest[:LABEL_DIGITS]}", digest, workload)
@@ -49,7 +49,7 @@ def hardware_named(hardware: str | HardwareObject) -> Named[HardwareObject]:
         return Named(f"{hardware.device}@{hardware.digest[:LABEL_DIGITS]}", hardware.digest, hardware)
     if isinstance(hardware, FittedModel):
         if not hardware.provenance.trace_digests:
-            raise WrongValue("hardware", f"{hardware.name!r}: is untrained, should be given as DEVICE[@LINK]:CONFIG")
+            raise WrongValue("hardware", f"{hardware.name!r}: is untrained, should be named as DEVICE[@LINK]:CONFIG")
         # Its own digest is that of files, from which it may differ.
         digest = digest_of(replace(hardware, name="", digest=""))
         return Named(f"{hardware.provenance.family.partition('@')[0]}@{digest[:LABEL_DIGITS]}", digest, hardware)

@@ -139,13 +139,15 @@ class Advice:
             ratios = (comparison.gain, comparison.throughput, comparison.e2e_p99, comparison.ttft_p99)
             shown = (figure_text(name, comparison.figures) for name in COST_COLUMNS)
             rows.append([comparison.policy, *(ratio.text() for ratio in ratios), *shown])
-        seeds_note = "" if self.seeds_differ else "; seeds do not change the requests: the runs of a part are one"
+        seeds_note = (
+            "" if self.seeds_differ else "; seeds do not change the requests, so that the runs of a part count as one"
+        )
         lines = [
             f"{self.workload} on {self.hardware}, {self.kv_blocks} KV blocks: {pairs} pairs of runs per policy"
             f"{seeds_note}",
-            f"ratios against {DEFAULT}: {self.judge_by} gain above 1 is better; throughput above 1, p99 below 1",
+            f"ratios to {DEFAULT}: better is a {self.judge_by} gain above 1, a throughput above 1, a p99 below 1",
             f"server: {self.server}",
-            f"all intervals shown together at {LEVEL:.0%}; a change is advised where all of the gain's interval lies "
+            f"intervals: {LEVEL:.0%}, simultaneous; a change is recommended where the whole interval of the gain lies "
             f"above {1.0 + self.min_gain:g}",
             *aligned(rows),
             "",
@@ -167,7 +169,7 @@ def figure_of(result: Result, name: str, statistic: str | None) -> float:
     if value is None:
         figure = name if statistic is None else f"{name}.{statistic}"
         raise InputError(
-            f"workload {result['inputs']['workload']}: its runs have no {figure}, so nothing compares them"
+            f"workload {result['inputs']['workload']}: its runs have no {figure}, so that they cannot be compared"
         )
     return float(value)
 
@@ -180,15 +182,15 @@ def extrapolation_warning(comparison: Compared) -> str | None:
     return (
         f"{comparison.policy}: its cost model extrapolated beyond its training range in "
         f"{comparison.extrapolated} of {comparison.choices} decisions ({share:.0%}); "
-        "`kvpolicy profile` and `kvpolicy train` on the serving machine measure there"
+        "`kvpolicy profile` and `kvpolicy train` on the serving machine cover these cases"
     )
 
 
 THRESHOLD_LEVELS = (0.25, 0.5, 0.75, 0.9)
 """Quantile levels of the requests' total lengths at which thresholds are tried."""
 FEWER_USERS = (
-    "a closed loop in parts: each part has only a share of the users, and so of the load; --parts 1 with --seeds "
-    "keeps them together, where the seed draws their sessions"
+    "a closed loop in parts: each part has only a share of the users and of the load; --parts 1 keeps them together, "
+    "with --seeds for several runs where sessions depend on the seed"
 )
 MAX_UNLIKE = 1.2
 """Factor by which the whole workload may differ from the mean of its parts without a warning."""
@@ -256,9 +258,9 @@ def whole_run_summary(whole: Sequence[Result], parts: Sequence[Result], judge_by
     if 1 / MAX_UNLIKE <= default_value / part_mean <= MAX_UNLIKE:
         return summary, ""
     return summary, (
-        f"under {DEFAULT} the workload as one run comes to {default_value:.4g} {unit}, its parts to {part_mean:.4g} "
-        f"{unit}: every part begins with an empty server, so the intervals are those of shorter runs under less load; "
-        "fewer --parts come closer"
+        f"under {DEFAULT} the whole workload takes {default_value:.4g} {unit} in one run, and {part_mean:.4g} "
+        f"{unit} in parts: every part begins with an empty server, so the intervals hold for shorter runs under less "
+        "load; fewer --parts are closer to one run"
     )
 
 
@@ -336,7 +338,7 @@ def advise(
     warnings += list(runs[best][0]["warnings"])
     if change and _uses_model_object(deploy, inputs):
         warnings.append(
-            f"{deploy} asks the cost model that was given as an object: a server loads it from the folder that `train` "
+            f"{deploy} uses the cost model that was given as an object: a server loads it from the folder that `train` "
             "or `calibrate` writes"
         )
     if change and "policy_digest" in inputs:
@@ -383,18 +385,18 @@ def _reason(best: Compared, compared: Sequence[Compared], change: bool, judge_by
     if not base.choices and not base.figures["recompute"]:
         return "nothing was preempted in any run, so every policy does the same; keep vLLM's default"
     if best.policy == DEFAULT:
-        return "keep vLLM's default; in the mean of these runs no other policy did better"
+        return "keep vLLM's default; no other policy had a better mean in these runs"
     if best.gain.low is None:
         return (
-            f"keep vLLM's default; one run: no interval, so that {best.policy}, which is "
-            f"{best.gain.value:.3f} times better by {judge_by}, may be so by chance; "
-            "give --parts, or --seeds where they draw requests"
+            f"keep vLLM's default; with one run there is no interval, so that the gain of {best.policy}, "
+            f"{best.gain.value:.3f} times better by {judge_by}, may be chance; "
+            "set --parts, or --seeds where the requests depend on the seed"
         )
     if not change:
-        claim = "so" if not best.gain.significant else f"above the least gain that is worth a change, {min_gain:.1%}"
+        claim = "" if not best.gain.significant else f" above the smallest gain worth a change, {min_gain:.1%}"
         return (
             f"keep vLLM's default; the best other policy, {best.policy}, is {best.gain.text()} times better by "
-            f"{judge_by}, but not significantly {claim}"
+            f"{judge_by}, but not significantly{claim}"
         )
     ties = [
         comparison.policy

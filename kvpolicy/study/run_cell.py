@@ -86,8 +86,8 @@ def rules_of(name: str) -> str:
 ORACLE = "oracle"
 """Name of a policy that exists only in simulations: the cheaper option by the simulator's own times."""
 SURVIVORS = (
-    "oracle: prices a recompute as if nothing of the victim survived in the prefix cache; what does makes it cheaper, "
-    "so that it may swap where a recompute would have cost less: with prefix caching it is no bound"
+    "oracle: prices a recompute as if none of the victim's tokens stayed in the prefix cache. Those that do make it "
+    "cheaper, so the oracle may swap where a recompute would have cost less: with prefix caching it is no bound"
 )
 MAX_POLICIES = 32
 """Loaded policies, with their cost models, that a process caches: successive cells often share them."""

@@ -112,7 +112,7 @@ def _range_notes(intervals: Intervals, trees: Mapping[Kind, int], kept: Mapping[
     if infinite:
         notes.append(
             f"{', '.join(infinite)}: intervals outside the trained range are infinite: too few states up to a quarter "
-            "or half of the longest length, or beyond it, to tell"
+            "or half of the longest length, or beyond it, to measure them"
         )
     return notes
 

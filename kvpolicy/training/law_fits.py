@@ -163,8 +163,8 @@ def load_notes(law: Law, examples: Sequence[Example]) -> tuple[str, ...]:
     if not _collinear(_column(examples, "save_bytes"), _column(examples, "load_bytes")):
         return ()
     return (
-        "swap: what is saved and what is loaded grow together in every state, and the fit puts all of the cost down to "
-        "saves: a load counts as free, which this trace cannot tell; blocks shared with others would tell them apart",
+        "swap: saved and loaded bytes grow together in every state, and the fit attributes all of the cost to saves. "
+        "Whether loads are free cannot be learned from this trace; states with shared blocks would show it",
     )
 
 

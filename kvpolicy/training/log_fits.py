@@ -143,7 +143,7 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
         if len(records) < MIN_RECORDS:
             raise TraceError(
                 f"table decisions: {len(records)} records to learn {kind} from, at least {MIN_RECORDS} are needed; "
-                "let the server's policy leave more to chance (explore:COST_MODEL), or profile"
+                "serve with a policy that chooses at random more often (explore:COST_MODEL), or profile"
             )
     notes: list[str] = []
     folds = _folds(training.records, seed)
@@ -467,8 +467,8 @@ def train_logged(
     fitted = fit_logged(family, training, _provenance(family, records, training_records), seed)
     notes = (
         *fitted.notes,
-        "trained from logs, in which no situation was met with both options: the interval of their ratio is put "
-        "together from either's, and is wider than one from a profile",
+        "trained from logs, in which each situation shows only one option: the interval of their ratio combines those "
+        "of the two options, and is wider than one from a profile",
         "delays of victims and others are not learned from logs: objective engine only",
     )
     scores = held_out_scores(fitted.model, held_out)

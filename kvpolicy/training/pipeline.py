@@ -104,7 +104,7 @@ class TrainReport:
         lines += ["", *self._coverage_lines(), *self._beyond_lines(), *self._delay_lines()]
         lines += ["", *self._noise_lines(), *self._natural_lines()]
         if self.always_wins:
-            lines.append(f"{self.always_wins} costs less in every state: here the cheapest policy is a constant")
+            lines.append(f"{self.always_wins} costs less in every state: here always choosing it is optimal")
         lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -143,13 +143,13 @@ class TrainReport:
             if self.below_floor[kind]:
                 line += f"; {self.below_floor[kind]} states measured less and count as that much"
             if self.below_floor[kind] > self.training_states / 2:
-                line += f": most costs of {kind} drown in the noise, and its scores say little"
+                line += f": most costs of {kind} are below that, so that its scores mean little"
             lines.append(line)
         return lines + self.floor.lines()
 
     def _natural_lines(self) -> list[str]:
         if self.natural_extrapolated is None:
-            return ["natural preemptions: none in these traces; what happens under memory pressure was not trained on"]
+            return ["natural preemptions: none in these traces; the model was not trained on memory pressure"]
         lines = [
             f"natural preemptions: {self.natural_preemptions}, "
             f"{self.natural_extrapolated:.1%} outside the trained range of a feature that predictions depend on"
@@ -226,7 +226,7 @@ def train(
 
 def _draw_notes(parts: tuple[list[State], list[State]], samples: tuple[list[State], list[State]]) -> list[str]:
     return [
-        f"{len(sample)} states drawn out of {len(states)} {purpose}, every length among them; the others are not used"
+        f"{len(sample)} of {len(states)} states sampled {purpose}, over all lengths; the others are not used"
         for states, sample, purpose in zip(parts, samples, ("to train on", "to judge by"), strict=True)
         if len(sample) < len(states)
     ]
@@ -253,7 +253,7 @@ def _data_notes(dataset: Dataset, training: Sequence[State], model: FittedModel)
         used = model.laws[kind].used | {FEATURES[at] for at in getattr(model.residuals.get(kind), "used", ())}
         same = [f"{name} ({columns[name][0]:g})" for name in FEATURES if name in used and len(set(columns[name])) == 1]
         if same:
-            notes.append(f"{kind}: the same in every state: {', '.join(same)}; what changes with it was not measured")
+            notes.append(f"{kind}: the same in every state: {', '.join(same)}; their effect was not measured")
     machines = sorted({fingerprint(header.hardware) for header in dataset.headers.values()})
     if len(machines) > 1:
         notes.append(f"measured on mixed hardware: {'; '.join(machines)}")
@@ -380,7 +380,7 @@ class CalibrateReport:
     def text(self) -> str:
         lines = [
             f"cost model {self.out or 'in memory'}, digest {self.digest[:12]}: "
-            f"{self.source} carried here by {self.states} states"
+            f"{self.source} transferred with {self.states} states"
         ]
         if self.errors:
             lines += [
@@ -426,7 +426,7 @@ def calibrate(
 
     def provenance_for(subset: Sequence[State]) -> Provenance:
         provenance = provenance_of(model.provenance.family, dataset, subset, variation)
-        origin = f"carried from {model.name} (digest {model.digest[:12]}) by {len(subset)} states"
+        origin = f"transferred from {model.name} (digest {model.digest[:12]}) with {len(subset)} states"
         state_ids = tuple(sorted({*model.provenance.state_ids, *provenance.state_ids}))
         return replace(provenance, state_ids=state_ids, notes=(origin,))
 
@@ -451,7 +451,7 @@ def _to_carry(cost_model: Path | str | CostModel) -> FittedModel:
         return cost_model
     if isinstance(cost_model, CostModel):
         raise ModelError(
-            f"cost model {cost_model.name} is a {type(cost_model).__name__}, which has no laws that could be carried: "
-            "should be one that `train` or `calibrate` made, or an untrained one"
+            f"cost model {cost_model.name} is a {type(cost_model).__name__}, which has no laws that could be "
+            "transferred: should be one that `train` or `calibrate` made, or an untrained one"
         )
     return load(cost_model)

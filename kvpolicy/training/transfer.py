@@ -126,7 +126,7 @@ def _scaling(law: Law) -> tuple[tuple[str, ...], LawScaling]:
         return ("all",), lambda scales: LinearLaw(
             law.constant_s * scales["all"], {name: weight * scales["all"] for name, weight in weights.items()}
         )
-    raise TypeError(f"{type(law).__name__}: no law that can be carried")
+    raise TypeError(f"{type(law).__name__}: this law cannot be transferred")
 
 
 def _carry_channel(channel: Channel, direction: str, transfers: Sequence[TransferRecord]) -> Channel:
@@ -247,7 +247,7 @@ def unknown_beforehand(law: Law, old: Provenance, new: Provenance) -> tuple[str,
         "expert_s": f"that a token leaves {law.expert_miss:.1%} of the experts alone",
     }
     return tuple(
-        f"recompute: takes over from the old LLM {assumption}"
+        f"recompute: assumes, as for the original LLM, {assumption}"
         for name, assumption in assumptions.items()
         if getattr(law, name)
     )

@@ -78,7 +78,7 @@ def test_the_report_says_what_it_rests_on(trained: LogTrainReport) -> None:
     assert trained.records["recompute"] + trained.records["swap"] + trained.held_out_records == 900
     assert trained.records["recompute"] > 1.5 * trained.records["swap"]
     assert trained.min_chance == pytest.approx({"recompute": 0.7, "swap": 0.3})
-    assert "no situation was met with both options" in text
+    assert "each situation shows only one option" in text
     for kind in KINDS:
         assert trained.held_out[kind]["mean_error"] == pytest.approx(0.08, abs=0.03)
         assert abs(trained.held_out[kind]["bias"]) < 0.04
