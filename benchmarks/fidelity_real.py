@@ -19,8 +19,8 @@ from kvpolicy.events import Direction
 from kvpolicy.regression.nnls import robust_nonnegative_fit
 from kvpolicy.simulator import Link, Server, Simulator, StepLoad, Summary, Tail
 from kvpolicy.simulator.hardware.law_times import linear
+from kvpolicy.stats import Ratio, bootstrap_ratio, mean_and_percentiles
 from kvpolicy.trace import Header, Trace, read
-from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
 
 Rows = list[dict[str, Any]]
 
@@ -233,7 +233,7 @@ def differing_pairs(found: Judgement, rng: random.Random) -> list[Pair]:
         for one, other in combinations(policies, 2):
             for figure in RANKED:
                 pair = _pair(found, workload, (one, other), figure, rng)
-                if pair is not None and not pair.real.tie:
+                if pair is not None and pair.real.significant:
                     pairs.append(pair)
     return pairs
 
@@ -243,7 +243,7 @@ def _pair(found: Judgement, workload: str, policies: tuple[str, str], figure: st
     if len(one.real) != len(other.real) or len(one.real) < 2:
         return None
     take = FIGURES[figure]
-    real = paired_ratio([take(a) for a in one.real], [take(b) for b in other.real], rng)
+    real = bootstrap_ratio([take(a) for a in one.real], [take(b) for b in other.real], rng)
     logs = [math.log(take(a) / take(b)) for a, b in zip(one.simulated, other.simulated, strict=True)]
     return Pair(workload, policies, figure, real, math.exp(math.fsum(logs) / len(logs)))
 

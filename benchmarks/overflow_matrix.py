@@ -26,12 +26,12 @@ from typing import Any
 
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.hardware.sheets import device_sheet, link_sheet
+from kvpolicy.stats import CONFIDENCE, Ratio, student_ratio
 from kvpolicy.study.cache import Result, default_folder, workload_digest
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
 from kvpolicy.study.grid import sweep
 from kvpolicy.study.progress import bar
-from kvpolicy.study.recommend import LEVEL, Ratio, paired_ratio
 from kvpolicy.study.report import aligned, server_words
 from kvpolicy.study.run_cell import open_source, with_seed
 
@@ -229,7 +229,7 @@ def _throughput(one: Result) -> float:
 
 
 def _over(runs: Runs, policy: str, other: str, value: Callable[[Result], float]) -> Ratio:
-    return paired_ratio([value(one) for one in runs[policy]], [value(one) for one in runs[other]])
+    return student_ratio([value(one) for one in runs[policy]], [value(one) for one in runs[other]])
 
 
 def summary_of(found: Sequence[tuple[Place, Runs]]) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def summary_of(found: Sequence[tuple[Place, Runs]]) -> dict[str, Any]:
 def _overall(found: Sequence[tuple[Place, Runs]], policy: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for other in (RECOMPUTE, SWAP):
-        told[f"over {other}"] = asdict(paired_ratio(_mean_by_repeat(found, policy), _mean_by_repeat(found, other)))
+        told[f"over {other}"] = asdict(student_ratio(_mean_by_repeat(found, policy), _mean_by_repeat(found, other)))
     worst = min(found, key=lambda one: _to_better(one[1], policy).value)
     ratio = _to_better(worst[1], policy)
     where = f"{worst[0].machine}, {_short(worst[0].workload)}, memory {worst[0].share:g}"
@@ -292,7 +292,7 @@ def constants(machines: Sequence[str]) -> list[str]:
         f"the cost model of {MINWASTE} and {LEARNED} has the simulator's own constants: how far off a trained one is, "
         "is not in this table",
         f"context {CONTEXT_TOKENS} tokens, host memory {HOST_GIB:g} GiB, vLLM's scheduling rules",
-        f"intervals are of each figure by itself, at {LEVEL:.0%}: of many, some miss by chance alone",
+        f"intervals are of each figure by itself, at {CONFIDENCE:.0%}: of many, some miss by chance alone",
         "",
     ]
 

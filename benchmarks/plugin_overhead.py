@@ -19,11 +19,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.stats import bootstrap_ratio
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
 from kvpolicy_vllm.bench.progress import Bar
-from kvpolicy_vllm.bench.ratios import paired_ratio
 
 WITHOUT, WITH = Arm("without", None), Arm("with", "always-recompute")
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 200
@@ -68,7 +68,7 @@ def measure(llm: str, on_cpu: bool, pairs: int, seed: int) -> list[dict[str, flo
 
 
 def _row(batch: int, taken: dict[str, list[float]], rng: random.Random) -> dict[str, float]:
-    ratio = paired_ratio(taken[WITH.name], taken[WITHOUT.name], rng)
+    ratio = bootstrap_ratio(taken[WITH.name], taken[WITHOUT.name], rng)
     apart = [(a - b) / OUTPUT_TOKENS for a, b in zip(taken[WITH.name], taken[WITHOUT.name], strict=True)]
     return {
         "running_requests": batch,

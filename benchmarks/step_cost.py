@@ -44,7 +44,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvpolicy.cost import FittedModel
-from kvpolicy_vllm.bench.ratios import paired_ratio
+from kvpolicy.stats import bootstrap_ratio
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.settings import SCHEDULER, transfer_config
 
@@ -241,7 +241,7 @@ def _round(bench: Bench, stock: Bench, steps: int, rng: random.Random) -> tuple[
 
 
 def _row(name: str, running: int, taken: Taken, counts: dict[str, float], rng: random.Random) -> dict[str, Any]:
-    ratio = paired_ratio(taken.with_us, taken.stock_us, rng)
+    ratio = bootstrap_ratio(taken.with_us, taken.stock_us, rng)
     apart = [a - b for a, b in zip(taken.with_us, taken.stock_us, strict=True)]
     return {
         "mode": name,

@@ -13,6 +13,9 @@ from kvpolicy.policy import HELP
 
 LINK = "Simulated link, BYTES_PER_S[,LATENCY_S]. Default: the native link."
 SEED = "Seed of all random draws."
+GIB = 1 << 30
+DEFAULT_HOST_GIB = 4.0
+"""Host memory for evicted KV, of a server and of a simulated one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,9 @@ class ServerSettings:
 
     policy: str = option(HELP)
     shadow: bool = option("Decide and record, but execute vLLM's own recompute.", False)
-    host_gib: float = option("Total host memory for evicted KV over the ranks of one engine core, GiB.", 4.0, POSITIVE)
+    host_gib: float = option(
+        "Total host memory for evicted KV over the ranks of one engine core, GiB.", DEFAULT_HOST_GIB, POSITIVE
+    )
     force_host_gib: bool = option("Let --host-gib take more than half of the available memory.", False)
     pin_memory: bool = option("Do not page-lock the host memory.", True)
     trace: Path | None = option("Folder to record a trace in.", None)

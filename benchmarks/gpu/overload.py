@@ -28,10 +28,10 @@ from kvpolicy.datasets.profiles import read_dataset
 from kvpolicy.errors import EngineFailed
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.hardware.sheets import SheetError, device_sheet
+from kvpolicy.settings import GIB
+from kvpolicy.stats import mean_and_percentiles
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, scale_to
 from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
-from kvpolicy_vllm.bench.ratios import mean_and_percentiles
-from kvpolicy_vllm.plugin.settings import GIB
 
 NATIVE = "vllm-offloading"
 SWAP, THRESHOLD, LEARNED = "always-swap", "threshold", "learned"

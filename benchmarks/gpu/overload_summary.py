@@ -11,8 +11,8 @@ from rich.table import Table
 
 from benchmarks.gpu.intervals import interval_text, ratio_of
 from benchmarks.gpu.place import Place
+from kvpolicy.stats import mean_and_percentiles
 from kvpolicy_vllm.bench.overload import STOCK, Run
-from kvpolicy_vllm.bench.ratios import mean_and_percentiles
 
 TARGETS = "targets"
 SIMPLE = "vllm-simple-offload"

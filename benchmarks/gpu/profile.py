@@ -20,12 +20,12 @@ from benchmarks.gpu.geometries import EIGHT_B, ONE_B, SEVEN_B_MHA, TINY, Geometr
 from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.hardware import available_memory_bytes
+from kvpolicy.settings import GIB
 from kvpolicy.training import train
 from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.profile_parts import Extent, Part, Rig
 from kvpolicy_vllm.bench.profile_results import finish_profile
 from kvpolicy_vllm.bench.run_profile import measure_part
-from kvpolicy_vllm.plugin.settings import GIB
 
 EXTENT = Extent(
     block_sizes=(16,),

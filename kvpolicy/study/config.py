@@ -11,14 +11,12 @@ from pathlib import Path
 
 from kvpolicy.fields import AMOUNT, COUNT, Rule, WrongValue, one_of, option, validate
 from kvpolicy.hardware.sheets import known_sheet
+from kvpolicy.settings import DEFAULT_HOST_GIB, GIB
 
 HARDWARE_FORMS = (
     "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of a shipped one), "
     "or DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json"
 )
-GIB = 2**30
-DEFAULT_HOST_GIB = 4.0
-"""The plugin's default."""
 
 
 @dataclass(frozen=True, slots=True)

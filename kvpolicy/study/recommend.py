@@ -10,16 +10,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from math import exp, isfinite, log
 from statistics import fmean
 from typing import Any
 
 from kvpolicy.errors import InputError
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
-from kvpolicy.stats import student_interval
+from kvpolicy.settings import DEFAULT_HOST_GIB
+from kvpolicy.stats import CONFIDENCE, Ratio, geometric_means, student_ratio
 from kvpolicy.study.cache import Result
-from kvpolicy.study.config import DEFAULT_HOST_GIB, JUDGED, Criterion, Run, Serving
+from kvpolicy.study.config import JUDGED, Criterion, Run, Serving
 from kvpolicy.study.contender import contender_of
 from kvpolicy.study.grid import simulate
 from kvpolicy.study.inputs import HardwareObject, workload_named
@@ -27,59 +27,6 @@ from kvpolicy.study.machine import open_machine
 from kvpolicy.study.report import aligned, beyond_warning, figure_text, figures, server_words
 from kvpolicy.study.run_cell import ORACLE, source_named
 from kvpolicy.workload import Source, Workload
-
-LEVEL = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Geometric mean of the pairs' ratios, with its interval; the ends are None for a single pair."""
-
-    value: float
-    low: float | None
-    high: float | None
-    pairs: int
-
-    @property
-    def significant(self) -> bool:
-        """Whether the interval excludes 1."""
-        return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
-
-    def text(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.value:.3f} (1 pair, no interval)"
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-def geometric_means(values: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """One mean per group, in the order of the groups' first values. Raises ValueError for values not above 0."""
-    logs: dict[int, list[float]] = {}
-    for value, group in zip(values, groups, strict=True):
-        if not (isfinite(value) and value > 0):
-            raise InputError(f"geometric mean of {list(values)}: numbers above 0 are needed")
-        logs.setdefault(group, []).append(log(value))
-    return [exp(fmean(group_logs)) for group_logs in logs.values()]
-
-
-def paired_ratio(
-    values: Sequence[float], other_values: Sequence[float], level: float = LEVEL, comparisons: int = 1
-) -> Ratio:
-    """Ratio of two policies: Student's interval of the mean log ratio over pairs with the same requests and seed.
-
-    ``comparisons``: number of such intervals that are shown together; all of them then hold at once with ``level``
-    (Bonferroni). Raises ValueError for values not above 0, or no pairs.
-    """
-    pairs = list(zip(values, other_values, strict=True))
-    if not pairs or not all(isfinite(a) and isfinite(b) and a > 0 and b > 0 for a, b in pairs):
-        raise InputError(
-            f"paired ratio of {list(values)} over {list(other_values)}: pairs of numbers above 0 are needed"
-        )
-    logs = [log(a / b) for a, b in pairs]
-    if len(logs) == 1:
-        return Ratio(exp(logs[0]), None, None, 1)
-    value, low, high = map(exp, student_interval(logs, (1.0 - level) / (2 * comparisons)))
-    return Ratio(value, low, high, len(logs))
-
 
 DEFAULT = "always-recompute"
 """vLLM's own behaviour."""
@@ -147,8 +94,8 @@ class Advice:
             f"{seeds_note}",
             f"ratios to {DEFAULT}: better is a {self.judge_by} gain above 1, a throughput above 1, a p99 below 1",
             f"server: {self.server}",
-            f"intervals: {LEVEL:.0%}, simultaneous; a change is recommended where the whole interval of the gain lies "
-            f"above {1.0 + self.min_gain:g}",
+            f"intervals: {CONFIDENCE:.0%}, simultaneous; a change is recommended where the whole interval of the gain "
+            f"lies above {1.0 + self.min_gain:g}",
             *aligned(rows),
             "",
             f"deploy this: {self.deploy}: {self.reason}",
@@ -304,7 +251,7 @@ class Pairs:
         values, other_values = self._values(policy, name, statistic), self._values(other, name, statistic)
         if not more_is_better:
             values, other_values = other_values, values
-        return paired_ratio(values, other_values, comparisons=INTERVALS_PER_POLICY * max(1, len(self.runs) - 1))
+        return student_ratio(values, other_values, comparisons=INTERVALS_PER_POLICY * max(1, len(self.runs) - 1))
 
     def _values(self, policy: str, name: str, statistic: str | None) -> list[float]:
         values = [figure_of(result, name, statistic) for result in self.runs[policy]]

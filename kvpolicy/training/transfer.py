@@ -70,7 +70,6 @@ SHARE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "save": ("save_share", "save_queue_share"),
     "load": ("load_alone_share", "load_beside_share", "load_queue_share"),
 }
-CHANNEL_GROUPS: Mapping[str, tuple[str, ...]] = {name: (name,) for name in CHANNEL_FIELDS}
 
 
 def carry_law(

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import kvpolicy
+from kvpolicy.stats import student_ratio
 from kvpolicy.study.config import Criterion
 from kvpolicy.study.recommend import (
     advise,
     candidates,
     depends_on_seed,
     is_closed_loop,
-    paired_ratio,
     whole_run_summary,
 )
 from kvpolicy.workload import Request, Workload
@@ -169,7 +169,7 @@ def test_a_gain_has_to_be_worth_it() -> None:
 
 def test_all_intervals_that_are_shown_hold_together() -> None:
     some = runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 18.1, 35.9], random=[10.5, 20.4, 41.0])
-    alone = paired_ratio([10.0, 20.0, 40.0], [9.0, 18.1, 35.9], comparisons=4 * 2)
+    alone = student_ratio([10.0, 20.0, 40.0], [9.0, 18.1, 35.9], comparisons=4 * 2)
     assert advise(some, Criterion(), 4.0).compared[1].gain == alone
 
 

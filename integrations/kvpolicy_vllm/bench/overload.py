@@ -16,9 +16,9 @@ from typing import Any
 
 from kvpolicy.events import KINDS
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.stats import Ratio, bootstrap_ratio, mean_and_percentiles
 from kvpolicy.workload import Workload
 from kvpolicy_vllm.bench.engine_process import EngineProcess, device_arguments, plugin_arguments
-from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
 from kvpolicy_vllm.plugin.settings import Settings as PluginSettings
 
 SERVING = "kvpolicy_vllm.bench.serve_engine"
@@ -294,10 +294,10 @@ def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 def throughput_ratio(above: Sequence[Run], below: Sequence[Run], rng: random.Random) -> Ratio:
     """Throughput of one arm over another's, paired by block."""
-    return paired_ratio([run.throughput_tok_s for run in above], [run.throughput_tok_s for run in below], rng)
+    return bootstrap_ratio([run.throughput_tok_s for run in above], [run.throughput_tok_s for run in below], rng)
 
 
 def ttft_ratio(above: Sequence[Run], below: Sequence[Run], rng: random.Random) -> Ratio:
     """Mean time to first token of one arm over another's, paired by block; below 1 is faster."""
     means = [[sum(run.ttft_s) / len(run.ttft_s) for run in runs] for runs in (above, below)]
-    return paired_ratio(means[0], means[1], rng)
+    return bootstrap_ratio(means[0], means[1], rng)

@@ -22,6 +22,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.evaluation.replay import evaluate
 from kvpolicy.hardware.link import SimulatedLink, header_link
 from kvpolicy.settings import Measurement
+from kvpolicy.stats import mean_and_percentiles
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
 from kvpolicy_vllm.bench.breakeven import Costs, break_even_link
@@ -44,7 +45,6 @@ from kvpolicy_vllm.bench.overload import (
 )
 from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.progress import Bar
-from kvpolicy_vllm.bench.ratios import mean_and_percentiles
 from kvpolicy_vllm.bench.run_profile import profile
 
 FIXED = ("always-recompute", "always-swap")

@@ -188,12 +188,6 @@ def quantile_bins(values: Floats, max_bins: int) -> Ints:
     return np.searchsorted(edges, values, side="right")
 
 
-def select(table: Table, rows: Sequence[int] | Ints) -> tuple[Floats, Floats, Floats, Ints]:
-    """(features, plain settings, seconds, groups) of these rows."""
-    chosen = np.asarray(rows)
-    return table.x[chosen], table.plain[chosen], table.seconds[chosen], table.groups[chosen]
-
-
 @dataclass(frozen=True, slots=True)
 class TableFile:
     """A file of measured tables, read."""
