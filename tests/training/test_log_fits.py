@@ -21,18 +21,15 @@ from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.trace import Trace, TraceError
+from kvpolicy.training.importance_weights import MAX_WEIGHT, clipped, weight_of, weighted_examples
 from kvpolicy.training.log_fits import (
-    MAX_WEIGHT,
     RATIO_CONFIDENCE,
-    LogTrainReport,
-    clipped,
     intervals_of,
     ratio_margin,
     request_folds,
     train_logged,
-    weight_of,
-    weighted_examples,
 )
+from kvpolicy.training.reports import LogTrainReport
 from tests.synthetic import CostLaw, make_trace, options_for, situation, true_cost_s
 from tests.synthetic_logs import make_log, reworked
 

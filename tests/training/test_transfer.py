@@ -22,7 +22,9 @@ from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS, Cost, Option, Preemption
 from kvpolicy.trace import TraceError
 from kvpolicy.training import calibrate, train
-from kvpolicy.training.transfer import carry_law, damped, doubling, rebased, spread, unknown_beforehand
+from kvpolicy.training.error_by_count import doubling, spread
+from kvpolicy.training.law_transfer import carry_law, rebased, unknown_beforehand
+from kvpolicy.training.transfer import damped
 from tests.cost.test_laws import victim
 from tests.synthetic import GEOMETRY, HARDWARE, CostLaw, fitted_model, make_trace, options_for
 

@@ -20,7 +20,8 @@ import pyarrow.parquet
 
 from kvpolicy.arrays import Floats, Ints
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.simulator.hardware.layouts import LAYOUTS, WHOLE, Layout, Rows, Times
+from kvpolicy.simulator.hardware.layout import Layout, Rows, Times
+from kvpolicy.simulator.hardware.layouts import LAYOUTS, WHOLE
 
 ENDINGS = (".parquet", ".csv", ".csv.gz")
 
