@@ -1,6 +1,6 @@
 """Whether host memory can be page-locked at all, by the plugin's own way: ``python -m benchmarks.gpu.pagelock``.
 
-One mebibyte, in a process that holds no engine, so that a refusal is told before engines are started in vain.
+One mebibyte, in a process that holds no engine, so that a refusal is known before engines are started.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def asked() -> str | None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode == 0:
         return None
-    said = (done.stdout + done.stderr).strip().splitlines()
-    return said[-1] if said else f"it ended with {done.returncode}"
+    output_lines = (done.stdout + done.stderr).strip().splitlines()
+    return output_lines[-1] if output_lines else f"it ended with {done.returncode}"
 
 
 def main() -> int:
