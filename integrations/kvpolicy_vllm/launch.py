@@ -24,7 +24,7 @@ from kvpolicy_vllm.plugin.settings import SCHEDULER, TEACH, transfer_config
 REFUSED = {
     "--scheduler-cls": "kvpolicy sets it itself",
     "--kv-transfer-config": "kvpolicy sets it itself; its options are kvpolicy's own, as --host-gib and --trace",
-    "--kv-offloading-size": "kvpolicy keeps evicted KV itself, in as much memory as --host-gib says",
+    "--kv-offloading-size": "kvpolicy keeps evicted KV itself, in the memory set by --host-gib",
 }
 AMBIGUOUS_PREFIX = "--kv-"
 """vLLM accepts any unambiguous prefix of a flag. This prefix and shorter ones are ambiguous."""
@@ -49,7 +49,7 @@ def options(settings: ServerSettings) -> dict[str, Any]:
     can_learn = isinstance(loaded, policies.LearningPolicy) and loaded.learned(loaded.initial_state()) is not None
     if state_file is not None and not can_learn:
         raise WrongValue(
-            "online_state", f"is {state_file}, and policy {policy} learns nothing while it serves; {TEACH}"
+            "online_state", f"is {state_file}, but policy {policy} learns nothing while it serves; {TEACH}"
         )
     return values
 

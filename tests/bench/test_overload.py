@@ -155,7 +155,7 @@ def test_comparison_counts_ties_and_faults() -> None:
     assert wrong.wrong == ("wrong, request 0: token 1 is 0, should be 2",)
     assert not wrong.exact
     short = compare(reference, gaps, [[1, 2], [4, 5, 6], [7, 8, 9]], "short")
-    assert "3 tokens expected, 2 came" in short.wrong[0]
+    assert "3 tokens expected, 2 generated" in short.wrong[0]
 
 
 def test_ties_are_allowed_one_in_fifty_thousand() -> None:

@@ -125,7 +125,8 @@ class EngineProcess:
         self._stop()
         assert self._log is not None
         last_lines = "\n".join(self._log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-        return EngineFailed(f"the engine's process ended with {self._process.returncode}; it said last:\n{last_lines}")
+        status = self._process.returncode
+        return EngineFailed(f"the engine's process ended with {status}; its last output:\n{last_lines}")
 
     def close(self) -> None:
         """Let the process exit; kill it if it does not within :data:`PATIENCE_S`."""

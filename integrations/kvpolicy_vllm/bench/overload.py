@@ -178,7 +178,7 @@ class Arms:
         to_start: dict[Arm, Arm] = {}
         for arm in arms:
             if arm.name in self._arms:
-                raise ValueError(f"arm {arm.name} is there already")
+                raise ValueError(f"arm {arm.name} exists already")
             self._arms[arm.name] = arm
             if arm.engine in to_start and arm.policy is not None:
                 to_start[arm.engine] = arm

@@ -141,7 +141,7 @@ def _clear_folder(out: Path) -> None:
         sorted(path.name for path in out.iterdir() if path.name not in (*PARTS, DEMO_JSON)) if out.is_dir() else []
     )
     if strange:
-        raise InputError(f"{out}: holds {strange[0]}, which no demo wrote; give a new folder")
+        raise InputError(f"{out}: holds {strange[0]}, which is not from a demo; give a new folder")
     if (out / DEMO_JSON).exists():
         for part in PARTS:
             shutil.rmtree(out / part, ignore_errors=True)
@@ -239,7 +239,7 @@ class Loop:
 
     def _references(self, arms: Arms, blocks: Sequence[Workload], tell: ProgressCallback) -> list[Run]:
         """Serve every block by stock vLLM with memory for all requests, for reference tokens and undisturbed times."""
-        tell("memory enough for all", 0, 0)
+        tell("enough memory for all", 0, 0)
         ample_blocks = (
             max(_blocks_of(workload, arms.settings.block_size) for workload in blocks) + self._plan.requests + 1
         )
@@ -249,7 +249,7 @@ class Loop:
         arms.stop(REFERENCE)
         preempted = sum(sum(run.preemptions.values()) for run in runs)
         if preempted:
-            raise RuntimeError(f"{preempted} preemptions with memory enough for all: that is no reference")
+            raise RuntimeError(f"{preempted} preemptions with enough memory for all: the run cannot be a reference")
         return runs
 
     def _start(self, arms: Arms, link: LinkResult, tell: ProgressCallback) -> None:
