@@ -62,7 +62,7 @@ def measure(llm: str, on_cpu: bool, pairs: int, seed: int) -> list[dict[str, flo
                 arms.serve(arm, work, -1)  # whatever happens only once
             for pair in range(pairs):
                 for arm in rng.sample(list(times_by_arm), 2):
-                    times_by_arm[arm].append(arms.serve(arm, work, pair, told=bar.tell).makespan_s)
+                    times_by_arm[arm].append(arms.serve(arm, work, pair, progress=bar.tell).makespan_s)
             rows.append(_row(batch, times_by_arm, rng))
     return rows
 

@@ -68,10 +68,10 @@ def trend(x: Sequence[float], y: Sequence[float], rises: bool, effect: str, unit
     slope, _, low, high = map(float, stats.theilslopes(ys, xs, 0.95))
     p = float(correlation.pvalue)
     correlated = p < LEVEL
-    settled = correlated and slope * correlation.statistic > 0
-    answer: Answer = ("yes" if (correlation.statistic > 0) == rises else "no") if settled else "cannot tell"
+    significant = correlated and slope * correlation.statistic > 0
+    answer: Answer = ("yes" if (correlation.statistic > 0) == rises else "no") if significant else "cannot tell"
     why = "the median slope is 0, although the ranks are correlated" if correlated else "no trend is significant"
-    return Evidence(answer, test, effect, len(xs), units, slope, low, high, p, why="" if settled else why)
+    return Evidence(answer, test, effect, len(xs), units, slope, low, high, p, why="" if significant else why)
 
 
 def cheaper(
@@ -91,9 +91,9 @@ def cheaper(
     p = float(stats.wilcoxon(a, b).pvalue)
     ratio, low, high = _ratio_of_totals(a, b, rng.integers(0, len(a), (RESAMPLES, len(a))))
     less = float(np.median(a - b)) < 0
-    settled = p < LEVEL
-    answer: Answer = ("yes" if less else "no") if settled else "cannot tell"
-    why = "" if settled else "the difference is within the noise"
+    significant = p < LEVEL
+    answer: Answer = ("yes" if less else "no") if significant else "cannot tell"
+    why = "" if significant else "the difference is within the noise"
     return Evidence(answer, test, effect, len(a), units, ratio, low, high, p, why=why)
 
 
@@ -112,9 +112,9 @@ def lower(
     result = stats.mannwhitneyu(a, b, alternative="two-sided")
     means = [np.mean(rng.choice(sample, (RESAMPLES, len(sample))), axis=1) for sample in (a, b)]
     ratio, low, high = _with_interval(a.mean() / b.mean() if b.mean() > 0 else None, means[0], means[1])
-    settled = float(result.pvalue) < LEVEL
-    answer: Answer = ("yes" if result.statistic < len(a) * len(b) / 2 else "no") if settled else "cannot tell"
-    why = "" if settled else "the difference is within the noise"
+    significant = float(result.pvalue) < LEVEL
+    answer: Answer = ("yes" if result.statistic < len(a) * len(b) / 2 else "no") if significant else "cannot tell"
+    why = "" if significant else "the difference is within the noise"
     return Evidence(answer, test, effect, len(a) + len(b), units, ratio, low, high, float(result.pvalue), why=why)
 
 
@@ -192,9 +192,9 @@ def coincide(marked: Sequence[bool], events: Sequence[bool], units: str = "steps
     cells = np.asarray(table, dtype=np.float64) + 0.5
     log_odds = float(np.log(cells[0, 0] * cells[1, 1] / cells[0, 1] / cells[1, 0]))
     half = 1.96 * float(np.sqrt((1 / cells).sum()))
-    settled = p < LEVEL
-    answer: Answer = ("yes" if log_odds > 0 else "no") if settled else "cannot tell"
-    why = "" if settled else "they coincide as often as by chance"
+    significant = p < LEVEL
+    answer: Answer = ("yes" if log_odds > 0 else "no") if significant else "cannot tell"
+    why = "" if significant else "they coincide as often as by chance"
     odds, low, high = (float(np.exp(log_odds + shift)) for shift in (0.0, -half, half))
     return Evidence(answer, test, effect, len(a), units, odds, low, high, p, why=why)
 

@@ -168,11 +168,11 @@ def load_notes(law: Law, examples: Sequence[Example]) -> tuple[str, ...]:
     )
 
 
-def _collinear(one: Floats, other: Floats) -> bool:
+def _collinear(column: Floats, other: Floats) -> bool:
     """Whether nearly all variance of one column is explained by the other."""
-    if len(one) < 2 or not (np.std(one) and np.std(other)):
+    if len(column) < 2 or not (np.std(column) and np.std(other)):
         return True
-    return bool(np.corrcoef(one, other)[0, 1] ** 2 > COLLINEAR)
+    return bool(np.corrcoef(column, other)[0, 1] ** 2 > COLLINEAR)
 
 
 def _durations(channel: Channel, examples: Sequence[Example], direction: str) -> Floats:

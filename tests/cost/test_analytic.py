@@ -260,7 +260,7 @@ def test_constants_beyond_what_is_plausible_are_said() -> None:
     assert not implausible(model.laws, GEOMETRY)
     recompute = replace(model.laws["recompute"], s_per_token=1e-13)  # type: ignore[type-var]  # a roofline
     (note,) = implausible({"recompute": recompute}, GEOMETRY)
-    assert "recompute: linear layers comes out as" in note
+    assert "recompute: linear layers is fitted as" in note
     assert "operations/s" in note
 
 

@@ -347,7 +347,7 @@ def test_rates_no_device_of_that_sheet_has_are_told(tmp_path: Path, device: str,
     """2e11 operations per second: plausible of something, far under what an L40S does."""
     make_trace(states=40, hardware=Plan().hardware | {"device": device}).write(tmp_path / "trace")
     report = train([tmp_path / "trace"], tmp_path / "model", family="analytic")
-    assert any("linear layers comes out as" in note for note in report.notes) == told
+    assert any("linear layers is fitted as" in note for note in report.notes) == told
 
 
 @pytest.mark.parametrize("budget", [256, None])

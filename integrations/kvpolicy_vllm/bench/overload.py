@@ -210,13 +210,13 @@ class Arms:
         workload: Workload,
         block: int,
         gaps: bool = False,
-        told: ProgressCallback | None = None,
+        progress: ProgressCallback | None = None,
         device_blocks: int | None = None,
     ) -> Run:
         """Serve a workload. Prompts are drawn from the workload's seed, so every arm gets the same.
 
-        ``gaps``: whether to record log-probability gaps. ``told``: callback for progress. ``device_blocks``: how many
-        of the engine's KV blocks are used; None uses all.
+        ``gaps``: whether to record log-probability gaps. ``progress``: called with the progress.
+        ``device_blocks``: how many of the engine's KV blocks are used; None uses all.
         """
         arm = self._arms[name]
         job = {
@@ -231,8 +231,8 @@ class Arms:
         }
 
         def news(values: dict[str, Any]) -> None:
-            if told is not None:
-                told(name, values["tokens"], workload.output_tokens)
+            if progress is not None:
+                progress(name, values["tokens"], workload.output_tokens)
 
         return Run.of(name, block, self._engines[arm.engine].ask(job, news))
 
@@ -252,11 +252,11 @@ def alternate(
     names: Sequence[str],
     workloads: Iterable[Workload],
     rng: random.Random,
-    told: ProgressCallback | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[Run]:
     """Serve each workload, a block, by all arms before the next one, in random order within the block."""
     return [
-        arms.serve(name, workload, block, told=told)
+        arms.serve(name, workload, block, progress=progress)
         for block, workload in enumerate(workloads)
         for name in rng.sample(list(names), len(names))
     ]

@@ -261,7 +261,7 @@ class Loop:
 
     def _warm_up(self, arms: Arms, name: str, tell: ProgressCallback) -> None:
         """Serve enough requests to cause preemptions, uncounted, so that one-time work is not measured."""
-        arms.serve(name, self._workload(self._seed, self._plan.warm_up_requests), -1, told=tell)
+        arms.serve(name, self._workload(self._seed, self._plan.warm_up_requests), -1, progress=tell)
 
     def _calm(self, arms: Arms, rng: random.Random, tell: ProgressCallback) -> dict[str, list[Run]]:
         """Serve requests that fit into memory together, by stock vLLM and by the learned policy."""
