@@ -122,19 +122,19 @@ def made_up(model: FittedModel, rng: random.Random) -> Preemption:
     size = rng.choice(model.provenance.block_sizes)
     block_bytes = round(size * model.provenance.kv_bytes_per_token)
 
-    def drawn(name: str, beyond: float = 1.0) -> int:
+    def draw(name: str, beyond: float = 1.0) -> int:
         low, high = spans[name]
         return round(rng.uniform(low, max(low, high) * beyond))
 
-    tokens = max(1, drawn("computed_tokens", 1.2))
-    running = drawn("running_requests")
+    tokens = max(1, draw("computed_tokens", 1.2))
+    running = draw("running_requests")
     queued = [rng.randrange(1, 64) * block_bytes if rng.random() < BUSY_LINK else 0 for _ in range(2)]
     return Preemption(
         time_s=0.0, computed_tokens=tokens, prompt_tokens=tokens, output_tokens=0, block_size=size,
         block_bytes=block_bytes, segment_bytes=_segment(model, block_bytes), held_blocks=-(-tokens // size),
-        shared_blocks=rng.choice((0, 0, 0, 1)), hashed_blocks=0, device_blocks=4096, free_blocks=drawn("free_blocks"),
+        shared_blocks=rng.choice((0, 0, 0, 1)), hashed_blocks=0, device_blocks=4096, free_blocks=draw("free_blocks"),
         short_blocks=1, host_blocks=1 << 20, free_host_blocks=1 << 20, running_requests=running, waiting_requests=0,
-        batch_tokens=drawn("batch_tokens") if running else 0, queued_save_bytes=queued[0],
+        batch_tokens=draw("batch_tokens") if running else 0, queued_save_bytes=queued[0],
         queued_load_bytes=queued[1],
         earlier_preemptions=0, priority=0, cause="memory",
     )  # fmt: skip

@@ -88,9 +88,9 @@ class Way:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=_some, default=2000)
-    parser.add_argument("--workloads", type=_some, default=5, help="that many, each of other requests")
-    parser.add_argument("--replays", type=_some, default=20, help="decisions turned, by log and policy")
+    parser.add_argument("--requests", type=_at_least_one, default=2000)
+    parser.add_argument("--workloads", type=_at_least_one, default=5, help="that many, each of other requests")
+    parser.add_argument("--replays", type=_at_least_one, default=20, help="decisions turned, by log and policy")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
@@ -108,14 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     rows = []
     for seed in track(range(1, options.workloads + 1), "workloads", console=Console(stderr=True)):
-        rows += compared(made_up(seed, options.requests), ways, seed, model, options.replays)
+        rows += compare(made_up(seed, options.requests), ways, seed, model, options.replays)
     show(rows)
     if options.json:
         options.json.write_text(json.dumps({"trained": report.to_dict(), "rows": rows}, indent=2) + "\n")
     return 0
 
 
-def _some(text: str) -> int:
+def _at_least_one(text: str) -> int:
     """Requests without a preemption teach nothing."""
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}, should be a whole number, 1 or more")
@@ -160,7 +160,7 @@ def teach(folder: Path, requests: int, noise: float) -> tuple[LogTrainReport, Fi
     return report, model
 
 
-def compared(
+def compare(
     workload: Workload, ways: Sequence[Way], seed: int, model: FittedModel, replays: int
 ) -> list[dict[str, Any]]:
     really = {}

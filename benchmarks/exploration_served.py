@@ -91,14 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--llm", type=Path, metavar="DIR", help="a model's folder; default: a small model is generated")
     parser.add_argument("--link", help="a simulated link, BYTES_PER_S[,LATENCY_S]; native without it")
-    parser.add_argument("--blocks", type=_some, default=12)
-    parser.add_argument("--requests", type=_some, default=40, help="of each block")
+    parser.add_argument("--blocks", type=_at_least_one, default=12)
+    parser.add_argument("--requests", type=_at_least_one, default=40, help="of each block")
     parser.add_argument("--budget", help="of explore's predicted regret, as 5%% or seconds; none without it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
 
-    llm = prepared(options.out, options.llm)
+    llm = prepare(options.out, options.llm)
     taught = options.out / "taught"
     record(taught, llm, options, [COIN], options.seed)
     report = train_logged([taught / "trace"], options.out / "model", "analytic", options.seed, False)
@@ -107,20 +107,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exploring = f"explore:{options.out / 'model'}{budget}"
     served = options.out / "served"
     record(served, llm, options, [exploring, *FIXED], options.seed + 1)
-    rows = compared(served, exploring, options.seed)
+    rows = compare(served, exploring, options.seed)
     show(rows)
     if options.json:
         options.json.write_text(json.dumps({"trained": report.to_dict(), "rows": rows}, indent=2) + "\n")
     return 0
 
 
-def _some(text: str) -> int:
+def _at_least_one(text: str) -> int:
     if not text.isdigit() or int(text) < 2:
         raise argparse.ArgumentTypeError(f"{text!r}, should be a whole number, 2 or more")
     return int(text)
 
 
-def prepared(out: Path, llm: Path | None) -> str:
+def prepare(out: Path, llm: Path | None) -> str:
     with EngineProcess("kvpolicy_vllm.bench.inspect_model", out / "preparing.log") as process:
         answer = process.ask({"llm": llm and str(llm), "make": str(out / "llm"), "seed": 0, "shape": SHAPE})
     return json.dumps(answer)
@@ -157,7 +157,7 @@ def _jobs(blocks: int, policies: Sequence[str], seed: int) -> Iterator[tuple[str
             yield name, block
 
 
-def compared(folder: Path, exploring: str, seed: int) -> list[dict[str, Any]]:
+def compare(folder: Path, exploring: str, seed: int) -> list[dict[str, Any]]:
     parts = [Part(**values) for values in json.loads((folder / "parts.json").read_text())]
     whole = with_attributed_costs(_without_costs(read(folder / "trace")))
     log, _ = _part_of(whole, parts, exploring)
@@ -172,12 +172,12 @@ def compared(folder: Path, exploring: str, seed: int) -> list[dict[str, Any]]:
     }
     rows = []
     for judgement in report.policies:
-        served = _served(*_part_of(whole, parts, judgement.policy), rng)
+        served = _served_mean(*_part_of(whole, parts, judgement.policy), rng)
         rows.append(
             {
                 "policy": judgement.policy,
                 "explored": explored,
-                "estimates": [_beside(estimate, served) for estimate in judgement.estimates],
+                "estimates": [_estimate_row(estimate, served) for estimate in judgement.estimates],
                 "refused": list(judgement.refused),
                 "served": asdict(served) | {"throughput_tok_s": _rate(parts, judgement.policy)},
             }
@@ -208,7 +208,7 @@ def _part_of(trace: Trace, parts: Sequence[Part], name: str) -> tuple[Log, list[
     return log, [block_number for block_number in block if block_number is not None]
 
 
-def _served(log: Log, block: Sequence[int], rng: np.random.Generator) -> Mean:
+def _served_mean(log: Log, block: Sequence[int], rng: np.random.Generator) -> Mean:
     known = log.known
     _, number = np.unique(np.asarray(block), return_inverse=True)
     sums, counts = np.bincount(number[known], log.cost_s[known]), np.bincount(number[known])
@@ -218,7 +218,7 @@ def _served(log: Log, block: Sequence[int], rng: np.random.Generator) -> Mean:
     return Mean(float(sums.sum() / counts.sum()), float(low_s), float(high_s), len(log), int((~known).sum()))
 
 
-def _beside(estimate: Estimate, served: Mean) -> dict[str, Any]:
+def _estimate_row(estimate: Estimate, served: Mean) -> dict[str, Any]:
     """An estimate, and by how much it is off what was served; both are uncertain, and so is the difference."""
     assert estimate.low_s is not None and estimate.high_s is not None
     spread_s = float(np.hypot(estimate.high_s - estimate.low_s, served.high_s - served.low_s)) / 2

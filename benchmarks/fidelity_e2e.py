@@ -99,7 +99,7 @@ def as_measured(run: MeasuredRun, at_s: Floats, running: Floats, waiting: Floats
     )
 
 
-def replayed(run: MeasuredRun, times: TableTimes, server: Server) -> Replay:
+def replay_run(run: MeasuredRun, times: TableTimes, server: Server) -> Replay:
     """The run's requests through the built-in simulator. Raises ValueError where it preempts."""
     done = Builtin().run(run.workload, load_policy("always-recompute"), server, times, sink=MemorySink())
     if sum(done.summary.preemptions.values()) or done.trace is None:
@@ -142,7 +142,7 @@ def _scheduled_s(arrival: Floats, when_s: Floats, waiting: Floats) -> Floats:
 # ---- what no table holds ----
 
 
-def calibrated(
+def calibrate(
     run: MeasuredRun, model: HardwareModel, server: Server, until_s: float, tell: Callable[[str], None]
 ) -> TableTimes:
     """The three numbers under which prefills and inter-token times of requests done by then come out nearest."""
@@ -155,7 +155,7 @@ def calibrated(
         return TableTimes(replace(model, engine=EngineTime(step_s, chunk_step_s, uneven, source)))
 
     def missed(numbers: Floats) -> Floats:
-        simulated_replay = replayed(run, times_of(numbers), server)
+        simulated_replay = replay_run(run, times_of(numbers), server)
         itl = np.log(simulated_replay.itl_s[chosen] / measured_replay.itl_s[chosen]) / np.sqrt(chosen.sum())
         prefill = np.log(simulated_replay.prefill_s[chosen].mean() / measured_replay.prefill_s[chosen].mean())
         return np.append(itl, prefill)
@@ -182,7 +182,7 @@ def gauss_newton(misses: Callable[[Floats], Floats], numbers: Floats, nudges: Fl
 # ---- judging ----
 
 
-def judged(measured: Replay, replay: Replay, chosen: Flags) -> dict[str, Any]:
+def judge(measured: Replay, replay: Replay, chosen: Flags) -> dict[str, Any]:
     """Per quantity measured, simulated and error; of requests those ``chosen``, of the whole run the rest."""
     lines: dict[str, Any] = {"requests": float(chosen.sum()), "steps beyond the tables": replay.beyond}
     for name in ("queue_s", "prefill_s", "ttft_s", "itl_s", "e2e_s"):
@@ -250,17 +250,17 @@ def _of_run(meta: Path, profiles: Path, until_s: float, tell: Callable[[str], No
     measured = as_measured(run, *_over_time(meta.with_name(f"{name}_timeseries.csv.gz")))
     server = server_of(settings, shape)
     tell(f"{name}: {len(run.workload)} requests, vLLM {meta_values['vllm_version']}, {len(tables)} tables")
-    plain = replayed(run, TableTimes(model), server)
-    fitted = calibrated(run, model, server, until_s, tell)
+    plain = replay_run(run, TableTimes(model), server)
+    fitted = calibrate(run, model, server, until_s, tell)
     everyone = np.ones(len(run.workload), np.bool_)
-    refitted_replay = replayed(run, fitted, server)
+    refitted_replay = replay_run(run, fitted, server)
     results = {
-        "tables alone, all requests": judged(measured, plain, everyone),
-        "tables alone, scheduler in step with the device, all requests": judged(
-            measured, replayed(run, TableTimes(model), replace(server, asynchronous=False)), everyone
+        "tables alone, all requests": judge(measured, plain, everyone),
+        "tables alone, scheduler in step with the device, all requests": judge(
+            measured, replay_run(run, TableTimes(model), replace(server, asynchronous=False)), everyone
         ),
-        f"tables alone, requests scheduled after {until_s:g} s": judged(measured, plain, later),
-        f"calibrated until {until_s:g} s, requests scheduled after": judged(measured, refitted_replay, later),
+        f"tables alone, requests scheduled after {until_s:g} s": judge(measured, plain, later),
+        f"calibrated until {until_s:g} s, requests scheduled after": judge(measured, refitted_replay, later),
     }
     over_time = {
         "at_s": measured.at_s.tolist(),

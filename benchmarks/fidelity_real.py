@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Real, recorded
+from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Real, recorded_runs
 
 from kvpolicy import policy
 from kvpolicy.arrays import Floats
@@ -136,7 +136,7 @@ class Judgement:
 
 def judge(folder: Path, engines: Sequence[Simulator]) -> tuple[list[Session], list[Judgement]]:
     """Raises ValueError where nothing was recorded."""
-    sessions = [_session(folder, number, runs) for number, runs in _by_session(recorded(folder)).items()]
+    sessions = [_session(folder, number, runs) for number, runs in _by_session(recorded_runs(folder)).items()]
     return sessions, [_judged(engine, sessions) for engine in engines]
 
 
@@ -151,7 +151,7 @@ def _session(folder: Path, number: int, runs: Sequence[Real]) -> Session:
     trace = read(folder / f"session-{number}" / "trace")
     (header,) = trace.headers.values()
     known = [run for run in runs if not run.kept_out]
-    times = calibrated(within(trace.rows("steps"), known), within(trace.rows("transfers"), known))
+    times = calibrate(within(trace.rows("steps"), known), within(trace.rows("transfers"), known))
     return Session(trace, header, times, tuple(run for run in runs if run.kept_out))
 
 
@@ -160,7 +160,7 @@ def within(rows: Rows, runs: Sequence[Real]) -> Rows:
     return [row for row in rows if any(run.begin_s <= row["start_s"] <= run.end_s for run in runs)]
 
 
-def calibrated(steps: Rows, transfers: Rows) -> FittedTimes:
+def calibrate(steps: Rows, transfers: Rows) -> FittedTimes:
     """Compute times come from steps without copies, copy times from transfers.
 
     Shapes by a robust fit; then scaled so that the sum is that of the measured ones, since a mean is to be foretold.

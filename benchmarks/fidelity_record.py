@@ -170,7 +170,7 @@ def _real(run: Run, work: Workload, session: int, kept_out: bool, begin_s: float
     )  # fmt: skip
 
 
-def recorded(out: Path) -> list[Real]:
+def recorded_runs(out: Path) -> list[Real]:
     """All runs of all sessions. Raises ValueError where there is none."""
     runs: list[Real] = []
     for path in sorted(out.glob("session-*/runs.json")):

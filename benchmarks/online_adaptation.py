@@ -144,7 +144,7 @@ def serve(policy: LearningPolicy, steps: Sequence[Step], state: Online | None) -
     return done, policy.learned(now)
 
 
-def chosen_knowing(field: Field, steps: Sequence[Step], factors: Factors) -> list[Kind]:
+def best_choices(field: Field, steps: Sequence[Step], factors: Factors) -> list[Kind]:
     """What the model would choose if it knew the factors on its predictions."""
     kinds: list[Kind] = []
     for step in steps:
@@ -166,7 +166,7 @@ def learned_from(policy: LearningPolicy, steps: Sequence[Step], state: Online | 
     return online
 
 
-def off(field: Field, online: Online, kind: Kind, factor: float) -> list[float]:
+def log_errors(field: Field, online: Online, kind: Kind, factor: float) -> list[float]:
     """By state, log(corrected prediction / typical cost now)."""
     errors = []
     for state in field.states:
@@ -179,34 +179,34 @@ def off(field: Field, online: Online, kind: Kind, factor: float) -> list[float]:
     return errors
 
 
-def missed_by(errors: Sequence[float]) -> float:
+def mean_error(errors: Sequence[float]) -> float:
     """Mean of |log|, so that states predicted too high do not make up for those too low."""
     return fmean(map(abs, errors))
 
 
-def undrifted(field: Field, kind: Kind) -> float:
+def undrifted_error(field: Field, kind: Kind) -> float:
     """Error of the model without drift."""
-    return missed_by(off(field, Online(), kind, 1.0))
+    return mean_error(log_errors(field, Online(), kind, 1.0))
 
 
-def near(field: Field, kind: Kind, miss: float) -> bool:
+def is_near(field: Field, kind: Kind, miss: float) -> bool:
     """Whether the remaining drift is at most the model's own error and 25%."""
-    return miss <= undrifted(field, kind) + MAX_LOG_ERROR
+    return miss <= undrifted_error(field, kind) + MAX_LOG_ERROR
 
 
-def over_knowing(field: Field, steps: Sequence[Step], done: Sequence[Kind], factors: Factors) -> float:
+def extra_share(field: Field, steps: Sequence[Step], done: Sequence[Kind], factors: Factors) -> float:
     """Share paid beyond the cost under a model that knows the change."""
-    return paid_s(steps, done) / paid_s(steps, chosen_knowing(field, steps, factors)) - 1
+    return paid_s(steps, done) / paid_s(steps, best_choices(field, steps, factors)) - 1
 
 
-def noticed(
+def is_noticed(
     field: Field, policy: LearningPolicy, online: Online, kind: Kind, factors: Factors, later_steps: Sequence[Step]
 ) -> bool:
     """Whether predictions are right, or decisions on ``rest`` where those of a policy that learns nothing are not."""
-    if near(field, kind, missed_by(off(field, online, kind, factors[kind]))):
+    if is_near(field, kind, mean_error(log_errors(field, online, kind, factors[kind]))):
         return True
-    extra_s = over_knowing(field, later_steps, serve(policy, later_steps, online)[0], factors)
-    return extra_s <= MAX_EXCESS < over_knowing(field, later_steps, serve(deaf(field), later_steps, None)[0], factors)
+    extra_s = extra_share(field, later_steps, serve(policy, later_steps, online)[0], factors)
+    return extra_s <= MAX_EXCESS < extra_share(field, later_steps, serve(deaf(field), later_steps, None)[0], factors)
 
 
 def deaf(field: Field) -> LearningPolicy:
@@ -219,7 +219,7 @@ def learning(field: Field) -> LearningPolicy:
 
 def taken(field: Field, kind: Kind, factors: Factors) -> float:
     """Share of preemptions at which a model that knows ``factors`` takes the option."""
-    done = chosen_knowing(field, stream(field, [factors] * LONG, random.Random("taken")), factors)
+    done = best_choices(field, stream(field, [factors] * LONG, random.Random("taken")), factors)
     return done.count(kind) / len(done)
 
 
@@ -228,25 +228,25 @@ def taken(field: Field, kind: Kind, factors: Factors) -> float:
 
 def caught(field: Field, policy: LearningPolicy, name: str, kind: Kind, factors: Factors, seeds: int) -> Answer:
     count, misses = 0, []
-    for online, later_steps in drifted(field, policy, name, factors, seeds):
-        count += noticed(field, policy, online, kind, factors, later_steps[:WITHIN])
-        misses.append(missed_by(off(field, online, kind, factors[kind])))
+    for online, later_steps in drifted_runs(field, policy, name, factors, seeds):
+        count += is_noticed(field, policy, online, kind, factors, later_steps[:WITHIN])
+        misses.append(mean_error(log_errors(field, online, kind, factors[kind])))
     figure = (
         f"in {count} of {seeds} seeds; predictions off by {exp(fmean(misses)) - 1:.0%} "
-        f"(worst {exp(max(misses)) - 1:.0%}; undrifted {exp(undrifted(field, kind)) - 1:.0%})"
+        f"(worst {exp(max(misses)) - 1:.0%}; undrifted {exp(undrifted_error(field, kind)) - 1:.0%})"
     )
     return Answer(figure, count >= MAX_SEEDS * seeds)
 
 
 def paid_afterwards(field: Field, policy: LearningPolicy, name: str, factors: Factors, seeds: int) -> Answer:
     overs = []
-    for online, later_steps in drifted(field, policy, name, factors, seeds):
-        overs.append(over_knowing(field, later_steps, serve(policy, later_steps, online)[0], factors))
+    for online, later_steps in drifted_runs(field, policy, name, factors, seeds):
+        overs.append(extra_share(field, later_steps, serve(policy, later_steps, online)[0], factors))
     figure = f"{fmean(overs):+.1%} over a model told the change (worst {max(overs):+.1%})"
     return Answer(figure, fmean(overs) <= MAX_EXCESS)
 
 
-def drifted(
+def drifted_runs(
     field: Field, policy: LearningPolicy, name: str, factors: Factors, seeds: int
 ) -> Iterator[tuple[Online, list[Step]]]:
     """By seed: what was learned :data:`WITHIN` preemptions after the change, and those that follow."""
@@ -265,11 +265,11 @@ def outliers(field: Field, policy: LearningPolicy, kind: Kind, factors: Factors,
         for share in (0.0, OUTLIER_SHARE):
             steps = stream(field, [factors] * AFTER, random.Random(f"outliers {seed}"), share)
             online = learned_from(policy, steps)
-            ends.append([fmean(off(field, online, other_kind, factors[other_kind])) for other_kind in KINDS])
+            ends.append([fmean(log_errors(field, online, other_kind, factors[other_kind])) for other_kind in KINDS])
         ratios += [exp(with_them - without) for without, with_them in zip(*ends, strict=True)]
-        misses.append(missed_by(off(field, online, kind, factors[kind])))
+        misses.append(mean_error(log_errors(field, online, kind, factors[kind])))
     low, high = OUTLIER_BAND
-    right = sum(near(field, kind, miss) for miss in misses)
+    right = sum(is_near(field, kind, miss) for miss in misses)
     figure = (
         f"corrections {min(ratios):.2f} to {max(ratios):.2f} of those without; predictions right in {right} of "
         f"{seeds} seeds, off by {exp(fmean(misses)) - 1:.0%} (worst {exp(max(misses)) - 1:.0%})"
@@ -293,10 +293,10 @@ def recovery(field: Field, policy: LearningPolicy, seeds: int) -> Answer:
         online = learned_from(policy, stream(field, [SLOW_LINK] * WITHIN, rng))
         slow = stream(field, [SLOW_LINK] * (BEFORE - WITHIN), rng)
         done, now = serve(policy, slow, online)
-        slowed.append(over_knowing(field, slow, done, SLOW_LINK))
+        slowed.append(extra_share(field, slow, done, SLOW_LINK))
         online = learned_from(policy, stream(field, [SAME] * RECOVERY, rng), now)
         later_steps = stream(field, [SAME] * AFTER, rng)
-        recovered_s.append(over_knowing(field, later_steps, serve(policy, later_steps, online)[0], SAME))
+        recovered_s.append(extra_share(field, later_steps, serve(policy, later_steps, online)[0], SAME))
     figure = (
         f"while slow {fmean(slowed):+.1%} over a model told it; then {fmean(recovered_s):+.1%} over one never slowed "
         f"(worst {max(recovered_s):+.1%})"
@@ -356,8 +356,8 @@ def judged(field: Field, demand: Demand, learner: Callable[[Field], LearningPoli
         share = taken(field, kind, factors)
         if share < MIN_TAKEN:
             return Verdict(field.name, demand.name, "", False, void=f"{kind} is right in {share:.0%}")
-        if demand.of_predictions and undrifted(field, kind) > MAX_LOG_ERROR:
-            miss = exp(undrifted(field, kind)) - 1
+        if demand.of_predictions and undrifted_error(field, kind) > MAX_LOG_ERROR:
+            miss = exp(undrifted_error(field, kind)) - 1
             return Verdict(field.name, demand.name, "", False, void=f"undrifted {kind} is missed by {miss:.0%}")
     answer = demand.judge(field, learner(field), seeds)
     verdict = Verdict(field.name, demand.name, answer.figure, answer.met)
@@ -368,7 +368,7 @@ def judged(field: Field, demand: Demand, learner: Callable[[Field], LearningPoli
     return replace(verdict, without=without.figure, void=void)
 
 
-def passed(verdicts: Sequence[Verdict]) -> bool:
+def all_met(verdicts: Sequence[Verdict]) -> bool:
     """Whether every demand is judged somewhere and met wherever it is."""
     demands = {verdict.demand for verdict in verdicts if not verdict.void}
     return all(verdict.met for verdict in verdicts if not verdict.void) and demands == {
@@ -401,7 +401,7 @@ def main() -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"verdicts": [asdict(verdict) for verdict in verdicts]}, indent=2) + "\n")
-    return 0 if passed(verdicts) else 1
+    return 0 if all_met(verdicts) else 1
 
 
 if __name__ == "__main__":

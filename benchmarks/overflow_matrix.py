@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         place.setdefault(inputs["policy"], []).append(result)
     measured_places = [(place, with_best(results[place.hardware, place.workload, place.kv_blocks])) for place in places]
     rows, summary = [row_of(place, runs) for place, runs in measured_places], summary_of(measured_places)
-    print("\n".join([*constants(options.machine or tuple(MACHINES)), *table(rows), *closing(summary)]))
+    print("\n".join([*constants(options.machine or tuple(MACHINES)), *table(rows), *closing_lines(summary)]))
     if options.json:
         options.json.write_text(json.dumps({"cells": rows, "summary": summary}, indent=2, allow_nan=False) + "\n")
     return 0
@@ -215,10 +215,10 @@ def _figures(runs: Runs, policy: str) -> dict[str, Any]:
     for name in ("e2e_s", "ttft_s", "itl_s"):
         values[f"{name[:-2]}_p99_s"] = fmean(result[name]["p99"] for result in results)
         values[f"{name[:-2]}_p99_ratio"] = asdict(
-            _over(runs, policy, RECOMPUTE, lambda result, name=name: result[name]["p99"])
+            _ratio_over(runs, policy, RECOMPUTE, lambda result, name=name: result[name]["p99"])
         )
     for other in (RECOMPUTE, SWAP):
-        values[f"throughput over {other}"] = asdict(_over(runs, policy, other, _throughput))
+        values[f"throughput over {other}"] = asdict(_ratio_over(runs, policy, other, _throughput))
     kinds = ("recompute", "swap")
     values["preemptions"] = {kind: fmean(result["preemptions"].get(kind, 0) for result in results) for kind in kinds}
     values["recomputed_tokens"] = fmean(result["recomputed_tokens"] for result in results)
@@ -230,7 +230,7 @@ def _throughput(result: Result) -> float:
     return float(result["throughput_tok_s"])
 
 
-def _over(runs: Runs, policy: str, other: str, value: Callable[[Result], float]) -> Ratio:
+def _ratio_over(runs: Runs, policy: str, other: str, value: Callable[[Result], float]) -> Ratio:
     return student_ratio([value(result) for result in runs[policy]], [value(result) for result in runs[other]])
 
 
@@ -264,7 +264,7 @@ def _mean_by_repeat(runs_by_place: Sequence[tuple[Place, Runs]], policy: str) ->
 def _to_better(runs: Runs, policy: str) -> Ratio:
     """Throughput over that of the fixed action which had more of it in this place."""
     fixed = max((RECOMPUTE, SWAP), key=lambda one: fmean(log(_throughput(run)) for run in runs[one]))
-    return _over(runs, policy, fixed, _throughput)
+    return _ratio_over(runs, policy, fixed, _throughput)
 
 
 # ---- for a person ----
@@ -326,7 +326,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def closing(summary: Mapping[str, Any]) -> list[str]:
+def closing_lines(summary: Mapping[str, Any]) -> list[str]:
     lines = []
     for group, policies in summary.items():
         cells = [["policy", "over always-recompute", "over always-swap", "worst over the better fixed action"]]

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 
-class Compared(NamedTuple):
+class Comparison(NamedTuple):
     """One case."""
 
     steps: int
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--requests {options.requests}: should be 1 or more")
     total: Counter[str] = Counter()
     for seed in track(range(first, last + 1), "cases", console=Console(stderr=True)):
-        comparison = compared(seed, options.requests)
+        comparison = compare(seed, options.requests)
         total.update(
             cases=1,
             steps=comparison.steps,
@@ -57,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if total["differing"] else 0
 
 
-def compared(seed: int, requests: int) -> Compared:
+def compare(seed: int, requests: int) -> Comparison:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tests.vllm.agreement import account, differences, drawn
 
     case = drawn(seed, requests)
     builtin = account("builtin", case)
     preempted = sum(builtin.run.summary.preemptions.values())
-    return Compared(len(builtin.scheduled), preempted, differences(builtin, account("vllm", case)))
+    return Comparison(len(builtin.scheduled), preempted, differences(builtin, account("vllm", case)))
 
 
 if __name__ == "__main__":

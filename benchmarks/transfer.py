@@ -77,7 +77,7 @@ def main() -> None:
         pairs = list(table_pairs(options.profiles))
         for title, old, new in track(pairs, "published tables", console=Console(stderr=True)):
             lines += between_tables(title, old, new, options.draws, options.seed)
-    Console(width=200).print(shown(lines))
+    Console(width=200).print(table_of(lines))
     if options.json:
         options.json.write_text(json.dumps([asdict(line) for line in lines], indent=2) + "\n")
 
@@ -108,7 +108,7 @@ def between_tables(title: str, old: Place, new: Place, draws: int, seed: int) ->
     for count in (count for count in COUNTS if count <= len(measurable)):
         carried, alone = [], []
         for _ in range(draws):
-            few = drawn(measurable, count, rng)
+            few = sample_examples(measurable, count, rng)
             carried.append(error(carry_law(law, few, FLOOR_S), halves))
             alone.append(error(fit_recompute(few, FLOOR_S), halves))
         yield Line(title, count, {"prefill": fmean(carried)}, {"prefill": fmean(alone)})
@@ -118,7 +118,7 @@ def error(law: Law, examples: Sequence[Example]) -> float:
     return fmean(abs(log_miss(example.engine_s, sum(law.parts(example.x)), FLOOR_S)) for example in examples)
 
 
-def drawn(ordered: Sequence[Example], count: int, rng: random.Random) -> list[Example]:
+def sample_examples(ordered: Sequence[Example], count: int, rng: random.Random) -> list[Example]:
     edges = [round(i * len(ordered) / count) for i in range(count + 1)]
     return [rng.choice(ordered[low:high]) for low, high in pairwise(edges)]
 
@@ -232,7 +232,7 @@ LAYOUTS: tuple[tuple[set[str], str, Callable[[pa.Table, str], list[Place]]], ...
 # ---- showing ----
 
 
-def shown(lines: Sequence[Line]) -> Table:
+def table_of(lines: Sequence[Line]) -> Table:
     """A row per pair and option; a column per number of measurements, in brackets the roofline fitted to them alone."""
     counts = sorted({line.measured for line in lines})
     table = Table(title="held-out error of the carried model (of one fitted to these measurements alone)")

@@ -55,7 +55,7 @@ def test_where_the_model_misses_by_itself_its_predictions_are_not_judged(bench: 
 
 
 def test_states_too_high_do_not_make_up_for_those_too_low(bench: ModuleType) -> None:
-    assert bench.missed_by([-1.0, 1.0]) == 1.0
+    assert bench.mean_error([-1.0, 1.0]) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -63,5 +63,5 @@ def test_states_too_high_do_not_make_up_for_those_too_low(bench: ModuleType) -> 
 )
 def test_it_passes_where_every_demand_is_judged_and_met(bench: ModuleType, met: bool, void: str, wanted: bool) -> None:
     fine = bench.Verdict("trace", "first", "", True)
-    assert bench.passed([fine, bench.Verdict("trace", "second", "", met, void=void)]) is wanted
-    assert bench.passed([fine, bench.Verdict("other", "first", "", False, void="met without learning")])
+    assert bench.all_met([fine, bench.Verdict("trace", "second", "", met, void=void)]) is wanted
+    assert bench.all_met([fine, bench.Verdict("other", "first", "", False, void="met without learning")])

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.gpu import pagelock
 from benchmarks.gpu.alternating import ALTERNATING
-from benchmarks.gpu.pieces import Piece, ended, read_part, run_pieces, write_json
+from benchmarks.gpu.pieces import Piece, exit_status_of, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy_vllm.bench.engine_process import EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.exactness import TIE_GAP, TOKENS_PER_TIE, compare
@@ -343,4 +343,4 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(exit_status_of(main))

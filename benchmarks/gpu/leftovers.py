@@ -28,7 +28,7 @@ def mapped_by(process: Path, shared: Path = SHARED) -> set[str]:
     return {path.name for path in paths if path.parent == shared and path.match(PATTERN)}
 
 
-def noted(out: Path) -> set[str]:
+def noted_files(out: Path) -> set[str]:
     try:
         return set(json.loads((out / NOTED).read_text())["files"])
     except (OSError, ValueError):
@@ -39,12 +39,12 @@ def note(out: Path, pid: int, shared: Path = SHARED, processes: Path = PROCESSES
     """Remember what an engine of ours uses."""
     files = mapped_by(processes / str(pid), shared)
     if files:
-        write_json(out / NOTED, {"files": sorted(noted(out) | files)})
+        write_json(out / NOTED, {"files": sorted(noted_files(out) | files)})
 
 
 def remove(out: Path, shared: Path = SHARED, processes: Path = PROCESSES) -> list[str]:
     """Remove noted files that no process uses any more. Returns the names."""
-    engine_files = {name for name in noted(out) if Path(name).name == name and (shared / name).exists()}
+    engine_files = {name for name in noted_files(out) if Path(name).name == name and (shared / name).exists()}
     used: set[str] = set()
     for process in processes.iterdir() if engine_files else ():
         if process.name.isdigit():

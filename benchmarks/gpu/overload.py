@@ -21,8 +21,8 @@ from rich.console import Console
 
 from benchmarks.gpu import leftovers
 from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry, write_model
-from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, kept, show, summarised
-from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
+from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, run_figures, show, summary_of
+from benchmarks.gpu.pieces import Done, Piece, exit_status_of, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.datasets.profiles import read_dataset
 from kvpolicy.errors import EngineFailed
@@ -237,7 +237,7 @@ class Overload:
                 "refused": self.refused,
                 "policies": self.identity["policies"],
                 "host_gib": self.host_gib,
-                "arms": {run.arm: kept(run) for run in runs},
+                "arms": {run.arm: run_figures(run) for run in runs},
             }
 
         return do
@@ -362,7 +362,7 @@ def report(out: Path, place: Place, done: Done, pieces: list[Piece], seed: int) 
         results = {TARGETS: results.pop(pieces[0].name), **results}
     if TARGETS not in results:
         return {"failed": done.failed, "left": list(done.left), "limits": {}}
-    limits = summarised(results, seed)
+    limits = summary_of(results, seed)
     show(Console(width=170), place, limits)
     refused = {name: why for result in results.values() for name, why in result.get("refused", {}).items()}
     for name, why in refused.items():
@@ -372,4 +372,4 @@ def report(out: Path, place: Place, done: Done, pieces: list[Piece], seed: int) 
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(exit_status_of(main))

@@ -21,7 +21,7 @@ UNCOUNTED = (SIMPLE,)
 ROUNDED_S = 1e-4
 
 
-def kept(run: Run) -> dict[str, Any]:
+def run_figures(run: Run) -> dict[str, Any]:
     """A run without its tokens. Times between tokens are counted by tenths of a millisecond: there are very many."""
     gaps = [gap for request in run.itl_s for gap in request]
     return {
@@ -52,7 +52,7 @@ def figures(run: dict[str, Any], targets: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def summarised(results: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
+def summary_of(results: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
     """By limit and arm: means over blocks, sums of what was counted, and the ratios of every arm to every other one.
 
     Raises ValueError where parts of one limit were measured with different policies.

@@ -19,7 +19,7 @@ class Owner:
     """Whose memory it is."""
 
 
-def tried(lock: Callable[[object, object], None]) -> str | None:
+def try_lock(lock: Callable[[object, object], None]) -> str | None:
     """What ``lock`` (owner, memory) objects to; None where it works."""
     try:
         lock(Owner(), host_arena(256, LOCKED_BYTES // 256))
@@ -41,7 +41,7 @@ def asked() -> str | None:
 def main() -> int:
     from kvpolicy_vllm.plugin.copiers.cuda import _page_lock  # the very function that the engine's host pool takes
 
-    why = tried(_page_lock)
+    why = try_lock(_page_lock)
     if why is not None:
         print(why)
     return 0 if why is None else 1

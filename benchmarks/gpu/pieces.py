@@ -151,7 +151,7 @@ def open_folder(out: Path, place: dict[str, Any]) -> dict[str, Any]:
     return other
 
 
-def ended(main: Callable[[], int]) -> int:
+def exit_status_of(main: Callable[[], int]) -> int:
     """A program's exit status; 2 with a sentence where its folder was begun with something else."""
     try:
         return main()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.geometries import EIGHT_B, ONE_B, SEVEN_B_MHA, TINY, Geometry, write_model
-from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
+from benchmarks.gpu.pieces import Done, Piece, exit_status_of, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.settings import GIB
@@ -224,4 +224,4 @@ def run_results(out: Path, pieces: list[Piece]) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(exit_status_of(main))

@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.gpu import copiers
 from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry
 from benchmarks.gpu.intervals import interval_text, ratio_of
-from benchmarks.gpu.pieces import Done, Piece, ended, run_pieces, write_json
+from benchmarks.gpu.pieces import Done, Piece, exit_status_of, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
 from kvpolicy_vllm.plugin.messages import Job
@@ -208,4 +208,4 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(exit_status_of(main))
