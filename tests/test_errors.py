@@ -23,10 +23,8 @@ MODEL = "cpu-llama-native"
 TRACE = ROOT / "traces" / MODEL
 BARE = {
     "kvpolicy/evaluation/estimators.py",
-    "kvpolicy/policy/decision.py",
     "kvpolicy/regression/ceilings.py",
     "kvpolicy/regression/estimator.py",
-    "kvpolicy/reporting/findings.py",
     "integrations/kvpolicy_vllm/bench/overload.py",
     "integrations/kvpolicy_vllm/bench/serve_engine.py",
     "integrations/kvpolicy_vllm/bench/plugin_switch.py",

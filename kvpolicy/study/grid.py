@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import InputError, KVPolicyError
-from kvpolicy.fields import WrongValue, refuse_single
+from kvpolicy.fields import WrongValue, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
 from kvpolicy.study.cache import Result, ResultCache, default_folder
@@ -52,6 +52,10 @@ def simulate(
     refuse_single(workloads=workloads, policies=policies, kv_blocks=kv_blocks, links=links)
     if not kv_blocks:
         raise WrongValue("kv_blocks", "are none, should be one at least")
+    for number, blocks in enumerate(kv_blocks):
+        refuse_non_integer(f"kv_blocks[{number}]", blocks)
+    refuse_other("serving", serving, Serving, "a Serving")
+    refuse_other("run", run, Run, "a Run")
     named_hardware = hardware_named(hardware)
     serving = serving.on(machine_named(named_hardware).device)
     if not workloads:

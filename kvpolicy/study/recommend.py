@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from kvpolicy.errors import InputError
+from kvpolicy.fields import refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
 from kvpolicy.stats import student_interval
@@ -214,12 +215,16 @@ def recommend(
     requests; where it does not, as for a recorded file, seeds are averaged. A single pair gives no interval and so no
     significant result. Raises ValueError as :func:`kvpolicy.simulate` does, and where a cell fails.
     """
+    refuse_non_integer("kv_blocks", kv_blocks)
+    refuse_single(policies=policies)
+    by_label = {contender_of(policy, f"policies[{number}]").label: policy for number, policy in enumerate(policies)}
+    refuse_other("serving", serving, Serving, "a Serving")
+    refuse_other("run", run, Run, "a Run")
+    refuse_other("criterion", criterion, Criterion, "a Criterion")
     machine = open_machine(hardware)
     source = source_named(workload_named(workload), 0)
     defaults = candidates(source, machine.own_model, serving.block_size)
-    by_label: dict[str, str | Policy] = {
-        contender_of(candidate).label: candidate for candidate in (*defaults, *policies)
-    }
+    by_label = {**{contender_of(candidate).label: candidate for candidate in defaults}, **by_label}
 
     def results_of(policies: Sequence[str | Policy], run: Run) -> Sequence[Result]:
         report = simulate([workload], policies, [kv_blocks], hardware, [link], serving, run)

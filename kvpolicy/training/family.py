@@ -19,6 +19,7 @@ from kvpolicy.datasets.examples import Examples
 from kvpolicy.datasets.tables import TransferRecord
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
+from kvpolicy.fields import refuse_other
 from kvpolicy.training.law_fits import fit_analytic, fit_linear
 
 GROUP = "kvpolicy.families"
@@ -95,9 +96,10 @@ def family_of(family: str | Family) -> Family:
 
     A name is one of :data:`FAMILIES`, one registered by an installed package, or
     ``python:MODULE:FACTORY[,KEY=VALUE...]``, which runs that module.
-    Raises ValueError for an unknown name, :class:`kvpolicy.extensions.ExtensionError` if the module or the entry point
-    gives no family.
+    Raises InputError for an unknown name and for a class, :class:`kvpolicy.extensions.ExtensionError` if the module or
+    the entry point gives no family.
     """
+    refuse_other("family", family, (str, Family), "a name or a Family")
     if isinstance(family, Family):
         resolved: Family | None = family
     elif extensions.is_module_path(family):
