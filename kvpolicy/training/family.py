@@ -126,6 +126,6 @@ def laws_of(family: Family, costs: Costs) -> dict[Kind, Law]:
             raise extensions.ExtensionError(f"family {family.name}: the law of {kind} is {law!r}, should be a {wanted}")
         try:
             laws[kind] = law_from_dict(law.to_dict())
-        except ValueError as error:
+        except InputError as error:
             raise extensions.ExtensionError(f"family {family.name}: the law of {kind}: {error}") from error
     return laws
