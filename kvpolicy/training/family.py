@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from sklearn.base import BaseEstimator
+
 from kvpolicy import extensions
 from kvpolicy.code_digest import digest_of, label_of
 from kvpolicy.cost.laws import Law, law_from_dict
@@ -40,8 +42,13 @@ class Costs:
     """Maximum number of tokens per step; infinite if unknown."""
 
 
-class Family(ABC):
-    """A method of learning cost models. Deterministic: the same costs give the same laws."""
+class Family(BaseEstimator, ABC):
+    """A method of learning cost models. Deterministic: the same costs give the same laws.
+
+    By scikit-learn's rules a family is an estimator before its fit: the constructor only stores its arguments, under
+    their names, so that ``get_params``, ``set_params`` and ``sklearn.base.clone`` work. A fit does not change it: what
+    :func:`kvpolicy.train` learns is the report's ``model``, an immutable :class:`kvpolicy.CostModel` with ``predict``.
+    """
 
     name: str
     """The name on the command line (``--family``) and in the model card."""
@@ -50,7 +57,10 @@ class Family(ABC):
 
     @abstractmethod
     def fit_laws(self, costs: Costs) -> Mapping[Kind, Law]:
-        """Fit one law per option: the option's roofline, or a :class:`kvpolicy.cost.laws.LinearLaw`."""
+        """Fit one law per option: the option's roofline, or a :class:`kvpolicy.cost.laws.LinearLaw`.
+
+        Leave the family as it is.
+        """
 
     @property
     def digest(self) -> str:
