@@ -182,7 +182,7 @@ class FittedModel(CostModel):
     # ---- predicting ----
 
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
-        """One cost per option, with log ratios to the first. Raises ValueError for a feature that is not finite."""
+        """One cost per option, with log ratios to the first. Raises InputError for a feature that is not finite."""
         costs = None if self._compiled is None else self._compiled(situation, options)
         return self._predict(situation, options) if costs is None else costs
 

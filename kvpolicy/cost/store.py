@@ -461,7 +461,7 @@ SHOWN = 24
 
 
 def loads(text: str) -> Any:
-    """Like ``json.loads``; raises ValueError for invalid JSON, and for any NaN, infinite or too large number.
+    """Like ``json.loads``, with its errors; raises InputError for any NaN, infinite or too large number.
 
     The error names the field by its dotted path.
     """

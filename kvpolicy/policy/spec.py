@@ -68,7 +68,7 @@ def load_policy(
 def load_policies(policies: Sequence[str | Policy]) -> list[Policy]:
     """Load several policies, given by name or as objects.
 
-    Raises ValueError for an empty list and for duplicates, and the errors of :func:`load_policy`.
+    Raises InputError for an empty list and for duplicates, and the errors of :func:`load_policy`.
     """
     if not policies:
         raise InputError("no policy was given")
@@ -87,7 +87,7 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load, a
 
     ``cost_model_loader``: in a server that of :func:`kvpolicy.cost.engine_loader`, which knows the engine.
     ``allow_python``: whether the name may be a module path, which runs code.
-    Raises ValueError, listing the forms, for an unknown name; ModelError for a model that cannot be loaded;
+    Raises WrongValue, listing the forms, for an unknown name; ModelError for a model that cannot be loaded;
     :class:`kvpolicy.extensions.ExtensionError` for a module path that is refused or gives no policy.
     """
     kind, _, value = spec.partition(":")
@@ -167,7 +167,7 @@ def anchored(spec: str) -> str:
 def needs_engine(spec: str) -> bool:
     """Whether the policy can be loaded inside a server only, because its cost model is that of the running engine.
 
-    Raises ValueError for options that such a model does not support, so that the error comes before a server starts.
+    Raises WrongValue for options that such a model does not support, so that the error comes before a server starts.
     """
     kind, _, value = spec.partition(":")
     if kind not in WITH_COST_MODEL or value.partition(",")[0] != cost.ANALYTIC:

@@ -219,6 +219,6 @@ class Simulator(Protocol):
 
         ``seed`` seeds the policy's random numbers: one stream per run, one number per decision, so that two policies
         meet the same chance. Without a sink no rows are built, and memory use does not grow with the number of
-        requests. Raises ValueError for a request that can never fit the server, naming it.
+        requests. Raises InputError for a request that can never fit the server, naming it.
         """
         ...

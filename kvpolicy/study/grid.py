@@ -47,7 +47,7 @@ def simulate(
     ``kv_blocks``: usable blocks of the device. ``hardware``: :data:`~kvpolicy.study.config.HARDWARE_FORMS`; or an
     object, a hardware model or a trained cost model. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. Cached
     results of earlier calls with the same inputs are reused. Failed cells are in the report, and the others are
-    finished; raises ValueError where no cell can begin.
+    finished; raises KVPolicyError, the first cell's, where no cell can begin.
     """
     refuse_single(workloads=workloads, policies=policies, kv_blocks=kv_blocks, links=links)
     if not kv_blocks:
@@ -138,7 +138,7 @@ class Task:
 
 
 def work(task: Task) -> Result:
-    """Simulate one cell; a trace is put in place by rename once it is complete. Raises ValueError where the cell's
+    """Simulate one cell; a trace is put in place by rename once it is complete. Raises InputError where the cell's
     inputs changed since the grid began: the result would be cached under the old inputs."""
     task = task.with_unpacked_policy()
     if task.cell.digest(contents(task.cell)) != task.digest:

@@ -53,7 +53,7 @@ class Ratio:
 
 
 def geometric_means(values: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """One mean per group, in the order of the groups' first values. Raises ValueError for values not above 0."""
+    """One mean per group, in the order of the groups' first values. Raises InputError for values not above 0."""
     logs: dict[int, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
         if not (isfinite(value) and value > 0):
@@ -68,7 +68,7 @@ def paired_ratio(
     """Ratio of two policies: Student's interval of the mean log ratio over pairs with the same requests and seed.
 
     ``comparisons``: number of such intervals that are shown together; all of them then hold at once with ``level``
-    (Bonferroni). Raises ValueError for values not above 0, or no pairs.
+    (Bonferroni). Raises InputError for values not above 0, or no pairs.
     """
     pairs = list(zip(values, other_values, strict=True))
     if not pairs or not all(isfinite(a) and isfinite(b) and a > 0 and b > 0 for a, b in pairs):
@@ -163,7 +163,7 @@ SHOWN = ("e2e s", "recompute", "swap", "repeated tok")
 
 
 def figure_of(result: Result, name: str, statistic: str | None) -> float:
-    """A figure of a run. Raises ValueError where it is undefined, as inter-token times of single tokens."""
+    """A figure of a run. Raises InputError where it is undefined, as inter-token times of single tokens."""
     value = result[name] if statistic is None else result[name][statistic]
     if value is None:
         figure = name if statistic is None else f"{name}.{statistic}"
@@ -213,7 +213,7 @@ def recommend(
 
     Each part of the workload is one pair of a comparison, under each seed a separate one where the seed draws the
     requests; where it does not, as for a recorded file, seeds are averaged. A single pair gives no interval and so no
-    significant result. Raises ValueError as :func:`kvpolicy.simulate` does, and where a cell fails.
+    significant result. Raises KVPolicyError as :func:`kvpolicy.simulate` does, and where a cell fails.
     """
     refuse_non_integer("kv_blocks", kv_blocks)
     refuse_single(policies=policies)
@@ -283,7 +283,7 @@ def depends_on_seed(workload: str | Workload) -> bool:
 
 def candidates(source: Source, own_model: str | None, block_size: int) -> list[str]:
     """The policies that are always tried, each once: the fixed ones, thresholds between short and long requests, and,
-    where the hardware has a cost model, those that use it. Raises ValueError for an empty workload."""
+    where the hardware has a cost model, those that use it. Raises InputError for an empty workload."""
     totals = sorted(request.total_tokens for request in source)
     if not totals:
         raise InputError(f"workload {source.name} holds no request")

@@ -410,7 +410,7 @@ def calibrate(
     ``states``: number of the traces' states to use, spread over their lengths; by default all that are not held out.
 
     Raises ModelError for the model, TraceError as :func:`train` for the traces (for over 30% noise too, unless
-    ``force``), ValueError for more states than there are.
+    ``force``), WrongValue for more states than there are.
     """
     refuse_single(traces=traces)
     refuse_non_integer("seed", seed, AMOUNT)

@@ -47,7 +47,7 @@ def paired_ratio(
     Blocks are resampled as pairs, so that effects on a whole block cancel. The percentiles lie further out than 2.5%
     and 97.5%, by as much as Student's t exceeds the normal at that number of blocks (Hesterberg, "What Teachers Should
     Know About the Bootstrap", 2015, section 4.5): otherwise intervals over eight blocks are too narrow. Raises
-    ValueError for fewer than 2 blocks, unequal numbers of them, and values not above 0.
+    InputError for fewer than 2 blocks, unequal numbers of them, and values not above 0.
     """
     if len(above) != len(below) or len(above) < MIN_BLOCKS:
         raise InputError(f"{len(above)} and {len(below)} blocks: should be as many of both, at least {MIN_BLOCKS}")
@@ -69,7 +69,7 @@ def widened_tail(blocks: int, confidence: float = CONFIDENCE) -> float:
 
 
 def mean_and_percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median and 99th percentile, linear between order statistics. Raises ValueError for no values."""
+    """Mean, median and 99th percentile, linear between order statistics. Raises InputError for no values."""
     if not values:
         raise InputError("no values to summarise")
     return {"mean": math.fsum(values) / len(values), "p50": quantile(values, 0.50), "p99": quantile(values, 0.99)}
