@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,25 @@ def test_files_that_are_named_exist(document: str) -> None:
     paths = [first or second for first, second in named]
     assert len(paths) > 3
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+GROUPS = {"kvpolicy.policies", "kvpolicy.families", "kvpolicy.yaml"}
+"""Groups of entry points, and a file: no names of Python."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_names_in_python_that_are_told_exist(page: str) -> None:
+    told = set(re.findall(r"\bkvpolicy(?:\.[A-Za-z_]\w*)+", (ROOT / page).read_text())) - GROUPS
+    assert [name for name in sorted(told) if not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or something in one."""
+    try:
+        resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def prose_of(page: str) -> list[str]:
