@@ -8,6 +8,7 @@ They hold for Python, YAML and the command line alike. A class declares its fiel
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from math import inf
@@ -47,7 +48,7 @@ def refuse_other(name: str, value: Any, wanted: type[Any] | tuple[type[Any], ...
     if isinstance(value, type):
         raise WrongValue(name, f"is {value.__name__}, a class: give {value.__name__}()")
     if not isinstance(value, wanted):
-        raise WrongValue(name, f"is {_shown(value)}, a {type(value).__name__}, should be {should}")
+        raise WrongValue(name, f"is {reprlib.repr(value)} ({type(value).__name__}), should be {should}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,23 +81,23 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda: explain(cost_model=Doubling), "cost_model is Doubling, a class: give Doubling()"),
         (lambda: kvpolicy.calibrate(Doubling, ["x"]), "cost_model is Doubling, a class"),  # type: ignore[arg-type]
         (lambda: load_policy(Cheapest("mine", Doubling)), "policy mine: cost_model is Doubling, a class"),  # type: ignore[arg-type]
-        (lambda: load_policies([MinWaste("mine", MODEL)]), "policy mine: cost_model is 'cpu-llama-native', a str, sho"),  # type: ignore[arg-type]
-        (lambda: simulate("always-swap", None), "policies[1] is None, a NoneType, should be a name or a Policy"),
-        (lambda: family_of(7), "family is 7, a int, should be a name or a Family"),  # type: ignore[arg-type]
-        (lambda: explain(question=500), "question is 500, a int, should be a Question"),
+        (lambda: load_policies([MinWaste("mine", MODEL)]), "policy mine: cost_model is 'cpu-llama-native' (str), sho"),  # type: ignore[arg-type]
+        (lambda: simulate("always-swap", None), "policies[1] is None (NoneType), should be a name or a Policy"),
+        (lambda: family_of(7), "family is 7 (int), should be a name or a Family"),  # type: ignore[arg-type]
+        (lambda: explain(question=500), "question is 500 (int), should be a Question"),
         (lambda: explain(question=Question), "question is Question, a class: give Question()"),
         (lambda: simulate("always-swap", kv_blocks=[200, 200.5]), "kv_blocks[1] is 200.5, should be a whole number"),
         (lambda: simulate("always-swap", kv_blocks=["200"]), "kv_blocks[0] is '200', should be a whole number"),
         (lambda: simulate("always-swap", kv_blocks=[True]), "kv_blocks[0] is True, should be a whole number"),
         (lambda: recommend(kv_blocks=[200]), "kv_blocks is [200], should be a whole number"),
-        (lambda: simulate("always-swap", serving={"block_size": 32}), "serving is {'block_size': 32}, a dict, sh"),
+        (lambda: simulate("always-swap", serving={"block_size": 32}), "serving is {'block_size': 32} (dict), sh"),
         (lambda: simulate("always-swap", run=Run), "run is Run, a class: give Run()"),
         (lambda: recommend(serving=Serving), "serving is Serving, a class: give Serving()"),
-        (lambda: recommend(run=4), "run is 4, a int, should be a Run"),
-        (lambda: recommend(criterion="ttft"), "criterion is 'ttft', a str, should be a Criterion"),
+        (lambda: recommend(run=4), "run is 4 (int), should be a Run"),
+        (lambda: recommend(criterion="ttft"), "criterion is 'ttft' (str), should be a Criterion"),
         (lambda: kvpolicy.recommend(WORKLOAD, MODEL, 9, "always-swap"), "policies is 'always-swap', should be a list"),
         (lambda: kvpolicy.evaluate(["x"], ["always-swap"], seed="0"), "seed is '0', should be a whole number"),  # type: ignore[arg-type]
-        (lambda: kvpolicy.evaluate(["x"], ["always-swap"], how="dr"), "how is 'dr', a str, should be an Estimation"),  # type: ignore[arg-type]
+        (lambda: kvpolicy.evaluate(["x"], ["always-swap"], how="dr"), "how is 'dr' (str), should be an Estimation"),  # type: ignore[arg-type]
         (lambda: kvpolicy.train(["x"], seed=0.5), "seed is 0.5, should be a whole number"),  # type: ignore[arg-type]
         (lambda: kvpolicy.calibrate(MODEL, ["x"], seed=-1), "seed is -1, should be 0 or above"),
         (lambda: kvpolicy.calibrate(MODEL, "x"), "traces is 'x', should be a list"),

@@ -383,10 +383,10 @@ class TestFromPython:
         ("arguments", "told"),
         [
             ((OWN,), "policy is .*, which names a module to run"),
-            (({"policy": "always-swap"},), "settings is {.*}, a dict, should be a policy's name or ServerSettings"),
+            (({"policy": "always-swap"},), r"settings is {.*} \(dict\), should be a policy's name or ServerSettings"),
             ((ServerSettings,), "settings is ServerSettings, a class"),
             (("always-swap", "--port 8001"), "vllm_flags is '--port 8001', should be a list"),
-            (("always-swap", ["--port", 8001]), r"vllm_flags\[1\] is 8001, a int, should be a text"),
+            (("always-swap", ["--port", 8001]), r"vllm_flags\[1\] is 8001 \(int\), should be a text"),
             (("always-swap", ["--scheduler-cls", "x"]), "--scheduler-cls cannot be given together with --policy"),
             (("sometimes",), "'sometimes' is no policy"),
         ],
