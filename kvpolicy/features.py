@@ -84,7 +84,7 @@ Row = tuple[
 def features_of(situation: Preemption, option: Option) -> Features:
     """The features of ``option`` in ``situation``.
 
-    A swap saves every held block and loads those that are not shared. Raises ValueError, naming the feature, for one
+    A swap saves every held block and loads those that are not shared. Raises InputError, naming the feature, for one
     that is not finite or below 0.
     """
     known = situation

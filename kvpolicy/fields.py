@@ -8,6 +8,7 @@ They hold for Python, YAML and the command line alike. A class declares its fiel
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from math import inf
@@ -39,6 +40,17 @@ def refuse_single(**sequences: Any) -> None:
             raise WrongValue(name, f"is {value!r}, should be a list, as [{value!r}]")
 
 
+def refuse_other(name: str, value: Any, wanted: type[Any] | tuple[type[Any], ...], should: str) -> None:
+    """Raise WrongValue for an argument that is no ``wanted``; a class in place of its instance is shown how to give it.
+
+    ``should``: what it should be, in words.
+    """
+    if isinstance(value, type):
+        raise WrongValue(name, f"is {value.__name__}, a class: give {value.__name__}()")
+    if not isinstance(value, wanted):
+        raise WrongValue(name, f"is {reprlib.repr(value)} ({type(value).__name__}), should be {should}")
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What a value must satisfy besides having the right type."""
@@ -57,7 +69,15 @@ MAX_WHOLE = 2**53
 """Largest whole number allowed: larger ones are not exact as floats, and no setting needs them."""
 COUNT = Rule("1 or more", lambda value: value >= 1)
 AMOUNT = Rule("0 or above", lambda value: 0 <= value < inf)
+SHARE_OF_BLOCKS = Rule("a share of the blocks, from 0, below 1", lambda value: 0 <= value < 1)
 POSITIVE = Rule("a number above 0", lambda value: 0 < value < inf)
+
+
+def refuse_non_integer(name: str, value: Any, rule: Rule | None = None) -> None:
+    """Raise WrongValue for an argument that is no whole number, or breaks ``rule``."""
+    _typed(name, value, int)
+    if rule is not None:
+        rule.refuse(name, value)
 
 
 def one_of(*names: str) -> Rule:

@@ -6,6 +6,7 @@ without arguments, are an :class:`Integration`.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpolicy import overflow
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.fields import AMOUNT
+from kvpolicy.fields import AMOUNT, refuse_other, refuse_single
+from kvpolicy.policy import Policy
 from kvpolicy.settings import Measurement, ServerSettings
 
 if TYPE_CHECKING:  # not to load a simulator where flags are written
@@ -42,11 +44,11 @@ class Launcher(Protocol):
     """Writes a server's flags; the engine itself need not be installed."""
 
     def options(self, settings: ServerSettings) -> dict[str, Any]:
-        """The plugin's settings that differ from the defaults. Raises ValueError for values the plugin would refuse."""
+        """The plugin's settings that differ from the defaults. Raises KVPolicyError for what it would refuse."""
         ...
 
     def serve_command(self, llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
-        """The command that starts a server with these settings. Raises ValueError for flags that would undo them."""
+        """The command that starts a server with these settings. Raises InputError for flags that would undo them."""
         ...
 
     def config_yaml(self, extra: Mapping[str, Any]) -> str:
@@ -112,12 +114,41 @@ def require(name: str = DEFAULT) -> None:
         )
 
 
+def serve_command(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str] = ()) -> list[str]:
+    """The command that :func:`serve` runs; arguments and errors are the same."""
+    if isinstance(settings, str | Policy) or (isinstance(settings, type) and issubclass(settings, Policy)):
+        settings = ServerSettings(settings)  # which refuses an object, with its path
+    refuse_other("settings", settings, ServerSettings, "a policy's name or ServerSettings")
+    refuse_single(vllm_flags=vllm_flags)
+    for number, flag in enumerate(vllm_flags):
+        refuse_other(f"vllm_flags[{number}]", flag, str, "a text")
+    launch = launcher()
+    return launch.serve_command(llm, launch.options(settings), vllm_flags)
+
+
+def serve(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Start vLLM's server for model ``llm`` with the policy on, in a process of its own, and return that process.
+
+    ``settings``: a policy by name, or its name with further settings. The server is another process, which no policy
+    object can reach: a policy of one's own is named ``python:MODULE:FACTORY`` in
+    ``ServerSettings(..., allow_python_policies=True)``. ``vllm_flags``: as on the command line, ``["--port", "8001"]``.
+
+    The server answers some time after this returns. It inherits the environment and the output of this process, and
+    runs until ``terminate()`` is called. Its command is ``args`` of the process.
+
+    Raises WrongValue for a wrong argument, a policy object included, InputError for a flag that would undo the
+    plugin's, :class:`EngineMissing` without an engine, and the errors of :func:`kvpolicy.policy.load` for the policy.
+    """
+    return subprocess.Popen(serve_command(llm, settings, vllm_flags))
+
+
 def profile(out: Path | str, how: Measurement = Measurement()) -> Report:
     """Measure both options in the same states on a live engine and write a trace to ``out``.
 
-    An unfinished profile in ``out`` is resumed. Raises ValueError for a wrong argument, :class:`EngineMissing` without
+    An unfinished profile in ``out`` is resumed. Raises WrongValue for a wrong argument, :class:`EngineMissing` without
     an engine.
     """
+    refuse_other("how", how, Measurement, "a Measurement")
     return engine().profile(Path(out), how)
 
 
@@ -130,7 +161,9 @@ def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0)
 def characterize(out: Path | str, figures: Sequence[str] = ("all",), how: Measurement = Measurement()) -> Report:
     """Measure the overflow study's figures on a live engine and write a trace to ``out``; see :mod:`kvpolicy.overflow`.
 
-    ``figures``: names of figures, or ``all``; the rest as for :func:`profile`. Raises ValueError for a wrong argument,
+    ``figures``: names of figures, or ``all``; the rest as for :func:`profile`. Raises WrongValue for a wrong argument,
     :class:`EngineMissing` without an engine.
     """
+    refuse_single(figures=figures)
+    refuse_other("how", how, Measurement, "a Measurement")
     return engine().characterize(Path(out), overflow.named(figures), how)

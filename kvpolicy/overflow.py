@@ -32,7 +32,7 @@ LEVELS = {
 
 
 def state_id(figure: str, level: int) -> str:
-    """The name of a figure's level in a trace. Raises ValueError for an unknown figure."""
+    """The name of a figure's level in a trace. Raises InputError for an unknown figure."""
     if figure not in FIGURES:
         raise InputError(f"figure {figure}: should be one of {', '.join(FIGURES)}")
     return f"{figure}/{level}"
@@ -47,7 +47,7 @@ def figure_and_level(state: str) -> tuple[str, int] | None:
 def named(names: Sequence[str]) -> tuple[str, ...]:
     """The figures to measure, in the order of :data:`FIGURES`; ``all`` stands for all of them.
 
-    Raises ValueError for unknown names.
+    Raises WrongValue for unknown names.
     """
     for name in names:
         if name not in (*FIGURES, "all"):

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpolicy.extensions import FORM, names_module
+from kvpolicy.extensions import FORM, PREFIX, names_module
 from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, validate
 from kvpolicy.hardware.link import SimulatedLink
-from kvpolicy.policy import HELP
+from kvpolicy.policy import HELP, Policy
 
 LINK = "Simulated link, BYTES_PER_S[,LATENCY_S]. Default: the native link."
 SEED = "Seed of all random draws."
@@ -41,6 +41,7 @@ class ServerSettings:
     allow_python_policies: bool = option(f"Let --policy name a module whose code the server runs, {FORM}.", False)
 
     def __post_init__(self) -> None:
+        _refuse_object(self.policy)
         validate(self)
         if names_module(self.policy) and not self.allow_python_policies:
             raise WrongValue(
@@ -48,6 +49,21 @@ class ServerSettings:
                 f"is {self.policy!r}, which names a module to run; a server runs one only with "
                 '--allow-python-policies, in its settings "allow_python_policies": true',
             )
+
+
+def _refuse_object(policy: object) -> None:
+    """Raise WrongValue for a policy object, or its class, with the module path that is to be given in its place."""
+    policy_class = policy if isinstance(policy, type) else type(policy)
+    if not issubclass(policy_class, Policy):
+        return
+    path = f"{PREFIX}{policy_class.__module__}:{policy_class.__qualname__}"
+    if policy_class.__module__ == "__main__" or "<" in path:
+        path = f"{FORM} (of a module that can be imported)"
+    raise WrongValue(
+        "policy",
+        f"is an object of the class {policy_class.__name__}: a server is another process and takes a name, here "
+        f"{path} with allow_python_policies=True; only an engine made in Python takes the object",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Ratio:
 
 
 def geometric_means(values: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """One mean per group, in the order of the groups' first values. Raises ValueError for values not above 0."""
+    """One mean per group, in the order of the groups' first values. Raises InputError for values not above 0."""
     logs: dict[int, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
         if not (isfinite(value) and value > 0):
@@ -95,7 +95,7 @@ def student_ratio(
     """Ratio of two policies: Student's interval of the mean log ratio over pairs with the same requests and seed.
 
     ``comparisons``: number of such intervals that are shown together; all of them then hold at once with ``level``
-    (Bonferroni). Raises ValueError for values not above 0, or no pairs.
+    (Bonferroni). Raises InputError for values not above 0, or no pairs.
     """
     pairs = list(zip(values, other_values, strict=True))
     if not pairs or not all(isfinite(a) and isfinite(b) and a > 0 and b > 0 for a, b in pairs):
@@ -117,7 +117,7 @@ def bootstrap_ratio(
     Blocks are resampled as pairs, so that effects on a whole block cancel. The percentiles lie further out than 2.5%
     and 97.5%, by as much as Student's t exceeds the normal at that number of blocks (Hesterberg, "What Teachers Should
     Know About the Bootstrap", 2015, section 4.5): otherwise intervals over eight blocks are too narrow. Raises
-    ValueError for fewer than 2 blocks, unequal numbers of them, and values not above 0.
+    InputError for fewer than 2 blocks, unequal numbers of them, and values not above 0.
     """
     if len(above) != len(below) or len(above) < MIN_BLOCKS:
         raise InputError(f"{len(above)} and {len(below)} blocks: should be as many of both, at least {MIN_BLOCKS}")

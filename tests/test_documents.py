@@ -3,44 +3,43 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpolicy import Policy
-from kvpolicy.training.family import Family, family_of
+from kvpolicy import Family, Policy, Request, integrations, load_policy, open_workload
+from kvpolicy.policy import probabilities_of
+from kvpolicy.policy.cheapest import Cheapest
+from kvpolicy.training.family import family_of
+from kvpolicy.workload import Format
+from kvpolicy_vllm import launch
+from kvpolicy_vllm.plugin.settings import SCHEDULER, Settings
+from tests.policy.ten_line_policy import Longer
+from tests.snippets import names_of, shown, snippets
 from tests.synthetic import options_for, situation
 from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md")
+WITH_SNIPPETS = ("CONTRIBUTING.md", "docs/own-policies.md")
 PAGES = sorted(str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.md"))
 MAX_COLUMNS = 120
 
 
-def snippets(name: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
-
-
-def names_of(snippet: str) -> dict[str, Any]:
-    """What running it defines."""
-    names: dict[str, Any] = {"__name__": "a_snippet"}
-    exec(compile(snippet, "a snippet", "exec"), names)
-    return names
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", WITH_SNIPPETS)
 def test_snippets_run(document: str) -> None:
+    assert snippets(document)
     for snippet in snippets(document):
         names_of(snippet)
 
 
 def test_the_policy_decides_as_it_says() -> None:
-    (longest,) = (
-        one for one in names_of(snippets("CONTRIBUTING.md")[0]).values()
-        if isinstance(one, type) and issubclass(one, Policy) and one is not Policy
-    )  # fmt: skip
+    longest = shown("Longest")
+    assert issubclass(longest, Policy)
     for tokens, expected in ((100, [1.0, 0.0]), (5000, [0.0, 1.0])):
         one = situation(tokens, running_requests=2, batch_tokens=2000)
         assert longest().probabilities(one, options_for(one), None) == expected
@@ -48,8 +47,40 @@ def test_the_policy_decides_as_it_says() -> None:
 
 
 def test_the_family_is_one() -> None:
-    plain = names_of(snippets("CONTRIBUTING.md")[1])["Plain"]
-    assert isinstance(family_of(plain()), Family)
+    assert isinstance(family_of(shown("Plain")()), Family)
+
+
+def test_a_policy_decides_by_the_cost_model() -> None:
+    """Its contract is in tests/cost/test_contract.py."""
+    policy = load_policy(Cheapest("by-rates", shown("Rates")()))
+    for tokens, expected in ((16, (1.0, 0.0)), (5000, (0.0, 1.0))):
+        one = situation(tokens)
+        assert probabilities_of(policy, one, options_for(one), policy.initial_state()) == expected
+
+
+def test_the_source_reads_a_file_that_its_name_opens(tmp_path: Path) -> None:
+    """Damage is tried in tests/workload/test_damage.py."""
+    answers, file = shown("Answers"), tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": 5, "answer": 6}\n{"prompt": 7, "answer": 8}\n')
+    known = Format("JSONL: prompt, answer", lambda path, options: answers(path, None, 0), lambda path: False)
+    source = open_workload(f"answers:{file}?scale=2", {"answers": known})
+    assert list(source) == [Request(0.0, 10, 12), Request(0.0, 14, 16)]
+
+
+def test_a_server_and_an_engine_are_started_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started runs in tests/vllm: test_started_from_python, and the object in test_own_process."""
+    made: list[Any] = []
+    monkeypatch.setattr(integrations.subprocess, "Popen", made.append)
+    monkeypatch.setattr(launch, "server", lambda llm: ["vllm", "serve", llm])
+    shown("start", "docs/own-policies.md")("some/llm")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda llm, **more: made.append(more)))
+    shown("engine", "docs/own-policies.md")("some/llm")
+    command, arguments = made
+    assert command[:3] == ["vllm", "serve", "some/llm"] and command[-4:] == ["--port", "8001", "--max-num-seqs", "64"]
+    assert "python:tests.policy.ten_line_policy:Longer" in " ".join(command)
+    assert arguments["scheduler_cls"] == SCHEDULER
+    settings = Settings.read(arguments["kv_transfer_config"]["kv_connector_extra_config"])
+    assert isinstance(settings.load_policy(), Longer)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -59,6 +90,25 @@ def test_files_that_are_named_exist(document: str) -> None:
     paths = [first or second for first, second in named]
     assert len(paths) > 3
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+GROUPS = {"kvpolicy.policies", "kvpolicy.families", "kvpolicy.yaml"}
+"""Groups of entry points, and a file: no names of Python."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_names_in_python_that_are_told_exist(page: str) -> None:
+    told = set(re.findall(r"\bkvpolicy(?:\.[A-Za-z_]\w*)+", (ROOT / page).read_text())) - GROUPS
+    assert [name for name in sorted(told) if not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or something in one."""
+    try:
+        resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def prose_of(page: str) -> list[str]:

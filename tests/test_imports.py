@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
-    ("fields", "stats"),
+    ("fields", "stats", "stored_values"),
     ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
     ("features", "hardware", "workload"),
     ("trace",),

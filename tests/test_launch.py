@@ -7,12 +7,16 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+import kvpolicy
+from kvpolicy import KVPolicyError, integrations
 from kvpolicy.cli import main
 from kvpolicy.extensions import NotAllowed
+from kvpolicy.fields import WrongValue
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.plugin.settings import Settings
@@ -329,3 +333,73 @@ def test_an_object_is_a_policy_of_the_plugin_without_a_switch() -> None:
         Settings.read({"policy": policy, "polcy": "x"})
     with pytest.raises(ValueError, match="policy is 7, should be a text"):
         Settings.read({"policy": 7})
+
+
+class TestFromPython:
+    """`kvpolicy.serve` starts what `kvpolicy serve` becomes."""
+
+    OWN = "python:tests.policy.ten_line_policy:Longer"
+
+    @pytest.fixture
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+        commands: list[list[str]] = []
+        monkeypatch.setattr(integrations.subprocess, "Popen", commands.append)
+        return commands
+
+    def test_it_runs_the_command_lines_command(
+        self, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        flags = ["--port", "8001"]
+        kvpolicy.serve("some/llm", ServerSettings(self.OWN, host_gib=0.5, allow_python_policies=True), flags)
+        kvpolicy.serve("some/llm", "always-swap", flags)
+        own = ("--policy", self.OWN, "--host-gib", "0.5", "--allow-python-policies")
+        assert started == [
+            dry_run(capsys, "some/llm", *own, *flags), dry_run(capsys, "some/llm", "--policy", "always-swap", *flags)
+        ]  # fmt: skip
+
+    def test_a_process_is_returned(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With a command in the engine's place that ends by itself."""
+        monkeypatch.setattr(launch, "server", lambda llm: [sys.executable, "-c", "import sys; sys.exit(7)", llm])
+        with kvpolicy.serve("some/llm", "always-swap") as process:
+            assert process.wait(60) == 7
+        assert isinstance(process.args, list) and process.args[3] == "some/llm"
+
+    @pytest.mark.parametrize("policy", [Longer(), Longer])
+    def test_an_object_is_refused_with_the_name_to_give(self, started: list[list[str]], policy: Any) -> None:
+        told = rf"^policy is an object of the class Longer: .* {self.OWN} with allow_python_policies=True"
+        for call in (lambda: kvpolicy.serve("some/llm", policy), lambda: ServerSettings(policy)):
+            with pytest.raises(WrongValue, match=told):
+                call()
+        assert not started
+
+    def test_one_that_no_module_has_is_told_to_be_put_into_one(self, started: list[list[str]]) -> None:
+        class Here(Longer):
+            pass
+
+        with pytest.raises(WrongValue, match=r"here python:MODULE:FACTORY \(of a module that can be imported\) with"):
+            kvpolicy.serve("some/llm", Here())  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            ((OWN,), "policy is .*, which names a module to run"),
+            (({"policy": "always-swap"},), r"settings is {.*} \(dict\), should be a policy's name or ServerSettings"),
+            ((ServerSettings,), "settings is ServerSettings, a class"),
+            (("always-swap", "--port 8001"), "vllm_flags is '--port 8001', should be a list"),
+            (("always-swap", ["--port", 8001]), r"vllm_flags\[1\] is 8001 \(int\), should be a text"),
+            (("always-swap", ["--scheduler-cls", "x"]), "--scheduler-cls cannot be given together with --policy"),
+            (("sometimes",), "'sometimes' is no policy"),
+        ],
+    )
+    def test_what_cannot_be_served_is_refused_before_anything_starts(
+        self, started: list[list[str]], arguments: tuple[Any, ...], told: str
+    ) -> None:
+        with pytest.raises(KVPolicyError, match=told):
+            kvpolicy.serve("some/llm", *arguments)
+        assert not started
+
+    def test_without_an_engine_it_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(launch, "require", integrations.require)
+        monkeypatch.setattr(integrations, "find_spec", lambda name: None)
+        with pytest.raises(integrations.EngineMissing, match="vllm is not installed"):
+            kvpolicy.serve("some/llm", "always-swap")

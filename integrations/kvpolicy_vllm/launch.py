@@ -38,7 +38,7 @@ trace and the last five of what was learned are lost. Less than the 30 s after w
 def options(settings: ServerSettings) -> dict[str, Any]:
     """The plugin's ``kv_connector_extra_config``: only settings that differ from the defaults, defined in one place.
 
-    Folders become absolute, since the server may be started elsewhere. Raises ValueError for a policy that cannot be
+    Folders become absolute, since the server may be started elsewhere. Raises KVPolicyError for a policy that cannot be
     loaded.
     """
     policy, state_file = settings.policy, settings.online_state
@@ -74,7 +74,7 @@ def config_yaml(extra: Mapping[str, Any]) -> str:
 
 
 def serve_command(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
-    """The command that starts the server. Raises ValueError naming flags that would override the plugin's."""
+    """The command that starts the server. Raises InputError naming flags that would override the plugin's."""
     if llm.startswith("-"):
         raise InputError(f"the model comes before vLLM's flags, as in: kvpolicy serve LLM --policy P {llm} ...")
     present_flags = _present_flags(vllm_flags)
@@ -90,7 +90,7 @@ def serve_command(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str])
 
 
 def _refuse_flags(present_flags: Iterable[tuple[str, str]]) -> None:
-    """Raise ValueError naming the first flag that kvpolicy sets itself, also in a ``--config`` file."""
+    """Raise InputError naming the first flag that kvpolicy sets itself, also in a ``--config`` file."""
     for flag, where in present_flags:
         for refused, reason in REFUSED.items():
             if _may_mean(flag, refused, AMBIGUOUS_PREFIX):

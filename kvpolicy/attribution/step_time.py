@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import isfinite
 from typing import Any
 
 import numpy as np
 
 from kvpolicy.arrays import Floats, Ints
 from kvpolicy.errors import InputError
+from kvpolicy.stored_values import is_number, list_at, number_at, text_at, value_at, whole_at
 
 PARTS = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context")
 """Composition of a step, as far as its duration depends on it: columns of ``steps``."""
@@ -80,15 +80,15 @@ class StepTimeModel:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepTimeModel:
-        """Raises KeyError for a missing field, ValueError or TypeError for an invalid one."""
-        seconds = tuple(values["per_part_s"])
+        """Raises InputError naming a field that is missing or invalid."""
+        seconds = list_at(values, "per_part_s")
         if len(seconds) != len(PARTS) + AFTERMATH_STEPS:
             raise InputError(f"per_part_s holds {len(seconds)} numbers, should hold {len(PARTS) + AFTERMATH_STEPS}")
-        for name, value in [("fixed_s", values["fixed_s"]), *(("per_part_s", value) for value in seconds)]:
-            if type(value) not in (int, float) or not (isfinite(value) and value >= 0):
+        for name, value in [("fixed_s", value_at(values, "fixed_s")), *(("per_part_s", value) for value in seconds)]:
+            if not (is_number(value) and value >= 0):
                 raise InputError(f"{name} holds {value!r}, should be a finite number, 0 or above")
-        error = HeldOutError(*(float(values["error"][name]) for name in HeldOutError.__slots__))
-        fitted_on, steps = str(values["fitted_on"]), int(values["steps"])
+        error = HeldOutError(*(number_at(values, "error", name) for name in HeldOutError.__slots__))
+        fitted_on, steps = text_at(values, "fitted_on"), whole_at(values, "steps")
         return cls(float(values["fixed_s"]), tuple(map(float, seconds)), fitted_on, steps, error)
 
 

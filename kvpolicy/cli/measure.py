@@ -110,10 +110,9 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
     """Start vLLM's server with the policy on. Flags that are not kvpolicy's are passed to vLLM unchanged."""
-    launch = integrations.launcher()
-    command = launch.serve_command(llm, launch.options(settings), context.args)
+    command = integrations.serve_command(llm, settings, context.args)
     if dry_run:
-        typer.echo(launch.shell_line(command))
+        typer.echo(integrations.launcher().shell_line(command))
         return
     sys.stdout.flush()
     # The server replaces this process, so that it receives signals.

@@ -24,6 +24,7 @@ from typing import Any
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.regression.conformal import CONFIDENCE, Margin, grown
+from kvpolicy.stored_values import is_number, list_at, value_at
 
 MIN_PER_BIN = 30
 
@@ -107,17 +108,19 @@ class Intervals:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Intervals:
-        """Raises KeyError for a missing field, ValueError or TypeError for an invalid one."""
-        if values["confidence"] != CONFIDENCE:
+        """Raises InputError naming a field that is missing or invalid."""
+        if value_at(values, "confidence") != CONFIDENCE:
             raise InputError(f"confidence is {values['confidence']!r}, should be {CONFIDENCE}")
-        lengths = _ascending(values["length_edges"], "length_edges")
-        loads = tuple(_ascending(edges, "load_edges") for edges in values["load_edges"])
-        states = tuple(map(int, values["states"]))
+        lengths = _ascending(value_at(values, "length_edges"), "length_edges")
+        loads = tuple(_ascending(edges, "load_edges") for edges in list_at(values, "load_edges"))
+        states = tuple(list_at(values, "states"))
         if len(loads) != len(lengths) + 1:
             raise InputError(f"load_edges holds {len(loads)} lists, should hold {len(lengths) + 1}")
         bins = sum(len(edges) + 1 for edges in loads)
         if len(states) != bins:
             raise InputError(f"states holds {len(states)} numbers, should hold {bins}")
+        if not all(type(count) is int for count in states):
+            raise InputError(f"states is {list(states)}, should hold whole numbers")
         inside, outside = (_margins(values, name, bins) for name in ("inside", "outside"))
         for quantity in PREDICTED:
             if any(
@@ -129,7 +132,7 @@ class Intervals:
             loads,
             inside,
             outside,
-            {quantity: _growth(values["growth"][quantity], quantity) for quantity in PREDICTED},
+            {quantity: _growth(value_at(values, "growth", quantity), quantity) for quantity in PREDICTED},
             states,
         )
 
@@ -155,9 +158,9 @@ def _sides(edges: Edges, index: int) -> tuple[float | None, float | None]:
 
 
 def _ascending(values: Any, name: str) -> Edges:
+    if not isinstance(values, list | tuple) or not all(is_number(edge) and edge >= 0 for edge in values):
+        raise InputError(f"{name} are {values!r}, should be finite numbers, 0 or above")
     edges = tuple(map(float, values))
-    if not all(0 <= edge < inf for edge in edges):
-        raise InputError(f"{name} are {list(edges)}, should be finite numbers, 0 or above")
     if list(edges) != sorted(set(edges)):
         raise InputError(f"{name} are not in ascending order")
     return edges
@@ -166,21 +169,26 @@ def _ascending(values: Any, name: str) -> Edges:
 def _margins(values: Mapping[str, Any], name: str, bins: int) -> dict[str, tuple[Margin, ...]]:
     margins = {}
     for quantity in PREDICTED:
-        bins_margins = [
-            tuple(inf if side is None else float(side) for side in margin) for margin in values[name][quantity]
-        ]
-        if len(bins_margins) != bins or not all(
-            len(margin) == 2 and all(side >= 0 for side in margin) for margin in bins_margins
-        ):
-            raise InputError(f"{name}.{quantity} should hold {bins} pairs of numbers, 0 or above")
-        margins[quantity] = tuple((margin[0], margin[1]) for margin in bins_margins)
+        pairs = list_at(values, name, quantity)
+        if len(pairs) != bins or not all(map(_is_margin, pairs)):
+            raise InputError(f"{name}.{quantity} should hold {bins} pairs of numbers, 0 or above, or null")
+        margins[quantity] = tuple((_width(below), _width(above)) for below, above in pairs)
     return margins
 
 
+def _is_margin(pair: Any) -> bool:
+    sides = pair if isinstance(pair, list | tuple) else ()
+    return len(sides) == 2 and all(side is None or (is_number(side) and side >= 0) for side in sides)
+
+
+def _width(stored: float | None) -> float:
+    return inf if stored is None else float(stored)
+
+
 def _growth(value: Any, quantity: str) -> float:
-    if value is not None and (type(value) not in (int, float) or not 0 <= value < inf):
+    if value is not None and not (is_number(value) and value >= 0):
         raise InputError(f"growth.{quantity} is {value!r}, should be a number, 0 or above, or null")
-    return inf if value is None else float(value)
+    return _width(value)
 
 
 def _finite_or_none(width: float) -> float | None:

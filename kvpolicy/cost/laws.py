@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from kvpolicy.errors import InputError
 from kvpolicy.features import FEATURES, Features
+from kvpolicy.stored_values import object_at, value_at
 
 Parts = tuple[float, float, float]
 """Seconds of (save, load, recompute)."""
@@ -268,8 +269,8 @@ class LinearLaw:
 
 
 def law_from_dict(values: Mapping[str, Any]) -> Law:
-    """Raises KeyError for a missing field, ValueError or TypeError, naming it, for an invalid one."""
-    kind = values["law"]
+    """Raises InputError naming a field that is missing or invalid."""
+    kind = value_at(values, "law")
     if kind == "recompute_roofline":
         present = _present_fields(values, RECOMPUTE_FIELDS, FIRST_RECOMPUTE_FIELDS)
         unlimited = present.get("budget_tokens", inf) is None
@@ -281,7 +282,7 @@ def law_from_dict(values: Mapping[str, Any]) -> Law:
         shares = {name: _coefficient(present, name) for name in present}
         return SwapRoofline(save=channels[0], load=channels[1], **shares)
     if kind == "linear":
-        weights = values["per_feature_s"]
+        weights = object_at(values, "per_feature_s")
         unknown = sorted(set(weights) - set(FEATURES))
         if unknown:
             raise InputError(f"per_feature_s: there is no feature {unknown[0]!r}")
@@ -290,15 +291,15 @@ def law_from_dict(values: Mapping[str, Any]) -> Law:
 
 
 def _present_fields(values: Mapping[str, Any], names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
-    return {name: values[name] for name in names if name in needed or name in values}
+    return {name: value_at(values, name) for name in names if name in needed or name in values}
 
 
 def _channel(values: Mapping[str, Any], name: str) -> Channel:
-    return Channel(*(_coefficient(values[name], field) for field in CHANNEL_FIELDS))
+    return Channel(*(_coefficient(values, name, field) for field in CHANNEL_FIELDS))
 
 
-def _coefficient(values: Mapping[str, Any], name: str) -> float:
-    value = values[name]
+def _coefficient(values: Mapping[str, Any], *path: str) -> float:
+    value = value_at(values, *path)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_COEFFICIENT:
-        raise InputError(f"{name} is {value!r}, should be a finite number, from 0 to {MAX_COEFFICIENT:g}")
+        raise InputError(f"{'.'.join(path)} is {value!r}, should be a finite number, from 0 to {MAX_COEFFICIENT:g}")
     return float(value)

@@ -24,6 +24,7 @@ from kvpolicy.cost.laws import Law, RecomputeRoofline, SwapRoofline
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Cost, Kind, Option, Preemption
 from kvpolicy.features import FEATURES, Features, features_of
+from kvpolicy.fields import refuse_other
 from kvpolicy.hardware import EngineSpec, Geometry
 from kvpolicy.regression.conformal import Margin
 
@@ -181,7 +182,7 @@ class FittedModel(CostModel):
     # ---- predicting ----
 
     def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
-        """One cost per option, with log ratios to the first. Raises ValueError for a feature that is not finite."""
+        """One cost per option, with log ratios to the first. Raises InputError for a feature that is not finite."""
         costs = None if self._compiled is None else self._compiled(situation, options)
         return self._predict(situation, options) if costs is None else costs
 
@@ -291,6 +292,20 @@ class FittedModel(CostModel):
 
     def _warn(self, what: str) -> None:
         warnings.warn(f"cost model {self.name} {what}", ModelWarning, stacklevel=4)
+
+
+def with_laws(model: object, verb: str) -> FittedModel:
+    """The model itself. Raises ModelError for a cost model without laws, WrongValue for anything else.
+
+    ``verb``: what is done with laws, as in "carried".
+    """
+    if isinstance(model, FittedModel):
+        return model
+    refuse_other("cost_model", model, CostModel, "a CostModel, a folder or a name")
+    raise ModelError(
+        f"cost model {getattr(model, 'name', '')} is a {type(model).__name__}, which has no laws that could be {verb}: "
+        "should be one that `train` or `calibrate` made, or an untrained one"
+    )
 
 
 def log_ratio_interval(ratio: float, margin: Margin) -> tuple[float, float]:

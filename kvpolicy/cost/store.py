@@ -11,7 +11,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from math import isfinite
@@ -28,6 +28,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
 from kvpolicy.hardware import Geometry
+from kvpolicy.stored_values import FieldMissing, value_at
 
 SCHEMA_VERSION = 3
 CARD = "model.json"
@@ -44,8 +45,7 @@ def load(name_or_folder: str | Path) -> FittedModel:
     values = _parsed(folder, text)
     residuals, digests = _residuals(folder, values)
     digest = _sha256("".join([_sha256(text), *digests]))
-    model: FittedModel = _guarded(folder, "", lambda: _model(folder, values, residuals))
-    return replace(model, name=str(name_or_folder), digest=digest)
+    return replace(_model(folder, values, residuals), name=str(name_or_folder), digest=digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,20 +209,22 @@ def _parsed(folder: Traversable, text: str) -> dict[str, Any]:
 
 
 def _guarded(folder: Traversable, where: str, build: Any) -> Any:
-    """The result of ``build``; its errors become a ModelError that names file and field."""
+    """The result of ``build``; what it finds wrong with a value becomes a ModelError that names file and field.
+
+    Any other error is a fault of the code, not of the file.
+    """
     try:
         return build()
-    except KeyError as error:
-        raise ModelError(f"{folder / CARD}: field {where}{error.args[0]} is missing") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, ModelError):
-            raise
+    except FieldMissing as error:
+        raise ModelError(f"{folder / CARD}: field {where}{error.field} is missing") from error
+    except InputError as error:
         raise ModelError(f"{folder / CARD}: {'field ' + where.rstrip('.') + ': ' if where else ''}{error}") from error
 
 
 def _model(folder: Traversable, values: Mapping[str, Any], residuals: Mapping[Kind, Forest]) -> FittedModel:
-    names = values["features"]
-    _guarded(folder, "features.", lambda: _features(names))
+    for name in (*_PROVENANCE, "features", "laws", "ranges", "intervals", "victim_delays", "step_time"):
+        _guarded(folder, "", lambda name=name: value_at(values, name))
+    _guarded(folder, "features.", lambda: _features(values["features"]))
     laws = _laws(folder, "laws", values["laws"])
     ranges = {
         kind: {name: _range(folder, values, kind, name) for name in FEATURES}
@@ -260,7 +262,7 @@ LAWS: Mapping[Kind, tuple[type[Law], ...]] = {
 def _laws(folder: Traversable, where: str, cards: Any) -> dict[Kind, Law]:
     laws = {}
     for kind in KINDS:
-        card = _guarded(folder, f"{where}.", lambda kind=kind: cards[kind])
+        card = _guarded(folder, f"{where}.", lambda kind=kind: value_at(cards, kind))
         law = _guarded(folder, f"{where}.{kind}.", lambda card=card: law_from_dict(card))
         if not isinstance(law, LAWS[kind]):
             raise ModelError(
@@ -271,14 +273,14 @@ def _laws(folder: Traversable, where: str, cards: Any) -> dict[Kind, Law]:
 
 
 def _share(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> float:
-    value = _guarded(folder, "others_share.", lambda: values["others_share"][kind])
+    value = _guarded(folder, "", lambda: value_at(values, "others_share", kind))
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ModelError(f"{folder / CARD}: field others_share.{kind} is {value!r}, should be a number, 0 or above")
     return float(value)
 
 
 def _carried(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> bool:
-    value = _guarded(folder, "carried.", lambda: values["carried"][kind])
+    value = _guarded(folder, "", lambda: value_at(values, "carried", kind))
     if not isinstance(value, bool):
         raise ModelError(f"{folder / CARD}: field carried.{kind} is {value!r}, should be true or false")
     return value
@@ -290,14 +292,14 @@ def _step_time(folder: Traversable, values: Mapping[str, Any]) -> StepTimeModel 
 
 
 def _features(value: Any) -> tuple[str, ...]:
-    if tuple(value) != FEATURES:
+    if value != list(FEATURES):
         raise InputError(f"{value!r}, this kvpolicy computes {list(FEATURES)}")
     return FEATURES
 
 
 def _range(folder: Traversable, values: Mapping[str, Any], kind: Kind, name: str) -> tuple[float, float]:
     where = f"ranges.{kind}.{name}"
-    span = _guarded(folder, f"ranges.{kind}.", lambda: values["ranges"][kind][name])
+    span = _guarded(folder, "", lambda: value_at(values, "ranges", kind, name))
     numbers = isinstance(span, list) and len(span) == 2 and all(type(value) in (int, float) for value in span)
     if not numbers or not 0 <= span[0] <= span[1] < float("inf"):
         raise ModelError(f"{folder / CARD}: field {where} is {span!r}, should be [lowest, highest]")
@@ -305,7 +307,7 @@ def _range(folder: Traversable, values: Mapping[str, Any], kind: Kind, name: str
 
 
 def _floor(folder: Traversable, values: Mapping[str, Any], kind: Kind) -> float:
-    value = _guarded(folder, "noise.floor_s.", lambda: values["noise"]["floor_s"][kind])
+    value = _guarded(folder, "", lambda: value_at(values, "noise", "floor_s", kind))
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ModelError(f"{folder / CARD}: field noise.floor_s.{kind} is {value!r}, should be a number above 0")
     return float(value)
@@ -343,12 +345,9 @@ def _above_zero(value: Any) -> float:
 
 def _geometry(value: Any) -> Geometry:
     geometry = Geometry.from_dict(_fields(value))
-    for field in fields(Geometry):
-        entry = getattr(geometry, field.name)
-        if field.type == "str" and not isinstance(entry, str):
-            raise InputError(f"{field.name} is {entry!r}, should be a text")
-        if field.type == "int" and (type(entry) is not int or entry < 1):
-            raise InputError(f"{field.name} is {entry!r}, should be a whole number above 0")
+    for name, entry in geometry.to_dict().items():
+        if entry == 0:
+            raise InputError(f"{name} is {entry!r}, should be a whole number above 0")
     return geometry
 
 
@@ -397,7 +396,13 @@ def _residuals(folder: Traversable, values: Mapping[str, Any]) -> tuple[dict[Kin
             continue
         where = f"trees.{kind}."
         name, expected_sha256, inputs = _guarded(
-            folder, where, lambda tree=trees[kind]: (tree["file"], tree["sha256"], _texts(tree["inputs"]))
+            folder,
+            where,
+            lambda tree=trees[kind]: (
+                value_at(tree, "file"),
+                value_at(tree, "sha256"),
+                _texts(value_at(tree, "inputs")),
+            ),
         )
         if name != f"{kind}.txt":
             raise ModelError(f"{folder / CARD}: field {where}file is {name!r}, should be '{kind}.txt'")
@@ -456,7 +461,7 @@ SHOWN = 24
 
 
 def loads(text: str) -> Any:
-    """Like ``json.loads``; raises ValueError for invalid JSON, and for any NaN, infinite or too large number.
+    """Like ``json.loads``, with its errors; raises InputError for any NaN, infinite or too large number.
 
     The error names the field by its dotted path.
     """

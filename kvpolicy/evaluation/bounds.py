@@ -43,7 +43,7 @@ class Terms:
         return np.bincount(group, self.value, groups).astype(np.float64), norms
 
     def mean(self) -> float:
-        """Sum of values over sum of norms. Raises ValueError if the norms sum to 0."""
+        """Sum of values over sum of norms. Raises InputError if the norms sum to 0."""
         norm = float(len(self.value) if self.norm is None else self.norm.sum())
         if norm == 0:
             raise InputError("the weights sum to 0: the log holds nothing about this policy")
@@ -102,7 +102,7 @@ def bernstein(terms: Terms, cluster: Ints, limits: tuple[float, float]) -> tuple
     """Empirical Bernstein interval. ``limits``: lowest and highest possible value of a record.
 
     A cluster's sum, in units of the mean cluster size, is one draw; its limits are those of the largest cluster.
-    Raises ValueError for values outside the limits, and for a ratio.
+    Raises InputError for values outside the limits, and for a ratio.
     """
     if terms.norm is not None:
         raise InputError("the empirical Bernstein bound is for means; a self-normalised estimate has none")

@@ -72,7 +72,7 @@ class Design:
         """Fit each action on its own records with a known cost, and predict all records.
 
         An action without such records is predicted the mean of all known costs; :mod:`kvpolicy.evaluation.diagnostics`
-        refuses a policy that takes it. Raises ValueError if no cost is known.
+        refuses a policy that takes it. Raises InputError if no cost is known.
         """
         if not len(self.order):
             raise InputError("no record has a known cost")

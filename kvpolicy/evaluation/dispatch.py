@@ -11,7 +11,7 @@ from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
-from kvpolicy.fields import WrongValue, refuse_single
+from kvpolicy.fields import AMOUNT, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.policy import Policy
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -30,8 +30,8 @@ def evaluate(
     Raises TraceError for both kinds together, and the errors of these two functions.
     """
     refuse_single(traces=traces, policies=policies)
-    if seed < 0:
-        raise WrongValue("seed", f"is {seed}, should be 0 or above")
+    refuse_non_integer("seed", seed, AMOUNT)
+    refuse_other("how", how, Estimation, "an Estimation")
     if traces and holds_logs(traces):
         return offpolicy.estimate(traces, policies, seed, objective, how)
     if how != Estimation():

@@ -144,7 +144,7 @@ def estimate(
     """Estimate the cost of ``policies``, given by name or as objects, in the states of production logs.
 
     Raises TraceError as :func:`kvpolicy.evaluation.decision_log.read_log`, ModelError for a cost model that does not
-    fit the logs' engines, ValueError for an unknown name.
+    fit the logs' engines, WrongValue for an unknown name.
     """
     if seed < 0:
         raise WrongValue("seed", f"is {seed}, should be 0 or above")

@@ -6,13 +6,14 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from kvpolicy.cost import FittedModel, load
+from kvpolicy.cost import CostModel, FittedModel, load
+from kvpolicy.cost.model import with_laws
 from kvpolicy.explanation.boundary import Grid, break_even, grid
 from kvpolicy.explanation.breakdown import Breakdown, breakdowns_of
 from kvpolicy.explanation.choice import choice_of
 from kvpolicy.explanation.question import Question, ResolvedQuestion, resolve
 from kvpolicy.explanation.report import Explanation
-from kvpolicy.fields import WrongValue, parsed
+from kvpolicy.fields import WrongValue, parsed, refuse_other
 from kvpolicy.policy import Objective, Policy, load_policy
 from kvpolicy.policy.objective import ENGINE
 
@@ -22,7 +23,7 @@ PLOT_FORMATS = (".svg", ".png")
 
 
 def explain(
-    cost_model: str | Path | FittedModel,
+    cost_model: str | Path | CostModel,
     question: Question,
     objective: Objective | str = ENGINE,
     plot: str | Path | None = None,
@@ -30,16 +31,18 @@ def explain(
 ) -> Explanation:
     """Explain the predicted costs of both options in one situation.
 
-    ``cost_model``: the model itself, or a folder or name, as in ``cheapest:COST_MODEL``. ``plot``: an SVG or PNG file
+    ``cost_model``: the model itself, which has to have laws, or a folder or name, as in ``cheapest:COST_MODEL``. A cost
+    model without laws decides in the question's situation as that of ``policy``. ``plot``: an SVG or PNG file
     to draw the decision boundary into; the ending says which. ``policy``: a policy or its name, whose probabilities are
     added.
 
-    Raises ValueError, naming the argument, for a wrong value; ModelError for a model that cannot be loaded. Without
+    Raises WrongValue, naming the argument; ModelError for a model that cannot be loaded or has no laws. Without
     matplotlib nothing is drawn and the explanation's ``not_drawn`` says so; its text shows the boundary in letters.
     """
     file = None if plot is None else _plot_file(Path(plot))
     parsed_objective = parsed("objective", objective, Objective)
-    model = cost_model if isinstance(cost_model, FittedModel) else load(cost_model)
+    refuse_other("question", question, Question, "a Question")
+    model = load(cost_model) if isinstance(cost_model, str | Path) else with_laws(cost_model, "explained")
     chooser = None if policy is None else load_policy(policy)
     _refuse_unknown_delay(model, parsed_objective)
     resolved = resolve(model, question)

@@ -34,7 +34,10 @@ class PolicyChoice:
 
 
 def choice_of(policy: Policy, model: FittedModel, situation: Preemption) -> PolicyChoice:
-    """The policy's choice. ``model`` sets the longest length evaluated. Raises ValueError for invalid probabilities."""
+    """The policy's choice. ``model`` sets the longest length evaluated.
+
+    Raises PolicyError for invalid probabilities.
+    """
     state = policy.initial_state()
 
     def swap_share(situation: Preemption) -> float:

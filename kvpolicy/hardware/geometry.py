@@ -84,11 +84,18 @@ class Geometry:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Geometry:
-        """Raises ValueError naming the first missing field."""
+        """Raises InputError naming the first field that is missing or invalid."""
         missing = [f.name for f in fields(cls) if f.name not in values]
         if missing:
             raise InputError(f"model geometry: field {missing[0]} is missing")
-        return cls(**{f.name: values[f.name] for f in fields(cls)})
+        geometry = cls(**{f.name: values[f.name] for f in fields(cls)})
+        for f in fields(cls):
+            value = getattr(geometry, f.name)
+            if f.type == "str" and not isinstance(value, str):
+                raise InputError(f"{f.name} is {value!r}, should be a text")
+            if f.type == "int" and (type(value) is not int or value < 0):
+                raise InputError(f"{f.name} is {value!r}, should be a whole number, 0 or above")
+        return geometry
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:

@@ -1,6 +1,15 @@
 """Policies: from a situation and its options to probabilities, and the decision drawn from these."""
 
-from kvpolicy.policy.base import Assessment, Feedback, LearningPolicy, NoState, Policy, PolicyState, PricedPolicy
+from kvpolicy.policy.base import (
+    Assessment,
+    Feedback,
+    LearningPolicy,
+    NoState,
+    Policy,
+    PolicyError,
+    PolicyState,
+    PricedPolicy,
+)
 from kvpolicy.policy.decision import Decider, decide, feasible_options, probabilities_of, why_no_swap
 from kvpolicy.policy.objective import Objective
 from kvpolicy.policy.spec import COST_MODELS, FORMS, HELP, anchored, load, load_policies, load_policy, needs_engine
@@ -16,6 +25,7 @@ __all__ = [
     "NoState",
     "Objective",
     "Policy",
+    "PolicyError",
     "PolicyState",
     "PricedPolicy",
     "anchored",

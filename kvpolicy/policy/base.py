@@ -23,10 +23,15 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 from kvpolicy.code_digest import digest_of, label_of
 from kvpolicy.cost import CostModel
 from kvpolicy.cost.online import MeasuredCost, Online
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import Cost, Decision, Option, Preemption
 
 Assessment = tuple[tuple[float, ...], tuple[Cost, ...]]
 """Probabilities, one per option, and the costs they are based on: one per option, or empty for a policy without."""
+
+
+class PolicyError(KVPolicyError):
+    """A policy or its cost model gave something other than it should; the message names it."""
 
 
 class PolicyState(Protocol):
@@ -94,8 +99,15 @@ class Policy(ABC, Generic[S]):
         """
 
     def assess(self, situation: Preemption, options: Sequence[Option], state: S) -> Assessment:
-        """Return the probabilities, and the costs they are based on, if any."""
-        return tuple(map(float, self.probabilities(situation, options, state))), ()
+        """Return the probabilities, and the costs they are based on, if any. Raises PolicyError for no numbers."""
+        probabilities: object = self.probabilities(situation, options, state)
+        try:
+            return tuple(map(float, probabilities)), ()  # type: ignore[call-overload]  # whatever a user's class gives
+        except (TypeError, ValueError) as error:
+            raise PolicyError(
+                f"policy {self.name}: probabilities are {probabilities!r}, should be a number for each of the "
+                f"{len(options)} options"
+            ) from error
 
     @property
     def digest(self) -> str:
@@ -126,9 +138,16 @@ class PricedPolicy(Policy[S]):
         """Return the probability of each option. ``costs``: one per option."""
 
     def costs(self, situation: Preemption, options: Sequence[Option], state: S) -> tuple[Cost, ...]:
-        """Return the costs that the policy's cost model predicts, one per option."""
+        """Return the costs that the policy's cost model predicts, one per option. Raises PolicyError for another
+        number of them."""
         assert self.cost_model is not None
-        return self.cost_model.predict(situation, options)
+        costs = self.cost_model.predict(situation, options)
+        if len(costs) != len(options):
+            raise PolicyError(
+                f"policy {self.name}: cost model {self.cost_model.name} predicts {len(costs)} costs for {len(options)} "
+                "options, should predict one each"
+            )
+        return costs
 
     def assess(self, situation: Preemption, options: Sequence[Option], state: S) -> Assessment:
         costs = self.costs(situation, options, state)

@@ -8,7 +8,15 @@ from dataclasses import replace
 
 from kvpolicy.cost.online import Online
 from kvpolicy.events import Decision, Kind, Option, Preemption, fast_constructor
-from kvpolicy.policy.base import Feedback, LearningPolicy, Policy, PolicyState, certain_choice, first_option_of
+from kvpolicy.policy.base import (
+    Feedback,
+    LearningPolicy,
+    Policy,
+    PolicyError,
+    PolicyState,
+    certain_choice,
+    first_option_of,
+)
 
 RECOMPUTE = Option("recompute")
 HOST_TIER = "host"
@@ -45,7 +53,7 @@ def why_no_swap(situation: Preemption, refused: str = "") -> str:
 def probabilities_of(
     policy: Policy, situation: Preemption, options: Sequence[Option], state: PolicyState
 ) -> tuple[float, ...]:
-    """The policy's probability of each option. Raises ValueError for invalid probabilities."""
+    """The policy's probability of each option. Raises PolicyError for invalid probabilities."""
     probabilities, _ = policy.assess(situation, options, state)
     _check_probabilities(policy.name, probabilities, options)
     return probabilities
@@ -56,7 +64,7 @@ def decide(
 ) -> Decision:
     """Draw an option by the policy's probabilities. Exactly one number is taken from ``rng`` every time.
 
-    Raises ValueError for invalid probabilities.
+    Raises PolicyError for invalid probabilities.
     """
     probabilities, costs = policy.assess(situation, options, state)
     _check_probabilities(policy.name, probabilities, options)
@@ -137,7 +145,7 @@ def _draw(probabilities: Sequence[float], position: float) -> int:
 def _check_probabilities(name: str, probabilities: Sequence[float], options: Sequence[Option]) -> None:
     valid = len(probabilities) == len(options) > 0 and min(probabilities) >= 0.0 and max(probabilities) <= 1.0
     if not valid or not -1e-9 <= sum(probabilities) - 1.0 <= 1e-9:
-        raise ValueError(
+        raise PolicyError(
             f"policy {name}: probabilities {tuple(probabilities)} for {len(options)} options; "
             "there should be one each, from 0 to 1, summing to 1"
         )

@@ -22,11 +22,11 @@ class Objective:
     others: float = 0.0
 
     def of(self, cost: Cost) -> float:
-        """Weighted sum of a prediction. Raises ValueError if it needs a victim delay that was not predicted."""
+        """Weighted sum of a prediction. Raises InputError if it needs a victim delay that was not predicted."""
         return self.weigh(cost.engine_s, cost.victim_delay_s, cost.stall_s)
 
     def weigh(self, engine_s: float, victim_delay_s: float | None, others_delay_s: float | None) -> float:
-        """Weighted sum; a quantity of weight 0 may be None. Raises ValueError for None with a positive weight."""
+        """Weighted sum; a quantity of weight 0 may be None. Raises InputError for None with a positive weight."""
         total = self.engine * engine_s
         for weight, seconds, name in ((self.victim, victim_delay_s, "victim"), (self.others, others_delay_s, "others")):
             if weight:

@@ -10,7 +10,7 @@ from kvpolicy import cost, extensions
 from kvpolicy.code_digest import digest_label
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue
+from kvpolicy.fields import WrongValue, refuse_other
 from kvpolicy.policy.base import Policy
 from kvpolicy.policy.cheapest import Always, Cheapest, CheapestOnline, Coin, MinWaste, Threshold
 from kvpolicy.policy.explore import Budget, Explore, ExploreOnline
@@ -52,24 +52,29 @@ MAX_DIGITS = 18
 """Maximum number of digits of a threshold: no length is longer, and Python does not parse thousands of digits."""
 
 
-def load_policy(policy: str | Policy, cost_model_loader: Callable[[str], CostModel] = cost.load) -> Policy:
+def load_policy(
+    policy: str | Policy, cost_model_loader: Callable[[str], CostModel] = cost.load, argument: str = "policy"
+) -> Policy:
     """Return the policy itself, or load the policy of that name; see :func:`load`.
 
     A name may be a module path, ``python:MODULE:FACTORY``, which runs that module: do not pass names read from a file.
+    ``argument``: name of the caller's argument, for errors. Raises WrongValue for anything but a text and a policy, and
+    the errors of :func:`load`.
     """
+    refuse_other(argument, policy, (str, Policy), "a name or a Policy")
     return checked(policy) if isinstance(policy, Policy) else load(policy, cost_model_loader, allow_python=True)
 
 
 def load_policies(policies: Sequence[str | Policy]) -> list[Policy]:
     """Load several policies, given by name or as objects.
 
-    Raises ValueError for an empty list and for duplicates, and the errors of :func:`load_policy`.
+    Raises InputError for an empty list and for duplicates, and the errors of :func:`load_policy`.
     """
     if not policies:
         raise InputError("no policy was given")
     loaded: list[Policy] = []
-    for policy in policies:
-        loaded_policy = load_policy(policy)
+    for number, policy in enumerate(policies):
+        loaded_policy = load_policy(policy, argument=f"policies[{number}]")
         if any(other.label == loaded_policy.label for other in loaded):
             raise InputError(f"policy {loaded_policy.label}: given twice")
         loaded.append(loaded_policy)
@@ -82,7 +87,7 @@ def load(spec: str, cost_model_loader: Callable[[str], CostModel] = cost.load, a
 
     ``cost_model_loader``: in a server that of :func:`kvpolicy.cost.engine_loader`, which knows the engine.
     ``allow_python``: whether the name may be a module path, which runs code.
-    Raises ValueError, listing the forms, for an unknown name; ModelError for a model that cannot be loaded;
+    Raises WrongValue, listing the forms, for an unknown name; ModelError for a model that cannot be loaded;
     :class:`kvpolicy.extensions.ExtensionError` for a module path that is refused or gives no policy.
     """
     kind, _, value = spec.partition(":")
@@ -127,8 +132,13 @@ def _priced(spec: str, model: str, loader: Callable[[str], CostModel], allow_pyt
 
 
 def checked(policy: Policy) -> Policy:
-    """Check a user's policy. Raises ExtensionError, naming what the policy lacks."""
+    """Check a user's policy.
+
+    Raises ExtensionError, naming what the policy lacks, and WrongValue for a cost model that is none.
+    """
     extensions.refuse_unnamed(policy, "policy")
+    if policy.cost_model is not None:
+        refuse_other(f"policy {policy.name}: cost_model", policy.cost_model, CostModel, "a CostModel")
     state: object = policy.initial_state()
     if not callable(getattr(state, "to_json", None)):
         raise extensions.ExtensionError(
@@ -157,7 +167,7 @@ def anchored(spec: str) -> str:
 def needs_engine(spec: str) -> bool:
     """Whether the policy can be loaded inside a server only, because its cost model is that of the running engine.
 
-    Raises ValueError for options that such a model does not support, so that the error comes before a server starts.
+    Raises WrongValue for options that such a model does not support, so that the error comes before a server starts.
     """
     kind, _, value = spec.partition(":")
     if kind not in WITH_COST_MODEL or value.partition(",")[0] != cost.ANALYTIC:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvpolicy.events import KINDS, Kind
+from kvpolicy.fields import one_of
 from kvpolicy.overflow import BLOCK_SIZE, EVICTED_TOKENS, FIGURES, MEMORY, SEQUENCE_LENGTH, TIMELINE
 from kvpolicy.reporting.evidence import Evidence, cheaper, coincide, flat, lower, lowest_at, trend
 from kvpolicy.reporting.measurements import Material, Overflow, ServedRun
@@ -94,9 +95,8 @@ def findings(material: Material, figure: str, rng: np.random.Generator) -> tuple
 
 
 def missing(material: Material, figure: str) -> str:
-    """Why these traces cannot fill a figure; empty where they can."""
-    if figure not in FIGURES:
-        raise ValueError(f"figure {figure}: should be one of {', '.join(FIGURES)}")
+    """Why these traces cannot fill a figure; empty where they can. Raises WrongValue for an unknown figure."""
+    one_of(*FIGURES).refuse("figure", figure)
     measure = f"`kvpolicy characterize --figure {figure}` measures it"
     if figure == SEQUENCE_LENGTH:
         return "" if lengths(material) else f"no state was measured under both options; {measure}"

@@ -63,8 +63,10 @@ def report(
     """Test the study's findings on ``traces``, draw its figures, and write one page that needs nothing else.
 
     ``figures``: a folder to write each figure into as SVG and PNG. ``cost_model``: folder or name of the model whose
-    boundary, calibration and regret are shown; None trains one on two thirds of the states. Raises TraceError for
-    traces that cannot be read, ValueError where matplotlib, Jinja or the folder of ``out`` is missing.
+    boundary, calibration and regret are shown; None trains one on two thirds of the states.
+
+    Raises TraceError for traces that cannot be read, InputError where matplotlib or Jinja is missing, WrongValue for
+    ``out`` in a folder that does not exist.
     """
     page = _page()
     out = Path(out)

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from kvpolicy.arrays import Floats
 from kvpolicy.attribution.ledger import Step
 from kvpolicy.events import Decision, Direction, Kind
+from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, refuse_non_integer
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Header, Row, Trace
@@ -79,13 +80,22 @@ class Link:
     simulated link, since the step may overwrite the blocks."""
 
 
+WHOLE_NUMBERS: Mapping[str, Rule] = {
+    **dict.fromkeys(("block_size", "block_bytes", "device_blocks", "token_budget", "max_running"), COUNT),
+    **dict.fromkeys(("max_model_len", "segment_bytes"), COUNT),
+    "host_blocks": AMOUNT,
+}
+"""Rules of the server's counts."""
 NULL_BLOCK = 1
 """vLLM counts one block that it never allocates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One engine core: memory, scheduling, link. Names and meanings are those of vLLM's flags where it has one."""
+    """One engine core: memory, scheduling, link. Names and meanings are those of vLLM's flags where it has one.
+
+    Raises WrongValue, naming the field, for an impossible value: a count that is no whole number, or too small.
+    """
 
     block_size: int
     block_bytes: int
@@ -112,6 +122,14 @@ class Server:
     hardware: Mapping[str, Any] = field(default_factory=lambda: {"device": "simulated"})
     """For the trace's header."""
     geometry: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, rule in WHOLE_NUMBERS.items():
+            value = getattr(self, name)
+            if not (value is None and name == "segment_bytes"):
+                refuse_non_integer(name, value, rule)
+        SHARE_OF_BLOCKS.refuse("watermark", self.watermark)
+        AMOUNT.refuse("link.slowdown", self.link.slowdown)
 
     @property
     def engine_spec(self) -> EngineSpec:
@@ -201,6 +219,6 @@ class Simulator(Protocol):
 
         ``seed`` seeds the policy's random numbers: one stream per run, one number per decision, so that two policies
         meet the same chance. Without a sink no rows are built, and memory use does not grow with the number of
-        requests. Raises ValueError for a request that can never fit the server, naming it.
+        requests. Raises InputError for a request that can never fit the server, naming it.
         """
         ...

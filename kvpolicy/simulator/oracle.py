@@ -145,7 +145,7 @@ def best_in_hindsight(
 
     ``simulate`` runs the whole workload under a policy and calls the observer with its decisions; runs are otherwise
     equal. Which preemptions follow depends on the actions so far, so sequences are extended from what happened in a
-    run: at most 2 ** ``choices`` runs, and the first of equals wins. Raises ValueError for more choices than
+    run: at most 2 ** ``choices`` runs, and the first of equals wins. Raises InputError for more choices than
     :data:`MAX_CHOICES`.
     """
     if not 0 <= choices <= MAX_CHOICES:

@@ -31,7 +31,7 @@ class MemorySink:
         self._rows[table] += rows
 
     def finish(self) -> Trace:
-        """Return the trace. Raises ValueError where no run has begun."""
+        """Return the trace. Raises InputError where no run has begun."""
         core = _only(self._headers)
         tables = {name: with_core(from_rows(name, rows), core) for name, rows in self._rows.items() if rows}
         return Trace(dict(self._headers), tables)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kvpolicy.fields import AMOUNT, COUNT, Rule, WrongValue, one_of, option, validate
+from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, WrongValue, one_of, option, validate
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.settings import DEFAULT_HOST_GIB, GIB
 
@@ -44,7 +44,7 @@ class Serving:
     watermark: float = option(
         "Share of the blocks that stays free when a request is admitted while others run.",
         0.0,
-        Rule("a share of the blocks, from 0, below 1", lambda value: 0 <= value < 1),
+        SHARE_OF_BLOCKS,
     )
 
     def __post_init__(self) -> None:

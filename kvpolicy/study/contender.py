@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvpolicy.code_digest import digest_label
 from kvpolicy.errors import InputError
 from kvpolicy.extensions import ExtensionError, is_module_path, names_module
+from kvpolicy.fields import refuse_other
 from kvpolicy.policy import Policy, load_policy
 
 ELSEWHERE = (
@@ -31,8 +32,12 @@ class Contender:
     """The policy, where it is an object."""
 
 
-def contender_of(policy: str | Policy) -> Contender:
-    """The contender for a policy. A module path is loaded for its label; its cells report where that fails."""
+def contender_of(policy: str | Policy, argument: str = "policy") -> Contender:
+    """The contender for a policy. A module path is loaded for its label; its cells report where that fails.
+
+    ``argument``: name of the caller's argument, for errors. Raises WrongValue for anything but a text and a policy.
+    """
+    refuse_other(argument, policy, (str, Policy), "a name or a Policy")
     if isinstance(policy, Policy):
         load_policy(policy)
         return Contender(digest_label(policy), digest=policy.digest, policy_object=policy)
@@ -46,9 +51,10 @@ def contender_of(policy: str | Policy) -> Contender:
 
 
 def contenders(policies: Sequence[str | Policy]) -> list[Contender]:
-    """The contenders in their order, each once."""
+    """The contenders in their order, each once. Raises WrongValue, naming the place, as :func:`contender_of` does."""
     by_label: dict[str, Contender] = {}
-    for contender in map(contender_of, policies):
+    for number, policy in enumerate(policies):
+        contender = contender_of(policy, f"policies[{number}]")
         by_label.setdefault(contender.label, contender)
     return list(by_label.values())
 

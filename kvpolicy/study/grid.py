@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import InputError, KVPolicyError
-from kvpolicy.fields import WrongValue, refuse_single
+from kvpolicy.fields import WrongValue, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
 from kvpolicy.study.cache import Result, ResultCache, default_folder
@@ -47,11 +47,15 @@ def simulate(
     ``kv_blocks``: usable blocks of the device. ``hardware``: :data:`~kvpolicy.study.config.HARDWARE_FORMS`; or an
     object, a hardware model or a trained cost model. ``links``: ``native`` or ``BYTES_PER_S[,LATENCY_S]``. Cached
     results of earlier calls with the same inputs are reused. Failed cells are in the report, and the others are
-    finished; raises ValueError where no cell can begin.
+    finished; raises KVPolicyError, the first cell's, where no cell can begin.
     """
     refuse_single(workloads=workloads, policies=policies, kv_blocks=kv_blocks, links=links)
     if not kv_blocks:
         raise WrongValue("kv_blocks", "are none, should be at least one")
+    for number, blocks in enumerate(kv_blocks):
+        refuse_non_integer(f"kv_blocks[{number}]", blocks)
+    refuse_other("serving", serving, Serving, "a Serving")
+    refuse_other("run", run, Run, "a Run")
     named_hardware = hardware_named(hardware)
     serving = serving.on(machine_named(named_hardware).device)
     if not workloads:
@@ -134,7 +138,7 @@ class Task:
 
 
 def work(task: Task) -> Result:
-    """Simulate one cell; a trace is put in place by rename once it is complete. Raises ValueError where the cell's
+    """Simulate one cell; a trace is put in place by rename once it is complete. Raises InputError where the cell's
     inputs changed since the grid began: the result would be cached under the old inputs."""
     task = task.with_unpacked_policy()
     if task.cell.digest(contents(task.cell)) != task.digest:

@@ -87,7 +87,7 @@ class Machine:
 
 
 def open_machine(hardware: str | HardwareObject) -> Machine:
-    """The machine of that name or object. Raises ValueError, naming file and field, where it cannot be opened."""
+    """The machine of that name or object. Raises KVPolicyError, naming file and field, where it cannot be opened."""
     return machine_named(hardware_named(hardware))
 
 

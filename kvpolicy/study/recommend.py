@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from kvpolicy.errors import InputError
+from kvpolicy.fields import refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
 from kvpolicy.settings import DEFAULT_HOST_GIB
@@ -111,7 +112,7 @@ COST_COLUMNS = ("e2e s", "recompute", "swap", "repeated tok")
 
 
 def figure_of(result: Result, name: str, statistic: str | None) -> float:
-    """A figure of a run. Raises ValueError where it is undefined, as inter-token times of single tokens."""
+    """A figure of a run. Raises InputError where it is undefined, as inter-token times of single tokens."""
     value = result[name] if statistic is None else result[name][statistic]
     if value is None:
         figure = name if statistic is None else f"{name}.{statistic}"
@@ -161,14 +162,18 @@ def recommend(
 
     Each part of the workload is one pair of a comparison, under each seed a separate one where the seed draws the
     requests; where it does not, as for a recorded file, seeds are averaged. A single pair gives no interval and so no
-    significant result. Raises ValueError as :func:`kvpolicy.simulate` does, and where a cell fails.
+    significant result. Raises KVPolicyError as :func:`kvpolicy.simulate` does, and where a cell fails.
     """
+    refuse_non_integer("kv_blocks", kv_blocks)
+    refuse_single(policies=policies)
+    by_label = {contender_of(policy, f"policies[{number}]").label: policy for number, policy in enumerate(policies)}
+    refuse_other("serving", serving, Serving, "a Serving")
+    refuse_other("run", run, Run, "a Run")
+    refuse_other("criterion", criterion, Criterion, "a Criterion")
     machine = open_machine(hardware)
     source = source_named(workload_named(workload), 0)
     defaults = candidates(source, machine.own_model, serving.block_size)
-    by_label: dict[str, str | Policy] = {
-        contender_of(candidate).label: candidate for candidate in (*defaults, *policies)
-    }
+    by_label = {**{contender_of(candidate).label: candidate for candidate in defaults}, **by_label}
 
     def results_of(policies: Sequence[str | Policy], run: Run) -> Sequence[Result]:
         report = simulate([workload], policies, [kv_blocks], hardware, [link], serving, run)
@@ -227,7 +232,7 @@ def depends_on_seed(workload: str | Workload) -> bool:
 
 def candidates(source: Source, own_model: str | None, block_size: int) -> list[str]:
     """The policies that are always tried, each once: the fixed ones, thresholds between short and long requests, and,
-    where the hardware has a cost model, those that use it. Raises ValueError for an empty workload."""
+    where the hardware has a cost model, those that use it. Raises InputError for an empty workload."""
     totals = sorted(request.total_tokens for request in source)
     if not totals:
         raise InputError(f"workload {source.name} holds no request")

@@ -62,7 +62,7 @@ FORMATS = {**TRACE_FORMATS, MEASURED: Format(f"CSV: {', '.join((*COUNTS, ARRIVAL
 def open_source(workload: str, digest: str) -> Source:
     """The workload of that name. ``digest``: of the files it is read from, so that changed files are opened again.
 
-    Raises WorkloadError, a ValueError, for an unknown name, listing the known ones.
+    Raises WorkloadError for an unknown name, listing the known ones.
     """
     return open_workload(workload, FORMATS)
 
@@ -72,7 +72,7 @@ BUILTIN_RULES = "0.32"
 
 
 def simulator_of(name: str) -> Simulator:
-    """The simulator of that name. Raises EngineMissing, a ValueError that says what to install, where there is none."""
+    """The simulator of that name. Raises EngineMissing, which says what to install, where there is none."""
     if name == "builtin":
         return Builtin()
     return integrations.simulator(name)
@@ -94,7 +94,7 @@ MAX_POLICIES = 32
 
 
 def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
-    """Simulate one cell. ``out``: folder for its trace. Raises ValueError for invalid inputs."""
+    """Simulate one cell. ``out``: folder for its trace. Raises KVPolicyError for invalid inputs."""
     source = source_of(cell)
     if next(iter(source), None) is None:
         raise InputError(f"workload {cell.workload} holds no request")
@@ -261,7 +261,7 @@ def _fitting(policy: str | Policy, machine: Machine, link: str, serving: Serving
 
 
 def contents(cell: Cell) -> dict[str, str]:
-    """Digests of everything that the cell names but does not contain. Raises ValueError for unloadable inputs."""
+    """Digests of everything that the cell names but does not contain. Raises KVPolicyError for unloadable inputs."""
     policy, _ = policy_of(cell)
     source_of(cell)
     return {

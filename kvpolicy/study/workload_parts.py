@@ -15,7 +15,7 @@ class Part:
 
     Times count from the part's first request. Sessions stay whole, in the order of their first requests. In a closed
     loop, where all users begin at once, each part has a share of the users. The source is read twice. Raises
-    ValueError where it holds fewer sessions, or requests without one, than there are parts.
+    InputError where it holds fewer sessions, or requests without one, than there are parts.
     """
 
     whole: Source

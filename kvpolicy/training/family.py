@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from sklearn.base import BaseEstimator
+
 from kvpolicy import extensions
 from kvpolicy.code_digest import digest_of, label_of
 from kvpolicy.cost.laws import Law, law_from_dict
@@ -19,6 +21,7 @@ from kvpolicy.datasets.examples import Examples
 from kvpolicy.datasets.tables import TransferRecord
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
+from kvpolicy.fields import refuse_other
 from kvpolicy.training.law_fits import fit_analytic, fit_linear
 
 GROUP = "kvpolicy.families"
@@ -39,8 +42,13 @@ class Costs:
     """Maximum number of tokens per step; infinite if unknown."""
 
 
-class Family(ABC):
-    """A method of learning cost models. Deterministic: the same costs give the same laws."""
+class Family(BaseEstimator, ABC):
+    """A method of learning cost models. Deterministic: the same costs give the same laws.
+
+    By scikit-learn's rules a family is an estimator before its fit: the constructor only stores its arguments, under
+    their names, so that ``get_params``, ``set_params`` and ``sklearn.base.clone`` work. A fit does not change it: what
+    :func:`kvpolicy.train` learns is the report's ``model``, an immutable :class:`kvpolicy.CostModel` with ``predict``.
+    """
 
     name: str
     """The name on the command line (``--family``) and in the model card."""
@@ -49,7 +57,10 @@ class Family(ABC):
 
     @abstractmethod
     def fit_laws(self, costs: Costs) -> Mapping[Kind, Law]:
-        """Fit one law per option: the option's roofline, or a :class:`kvpolicy.cost.laws.LinearLaw`."""
+        """Fit one law per option: the option's roofline, or a :class:`kvpolicy.cost.laws.LinearLaw`.
+
+        Leave the family as it is.
+        """
 
     @property
     def digest(self) -> str:
@@ -95,9 +106,10 @@ def family_of(family: str | Family) -> Family:
 
     A name is one of :data:`FAMILIES`, one registered by an installed package, or
     ``python:MODULE:FACTORY[,KEY=VALUE...]``, which runs that module.
-    Raises ValueError for an unknown name, :class:`kvpolicy.extensions.ExtensionError` if the module or the entry point
-    gives no family.
+    Raises InputError for an unknown name and for a class, :class:`kvpolicy.extensions.ExtensionError` if the module or
+    the entry point gives no family.
     """
+    refuse_other("family", family, (str, Family), "a name or a Family")
     if isinstance(family, Family):
         resolved: Family | None = family
     elif extensions.is_module_path(family):
@@ -124,6 +136,6 @@ def laws_of(family: Family, costs: Costs) -> dict[Kind, Law]:
             raise extensions.ExtensionError(f"family {family.name}: the law of {kind} is {law!r}, should be a {wanted}")
         try:
             laws[kind] = law_from_dict(law.to_dict())
-        except ValueError as error:
+        except InputError as error:
             raise extensions.ExtensionError(f"family {family.name}: the law of {kind}: {error}") from error
     return laws

@@ -75,7 +75,7 @@ class Average:
 def average(terms: Sequence[Term]) -> Average:
     """Mean over the terms, with Student's t interval of the linearised mean; clusters are requests, of any size.
 
-    Raises ValueError for terms of fewer than two requests: one request gives no interval.
+    Raises InputError for terms of fewer than two requests: one request gives no interval.
     """
     requests = sorted({term.request for term in terms})
     if len(requests) < 2:

@@ -11,14 +11,14 @@ import numpy as np
 
 from kvpolicy.cost import load, store
 from kvpolicy.cost.analytic import implausible
-from kvpolicy.cost.model import CostModel, FittedModel, ModelError, Provenance
+from kvpolicy.cost.model import CostModel, FittedModel, Provenance, with_laws
 from kvpolicy.datasets.examples import examples_of, sample_states, stratified_folds
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.tables import Situations
 from kvpolicy.events import KINDS, Preemption
 from kvpolicy.features import FEATURES
-from kvpolicy.fields import WrongValue, refuse_single
+from kvpolicy.fields import AMOUNT, WrongValue, refuse_non_integer, refuse_single
 from kvpolicy.hardware import fingerprint
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
@@ -70,8 +70,7 @@ def train(
     """
     refuse_single(traces=traces)
     family = family_of(family)
-    if seed < 0:
-        raise WrongValue("seed", f"is {seed}, should be 0 or above")
+    refuse_non_integer("seed", seed, AMOUNT)
     replaced = out is not None and store.holds_model(Path(out))
     if traces and holds_logs(traces):
         return train_logged(traces, out, family, seed, mixed_hardware)
@@ -252,9 +251,11 @@ def calibrate(
     ``states``: number of the traces' states to use, spread over their lengths; by default all that are not held out.
 
     Raises ModelError for the model, TraceError as :func:`train` for the traces (for over 30% noise too, unless
-    ``force``), ValueError for more states than there are.
+    ``force``), WrongValue for more states than there are.
     """
-    model = _to_carry(cost_model)
+    refuse_single(traces=traces)
+    refuse_non_integer("seed", seed, AMOUNT)
+    model = with_laws(cost_model, "carried") if isinstance(cost_model, CostModel | type) else load(cost_model)
     forests = store.forest_texts(model)
     dataset = read_dataset(traces)
     variation = _variation(dataset, force)
@@ -284,15 +285,3 @@ def calibrate(
     errors = error_by_count((0, *doubling(len(training))), training, held_out, predictor, seed) if held_out else ()
     folder = "" if out is None else str(out)
     return CalibrateReport(stored, folder, model.name, stored.digest, len(used), len(held_out), errors, notes)
-
-
-def _to_carry(cost_model: Path | str | CostModel) -> FittedModel:
-    """The model itself, or the model of that name."""
-    if isinstance(cost_model, FittedModel):
-        return cost_model
-    if isinstance(cost_model, CostModel):
-        raise ModelError(
-            f"cost model {cost_model.name} is a {type(cost_model).__name__}, which has no laws that could be "
-            "transferred: should be one that `train` or `calibrate` made, or an untrained one"
-        )
-    return load(cost_model)

@@ -141,7 +141,7 @@ class Bursts:
 def random_arrivals(count: int, rate_per_s: float, rng: random.Random, variation: float = 1.0) -> tuple[float, ...]:
     """``count`` arrival times with gamma-distributed gaps: :class:`Gamma`.
 
-    Raises ValueError for a rate or variation not above 0.
+    Raises WorkloadError for a rate or variation not above 0.
     """
     if rate_per_s <= 0 or variation <= 0:
         raise WorkloadError(f"rate_per_s {rate_per_s} and variation {variation}: both should be above 0")

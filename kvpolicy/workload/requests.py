@@ -110,7 +110,11 @@ class Workload:
         return max((request.total_tokens for request in self.requests), default=0)
 
     def arriving(self, arrivals_s: Sequence[float]) -> Workload:
-        """The same requests at other times. Raises ValueError unless there is a time for each."""
+        """The same requests at other times. Raises WorkloadError unless there is a time for each."""
+        if len(arrivals_s) != len(self):
+            raise WorkloadError(
+                f"workload {self.name}: {len(arrivals_s)} arrivals for {len(self)} requests, should be one each"
+            )
         pairs = zip(self.requests, arrivals_s, strict=True)
         return replace(self, requests=tuple(replace(request, arrival_s=at) for request, at in pairs))
 

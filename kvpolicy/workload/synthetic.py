@@ -52,7 +52,7 @@ def all_at_once(
     """``count`` requests that all arrive at time 0.
 
     Lengths are multiplied by ``scale`` (None: :func:`scale_to` the context); requests still longer than
-    ``context_tokens`` lose prompt. Raises ValueError for a context below 2 tokens.
+    ``context_tokens`` lose prompt. Raises WorkloadError for a context below 2 tokens.
     """
     _check_context(context_tokens)
     rng = random.Random(seed)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from kvpolicy.cost.forest import Forest
 from kvpolicy.cost.laws import LinearLaw
-from kvpolicy.cost.model import FittedModel
+from kvpolicy.cost.model import CostModel, FittedModel
 from kvpolicy.events import KINDS, Cost, Option, Preemption
 from kvpolicy.features import features_of
 from kvpolicy.training.family import FAMILIES
+from tests.snippets import shown
 from tests.synthetic import CostLaw, fitted_model, options_for, situation, true_cost_s
 
 situations = st.builds(
@@ -53,7 +54,16 @@ def _of(name: str) -> FittedModel:
     return fitted_model(name)
 
 
-def predicted(model: FittedModel, one: Preemption) -> tuple[Cost, ...]:
+OWN: tuple[type[CostModel], ...] = (shown("Rates"),)
+"""Cost models without laws, made without arguments."""
+
+
+@pytest.fixture(params=[*FAMILIES, "boosted, carried", *OWN], scope="module", ids=str)
+def any_model(request: pytest.FixtureRequest) -> CostModel:
+    return request.param() if request.param in OWN else _of(request.param)
+
+
+def predicted(model: CostModel, one: Preemption) -> tuple[Cost, ...]:
     return model.predict(one, options_for(one))
 
 
@@ -62,8 +72,8 @@ def test_the_boosted_model_of_these_tests_has_trees() -> None:
 
 
 @given(one=situations | inside)
-def test_costs_are_finite_not_negative_and_the_sum_of_their_parts(model: FittedModel, one: Preemption) -> None:
-    for cost in predicted(model, one):
+def test_costs_are_finite_not_negative_and_the_sum_of_their_parts(any_model: CostModel, one: Preemption) -> None:
+    for cost in predicted(any_model, one):
         parts = (cost.save_s, cost.load_s, cost.recompute_s)
         assert isfinite(cost.engine_s)
         assert cost.engine_s > 0
@@ -75,13 +85,13 @@ def test_costs_are_finite_not_negative_and_the_sum_of_their_parts(model: FittedM
 
 
 @given(one=situations | inside, more=st.integers(1, 3000))
-def test_costs_never_fall_with_length(model: FittedModel, one: Preemption, more: int) -> None:
+def test_costs_never_fall_with_length(any_model: CostModel, one: Preemption, more: int) -> None:
     longer = situation(
         one.computed_tokens + more, one.block_size, one.running_requests, batch_tokens=one.batch_tokens,
         free_blocks=one.free_blocks, waiting_requests=one.waiting_requests, shared_blocks=one.shared_blocks,
         queued_save_bytes=one.queued_save_bytes, queued_load_bytes=one.queued_load_bytes,
     )  # fmt: skip
-    for before, after in zip(predicted(model, one), predicted(model, longer), strict=True):
+    for before, after in zip(predicted(any_model, one), predicted(any_model, longer), strict=True):
         assert after.engine_s >= before.engine_s * (1 - 1e-12)
 
 
@@ -98,20 +108,20 @@ def test_costs_never_fall_with_length_across_the_edges_of_the_range(model: Fitte
 
 
 @given(one=situations | inside)
-def test_predicting_is_pure(model: FittedModel, one: Preemption) -> None:
-    assert predicted(model, one) == predicted(model, one)
+def test_predicting_is_pure(any_model: CostModel, one: Preemption) -> None:
+    assert predicted(any_model, one) == predicted(any_model, one)
 
 
 @given(one=inside)
-def test_the_first_option_is_what_log_ratios_are_against(model: FittedModel, one: Preemption) -> None:
-    recompute, swap = predicted(model, one)
+def test_the_first_option_is_what_log_ratios_are_against(any_model: CostModel, one: Preemption) -> None:
+    recompute, swap = predicted(any_model, one)
     assert (recompute.log_ratio_low, recompute.log_ratio_high) == (0.0, 0.0)
     assert swap.log_ratio_low <= log(swap.engine_s / recompute.engine_s) + 1e-12
     assert swap.log_ratio_high >= log(swap.engine_s / recompute.engine_s) - 1e-12
-    turned = model.predict(one, options_for(one)[::-1])[1]
+    turned = any_model.predict(one, options_for(one)[::-1])[1]
     assert turned.log_ratio_low == pytest.approx(-swap.log_ratio_high)
     assert turned.log_ratio_high == pytest.approx(-swap.log_ratio_low)
-    alone = model.predict(one, options_for(one)[1:])[0]
+    alone = any_model.predict(one, options_for(one)[1:])[0]
     assert alone == replace(swap, log_ratio_low=0.0, log_ratio_high=0.0)
 
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 from kvpolicy import cost
 from kvpolicy.cost import ModelError, ModelWarning, store
+from kvpolicy.cost.intervals import Intervals
 from kvpolicy.cost.laws import RecomputeRoofline
 from kvpolicy.cost.model import FittedModel
 from kvpolicy.datasets.profiles import read_dataset
@@ -25,6 +26,7 @@ from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit
 from tests.synthetic import GEOMETRY, HARDWARE, NATIVE, CostLaw, make_trace, options_for, situation
 
+ROOT = Path(__file__).resolve().parents[2]
 ENGINE = EngineSpec(
     block_size=32,
     block_bytes=32 * GEOMETRY.kv_bytes_per_token,
@@ -385,3 +387,60 @@ def test_a_geometry_of_the_wrong_type_is_refused_by_name(copied: Path, name: str
     edit(copied, lambda card: card["geometry"].update({name: value}))
     with pytest.raises(ModelError, match=rf"model.json: field geometry: {name} is {value!r}"):
         cost.load(copied)
+
+
+WRONG: tuple[Any, ...] = (None, True, -1, 0.5, "x", [], [None], [[]], {}, {"a": None})
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values in a card; of long lists only that of the first element."""
+    entries: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list):
+        entries = enumerate(value[:1])
+    for key, inner in entries:
+        yield (*path, key)
+        yield from paths(inner, (*path, key))
+
+
+def test_whatever_stands_where_in_a_card_it_is_read_or_refused(tmp_path: Path) -> None:
+    """No value of a damaged card comes to anything but a model or a ModelError that names the file."""
+    make_trace(seed=1, states=40).write(tmp_path / "trace")
+    train([tmp_path / "trace"], tmp_path / "mine", family="analytic")
+    card = json.loads((tmp_path / "mine" / "model.json").read_text())
+    card["step_time"] = json.loads((ROOT / "models" / "cpu-llama-native" / "model.json").read_text())["step_time"]
+    refused = [outcome(tmp_path / "mine", card, path, wrong) for path in paths(card) for wrong in WRONG].count(True)
+    assert refused > 500
+
+
+def outcome(folder: Path, card: dict[str, Any], path: tuple[Any, ...], wrong: Any) -> bool:
+    """Whether a card with another value at that path is refused by name; else it predicts."""
+    damaged = json.loads(json.dumps(card))
+    inner = damaged
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = wrong
+    (folder / "model.json").write_text(json.dumps(damaged))
+    try:
+        model = cost.load(folder)
+    except ModelError as error:
+        named = str(error)
+    else:
+        return not model.predict(situation(), options_for(situation()))
+    assert str(folder / "model.json") in named and str(path[0]) in named
+    return True
+
+
+@pytest.mark.parametrize("fault", [TypeError, KeyError, AttributeError, ValueError])
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Intervals, "from_dict"), (store, "law_from_dict"), (store, "_floor"), (store, "_features")]
+)
+def test_a_fault_of_the_code_is_not_blamed_on_the_file(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, fault: type[Exception]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise fault("a fault")
+
+    monkeypatch.setattr(owner, method, broken)
+    with pytest.raises(fault, match="a fault") as error:
+        cost.load(trained)
+    assert not isinstance(error.value, ModelError)

@@ -48,7 +48,7 @@ def test_a_profile_fills_the_figure_of_lengths_and_says_what_it_cannot() -> None
     assert "characterize --figure block-size" in missing(found, "block-size")
     assert len(lengths(found)) == 40 * 2 * 2
     assert not findings(found, "memory", np.random.default_rng(0))
-    with pytest.raises(ValueError, match="figure heat: should be one of block-size"):
+    with pytest.raises(ValueError, match="figure is 'heat', should be one of block-size"):
         missing(found, "heat")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator import Builtin, MemorySink, Server
 from kvpolicy.simulator.base import StepLoad
+from kvpolicy.simulator.hardware import table_times
 from kvpolicy.simulator.hardware.grids import between_neighbours
 from kvpolicy.simulator.hardware.operator_tables import TableError
 from kvpolicy.simulator.hardware.table_times import HardwareError, TableTimes, load_hardware
@@ -282,7 +284,7 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     [
         ("schema_version", 2, "schema_version is 2"),
         ("kind", "model", "not a hardware model"),
-        ("ranks", None, "another type"),
+        ("ranks", None, "ranks is None, should be a whole number"),
         ("tokens", {"at": [1, 1], "seconds": [1, 1], "per_more_s": 0}, "tokens.at should hold two rising"),
         ("tokens", {"at": [1, 2], "seconds": [1], "per_more_s": 0}, "tokens.seconds holds 1"),
         ("sequences", {"at": [1, 2], "seconds": [1, float("nan")], "per_more_s": 0}, "sequences.seconds holds nan"),
@@ -297,6 +299,39 @@ def test_a_damaged_model_is_refused_by_file_and_field(
     with pytest.raises(HardwareError, match=said) as refused:
         load_hardware(tmp_path)
     assert str(tmp_path / "hardware.json") in str(refused.value)
+
+
+WRONG: tuple[Any, ...] = (None, True, -1, "x", [], [None], {}, {"a": None})
+
+
+def test_whatever_stands_where_in_a_model_it_is_read_or_refused(folder: Path, tmp_path: Path) -> None:
+    told = json.loads((folder / "out" / "hardware.json").read_text())
+    places = [(told, name) for name in told if name != "kind"]
+    parts = ("engine", "tokens", "prefill", "copies", "geometry")
+    places += [(told[part], inner) for part in parts for inner in told[part]]
+    places += [(told["decode"]["axes"], "context"), (told["inputs"], 0)]
+    for values, name in places:
+        before = values[name]
+        for wrong in (wrong for wrong in WRONG if wrong != before or type(wrong) is not type(before)):
+            values[name] = wrong
+            (tmp_path / "hardware.json").write_text(json.dumps(told))
+            with pytest.raises(HardwareError, match=r"hardware\.json: "):
+                load_hardware(tmp_path)
+        values[name] = before
+
+
+@pytest.mark.parametrize("fault", [TypeError, KeyError, AttributeError, ValueError])
+@pytest.mark.parametrize("part", ["_grid", "_engine", "HardwareModel"])
+def test_a_fault_of_the_code_is_not_blamed_on_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, part: str, fault: type[Exception]
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise fault("a fault")
+
+    monkeypatch.setattr(table_times, part, broken)
+    with pytest.raises(fault, match="a fault") as error:
+        load_hardware(folder / "out")
+    assert not isinstance(error.value, HardwareError)
 
 
 def test_grids_of_another_size_and_files_that_are_none_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given
 
 from kvpolicy import policy
+from kvpolicy.fields import WrongValue
 from kvpolicy.simulator import Builtin, Link, MemorySink, Server
 from kvpolicy.simulator.builtin.engine import Engine
 from kvpolicy.simulator.builtin.scheduler import VllmVictims
@@ -173,7 +174,7 @@ def test_latencies_of_tokens_are_those_of_the_steps() -> None:
         ({"device_blocks": 2}, "request 0 needs .* device_blocks is 2"),
         ({"rules": "0.1"}, "rules is '0.1'"),
         ({"token_budget": 0}, "token_budget is 0"),
-        ({"host_blocks": -1}, "host_blocks -1"),
+        ({"host_blocks": -1}, "host_blocks is -1"),
     ],
 )
 def test_what_cannot_be_served_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -212,9 +213,8 @@ def engine_of(source: Source, server: Server, name: str) -> Engine:
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0, math.nan])
 def test_a_watermark_that_is_no_share_is_refused(watermark: float) -> None:
-    server = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=0, watermark=watermark)
-    with pytest.raises(ValueError, match=r"server\.watermark is .*, should be from 0, below 1"):
-        Builtin().run(Workload("one", (Request(0.0, 5, 5),), 0), policy.load("always-recompute"), server, LINEAR)
+    with pytest.raises(WrongValue, match=r"watermark is .*, should be a share of the blocks, from 0, below 1"):
+        Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=0, watermark=watermark)
 
 
 def test_a_watermark_keeps_blocks_free_beside_running_requests() -> None:

@@ -13,16 +13,25 @@ LENGTH = {"recompute": "recomputed_tokens", "swap": "save_bytes"}
 
 
 class PerToken(Family):
-    def __init__(self, name: str = "per-token", trees: str = "no", factor: str = "1") -> None:
-        self.name, self.trees, self.factor = name, trees == "yes", float(factor)
+    """``factor``: as a number, or as a text, which is how a module path gives it."""
+
+    def __init__(self, factor: float | str = 1.0, name: str = "per-token") -> None:
+        self.factor = factor
+        self.name = name
 
     def fit_laws(self, costs: Costs) -> Mapping[Kind, Law]:
         laws: dict[Kind, Law] = {}
         for kind in KINDS:
             name = LENGTH[kind]
             slopes = [max(one.engine_s, 0.0) / getattr(one.x, name) for one in costs.examples[kind]]
-            laws[kind] = LinearLaw(costs.floor_s[kind], {name: self.factor * median(slopes)})
+            laws[kind] = LinearLaw(costs.floor_s[kind], {name: float(self.factor) * median(slopes)})
         return laws
+
+
+class Corrected(PerToken):
+    """The same, with trees on what a law per token misses."""
+
+    trees = True
 
 
 class Nothing(PerToken):

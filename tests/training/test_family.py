@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sklearn.base import clone
+from sklearn.utils import estimator_checks
 
 import kvpolicy
 from kvpolicy import cost
 from kvpolicy.cost.laws import LinearLaw
 from kvpolicy.extensions import ExtensionError
 from kvpolicy.policy.cheapest import Cheapest
-from kvpolicy.training.family import FAMILIES, family_of
+from kvpolicy.training.family import FAMILIES, Family, family_of
 from tests.synthetic import CostLaw, make_trace, options_for, situation
 from tests.synthetic_logs import make_log
-from tests.training.own_family import PerToken
+from tests.training.own_family import Corrected, PerToken
 
 OWN = "python:tests.training.own_family:PerToken"
 
@@ -42,7 +45,7 @@ def test_a_family_of_ones_own_is_trained_stored_and_evaluated(traces: list[Path]
 
 def test_trees_correct_the_laws_of_any_family(traces: list[Path]) -> None:
     plain = kvpolicy.train(traces, family=PerToken())
-    corrected = kvpolicy.train(traces, family=f"{OWN},name=corrected,trees=yes")
+    corrected = kvpolicy.train(traces, family="python:tests.training.own_family:Corrected,name=corrected")
     assert not any(plain.trees.values()) and corrected.trees["recompute"]
     errors = [report.held_out["recompute"]["mean_error"] for report in (plain, corrected)]
     assert errors[1] < errors[0]
@@ -88,13 +91,69 @@ def test_another_version_of_a_family_is_another_label() -> None:
     assert [family_of(name).label for name in FAMILIES] == ["boosted", "linear", "analytic"]
 
 
+EVERY_FAMILY = (*FAMILIES.values(), PerToken(), PerToken(2.0, "twice"), Corrected())
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY, ids=lambda family: str(family.name))
+@pytest.mark.parametrize(
+    "check",
+    [
+        estimator_checks.check_no_attributes_set_in_init,
+        estimator_checks.check_parameters_default_constructible,
+        estimator_checks.check_get_params_invariance,
+        estimator_checks.check_set_params,
+        estimator_checks.check_estimator_repr,
+        estimator_checks.check_estimator_cloneable,
+        estimator_checks.check_mixin_order,
+    ],
+)
+def test_scikit_learn_agrees(family: Family, check: Any) -> None:
+    """With what an estimator is before its fit; no family is fitted itself."""
+    check(type(family).__name__, family)
+
+
+def test_a_family_goes_by_its_parameters() -> None:
+    family = PerToken(2.0)
+    assert family.get_params() == {"factor": 2.0, "name": "per-token"} and not FAMILIES["boosted"].get_params()
+    copy = clone(family)
+    assert copy is not family and copy.label == family.label and repr(copy) == "PerToken(factor=2.0)"
+    assert copy.set_params(factor=3.0).label == PerToken(3.0).label != family.label
+    with pytest.raises(ValueError, match="Invalid parameter 'depth'"):
+        family.set_params(depth=3)
+
+
+class Converting(PerToken):
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__(2 * factor)
+
+
+def test_a_constructor_that_does_more_than_store_is_found() -> None:
+    with pytest.raises(RuntimeError, match="either does not set or modifies parameter factor"):
+        clone(Converting())
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY, ids=lambda family: str(family.name))
+def test_a_fit_leaves_the_family_as_it_is_and_a_clone_learns_the_same(traces: list[Path], family: Family) -> None:
+    before = dict(vars(family))
+    model = kvpolicy.train(traces, family=family).model
+    assert vars(family) == before
+    assert kvpolicy.train(traces, family=clone(family)).digest == model.digest
+    with pytest.raises(FrozenInstanceError):
+        model.laws = {}  # type: ignore[misc]
+    one = situation(500)
+    assert len(model.predict(one, options_for(one))) == 2
+
+
 @pytest.mark.parametrize(
     ("family", "says"),
     [
         ("python:tests.training.own_family:Nothing", "family per-token: the law of swap is None, should be a SwapRoof"),
         ("python:tests.training.own_family:Endless", "the law of recompute: constant_s is inf, should be a finite"),
         ("python:tests.training.own_family:Costs", r"Costs takes \(.*missing a required argument"),
-        ("python:tests.training.own_family:PerTokens", r"no 'PerTokens' \(it has Endless, Nothing, PerToken\)"),
+        (
+            "python:tests.training.own_family:PerTokens",
+            r"no 'PerTokens' \(it has Corrected, Endless, Nothing, PerToken",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_family_is_named(traces: list[Path], family: str, says: str) -> None:
@@ -113,4 +172,4 @@ def test_an_installed_package_offers_families_by_name(tmp_path: Path, monkeypatc
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: own-family\nVersion: 1\n")
     (folder / "entry_points.txt").write_text("[kvpolicy.families]\nmedian = tests.training.own_family:PerToken\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert family_of("median,factor=3").label == PerToken(factor="3").label
+    assert family_of("median,factor=3").label == PerToken("3").label

@@ -19,9 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+import kvpolicy
 from benchmarks.gpu.alternating import ALTERNATING
 from kvpolicy import trace
+from kvpolicy.settings import ServerSettings
+from tests.policy.ten_line_policy import Longer
 from tests.vllm import harness
+from tests.vllm.test_own_policy import OWN
 
 PATIENCE_S = 600.0
 """Whatever is waited for comes much sooner, except on a machine that is busy with something else."""
@@ -47,11 +53,7 @@ def server(
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`kvpolicy serve`, up and answering; ended by its own process id."""
     port, log = free_port(), folder / "server.log"
-    command = [
-        sys.executable, "-m", "kvpolicy.cli", "serve", model, *arguments,
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32",
-        "--max-model-len", "1024", "--served-model-name", "small", "--num-gpu-blocks-override", "48",
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "kvpolicy.cli", "serve", model, *arguments, *vllm_flags(port)]
     environment = harness.environment(workers, multiprocess=True) | {"VLLM_LOGGING_LEVEL": "INFO"}
     with log.open("wb") as sink:
         process = subprocess.Popen(
@@ -67,6 +69,14 @@ def server(
             process.wait(timeout=PATIENCE_S)
         with contextlib.suppress(ProcessLookupError):  # whoever of its processes outlived it
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def vllm_flags(port: int) -> list[str]:
+    """Of a small server on this machine."""
+    return [
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", "32",
+        "--max-model-len", "1024", "--served-model-name", "small", "--num-gpu-blocks-override", "48",
+    ]  # fmt: skip
 
 
 def wait_for(base: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -186,6 +196,25 @@ def test_terminated_right_after_the_last_answer(model: str, tmp_path: Path) -> N
     assert sorted(row["output_tokens"] for row in rows) == sorted(answer["wanted"] for answer in answers)
     assert sum(row["preemptions"] for row in rows) == recorded.table("decisions").num_rows > 0
     assert recorded.table("outcomes").num_rows == recorded.table("decisions").num_rows
+
+
+def test_started_from_python(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kvpolicy.serve` with a policy of one's own: it answers, decides by that policy, and ends when it is told to."""
+    port, log = free_port(), tmp_path / "none"
+    for name, value in harness.environment(1, multiprocess=True).items():
+        monkeypatch.setenv(name, value)
+    log.write_text("its output is that of the tests")
+    settings = ServerSettings(OWN, host_gib=0.25, trace=tmp_path / "trace", allow_python_policies=True)
+    process = kvpolicy.serve(model, settings, vllm_flags(port))
+    try:
+        base = f"http://127.0.0.1:{port}"
+        wait_for(base, process, log)
+        assert complete(base, 0, (5, 5))["wanted"] == 5
+    finally:
+        process.terminate()
+        process.wait(timeout=PATIENCE_S)
+    (header,) = trace.read(tmp_path / "trace").headers.values()
+    assert header.policy == Longer().label
 
 
 def test_two_data_parallel_cores(model: str, tmp_path: Path) -> None:

@@ -26,10 +26,12 @@ from kvpolicy.workload import (
     WorkloadError,
 )
 from tests.fuzzing import examples
+from tests.snippets import shown
 from tests.workload import written
 
 SKIP = Care(skip_damaged=True)
 JSON_LINES = "".join(json.dumps(row) + "\n" for row in written.MOONCAKE)
+ANSWERS = '{"prompt": 5, "answer": 6}\n{"prompt": 7, "answer": 8}\n'
 AGENT_LINES = "".join(json.dumps(row) + "\n" for row in written.AGENTIC)
 
 READERS = {
@@ -41,6 +43,9 @@ READERS = {
     "agentic": (AGENT_LINES, lambda path, care: AgentSessions(path, care=care)),
     "sharegpt": (json.dumps(written.SHAREGPT), lambda path, care: ShareGPT(path, Think(1.0), care=care)),
 }
+
+SHOWN = {"answers": (ANSWERS, lambda path, care: shown("Answers")(path, care, 0))}
+"""Readers that are shown to contributors."""
 
 EDITS = st.lists(
     st.tuples(
@@ -69,13 +74,13 @@ def outcome(source: Source) -> list[Request] | str:
         return str(error)
 
 
-@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("kind", [*READERS, *SHOWN])
 @given(edits=EDITS, packed=st.booleans())
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_read_or_refused(
     tmp_path: Path, kind: str, edits: list[tuple[float, bytes, int]], packed: bool
 ) -> None:
-    text, reader = READERS[kind]
+    text, reader = (READERS | SHOWN)[kind]
     content = text.encode()
     for where, put, instead_of in edits:
         place = int(where * len(content))

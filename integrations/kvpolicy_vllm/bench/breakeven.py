@@ -35,7 +35,7 @@ def break_even_link(states: Sequence[Costs], bytes_per_token: float) -> Simulate
     At that length recompute costs ``extra`` seconds more than swap over the native link. A save over a simulated link
     stalls the engine for ``latency_s + bytes / bytes_per_s``, which is set equal to ``extra``, half of it latency.
     (Loads overlap the engine's steps.) None where swap is not cheaper over the native link. Both numbers are rounded
-    to two digits. Raises ValueError for fewer than 5 states.
+    to two digits. Raises InputError for fewer than 5 states.
     """
     if len(states) < MIN_STATES:
         raise InputError(f"{len(states)} states: a break-even needs at least {MIN_STATES}")

@@ -141,7 +141,7 @@ class Rig:
 
 
 def model_length(llm: Path) -> int:
-    """Maximum number of positions of the model. Raises ValueError where its configuration does not say."""
+    """Maximum number of positions of the model. Raises WrongValue where its configuration does not say."""
     path = llm / "config.json"
     try:
         values = json.loads(path.read_text())

@@ -205,7 +205,7 @@ def _step(number: int, work_s: Mapping[str, float], size: int = STUDY_BLOCK_SIZE
 def study_states(reach: Reach, figure: str, block_size: int) -> tuple[State, ...]:
     """States with natural preemptions: all requests are as long as the victim, which is admitted last.
 
-    Raises ValueError for lengths that such an overflow is impossible with.
+    Raises InputError for lengths that such an overflow is impossible with.
     """
     if figure == EVICTED_TOKENS:
         return _evicted_states(reach, block_size)

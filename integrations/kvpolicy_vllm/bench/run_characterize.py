@@ -91,7 +91,7 @@ def characterize(
 ) -> CharacterizeReport:
     """Measure ``figures`` (see :data:`kvpolicy.overflow.FIGURES`) and write a trace to ``out``.
 
-    ``reach``: overrides the one that ``how.quick`` selects. Raises ValueError as
+    ``reach``: overrides the one that ``how.quick`` selects. Raises InputError as
     :func:`~kvpolicy_vllm.bench.run_profile.profile` does, and where the model is too short for a level; EngineFailed
     where an engine fails; KeyboardInterrupt with a message about what is kept.
     """
@@ -188,7 +188,7 @@ def _worded(left_s: float | None) -> str:
 
 
 def study_job(rig: Rig, reach: Reach, step: Step, folder: Path) -> Job:
-    """The job of the part's engine; its trace goes into ``folder``. Raises ValueError for too short a model."""
+    """The job of the part's engine; its trace goes into ``folder``. Raises WrongValue for too short a model."""
     part = step.part
     states = tuple(state for figure in step.figures for state in study_states(reach, figure, part.block_size))
     longest = max(state.prompt_tokens for state in states)
@@ -211,7 +211,7 @@ def study_job(rig: Rig, reach: Reach, step: Step, folder: Path) -> Job:
 
 
 def served_job(rig: Rig, reach: Reach, step: Step, folder: Path, learned: str) -> ServedJob:
-    """The job of the part's engine; ``learned``: the learned policy. Raises ValueError for too short a model."""
+    """The job of the part's engine; ``learned``: the learned policy. Raises WrongValue for too short a model."""
     load, part = reach.load, step.part
     needed_tokens = load.total_tokens + load.block_size
     _refuse_short(rig, step.title, needed_tokens, load.total_tokens)

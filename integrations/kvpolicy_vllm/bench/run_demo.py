@@ -116,7 +116,7 @@ QUICK = Plan(
 def demo(out: Path | None = None, quick: bool = False, seed: int = 0, plan: Plan | None = None) -> DemoReport:
     """Run the whole loop on a small model and write ``out/demo.json``; ``out`` is by default ``out/demo``.
 
-    An unfinished demo in ``out`` is resumed with its unfinished profile; a finished one is replaced. Raises ValueError
+    An unfinished demo in ``out`` is resumed with its unfinished profile; a finished one is replaced. Raises InputError
     where ``out`` holds something else, EngineFailed where an engine fails.
     """
     out = Path("out/demo") if out is None else Path(out)

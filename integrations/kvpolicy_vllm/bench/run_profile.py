@@ -38,7 +38,7 @@ def profile(
 ) -> ProfileReport:
     """Measure, write a trace to ``out``, and return its report.
 
-    ``extent``: overrides the one that ``how.quick`` selects. ``progress`` replaces the progress bar. Raises ValueError
+    ``extent``: overrides the one that ``how.quick`` selects. ``progress`` replaces the progress bar. Raises InputError
     where ``out`` holds something else or was begun with other arguments, EngineFailed where an engine fails.
     """
     arguments = plan_arguments(how, extent=("quick" if how.quick else "full") if extent is None else asdict(extent))
@@ -70,7 +70,7 @@ def prepare(scratch: Path, how: Measurement, extent: Extent | None, shape: Mappi
 
 
 def plan_arguments(how: Measurement, **amount: Any) -> dict[str, Any]:
-    """A study's arguments as its plan file keeps them. Raises ValueError for a folder without a model."""
+    """A study's arguments as its plan file keeps them. Raises WrongValue for a folder without a model."""
     if how.llm is not None:
         model_length(how.llm)
     llm, link = how.llm and str(how.llm.resolve()), how.link and how.link.text

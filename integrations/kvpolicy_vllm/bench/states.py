@@ -108,7 +108,7 @@ class Span:
 def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[State, ...]:
     """``count`` states, spread evenly over the logarithm of the length, the number of others and free memory.
 
-    Raises ValueError for a count below 4 or an empty span.
+    Raises InputError for a count below 4 or an empty span.
     """
     if count < 4 or not 0 < span.min_tokens < span.max_tokens < span.model_tokens:
         raise InputError(f"cannot lay a grid of {count} states over {span}")

@@ -255,7 +255,7 @@ def available_to_all_ranks() -> int:
 
 
 def host_slots(settings: Settings, block_bytes: int, ranks: int) -> int:
-    """Number of blocks that the host pool holds. Raises ValueError where it holds none."""
+    """Number of blocks that the host pool holds. Raises InputError where it holds none."""
     slots = int(settings.host_gib * GIB // (block_bytes * ranks))
     if slots < 1:
         raise InputError(

@@ -75,7 +75,7 @@ class Memory:
 def remember(decider: Decider, path: Path) -> Memory:
     """Resume from the online state in ``path``, if there is one, and keep later states there.
 
-    Raises ValueError for a policy that learns nothing, :class:`kvpolicy.cost.ModelError` for a file of another kind. A
+    Raises InputError for a policy that learns nothing, :class:`kvpolicy.cost.ModelError` for a file of another kind. A
     state of another model, or a damaged one, is set aside with a warning.
     """
     policy = decider.policy

@@ -44,7 +44,7 @@ class Settings(ServerSettings):
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:
-        """Read the settings. Raises ValueError naming the key that is unknown, missing or wrong, and what is right."""
+        """Read the settings. Raises WrongValue naming the key that is unknown, missing or wrong, and what is right."""
         policy = extra.get("policy")
         if not isinstance(policy, Policy):
             return fields.read(cls, extra, "kv_connector_extra_config")

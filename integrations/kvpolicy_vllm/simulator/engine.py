@@ -243,7 +243,7 @@ class Engine:
             self.arrivals.finished(served.number, served.request, self.clock.now_s)
 
     def _refuse(self, number: int, request: Request) -> None:
-        """Raise ValueError for a request that could never be served."""
+        """Raise InputError for a request that could never be served."""
         server, tokens = self.server, request.total_tokens
         if tokens > server.max_model_len:
             raise InputError(

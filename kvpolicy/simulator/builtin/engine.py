@@ -387,9 +387,10 @@ class Builtin:
         sink: Sink | None = None,
         on_decision: DecisionObserver | None = None,
     ) -> Run:
-        """See :class:`kvpolicy.simulator.Simulator`. Raises ValueError for an impossible server, or for scheduling
-        rules of an unsupported version."""
-        _refuse_impossible(server)
+        """See :class:`kvpolicy.simulator.Simulator`. Raises InputError for scheduling rules of an unsupported version,
+        too."""
+        if server.rules not in RULES:
+            raise InputError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
         began = self.wall()
         identity = Identity(requests, policy, server, times, seed)
         core = identity.core("sim")
@@ -402,15 +403,3 @@ class Builtin:
         trace_writer.flush()
         trace = None if sink is None else sink.finish()
         return Run(engine.tallied.summary(self.wall() - began), trace)
-
-
-def _refuse_impossible(server: Server) -> None:
-    if server.rules not in RULES:
-        raise InputError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
-    for name in ("block_size", "block_bytes", "device_blocks", "token_budget", "max_running", "max_model_len"):
-        if getattr(server, name) < 1:
-            raise InputError(f"server.{name} is {getattr(server, name)}, should be 1 or more")
-    if not 0 <= server.watermark < 1:
-        raise InputError(f"server.watermark is {server.watermark:g}, should be from 0, below 1: a share of the blocks")
-    if server.host_blocks < 0 or server.link.slowdown < 0:
-        raise InputError(f"server: host_blocks {server.host_blocks} and {server.link}: nothing should be below 0")

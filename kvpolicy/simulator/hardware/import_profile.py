@@ -72,7 +72,7 @@ def import_profile(
     ``geometry``: a config.json, the folder of one, or a shape. ``ranks``: tensor-parallel ranks; tables must hold one
     rank's share, and communication is not counted. ``device``: its name, needed where the tables do not name it or its
     data sheet has to supply what they lack. ``link``: a name, or BYTES_PER_S[,LATENCY_S]; the device's usual link by
-    default. ``engine``: the engine's own time, which no table holds. Raises ValueError for missing inputs, and for a
+    default. ``engine``: the engine's own time, which no table holds. Raises InputError for missing inputs, and for a
     mixture of experts.
     """
     shape = geometry if isinstance(geometry, ModelShape) else ModelShape.read(geometry)

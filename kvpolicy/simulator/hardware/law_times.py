@@ -121,7 +121,7 @@ class LawTimes:
 def law_times(model: FittedModel) -> LawTimes:
     """Step and copy times of a cost model, trained or not. Its residuals concern whole preemptions and are left out.
 
-    Raises ValueError where the model has neither a step-time model nor a roofline, or no link: a linear law does not
+    Raises ModelError where the model has neither a step-time model nor a roofline, or no link: a linear law does not
     separate a copy's duration from its effect on the engine.
     """
     swap, recompute = model.laws["swap"], model.laws["recompute"]

@@ -30,7 +30,7 @@ class Rows:
         return int(self._table.num_rows)
 
     def number(self, name: str) -> Floats:
-        """A column as numbers, NaN where a cell is empty. Raises ValueError, naming file and column, for text."""
+        """A column as numbers, NaN where a cell is empty. Raises InputError, naming file and column, for text."""
         column = self._table[name]
         if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
             raise InputError(f"{self.file}: column {name} is {column.type}, should hold numbers")

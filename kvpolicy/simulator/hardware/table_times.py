@@ -14,12 +14,13 @@ import numpy as np
 
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.cost.laws import Channel
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.events import Direction
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.engine_time import EngineTime
 from kvpolicy.simulator.base import StepLoad
 from kvpolicy.simulator.hardware.interpolation import TERMS, compiled
+from kvpolicy.stored_values import is_number, list_at, number_at, object_at, text_at, value_at, whole_at
 
 FILE = "hardware.json"
 KIND = "kvpolicy hardware model"
@@ -90,7 +91,7 @@ class HardwareModel:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over all layers of one rank."""
-        return block_size * Geometry(**self.geometry).kv_bytes_per_token
+        return block_size * Geometry.from_dict(self.geometry).kv_bytes_per_token
 
     def write(self, folder: Path) -> Path:
         """Write into ``folder``, which is created; an existing model is replaced."""
@@ -116,80 +117,85 @@ def read_hardware(path: Path | str) -> HardwareModel:
         raise HardwareError(f"{file}: not a readable hardware model: {error}") from error
     if not isinstance(fields, dict) or fields.get("kind") != KIND:
         raise HardwareError(f"{file}: not a hardware model; `kvpolicy import-profile` makes one")
-    if fields.get("schema_version") != SCHEMA_VERSION:
+    if type(fields.get("schema_version")) is not int or fields["schema_version"] != SCHEMA_VERSION:
         raise HardwareError(f"{file}: schema_version is {fields.get('schema_version')!r}, should be {SCHEMA_VERSION}")
     try:
         model = _model(fields)
-    except HardwareError as error:
+    except (HardwareError, InputError) as error:
         raise HardwareError(f"{file}: {error}") from error
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise HardwareError(f"{file}: a field is missing or of another type: {error}") from error
     if model.digest != fields.get("digest"):
         raise HardwareError(f"{file}: its content is not that of its digest: changed by hand, or damaged")
     return model
 
 
 def _model(fields: Mapping[str, Any]) -> HardwareModel:
-    mixed = fields["mixed"]
+    Geometry.from_dict(object_at(fields, "geometry"))
+    copies = [value_at(fields, "copies", name) for name in COPIES]
     return HardwareModel(
-        device=str(fields["device"]),
-        geometry=dict(fields["geometry"]),
-        ranks=int(fields["ranks"]),
-        engine=_engine(fields["engine"]),
-        tokens=_curve("tokens", fields["tokens"]),
-        sequences=_curve("sequences", fields["sequences"]),
-        prefill=_grid("prefill", fields["prefill"]),
-        decode=_grid("decode", fields["decode"]),
-        mixed=None if mixed is None else _grid("mixed", mixed),
-        copies=Channel(*_numbers("copies", [fields["copies"][name] for name in COPIES])),
-        copies_source=str(fields["copies_source"]),
-        inputs=tuple(dict(table) for table in fields["inputs"]),
-        notes=tuple(map(str, fields["notes"])),
+        device=text_at(fields, "device"),
+        geometry=dict(object_at(fields, "geometry")),
+        ranks=whole_at(fields, "ranks"),
+        engine=_engine(fields),
+        tokens=_curve(fields, "tokens"),
+        sequences=_curve(fields, "sequences"),
+        prefill=_grid(fields, "prefill"),
+        decode=_grid(fields, "decode"),
+        mixed=None if value_at(fields, "mixed") is None else _grid(fields, "mixed"),
+        copies=Channel(*_numbers("copies", copies)),
+        copies_source=text_at(fields, "copies_source"),
+        inputs=tuple(dict(object_at({"inputs": table}, "inputs")) for table in list_at(fields, "inputs")),
+        notes=tuple(text_at({"notes": note}, "notes") for note in list_at(fields, "notes")),
     )
 
 
 def _engine(fields: Mapping[str, Any]) -> EngineTime:
-    per_step_s, per_chunk_step_s, uneven = _numbers("engine", [fields[name] for name in ENGINE])
-    return EngineTime(per_step_s, per_chunk_step_s, uneven, str(fields["source"]))
+    constants = [value_at(fields, "engine", name) for name in ENGINE]
+    per_step_s, per_chunk_step_s, uneven = _numbers("engine", constants)
+    return EngineTime(per_step_s, per_chunk_step_s, uneven, text_at(fields, "engine", "source"))
 
 
 ENGINE = ("per_step_s", "per_chunk_step_s", "uneven")
 COPIES = ("latency_s", "s_per_byte", "s_per_segment")
 
 
-def _numbers(name: str, values: Any) -> tuple[float, ...]:
+def _numbers(name: str, values: list[Any]) -> tuple[float, ...]:
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        if not (is_number(value) and value >= 0):
             raise HardwareError(f"field {name} holds {value!r}, should hold finite numbers, 0 or above")
     return tuple(map(float, values))
 
 
-def _axis(name: str, values: Any) -> tuple[float, ...]:
-    axis = _numbers(name, values)
+def _numbers_at(fields: Mapping[str, Any], *path: str) -> tuple[float, ...]:
+    return _numbers(".".join(path), list_at(fields, *path))
+
+
+def _axis_at(fields: Mapping[str, Any], *path: str) -> tuple[float, ...]:
+    axis = _numbers_at(fields, *path)
     if len(axis) < 2 or any(low >= high for low, high in pairwise(axis)):
-        raise HardwareError(f"field {name} should hold two rising numbers or more")
+        raise HardwareError(f"field {'.'.join(path)} should hold two rising numbers or more")
     return axis
 
 
-def _curve(name: str, fields: Mapping[str, Any]) -> Curve:
-    at, seconds = _axis(f"{name}.at", fields["at"]), _numbers(f"{name}.seconds", fields["seconds"])
+def _curve(fields: Mapping[str, Any], name: str) -> Curve:
+    at, seconds = _axis_at(fields, name, "at"), _numbers_at(fields, name, "seconds")
     if len(at) != len(seconds):
         raise HardwareError(f"field {name}.seconds holds {len(seconds)} numbers, should hold {len(at)}")
-    return Curve(at, seconds, _numbers(f"{name}.per_more_s", [fields["per_more_s"]])[0])
+    return Curve(at, seconds, _numbers(f"{name}.per_more_s", [value_at(fields, name, "per_more_s")])[0])
 
 
-def _grid(name: str, fields: Mapping[str, Any]) -> Grid:
-    axes = {axis: _axis(f"{name}.axes.{axis}", fields["axes"][axis]) for axis in AXES[name]}
-    seconds, points = _numbers(f"{name}.seconds", fields["seconds"]), 1
+def _grid(fields: Mapping[str, Any], name: str) -> Grid:
+    axes = {axis: _axis_at(fields, name, "axes", axis) for axis in AXES[name]}
+    seconds, points = _numbers_at(fields, name, "seconds"), 1
     for axis in axes.values():
         points *= len(axis)
     if len(seconds) != points or min(seconds) <= 0:
         raise HardwareError(f"field {name}.seconds should hold {points} times above 0, holds {len(seconds)} numbers")
-    constants = _numbers(f"{name}.constants", fields["constants"])
+    constants = _numbers_at(fields, name, "constants")
     if len(constants) != len(TERMS) or max(constants) <= 0:
         raise HardwareError(f"field {name}.constants should hold {len(TERMS)} numbers, not all of them 0")
-    error = fields["unseen_error"]
-    return Grid(axes, seconds, constants, float(fields["measured"]), None if error is None else float(error))
+    unseen = value_at(fields, name, "unseen_error")
+    unseen_error = None if unseen is None else number_at(fields, name, "unseen_error")
+    return Grid(axes, seconds, constants, number_at(fields, name, "measured"), unseen_error)
 
 
 @dataclass(frozen=True)

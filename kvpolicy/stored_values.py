@@ -1,0 +1,83 @@
+"""Values of files in JSON, read with the type that they should have: for files that users may edit or damage.
+
+Anything else than a damaged file is left to raise what it raises, so that a fault of this package is not reported as
+the file's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from kvpolicy.errors import InputError
+
+
+class FieldMissing(InputError):
+    """A field that should be there; ``field`` is its dotted path."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(field)
+        self.field = field
+
+    def __str__(self) -> str:
+        return f"field {self.field} is missing"
+
+
+def value_at(values: Any, *path: str) -> Any:
+    """The value at a path of names. Raises FieldMissing, or InputError where something on the way is no object."""
+    for depth, name in enumerate(path):
+        if not isinstance(values, Mapping):
+            where = f"field {'.'.join(path[:depth])} " if depth else ""
+            raise InputError(f"{where}is {values!r}, should be an object with the field {name}")
+        if name not in values:
+            raise FieldMissing(".".join(path[: depth + 1]))
+        values = values[name]
+    return values
+
+
+def object_at(values: Any, *path: str) -> Mapping[str, Any]:
+    """An object. Raises InputError, as do all below, for a value of another type and where it is missing."""
+    value = value_at(values, *path)
+    if not isinstance(value, Mapping):
+        raise _wrong(path, value, "an object")
+    return value
+
+
+def list_at(values: Any, *path: str) -> list[Any]:
+    value = value_at(values, *path)
+    if not isinstance(value, list | tuple):
+        raise _wrong(path, value, "a list")
+    return list(value)
+
+
+def text_at(values: Any, *path: str) -> str:
+    value = value_at(values, *path)
+    if not isinstance(value, str):
+        raise _wrong(path, value, "a text")
+    return value
+
+
+def number_at(values: Any, *path: str) -> float:
+    """A finite number."""
+    value = value_at(values, *path)
+    if not is_number(value):
+        raise _wrong(path, value, "a finite number")
+    return float(value)
+
+
+def whole_at(values: Any, *path: str) -> int:
+    """A whole number, 0 or above."""
+    value = value_at(values, *path)
+    if type(value) is not int or value < 0:
+        raise _wrong(path, value, "a whole number, 0 or above")
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and no truth value."""
+    return type(value) in (int, float) and isfinite(value)
+
+
+def _wrong(path: tuple[str, ...], value: Any, should: str) -> InputError:
+    return InputError(f"{'.'.join(path)} is {value!r}, should be {should}")
