@@ -6,7 +6,7 @@ from math import inf, nan
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binom, binomtest
 
 from kvpolicy.json_values import finite
 from kvpolicy.stats import proportion_interval, quantile, student_interval
@@ -39,3 +39,14 @@ def test_a_quantile_is_linear_between_order_statistics() -> None:
 def test_json_knows_neither_infinity_nor_nan() -> None:
     told = finite({"a": (1.0, inf), "b": {"c": nan, "d": 2}, "e": "inf", "f": None})
     assert told == {"a": [1.0, None], "b": {"c": None, "d": 2}, "e": "inf", "f": None}
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(17, 21), (1, 1), (0, 5), (450, 500), (3, 8)])
+def test_clopper_pearson_against_the_binomial_it_inverts(successes: int, trials: int) -> None:
+    low, high = proportion_interval(successes, trials)
+    assert 0 <= low <= successes / trials <= high <= 1
+    if successes:
+        assert binom.sf(successes - 1, trials, low) == pytest.approx(0.025, rel=1e-6)
+    if successes < trials:
+        assert binom.cdf(successes, trials, high) == pytest.approx(0.025, rel=1e-6)
+    assert proportion_interval(0, 0) == (0.0, 1.0)

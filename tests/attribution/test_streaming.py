@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import fmean, median
 
-import numpy as np
 import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import REPEATED_PARTS, attribute, common_step_time
-from kvpolicy.attribution.step_time import PARTS, HeldOutError, StepTimeModel, aftermath, step_seconds
+from kvpolicy.attribution.step_time import PARTS, StepTimeModel
 from kvpolicy.attribution.streaming import MAX_WAITING, LiveCost, LiveCosts, Parts
 from kvpolicy.trace import Trace
+from tests.attribution.live_engine import MODEL
 
 ROOT = __file__.rsplit("/tests/", 1)[0]
-MODEL = StepTimeModel(2e-3, (3e-5, 1e-4, 1e-7, 2e-9, 1e-3, 4e-4), "core a", 100, HeldOutError(0.0, 0.0, 0.0))
 
 
 def law(tokens: float, decodes: float, reads: float, pairs: float) -> float:
@@ -142,15 +141,6 @@ def test_an_idle_engine_waits_for_a_load_however_long(steps: int) -> None:
     (cost,) = engine.until_told()
     assert engine.live.given_up == 0
     assert cost.engine_s == pytest.approx(steps * 1e-3, rel=1e-6)
-
-
-def test_one_step_is_priced_as_a_table_of_steps() -> None:
-    rows = np.array([[300.0, 2, 500, 44000], [5, 5, 900, 0], [0, 0, 0, 0], [64, 4, 700, 1800], [3, 3, 40, 0]])
-    wanted, before = MODEL.predict(rows), [0.0, 0.0]
-    for row, seconds in zip(rows.tolist(), wanted, strict=True):
-        assert step_seconds(MODEL.fixed_s, MODEL.per_part_s, tuple(row), *before) == pytest.approx(seconds, rel=1e-12)
-        before = [aftermath(row[0], row[1]), before[0]]
-    assert StepTimeModel.from_dict(MODEL.to_dict()) == MODEL
 
 
 def test_undisturbed_steps_leave_nothing_behind() -> None:

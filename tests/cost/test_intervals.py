@@ -9,31 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom
 
 from kvpolicy.cost.intervals import (
     PREDICTED,
     Intervals,
-    Misses,
     bin_number,
     calibrate,
     carried_quantities,
     conformal_margin,
     unbounded,
 )
-from kvpolicy.cost.model import oriented_margin
-from kvpolicy.stats import proportion_interval
-from kvpolicy.training.coverage import coverage
-
-
-def misses(tokens: float, score: float, running: float = 0, law: float | None = None) -> Misses:
-    scores, of_law = dict.fromkeys(PREDICTED, score), dict.fromkeys(PREDICTED, score if law is None else law)
-    return Misses(tokens, running, scores, of_law)
-
-
-def spread(tokens: float, size: float, count: int = 30, running: float = 0) -> list[Misses]:
-    """States missed by ``size`` either way, in turns."""
-    return [misses(tokens, size * (1 if i % 2 else -1), running) for i in range(count)]
+from tests.cost.score_samples import misses, spread
 
 
 def test_both_quantiles_worked_by_hand() -> None:
@@ -127,12 +113,6 @@ def test_ninety_percent_means_ninety_percent_of_skewed_misses_too(states: int) -
     assert 0.89 <= held / tries <= 0.91 + 2 / (states + 1)
 
 
-def test_room_around_a_ratio_turns_with_it() -> None:
-    assert oriented_margin((0.1, 0.3), "recompute", "swap") == (0.1, 0.3)
-    assert oriented_margin((0.1, 0.3), "swap", "recompute") == (0.3, 0.1)
-    assert oriented_margin((0.1, 0.3), "swap", "swap") == (0.3, 0.3)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -151,29 +131,3 @@ def test_wrong_intervals_are_refused(change: dict[str, object], message: str) ->
     good = calibrate([misses(100, 0.1)] * 30).to_dict()
     with pytest.raises(ValueError, match=message):
         Intervals.from_dict(good | change)
-
-
-# ---- coverage and what it can tell ----
-
-
-@pytest.mark.parametrize(("successes", "trials"), [(17, 21), (1, 1), (0, 5), (450, 500), (3, 8)])
-def test_clopper_pearson_against_the_binomial_it_inverts(successes: int, trials: int) -> None:
-    low, high = proportion_interval(successes, trials)
-    assert 0 <= low <= successes / trials <= high <= 1
-    if successes:
-        assert binom.sf(successes - 1, trials, low) == pytest.approx(0.025, rel=1e-6)
-    if successes < trials:
-        assert binom.cdf(successes, trials, high) == pytest.approx(0.025, rel=1e-6)
-    assert proportion_interval(0, 0) == (0.0, 1.0)
-
-
-def test_coverage_is_told_by_bin_with_the_number_of_states() -> None:
-    found = calibrate([*spread(40, 0.1), *spread(900, 0.3)])
-    told = coverage(found, [0, 0, 0, 1], [True, True, False, True])
-    assert (told["states"], told["holds"]) == (4, 0.75)
-    first, second = told["bins"]
-    assert (first["states"], first["holds"], first["tokens_below"]) == (3, pytest.approx(2 / 3), 900)
-    assert (second["states"], second["holds"], second["tokens_from"]) == (1, 1.0, 900)
-    assert second["low"] == pytest.approx(0.025)
-    empty = coverage(found, [0], [True])["bins"][1]
-    assert (empty["states"], empty["holds"], empty["low"], empty["high"]) == (0, None, 0.0, 1.0)

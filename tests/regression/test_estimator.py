@@ -10,30 +10,9 @@ import pytest
 from sklearn.base import clone
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from kvpolicy.arrays import Floats
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor, LinearRegressor, grouped_folds
-
-COLUMNS = ("tokens", "pairs", "batch")
-PHYSICS = Ceilings(((LAUNCH,), ("tokens",), ("pairs",)), {"tokens": "token"})
-
-
-def measured(
-    rows: int, seed: int = 0, bend: float = 0.3, noise: float = 0.02, most: float = 4000
-) -> tuple[Floats, Floats]:
-    """Prefill times under a known law, of up to so many tokens, with what no roofline knows of (``bend``)."""
-    rng = np.random.default_rng(seed)
-    tokens = np.exp(rng.uniform(np.log(16), np.log(most), rows)).round()
-    x = np.column_stack([tokens, tokens * (tokens + 1) / 2, rng.uniform(0, 2000, rows)])
-    return x, law(x, bend) * np.exp(rng.normal(0, noise, rows))
-
-
-def law(x: Floats, bend: float = 0.3) -> Floats:
-    return np.exp(bend * np.sin(x[:, 2] / 300)) * (1e-3 + 2e-5 * x[:, 0] + 3e-9 * x[:, 1])
-
-
-def missed(made: Any, x: Floats, bend: float = 0.3) -> float:
-    return float(np.abs(made.predict(x) / law(x, bend) - 1).mean())
+from tests.regression.measured_steps import COLUMNS, PHYSICS, measured, missed
 
 
 def not_promised(estimator: Any) -> dict[str, str]:
@@ -52,13 +31,6 @@ def test_scikit_learn_agrees(estimator: Any, check: Any) -> None:
     check(estimator)
 
 
-def test_physics_finds_the_constants_and_names_their_units() -> None:
-    x, seconds = measured(400, bend=0.0)
-    launch, tokens, pairs = AnalyticRegressor(PHYSICS, COLUMNS).fit(x, seconds).constants_
-    assert [launch.value, tokens.value, pairs.value] == pytest.approx([1e-3, 2e-5, 3e-9], rel=0.1)
-    assert (launch.unit, tokens.unit, pairs.unit) == ("s", "s/token", "s/pairs")
-
-
 def test_outliers_are_held_down() -> None:
     x, seconds = measured(400, bend=0.0)
     seconds[::20] *= 20
@@ -69,40 +41,6 @@ def test_no_constant_is_below_zero() -> None:
     x, seconds = measured(200)
     made = AnalyticRegressor(PHYSICS, COLUMNS).fit(x[:, [1, 0, 2]][:, [1, 0, 2]], seconds[::-1].copy())
     assert min(one.value for one in made.constants_) >= 0
-
-
-def test_a_ceiling_is_as_slow_as_its_slowest_term() -> None:
-    work, moved = np.meshgrid(np.geomspace(1, 1e4, 30), np.geomspace(1, 1e4, 30))
-    x = np.column_stack([work.ravel(), moved.ravel()])
-    seconds = 1e-5 + np.maximum(3e-6 * x[:, 0], 5e-7 * x[:, 1])
-    made = AnalyticRegressor(Ceilings(((LAUNCH,), ("work", "moved"))), ("work", "moved")).fit(x, seconds)
-    assert [one.value for one in made.constants_] == pytest.approx([1e-5, 3e-6, 5e-7], rel=0.02)
-    with pytest.raises(ValueError, match="needs column 'bytes'"):
-        AnalyticRegressor(Ceilings((("bytes",),)), ("work", "moved")).fit(x, seconds)
-
-
-def test_trees_learn_what_physics_does_not_know() -> None:
-    x, seconds = measured(1500)
-    new, _ = measured(500, seed=1)
-    both = BoostedRegressor(PHYSICS, COLUMNS).fit(x, seconds)
-    assert both.trees_ > 0
-    assert missed(both, new) < 0.3 * missed(AnalyticRegressor(PHYSICS, COLUMNS).fit(x, seconds), new)
-
-
-def test_trees_are_dropped_where_they_do_not_help() -> None:
-    x, seconds = measured(600, bend=0.0)
-    made = BoostedRegressor(PHYSICS, COLUMNS).fit(x, seconds)
-    assert made.trees_ == 0
-    assert made.predict(x) == pytest.approx(AnalyticRegressor(PHYSICS, COLUMNS).fit(x, seconds).predict(x))
-
-
-def test_repeats_of_one_point_are_one_group_when_trees_are_decided_on() -> None:
-    """Every point has its own error, the same in all its repeats: ungrouped, trees would learn it by heart."""
-    x, seconds = measured(60, bend=0.0, noise=0.3)
-    points = np.repeat(np.arange(60), 10)
-    x, seconds = x[points], seconds[points]
-    assert BoostedRegressor(PHYSICS, COLUMNS).fit(x, seconds).trees_ > 0
-    assert BoostedRegressor(PHYSICS, COLUMNS).fit(x, seconds, groups=points).trees_ == 0
 
 
 def test_far_beyond_the_trained_lengths_physics_leads() -> None:

@@ -18,6 +18,7 @@ from kvpolicy.events import CAUSES, ENDINGS, KINDS, Cost, Decision, Option, Outc
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.trace import SCHEMAS, Header, Trace, TraceError, from_rows, read, with_core
 from tests.fuzzing import examples
+from tests.synthetic import make_trace
 
 HEADER = Header(
     run_id="run",
@@ -32,6 +33,8 @@ HEADER = Header(
     host_blocks=64,
     policy="always-swap",
 )
+
+
 SITUATION = Preemption(
     time_s=1.5,
     computed_tokens=70,
@@ -57,7 +60,10 @@ SITUATION = Preemption(
     priority=0,
     cause="memory",
 )
+
+
 OUTCOME = Outcome("p0", "resumed", 2.5, 0.5, 0.1, 0, 70, 0, 4, 9)
+
 
 WORDS = {"cause": CAUSES, "executed": KINDS, "ended": ENDINGS, "direction": ("save", "load")}
 
@@ -266,3 +272,9 @@ def test_a_header_from_before_the_token_budget_reads(tmp_path: Path) -> None:
     (tmp_path / "header.json").write_text(json.dumps(values | {"token_budget": 0}))
     with pytest.raises(TraceError, match="token_budget is 0"):
         Header.read(tmp_path / "header.json")
+
+
+def test_rows_of_some_columns_are_those_alone() -> None:
+    made = make_trace(states=12)
+    (one, *_) = made.rows("decisions", ("core", "arm"))
+    assert one == {name: made.rows("decisions")[0][name] for name in ("core", "arm")}
