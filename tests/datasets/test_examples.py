@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from kvpolicy.datasets.examples import drawn, examples_of, option_of
+import pytest
+
+from kvpolicy.datasets.examples import drawn, examples_of, noise_floors, option_of
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS
-from tests.synthetic import make_trace
+from tests.synthetic import changed, make_trace
 
 
 def test_every_fold_of_a_fit_gets_the_same_features_without_working_them_out_again() -> None:
@@ -31,3 +33,27 @@ def test_a_draw_keeps_the_ends_and_spreads_over_the_lengths() -> None:
     assert max(b - a for a, b in pairwise(places)) <= 12
     assert drawn(states, 101, random.Random(0)) == states
     assert drawn(states, 20, random.Random(1)) != some
+
+
+def test_a_window_that_went_wrong_does_not_move_its_state() -> None:
+    made = make_trace(noise=0.02, repeats=5)
+    rows = made.rows("outcomes")
+    for row in rows[::10]:
+        row["engine_s"] += 1.0
+    wrong = examples_of(dataset_of({"made": changed(made, "outcomes", rows)}).states)
+    right = examples_of(dataset_of({"made": made}).states)
+    for kind in KINDS:
+        for one, other in zip(wrong[kind], right[kind], strict=True):
+            assert one.engine_s == pytest.approx(other.engine_s, rel=0.1)
+
+
+def test_floor_is_the_noise_of_a_median() -> None:
+    """1.2533 sigma / sqrt(25); a tenth of the windows going wrong moves it by little."""
+    made = make_trace(noise=0.0, additive_noise_s=2e-4, repeats=25)
+    for floor in noise_floors(dataset_of({"made": made}).states).values():
+        assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.1)
+    rows = made.rows("outcomes")
+    for row in rows[::10]:
+        row["engine_s"] += 1.0
+    for floor in noise_floors(dataset_of({"made": changed(made, "outcomes", rows)}).states).values():
+        assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.3)

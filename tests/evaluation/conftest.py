@@ -12,12 +12,12 @@ from tests.synthetic_logs import LogPlan, make_log
 PLAN = LogPlan(decisions=1500)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def log() -> Trace:
     return make_log(1, PLAN, host_full_share=0.1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(log: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("log") / "log"
     log.write(folder)

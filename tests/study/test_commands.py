@@ -14,7 +14,7 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.study.config import Criterion, Run, Serving
-from tests.study.test_grid import TIGHT, WORKLOAD
+from tests.study.grids import TIGHT, WORKLOAD
 
 
 class Called:

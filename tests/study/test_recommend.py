@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvpolicy.study.recommend import (
 )
 from kvpolicy.workload import Request, Workload
 from tests.study.conftest import grouped
-from tests.study.test_grid import TIGHT, WORKLOAD
+from tests.study.grids import TIGHT, WORKLOAD
 
 SERVING = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
 
@@ -223,3 +224,37 @@ def test_the_whole_way(hardware: str, tmp_path: Path) -> None:
         kvpolicy.recommend(**grouped(**given, min_gain=-1))
     with pytest.raises(ValueError, match="judge_by is 'speed'"):
         kvpolicy.recommend(**grouped(**given, judge_by="speed"))
+
+
+def test_ratio_and_interval_by_hand() -> None:
+    """Log ratios log 2 and log 8: mean log 4, standard error log(2); t of 1 degree at 97.5% is 12.706."""
+    found = paired_ratio([2.0, 8.0], [1.0, 1.0])
+    assert found.value == pytest.approx(4.0)
+    spread = 12.7062 * (log(8) - log(2)) / sqrt(2) / sqrt(2)
+    assert (found.low, found.high) == (pytest.approx(4 * exp(-spread), 1e-4), pytest.approx(4 * exp(spread), 1e-4))
+    assert not found.significant
+
+
+def test_pairing_takes_out_what_pairs_share() -> None:
+    """Runs differ tenfold, the policies by 5% in each of them: told, though the ranges overlap."""
+    base = [1.0, 10.0, 3.0, 0.5]
+    found = paired_ratio([1.05 * one * (1 + 1e-3 * k) for k, one in enumerate(base)], base)
+    assert found.significant and found.value == pytest.approx(1.05, rel=5e-3)
+    assert paired_ratio(base, base).significant is False
+
+
+def test_more_comparisons_widen() -> None:
+    ours, theirs = [1.1, 1.2, 1.15, 1.3], [1.0] * 4
+    one, many = paired_ratio(ours, theirs), paired_ratio(ours, theirs, comparisons=6)
+    assert many.low is not None and one.low is not None and many.low < one.low
+
+
+def test_a_single_pair_tells_nothing() -> None:
+    found = paired_ratio([2.0], [1.0])
+    assert (found.value, found.low, found.high, found.significant) == (2.0, None, None, False)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([], []), ([0.0], [1.0]), ([1.0], [float("nan")])])
+def test_what_has_no_ratio_is_refused(ours: list[float], theirs: list[float]) -> None:
+    with pytest.raises(ValueError, match="numbers above 0"):
+        paired_ratio(ours, theirs)

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
-from kvpolicy.datasets.examples import Example, examples_of, noise_floors
+from kvpolicy.datasets.examples import Example, examples_of
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS
 from kvpolicy.training.law_fits import fit_analytic, fit_linear, load_notes, relative_fit
-from tests.synthetic import CostLaw, changed, fitted_model, make_trace, without
+from tests.synthetic import CostLaw, make_trace, without
 
 LAW = CostLaw()
+
+
 FLOORS = dict.fromkeys(KINDS, 1e-6)
 
 
@@ -92,36 +94,6 @@ def test_linear_coefficients_are_never_below_zero() -> None:
         assert "batch_tokens" not in law.per_feature_s  # type: ignore[attr-defined]  # a LinearLaw
         assert law.constant_s >= 0  # type: ignore[attr-defined]
         assert min(law.per_feature_s.values()) > 0  # type: ignore[attr-defined]
-
-
-def test_residual_learns_what_no_roofline_knows_and_stays_away_where_there_is_nothing() -> None:
-    assert fitted_model("boosted", bend=0.4).residuals
-    assert not fitted_model("boosted", bend=0.0).residuals
-    assert not fitted_model("boosted", states=40, bend=0.4).residuals
-
-
-def test_floor_is_the_noise_of_a_median() -> None:
-    """1.2533 sigma / sqrt(25); a tenth of the windows going wrong moves it by little."""
-    made = make_trace(noise=0.0, additive_noise_s=2e-4, repeats=25)
-    for floor in noise_floors(dataset_of({"made": made}).states).values():
-        assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.1)
-    rows = made.rows("outcomes")
-    for row in rows[::10]:
-        row["engine_s"] += 1.0
-    for floor in noise_floors(dataset_of({"made": changed(made, "outcomes", rows)}).states).values():
-        assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.3)
-
-
-def test_a_window_that_went_wrong_does_not_move_its_state() -> None:
-    made = make_trace(noise=0.02, repeats=5)
-    rows = made.rows("outcomes")
-    for row in rows[::10]:
-        row["engine_s"] += 1.0
-    wrong = examples_of(dataset_of({"made": changed(made, "outcomes", rows)}).states)
-    right = examples_of(dataset_of({"made": made}).states)
-    for kind in KINDS:
-        for one, other in zip(wrong[kind], right[kind], strict=True):
-            assert one.engine_s == pytest.approx(other.engine_s, rel=0.1)
 
 
 def test_loads_that_no_trace_tells_from_saves_are_told() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Sequence
+from math import sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +26,10 @@ from kvpolicy.trace import Trace, TraceError
 from kvpolicy.training.log_fits import (
     MAX_WEIGHT,
     RATIO_CONFIDENCE,
+    Average,
     LogTrainReport,
+    Term,
+    average,
     clipped,
     intervals_of,
     ratio_margin,
@@ -242,3 +247,62 @@ def test_logs_and_profiles_are_told_apart(folder: Path, tmp_path: Path) -> None:
     assert not holds_logs([tmp_path / "profile"])
     with pytest.raises(TraceError, match="take one kind at a time"):
         kvpolicy.train(traces=[folder, tmp_path / "profile"], out=tmp_path / "m")
+
+
+def test_an_average_worked_by_hand() -> None:
+    """Terms 2 + 2 x (3 - 2) = 4, and 1; two requests: mean 2.5, standard error 1.5, t of one degree 12.706."""
+    found = average([Term("a", 2.0, 2.0, 3.0), Term("b", 1.0, 0.0, 0.0)])
+    assert (found.direct_s, found.robust_s) == (1.5, 2.5)
+    assert found.high_s - found.robust_s == pytest.approx(12.7062 * 1.5, rel=1e-4)
+
+
+def test_what_happens_to_one_request_counts_once() -> None:
+    """Every record four times: no narrower."""
+    rng = random.Random(1)
+    terms = [Term(str(n), 1.0, 2.0 * (n % 2), rng.gauss(1.0, 0.2)) for n in range(60)]
+    once, often = average(terms), average(terms * 4)
+    assert often.high_s - often.low_s == pytest.approx(once.high_s - once.low_s, rel=1e-9)
+
+
+def test_a_wrong_model_is_put_right_by_right_probabilities() -> None:
+    """True costs 1 to 3, taken with a chance that rises with the cost; the model says half of it."""
+    rng, terms = random.Random(2), []
+    for n in range(20_000):
+        cost = rng.uniform(1.0, 3.0)
+        chance = 0.1 + 0.25 * cost
+        taken = rng.random() < chance
+        terms.append(Term(str(n), cost / 2, 1 / chance if taken else 0.0, cost if taken else 0.0))
+    found = average(terms)
+    assert found.low_s <= 2.0 <= found.high_s
+    assert found.factor == pytest.approx(2.0, rel=0.03)
+
+
+def test_an_interval_holds_nineteen_times_in_twenty() -> None:
+    held = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        terms = [
+            Term(str(n // 2), 1.5, 2.0 if taken else 0.0, rng.expovariate(0.5) if taken else 0.0)
+            for n in range(400)
+            for taken in [rng.random() < 0.5]
+        ]
+        found = average(terms)
+        held += found.low_s <= 2.0 <= found.high_s
+    assert 0.95 - 3 * sqrt(0.95 * 0.05 / 300) <= held / 300
+
+
+@pytest.mark.parametrize(
+    ("given", "factor"),
+    [
+        (Average(1.0, 1.1, 0.9, 1.3), 1.0),
+        (Average(1.0, 1.5, 1.2, 1.8), 1.5),
+        (Average(1.0, -0.5, -0.8, -0.2), 1.0),
+    ],
+)
+def test_only_what_is_more_than_chance_scales(given: Average, factor: float) -> None:
+    assert given.factor == factor
+
+
+def test_one_request_tells_no_interval() -> None:
+    with pytest.raises(ValueError, match="of 1 requests"):
+        average([Term("a", 1.0, 1.0, 1.0)])

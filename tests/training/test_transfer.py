@@ -14,19 +14,22 @@ import pytest
 
 from kvpolicy.cost import CostModel, ModelError, load
 from kvpolicy.cost.forest import Forest
-from kvpolicy.cost.laws import LinearLaw, RecomputeRoofline
+from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.model import Provenance
 from kvpolicy.cost.store import forest_of, forest_texts
 from kvpolicy.datasets.examples import examples_of
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS, Cost, Option, Preemption
+from kvpolicy.features import FEATURES, Features
 from kvpolicy.trace import TraceError
 from kvpolicy.training import calibrate, train
-from kvpolicy.training.transfer import carry_law, damped, doubling, rebased, spread, unknown_beforehand
+from kvpolicy.training.transfer import carry_law, damped, doubling, rebased, scaled_by, spread, unknown_beforehand
 from tests.cost.test_laws import victim
 from tests.synthetic import GEOMETRY, HARDWARE, CostLaw, fitted_model, make_trace, options_for
 
 SLOW_LINK = {"kind": "simulated", "bytes_per_s": 2e8, "latency_s": 8e-3}
+
+
 SLOWER = CostLaw(s_per_token=9e-5, s_per_pair=12e-9, fixed_s=1.2e-3, alone_s=4.5e-3)
 
 
@@ -265,3 +268,18 @@ def test_numbers_of_measurements_double() -> None:
     assert doubling(1) == (1,)
     assert doubling(16) == (1, 2, 4, 8, 16)
     assert doubling(43) == (1, 2, 4, 8, 16, 32, 43)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        RecomputeRoofline(1e-3, 2e-3, 1e-5, 1e-9, weight_s=1e-2, s_per_kv_token=1e-8, budget_tokens=256.0),
+        SwapRoofline(Channel(1e-4, 1e-10, 1e-7), Channel(1e-4, 2e-10, 1e-7), 1e-3, 1e-3, 1.0, 0.9, 0.3, 0.1, 0.2),
+        LinearLaw(1e-3, {"computed_tokens": 1e-6, "load_bytes": 1e-11}),
+    ],
+)
+def test_a_scaled_law_predicts_so_much_more_everywhere(law: RecomputeRoofline | SwapRoofline | LinearLaw) -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        x = Features(*(rng.uniform(0.0, 5000.0) for _ in FEATURES))
+        assert sum(scaled_by(law, 1.7).parts(x)) == pytest.approx(1.7 * sum(law.parts(x)), rel=1e-9)

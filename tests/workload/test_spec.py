@@ -10,7 +10,6 @@ import pytest
 
 from kvpolicy.workload import (
     AZURE,
-    AZURE_CONVERSATION,
     FORMATS,
     SHIPPED,
     Request,
@@ -193,7 +192,3 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
         list(source)
     assert list(TimedFile(written.put(tmp_path, "late.csv", written.AZURE_2023), AZURE))
     assert len(list(source)) == 3
-
-
-def test_shipped_names_are_those_of_their_lengths() -> None:
-    assert SHIPPED["azure-conversation-2023"] is AZURE_CONVERSATION
