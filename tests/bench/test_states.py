@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,15 @@ from kvpolicy_vllm.bench.reach import (
     Reach,
     study_states,
 )
-from kvpolicy_vllm.bench.states import free_blocks_for, running_for
+from kvpolicy_vllm.bench.states import (
+    Span,
+    State,
+    check_states,
+    free_blocks_for,
+    grid,
+    running_for,
+    waiting_prompt_tokens,
+)
 
 REACHES = (QUICK, FULL_CPU, FULL_DEVICE)
 
@@ -50,3 +59,36 @@ def test_overflows_of_several_victims_are_all_beside_as_many_requests_as_the_lar
     assert running == running_for(max(reach.victims), reach.victim_tokens // 32)
     with pytest.raises(ValueError, match="victim_tokens is 100, should be whole blocks of 32"):
         study_states(replace(reach, victim_tokens=100), EVICTED_TOKENS, 32)
+
+
+SPAN = Span(64, 1500, 7, 6000, 4096)
+
+
+def test_a_grid_spreads_over_everything_it_is_to_cover() -> None:
+    states = grid(32, 24, SPAN, random.Random(0))
+    assert len({state.state_id for state in states}) == 24
+    assert sum(state.cause == "memory" for state in states) * 2 >= 24 + len(check_states(32, SPAN))
+    assert {len(state.other_prompts) for state in states} == set(range(8))
+    lengths = sorted(state.prompt_tokens + state.decoded_tokens for state in states)
+    assert lengths[0] < 80
+    assert lengths[-1] > 1200
+    assert len({state.spare_blocks for state in states}) >= 3
+    assert any(state.waiting for state in states)
+    assert all(sum(state.other_prompts) <= SPAN.max_batch_tokens for state in states)
+
+
+def test_a_grid_depends_on_its_seed_alone() -> None:
+    assert grid(32, 24, SPAN, random.Random("a")) == grid(32, 24, SPAN, random.Random("a"))
+    assert grid(32, 24, SPAN, random.Random("a")) != grid(32, 24, SPAN, random.Random("b"))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_nobody_who_waits_would_fit_during_a_window(size: int) -> None:
+    for state in grid(size, 40, SPAN, random.Random(size)):
+        free_at_most = state.victim_blocks + state.growth_blocks + state.spare_blocks
+        assert not state.waiting or free_at_most < waiting_prompt_tokens(SPAN.model_tokens) / size
+
+
+def test_a_state_survives_being_written_down() -> None:
+    for state in grid(64, 8, SPAN, random.Random(1)):
+        assert State.from_dict(state.to_dict()) == state

@@ -19,7 +19,7 @@ from kvpolicy.simulator.builtin.scheduler import VllmVictims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.sinks import Identity
 from kvpolicy.workload import Request, Source, Workload
-from tests.fuzzing import examples
+from tests.examples import examples
 from tests.simulator.worlds import LINEAR, random_workload, run, worlds
 
 World = tuple[Workload, Server, str]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.trace.digest import BATCH_ROWS, row_texts
-from tests.fuzzing import examples
+from tests.examples import examples
 from tests.synthetic import make_trace
 from tests.synthetic_steps import with_steps
 

@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,9 @@ from benchmarks.gpu.pieces import Done
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.profile import PIECE_S, TRAINING_S, shares_of, status_of
 from benchmarks.gpu.swap import settings_of
-from kvpolicy_vllm.bench.job import Job as MeasuringJob
-from kvpolicy_vllm.bench.measure_engine import Measurement
-from kvpolicy_vllm.bench.measured_window import Window
 from kvpolicy_vllm.bench.profile_parts import Rig
-from kvpolicy_vllm.bench.states import Span, State, check_states, grid
-from kvpolicy_vllm.plugin.copiers.base import unique_segments
-from kvpolicy_vllm.plugin.copiers.staging import STAGED_BYTES, StagedCopier, Staging, host_arena, runs_of
 from kvpolicy_vllm.plugin.messages import Job
+from tests.plugin.copiers.segments import made_segments
 from tests.vllm.harness import ROOT, environment
 
 
@@ -249,44 +243,6 @@ def test_a_case_fails_for_whatever_is_wrong(change: dict[str, Any], said: str) -
     assert said in wrong
 
 
-def made_segments(dtypes: tuple[torch.dtype, ...], blocks: int = 24) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    caches = {
-        f"layer.{i}": torch.randn((blocks, 2, 4, 2, 8), generator=generator).to(dtype) for i, dtype in enumerate(dtypes)
-    }
-    return unique_segments(caches, blocks)
-
-
-@pytest.mark.parametrize("max_bytes", [STAGED_BYTES, 1, 3000])
-def test_staged_blocks_come_back_and_touch_no_other(max_bytes: int) -> None:
-    """Through a buffer for all of them, for one, for a few; slots that follow each other and slots that do not."""
-    segments = made_segments((torch.bfloat16, torch.float32, torch.bfloat16))
-    copier = StagedCopier(segments, 16, False, None)
-    copier.staging = Staging(segments, copier.arena, max_bytes)
-    job = Job(1, "r", (3, 19, 1, 4, 17, 8), (2, 3, 4, 9, 8, 15))
-    before = [segment.clone() for segment in segments]
-    copier.save(job)
-    for host, was in zip(copier.host_segments, before, strict=True):
-        assert torch.equal(host[list(job.slots)], was[list(job.block_ids)])
-    for segment in segments:
-        segment[list(job.block_ids)] = 0
-    copier.load(job)
-    assert [done.ok for done in copier.poll()] == [True]
-    assert all(torch.equal(segment, was) for segment, was in zip(segments, before, strict=True))
-
-
-def test_slots_that_follow_each_other_go_together() -> None:
-    assert list(runs_of((2, 3, 4, 9, 8))) == [(0, 2, 3), (3, 9, 1), (4, 8, 1)]
-    assert list(runs_of(())) == []
-
-
-def test_the_host_pool_begins_on_a_page_of_its_own() -> None:
-    """Page-locking goes by whole pages; pools that shared one could not both be locked."""
-    arenas = [host_arena(3, 1000) for _ in range(4)]
-    assert all(arena.data_ptr() % 4096 == 0 for arena in arenas)
-    assert len({arena.data_ptr() for arena in arenas}) == 4
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_digests_know_blocks_apart(dtype: torch.dtype) -> None:
     """Equal bits elsewhere give the same number; one bit, another place or another layer another one."""
@@ -326,39 +282,3 @@ def test_a_part_of_a_copy_is_held_against_its_own_part() -> None:
     copier.load(Job(1, "r", (7, 8), (1, 2)))
     copier.poll()
     assert copier.told() == {"restored_blocks": 3, "different_blocks": 0}
-
-
-class TimedDriver:
-    """Windows take ten seconds each, by its own clock."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.windows: list[tuple[str, str]] = []
-        self.controller = self.recorder = self
-
-    def add(self, table: str, row: dict[str, Any]) -> None:
-        """As a recorder does."""
-
-    def measure(self, state: State, arm: str, repeat: int, attempt: int = 0, pause: int = 1) -> Window:
-        self.now_s += 10.0
-        if repeat >= 0:
-            self.windows.append((state.state_id, arm))
-        return Window(state.state_id, arm, repeat, state.cause, 0, 1, 10.0, None, "")
-
-    def undisturbed(self, state: State, repeat: int, steps: int) -> Window:
-        self.now_s += 1.0 + 0.001 * repeat
-        return Window(state.state_id, "undisturbed", repeat, state.cause, 0, 1, 1.0 + 0.001 * repeat, None, "noise")
-
-
-def test_measuring_ends_in_time_and_leaves_no_state_half_measured() -> None:
-    span = Span(64, 256, 3, 1000, 1024)
-    states = grid(32, 8, span, random.Random(0))
-    job = MeasuringJob({}, states, check_states(32, span), 2, 1, 0, 0, max_s=160.0)
-    timed: Any = TimedDriver()
-    Measurement(timed, job, lambda values: None, lambda: timed.now_s).run()
-    assert 130 < timed.now_s < 200
-    measured = {state for state, _ in timed.windows}
-    assert 2 <= len(measured) < 8 and len(timed.windows) == 3 * len(measured)
-    everything: Any = TimedDriver()
-    Measurement(everything, replace(job, max_s=None), lambda values: None, lambda: everything.now_s).run()
-    assert len(everything.windows) == 3 * 8 + 2 * 2 * 2

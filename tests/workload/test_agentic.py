@@ -14,12 +14,12 @@ from kvpolicy.workload import (
     Users,
     WorkloadError,
 )
-from tests.workload import written
+from tests.workload import published_files
 from tests.workload.drawn_times import times
 
 
 def test_agents_by_hand(tmp_path: Path) -> None:
-    path = written.put(tmp_path, "agents.jsonl.gz", written.AGENTIC)
+    path = published_files.put(tmp_path, "agents.jsonl.gz", published_files.AGENTIC)
     source = AgentSessions(path, Starting(Even(0.1)))
     found = list(source)
     assert times(found) == [
@@ -46,22 +46,22 @@ def test_agents_by_hand(tmp_path: Path) -> None:
 def test_a_pause_that_counts_from_an_earlier_answer_is_mended(tmp_path: Path) -> None:
     """The second answer's time is unknown, so the third call's think_time counts from the first answer."""
     calls = [
-        written.agent_call("a", 0.0, 64, 1, 0.0, api_time=5.0),
-        written.agent_call("a", 10.0, 64, 1, 5.0, api_time=None),
-        written.agent_call("a", 18.0, 64, 1, 13.0, api_time=2.0),
-        written.agent_call("a", 25.0, 64, 1, None, api_time=2.0),
+        published_files.agent_call("a", 0.0, 64, 1, 0.0, api_time=5.0),
+        published_files.agent_call("a", 10.0, 64, 1, 5.0, api_time=None),
+        published_files.agent_call("a", 18.0, 64, 1, 13.0, api_time=2.0),
+        published_files.agent_call("a", 25.0, 64, 1, None, api_time=2.0),
     ]
-    found = list(AgentSessions(written.put(tmp_path, "a.jsonl", calls)))
+    found = list(AgentSessions(published_files.put(tmp_path, "a.jsonl", calls)))
     assert [request.think_s for request in found] == [None, 5.0, 8.0, 5.0]
 
 
 def test_a_call_without_answer_lengthens_the_pause(tmp_path: Path) -> None:
     calls = [
-        written.agent_call("a", 0.0, 64, 1, 0.0, api_time=5.0),
-        written.agent_call("a", 10.0, 64, 0, 5.0, api_time=1.0),
-        written.agent_call("a", 18.0, 64, 1, 7.0, api_time=2.0),
+        published_files.agent_call("a", 0.0, 64, 1, 0.0, api_time=5.0),
+        published_files.agent_call("a", 10.0, 64, 0, 5.0, api_time=1.0),
+        published_files.agent_call("a", 18.0, 64, 1, 7.0, api_time=2.0),
     ]
-    source = AgentSessions(written.put(tmp_path, "a.jsonl", calls))
+    source = AgentSessions(published_files.put(tmp_path, "a.jsonl", calls))
     assert [request.think_s for request in source] == [None, 13.0]
     assert (source.counts.rows, source.counts.requests, source.counts.empty) == (3, 2, 1)
 
@@ -78,8 +78,8 @@ def test_a_call_without_answer_lengthens_the_pause(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_call_is_refused_or_skipped(tmp_path: Path, call: dict[str, object], reason: str) -> None:
-    rows = [*written.AGENTIC[:2], written.AGENTIC[2] | call, *written.AGENTIC[3:]]
-    path = written.put(tmp_path, "agents.jsonl", rows)
+    rows = [*published_files.AGENTIC[:2], published_files.AGENTIC[2] | call, *published_files.AGENTIC[3:]]
+    path = published_files.put(tmp_path, "agents.jsonl", rows)
     with pytest.raises(WorkloadError, match=rf"agents\.jsonl, {reason}"):
         list(AgentSessions(path))
     source = AgentSessions(path, care=Care(skip_damaged=True))
@@ -93,6 +93,6 @@ def test_users_do_not_replay_recorded_times(tmp_path: Path) -> None:
 
 
 def test_a_session_in_two_places_is_refused(tmp_path: Path) -> None:
-    path = written.put(tmp_path, "agents.jsonl", [*written.AGENTIC, written.AGENTIC[2]])
+    path = published_files.put(tmp_path, "agents.jsonl", [*published_files.AGENTIC, published_files.AGENTIC[2]])
     with pytest.raises(WorkloadError, match=r"line 6: session a was over; its lines should be together"):
         list(AgentSessions(path))

@@ -26,7 +26,7 @@ from kvpolicy.workload import (
     served,
 )
 from kvpolicy.workload.sessions import history
-from tests.fuzzing import examples
+from tests.examples import examples
 from tests.workload.drawn_times import times
 
 HAND = [

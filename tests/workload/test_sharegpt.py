@@ -17,12 +17,12 @@ from kvpolicy.workload import (
     WorkloadError,
 )
 from kvpolicy.workload.sharegpt import items
-from tests.workload import written
+from tests.workload import published_files
 
 
 def test_sharegpt_by_hand(tmp_path: Path) -> None:
     """At one token a word; the whole history is the next prompt, and what was never answered is left out."""
-    path = written.put(tmp_path, "sg.json.gz", _json(written.SHAREGPT))
+    path = published_files.put(tmp_path, "sg.json.gz", _json(published_files.SHAREGPT))
     source = ShareGPT(path, Think(3.0, 0.0), Starting(Even(1.0)), tokens_per_word=1.0, block_tokens=4)
     found = list(source)
     assert [(r.session, r.arrival_s, r.think_s, r.prompt_tokens, r.output_tokens) for r in found] == [
@@ -37,16 +37,16 @@ def test_sharegpt_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_counts_instead(tmp_path: Path) -> None:
-    path = written.put(tmp_path, "sg.json", _json(written.SHAREGPT))
+    path = published_files.put(tmp_path, "sg.json", _json(published_files.SHAREGPT))
     found = list(ShareGPT(path, Think(0.0), tokenizer=len, count=1))
     assert [(request.prompt_tokens, request.output_tokens) for request in found] == [(13, 13), (50, 17)]
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7, 64, 1 << 16])
 def test_conversations_are_found_whatever_the_pieces(tmp_path: Path, chunk_bytes: int) -> None:
-    path = written.put(tmp_path, "sg.json", "\ufeff" + json.dumps(written.SHAREGPT, indent=1))
+    path = published_files.put(tmp_path, "sg.json", "\ufeff" + json.dumps(published_files.SHAREGPT, indent=1))
     found = list(items(path, chunk_bytes))
-    assert [json.loads(text) for _, text in found] == written.SHAREGPT
+    assert [json.loads(text) for _, text in found] == published_files.SHAREGPT
     lines = path.read_text(encoding="utf-8-sig").splitlines()
     assert [where for where, _ in found] == [
         f"line {1 + place}, conversation {number}"
@@ -69,7 +69,7 @@ def test_conversations_are_found_whatever_the_pieces(tmp_path: Path, chunk_bytes
     ],
 )
 def test_a_damaged_conversation_is_refused_or_skipped(tmp_path: Path, text: str, reason: str) -> None:
-    path = written.put(tmp_path, "sg.json", text)
+    path = published_files.put(tmp_path, "sg.json", text)
     with pytest.raises(WorkloadError, match=rf"sg\.json, .*{reason}"):
         list(ShareGPT(path, Think(1.0)))
     source = ShareGPT(path, Think(1.0), care=Care(skip_damaged=True))
@@ -80,11 +80,11 @@ def test_a_damaged_conversation_is_refused_or_skipped(tmp_path: Path, text: str,
 @pytest.mark.parametrize("text", ["", "{}", '"x"', 'x [{"conversations": []}]'])
 def test_what_is_no_list_of_conversations_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(WorkloadError, match="should be a JSON list of conversations"):
-        list(ShareGPT(written.put(tmp_path, "sg.json", text), Think(1.0), care=Care(skip_damaged=True)))
+        list(ShareGPT(published_files.put(tmp_path, "sg.json", text), Think(1.0), care=Care(skip_damaged=True)))
 
 
 def test_conversations_are_read_as_they_are_needed(tmp_path: Path) -> None:
-    path = written.put(tmp_path, "sg.json", _json(written.SHAREGPT * 5_000))
+    path = published_files.put(tmp_path, "sg.json", _json(published_files.SHAREGPT * 5_000))
     source = ShareGPT(path, Think(0.0), Starting(Even(1.0)))
     assert len(list(islice(source, 10))) == 10
     assert source.counts.rows < 20

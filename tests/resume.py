@@ -1,4 +1,4 @@
-"""What has passed on the same code does not run again: ``python -m pytest -p tests.resuming``, as `make test-all`.
+"""What has passed on the same code does not run again: ``python -m pytest -p tests.resume``, as `make test-all`.
 
 The ids of tests that passed lie in ``.test-all``, in a file named by a digest of all that they may depend on: the files
 of the repository, the Python that runs them, what is installed there, and our variables of the environment. What was
@@ -44,7 +44,7 @@ def digest(root: Path = ROOT) -> str:
     return state.hexdigest()[:16]
 
 
-class Resuming:
+class Resume:
     """Leaves out what has passed, and notes what passes: at once, so that an interruption loses one test."""
 
     def __init__(self, file: Path) -> None:
@@ -68,4 +68,4 @@ class Resuming:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Resuming(PASSED / digest()), "resuming")
+    config.pluginmanager.register(Resume(PASSED / digest()), "resume")

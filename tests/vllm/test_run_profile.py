@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,13 @@ import pytest
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute
 from kvpolicy.settings import Measurement
-from kvpolicy.trace import Header, Trace
-from kvpolicy_vllm.bench.job import Noise
-from kvpolicy_vllm.bench.profile_parts import QUICK, Extent, parts_of
+from kvpolicy.trace import Trace
+from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.profile_results import ProfileReport
 from kvpolicy_vllm.bench.run_profile import UNFINISHED, profile
-from kvpolicy_vllm.bench.selfcheck import judge, self_checks
-from kvpolicy_vllm.bench.states import Span, State, check_states, grid, waiting_prompt_tokens
 
-SPAN = Span(64, 1500, 7, 6000, 4096)
 SMALL = Extent((32,), 6, 2, 1, 2, 400, 3, 1200, 1024, max_extra=2)
+
 
 SAME_IN_BOTH_ARMS = (
     "computed_tokens", "prompt_tokens", "output_tokens", "block_size", "block_bytes", "segment_bytes", "held_blocks",
@@ -163,114 +158,3 @@ def test_wrong_arguments_are_refused_before_an_engine_starts(tmp_path: Path, mod
         profile(tmp_path / "new", Measurement(Path(model), link="fast"), extent=SMALL)
     with pytest.raises(ValueError, match=r"config.json: no max_position_embeddings"):
         profile(tmp_path / "new", Measurement(tmp_path), extent=SMALL)
-
-
-# ---- without an engine ----
-
-
-def test_a_grid_spreads_over_everything_it_is_to_cover() -> None:
-    states = grid(32, 24, SPAN, random.Random(0))
-    assert len({state.state_id for state in states}) == 24
-    assert sum(state.cause == "memory" for state in states) * 2 >= 24 + len(check_states(32, SPAN))
-    assert {len(state.other_prompts) for state in states} == set(range(8))
-    lengths = sorted(state.prompt_tokens + state.decoded_tokens for state in states)
-    assert lengths[0] < 80
-    assert lengths[-1] > 1200
-    assert len({state.spare_blocks for state in states}) >= 3
-    assert any(state.waiting for state in states)
-    assert all(sum(state.other_prompts) <= SPAN.max_batch_tokens for state in states)
-
-
-def test_a_grid_depends_on_its_seed_alone() -> None:
-    assert grid(32, 24, SPAN, random.Random("a")) == grid(32, 24, SPAN, random.Random("a"))
-    assert grid(32, 24, SPAN, random.Random("a")) != grid(32, 24, SPAN, random.Random("b"))
-
-
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_nobody_who_waits_would_fit_during_a_window(size: int) -> None:
-    for state in grid(size, 40, SPAN, random.Random(size)):
-        free_at_most = state.victim_blocks + state.growth_blocks + state.spare_blocks
-        assert not state.waiting or free_at_most < waiting_prompt_tokens(SPAN.model_tokens) / size
-
-
-def test_a_state_survives_being_written_down() -> None:
-    for state in grid(64, 8, SPAN, random.Random(1)):
-        assert State.from_dict(state.to_dict()) == state
-
-
-def test_passes_are_interleaved_over_block_sizes_and_pinning() -> None:
-    assert [part.name for part in parts_of(QUICK, device=False)] == ["b32-pass0", "b64-pass0", "b64-pass1", "b32-pass1"]
-    with_device = parts_of(replace(QUICK, block_sizes=(16,)), device=True)
-    assert [(part.number, part.pin_memory) for part in with_device] == [(0, True), (0, False), (1, False), (1, True)]
-
-
-def test_a_noisy_machine_gets_more_repeats_up_to_a_limit() -> None:
-    assert Noise.of([1.0, 1.1, 1.0, 0.9, 1.0]).factor == 1
-    assert Noise.of([1.0, 1.2, 1.0, 0.85, 1.0]).factor == 2
-    assert Noise.of([1.0, 9.0, 1.0, 1.0, 1.0]).factor == 3
-
-
-def test_the_self_check_judges_by_its_interval() -> None:
-    rng = random.Random(2)
-    cost = [0.010 + rng.gauss(0, 1e-4) for _ in range(12)]
-    around = [value + rng.gauss(0, 1e-4) for value in cost]
-    assert judge("swap", 32, around, cost).verdict == "agrees"
-    assert judge("swap", 32, [value + 1e-3 for value in around], cost).verdict == "disagrees"
-    wild = [value + rng.gauss(0, 0.02) for value in cost]
-    assert judge("swap", 32, wild, cost).verdict == "cannot tell"
-    few = judge("swap", 32, around[:9], cost[:9])
-    assert (few.verdict, few.low_s, few.high_s) == ("cannot tell", None, None)
-
-
-def step(number: int, duration_s: float, tokens: int) -> dict[str, Any]:
-    counts = (
-        "scheduled_requests", "decode_requests", "kv_read_tokens", "chunk_context", "running_requests",
-        "waiting_requests", "used_blocks", "recomputed_tokens", "preemptions", "saves", "loads",
-    )  # fmt: skip
-    row: dict[str, Any] = dict.fromkeys(counts, 0)
-    row |= {"step": number, "start_s": float(number), "duration_s": duration_s, "device_s": None, "repeated": []}
-    return row | {"scheduled_tokens": tokens}
-
-
-def window(arm: str, repeat: int, first: int, last: int, discarded: str = "") -> dict[str, Any]:
-    return {
-        "state_id": "check-swap-b32", "arm": arm, "repeat": repeat, "cause": "forced", "first_step": first,
-        "last_step": last, "duration_s": 1.0, "preemption_id": None if arm == "none" else f"p{repeat}",
-        "discarded": discarded,
-    }  # fmt: skip
-
-
-def outcome(repeat: int, engine_s: float) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(
-        ("local_hit_tokens", "loaded_tokens", "recomputed_tokens", "first_step", "last_step"), 0
-    )
-    row |= dict.fromkeys(("closed_s", "victim_delay_s", "wait_blocks_s"), 0.0)
-    return row | {"preemption_id": f"p{repeat}", "ended": "resumed", "engine_s": engine_s, "others_delay_s": 0.0}
-
-
-def test_a_twin_is_compared_over_as_many_working_steps_as_both_have() -> None:
-    """Disturbed: 2, 12, 0.5 (idle), 2 and 2 ms, then a tail of 9; its twin four times 2: the difference is 10.5."""
-    steps, windows, outcomes = [], [], []
-    for pair in range(12):
-        at = 100 * pair
-        disturbed = ((2e-3, 4), (12e-3, 400), (0.5e-3, 0), (2e-3, 4), (2e-3, 4), (9e-3, 1))
-        steps += [step(at + i, *one) for i, one in enumerate(disturbed)]
-        steps += [step(at + 50 + i, 2e-3, 4) for i in range(4)]
-        windows += [window("swap", pair, at, at + 5), window("none", pair, at + 50, at + 53)]
-        outcomes.append(outcome(pair, 10.4e-3 if pair % 2 else 10.6e-3))
-    windows.append(window("swap", 99, 0, 3, discarded="another request was preempted"))
-    rows = {"steps": steps, "windows": windows, "outcomes": outcomes}
-    tables = {name: traces.with_core(traces.from_rows(name, some), "core-a") for name, some in rows.items()}
-    (found,) = self_checks(Trace({"core-a": header()}, tables))
-    assert (found.arm, found.block_size, found.pairs, found.verdict) == ("swap", 32, 12, "agrees")
-    assert found.attributed_s == pytest.approx(10.5e-3)
-    assert found.low_s is not None
-    assert found.high_s is not None
-    assert found.low_s + found.high_s == pytest.approx(0.0, abs=1e-9)
-
-
-def header() -> Header:
-    return Header(
-        run_id="a", source="profile", created="2024-01-01T00:00:00Z", engine="test", hardware={}, geometry={},
-        block_size=32, block_bytes=1, device_blocks=1, host_blocks=1, policy="pinned",
-    )  # fmt: skip

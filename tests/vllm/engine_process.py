@@ -1,6 +1,6 @@
 """One engine in a process of its own: read a job from a file, run it, write what happened.
 
-Run as ``python -m tests.vllm.child JOB RESULT``. The job names a scenario of :mod:`tests.vllm.scenarios`.
+Run as ``python -m tests.vllm.engine_process JOB RESULT``. The job names a scenario of :mod:`tests.vllm.scenarios`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.resuming import Resuming, digest
+from tests.resume import Resume, digest
 
 SUITE = """
 import pytest
@@ -35,7 +35,7 @@ class Seen:
 
 def begun(suite: Path, passed: Path) -> list[str]:
     seen = Seen()
-    pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(suite.parent), str(suite)], [Resuming(passed), seen])
+    pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(suite.parent), str(suite)], [Resume(passed), seen])
     return seen.names
 
 
