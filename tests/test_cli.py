@@ -1,4 +1,7 @@
-"""Commands call functions of the same name, and every refusal is one line on stderr with exit status 2."""
+"""Commands call functions of the same name, and every refusal is one line on stderr with exit status 2.
+
+Flags are made by ``kvpolicy.cli.flags``, commands stand in ``kvpolicy.cli.measure`` and ``kvpolicy.cli.study``.
+"""
 
 from __future__ import annotations
 

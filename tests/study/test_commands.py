@@ -1,4 +1,7 @@
-"""The commands call the functions of their names; failures are the exit status."""
+"""The commands call the functions of their names; failures are the exit status.
+
+They stand in ``kvpolicy.cli.study``.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,33 +12,13 @@ import pytest
 
 import kvpolicy
 from kvpolicy import HardwareModel, Request, Workload, cost
-from kvpolicy.cost import CostModel
-from kvpolicy.events import Cost, Option, Preemption
-from kvpolicy.fields import WrongValue
 from kvpolicy.shape import ModelShape
-from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
 from kvpolicy.study.recommend import _config_line, depends_on_seed
 from kvpolicy.study.report import SweepReport
-from kvpolicy.workload import WorkloadError, open_workload
 from tests.simulator import tables
+from tests.study.object_grids import MODEL, NAME, simulate, workload
 from tests.synthetic import options_for, situation
-
-NAME = "azure-conversation-2023?n=30&context=1024"
-MODEL = "cpu-llama-native"
-TIGHT = 200
-
-
-def workload(name: str = NAME) -> Workload:
-    source = open_workload(f"{name}&seed=0")
-    return Workload(source.name, tuple(source), source.seed, source.source)
-
-
-def simulate(workload: Any, hardware: Any, cache: Path, **more: Any) -> SweepReport:
-    run = Run(cache=cache, **({"jobs": 0} | more))
-    report = kvpolicy.simulate([workload], ["always-swap"], [TIGHT], hardware, serving=Serving(32), run=run)
-    assert report.ok, report.text()
-    return report
 
 
 def told(report: SweepReport) -> list[dict[str, Any]]:
@@ -76,12 +55,6 @@ def test_what_is_finished_is_taken_up_as_long_as_nothing_changed(tmp_path: Path)
     assert simulate(first, slower, tmp_path).taken_up == 0
 
 
-def test_a_cell_of_texts_has_the_inputs_that_it_always_had() -> None:
-    cell = Cell(NAME, "always-swap", TIGHT, "native", 0, MODEL)
-    names = ["workload", "policy", "kv_blocks", "link", "seed", "hardware", "engine", "serving", "part", "parts"]
-    assert list(cell.inputs()) == names
-
-
 def test_a_hardware_model_itself_is_its_folder(tmp_path: Path) -> None:
     shape = ModelShape.from_config(tables.CONFIG)
     made = kvpolicy.import_profile(tables.llmservingsim(tmp_path), tmp_path / "hardware", shape, link="pcie5").model
@@ -94,39 +67,6 @@ def test_a_hardware_model_itself_is_its_folder(tmp_path: Path) -> None:
 def test_every_part_of_a_workload_is_a_run(tmp_path: Path) -> None:
     by_name, by_object = (simulate(one, MODEL, tmp_path, parts=3) for one in (NAME, workload()))
     assert told(by_object) == told(by_name) and len(told(by_object)) == 3
-
-
-class Guess(CostModel):
-    name = "guess"
-
-    def predict(self, situation: Preemption, options: Sequence[Option]) -> tuple[Cost, ...]:
-        raise AssertionError
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (open_workload(NAME), "workloads hold 'azure-conversation-2023', a SyntheticRequests, should be texts or"),
-        (iter(workload()), "a tuple_iterator, should be texts or of the class Workload, which has a digest"),
-        (replace(workload(), requests=list(workload().requests)), "workload azure-conversation-2023: requests should"),
-        (None, "workloads hold None, a NoneType, should be texts"),
-    ],
-)
-def test_a_workload_that_may_change_is_refused_by_name(given: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises((WrongValue, WorkloadError), match=told):
-        simulate(given, MODEL, tmp_path)
-
-
-def test_an_object_that_is_no_hardware_is_refused_by_name(hardware: str, tmp_path: Path) -> None:
-    untrained = cost.load(f"analytic:{hardware}")
-    for given, said in (
-        (Guess(), "hardware is 'guess', a Guess, should be a text"),
-        (untrained, f"hardware 'analytic:{hardware}': is untrained, should be given as DEVICE"),
-        (80, "hardware is 80, a int, should be a text"),
-    ):
-        with pytest.raises(WrongValue) as error:
-            simulate(NAME, given, tmp_path)
-        assert str(error.value).startswith(said)
 
 
 def test_what_is_advised_of_objects(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The overflow study on the real engine, every figure at a tiny scale: what it measures, and that a report draws it."""
+"""The overflow study on the real engine, every figure at a tiny scale: what it measures, and that a report draws it.
+
+Served runs are those of ``kvpolicy_vllm.bench.pressure``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A profile on the real engine: what it promises about its states, its windows and its being interrupted."""
+"""A profile on the real engine: what it promises about its states, its windows and its being interrupted.
+
+A profile runs ``kvpolicy_vllm.bench.inspect_model``, then ``kvpolicy_vllm.bench.measure_engine`` for each part by
+``kvpolicy_vllm.bench.engine_run``, whose windows are those of ``kvpolicy_vllm.bench.measured_window``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""vLLM's scheduler as a simulator, by itself: time, texts, sessions, refusals, what it leaves behind."""
+"""vLLM's scheduler as a simulator, by itself: time, texts, sessions, refusals, what it leaves behind.
+
+Its scheduler is made by ``kvpolicy_vllm.simulator.deployment``, its worker is
+``kvpolicy_vllm.simulator.virtual_worker``.
+"""
 
 from __future__ import annotations
 

@@ -99,15 +99,6 @@ def test_sessions_are_made_from_lengths() -> None:
     assert first.arrival_s > 0
 
 
-def test_lengths_may_be_drawn(tmp_path: Path) -> None:
-    path = published_files.put(tmp_path, "lengths.csv", "prompt_tokens,output_tokens\n5,6\n7,8\n")
-    assert list(open_workload(str(path))) == [Request(0.0, 5, 6), Request(0.0, 7, 8)]
-    drawn = list(open_workload(f"{path}?draw=500&seed=2"))
-    assert {(one.prompt_tokens, one.output_tokens) for one in drawn} == {(5, 6), (7, 8)}
-    assert drawn == list(open_workload(f"{path}?draw=500&seed=2")) != list(open_workload(f"{path}?draw=500&seed=3"))
-    assert 180 < sum(one.prompt_tokens == 5 for one in drawn) < 320
-
-
 def test_damaged_rows_are_skipped_when_asked(tmp_path: Path) -> None:
     path = published_files.put(tmp_path, "lengths.csv", "prompt_tokens,output_tokens\n5,6\n7\n,8\n0,1\n9,9\n")
     with pytest.raises(WorkloadError, match=r"lengths\.csv, line 3: 1 fields, the header has 2"):
@@ -119,15 +110,6 @@ def test_damaged_rows_are_skipped_when_asked(tmp_path: Path) -> None:
     assert (counts.rows, counts.requests, counts.damaged) == (5, 2, 3)
     backward = published_files.put(tmp_path, "back.csv", "arrival_s,prompt_tokens,output_tokens\n1,1,1\n0,2,2\n")
     assert [one.prompt_tokens for one in open_workload(f"{backward}?sort=true")] == [2, 1]
-
-
-def test_a_table_without_lengths_to_draw_is_refused(tmp_path: Path) -> None:
-    path = published_files.put(tmp_path, "lengths.csv", "prompt_tokens,output_tokens\n")
-    assert list(open_workload(str(path))) == []
-    with pytest.raises(WorkloadError, match="holds no lengths to draw from"):
-        list(open_workload(f"{path}?draw=3"))
-    with pytest.raises(WorkloadError, match="is empty, should begin with columns"):
-        list(open_workload(f"lengths:{published_files.put(tmp_path, 'empty.csv', '')}"))
 
 
 @pytest.mark.parametrize(

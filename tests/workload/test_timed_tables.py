@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,35 +159,6 @@ def test_a_stamp_that_is_none_is_refused(tmp_path: Path, stamp: str) -> None:
     path = published_files.put(tmp_path, "a.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n{stamp},1,1\n")
     with pytest.raises(WorkloadError, match=r"a\.csv, line 2: TIMESTAMP is "):
         list(TimedFile(path, AZURE))
-
-
-def test_missing_files_columns_and_headers_are_named(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match=r"no\.csv: cannot be read: No such file"):
-        list(TimedFile(tmp_path / "no.csv", AZURE))
-    path = published_files.put(tmp_path, "some.csv", "TIMESTAMP,ContextTokens\n")
-    with pytest.raises(WorkloadError, match=r"line 1: column GeneratedTokens is missing; the columns are TIMESTAMP, "):
-        list(TimedFile(path, AZURE, SKIP))
-    path = published_files.put(tmp_path, "twice.csv", "arrival_s,prompt_tokens,prompt_tokens,output_tokens\n")
-    with pytest.raises(WorkloadError, match="column prompt_tokens is there twice"):
-        list(TimedFile(path, ARRIVALS))
-    with pytest.raises(WorkloadError, match=r"empty\.csv: is empty, should begin with columns arrival_s"):
-        list(TimedFile(published_files.put(tmp_path, "empty.csv", ""), ARRIVALS))
-
-
-def test_a_broken_gzip_stream_gives_what_came_before_only_when_asked(tmp_path: Path) -> None:
-    rows = [f"{number},{number % 7 + 1},1\n" for number in range(5000)]
-    whole = gzip.compress("".join(["arrival_s,prompt_tokens,output_tokens\n", *rows]).encode())
-    for name, damaged in (("cut", whole[: len(whole) // 2]), ("sum", whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])):
-        path = published_files.put(tmp_path, name, damaged)
-        with pytest.raises(WorkloadError, match=rf"{name}, line \d+: cannot be read on"):
-            list(TimedFile(path, ARRIVALS))
-        source = TimedFile(path, ARRIVALS, SKIP)
-        found = list(source)
-        assert 1000 < len(found) == source.counts.requests <= 5000
-        assert found == [Request(float(number), number % 7 + 1, 1) for number in range(len(found))]
-        # Cut off, it may end inside a row, which is damaged too.
-        assert source.counts.damaged in (1, 2)
-        assert "cannot be read on" in source.counts.first_damage or source.counts.damaged == 2
 
 
 def test_backward_rows_are_refused_or_sorted(tmp_path: Path) -> None:
