@@ -38,7 +38,7 @@ def digest(root: Path = ROOT) -> str:
     for path in files(root):
         content = path.read_bytes()
         state.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
-    installed = {(found.name, found.version) for found in importlib.metadata.distributions()}
+    installed = {(result.name, result.version) for result in importlib.metadata.distributions()}
     ours = [(name, value) for name, value in os.environ.items() if name.startswith("KVPOLICY_")]
     state.update(repr((sorted(installed), sorted(ours))).encode())
     return state.hexdigest()[:16]

@@ -117,6 +117,6 @@ def test_the_table_stays_short() -> None:
 
 def test_folders_of_tests_mirror_packages() -> None:
     folders = {file.relative_to(package).parent for package in PACKAGES for file in package.rglob("*.py")}
-    found = {folder.relative_to(TESTS) for folder in TESTS.rglob("*") if folder.is_dir() and folder.name[0] not in "._"}
-    strangers = {folder for folder in found if folder not in folders and folder.parts[0] not in CROSS_CUTTING}
+    names = {folder.relative_to(TESTS) for folder in TESTS.rglob("*") if folder.is_dir() and folder.name[0] not in "._"}
+    strangers = {folder for folder in names if folder not in folders and folder.parts[0] not in CROSS_CUTTING}
     assert not strangers, "these mirror no package"

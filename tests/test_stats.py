@@ -18,7 +18,7 @@ def test_a_proportion_as_scipy_has_it(successes: int, trials: int) -> None:
     assert proportion_interval(successes, trials) == pytest.approx((bounds.low, bounds.high), abs=1e-9)
 
 
-def test_no_trial_tells_nothing() -> None:
+def test_no_trials_give_the_whole_interval() -> None:
     assert proportion_interval(0, 0) == (0.0, 1.0)
 
 
@@ -37,8 +37,8 @@ def test_a_quantile_is_linear_between_order_statistics() -> None:
 
 
 def test_json_knows_neither_infinity_nor_nan() -> None:
-    told = finite({"a": (1.0, inf), "b": {"c": nan, "d": 2}, "e": "inf", "f": None})
-    assert told == {"a": [1.0, None], "b": {"c": None, "d": 2}, "e": "inf", "f": None}
+    plain = finite({"a": (1.0, inf), "b": {"c": nan, "d": 2}, "e": "inf", "f": None})
+    assert plain == {"a": [1.0, None], "b": {"c": None, "d": 2}, "e": "inf", "f": None}
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(17, 21), (1, 1), (0, 5), (450, 500), (3, 8)])

@@ -44,7 +44,7 @@ def step(number: int, start_s: float, parts: tuple[int, int, int, int], extra_s:
     return row | more
 
 
-def chained(rows: list[Row], start_s: float) -> list[Row]:
+def one_after_another(rows: list[Row], start_s: float) -> list[Row]:
     """The rows one right after the other."""
     for row in rows:
         row["start_s"] = start_s
@@ -61,7 +61,7 @@ def calm_steps(count: int, rng: np.random.Generator, noise: float = 0.0) -> list
         row = step(number, 0.0, (decodes + chunk, decodes, reads, chunk * (chunk + 1) // 2))
         row["duration_s"] *= float(np.exp(noise * rng.standard_normal()))
         rows.append(row)
-    return chained(rows, 100.0)
+    return one_after_another(rows, 100.0)
 
 
 def outcome(preemption_id: str, **more: Any) -> Row:
@@ -97,7 +97,7 @@ def header(run: str = "run") -> Header:
     )  # fmt: skip
 
 
-def made(cores: dict[str, dict[str, list[Row]]]) -> Trace:
+def trace_of_cores(cores: dict[str, dict[str, list[Row]]]) -> Trace:
     tables: dict[str, list[Any]] = {}
     for core, contents in cores.items():
         for name, rows in contents.items():

@@ -11,13 +11,13 @@ from tests.attribution.step_rows import (
     TOKEN_S,
     Row,
     calm_steps,
-    chained,
     costs,
     law,
-    made,
+    one_after_another,
     outcome,
     repeated,
     step,
+    trace_of_cores,
     transfer,
 )
 
@@ -31,11 +31,13 @@ def test_a_recompute_costs_what_its_repeated_tokens_add() -> None:
         301, 0, (404, 3, 600, pairs), recomputed_tokens=400, scheduled_requests=4,
         repeated=[repeated("p", 400, -401, pairs, -1)],
     )  # fmt: skip
-    rows = chained([*calm, preempting, again], 100.0)
-    found = costs(attribute(made({"a": {"steps": rows, "outcomes": [outcome("p", recomputed_tokens=400)]}})))
-    wanted = law(404, 3, 600, pairs) - law(4, 4, 1001, 0)
-    assert found["p"][0] == pytest.approx(wanted, rel=1e-6)
-    assert found["p"][1] == pytest.approx(3 * wanted, rel=1e-6)  # three others sat through it
+    rows = one_after_another([*calm, preempting, again], 100.0)
+    costs_by_id = costs(
+        attribute(trace_of_cores({"a": {"steps": rows, "outcomes": [outcome("p", recomputed_tokens=400)]}}))
+    )
+    expected = law(404, 3, 600, pairs) - law(4, 4, 1001, 0)
+    assert costs_by_id["p"][0] == pytest.approx(expected, rel=1e-6)
+    assert costs_by_id["p"][1] == pytest.approx(3 * expected, rel=1e-6)  # three others sat through it
 
 
 def test_a_swap_costs_the_time_its_copies_add_and_an_overlapped_load_the_slowdown() -> None:
@@ -44,13 +46,13 @@ def test_a_swap_costs_the_time_its_copies_add_and_an_overlapped_load_the_slowdow
     loading = step(301, 0, (2, 2, 502, 0), extra_s=5e-4, loads=1)
     still = step(302, 0, (2, 2, 504, 0), extra_s=2e-4)
     after = step(303, 0, (3, 3, 900, 0))
-    rows = chained([*calm, saving, loading, still, after], 100.0)
+    rows = one_after_another([*calm, saving, loading, still, after], 100.0)
     at = saving["start_s"]
     moves = [
         transfer("p", 300, "save", at, at + 4e-3),
         transfer("p", 301, "load", loading["start_s"] + 1e-4, still["start_s"] + 1e-4),
     ]
-    trace = made({"a": {"steps": rows, "transfers": moves, "outcomes": [outcome("p", loaded_tokens=400)]}})
+    trace = trace_of_cores({"a": {"steps": rows, "transfers": moves, "outcomes": [outcome("p", loaded_tokens=400)]}})
     assert costs(attribute(trace))["p"] == (pytest.approx(4.7e-3, rel=1e-5), pytest.approx(2 * 4.7e-3, rel=1e-5))
 
 
@@ -58,13 +60,15 @@ def test_waiting_for_a_load_with_nothing_to_compute_is_all_extra() -> None:
     calm = calm_steps(300, np.random.default_rng(7))
     saving = step(300, 0, (0, 0, 0, 0), extra_s=1e-3, preemptions=1, saves=1)
     polls = [step(301 + i, 0, (0, 0, 0, 0), extra_s=1e-3) for i in range(3)]
-    rows = chained([*calm, saving, *polls], 100.0)
+    rows = one_after_another([*calm, saving, *polls], 100.0)
     at = saving["start_s"]
     moves = [transfer("p", 300, "save", at, at + 9e-4), transfer("p", 301, "load", at + 1.1e-3, at + 3.5e-3)]
-    found = costs(
-        attribute(made({"a": {"steps": rows, "transfers": moves, "outcomes": [outcome("p", loaded_tokens=9)]}}))
+    costs_by_id = costs(
+        attribute(
+            trace_of_cores({"a": {"steps": rows, "transfers": moves, "outcomes": [outcome("p", loaded_tokens=9)]}})
+        )
     )
-    assert found["p"] == (pytest.approx(4e-3), 0.0)
+    assert costs_by_id["p"] == (pytest.approx(4e-3), 0.0)
 
 
 def test_a_shared_step_is_split_by_what_each_did_in_it() -> None:
@@ -74,13 +78,13 @@ def test_a_shared_step_is_split_by_what_each_did_in_it() -> None:
         300, 0, (103, 3, 600, 0), extra_s=1e-3, preemptions=1, saves=1, recomputed_tokens=100, scheduled_requests=4,
         repeated=[repeated("p", 100, 0, 0, 0)],
     )  # fmt: skip
-    rows = chained([*calm, shared], 100.0)
+    rows = one_after_another([*calm, shared], 100.0)
     moves = [transfer("q", 300, "save", shared["start_s"], shared["start_s"] + 1e-3)]
     ends = [outcome("p", recomputed_tokens=100), outcome("q")]
-    found = costs(attribute(made({"a": {"steps": rows, "transfers": moves, "outcomes": ends}})))
+    costs_by_id = costs(attribute(trace_of_cores({"a": {"steps": rows, "transfers": moves, "outcomes": ends}})))
     extra = 100 * TOKEN_S + 1e-3
-    assert found["p"] == (pytest.approx(0.75 * extra, rel=1e-5), pytest.approx(3 * 0.75 * extra, rel=1e-5))
-    assert found["q"] == (pytest.approx(0.25 * extra, rel=1e-5), pytest.approx(4 * 0.25 * extra, rel=1e-5))
+    assert costs_by_id["p"] == (pytest.approx(0.75 * extra, rel=1e-5), pytest.approx(3 * 0.75 * extra, rel=1e-5))
+    assert costs_by_id["q"] == (pytest.approx(0.25 * extra, rel=1e-5), pytest.approx(4 * 0.25 * extra, rel=1e-5))
 
 
 def test_shares_of_many_preemptions_add_up_to_what_the_steps_took_too_long() -> None:
@@ -98,44 +102,48 @@ def test_shares_of_many_preemptions_add_up_to_what_the_steps_took_too_long() -> 
             name = part["preemption_id"]
             ends[name] = ends.get(name, 0) + part["tokens"]
         rows.append(row)
-    rows = chained(rows, 100.0)
+    rows = one_after_another(rows, 100.0)
     for row in rows[400::5]:
         moves.append(transfer("p0", 300, "save", row["start_s"], row["start_s"] + 1e-4))
     closed = [outcome(name, recomputed_tokens=tokens) for name, tokens in ends.items()]
-    found = costs(attribute(made({"a": {"steps": rows, "transfers": moves, "outcomes": closed}})))
-    assert sum(cost for cost, _ in found.values() if cost is not None) == pytest.approx(extra, rel=1e-6)
+    costs_by_id = costs(attribute(trace_of_cores({"a": {"steps": rows, "transfers": moves, "outcomes": closed}})))
+    assert sum(cost for cost, _ in costs_by_id.values() if cost is not None) == pytest.approx(extra, rel=1e-6)
 
 
-def test_a_slow_stretch_of_the_machine_is_nobodys_cost() -> None:
+def test_a_slow_stretch_of_the_machine_is_charged_to_no_preemption() -> None:
     """Everything takes 1.5 times as long for a while; in the middle of it a save takes 4 ms."""
     rows = calm_steps(400, np.random.default_rng(20))
     rows[250] = step(250, 0, (2, 2, 500, 0), preemptions=1, saves=1)
     for row in rows[200:300]:
         row["duration_s"] *= 1.5
     rows[250]["duration_s"] += 4e-3
-    rows = chained(rows, 100.0)
+    rows = one_after_another(rows, 100.0)
     at = rows[250]["start_s"]
     moves = [transfer("p", 250, "save", at, at + 4e-3)]
-    found = costs(
-        attribute(made({"a": {"steps": rows, "transfers": moves, "outcomes": [outcome("p", first_step=250)]}}))
+    costs_by_id = costs(
+        attribute(
+            trace_of_cores({"a": {"steps": rows, "transfers": moves, "outcomes": [outcome("p", first_step=250)]}})
+        )
     )
-    assert found["p"][0] == pytest.approx(4e-3, rel=0.02)
+    assert costs_by_id["p"][0] == pytest.approx(4e-3, rel=0.02)
 
 
 def test_a_save_reported_late_belongs_to_the_step_of_its_preemption() -> None:
     calm = calm_steps(300, np.random.default_rng(21))
     saving = step(300, 0, (2, 2, 500, 0), extra_s=4e-3, preemptions=1, saves=1)
-    rows = chained([*calm, saving, step(301, 0, (2, 2, 502, 0))], 100.0)
+    rows = one_after_another([*calm, saving, step(301, 0, (2, 2, 502, 0))], 100.0)
     at = saving["start_s"]
     moves = [transfer("p", 301, "save", at, at + 4e-3)]
-    found = costs(attribute(made({"a": {"steps": rows, "transfers": moves, "outcomes": [outcome("p")]}})))
-    assert found["p"][0] == pytest.approx(4e-3, rel=1e-5)
+    costs_by_id = costs(
+        attribute(trace_of_cores({"a": {"steps": rows, "transfers": moves, "outcomes": [outcome("p")]}}))
+    )
+    assert costs_by_id["p"][0] == pytest.approx(4e-3, rel=1e-5)
 
 
 def test_a_preemption_with_missing_records_gets_no_cost() -> None:
     calm = calm_steps(300, np.random.default_rng(11))
     again = step(300, 0, (53, 3, 600, 0), recomputed_tokens=50, repeated=[repeated("p", 50, 0, 0, 0)])
-    rows = chained([*calm, again], 100.0)
+    rows = one_after_another([*calm, again], 100.0)
     ends = [
         outcome("p", recomputed_tokens=80),  # 30 of them in a step that was dropped
         outcome("q", loaded_tokens=64),  # no transfer
@@ -143,26 +151,26 @@ def test_a_preemption_with_missing_records_gets_no_cost() -> None:
         outcome("s", first_step=200),  # nothing lost, nothing copied: it cost nothing
     ]
     moves = [transfer("r", 300, "save", 1.0, 1.1)]
-    found = costs(attribute(made({"a": {"steps": rows, "transfers": moves, "outcomes": ends}})))
-    assert found["p"] == found["q"] == found["r"] == (None, None)
-    assert found["s"] == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.0, abs=1e-9))
+    costs_by_id = costs(attribute(trace_of_cores({"a": {"steps": rows, "transfers": moves, "outcomes": ends}})))
+    assert costs_by_id["p"] == costs_by_id["q"] == costs_by_id["r"] == (None, None)
+    assert costs_by_id["s"] == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.0, abs=1e-9))
 
 
 def test_steps_that_contradict_themselves_are_refused_by_row() -> None:
     rows = calm_steps(100, np.random.default_rng(13))
     rows[7]["duration_s"] = -1e-3
     with pytest.raises(TraceError, match=r"steps of core a, row 7: duration_s is -0.001"):
-        step_time_models(made({"a": {"steps": rows}}))
+        step_time_models(trace_of_cores({"a": {"steps": rows}}))
     again = step(100, 0, (20, 3, 600, 0), repeated=[repeated("p", 50, 0, 0, 0)], recomputed_tokens=50)
-    rows = chained([*calm_steps(100, np.random.default_rng(13)), again], 100.0)
+    rows = one_after_another([*calm_steps(100, np.random.default_rng(13)), again], 100.0)
     with pytest.raises(TraceError, match=r"row 100 \(step 100\): repeated holds more tokens"):
-        attribute(made({"a": {"steps": rows, "outcomes": [outcome("p")]}}))
+        attribute(trace_of_cores({"a": {"steps": rows, "outcomes": [outcome("p")]}}))
     with pytest.raises(TraceError, match="5 undisturbed steps on core a, at least 20"):
-        step_time_models(made({"a": {"steps": rows[:5]}}))
+        step_time_models(trace_of_cores({"a": {"steps": rows[:5]}}))
 
 
 def test_a_trace_without_steps_or_outcomes_is_left_as_it_is() -> None:
-    assert attribute(made({})).tables == {}
+    assert attribute(trace_of_cores({})).tables == {}
     rows = calm_steps(100, np.random.default_rng(14))
-    assert attribute(made({"a": {"steps": rows}})).table("outcomes").num_rows == 0
-    assert costs(attribute(made({"a": {"outcomes": [outcome("p")]}})))["p"] == (None, None)
+    assert attribute(trace_of_cores({"a": {"steps": rows}})).table("outcomes").num_rows == 0
+    assert costs(attribute(trace_of_cores({"a": {"outcomes": [outcome("p")]}})))["p"] == (None, None)

@@ -25,7 +25,7 @@ def test_break_even_is_at_the_median_length() -> None:
     assert longer < 0.9 * 1600 / 1e4, "above it swap should win"
 
 
-def test_no_link_makes_a_dear_swap_even() -> None:
+def test_an_expensive_swap_has_no_break_even_link() -> None:
     assert break_even_link(linear_costs(1.1), bytes_per_token=4096) is None
 
 

@@ -47,13 +47,13 @@ def test_a_tie_is_called_a_tie_and_a_constant_policy_constant() -> None:
     assert "no simulated link" in text
 
 
-def test_what_is_not_exact_is_said_loudly() -> None:
+def test_inexact_tokens_are_reported_first() -> None:
     wrong = Comparison(1000, 0, ("always-swap, block 0, request 3: token 1 is 2, should be 3",))
     report = DemoReport((link_report("native"), link_report("simulated", comparison=wrong)), "demo.json")
     assert not report.exact
     assert "NOT EXACT" in report.text()
     assert "request 3" in report.text()
-    assert [found["exact"] for found in report.to_dict().values()] == [True, False]
+    assert [result["exact"] for result in report.to_dict().values()] == [True, False]
 
 
 def test_a_simulated_link_is_labelled() -> None:
@@ -61,6 +61,6 @@ def test_a_simulated_link_is_labelled() -> None:
     assert "SIMULATED link: 2e+08 bytes/s, 0.01 s latency" in DemoReport((link_report("s", link=link),), "x").text()
 
 
-def test_nothing_that_is_not_a_number_gets_into_the_json() -> None:
-    found = link_report("native").to_dict()
-    assert all(math.isfinite(value) for ratio in found["ratios"].values() for value in ratio.values())
+def test_the_json_holds_no_nan() -> None:
+    values = link_report("native").to_dict()
+    assert all(math.isfinite(value) for ratio in values["ratios"].values() for value in ratio.values())

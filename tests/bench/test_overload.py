@@ -62,14 +62,14 @@ def test_goodput_needs_both_targets() -> None:
 
 def test_summary_pools_blocks() -> None:
     runs = [Run.of("vllm", 0, result()), Run.of("vllm", 1, result(makespan_s=6.0))]
-    found = summary(runs, Targets(ttft_s=2.0, itl_s=1.0))
-    assert found["throughput_tok_s"] == 1.0  # 8 tokens in 8 seconds, not the mean of 2 and 2/3
-    assert found["goodput"] == 0.5
-    assert found["ttft_s"]["mean"] == pytest.approx(0.875)
-    assert found["itl_s"]["mean"] == pytest.approx(0.375)
-    assert found["preemptions"] == {"recompute": 6, "swap": 0}
-    assert found["recomputed_tokens"] == 80
-    assert found["runs"] == 2
+    figures = summary(runs, Targets(ttft_s=2.0, itl_s=1.0))
+    assert figures["throughput_tok_s"] == 1.0  # 8 tokens in 8 seconds, not the mean of 2 and 2/3
+    assert figures["goodput"] == 0.5
+    assert figures["ttft_s"]["mean"] == pytest.approx(0.875)
+    assert figures["itl_s"]["mean"] == pytest.approx(0.375)
+    assert figures["preemptions"] == {"recompute": 6, "swap": 0}
+    assert figures["recomputed_tokens"] == 80
+    assert figures["runs"] == 2
 
 
 def test_only_whole_blocks_are_compared() -> None:
@@ -85,8 +85,8 @@ def test_throughput_ratio_pairs_by_block() -> None:
         arm: [Run.of(arm, block, result(makespan_s=factor * slow)) for block, slow in enumerate((1.0, 10.0, 1.0))]
         for arm, factor in (("fast", 1.0), ("slow", 2.0))
     }
-    found = throughput_ratio(runs["fast"], runs["slow"], random.Random(0))
-    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    ratio = throughput_ratio(runs["fast"], runs["slow"], random.Random(0))
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
 
 
 def test_an_arm_without_policy_is_stock() -> None:

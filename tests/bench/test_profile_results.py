@@ -25,16 +25,16 @@ def overflow_of_two(made: Trace) -> Trace:
 
 
 def test_an_overflow_of_two_is_one_point_with_the_cost_of_both(tmp_path: Path) -> None:
-    made = make_trace(states=4, repeats=1)
-    both = overflow_of_two(made)
+    trace = make_trace(states=4, repeats=1)
+    both = overflow_of_two(trace)
     both.write(tmp_path)
-    for core in made.headers:
+    for core in trace.headers:
         finish_core(tmp_path / core, 0, {"variation": 0.01}, "scaled")
-    found, single = material(traces.read(tmp_path)), material(made)
-    assert found.header.notes == "scaled"
-    assert [one.victims for one in found.overflows] == [2] * len(single.overflows)
-    for one, other in zip(found.overflows, single.overflows, strict=True):
-        assert one.evicted_tokens == 2 * other.evicted_tokens
-        assert one.engine_s == pytest.approx(2 * other.engine_s)
+    result, single = material(traces.read(tmp_path)), material(trace)
+    assert result.header.notes == "scaled"
+    assert [overflow.victims for overflow in result.overflows] == [2] * len(single.overflows)
+    for overflow, other in zip(result.overflows, single.overflows, strict=True):
+        assert overflow.evicted_tokens == 2 * other.evicted_tokens
+        assert overflow.engine_s == pytest.approx(2 * other.engine_s)
     left_out = dataset_of({"made": traces.read(tmp_path)}).left_out
     assert left_out["preemptions beside the one that a window names"] == len(single.overflows)

@@ -11,9 +11,9 @@ from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
 
 
 def test_ratio_is_the_geometric_mean() -> None:
-    found = paired_ratio([2.0, 8.0], [1.0, 1.0], random.Random(0))
-    assert found.value == pytest.approx(4.0)
-    assert (found.low, found.high) == pytest.approx((2.0, 8.0))
+    ratio = paired_ratio([2.0, 8.0], [1.0, 1.0], random.Random(0))
+    assert ratio.value == pytest.approx(4.0)
+    assert (ratio.low, ratio.high) == pytest.approx((2.0, 8.0))
 
 
 def test_ratio_turned_round_is_its_inverse() -> None:
@@ -28,7 +28,7 @@ def test_ratio_is_repeatable() -> None:
     assert paired_ratio(above, below, random.Random(5)) == paired_ratio(above, below, random.Random(5))
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+def test_intervals_hold_the_truth_at_their_stated_rate() -> None:
     rng = random.Random(0)
     held = 0
     for trial in range(400):
@@ -47,7 +47,7 @@ def test_few_blocks_widen_the_tails() -> None:
     ("above", "below", "message"),
     [([1.0], [1.0], "at least 2"), ([1.0, 2.0], [1.0], "as many"), ([1.0, 0.0], [1.0, 1.0], "above 0")],
 )
-def test_ratios_that_make_no_sense_are_refused(above: list[float], below: list[float], message: str) -> None:
+def test_impossible_ratios_are_refused(above: list[float], below: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         paired_ratio(above, below, random.Random(0))
 
@@ -60,7 +60,7 @@ def test_a_tie_is_called_a_tie() -> None:
 
 
 def test_percentiles_by_hand() -> None:
-    found = mean_and_percentiles([4.0, 1.0, 3.0, 2.0, 5.0])
-    assert found == {"mean": 3.0, "p50": 3.0, "p99": pytest.approx(4.96)}
+    statistics = mean_and_percentiles([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert statistics == {"mean": 3.0, "p50": 3.0, "p99": pytest.approx(4.96)}
     with pytest.raises(ValueError, match="no values"):
         mean_and_percentiles([])

@@ -73,9 +73,9 @@ def test_states_are_natural_and_named_after_figure_and_level() -> None:
 
 def test_each_repeat_serves_every_level_under_every_policy_in_an_order_of_its_own() -> None:
     runs = runs_of(QUICK, MEMORY, 0, seed=0)
-    wanted = Counter((level, arm) for level in QUICK.levels for arm in ARMS)
+    expected = Counter((level, arm) for level in QUICK.levels for arm in ARMS)
     for repeat in range(QUICK.served_repeats):
-        assert Counter((run.level, run.arm) for run in runs if run.repeat == repeat) == wanted
+        assert Counter((run.level, run.arm) for run in runs if run.repeat == repeat) == expected
     orders = {tuple(run.arm for run in runs[at : at + 3]) for at in range(0, len(runs), 3)}
     assert len(orders) > 2, "the order of policies alternates"
     assert runs == runs_of(QUICK, MEMORY, 0, seed=0) != runs_of(QUICK, MEMORY, 0, seed=1)

@@ -17,16 +17,16 @@ from tests.synthetic import make_trace
 
 
 def test_a_core_that_was_moved_in_and_not_noted_is_taken_for_done(tmp_path: Path) -> None:
-    made = make_trace(states=2, repeats=1)
-    parts = {core: f"memory-b32-pass{number}, timeline-b32-pass{number}" for number, core in enumerate(made.headers)}
-    headers = {core: replace(made.headers[core], noise={"part": names}) for core, names in parts.items()}
-    Trace(headers, made.tables).write(tmp_path)
-    found = finished_parts(tmp_path, {"learning-b32-pass0": "other"})
-    assert found.pop("learning-b32-pass0") == "other"
-    assert found == {name: core for core, names in parts.items() for name in names.split(", ")}
+    trace = make_trace(states=2, repeats=1)
+    parts = {core: f"memory-b32-pass{number}, timeline-b32-pass{number}" for number, core in enumerate(trace.headers)}
+    headers = {core: replace(trace.headers[core], noise={"part": names}) for core, names in parts.items()}
+    Trace(headers, trace.tables).write(tmp_path)
+    result = finished_parts(tmp_path, {"learning-b32-pass0": "other"})
+    assert result.pop("learning-b32-pass0") == "other"
+    assert result == {name: core for core, names in parts.items() for name in names.split(", ")}
 
 
-def test_who_stops_it_is_told_what_is_kept_and_leaves_with_130(
+def test_an_interrupt_names_what_is_kept_and_exits_with_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     study = Study(tmp_path, {}, {"sequence-length-b32-pass0": "core"}, 0, FIGURES)
@@ -38,5 +38,5 @@ def test_who_stops_it_is_told_what_is_kept_and_leaves_with_130(
     with pytest.raises(SystemExit) as left:
         main(["characterize", "--out", str(tmp_path)])
     assert left.value.code == 130
-    told = capsys.readouterr().err
-    assert "interrupted: 1 parts are measured and kept in" in told and "the same command again" in told
+    err = capsys.readouterr().err
+    assert "interrupted: 1 parts are measured and kept in" in err and "the same command again" in err

@@ -16,9 +16,9 @@ def run(ttft_s: float, itl_s: tuple[tuple[float, ...], ...]) -> Run:
 
 
 def test_targets_come_from_undisturbed_runs() -> None:
-    found = targets_of([run(4.0, ((0.1, 0.3), ())), run(6.0, ((0.2,),))])
-    assert found.ttft_s == pytest.approx(4.0 + 0.98 * 2.0)  # of 4, 4 and 6
-    assert found.itl_s == pytest.approx(1.25 * 0.2)
+    targets = targets_of([run(4.0, ((0.1, 0.3), ())), run(6.0, ((0.2,),))])
+    assert targets.ttft_s == pytest.approx(4.0 + 0.98 * 2.0)  # of 4, 4 and 6
+    assert targets.itl_s == pytest.approx(1.25 * 0.2)
 
 
 def test_calm_requests_fit_into_memory_together() -> None:
@@ -38,7 +38,7 @@ def test_a_finished_demo_makes_room_and_an_unfinished_one_is_kept(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     (tmp_path / DEMO_JSON).write_text("{}")
     with pytest.raises(ValueError, match=r"holds thesis\.tex"):

@@ -63,12 +63,12 @@ def test_a_twin_is_compared_over_as_many_working_steps_as_both_have() -> None:
     windows.append(window("swap", 99, 0, 3, discarded="another request was preempted"))
     rows = {"steps": steps, "windows": windows, "outcomes": outcomes}
     tables = {name: traces.with_core(traces.from_rows(name, some), "core-a") for name, some in rows.items()}
-    (found,) = self_checks(Trace({"core-a": header()}, tables))
-    assert (found.arm, found.block_size, found.pairs, found.verdict) == ("swap", 32, 12, "agrees")
-    assert found.attributed_s == pytest.approx(10.5e-3)
-    assert found.low_s is not None
-    assert found.high_s is not None
-    assert found.low_s + found.high_s == pytest.approx(0.0, abs=1e-9)
+    (result,) = self_checks(Trace({"core-a": header()}, tables))
+    assert (result.arm, result.block_size, result.pairs, result.verdict) == ("swap", 32, 12, "agrees")
+    assert result.attributed_s == pytest.approx(10.5e-3)
+    assert result.low_s is not None
+    assert result.high_s is not None
+    assert result.low_s + result.high_s == pytest.approx(0.0, abs=1e-9)
 
 
 def header() -> Header:

@@ -17,7 +17,7 @@ from kvpolicy.features import FEATURES
 from tests.synthetic import fitted_model
 
 
-def grown(trees: int, leaves: int, seed: int, used: Sequence[str] = FEATURES) -> Forest:
+def random_forest(trees: int, leaves: int, seed: int, used: Sequence[str] = FEATURES) -> Forest:
     """A forest of random trees: any feature, any depth, thresholds where situations are."""
     rng = random.Random(seed)
     feature: list[int] = []
@@ -45,7 +45,7 @@ def grown(trees: int, leaves: int, seed: int, used: Sequence[str] = FEATURES) ->
 
 
 @cache
-def made(seed: int, trees: int = 100, leaves: int = 31) -> FittedModel:
+def random_model(seed: int, trees: int = 100, leaves: int = 31) -> FittedModel:
     """A model of random coefficients, ranges, forests and intervals, of every kind of law."""
     rng = random.Random(seed)
     few, many = rng.uniform(0, 0.01), rng.uniform(1e-9, 1e-5)
@@ -58,7 +58,9 @@ def made(seed: int, trees: int = 100, leaves: int = 31) -> FittedModel:
     swap = SwapRoofline(*copies, few, few, *(rng.random() for _ in range(5)))
     linear = LinearLaw(few, {name: 10 ** rng.uniform(-9, -5) for name in rng.sample(FEATURES, 6)})
     kinds = dict(zip(KINDS, (again, swap) if seed % 3 else (linear, linear), strict=True))
-    forests = {kind: grown(trees, leaves, seed + i) for i, kind in enumerate(KINDS) if trees and rng.random() < 0.9}
+    forests = {
+        kind: random_forest(trees, leaves, seed + i) for i, kind in enumerate(KINDS) if trees and rng.random() < 0.9
+    }
     top = {name: rng.choice([10 ** rng.uniform(1, 9), 1e12]) for name in FEATURES}
     spans = {name: (rng.choice([0.0, 0.0, high / 100]), high) for name, high in top.items()}
     loads = tuple(tuple(sorted(rng.sample(range(1, 40), rng.randrange(3)))) for _ in range(3))
@@ -78,9 +80,9 @@ def made(seed: int, trees: int = 100, leaves: int = 31) -> FittedModel:
 
 
 @cache
-def warmed(one: int | str, trees: int = 100, leaves: int = 31) -> tuple[FittedModel, FittedModel]:
+def plain_and_compiled(one: int | str, trees: int = 100, leaves: int = 31) -> tuple[FittedModel, FittedModel]:
     """A model as it is, and compiled."""
-    plain = fitted_model(one) if isinstance(one, str) else made(one, trees, leaves)
+    plain = fitted_model(one) if isinstance(one, str) else random_model(one, trees, leaves)
     fast = replace(plain)
     assert fast.warm()
     return plain, fast

@@ -98,12 +98,12 @@ def test_nothing_is_promised() -> None:
         for cost in untrained(LLAMA, H100).predict(one, [Option("recompute"), Option("swap", 64, "host")]):
             assert cost.extrapolated
             assert (cost.low_s, cost.high_s) == (0.0, inf)
-    told = " ".join(untrained(LLAMA, H100).provenance.notes)
+    text = " ".join(untrained(LLAMA, H100).provenance.notes)
     for said in ("nothing was measured", "NVIDIA H100", "PCI Express", "assumed"):
-        assert said in told
+        assert said in text
 
 
-def test_the_digest_tells_assumptions_apart() -> None:
+def test_the_digest_depends_on_the_assumptions() -> None:
     slower = replace(ASSUMED, linear_share=replace(ASSUMED.linear_share, value=0.4))
     digests = {untrained(LLAMA, H100).digest, untrained(LLAMA, H100, assumed=slower).digest}
     assert len(digests | {untrained(LLAMA, H100).digest}) == 2
@@ -119,12 +119,12 @@ def test_offline_by_device_and_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["analytic", "analytic:H100-SXM", "analytic::here", "analytic:H100-SXM:"])
-def test_half_a_name_says_the_whole(name: str) -> None:
+def test_an_incomplete_name_shows_the_complete_form(name: str) -> None:
     with pytest.raises(ModelError, match=r"analytic:DEVICE\[@LINK\]:CONFIG"):
         load(name)
 
 
-def test_a_configuration_that_is_none_is_named() -> None:
+def test_a_wrong_configuration_is_named() -> None:
     with pytest.raises(ModelError, match=r"nowhere.*not a readable config\.json"):
         load("analytic:H100-SXM:nowhere")
 
@@ -168,7 +168,7 @@ def test_an_untrained_model_by_name_fits_the_server_of_its_shape(
         named.check_fit(replace(engine, geometry=replace(geometry, layers=3).to_dict()))
 
 
-def test_a_cpu_server_is_told_to_measure() -> None:
+def test_a_cpu_server_is_asked_to_measure() -> None:
     loader = engine_loader(LLAMA_31_8B, EngineSpec(hardware={"device": "cpu"}))
     with pytest.raises(ModelError, match=r"no hardware sheet for device 'cpu'.*kvpolicy profile"):
         load_policy("cheapest:analytic", loader)
@@ -195,12 +195,12 @@ def test_which_policies_only_a_server_can_load() -> None:
 @pytest.mark.parametrize(
     ("option", "message"), [("online=on", "step times"), ("objective=engine+0.5*victim", "victim's delay")]
 )
-def test_what_no_untrained_model_can_do_is_refused_before_a_server_starts(option: str, message: str) -> None:
+def test_options_that_need_training_are_refused_before_a_server_starts(option: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         needs_engine(f"cheapest:analytic,{option}")
 
 
-def test_constants_beyond_what_is_plausible_are_said() -> None:
+def test_implausible_constants_are_noted() -> None:
     model = fitted_model("analytic")
     assert not implausible(model.laws, GEOMETRY)
     recompute = replace(model.laws["recompute"], s_per_token=1e-13)  # type: ignore[type-var]  # a roofline

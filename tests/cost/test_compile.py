@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvpolicy.cost import compile, kernel, model
 from kvpolicy.events import Cost, Preemption
 from kvpolicy.training.family import FAMILIES
-from tests.cost.random_models import warmed
+from tests.cost.random_models import plain_and_compiled
 from tests.synthetic import fitted_model, options_for, situation
 
 pytest.importorskip("numba")
@@ -56,14 +56,14 @@ def assert_same(ours: Sequence[Cost], theirs: Sequence[Cost]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert type(one) is type(other) is Cost
         for name in NUMBERS:
-            mine, wanted = getattr(one, name), getattr(other, name)
-            assert type(mine) is type(wanted)
-            assert mine == wanted or isclose(mine, wanted, rel_tol=1e-9, abs_tol=1e-12), name
+            mine, expected = getattr(one, name), getattr(other, name)
+            assert type(mine) is type(expected)
+            assert mine == expected or isclose(mine, expected, rel_tol=1e-9, abs_tol=1e-12), name
 
 
 @given(one=situations, seed=st.integers(0, 11))
 def test_any_model_predicts_the_same_when_compiled(one: Preemption, seed: int) -> None:
-    plain, fast = warmed(seed)
+    plain, fast = plain_and_compiled(seed)
     again, swap = options_for(one)
     for options in ((again, swap), (again,), (swap,), (swap, again), (again, again), (again, swap, swap), ()):
         assert_same(fast.predict(one, options), plain.predict(one, options))
@@ -72,28 +72,28 @@ def test_any_model_predicts_the_same_when_compiled(one: Preemption, seed: int) -
 @pytest.mark.parametrize("family", FAMILIES)
 @given(one=situations)
 def test_every_family_predicts_the_same_when_compiled(family: str, one: Preemption) -> None:
-    plain, fast = warmed(family)
+    plain, fast = plain_and_compiled(family)
     assert_same(fast.predict(one, options_for(one)), plain.predict(one, options_for(one)))
 
 
 @given(one=situations, seed=st.integers(0, 2))
 def test_trees_that_are_too_large_for_a_table_are_walked(one: Preemption, seed: int) -> None:
-    plain, fast = warmed(seed, 12, 200)
+    plain, fast = plain_and_compiled(seed, 12, 200)
     assert_same(fast.predict(one, options_for(one)), plain.predict(one, options_for(one)))
 
 
 @pytest.mark.parametrize("name", ["batch_tokens", "computed_tokens", "shared_blocks", "block_bytes", "held_blocks"])
 @pytest.mark.parametrize("value", [float("nan"), inf, -1e9])
-def test_what_is_no_number_is_refused_compiled_as_plain(name: str, value: float) -> None:
-    plain, fast = warmed(1)
+def test_nan_and_infinity_are_refused_compiled_as_plain(name: str, value: float) -> None:
+    plain, fast = plain_and_compiled(1)
     one = replace(situation(), **{name: value})
-    said = []
+    events = []
     for each in (plain, fast):
         try:
-            said.append(str(each.predict(one, options_for(one))))
+            events.append(str(each.predict(one, options_for(one))))
         except ValueError as error:
-            said.append(str(error))
-    assert said[0] == said[1]
+            events.append(str(error))
+    assert events[0] == events[1]
 
 
 def test_without_numba_it_stays_right_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

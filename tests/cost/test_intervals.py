@@ -42,9 +42,9 @@ def test_too_few_scores_for_two_tails_are_taken_alike() -> None:
 
 
 def test_too_few_states_make_an_infinite_interval_and_it_survives_the_file() -> None:
-    found = calibrate([misses(100, 0.1)] * 8)
-    assert found.room("ratio", 0, False) == (inf, inf)
-    assert Intervals.from_dict(found.to_dict()) == found
+    intervals = calibrate([misses(100, 0.1)] * 8)
+    assert intervals.room("ratio", 0, False) == (inf, inf)
+    assert Intervals.from_dict(intervals.to_dict()) == intervals
     assert calibrate([]) == unbounded()
 
 
@@ -62,14 +62,14 @@ def test_bins_under_thirty_states_are_merged_with_a_neighbour() -> None:
 def test_bins_are_of_length_and_load() -> None:
     """Short states under two loads and long ones under one: three bins, each with its own room."""
     states = [*spread(40, 0.1, 30, 1), *spread(50, 0.2, 30, 9), *spread(900, 0.3, 45, 4)]
-    found = calibrate(states)
-    assert found.states == (30, 30, 45)
-    assert (found.length_edges, found.load_edges) == ((900,), ((9,), ()))
+    intervals = calibrate(states)
+    assert intervals.states == (30, 30, 45)
+    assert (intervals.length_edges, intervals.load_edges) == ((900,), ((9,), ()))
     rooms = {(40, 0): 0.1, (899, 8): 0.1, (60, 9): 0.2, (60, 500): 0.2, (900, 0): 0.3, (10**6, 99): 0.3}
     for (tokens, running), size in rooms.items():
-        assert found.room("swap", found.bin_of(tokens, running), False) == (size, size)
-    assert found.span(1) == {"tokens_from": None, "tokens_below": 900, "running_from": 9, "running_below": None}
-    assert Intervals.from_dict(found.to_dict()) == found
+        assert intervals.room("swap", intervals.bin_of(tokens, running), False) == (size, size)
+    assert intervals.span(1) == {"tokens_from": None, "tokens_below": 900, "running_from": 9, "running_below": None}
+    assert Intervals.from_dict(intervals.to_dict()) == intervals
 
 
 @given(tokens=st.floats(0, 1e6), running=st.floats(0, 1e3))
@@ -105,8 +105,8 @@ def test_ninety_percent_means_ninety_percent_of_skewed_misses_too(states: int) -
     rng = np.random.default_rng(3)
     held, tries = 0.0, 400
     for _ in range(tries):
-        found = calibrate([misses(100, score) for score in rng.exponential(size=states) - 0.5])
-        below, above = found.room("ratio", 0, False)
+        intervals = calibrate([misses(100, score) for score in rng.exponential(size=states) - 0.5])
+        below, above = intervals.room("ratio", 0, False)
         fresh = rng.exponential(size=50) - 0.5
         held += float(np.mean((fresh >= -below) & (fresh <= above)))
     # Standard deviation of one calibration's coverage is at most 0.06; of the mean of 400, 0.003.

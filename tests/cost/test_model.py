@@ -98,9 +98,9 @@ def test_compiling_changes_no_number() -> None:
     model = fitted_model("boosted")
     fresh = {kind: Forest(forest.nodes) for kind, forest in model.residuals.items()}
     warm = replace(model, residuals=fresh)
-    one = situation(700, 32, 2)
+    victim = situation(700, 32, 2)
     assert warm.warm()
-    for plain, quick in zip(predicted(model, one), predicted(warm, one), strict=True):
+    for plain, quick in zip(predicted(model, victim), predicted(warm, victim), strict=True):
         assert quick.engine_s == pytest.approx(plain.engine_s, rel=1e-12)
 
 

@@ -36,12 +36,12 @@ def test_a_draw_keeps_the_ends_and_spreads_over_the_lengths() -> None:
 
 
 def test_a_window_that_went_wrong_does_not_move_its_state() -> None:
-    made = make_trace(noise=0.02, repeats=5)
-    rows = made.rows("outcomes")
+    trace = make_trace(noise=0.02, repeats=5)
+    rows = trace.rows("outcomes")
     for row in rows[::10]:
         row["engine_s"] += 1.0
-    wrong = examples_of(dataset_of({"made": changed(made, "outcomes", rows)}).states)
-    right = examples_of(dataset_of({"made": made}).states)
+    wrong = examples_of(dataset_of({"made": changed(trace, "outcomes", rows)}).states)
+    right = examples_of(dataset_of({"made": trace}).states)
     for kind in KINDS:
         for one, other in zip(wrong[kind], right[kind], strict=True):
             assert one.engine_s == pytest.approx(other.engine_s, rel=0.1)
@@ -49,11 +49,11 @@ def test_a_window_that_went_wrong_does_not_move_its_state() -> None:
 
 def test_floor_is_the_noise_of_a_median() -> None:
     """1.2533 sigma / sqrt(25); a tenth of the windows going wrong moves it by little."""
-    made = make_trace(noise=0.0, additive_noise_s=2e-4, repeats=25)
-    for floor in noise_floors(dataset_of({"made": made}).states).values():
+    trace = make_trace(noise=0.0, additive_noise_s=2e-4, repeats=25)
+    for floor in noise_floors(dataset_of({"made": trace}).states).values():
         assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.1)
-    rows = made.rows("outcomes")
+    rows = trace.rows("outcomes")
     for row in rows[::10]:
         row["engine_s"] += 1.0
-    for floor in noise_floors(dataset_of({"made": changed(made, "outcomes", rows)}).states).values():
+    for floor in noise_floors(dataset_of({"made": changed(trace, "outcomes", rows)}).states).values():
         assert floor == pytest.approx(1.2533 * 2e-4 / 5, rel=0.3)

@@ -23,9 +23,9 @@ def test_only_what_teaches_an_options_cost_is_learned_from(log: Trace) -> None:
     some[4] |= {"cause": "reset"}
     swap = next(row for row in some[5:] if row["executed"] == "swap")
     swap |= {"executed": "recompute", "reason": "save_failed"}
-    found = records_of({"log": reworked(log, decisions=some, outcomes=ends)})
-    assert len(found.records) == 900 - 6
-    assert dict(found.left_out) == {
+    records = records_of({"log": reworked(log, decisions=some, outcomes=ends)})
+    assert len(records.records) == 900 - 6
+    assert dict(records.left_out) == {
         "preemptions that ended before the victim was back (aborted)": 1,
         "preemptions that ended before the victim was back (superseded)": 1,
         "preemptions whose cost could not be attributed": 1,

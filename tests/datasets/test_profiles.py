@@ -13,27 +13,27 @@ from tests.synthetic_steps import with_steps
 
 
 def test_one_missing_cost_is_filled_and_the_stored_ones_stay() -> None:
-    made = make_trace(states=20)
-    stored = {row["preemption_id"]: row["engine_s"] for row in made.rows("outcomes")}
-    bare = with_steps(made)
+    trace = make_trace(states=20)
+    stored = {row["preemption_id"]: row["engine_s"] for row in trace.rows("outcomes")}
+    bare = with_steps(trace)
     rows = bare.rows("outcomes")
     for row in rows[1:]:
         row["engine_s"] = 1.25 * stored[row["preemption_id"]]
-    found = {
+    by_name = {
         sample.preemption_id: sample.engine_s
         for state in dataset_of({"made": changed(bare, "outcomes", rows)}).states
         for some in state.samples.values()
         for sample in some
     }
     first = rows[0]["preemption_id"]
-    assert found.pop(first) == pytest.approx(stored[first], rel=0.01)
-    assert found == {name: 1.25 * stored[name] for name in found}
+    assert by_name.pop(first) == pytest.approx(stored[first], rel=0.01)
+    assert by_name == {name: 1.25 * stored[name] for name in by_name}
 
 
 def test_too_few_steps_for_a_step_time_model_hurt_only_costs_that_need_it() -> None:
-    made = make_trace(states=20)
-    few = [row for row in with_steps(made).rows("steps") if row["step"] < 10]
-    stored = Trace(made.headers, dict(made.tables) | {"steps": changed(made, "steps", few).tables["steps"]})
+    trace = make_trace(states=20)
+    few = [row for row in with_steps(trace).rows("steps") if row["step"] < 10]
+    stored = Trace(trace.headers, dict(trace.tables) | {"steps": changed(trace, "steps", few).tables["steps"]})
     assert dataset_of({"made": stored}).floor.step_error == {}
     rows = stored.rows("outcomes")
     rows[0]["engine_s"] = None
@@ -42,10 +42,10 @@ def test_too_few_steps_for_a_step_time_model_hurt_only_costs_that_need_it() -> N
 
 
 def test_states_hold_what_the_rows_say_in_the_order_of_time() -> None:
-    made = make_trace(states=20, repeats=3)
-    rows = {row["preemption_id"]: row for row in made.rows("decisions")}
-    costs = {row["preemption_id"]: row for row in made.rows("outcomes")}
-    data = dataset_of({"made": made})
+    trace = make_trace(states=20, repeats=3)
+    rows = {row["preemption_id"]: row for row in trace.rows("decisions")}
+    costs = {row["preemption_id"]: row for row in trace.rows("outcomes")}
+    data = dataset_of({"made": trace})
     assert [state.name for state in data.states] == sorted({row["state_id"] for row in rows.values()})
     for state in data.states:
         for kind, some in state.samples.items():
@@ -61,14 +61,14 @@ def test_states_hold_what_the_rows_say_in_the_order_of_time() -> None:
             assert state.costs_s(kind) == [one.engine_s for one in some]
         assert state.lengths == [one.situation.computed_tokens for some in state.samples.values() for one in some]
     assert not rows
-    natural = [situation_of(row) for row in made.rows("decisions") if row["cause"] == "memory"]
+    natural = [situation_of(row) for row in trace.rows("decisions") if row["cause"] == "memory"]
     assert list(data.natural) == natural
     assert len(data.transfers_of(data.states[:4])) == 4 * 3 * 2
 
 
 def test_a_delay_of_the_others_that_is_not_known_stays_unknown() -> None:
-    made = with_change(make_trace(states=12), "outcomes", 0, others_delay_s=None)
-    told = [one for state in dataset_of({"made": made}).states for some in state.samples.values() for one in some]
-    assert [one.preemption_id for one in told if one.others_delay_s is None] == [
-        made.rows("outcomes")[0]["preemption_id"]
+    trace = with_change(make_trace(states=12), "outcomes", 0, others_delay_s=None)
+    results = [one for state in dataset_of({"made": trace}).states for some in state.samples.values() for one in some]
+    assert [one.preemption_id for one in results if one.others_delay_s is None] == [
+        trace.rows("outcomes")[0]["preemption_id"]
     ]

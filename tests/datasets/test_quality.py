@@ -20,29 +20,29 @@ CHECK: Row = {
 
 
 def with_noise(noise: Row) -> Trace:
-    made = make_trace(states=20)
-    headers = {core: replace(header, noise=noise) for core, header in made.headers.items()}
-    return Trace(headers, made.tables)
+    trace = make_trace(states=20)
+    headers = {core: replace(header, noise=noise) for core, header in trace.headers.items()}
+    return Trace(headers, trace.tables)
 
 
-def test_checks_that_did_not_pass_are_told_once() -> None:
+def test_checks_that_did_not_pass_are_listed_once() -> None:
     noise = {"variation": 0.03, "self_check": [CHECK, CHECK | {"arm": "recompute", "verdict": "agrees"}]}
-    told = dataset_of({"made": with_noise(noise)}).floor.lines()
-    assert told[0] == (
+    lines = dataset_of({"made": with_noise(noise)}).floor.lines()
+    assert lines[0] == (
         "self-check of swap, blocks of 32: failed: costs of 24.9 ms on average, control runs measured +2 to +7 ms more "
         "(95%, 10 pairs)"
     )
-    assert not [line for line in told if "recompute" in line]
-    assert len(told) == 2
+    assert not [line for line in lines if "recompute" in line]
+    assert len(lines) == 2
     undecided = CHECK | {"verdict": "cannot tell", "pairs": 3, "low_s": None, "high_s": None}
-    told = dataset_of({"made": with_noise(noise | {"self_check": [undecided]})}).floor.lines()
-    assert told[0] == "self-check of swap, blocks of 32: undecided, 3 pairs with control runs are too few"
+    lines = dataset_of({"made": with_noise(noise | {"self_check": [undecided]})}).floor.lines()
+    assert lines[0] == "self-check of swap, blocks of 32: undecided, 3 pairs with control runs are too few"
 
 
-def test_no_self_check_and_no_step_times_are_told_too() -> None:
-    told = dataset_of({"made": make_trace(states=20)}).floor.lines()
-    assert "self-check: none in core-made-32, core-made-64" in told[0]
-    assert "step times: too few undisturbed steps" in told[1]
+def test_a_missing_self_check_and_missing_step_times_are_listed() -> None:
+    lines = dataset_of({"made": make_trace(states=20)}).floor.lines()
+    assert "self-check: none in core-made-32, core-made-64" in lines[0]
+    assert "step times: too few undisturbed steps" in lines[1]
 
 
 def test_the_step_time_models_error_is_the_floor() -> None:

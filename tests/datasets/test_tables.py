@@ -13,7 +13,7 @@ from kvpolicy.features import FEATURES, features_of
 from tests.synthetic import situation
 
 
-def anything(rng: random.Random) -> Preemption:
+def random_situation(rng: random.Random) -> Preemption:
     held = rng.randrange(1, 200)
     return situation(
         computed_tokens=rng.randrange(1, 200_000), block_size=rng.choice((16, 64)), held_blocks=held,
@@ -27,7 +27,7 @@ def anything(rng: random.Random) -> Preemption:
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_by_column_are_the_features_of_each_situation(kind: Kind) -> None:
     rng = random.Random(0)
-    some = [anything(rng) for _ in range(500)]
+    some = [random_situation(rng) for _ in range(500)]
     columns = Situations.of(some).features(kind)
     assert set(columns) == set(FEATURES)
     for at, one in enumerate(some):
@@ -37,17 +37,17 @@ def test_features_by_column_are_the_features_of_each_situation(kind: Kind) -> No
 
 def test_situations_and_moves_are_sequences_of_the_records_they_were_made_of() -> None:
     rng = random.Random(1)
-    some = [anything(rng) for _ in range(5)]
-    kept = Situations.of(some)
-    assert (list(kept), kept[-1], kept[1:3], len(kept)) == (some, some[4], some[1:3], 5)
-    assert [type(one.computed_tokens) for one in kept] == [int] * 5
+    some = [random_situation(rng) for _ in range(5)]
+    result = Situations.of(some)
+    assert (list(result), result[-1], result[1:3], len(result)) == (some, some[4], some[1:3], 5)
+    assert [type(one.computed_tokens) for one in result] == [int] * 5
     with pytest.raises(IndexError):
-        kept[5]
+        result[5]
     transfers = [TransferRecord("core", f"p{i}", ("save", "load")[i % 2], 100 * i, i, 0.5 * i) for i in range(6)]
     held = TransferTable.of(transfers)
     assert (list(held), held[1], held[-2:], len(held)) == (transfers, transfers[1], transfers[-2:], 6)
     assert [list(column) for column in held.measured("load")] == [[100, 300, 500], [1, 3, 5], [0.5, 1.5, 2.5]]
-    wanted = [key("core", "p4"), key("core", "p1"), key("other", "p2")]
-    assert list(held.of_preemptions(wanted)) == [transfers[1], transfers[4]]
-    assert TransferTable.of(held) is held and Situations.of(kept) is kept
+    expected = [key("core", "p4"), key("core", "p1"), key("other", "p2")]
+    assert list(held.of_preemptions(expected)) == [transfers[1], transfers[4]]
+    assert TransferTable.of(held) is held and Situations.of(result) is result
     assert list(TransferTable.of(())) == list(Situations.of(())) == []

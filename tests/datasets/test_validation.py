@@ -17,10 +17,10 @@ Row = dict[str, Any]
 
 
 def with_change(table: str, change: Callable[[Row], Any], row: int = 7) -> Trace:
-    made = make_trace(states=20)
-    rows = made.rows(table)
+    trace = make_trace(states=20)
+    rows = trace.rows(table)
     change(rows[row])
-    return changed(made, table, rows)
+    return changed(trace, table, rows)
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -45,18 +45,18 @@ def test_a_cost_beyond_the_whole_trace_is_refused_by_row(engine_s: float) -> Non
 
 @pytest.mark.parametrize("engine_s", [float("nan"), float("inf")])
 def test_a_cost_that_is_no_number_is_refused_in_memory_too(engine_s: float) -> None:
-    made = make_trace(states=20)
-    outcomes = made.table("outcomes")
+    trace = make_trace(states=20)
+    outcomes = trace.table("outcomes")
     at = outcomes.schema.get_field_index("engine_s")
     values = outcomes["engine_s"].to_pylist()
     values[7] = engine_s
     broken = outcomes.set_column(at, outcomes.schema.field(at), [values])
     with pytest.raises(TraceError, match=r"table outcomes, row 7 .*engine_s is (nan|inf) s"):
-        dataset_of({"made": Trace(made.headers, dict(made.tables) | {"outcomes": broken})})
+        dataset_of({"made": Trace(trace.headers, dict(trace.tables) | {"outcomes": broken})})
 
 
 @pytest.mark.parametrize("changes", [{"engine_s": -0.3}, {"engine_s": 1.5}])
-def test_a_strange_cost_is_no_error(changes: Row) -> None:
+def test_an_unusual_cost_is_accepted(changes: Row) -> None:
     assert len(dataset_of({"made": with_change("outcomes", lambda row: row.update(changes))}).states) == 20
 
 
@@ -72,11 +72,11 @@ def test_a_wrong_arm_is_called_that_and_not_left_out_for_another_reason(arm: str
 
 
 @pytest.mark.parametrize("table", ["decisions", "outcomes", "transfers", "windows", "steps"])
-def test_a_row_that_is_there_twice_is_refused(table: str) -> None:
-    made = make_trace(states=20)
-    made = with_steps(made) if table == "steps" else made
-    rows = made.rows(table)
+def test_a_repeated_row_is_refused(table: str) -> None:
+    trace = make_trace(states=20)
+    trace = with_steps(trace) if table == "steps" else trace
+    rows = trace.rows(table)
     of_core = [row for row in rows if row["core"] == rows[3]["core"]]
     doubled = [*of_core, of_core[3], *(row for row in rows if row["core"] != rows[3]["core"])]
     with pytest.raises(TraceError, match=rf"made: table {table}, row {len(of_core)} is row 3 again"):
-        dataset_of({"made": changed(made, table, doubled)})
+        dataset_of({"made": changed(trace, table, doubled)})

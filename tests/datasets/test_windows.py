@@ -15,8 +15,8 @@ from tests.synthetic import changed, make_trace, situation
 
 
 def test_each_window_left_out_is_counted_under_its_first_reason() -> None:
-    made = make_trace(states=20)
-    windows, outcomes, decisions = made.rows("windows"), made.rows("outcomes"), made.rows("decisions")
+    trace = make_trace(states=20)
+    windows, outcomes, decisions = trace.rows("windows"), trace.rows("outcomes"), trace.rows("decisions")
     measured = [row for row in windows if row["preemption_id"]]
     measured[0] |= {"discarded": "something else ran"}
     outcomes[0] |= {"ended": "aborted"}
@@ -26,8 +26,8 @@ def test_each_window_left_out_is_counted_under_its_first_reason() -> None:
         if row["preemption_id"] in (outcomes[2]["preemption_id"], outcomes[3]["preemption_id"]):
             row["executed"] = "recompute" if row["arm"] == "swap" else "swap"
     for table, rows in (("windows", windows), ("outcomes", outcomes), ("decisions", decisions)):
-        made = changed(made, table, rows)
-    left_out = dataset_of({"made": made}).left_out
+        trace = changed(trace, table, rows)
+    left_out = dataset_of({"made": trace}).left_out
     discarded = measured[0]["preemption_id"]
     expected = Counter(
         {
@@ -43,22 +43,22 @@ def test_each_window_left_out_is_counted_under_its_first_reason() -> None:
 
 def test_a_swap_of_which_nothing_was_loaded_is_left_out() -> None:
     """Where a load failed, or the engine would not load: it was saved and computed again, which is neither option."""
-    made = make_trace(states=20)
-    executed = {row["preemption_id"]: row["executed"] for row in made.rows("decisions")}
-    outcomes = made.rows("outcomes")
+    trace = make_trace(states=20)
+    executed = {row["preemption_id"]: row["executed"] for row in trace.rows("decisions")}
+    outcomes = trace.rows("outcomes")
     swaps = [row for row in outcomes if executed[row["preemption_id"]] == "swap"]
     swaps[0] |= {"loaded_tokens": 0, "recomputed_tokens": 40}
     swaps[1] |= {"loaded_tokens": 0, "recomputed_tokens": 1}  # all of it was found on the device
     swaps[2] |= {"loaded_tokens": 32, "recomputed_tokens": 8}
-    left_out = dataset_of({"made": changed(made, "outcomes", outcomes)}).left_out
+    left_out = dataset_of({"made": changed(trace, "outcomes", outcomes)}).left_out
     assert left_out["swaps of which nothing was loaded"] == 1
 
 
 def test_a_state_with_one_option_left_is_no_state() -> None:
-    made = make_trace(states=12)
-    name = made.rows("decisions")[0]["state_id"]
-    rows = [row for row in made.rows("decisions") if (row["state_id"], row["arm"]) != (name, "swap")]
-    data = dataset_of({"made": changed(made, "decisions", rows)})
+    trace = make_trace(states=12)
+    name = trace.rows("decisions")[0]["state_id"]
+    rows = [row for row in trace.rows("decisions") if (row["state_id"], row["arm"]) != (name, "swap")]
+    data = dataset_of({"made": changed(trace, "decisions", rows)})
     assert name not in {state.name for state in data.states}
     assert (len(data.states), data.left_out["states measured under one option only"]) == (11, 1)
 
@@ -76,20 +76,20 @@ def test_a_state_with_one_option_left_is_no_state() -> None:
         ("transfers", 3, {"end_s": 1.0}, "table transfers, row 3 of core .*: duration_s is -999 s"),
     ],
 )  # fmt: skip
-def test_the_first_row_that_cannot_be_is_named(table: str, number: int, changes: dict[str, Any], message: str) -> None:
-    made = with_change(with_change(make_trace(states=12), table, number, **changes), table, number + 4, **changes)
+def test_the_first_wrong_row_is_named(table: str, number: int, changes: dict[str, Any], message: str) -> None:
+    trace = with_change(with_change(make_trace(states=12), table, number, **changes), table, number + 4, **changes)
     with pytest.raises(TraceError, match=message):
-        dataset_of({"made": made})
+        dataset_of({"made": trace})
 
 
-def test_a_cost_of_nothing_is_refused_only_where_it_was_kept() -> None:
+def test_a_cost_of_zero_is_refused_only_in_a_kept_window() -> None:
     """What was thrown away may hold anything that a situation may."""
-    made = make_trace(states=12)
-    row = made.rows("decisions")[4]
+    trace = make_trace(states=12)
+    row = trace.rows("decisions")[4]
     windows = [
         one | {"discarded": "admitted"} if one["preemption_id"] == row["preemption_id"] else one
-        for one in made.rows("windows")
+        for one in trace.rows("windows")
     ]
-    made = with_change(changed(made, "windows", windows), "decisions", 4, held_blocks=0)
-    assert dataset_of({"made": made}).left_out["windows that were discarded"] == 1
+    trace = with_change(changed(trace, "windows", windows), "decisions", 4, held_blocks=0)
+    assert dataset_of({"made": trace}).left_out["windows that were discarded"] == 1
     assert replace(situation(), held_blocks=0).copy_bytes == 0

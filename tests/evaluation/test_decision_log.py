@@ -27,7 +27,7 @@ from tests.synthetic_logs import make_log, reworked
         ({"computed_tokens": -5}, "row 17: computed_tokens is -5"),
     ],
 )
-def test_a_record_that_cannot_be_is_named(log: Trace, change: dict[str, Any], message: str) -> None:
+def test_a_wrong_record_is_named(log: Trace, change: dict[str, Any], message: str) -> None:
     some = log.rows("decisions")
     at = next(i for i, row in enumerate(some) if len(row["options"]) == 2 and i >= 17)
     some[17], some[at] = some[at], some[17]
@@ -51,10 +51,10 @@ def test_the_intended_action_answers_for_what_was_executed(log: Trace) -> None:
     for row in swaps:
         row |= {"executed": "recompute", "reason": "save_failed"}
         ends[row["preemption_id"]]["engine_s"] = 10.0
-    found = log_from_traces({"log": reworked(log, decisions=some, outcomes=list(ends.values()))})
-    assert found.counts["intended otherwise, recompute executed: save_failed"] == len(swaps)
-    assert (found.cost_s[found.action == KINDS.index("swap")] == 10.0).sum() == len(swaps)
-    assert not (found.cost_s[found.action == KINDS.index("recompute")] == 10.0).any()
+    result = log_from_traces({"log": reworked(log, decisions=some, outcomes=list(ends.values()))})
+    assert result.counts["intended otherwise, recompute executed: save_failed"] == len(swaps)
+    assert (result.cost_s[result.action == KINDS.index("swap")] == 10.0).sum() == len(swaps)
+    assert not (result.cost_s[result.action == KINDS.index("recompute")] == 10.0).any()
 
 
 def test_aborted_and_superseded_count_with_what_they_cost_and_resets_not_at_all(log: Trace) -> None:
@@ -62,18 +62,18 @@ def test_aborted_and_superseded_count_with_what_they_cost_and_resets_not_at_all(
     ends[0] |= {"ended": "aborted"}
     ends[1] |= {"ended": "superseded"}
     some[2] |= {"cause": "reset"}
-    found = log_from_traces({"log": reworked(log, decisions=some, outcomes=ends)})
-    assert len(found) == len(some) - 1
-    assert found.known.all()
-    assert found.counts["aborted: counted with what was spent until then"] == 1
-    assert found.counts["superseded: counted with what was spent until then"] == 1
-    assert found.counts["left out: preemptions by a reset, which leave no choice"] == 1
+    result = log_from_traces({"log": reworked(log, decisions=some, outcomes=ends)})
+    assert len(result) == len(some) - 1
+    assert result.known.all()
+    assert result.counts["aborted: counted with what was spent until then"] == 1
+    assert result.counts["superseded: counted with what was spent until then"] == 1
+    assert result.counts["left out: preemptions by a reset, which leave no choice"] == 1
 
 
-def test_records_are_judged_by_what_is_asked(log: Trace) -> None:
+def test_records_are_judged_by_the_objective(log: Trace) -> None:
     ends = [row | {"victim_delay_s": 1.0} for row in log.rows("outcomes")]
-    given = reworked(log, outcomes=ends)
-    assert (log_from_traces({"log": given}, Objective.parse("2*victim")).cost_s == 2.0).all()
+    result = reworked(log, outcomes=ends)
+    assert (log_from_traces({"log": result}, Objective.parse("2*victim")).cost_s == 2.0).all()
     nobody = [row | {"others_delay_s": None} for row in ends]
     with pytest.raises(TraceError, match=r"table outcomes, preemption .* of core core-log: .*others is not known"):
         log_from_traces({"log": reworked(log, outcomes=nobody)}, Objective.parse("others"))
@@ -101,6 +101,6 @@ def test_costs_are_attributed_where_a_log_has_none() -> None:
     """Traces of a server hold steps; the log's costs come out of them. Without steps they are unknown, and said so."""
     log = make_log(3, decisions=40)
     without = reworked(log, outcomes=[row | {"engine_s": None} for row in log.rows("outcomes")])
-    found = log_from_traces({"log": without})
-    assert not found.known.any()
-    assert sum(n for what, n in found.counts.items() if "could not be attributed" in what) == 40
+    result = log_from_traces({"log": without})
+    assert not result.known.any()
+    assert sum(n for what, n in result.counts.items() if "could not be attributed" in what) == 40

@@ -22,17 +22,17 @@ def made_up(n: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_the_direct_model_finds_a_linear_law() -> None:
     x, action, cost_s = made_up(300, 0)
     fold = folds_of(np.arange(300), np.random.default_rng(0))
-    found = predict(x, action, cost_s, np.ones(300, bool), fold)
-    wanted = np.column_stack([2.0 + 3e-6 * x[:, 1], 1.0 + 5.0 * x[:, 2]])
-    assert found.in_sample == pytest.approx(wanted, rel=1e-4)
-    assert found.cross_fitted == pytest.approx(wanted, rel=1e-4)
+    prediction = predict(x, action, cost_s, np.ones(300, bool), fold)
+    expected = np.column_stack([2.0 + 3e-6 * x[:, 1], 1.0 + 5.0 * x[:, 2]])
+    assert prediction.in_sample == pytest.approx(expected, rel=1e-4)
+    assert prediction.cross_fitted == pytest.approx(expected, rel=1e-4)
 
 
 def test_cross_fitting_never_sees_a_records_own_cluster() -> None:
     x, action, cost_s = made_up(300, 1)
     cluster = np.arange(300) // 3
     fold = folds_of(cluster, np.random.default_rng(0))
-    assert all(len(set(fold[cluster == one])) == 1 for one in range(100))
+    assert all(len(set(fold[cluster == number])) == 1 for number in range(100))
     known = np.ones(300, bool)
     before = predict(x, action, cost_s, known, fold)
     moved = np.where(fold == 0, cost_s + 100.0, cost_s)
@@ -54,7 +54,7 @@ def test_implied_weights_are_the_direct_method_as_a_weighted_mean_of_costs() -> 
 
 def test_an_action_never_taken_is_guessed_by_the_mean() -> None:
     x, _, cost_s = made_up(50, 3)
-    found = predict(x, np.zeros(50, int), cost_s, np.ones(50, bool), np.arange(50) % 5)
-    assert found.in_sample[:, 1] == pytest.approx(np.full(50, cost_s.mean()))
+    prediction = predict(x, np.zeros(50, int), cost_s, np.ones(50, bool), np.arange(50) % 5)
+    assert prediction.in_sample[:, 1] == pytest.approx(np.full(50, cost_s.mean()))
     with pytest.raises(ValueError, match="no record has a known cost"):
         predict(x, np.zeros(50, int), cost_s, np.zeros(50, bool), np.arange(50) % 5)

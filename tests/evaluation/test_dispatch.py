@@ -24,7 +24,7 @@ def test_profiles_and_logs_are_not_judged_together(folder: Path, tmp_path: Path)
 
 
 def test_the_public_function_judges_logs(folder: Path) -> None:
-    found = kvpolicy.evaluate(traces=[folder], policies=["always-swap"])
-    assert isinstance(found, OffPolicyReport)
-    assert found.logged is not None and math.isfinite(found.logged.value_s)
-    assert np.isfinite(found.policies[0].support.mean_weight_high)
+    report = kvpolicy.evaluate(traces=[folder], policies=["always-swap"])
+    assert isinstance(report, OffPolicyReport)
+    assert report.logged is not None and math.isfinite(report.logged.value_s)
+    assert np.isfinite(report.policies[0].support.mean_weight_high)

@@ -23,7 +23,7 @@ from kvpolicy.evaluation.estimation import Estimation
         ({"interval": "bernstein", "limit_s": -1.0}, r"limit_s is -1\.0, should be a number above 0"),
     ],
 )
-def test_wrong_words_are_named(folder: Path, wrong: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_named(folder: Path, wrong: dict[str, Any], message: str) -> None:
     policies = wrong.get("policies", ["always-swap"])
     with pytest.raises(ValueError, match=message):
         evaluate([folder], policies, how=Estimation(**{key: wrong[key] for key in wrong if key != "policies"}))

@@ -99,7 +99,7 @@ def test_every_formula_is_the_one_written_out_in_fractions(seed: int) -> None:
     one = golden.records()
     dr = dr_terms(one.target, one.q_s, one.weight, one.cost_s, one.action)
     assert one.weight == pytest.approx([float(golden.weight(i)) for i in range(N)])
-    for found, wanted in (
+    for result, expected in (
         (dm_terms(one.target, one.q_s).mean(), golden.value("dm")),
         (ips_terms(one.weight, one.cost_s).mean(), golden.value("ips")),
         (dr.mean(), golden.value("dr")),
@@ -109,26 +109,26 @@ def test_every_formula_is_the_one_written_out_in_fractions(seed: int) -> None:
         (ESTIMATORS["dr"](one).terms.mean(), golden.value("dr")),
         (ESTIMATORS["cross-fitted-dr"](one).terms.mean(), golden.value("dr")),
     ):
-        assert found == pytest.approx(float(wanted), rel=1e-12)
+        assert result == pytest.approx(float(expected), rel=1e-12)
     for parameter in (Fraction(1, 2), Fraction(2), Fraction(9)):
         for changed, name in ((switch_weights, "switch"), (shrunk_weights, "dros")):
             weight = changed(one.weight, float(parameter))
-            found = dr_terms(one.target, one.q_s, weight, one.cost_s, one.action).mean()
-            assert found == pytest.approx(float(golden.value(name, parameter)), rel=1e-12)
+            result = dr_terms(one.target, one.q_s, weight, one.cost_s, one.action).mean()
+            assert result == pytest.approx(float(golden.value(name, parameter)), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["switch-dr", "dros"])
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_tuned_is_the_formula_at_its_parameter(name: str, seed: int) -> None:
     golden = Golden(seed)
-    made = ESTIMATORS[name](golden.records())
-    assert made.tuning is not None
-    if made.tuning == inf:
-        wanted = golden.value("dr")
+    result = ESTIMATORS[name](golden.records())
+    assert result.tuning is not None
+    if result.tuning == inf:
+        expected = golden.value("dr")
     else:
-        rounded_up = Fraction(made.tuning) * (1 + Fraction(1, 10**12))  # a threshold is one of the weights
-        wanted = golden.value(name.removesuffix("-dr"), rounded_up)
-    assert made.terms.mean() == pytest.approx(float(wanted), rel=1e-9)
+        rounded_up = Fraction(result.tuning) * (1 + Fraction(1, 10**12))  # a threshold is one of the weights
+        expected = golden.value(name.removesuffix("-dr"), rounded_up)
+    assert result.terms.mean() == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_tuning_cuts_weights_that_only_add_noise_and_keeps_those_that_are_needed() -> None:
@@ -141,11 +141,11 @@ def test_tuning_cuts_weights_that_only_add_noise_and_keeps_those_that_are_needed
     cost_s = 1.0 + rng.normal(0, 0.3, n)
     weight = importance_weights(target, probability, action, np.ones(n, bool), np.ones(2))
     for q, heavy_is_kept in ((np.ones((n, 2)), False), (np.zeros((n, 2)), True)):
-        made = ESTIMATORS["switch-dr"](
+        result = ESTIMATORS["switch-dr"](
             Records(target, probability, weight, cost_s, action, q, q, np.zeros(n), np.arange(n))
         )
-        assert made.tuning is not None
-        assert (made.tuning >= 100) == heavy_is_kept
+        assert result.tuning is not None
+        assert (result.tuning >= 100) == heavy_is_kept
 
 
 @given(st.floats(0.0, 1e4), st.floats(1e-3, 1e6))

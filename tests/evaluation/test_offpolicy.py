@@ -28,39 +28,39 @@ from tests.synthetic_logs import LogPlan, make_log, reworked
 def true_mean_s(policy: str, log: Trace, plan: LogPlan = PLAN) -> float:
     """Of a policy, in the very states of the log."""
     asked, paid = load(policy, fitted_model), []
-    for one in log_from_traces({"log": log}).situations:
-        options = feasible_options(one)
-        shares = asked.probabilities(one, options, asked.initial_state())
-        costs = [true_cost_s(plan.law, option.kind, one) for option in options]
+    for victim in log_from_traces({"log": log}).situations:
+        options = feasible_options(victim)
+        shares = asked.probabilities(victim, options, asked.initial_state())
+        costs = [true_cost_s(plan.law, option.kind, victim) for option in options]
         paid.append(sum(share * cost for share, cost in zip(shares, costs, strict=True)))
     return fmean(paid)
 
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> OffPolicyReport:
-    found = evaluate([folder], ["always-recompute", "always-swap", "threshold:500"])
-    assert isinstance(found, OffPolicyReport)
-    return found
+    result = evaluate([folder], ["always-recompute", "always-swap", "threshold:500"])
+    assert isinstance(result, OffPolicyReport)
+    return result
 
 
 def test_every_estimator_finds_the_truth(report: OffPolicyReport, log: Trace) -> None:
-    for one in report.policies:
-        assert not one.refused
-        truth_s = true_mean_s(one.policy, log)
-        for found in one.estimates:
-            assert found.value_s == pytest.approx(truth_s, rel=0.05), (one.policy, found)
-            assert found.low_s is not None and found.high_s is not None
-            assert found.low_s < found.value_s < found.high_s
-            assert found.n == 1500
+    for policy in report.policies:
+        assert not policy.refused
+        truth_s = true_mean_s(policy.policy, log)
+        for result in policy.estimates:
+            assert result.value_s == pytest.approx(truth_s, rel=0.05), (policy.policy, result)
+            assert result.low_s is not None and result.high_s is not None
+            assert result.low_s < result.value_s < result.high_s
+            assert result.n == 1500
 
 
 def test_doubly_robust_is_narrower_than_weights_alone(report: OffPolicyReport) -> None:
-    for one in report.policies:
-        width = {found.estimator: (found.high_s or 0) - (found.low_s or 0) for found in one.estimates}
+    for policy in report.policies:
+        width = {result.estimator: (result.high_s or 0) - (result.low_s or 0) for result in policy.estimates}
         assert width["cross-fitted-dr"] < 0.9 * width["ips"]
 
 
-def test_the_report_is_told_and_goes_to_json(report: OffPolicyReport) -> None:
+def test_the_report_has_text_and_json(report: OffPolicyReport) -> None:
     text = report.text()
     assert "1500 decisions in" in text and "always-swap" in text and "cross-fitted-dr" in text
     assert "does to later states is not in it" in " ".join(text.split())
@@ -83,17 +83,17 @@ def test_the_command_prints_and_writes(folder: Path, tmp_path: Path, capsys: pyt
     assert stopped.value.code == 0
     assert "brackets: 95%, sequence" in capsys.readouterr().out
     (one,) = json.loads(out.read_text())["policies"]
-    assert [found["estimator"] for found in one["estimates"]] == ["dr", "snips"]
+    assert [result["estimator"] for result in one["estimates"]] == ["dr", "snips"]
 
 
 def test_bernstein_wants_a_limit_and_holds_it(folder: Path) -> None:
     def spans(limit_s: float | None) -> dict[str, tuple[float | None, float | None]]:
-        found = estimate([folder], ["always-swap"], how=Estimation(interval="bernstein", limit_s=limit_s))
-        return {one.estimator: (one.low_s, one.high_s) for one in found.policies[0].estimates}
+        estimates = estimate([folder], ["always-swap"], how=Estimation(interval="bernstein", limit_s=limit_s))
+        return {one.estimator: (one.low_s, one.high_s) for one in estimates.policies[0].estimates}
 
-    told = spans(5.0)
-    assert told["snips"] == told["dm"] == (None, None)
-    low, high = told["ips"]
+    values = spans(5.0)
+    assert values["snips"] == values["dm"] == (None, None)
+    low, high = values["ips"]
     assert low is not None and high is not None and low < high
     with pytest.raises(ValueError, match=r"limit_s is 0.0001, a cost of"):
         spans(1e-4)
@@ -106,11 +106,11 @@ def test_an_explored_log_supports_only_what_it_left_to_chance() -> None:
     log = log_from_traces({"log": make_log(2, decisions=600, policy="explore:boosted", loader=fitted_model)})
     sure = log.probability.max(axis=1) == 1.0
     assert 0 < sure.mean() < 1
-    found = judge(log, {"swap": log.targets(load("always-swap")), "itself": log.probability}, 0)
-    assert any("no support" in why for why in found.policies[0].refused)
-    assert not found.policies[0].estimates
-    assert "refused" in found.text() and "no support" in found.text()
-    assert not found.policies[1].refused
+    result = judge(log, {"swap": log.targets(load("always-swap")), "itself": log.probability}, 0)
+    assert any("no support" in why for why in result.policies[0].refused)
+    assert not result.policies[0].estimates
+    assert "refused" in result.text() and "no support" in result.text()
+    assert not result.policies[1].refused
 
 
 def test_open_records_stay_and_others_of_their_action_stand_for_them(log: Trace) -> None:
@@ -118,11 +118,11 @@ def test_open_records_stay_and_others_of_their_action_stand_for_them(log: Trace)
     rng = random.Random(0)
     gone = {row["preemption_id"] for row in log.rows("outcomes") if rng.random() < 0.05}
     cut = reworked(log, outcomes=[row for row in log.rows("outcomes") if row["preemption_id"] not in gone])
-    whole, found = log_from_traces({"log": log}), log_from_traces({"log": cut})
-    assert len(found) == len(whole)
-    assert found.known.sum() == len(whole) - len(gone)
-    assert sum(n for what, n in found.counts.items() if "still open" in what) == len(gone)
-    one, other = (judge(some, {"swap": some.targets(load("always-swap"))}, 0) for some in (whole, found))
+    whole, result = log_from_traces({"log": log}), log_from_traces({"log": cut})
+    assert len(result) == len(whole)
+    assert result.known.sum() == len(whole) - len(gone)
+    assert sum(n for what, n in result.counts.items() if "still open" in what) == len(gone)
+    one, other = (judge(some, {"swap": some.targets(load("always-swap"))}, 0) for some in (whole, result))
     for before, after in zip(one.policies[0].estimates, other.policies[0].estimates, strict=True):
         assert after.value_s == pytest.approx(before.value_s, rel=0.03)
     assert "still open" in other.text()
@@ -130,8 +130,8 @@ def test_open_records_stay_and_others_of_their_action_stand_for_them(log: Trace)
 
 def test_many_open_records_refuse_everything(log: Trace) -> None:
     cut = log_from_traces({"log": reworked(log, outcomes=log.rows("outcomes")[:1000])})
-    (found,) = judge(cut, {"swap": cut.targets(load("always-swap"))}, 0).policies
-    assert any("records is not known, over 10%" in why for why in found.refused)
+    (result,) = judge(cut, {"swap": cut.targets(load("always-swap"))}, 0).policies
+    assert any("records is not known, over 10%" in why for why in result.refused)
 
 
 def test_a_shadow_run_knows_nothing_of_swaps(log: Trace) -> None:
@@ -139,22 +139,22 @@ def test_a_shadow_run_knows_nothing_of_swaps(log: Trace) -> None:
         row | ({"executed": "recompute", "reason": "shadow"} if row["executed"] == "swap" else {})
         for row in log.rows("decisions")
     ]
-    found = log_from_traces({"log": reworked(log, decisions=some)})
-    assert (found.action == 0).all() and (found.probability[:, 0] == 1.0).all()
-    report = judge(found, {name: found.targets(load(name)) for name in ("always-recompute", "always-swap")}, 0)
+    read_log = log_from_traces({"log": reworked(log, decisions=some)})
+    assert (read_log.action == 0).all() and (read_log.probability[:, 0] == 1.0).all()
+    report = judge(read_log, {name: read_log.targets(load(name)) for name in ("always-recompute", "always-swap")}, 0)
     assert not report.policies[0].refused
     assert any("no support" in why for why in report.policies[1].refused)
     assert any("shadow mode" in what for what in report.counts)
 
 
-def test_a_log_of_few_clusters_tells_nothing_of_its_own_policy_either() -> None:
+def test_a_log_of_few_clusters_has_no_estimate_for_its_own_policy_either() -> None:
     log = log_from_traces({"log": make_log(5, decisions=9)})
-    found = judge(log, {"swap": log.targets(load("always-swap"))}, 0)
-    assert found.clusters < 20 and found.logged is None
-    assert any(f"{found.clusters} clusters of decisions, at least 20 are needed" in why for why in found.refused)
-    assert "as logged: refused" in found.text() and "at least 20 are needed" in found.text()
-    assert " ms " not in found.text(), "no value is printed"
-    json.dumps(found.to_dict(), allow_nan=False)
+    result = judge(log, {"swap": log.targets(load("always-swap"))}, 0)
+    assert result.clusters < 20 and result.logged is None
+    assert any(f"{result.clusters} clusters of decisions, at least 20 are needed" in why for why in result.refused)
+    assert "as logged: refused" in result.text() and "at least 20 are needed" in result.text()
+    assert " ms " not in result.text(), "no value is printed"
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_bernstein_bounds_the_weights_that_chance_spared_the_log() -> None:
@@ -176,15 +176,15 @@ def test_bernstein_is_as_wide_where_the_dearest_weight_was_not_drawn() -> None:
 
     def width(some: Log) -> float:
         how = Estimation(("ips",), "bernstein", limit_s=5.0)
-        (found,) = judge(some, {"swap": some.targets(load("always-swap"))}, 0, how).policies
-        (one,) = found.estimates
+        (result,) = judge(some, {"swap": some.targets(load("always-swap"))}, 0, how).policies
+        (one,) = result.estimates
         assert one.low_s is not None and one.high_s is not None
         return one.high_s - one.low_s
 
     assert width(replace(log, probability=rare)) > 2 * width(log)
 
 
-def test_what_tuning_may_have_left_out_widens_the_interval_to_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bias_of_tuning_widens_the_interval_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     log = log_from_traces({"log": make_log(2, PLAN)})
     target = {"always-swap": log.targets(load("always-swap"))}
 

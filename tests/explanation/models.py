@@ -10,6 +10,6 @@ from kvpolicy.explanation import Explanation, Question
 
 
 def explain(**more: Any) -> Explanation:
-    given = {"tokens": 500, "running": 3} | more
-    asked = {one.name: given.pop(one.name) for one in fields(Question) if one.name in given}
-    return kvpolicy.explain(**({"cost_model": "boosted", "question": Question(**asked)} | given))
+    value = {"tokens": 500, "running": 3} | more
+    asked = {field.name: value.pop(field.name) for field in fields(Question) if field.name in value}
+    return kvpolicy.explain(**({"cost_model": "boosted", "question": Question(**asked)} | value))

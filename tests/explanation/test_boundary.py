@@ -48,14 +48,14 @@ def test_every_turn_of_the_staircase_is_listed(name: str, block_size: int) -> No
     assert [turn.tokens for turn in even.turns] == real
 
 
-def test_far_lengths_are_looked_at_by_edges_of_blocks_and_that_is_said() -> None:
-    found = explain(cost_model="analytic", tokens=100_000, block_size=64)
-    assert found.break_even.every_up_to < found.break_even.up_to_tokens == 400_000
-    assert 64 < found.break_even.widest_gap < 4096
-    assert f"up to {found.break_even.widest_gap} tokens apart, between which it may turn" in found.text()
+def test_long_lengths_are_evaluated_at_block_edges_which_is_noted() -> None:
+    explanation = explain(cost_model="analytic", tokens=100_000, block_size=64)
+    assert explanation.break_even.every_up_to < explanation.break_even.up_to_tokens == 400_000
+    assert 64 < explanation.break_even.widest_gap < 4096
+    assert f"up to {explanation.break_even.widest_gap} tokens apart, between which it may turn" in explanation.text()
 
 
-def test_where_nothing_turns_that_is_said() -> None:
+def test_a_constant_choice_has_no_turn() -> None:
     model = turning_model()
     free = replace(model, laws={"recompute": model.laws["recompute"], "swap": model.laws["recompute"]})
     cheap = replace(free, floor_s={"recompute": 1.0, "swap": 1e-9})
@@ -66,10 +66,10 @@ def test_where_nothing_turns_that_is_said() -> None:
 def test_the_grid_is_what_the_model_chooses() -> None:
     model = turning_model()
     one = resolve(model, Question(500, running=3)).situation
-    found = grid(model, one, Objective())
-    assert all(low < high for line in (found.tokens, found.running) for low, high in pairwise(line))
-    assert found.tokens[-1] == longest(model, one)
-    for row, load in enumerate(found.running):
-        for column in (0, len(found.tokens) // 2, len(found.tokens) - 1):
-            again, swap = breakdowns_of(model, with_length(with_running(one, load), found.tokens[column]))
-            assert (found.log_ratio[row][column] < 0) == (swap.cost.engine_s < again.cost.engine_s)
+    boundary_grid = grid(model, one, Objective())
+    assert all(low < high for line in (boundary_grid.tokens, boundary_grid.running) for low, high in pairwise(line))
+    assert boundary_grid.tokens[-1] == longest(model, one)
+    for row, load in enumerate(boundary_grid.running):
+        for column in (0, len(boundary_grid.tokens) // 2, len(boundary_grid.tokens) - 1):
+            again, swap = breakdowns_of(model, with_length(with_running(one, load), boundary_grid.tokens[column]))
+            assert (boundary_grid.log_ratio[row][column] < 0) == (swap.cost.engine_s < again.cost.engine_s)

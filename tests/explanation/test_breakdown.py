@@ -15,18 +15,18 @@ from tests.synthetic import fitted_model
 
 @pytest.mark.parametrize("family", ["boosted", "linear", "analytic"])
 def test_costs_are_the_models_and_come_from_their_parts(family: str) -> None:
-    found = explain(cost_model=family)
-    one = found.question.situation
-    wanted = fitted_model(family).predict(one, (Option("recompute"), Option("swap", 500, "host")))
-    assert tuple(account.cost for account in found.breakdowns) == wanted
-    for account in found.breakdowns:
+    explanation = explain(cost_model=family)
+    one = explanation.question.situation
+    expected = fitted_model(family).predict(one, (Option("recompute"), Option("swap", 500, "host")))
+    assert tuple(account.cost for account in explanation.breakdowns) == expected
+    for account in explanation.breakdowns:
         base_s = max(account.law_s, account.floor_s)
         assert account.cost.engine_s == pytest.approx(base_s * account.residual_factor, rel=1e-12)
-    assert found.chosen == min(found.breakdowns, key=lambda account: account.cost.engine_s).kind
+    assert explanation.chosen == min(explanation.breakdowns, key=lambda account: account.cost.engine_s).kind
     assert (one.running_requests, one.batch_tokens, one.held_blocks) == (3, 1500, 16)
 
 
-def test_what_is_beyond_the_range_is_told_with_the_range() -> None:
+def test_a_feature_beyond_its_range_is_reported_with_the_range() -> None:
     inside, outside = explain(), explain(tokens=50_000)
     assert not any(account.beyond for account in inside.breakdowns)
     names = {beyond.feature for account in outside.breakdowns for beyond in account.beyond}
@@ -35,7 +35,7 @@ def test_what_is_beyond_the_range_is_told_with_the_range() -> None:
     assert outside.breakdowns[0].cost.extrapolated
 
 
-def test_the_floor_is_told() -> None:
+def test_the_floor_is_reported() -> None:
     model = replace(fitted_model("analytic"), floor_s={"recompute": 5.0, "swap": 1e-6})
     again, swap = breakdowns_of(model, resolve(model, Question(500)).situation)
     assert again.floored

@@ -10,13 +10,13 @@ from tests.explanation.models import explain
 from tests.synthetic import fitted_model
 
 
-def test_what_drove_the_choice_is_told() -> None:
-    found = explain()
-    told = found.to_dict()["drivers"]
-    assert told == list(found.drivers)
-    assert all(line in found.text() for line in told)
-    assert told[0].startswith(f"{found.chosen} by ")
-    assert any("learned: recompute times" in line for line in told)
+def test_drivers_of_a_choice_are_listed() -> None:
+    explanation = explain()
+    part = explanation.to_dict()["drivers"]
+    assert part == list(explanation.drivers)
+    assert all(line in explanation.text() for line in part)
+    assert part[0].startswith(f"{explanation.chosen} by ")
+    assert any("learned: recompute times" in line for line in part)
     assert "nothing learned" in "; ".join(explain(cost_model="analytic").drivers)
     assert any(line.startswith("extrapolated, in ") for line in explain(tokens=50_000).drivers)
     model = replace(fitted_model("analytic"), floor_s={"recompute": 5.0, "swap": 1e-6})

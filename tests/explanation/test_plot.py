@@ -24,10 +24,10 @@ def test_without_matplotlib_the_text_is_there_and_the_plot_is_missed(
     file = tmp_path / "boundary.svg"
     with pytest.raises(SystemExit) as end:
         cli.main(["explain", "--cost-model", "boosted", "--tokens", "500", "--plot", str(file)])
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert end.value.code == 2
-    assert "pip install 'kvpolicy[plots]'" in said.err
-    assert "choice over tokens and running requests" in said.out
+    assert "pip install 'kvpolicy[plots]'" in output.err
+    assert "choice over tokens and running requests" in output.out
     assert not file.exists()
 
 

@@ -10,13 +10,13 @@ from kvpolicy import cli
 from tests.explanation.models import explain
 
 
-def test_bytes_that_wait_can_be_asked_for() -> None:
-    found = explain(queued_save=3 * 2**20, queued_load=2**20)
-    assert (found.question.situation.queued_save_bytes, found.question.situation.queued_load_bytes) == (
+def test_queued_bytes_are_part_of_the_question() -> None:
+    explanation = explain(queued_save=3 * 2**20, queued_load=2**20)
+    assert (explanation.question.situation.queued_save_bytes, explanation.question.situation.queued_load_bytes) == (
         3 * 2**20,
         2**20,
     )
-    assert "3 MiB queued to be saved, 1 MiB queued to be loaded" in found.text()
+    assert "3 MiB queued to be saved, 1 MiB queued to be loaded" in explanation.text()
 
 
 @pytest.mark.parametrize(

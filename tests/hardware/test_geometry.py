@@ -249,8 +249,8 @@ def test_in_a_real_group_a_file_that_was_read_does_not_count(real_group: tuple[P
 
 @pytest.mark.parametrize("config", [LLAMA_31_8B, LLAMA_2_7B, MIXTRAL_8X7B, QWEN3_30B_A3B, GEMMA_2_9B, GEMMA_3_27B])
 def test_what_traces_record_has_the_shapes_linear_work(config: dict[str, Any]) -> None:
-    wanted = ModelShape.from_config(config).linear_flops_per_token
-    assert Geometry.from_config(config).linear_flops_per_token == pytest.approx(wanted, rel=0.005)
+    expected = ModelShape.from_config(config).linear_flops_per_token
+    assert Geometry.from_config(config).linear_flops_per_token == pytest.approx(expected, rel=0.005)
 
 
 def test_what_traces_record_of_a_shape_is_unchanged() -> None:

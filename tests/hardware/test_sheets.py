@@ -45,6 +45,6 @@ def test_a_device_without_a_sheet_says_what_to_do(device: str) -> None:
         device_sheet(device)
 
 
-def test_a_link_that_is_none_lists_those_there_are() -> None:
+def test_an_unknown_link_lists_the_known_ones() -> None:
     with pytest.raises(SheetError, match=r"no link 'pcie9'.*nvlink-c2c"):
         link_sheet("pcie9")

@@ -29,5 +29,5 @@ def law(x: Floats, bend: float = 0.3) -> Floats:
     return np.exp(bend * np.sin(x[:, 2] / 300)) * (1e-3 + 2e-5 * x[:, 0] + 3e-9 * x[:, 1])
 
 
-def missed(made: Any, x: Floats, bend: float = 0.3) -> float:
+def mean_error(made: Any, x: Floats, bend: float = 0.3) -> float:
     return float(np.abs(made.predict(x) / law(x, bend) - 1).mean())

@@ -21,7 +21,7 @@ def test_a_ceiling_is_as_slow_as_its_slowest_term() -> None:
     work, moved = np.meshgrid(np.geomspace(1, 1e4, 30), np.geomspace(1, 1e4, 30))
     x = np.column_stack([work.ravel(), moved.ravel()])
     seconds = 1e-5 + np.maximum(3e-6 * x[:, 0], 5e-7 * x[:, 1])
-    made = AnalyticRegressor(Ceilings(((LAUNCH,), ("work", "moved"))), ("work", "moved")).fit(x, seconds)
-    assert [one.value for one in made.constants_] == pytest.approx([1e-5, 3e-6, 5e-7], rel=0.02)
+    regressor = AnalyticRegressor(Ceilings(((LAUNCH,), ("work", "moved"))), ("work", "moved")).fit(x, seconds)
+    assert [constant.value for constant in regressor.constants_] == pytest.approx([1e-5, 3e-6, 5e-7], rel=0.02)
     with pytest.raises(ValueError, match="needs column 'bytes'"):
         AnalyticRegressor(Ceilings((("bytes",),)), ("work", "moved")).fit(x, seconds)

@@ -12,12 +12,12 @@ def test_no_part_of_a_step_gets_cheaper_by_growing() -> None:
     rng = np.random.default_rng(3)
     design = np.column_stack([np.ones(200), rng.random((200, 3))])
     falling = 1.0 + design @ np.array([0.0, 2.0, -0.5, 0.0])
-    found = nonnegative_fit(design, falling, np.ones(200))
-    assert found.min() >= 0
-    assert found[2] == 0
-    best = np.sum((falling - design @ found) ** 2)
+    coefficients = nonnegative_fit(design, falling, np.ones(200))
+    assert coefficients.min() >= 0
+    assert coefficients[2] == 0
+    best = np.sum((falling - design @ coefficients) ** 2)
     for _ in range(500):  # nothing near it that is allowed is better
-        other = np.maximum(0.0, found + 0.05 * rng.standard_normal(4))
+        other = np.maximum(0.0, coefficients + 0.05 * rng.standard_normal(4))
         assert np.sum((falling - design @ other) ** 2) >= best - 1e-9
 
 

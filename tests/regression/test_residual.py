@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvpolicy.regression.estimator import AnalyticRegressor, BoostedRegressor
-from tests.regression.measured_steps import COLUMNS, PHYSICS, measured, missed
+from tests.regression.measured_steps import COLUMNS, PHYSICS, mean_error, measured
 
 
 def test_trees_learn_what_physics_does_not_know() -> None:
@@ -14,14 +14,14 @@ def test_trees_learn_what_physics_does_not_know() -> None:
     new, _ = measured(500, seed=1)
     both = BoostedRegressor(PHYSICS, COLUMNS).fit(x, seconds)
     assert both.trees_ > 0
-    assert missed(both, new) < 0.3 * missed(AnalyticRegressor(PHYSICS, COLUMNS).fit(x, seconds), new)
+    assert mean_error(both, new) < 0.3 * mean_error(AnalyticRegressor(PHYSICS, COLUMNS).fit(x, seconds), new)
 
 
 def test_trees_are_dropped_where_they_do_not_help() -> None:
     x, seconds = measured(600, bend=0.0)
-    made = BoostedRegressor(PHYSICS, COLUMNS).fit(x, seconds)
-    assert made.trees_ == 0
-    assert made.predict(x) == pytest.approx(AnalyticRegressor(PHYSICS, COLUMNS).fit(x, seconds).predict(x))
+    regressor = BoostedRegressor(PHYSICS, COLUMNS).fit(x, seconds)
+    assert regressor.trees_ == 0
+    assert regressor.predict(x) == pytest.approx(AnalyticRegressor(PHYSICS, COLUMNS).fit(x, seconds).predict(x))
 
 
 def test_repeats_of_one_point_are_one_group_when_trees_are_decided_on() -> None:

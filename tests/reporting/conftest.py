@@ -18,7 +18,7 @@ def run(arguments: list[str]) -> None:
 
 
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
     folder = tmp_path_factory.mktemp("report")

@@ -31,14 +31,14 @@ def served_run(**more: Any) -> ServedRun:
     slow = [number % 10 == 0 for number in range(200)]
     duration_s = [0.05 if one else 0.01 for one in slow]
     used = [rng.uniform(0.5, 1.0) for _ in slow]
-    made = ServedRun(
+    run = ServedRun(
         figure="timeline", level=12, arm="swap", repeat=0, makespan_s=sum(duration_s), overhead_s=1.0, unattributed=0,
         preemptions={"recompute": 0, "swap": 3}, requests=32, scaling="", end_s=tuple(np.cumsum(duration_s).tolist()),
         duration_s=tuple(duration_s), decoded=(4,) * 200, used_share=tuple(used),
         host_bytes=tuple((1 - one) * 2**26 for one in used), running=(4,) * 200, waiting=(0,) * 200,
         returning=tuple(slow), preempted=(), resumed=(),
     )  # fmt: skip
-    return replace(made, **more)
+    return replace(run, **more)
 
 
 def with_runs(*runs: ServedRun) -> Material:

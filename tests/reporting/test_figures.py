@@ -24,11 +24,11 @@ def test_every_figure_can_be_drawn() -> None:
         for arm in ("recompute", "swap", "learned")
         for repeat in range(2)
     ]
-    given = make_trace(states=6, repeats=2, block_sizes=(32, 64))
-    rows = given.rows("decisions", ("state_id", "block_size"))
-    sizes = material(relabelled(given, {row["state_id"]: f"block-size/{row['block_size']}" for row in rows}))
-    evicted = material(relabelled(given, {row["state_id"]: f"evicted-tokens/{row['block_size']}" for row in rows}))
-    every = replace(with_runs(*runs), overflows=(*material(given).overflows, *sizes.overflows, *evicted.overflows))
+    trace = make_trace(states=6, repeats=2, block_sizes=(32, 64))
+    rows = trace.rows("decisions", ("state_id", "block_size"))
+    sizes = material(relabelled(trace, {row["state_id"]: f"block-size/{row['block_size']}" for row in rows}))
+    evicted = material(relabelled(trace, {row["state_id"]: f"evicted-tokens/{row['block_size']}" for row in rows}))
+    every = replace(with_runs(*runs), overflows=(*material(trace).overflows, *sizes.overflows, *evicted.overflows))
     for figure in FIGURES:
         assert not missing(every, figure)
         once, again = (figures.svg(figures.draw(every, figure), figure) for _ in range(2))

@@ -16,7 +16,7 @@ from tests.synthetic import make_trace
 from tests.synthetic_steps import with_steps
 
 
-def test_a_discarded_window_and_its_second_try_are_told_apart() -> None:
+def test_a_discarded_window_does_not_hide_its_second_try() -> None:
     """They have the same labels; the first one's steps are others."""
     given = make_trace(states=20, repeats=1)
     rows = given.rows("windows")
@@ -53,8 +53,8 @@ def test_a_served_run_has_its_own_memory_and_its_own_requests() -> None:
         "windows": with_cores("windows", [*given.rows("windows"), window]),
         "requests": with_cores("requests", requests),
     }
-    told = replace(header, noise=dict(header.noise) | {"device_blocks": {"memory/10": 40}}, notes="scaled by half")
-    (run,) = material(Trace(dict(given.headers) | {core: told}, tables)).runs
+    result = replace(header, noise=dict(header.noise) | {"device_blocks": {"memory/10": 40}}, notes="scaled by half")
+    (run,) = material(Trace(dict(given.headers) | {core: result}, tables)).runs
     assert run.used_share == pytest.approx([row["used_blocks"] / 40 for row in steps[half:]])
     assert run.scaling == "scaled by half"
     assert run.requests == 2, "the first was served before"

@@ -22,20 +22,20 @@ def test_coverage_is_the_share_inside_the_interval() -> None:
 
 def test_a_model_trained_on_the_traces_is_judged_on_the_rest(tmp_path: Path) -> None:
     make_trace(states=60, repeats=2).write(tmp_path / "trace")
-    found = learned([tmp_path / "trace"], None, seed=0)
-    assert (found.model, found.lacking) == (OWN, ())
-    assert {prediction.kind for prediction in found.calibration} == {"recompute", "swap"}
-    assert 20 <= len(found.calibration) / 2 < 60, "held-out states alone"
-    assert coverage(found.calibration)[0] > 0.7
-    assert found.boundary is not None and found.scores is not None
+    judged = learned([tmp_path / "trace"], None, seed=0)
+    assert (judged.model, judged.lacking) == (OWN, ())
+    assert {prediction.kind for prediction in judged.calibration} == {"recompute", "swap"}
+    assert 20 <= len(judged.calibration) / 2 < 60, "held-out states alone"
+    assert coverage(judged.calibration)[0] > 0.7
+    assert judged.boundary is not None and judged.scores is not None
 
 
 def test_too_few_states_lack_a_model_and_say_why(tmp_path: Path) -> None:
     make_trace(states=3, repeats=1).write(tmp_path / "trace")
-    found = learned([tmp_path / "trace"], None, seed=0)
-    (reason,) = found.lacking
+    judged = learned([tmp_path / "trace"], None, seed=0)
+    (reason,) = judged.lacking
     assert reason.startswith("no cost model can be trained on these traces: ")
-    assert (found.boundary, found.calibration, found.scores) == (None, (), None)
+    assert (judged.boundary, judged.calibration, judged.scores) == (None, (), None)
 
 
 @pytest.mark.parametrize("measured_s", [0.0079, 0.0121])

@@ -19,13 +19,13 @@ class Outside(HTMLParser):
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.svgs += tag == "svg"
         for name, value in attributes:
-            wanted = name in ("src", "href", "xlink:href", "srcset", "data")
-            if wanted and value and not value.startswith(("#", "data:")):
+            expected = name in ("src", "href", "xlink:href", "srcset", "data")
+            if expected and value and not value.startswith(("#", "data:")):
                 self.found.append(f"{tag} {name} {value}")
 
 
-def test_one_page_that_fetches_nothing(written: Path) -> None:
-    text = (written / "page.html").read_text()
+def test_one_page_that_fetches_nothing(report_folder: Path) -> None:
+    text = (report_folder / "page.html").read_text()
     page = Outside()
     page.feed(text)
     assert page.found == [] and page.svgs >= 2
@@ -33,18 +33,18 @@ def test_one_page_that_fetches_nothing(written: Path) -> None:
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
 
 
-def test_every_id_that_is_used_is_there_once(written: Path) -> None:
+def test_every_id_that_is_used_is_there_once(report_folder: Path) -> None:
     """Two figures must not clip or mark each other."""
-    text = (written / "page.html").read_text()
+    text = (report_folder / "page.html").read_text()
     used = {*re.findall(r'xlink:href="#([^"]+)"', text), *re.findall(r"url\(#([^)]+)\)", text)}
     ids = re.findall(r'\bid="([^"]+)"', text)
-    assert used and all(ids.count(one) == 1 for one in used)
+    assert used and all(ids.count(part) == 1 for part in used)
 
 
-def test_links_are_labelled_and_what_is_lacking_is_said(written: Path) -> None:
-    text = (written / "page.html").read_text()
+def test_links_are_labelled_and_missing_parts_are_named(report_folder: Path) -> None:
+    text = (report_folder / "page.html").read_text()
     assert "native link" in text and "simulated link, 0.1 GB/s and 5 ms" in text
     assert "at least 20 are needed" in text
     assert "Not drawn:" in text
-    found = json.loads((written / "found.json").read_text())
-    assert set(found) == {"native link", "simulated link, 0.1 GB/s and 5 ms"}
+    values = json.loads((report_folder / "found.json").read_text())
+    assert set(values) == {"native link", "simulated link, 0.1 GB/s and 5 ms"}

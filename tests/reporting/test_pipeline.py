@@ -10,8 +10,8 @@ from kvpolicy.reporting.pipeline import report
 from kvpolicy.trace import TraceError
 
 
-def test_figures_are_written_as_svg_and_png(written: Path) -> None:
-    names = {path.name for path in (written / "figures").iterdir()}
+def test_figures_are_written_as_svg_and_png(report_folder: Path) -> None:
+    names = {path.name for path in (report_folder / "figures").iterdir()}
     assert {"sequence-length-1.svg", "sequence-length-1.png", "sequence-length-2.svg"} <= names
 
 

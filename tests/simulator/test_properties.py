@@ -48,8 +48,8 @@ def test_no_step_is_beyond_the_server(world: World) -> None:
 @given(worlds())
 def test_the_tables_tell_one_story(world: World) -> None:
     source, server, name = world
-    found, trace = run(source, server, name)
-    summary, requests, steps = found.summary, trace.rows("requests"), trace.rows("steps")
+    result, trace = run(source, server, name)
+    summary, requests, steps = result.summary, trace.rows("requests"), trace.rows("steps")
     served = {int(row["request"]): row for row in requests}
     for number, request in enumerate(source):
         assert served[number]["output_tokens"] == request.output_tokens
@@ -99,8 +99,8 @@ def test_latencies_of_tokens_are_those_of_the_steps() -> None:
     """Alone, a request's inter-token times are the durations of its decode steps."""
     source = random_workload(9, 1, 1.0)
     server = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=0)
-    found, trace = run(source, server)
+    result, trace = run(source, server)
     seconds = [row["duration_s"] for row in trace.rows("steps")][1:]
-    assert found.summary.itl_s.mean == pytest.approx(np.mean(seconds))
-    assert found.summary.itl_s.p50 == pytest.approx(np.median(seconds), rel=5e-3)
-    assert found.summary.itl_s.p99 == pytest.approx(max(seconds), rel=5e-3)
+    assert result.summary.itl_s.mean == pytest.approx(np.mean(seconds))
+    assert result.summary.itl_s.p50 == pytest.approx(np.median(seconds), rel=5e-3)
+    assert result.summary.itl_s.p99 == pytest.approx(max(seconds), rel=5e-3)

@@ -20,28 +20,28 @@ SERVER = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=100)
 
 
 def test_a_sink_is_given_the_header_before_any_row() -> None:
-    told: list[str] = []
+    events: list[str] = []
 
     class Listening(MemorySink):
         def begin(self, core: str, header: trace.Header) -> None:
-            told.append(f"begin {header.run_id == core}")
+            events.append(f"begin {header.run_id == core}")
             super().begin(core, header)
 
         def add(self, table: str, rows: list[trace.Row]) -> None:
-            told.append("add")
+            events.append("add")
             super().add(table, rows)
 
     Builtin().run(random_workload(5, 10, 60.0), policy.load("always-swap"), SERVER, LINEAR, sink=Listening())
-    assert told[0] == "begin True" and set(told[1:]) == {"add"}
+    assert events[0] == "begin True" and set(events[1:]) == {"add"}
 
 
 def test_a_folder_holds_what_memory_does(tmp_path: Path) -> None:
     source = random_workload(5, 40, 60.0)
-    kept = run(source, SERVER, "always-swap")[1]
+    part = run(source, SERVER, "always-swap")[1]
     sink = FolderSink(tmp_path / "trace", part_rows=50)
     done = Builtin(wall=lambda: 0.0).run(source, policy.load("always-swap"), SERVER, LINEAR, seed=1, sink=sink)
     assert done.trace is None
-    assert trace.read(tmp_path / "trace").digest() == kept.digest()
+    assert trace.read(tmp_path / "trace").digest() == part.digest()
     assert len(list((tmp_path / "trace").glob("*/steps/part-*.parquet"))) > 1
     again = FolderSink(tmp_path / "trace")
     with pytest.raises(FileExistsError, match="folder of its own"):
@@ -60,7 +60,7 @@ def test_a_sink_takes_one_run() -> None:
         MemorySink().finish()
 
 
-def test_the_header_tells_whose_rules_and_times() -> None:
+def test_the_header_names_rules_and_times() -> None:
     (header,) = run(workload(Request(0.0, 4, 2)), SMALL)[1].headers.values()
     assert header.source == "simulation" and "0.32" in header.engine and "made up" in header.notes
     assert (header.device_blocks, header.host_blocks, header.token_budget) == (6, 8, 8192)

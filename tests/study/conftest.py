@@ -49,7 +49,7 @@ def hardware(tmp_path: Path) -> str:
 def grouped(**given: Any) -> dict[str, Any]:
     """Arguments of a study, each field of how it is served, run and judged put where it belongs."""
     for name, kind in (("serving", Serving), ("run", Run), ("criterion", Criterion)):
-        mine = {one.name: given.pop(one.name) for one in fields(kind) if one.name in given}
+        mine = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
         given |= {name: kind(**mine)} if mine else {}
     return given
 

@@ -16,5 +16,5 @@ TIGHT = 200
 
 
 def simulate(hardware: str, cache: Path, **more: Any) -> SweepReport:
-    given: dict[str, Any] = {"workloads": [WORKLOAD], "policies": POLICIES, "kv_blocks": [TIGHT], "jobs": 0}
-    return kvpolicy.simulate(hardware=hardware, **grouped(cache=cache, **(given | more)))
+    values: dict[str, Any] = {"workloads": [WORKLOAD], "policies": POLICIES, "kv_blocks": [TIGHT], "jobs": 0}
+    return kvpolicy.simulate(hardware=hardware, **grouped(cache=cache, **(values | more)))

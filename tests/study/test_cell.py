@@ -31,7 +31,7 @@ def test_a_digest_follows_inputs_and_contents() -> None:
     assert CELL.digest({"a": "1", "b": "2"}) == CELL.digest({"b": "2", "a": "1"})
 
 
-def test_a_part_is_told_in_words_where_there_are_several() -> None:
+def test_the_part_is_in_the_words_where_there_are_several() -> None:
     assert "part" not in CELL.words()
     assert replace(CELL, part=1, parts=3).words().endswith("engine builtin, part 2/3")
 

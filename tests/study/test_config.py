@@ -16,8 +16,8 @@ def test_servers_are_vllms_own_for_the_device(hardware: str, tmp_path: Path) -> 
     serving = report.results[0]["inputs"]["serving"]
     assert (serving["token_budget"], serving["max_num_seqs"], serving["asynchronous"]) == (8192, 1024, True)
     assert "at most 8192 tokens a step and 1024 requests, scheduling one step ahead" in report.text()
-    given = {"policies": ["always-swap"], "token_budget": 512, "max_num_seqs": 7, "asynchronous": False}
-    serving = simulate(hardware, tmp_path / "c", **given).results[0]["inputs"]["serving"]
+    values = {"policies": ["always-swap"], "token_budget": 512, "max_num_seqs": 7, "asynchronous": False}
+    serving = simulate(hardware, tmp_path / "c", **values).results[0]["inputs"]["serving"]
     assert (serving["token_budget"], serving["max_num_seqs"], serving["asynchronous"]) == (512, 7, False)
 
 

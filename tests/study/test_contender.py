@@ -14,9 +14,9 @@ from tests.policy.ten_line_policy import Longer
 from tests.study.policy_grids import simulate
 
 
-def test_two_objects_of_one_name_are_told_apart(hardware: str, tmp_path: Path) -> None:
+def test_two_objects_of_one_name_are_distinguished(hardware: str, tmp_path: Path) -> None:
     report = simulate(hardware, tmp_path, [Threshold("mine", 1), Threshold("mine", 100_000)])
-    labels = [one["inputs"]["policy"] for one in report.results]
+    labels = [result["inputs"]["policy"] for result in report.results]
     assert len(set(labels)) == 2 and all(label.startswith("mine@") for label in labels)
     assert report.results[0]["preemptions"]["swap"] > 0 == report.results[1]["preemptions"]["swap"]
 
@@ -33,9 +33,11 @@ class Local(Longer):
 
 
 def test_an_object_that_cannot_travel_is_a_clear_error(hardware: str, tmp_path: Path) -> None:
-    with pytest.raises(KVPolicyError, match=r"policy local: cannot be sent to worker processes \(.*generator") as told:
+    with pytest.raises(
+        KVPolicyError, match=r"policy local: cannot be sent to worker processes \(.*generator"
+    ) as result:
         simulate(hardware, tmp_path, [Local()], jobs=1)
-    assert "python:MODULE:FACTORY" in str(told.value) and "jobs 0" in str(told.value)
+    assert "python:MODULE:FACTORY" in str(result.value) and "jobs 0" in str(result.value)
     assert simulate(hardware, tmp_path, [Local()]).ok, "it runs here"
 
 
@@ -50,12 +52,12 @@ def test_an_object_of_a_class_that_workers_do_not_find_is_a_clear_error(
 
 
 def test_a_policy_that_is_given_twice_contends_once() -> None:
-    found = contenders(["always-swap", Longer(), "always-swap", Longer()])
-    assert [contender.label for contender in found] == ["always-swap", Longer().label]
-    assert (found[0].policy_object, found[0].digest) == (None, "")
-    assert found[1].digest == Longer().digest and isinstance(found[1].policy_object, Longer)
+    contestants = contenders(["always-swap", Longer(), "always-swap", Longer()])
+    assert [contender.label for contender in contestants] == ["always-swap", Longer().label]
+    assert (contestants[0].policy_object, contestants[0].digest) == (None, "")
+    assert contestants[1].digest == Longer().digest and isinstance(contestants[1].policy_object, Longer)
 
 
 def test_a_module_path_that_cannot_be_loaded_is_left_to_its_cells() -> None:
-    found = contender_of("python:no_such_module:make")
-    assert (found.label, found.module) == ("python:no_such_module:make", "python:no_such_module:make")
+    contender = contender_of("python:no_such_module:make")
+    assert (contender.label, contender.module) == ("python:no_such_module:make", "python:no_such_module:make")

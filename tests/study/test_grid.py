@@ -17,19 +17,23 @@ from tests.study.grids import TIGHT, WORKLOAD, simulate
 def test_a_grid_has_all_its_cells(hardware: str, tmp_path: Path) -> None:
     report = simulate(hardware, tmp_path / "c", kv_blocks=[TIGHT, 4000], links=["native", "1e8,0.001"], seeds=2)
     assert report.ok and len(report.results) == 3 * 2 * 2 * 2
-    for one in report.results:
-        given, done = one["inputs"], one["preemptions"]
-        assert one["requests"] == 30
-        assert set(one["e2e_s"]) == set(one["ttft_s"]) == set(one["itl_s"]) == {"mean", "p50", "p99"}
-        assert one["throughput_tok_s"] > 0 and one["makespan_s"] > 0
+    for result in report.results:
+        given, done = result["inputs"], result["preemptions"]
+        assert result["requests"] == 30
+        assert set(result["e2e_s"]) == set(result["ttft_s"]) == set(result["itl_s"]) == {"mean", "p50", "p99"}
+        assert result["throughput_tok_s"] > 0 and result["makespan_s"] > 0
         if given["kv_blocks"] == 4000:
-            assert not any(done.values()) and not one["recomputed_tokens"] and not one["moved_bytes"]
+            assert not any(done.values()) and not result["recomputed_tokens"] and not result["moved_bytes"]
         elif given["policy"] == "always-recompute":
-            assert done["recompute"] > 0 and not done["swap"] and not one["moved_bytes"]
+            assert done["recompute"] > 0 and not done["swap"] and not result["moved_bytes"]
         elif given["policy"] == "always-swap":
-            assert done["swap"] > 0 and one["moved_bytes"] > 0
+            assert done["swap"] > 0 and result["moved_bytes"] > 0
     slow, fast = (
-        [one["makespan_s"] for one in report.results if (one["inputs"]["link"], one["inputs"]["policy"]) == key]
+        [
+            result["makespan_s"]
+            for result in report.results
+            if (result["inputs"]["link"], result["inputs"]["policy"]) == key
+        ]
         for key in (("1e8,0.001", "always-swap"), ("native", "always-swap"))
     )
     assert sum(slow) > sum(fast), "copies behind a slow link take longer"
@@ -37,7 +41,7 @@ def test_a_grid_has_all_its_cells(hardware: str, tmp_path: Path) -> None:
 
 def test_policies_meet_the_same_requests(hardware: str, tmp_path: Path) -> None:
     report = simulate(hardware, tmp_path / "c", kv_blocks=[4000], seeds=2)
-    makespans = [one["makespan_s"] for one in report.results]
+    makespans = [result["makespan_s"] for result in report.results]
     assert makespans[0::2] == [makespans[0]] * 3 and makespans[1::2] == [makespans[1]] * 3
     assert makespans[0] != makespans[1], "each seed draws requests of its own"
 
@@ -59,8 +63,8 @@ def _never(task: Any) -> Any:
 
 
 def _raise(report: SweepReport) -> None:
-    for one in report.failed:
-        raise AssertionError(one.error)
+    for failure in report.failed:
+        raise AssertionError(failure.error)
 
 
 def test_a_file_that_changed_is_read_again(hardware: str, tmp_path: Path) -> None:
@@ -81,9 +85,9 @@ def test_a_sweep_that_was_cut_off_goes_on(hardware: str, tmp_path: Path) -> None
 
 
 def test_progress_counts_up_to_all(hardware: str, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    simulate(hardware, tmp_path / "c", progress=lambda done, total, words: told.append((done, total)))
-    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    events: list[tuple[int, int]] = []
+    simulate(hardware, tmp_path / "c", progress=lambda done, total, words: events.append((done, total)))
+    assert events == [(0, 3), (1, 3), (2, 3), (3, 3)]
 
 
 def test_a_cell_that_fails_is_named_and_the_rest_is_finished(hardware: str, tmp_path: Path) -> None:
@@ -91,10 +95,10 @@ def test_a_cell_that_fails_is_named_and_the_rest_is_finished(hardware: str, tmp_
     policies = ["always-recompute", "no-such-policy"]
     report = simulate(hardware, tmp_path / "c", kv_blocks=[TIGHT, 20], policies=policies)
     assert not report.ok and len(report.results) == 1
-    told = report.text()
-    assert "kv_blocks 20" in told and "policy no-such-policy" in told
+    text = report.text()
+    assert "kv_blocks 20" in text and "policy no-such-policy" in text
     assert len(report.failed) == 3
-    assert {one["inputs"]["kv_blocks"] for one in report.to_dict()["failed"]} == {TIGHT, 20}
+    assert {failure["inputs"]["kv_blocks"] for failure in report.to_dict()["failed"]} == {TIGHT, 20}
 
 
 def test_nothing_that_can_begin_is_an_error(hardware: str, tmp_path: Path) -> None:

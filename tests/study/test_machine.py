@@ -32,14 +32,14 @@ def test_a_trained_model_is_hardware_too(tmp_path: Path) -> None:
         workloads=["azure-conversation-2023?n=10&context=512"],
         kv_blocks=[30],
     )
-    assert [one["inputs"]["policy"] for one in report.results] == [
+    assert [result["inputs"]["policy"] for result in report.results] == [
         "always-swap",
         f"cheapest:{model}",
         f"minwaste:{model}",
         "always-swap",
     ]
-    assert all(sum(one["preemptions"].values()) for one in report.results)
-    assert len(report.failed) == 2 and all("it was measured on" in one.error for one in report.failed)
+    assert all(sum(result["preemptions"].values()) for result in report.results)
+    assert len(report.failed) == 2 and all("it was measured on" in result.error for result in report.failed)
     assert not report.results[0]["unmeasured"]
 
 
@@ -50,7 +50,7 @@ def test_hardware_that_changed_is_read_again(tmp_path: Path) -> None:
     for layers in (8, 32, 8):
         config.write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
         report = simulate(f"H100-SXM:{config}", tmp_path / "c", policies=["always-recompute", "cheapest:analytic"])
-        speeds.append([one["throughput_tok_s"] for one in report.results])
+        speeds.append([result["throughput_tok_s"] for result in report.results])
         taken_up = report.taken_up
     assert speeds[1][0] < 0.95 * speeds[0][0] and speeds[2] == speeds[0]
     assert taken_up == 2

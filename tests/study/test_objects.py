@@ -21,10 +21,10 @@ from tests.study.object_grids import MODEL, NAME, simulate, workload
 from tests.synthetic import options_for, situation
 
 
-def told(report: SweepReport) -> list[dict[str, Any]]:
+def figures_of(report: SweepReport) -> list[dict[str, Any]]:
     """What a run came to, without what it was called and how long it took here."""
     words = ("digest", "inputs", "simulator_wall_s", "facts")
-    return [{name: value for name, value in one.items() if name not in words} for one in report.results]
+    return [{name: value for name, value in result.items() if name not in words} for result in report.results]
 
 
 @pytest.mark.parametrize("jobs", [0, 1])
@@ -34,7 +34,7 @@ def test_objects_come_to_what_their_names_do(tmp_path: Path, jobs: int) -> None:
     by_name = simulate(NAME, MODEL, tmp_path)
     by_object = simulate(workload(), model, tmp_path, jobs=jobs)
     assert sum(by_name.results[0]["preemptions"].values()) > 0
-    assert told(by_object) == told(by_name)
+    assert figures_of(by_object) == figures_of(by_name)
     inputs = by_object.results[0]["inputs"]
     digest = workload().digest
     assert inputs["workload_digest"] == digest
@@ -57,31 +57,31 @@ def test_what_is_finished_is_taken_up_as_long_as_nothing_changed(tmp_path: Path)
 
 def test_a_hardware_model_itself_is_its_folder(tmp_path: Path) -> None:
     shape = ModelShape.from_config(tables.CONFIG)
-    made = kvpolicy.import_profile(tables.llmservingsim(tmp_path), tmp_path / "hardware", shape, link="pcie5").model
-    assert isinstance(made, HardwareModel)
-    by_name, by_object = (simulate(workload(), one, tmp_path) for one in (str(tmp_path / "hardware"), made))
-    assert told(by_object) == told(by_name)
-    assert by_object.results[0]["inputs"]["hardware_digest"] == made.digest
+    model = kvpolicy.import_profile(tables.llmservingsim(tmp_path), tmp_path / "hardware", shape, link="pcie5").model
+    assert isinstance(model, HardwareModel)
+    by_name, by_object = (simulate(workload(), one, tmp_path) for one in (str(tmp_path / "hardware"), model))
+    assert figures_of(by_object) == figures_of(by_name)
+    assert by_object.results[0]["inputs"]["hardware_digest"] == model.digest
 
 
 def test_every_part_of_a_workload_is_a_run(tmp_path: Path) -> None:
     by_name, by_object = (simulate(one, MODEL, tmp_path, parts=3) for one in (NAME, workload()))
-    assert told(by_object) == told(by_name) and len(told(by_object)) == 3
+    assert figures_of(by_object) == figures_of(by_name) and len(figures_of(by_object)) == 3
 
 
-def test_what_is_advised_of_objects(tmp_path: Path) -> None:
+def test_advice_for_objects(tmp_path: Path) -> None:
     few = Workload("few", tuple(Request(0.0, 300, 200) for _ in range(24)), 0)
     assert depends_on_seed(NAME) and not depends_on_seed(few)
     run = Run(jobs=0, cache=tmp_path, parts=2)
     advice = kvpolicy.recommend(few, cost.load(MODEL), 60, serving=Serving(32), run=run)
     assert advice.workload == f"few@{few.digest[:12]}" and advice.hardware.startswith("boosted@")
-    assert f"cheapest:{advice.hardware}" in [one.policy for one in advice.compared]
+    assert f"cheapest:{advice.hardware}" in [row.policy for row in advice.compared]
 
 
 def test_no_line_deploys_a_model_that_is_an_object() -> None:
-    given = {"hardware": "boosted@0123456789ab", "hardware_digest": "0123456789ab0"}
-    assert _config_line("cheapest:boosted@0123456789ab,online=on", given, 4.0) == ""
-    assert _config_line("always-swap", given, 4.0) == "kvpolicy config --policy always-swap"
+    values = {"hardware": "boosted@0123456789ab", "hardware_digest": "0123456789ab0"}
+    assert _config_line("cheapest:boosted@0123456789ab,online=on", values, 4.0) == ""
+    assert _config_line("always-swap", values, 4.0) == "kvpolicy config --policy always-swap"
 
 
 def test_a_compiled_model_travels() -> None:

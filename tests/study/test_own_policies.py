@@ -24,21 +24,21 @@ LABEL = Longer().label
 
 
 def test_a_module_path_and_an_object_come_to_the_same_in_any_process(hardware: str, tmp_path: Path) -> None:
-    found = []
+    events = []
     for jobs in (0, 2):
         report = simulate(hardware, tmp_path / f"{jobs}", [OWN, "always-swap"], jobs=jobs, out=tmp_path / f"out{jobs}")
         assert report.ok, report.text()
-        found.append(report.results[0])
+        events.append(report.results[0])
         objects = simulate(hardware, tmp_path / f"objects {jobs}", [Longer(), "always-swap"], jobs=jobs)
         assert objects.ok, objects.text()
-        found.append(objects.results[0])
-    for one in found:
+        events.append(objects.results[0])
+    for one in events:
         assert one["inputs"]["policy"] == LABEL
-        assert one["preemptions"] == found[0]["preemptions"] and one["makespan_s"] == found[0]["makespan_s"]
+        assert one["preemptions"] == events[0]["preemptions"] and one["makespan_s"] == events[0]["makespan_s"]
         json.dumps(one, allow_nan=False)
-    assert min(found[0]["preemptions"].values()) > 0, "it swaps some and recomputes others"
-    assert [one["inputs"].get("module") for one in found] == [OWN, None, OWN, None]
-    assert [one["inputs"].get("policy_digest") for one in found] == [None, Longer().digest] * 2
+    assert min(events[0]["preemptions"].values()) > 0, "it swaps some and recomputes others"
+    assert [one["inputs"].get("module") for one in events] == [OWN, None, OWN, None]
+    assert [one["inputs"].get("policy_digest") for one in events] == [None, Longer().digest] * 2
     for folder in (tmp_path / "out2").iterdir():
         (header,) = read(folder).headers.values()
         assert header.policy in (LABEL, "always-swap")
@@ -70,7 +70,7 @@ def test_a_worker_that_loads_another_version_says_so(hardware: str, tmp_path: Pa
     assert import_it.LIMIT == 300
     rule.write_text(SOURCE.replace("LIMIT = 300", "LIMIT = 30000"))
     report = simulate(hardware, tmp_path / "cache", ["python:changing_rule:Rule"], jobs=1)
-    assert [one.error for one in report.failed] == [
+    assert [failure.error for failure in report.failed] == [
         "its workload, hardware, policy or cost model changed while the grid ran; run it again"
     ]
 
@@ -82,7 +82,7 @@ def test_a_module_path_that_leads_nowhere_fails_alone(hardware: str, tmp_path: P
     assert "no module 'no_such_module'" in failed.error and "policy python:no_such_module:Rule" in failed.text()
 
 
-def test_one_of_ones_own_is_recommended_by_what_starts_it(hardware: str, tmp_path: Path) -> None:
+def test_a_custom_policy_is_recommended_by_its_module_path(hardware: str, tmp_path: Path) -> None:
     class Best(Longer):
         """Swaps everything: over this link that is far better."""
 
@@ -93,7 +93,7 @@ def test_one_of_ones_own_is_recommended_by_what_starts_it(hardware: str, tmp_pat
 
     run = Run(jobs=0, cache=tmp_path, parts=4)
     advice = kvpolicy.recommend(WORKLOAD, hardware, TIGHT, [OWN, Best()], run=run)
-    names = [one.policy for one in advice.compared]
+    names = [row.policy for row in advice.compared]
     assert names[-2:] == [LABEL, next(name for name in names if name.startswith("best@"))]
     assert "always-swap" in names
 

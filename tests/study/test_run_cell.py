@@ -20,8 +20,8 @@ from tests.synthetic import options_for, situation
 def test_a_copy_moves_pieces_of_the_size_that_was_measured(hardware: str, tmp_path: Path) -> None:
     """Behind a model's own machine nothing of a swap is beyond it; elsewhere a piece is one layer's page."""
     model = "cpu-llama-native"
-    given = {"block_size": 32, "workloads": ["azure-conversation-2023?n=10&context=512"], "kv_blocks": [30]}
-    (one,) = simulate(model, tmp_path / "c", policies=[f"cheapest:{model}"], **given).results
+    values = {"block_size": 32, "workloads": ["azure-conversation-2023?n=10&context=512"], "kv_blocks": [30]}
+    (one,) = simulate(model, tmp_path / "c", policies=[f"cheapest:{model}"], **values).results
     assert one["choices"] > 0
     cell = Cell(WORKLOAD, "always-swap", 30, "native", 0, model, serving=Serving(block_size=32))
     server = run_cell.server_of(cell, run_cell.machine_of(cell))

@@ -13,15 +13,15 @@ from tests.study.tasks import double, process_of
 
 @pytest.mark.parametrize("jobs", [0, 2])
 def test_every_task_is_answered(jobs: int) -> None:
-    found = dict(in_processes(double, [1, 13, 3, 4, 5], jobs))
-    assert {number: found[number] for number in (0, 2, 3, 4)} == {0: 2, 2: 6, 3: 8, 4: 10}
-    assert isinstance(found[1], RuntimeError) and str(found[1]) == "thirteen"
+    result = dict(in_processes(double, [1, 13, 3, 4, 5], jobs))
+    assert {number: result[number] for number in (0, 2, 3, 4)} == {0: 2, 2: 6, 3: 8, 4: 10}
+    assert isinstance(result[1], RuntimeError) and str(result[1]) == "thirteen"
 
 
 def test_a_killed_worker_takes_one_task_along() -> None:
-    found = dict(in_processes(double, [1, 99, 2, 3], 1))
-    assert isinstance(found.pop(1), ChildProcessError)
-    assert found == {0: 2, 2: 4, 3: 6}
+    result = dict(in_processes(double, [1, 99, 2, 3], 1))
+    assert isinstance(result.pop(1), ChildProcessError)
+    assert result == {0: 2, 2: 4, 3: 6}
 
 
 def test_processes_stay() -> None:

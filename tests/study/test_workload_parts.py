@@ -12,12 +12,14 @@ def test_parts_hold_every_request_once_and_sessions_whole() -> None:
     requests = tuple(Request(float(i), 10 + i, 5, session="a" if i in (2, 7) else "") for i in range(9))
     whole = Workload("w", requests, seed=0)
     parts = [list(Part(whole, index, 3)) for index in range(3)]
-    assert sorted(one.prompt_tokens for part in parts for one in part) == [one.prompt_tokens for one in requests]
-    homes = [{one.session for one in part} for part in parts]
-    assert sum("a" in found for found in homes) == 1, "a session stays whole"
+    assert sorted(request.prompt_tokens for part in parts for request in part) == [
+        request.prompt_tokens for request in requests
+    ]
+    homes = [{request.session for request in part} for part in parts]
+    assert sum("a" in result for result in homes) == 1, "a session stays whole"
     assert [len(part) for part in parts] == [4, 2, 3]
     assert [part[0].arrival_s for part in parts] == [0.0, 0.0, 0.0]
-    assert [one.arrival_s for one in parts[1]] == [0.0, 1.0]
+    assert [request.arrival_s for request in parts[1]] == [0.0, 1.0]
     with pytest.raises(ValueError, match="8 sessions, which stay whole, cannot be cut into 10 parts: part 9 would be"):
         list(Part(whole, 0, 10))
     with pytest.raises(ValueError, match="1 requests cannot be cut into 2 parts"):

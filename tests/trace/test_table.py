@@ -129,10 +129,10 @@ def test_every_table_comes_back_as_it_was_written(name: str, data: st.DataObject
         folder = Path(scratch) / "trace"
         written = Trace({"core-0": HEADER}, {name: with_core(from_rows(name, rows), "core-0")})
         written.write(folder)
-        found = read(folder)
-        assert found.rows(name) == [row | {"core": "core-0"} for row in rows]
-        assert found.headers == {"core-0": HEADER}
-        assert found.digest() == written.digest()
+        result = read(folder)
+        assert result.rows(name) == [row | {"core": "core-0"} for row in rows]
+        assert result.headers == {"core-0": HEADER}
+        assert result.digest() == written.digest()
 
 
 def test_a_situation_survives_its_row(folder: Path) -> None:
@@ -259,8 +259,8 @@ def test_costs_recorded_before_the_victims_delay_was_predicted_are_read(tmp_path
     older = [[{k: v for k, v in cost.items() if k != "victim_delay_s"} for cost in row["costs"]] for row in rows]
     at = table.column_names.index("costs")
     pq.write_table(table.set_column(at, pa.field("costs", was, nullable=False), pa.array(older, was)), path)
-    wanted = [[cost | {"victim_delay_s": None} for cost in some] for some in older]
-    assert [row["costs"] for row in read(tmp_path).rows("decisions")] == wanted
+    expected = [[cost | {"victim_delay_s": None} for cost in some] for some in older]
+    assert [row["costs"] for row in read(tmp_path).rows("decisions")] == expected
 
 
 def test_a_header_from_before_the_token_budget_reads(tmp_path: Path) -> None:
@@ -275,6 +275,6 @@ def test_a_header_from_before_the_token_budget_reads(tmp_path: Path) -> None:
 
 
 def test_rows_of_some_columns_are_those_alone() -> None:
-    made = make_trace(states=12)
-    (one, *_) = made.rows("decisions", ("core", "arm"))
-    assert one == {name: made.rows("decisions")[0][name] for name in ("core", "arm")}
+    trace = make_trace(states=12)
+    (one, *_) = trace.rows("decisions", ("core", "arm"))
+    assert one == {name: trace.rows("decisions")[0][name] for name in ("core", "arm")}

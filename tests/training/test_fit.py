@@ -43,13 +43,13 @@ def test_errors_are_summed_up_by_size_and_bias() -> None:
 
 
 def test_few_states_get_physics_alone_and_unbounded_intervals() -> None:
-    found = fitted("boosted", 8)
-    assert not found.model.residuals and set(found.trees.values()) == {0}
-    assert any("physics alone, no residual was learned" in note for note in found.notes)
-    assert any("8 training states are too few for 90% intervals" in note for note in found.notes)
-    assert inf in {side for margins in found.model.intervals.inside.values() for margin in margins for side in margin}
+    fitting = fitted("boosted", 8)
+    assert not fitting.model.residuals and set(fitting.trees.values()) == {0}
+    assert any("physics alone, no residual was learned" in note for note in fitting.notes)
+    assert any("8 training states are too few for 90% intervals" in note for note in fitting.notes)
+    assert inf in {side for margins in fitting.model.intervals.inside.values() for margin in margins for side in margin}
 
 
 def test_a_family_without_trees_has_no_word_about_them() -> None:
-    found = fitted("linear", 14)
-    assert not any("residual" in note for note in found.notes)
+    fitting = fitted("linear", 14)
+    assert not any("residual" in note for note in fitting.notes)

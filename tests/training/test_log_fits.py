@@ -58,9 +58,9 @@ def folder(log: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> LogTrainReport:
-    found = kvpolicy.train(traces=[folder], out=folder.parent / "model", family="analytic")
-    assert isinstance(found, LogTrainReport)
-    return found
+    report = kvpolicy.train(traces=[folder], out=folder.parent / "model", family="analytic")
+    assert isinstance(report, LogTrainReport)
+    return report
 
 
 def record(
@@ -73,9 +73,9 @@ def test_each_option_is_learned_from_its_own_records(trained: LogTrainReport) ->
     model = load(trained.out)
     for tokens in (60, 200, 700, 1800):
         for running in (0, 3):
-            one = situation(tokens, running_requests=running)
-            for option, cost in zip(options_for(one), model.predict(one, options_for(one)), strict=True):
-                assert cost.engine_s == pytest.approx(true_cost_s(LAW, option.kind, one), rel=0.12)
+            victim = situation(tokens, running_requests=running)
+            for option, cost in zip(options_for(victim), model.predict(victim, options_for(victim)), strict=True):
+                assert cost.engine_s == pytest.approx(true_cost_s(LAW, option.kind, victim), rel=0.12)
 
 
 def test_the_report_says_what_it_rests_on(trained: LogTrainReport) -> None:
@@ -98,22 +98,22 @@ def test_held_out_requests_are_held_out_whole(folder: Path, trained: LogTrainRep
 
 
 def test_what_was_learned_from_is_not_judged_on(folder: Path, trained: LogTrainReport) -> None:
-    found = evaluate([folder], [f"cheapest:{trained.out}"], how=Estimation(("dr",)))
-    assert isinstance(found, OffPolicyReport)
-    assert found.n == trained.held_out_records
-    assert found.counts["left out: records that a policy's model was trained on"] == sum(trained.records.values())
+    report = evaluate([folder], [f"cheapest:{trained.out}"], how=Estimation(("dr",)))
+    assert isinstance(report, OffPolicyReport)
+    assert report.n == trained.held_out_records
+    assert report.counts["left out: records that a policy's model was trained on"] == sum(trained.records.values())
 
 
 def test_the_ratios_interval_holds_the_true_ratio(trained: LogTrainReport) -> None:
     model = load(trained.out)
     held, narrow = [], []
     for tokens in range(40, 1900, 20):
-        one = situation(tokens, running_requests=tokens % 5)
-        first, second = options_for(one)
-        cost = model.predict(one, (first, second))[1]
+        victim = situation(tokens, running_requests=tokens % 5)
+        first, second = options_for(victim)
+        cost = model.predict(victim, (first, second))[1]
         if cost.extrapolated:
             continue
-        ratio = math.log(true_cost_s(LAW, "swap", one) / true_cost_s(LAW, "recompute", one))
+        ratio = math.log(true_cost_s(LAW, "swap", victim) / true_cost_s(LAW, "recompute", victim))
         held.append(cost.log_ratio_low <= ratio <= cost.log_ratio_high)
         narrow.append(cost.log_ratio_high - cost.log_ratio_low)
     assert len(held) > 50 and fmean(held) >= 0.9
@@ -121,8 +121,8 @@ def test_the_ratios_interval_holds_the_true_ratio(trained: LogTrainReport) -> No
 
 
 def test_outside_the_range_nothing_is_promised(trained: LogTrainReport) -> None:
-    one = situation(50_000)
-    cost = load(trained.out).predict(one, options_for(one))[1]
+    victim = situation(50_000)
+    cost = load(trained.out).predict(victim, options_for(victim))[1]
     assert cost.extrapolated
     assert (cost.low_s, cost.high_s) == (0.0, math.inf)
 
@@ -166,34 +166,34 @@ def test_a_law_that_is_off_over_all_situations_is_scaled_to_what_the_log_says(tm
             return super().engine_s(kind, x) * (1.0 + (x.computed_tokens / 700.0) ** 3 if kind == "swap" else 1.0)
 
     make_log(5, decisions=1500, law=Bent(), noise=0.05, policy="random:0.4").write(tmp_path / "log")
-    found = train_logged([tmp_path / "log"], tmp_path / "model", "analytic", 0, False)
-    swap = found.averages["swap"]
+    report = train_logged([tmp_path / "log"], tmp_path / "model", "analytic", 0, False)
+    swap = report.averages["swap"]
     assert swap.factor > 1.0, "robust to the long ones, a median fit takes them for outliers"
     model, records = load(tmp_path / "model"), records_of({"log": make_log(6, decisions=1500, law=Bent(), noise=0.05)})
     situations = [one.situation for one in records.records]
-    told = fmean(model.predict(one, options_for(one))[1].engine_s for one in situations)
+    result = fmean(model.predict(one, options_for(one))[1].engine_s for one in situations)
     true = fmean(true_cost_s(Bent(), "swap", one) for one in situations)
-    assert told == pytest.approx(true, rel=0.15)
-    assert abs(told / true - 1) < abs(told / swap.factor / true - 1), "nearer than without"
-    assert "scaled" in found.text() and "doubly robustly" in found.text()
+    assert result == pytest.approx(true, rel=0.15)
+    assert abs(result / true - 1) < abs(result / swap.factor / true - 1), "nearer than without"
+    assert "scaled" in report.text() and "doubly robustly" in report.text()
 
 
 def test_a_residual_is_learned_where_it_helps(tmp_path: Path) -> None:
     make_log(3, decisions=700, law=CostLaw(bend=0.6), noise=0.05).write(tmp_path / "log")
-    found = train_logged([tmp_path / "log"], tmp_path / "model", "boosted", 0, False)
-    assert max(found.trees.values()) > 0
-    kind = max(found.trees, key=found.trees.__getitem__)
-    assert found.held_out[kind]["mean_error"] < found.held_out[kind]["law_mean_error"]
+    report = train_logged([tmp_path / "log"], tmp_path / "model", "boosted", 0, False)
+    assert max(report.trees.values()) > 0
+    kind = max(report.trees, key=report.trees.__getitem__)
+    assert report.held_out[kind]["mean_error"] < report.held_out[kind]["law_mean_error"]
     assert load(tmp_path / "model").provenance.family == "boosted"
 
 
 def test_a_record_is_copied_as_often_as_it_weighs() -> None:
     some = [record(chance=0.4, tokens=100 + i) for i in range(40)]
-    made = weighted_examples(some)
-    assert len(made) == 100
-    assert {made.count(one.example) for one in some} == {2, 3}
+    examples = weighted_examples(some)
+    assert len(examples) == 100
+    assert {examples.count(one.example) for one in some} == {2, 3}
     assert weighted_examples([record(chance=1.0)]) == (record().example,)
-    assert isinstance(made[0], Example) and made[0].x == features_of(
+    assert isinstance(examples[0], Example) and examples[0].x == features_of(
         some[0].situation, options_for(some[0].situation)[1]
     )
 
@@ -209,7 +209,7 @@ def test_requests_are_dealt_whole_and_evenly() -> None:
 
     some = [record(request=f"c/{i % 40}") for i in range(200)]
     hand = request_folds(some, 4, random.Random(0))
-    assert sorted(list(hand.values()).count(one) for one in range(4)) == [10] * 4
+    assert sorted(list(hand.values()).count(number) for number in range(4)) == [10] * 4
 
 
 def test_the_ratios_room_is_put_together_from_both_options() -> None:
@@ -217,11 +217,11 @@ def test_the_ratios_room_is_put_together_from_both_options() -> None:
     missed: dict[Kind, Sequence[tuple[Record, float]]] = {
         kind: [(record(500, kind), 0.01 * i) for i in range(-100, 100)] for kind in KINDS
     }
-    found = intervals_of(missed)
+    intervals = intervals_of(missed)
     scores = [0.01 * i for i in range(-100, 100)]
-    assert found.inside["swap"] == (conformal_margin(scores),)
+    assert intervals.inside["swap"] == (conformal_margin(scores),)
     below, above = conformal_margin(scores, RATIO_CONFIDENCE)
-    assert found.inside["ratio"] == ((below + above, above + below),)
+    assert intervals.inside["ratio"] == ((below + above, above + below),)
 
 
 def test_every_bin_holds_enough_of_either_option() -> None:
@@ -229,9 +229,9 @@ def test_every_bin_holds_enough_of_either_option() -> None:
         "recompute": [(record(tokens, "recompute"), 0.1) for tokens in (40, 80, 160, 320, 640) for _ in range(40)],
         "swap": [(record(tokens, "swap"), 0.1) for tokens in (40, 160, 640) for _ in range(40)],
     }
-    found = intervals_of(missed)
-    assert found.length_edges == (64.0, 256.0)
-    assert min(found.states) >= 30
+    intervals = intervals_of(missed)
+    assert intervals.length_edges == (64.0, 256.0)
+    assert min(intervals.states) >= 30
 
 
 def test_an_option_that_was_hardly_taken_is_named(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_an_option_that_was_hardly_taken_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists()
 
 
-def test_logs_and_profiles_are_told_apart(folder: Path, tmp_path: Path) -> None:
+def test_logs_and_profiles_are_distinguished(folder: Path, tmp_path: Path) -> None:
     make_trace(states=20).write(tmp_path / "profile")
     assert holds_logs([folder])
     assert not holds_logs([tmp_path / "profile"])
@@ -251,9 +251,9 @@ def test_logs_and_profiles_are_told_apart(folder: Path, tmp_path: Path) -> None:
 
 def test_an_average_worked_by_hand() -> None:
     """Terms 2 + 2 x (3 - 2) = 4, and 1; two requests: mean 2.5, standard error 1.5, t of one degree 12.706."""
-    found = average([Term("a", 2.0, 2.0, 3.0), Term("b", 1.0, 0.0, 0.0)])
-    assert (found.direct_s, found.robust_s) == (1.5, 2.5)
-    assert found.high_s - found.robust_s == pytest.approx(12.7062 * 1.5, rel=1e-4)
+    mean = average([Term("a", 2.0, 2.0, 3.0), Term("b", 1.0, 0.0, 0.0)])
+    assert (mean.direct_s, mean.robust_s) == (1.5, 2.5)
+    assert mean.high_s - mean.robust_s == pytest.approx(12.7062 * 1.5, rel=1e-4)
 
 
 def test_what_happens_to_one_request_counts_once() -> None:
@@ -272,9 +272,9 @@ def test_a_wrong_model_is_put_right_by_right_probabilities() -> None:
         chance = 0.1 + 0.25 * cost
         taken = rng.random() < chance
         terms.append(Term(str(n), cost / 2, 1 / chance if taken else 0.0, cost if taken else 0.0))
-    found = average(terms)
-    assert found.low_s <= 2.0 <= found.high_s
-    assert found.factor == pytest.approx(2.0, rel=0.03)
+    mean = average(terms)
+    assert mean.low_s <= 2.0 <= mean.high_s
+    assert mean.factor == pytest.approx(2.0, rel=0.03)
 
 
 def test_an_interval_holds_nineteen_times_in_twenty() -> None:
@@ -286,8 +286,8 @@ def test_an_interval_holds_nineteen_times_in_twenty() -> None:
             for n in range(400)
             for taken in [rng.random() < 0.5]
         ]
-        found = average(terms)
-        held += found.low_s <= 2.0 <= found.high_s
+        mean = average(terms)
+        held += mean.low_s <= 2.0 <= mean.high_s
     assert 0.95 - 3 * sqrt(0.95 * 0.05 / 300) <= held / 300
 
 
@@ -303,6 +303,6 @@ def test_only_what_is_more_than_chance_scales(given: Average, factor: float) -> 
     assert given.factor == factor
 
 
-def test_one_request_tells_no_interval() -> None:
+def test_one_request_has_no_interval() -> None:
     with pytest.raises(ValueError, match="of 1 requests"):
         average([Term("a", 1.0, 1.0, 1.0)])

@@ -13,7 +13,7 @@ from kvpolicy_vllm.plugin.connector import cores_here
 
 
 @pytest.mark.parametrize(("size_local", "rank_local", "cores"), [(1, None, 1), (4, 0, 4), (1, 3, 4), (0, None, 1)])
-def test_cores_are_counted_where_each_is_told_that_it_is_alone(
+def test_cores_are_counted_though_each_is_configured_as_the_only_one(
     size_local: int, rank_local: int | None, cores: int
 ) -> None:
     """Of a dense model vLLM tells every core that it is the only one, but leaves it its rank."""

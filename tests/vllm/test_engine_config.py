@@ -35,5 +35,5 @@ def test_an_engine_sees_the_geometry_of_the_models_shape(
     tmp_path: Path, config: dict[str, Any], architecture: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
-    made = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
-    assert geometry_of(made) == Geometry.from_config(config)
+    result = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=512).create_engine_config()
+    assert geometry_of(result) == Geometry.from_config(config)

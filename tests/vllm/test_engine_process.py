@@ -16,7 +16,7 @@ from kvpolicy_vllm.bench.engine_process import EngineProcess
 SERVING = "kvpolicy_vllm.bench.serve_engine"
 
 
-def test_a_broken_engine_tells_its_last_lines(tmp_path: Path) -> None:
+def test_a_broken_engine_reports_its_last_lines(tmp_path: Path) -> None:
     with EngineProcess(SERVING, tmp_path / "log") as engine:
         with pytest.raises(EngineFailed, match="no_such_argument"):
             engine.ask({"do": "start", "engine": {"model": "any", "no_such_argument": 1}})

@@ -38,15 +38,15 @@ def place(device: str, scale: str) -> Place:
 def test_every_plan_names_its_pieces_apart_and_the_most_telling_first(there: Place) -> None:
     plans: list[list[Any]] = [list(shares_of(there)), list(settings_of(there)), list(cases_of(there.on_cpu))]
     for plan in plans:
-        names = [one.name for one in plan]
+        names = [piece.name for piece in plan]
         assert len(set(names)) == len(names)
     assert plans[2][0].name == REFERENCE and plans[2][0].memory_enough
     if not there.on_cpu:
-        assert [one.name for one in plans[0][:2]] == ["llama-8b-b16-pass0", "llama-8b-b64-pass0"]
+        assert [piece.name for piece in plans[0][:2]] == ["llama-8b-b16-pass0", "llama-8b-b64-pass0"]
         assert {case.runner for case in plans[2]} == {None, "v1", "v2"}
 
 
-def test_the_clearest_difference_is_told() -> None:
+def test_the_clearest_difference_is_reported() -> None:
     reference = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8]], "gaps": [[1.0, 0.2, 9.0], [1.0, 0.5, 1.0], [1.0, 1.0]]}
     assert widest_gap(reference, [[1, 9, 9], [4, 9, 9], [7, 8]]) == 0.5
     assert widest_gap(reference, reference["tokens"]) == 0.0
@@ -67,10 +67,10 @@ def test_overload_is_summed_up_by_limit() -> None:
     targets = {"ttft_s": 1.0, "itl_s": 0.1}
     results = {TARGETS: targets, "x": cell(0.4, 0, {"vllm": 4.0, "learned": 2.0})}
     results["y"] = cell(0.4, 1, {"learned": 4.0, "vllm": 8.0})
-    found = summarised(results, seed=0)["0.4"]
-    assert found["blocks"] == 2
-    assert found["ratios"]["throughput_tok_s learned / vllm"]["value"] == pytest.approx(2.0)
-    assert found["arms"]["vllm"]["recomputed_tokens"] == 14 and found["arms"]["vllm"]["moved_bytes"] == 10
+    part = summarised(results, seed=0)["0.4"]
+    assert part["blocks"] == 2
+    assert part["ratios"]["throughput_tok_s learned / vllm"]["value"] == pytest.approx(2.0)
+    assert part["arms"]["vllm"]["recomputed_tokens"] == 14 and part["arms"]["vllm"]["moved_bytes"] == 10
     assert goodput(results["x"]["arms"]["vllm"], targets) == pytest.approx(1 / 4.0)
 
 
@@ -121,9 +121,9 @@ def test_page_locking_is_tried_first_and_its_refusal_said() -> None:
         raise RuntimeError("CUDA error 2")
 
     assert pagelock.tried(lambda owner, memory: None) is None
-    said: list[str] = []
-    assert page_locking(lambda: pagelock.tried(refuse), said.append) == "RuntimeError: CUDA error 2"
-    assert "PAGE-LOCKING FAILS" in said[0] and "CUDA error 2" in said[0]
+    events: list[str] = []
+    assert page_locking(lambda: pagelock.tried(refuse), events.append) == "RuntimeError: CUDA error 2"
+    assert "PAGE-LOCKING FAILS" in events[0] and "CUDA error 2" in events[0]
 
 
 def test_digests_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +152,8 @@ def test_the_shipped_copier_has_cases_of_its_own() -> None:
         for copier in (None, "slow")
     ]
     assert "copier" not in extra[0] and extra[1]["copier"] == "benchmarks.gpu.copiers.slow"
-    told = {"ties": 0, "tokens": 1, "ties_allowed": 1}
-    assert faults(Case("x", copier=None), told, passing() | {"restored_blocks": 0}) == []
+    values = {"ties": 0, "tokens": 1, "ties_allowed": 1}
+    assert faults(Case("x", copier=None), values, passing() | {"restored_blocks": 0}) == []
 
 
 @pytest.mark.parametrize(
@@ -171,16 +171,16 @@ def test_a_profile_without_a_model_has_failed(models: dict[str, Any], left: tupl
 def test_the_grid_reaches_what_is_said_of_it(tmp_path: Path) -> None:
     """docs/gpu.md says how far; two first pieces fit one call."""
     shares = shares_of(place("NVIDIA H200", "full"))
-    found = []
+    events = []
     for share in shares:
         llm = write_model(tmp_path / share.geometry.name, share.geometry, "bfloat16")
         states = Rig(llm, share.extent, None, 0, device=True).job(share.part, tmp_path).states
         lengths = [state.prompt_tokens + state.decoded_tokens for state in states]
-        found.append((min(lengths), max(lengths), max(len(state.other_prompts) for state in states)))
-    assert found[0] == (78, 24180, 19)
-    assert min(low for low, _, _ in found) == 64 and max(others for _, _, others in found) == 19
-    assert max(high for _, high, _ in found[:12]) == 31228
-    assert [high for share, (_, high, _) in zip(shares, found, strict=True) if "long" in share.name] == [41641]
+        events.append((min(lengths), max(lengths), max(len(state.other_prompts) for state in states)))
+    assert events[0] == (78, 24180, 19)
+    assert min(low for low, _, _ in events) == 64 and max(others for _, _, others in events) == 19
+    assert max(high for _, high, _ in events[:12]) == 31228
+    assert [high for share, (_, high, _) in zip(shares, events, strict=True) if "long" in share.name] == [41641]
     assert 60 * 9 - 60 - TRAINING_S >= 2 * PIECE_S
 
 
@@ -206,8 +206,8 @@ def test_gpu_check_passes_here(tmp_path: Path) -> None:
     """Blocks that come back late and bit for bit, texts as with memory enough, and nothing left behind."""
     done = harness("check", tmp_path / "check", "--only", "slow")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "check" / "check.json").read_text())
-    assert found["passed"] == ["reference", "slow"] and not found["failed"]
+    values = json.loads((tmp_path / "check" / "check.json").read_text())
+    assert values["passed"] == ["reference", "slow"] and not values["failed"]
     part = json.loads((tmp_path / "check" / "parts" / "slow.json").read_text())
     assert part["served"]["restored_blocks"] > 0 == part["served"]["different_blocks"]
     assert "TINY SCALE" in done.stdout or torch.cuda.is_available()
@@ -216,9 +216,9 @@ def test_gpu_check_passes_here(tmp_path: Path) -> None:
 def test_gpu_swap_ends_here(tmp_path: Path) -> None:
     done = harness("swap", tmp_path / "swap", "--only", "b16*", "--turns", "3")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "swap" / "swap.json").read_text())
-    assert {piece["block_size"] for piece in found["pieces"].values()} == {16}
-    for piece in found["pieces"].values():
+    values = json.loads((tmp_path / "swap" / "swap.json").read_text())
+    assert {piece["block_size"] for piece in values["pieces"].values()} == {16}
+    for piece in values["pieces"].values():
         for row in piece["rows"]:
             assert row["gb_per_s"] > 0
             assert row["way"] == "large" or (row["of_large"]["low"] is None and row["of_large"]["value"] > 0)

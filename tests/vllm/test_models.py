@@ -16,7 +16,7 @@ def test_the_model_is_the_same_from_the_same_seed(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_the_tokenizer_says_everything() -> None:
+def test_the_tokenizer_covers_all_texts() -> None:
     tokenizer = make_tokenizer()
     assert len(tokenizer) == VOCABULARY
     for text in ("Hello world, what is swapped comes back.", "ça va?\n\t你好", ""):

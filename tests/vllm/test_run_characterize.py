@@ -84,21 +84,21 @@ def test_so_many_victims_go_in_one_overflow_in_the_same_state_under_both_options
         assert {(row["cause"], row["executed"]) for row in rows} == {("memory", arm)}
         first = rows[0]
         situations[state].add((*(row["computed_tokens"] for row in rows), first["running_requests"]))
-    assert all(len(found) == 1 for found in situations.values()), situations
+    assert all(len(result) == 1 for result in situations.values()), situations
     ((*tokens, _),) = situations["evicted-tokens/3"]
     assert tokens == [64, 64, 64]
 
 
 def test_every_policy_serves_the_same_requests_in_the_same_memory(trace: Trace) -> None:
-    found = material(trace)
-    assert {run.requests for run in found.runs} == {TINY.served_requests}
-    for run in found.runs:
+    result = material(trace)
+    assert {run.requests for run in result.runs} == {TINY.served_requests}
+    for run in result.runs:
         taken = {kind for kind, count in run.preemptions.items() if count}
         assert taken == {run.arm} or (run.arm == "learned" and taken), (run.level, run.arm, run.preemptions)
         assert max(run.used_share) == 1.0, "the pool was as large as the level says"
         assert max(run.running) < TINY.served_requests
         assert run.unattributed == 0
-    assert Counter((run.figure, run.arm) for run in found.runs) == {
+    assert Counter((run.figure, run.arm) for run in result.runs) == {
         (figure, arm): count for figure, count in ((MEMORY, 2), (TIMELINE, 1)) for arm in ARMS
     }
 
@@ -106,10 +106,10 @@ def test_every_policy_serves_the_same_requests_in_the_same_memory(trace: Trace) 
 def test_all_five_figures_are_drawn_from_the_trace(study: tuple[Path, list[str], str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    found = report([study[0]], tmp_path / "report.html", tmp_path / "figures")
-    assert found.groups[0].missing == ()
+    text_report = report([study[0]], tmp_path / "report.html", tmp_path / "figures")
+    assert text_report.groups[0].missing == ()
     assert {f"{figure}.{form}" for figure in FIGURES for form in ("svg", "png")} <= {
-        path.name for path in found.figures
+        path.name for path in text_report.figures
     }
     for figure in (MEMORY, TIMELINE):
         drawn = (tmp_path / "figures" / f"{figure}.svg").read_text()

@@ -30,10 +30,10 @@ def report(model: str, tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
 
 
 def test_all_arms_say_the_same(report: DemoReport) -> None:
-    found = report.links[0].comparison
-    assert found.exact, found.wrong
-    assert found.tokens > 1000
-    assert found.tokens % len(ARMS) == 0, "every arm's tokens are compared"
+    comparison = report.links[0].comparison
+    assert comparison.exact, comparison.wrong
+    assert comparison.tokens > 1000
+    assert comparison.tokens % len(ARMS) == 0, "every arm's tokens are compared"
 
 
 def test_every_arm_does_what_it_is_named_for(report: DemoReport) -> None:
@@ -58,20 +58,20 @@ def test_the_pair_without_pressure_has_none(report: DemoReport) -> None:
 
 
 def test_json_has_the_promised_shape(report: DemoReport) -> None:
-    found = json.loads(json.dumps(report.to_dict()))["simulated"]
-    assert found["link"]["kind"] == "simulated"
-    for values in found["policies"].values():
+    part = json.loads(json.dumps(report.to_dict()))["simulated"]
+    assert part["link"]["kind"] == "simulated"
+    for values in part["policies"].values():
         assert set(values) == {
             *("throughput_tok_s", "goodput", "ttft_s", "itl_s", "preemptions"),
             *("recomputed_tokens", "moved_bytes", "runs"),
         }
         assert set(values["ttft_s"]) == set(values["itl_s"]) == {"mean", "p50", "p99"}
         assert set(values["preemptions"]) == {"recompute", "swap"}
-    for ratio in (*found["ratios"].values(), found["no_pressure_ratio"]):
+    for ratio in (*part["ratios"].values(), part["no_pressure_ratio"]):
         assert set(ratio) == {"value", "low", "high"}
-    assert {f"throughput learned / {arm}" for arm in ARMS - {"learned"}} <= set(found["ratios"])
-    assert found["exact"] is True
-    assert {"ttft_s", "itl_s", "from"} <= set(found["targets"])
+    assert {f"throughput learned / {arm}" for arm in ARMS - {"learned"}} <= set(part["ratios"])
+    assert part["exact"] is True
+    assert {"ttft_s", "itl_s", "from"} <= set(part["targets"])
 
 
 def test_the_table_shows_arms_and_names_the_simulated_link(report: DemoReport) -> None:

@@ -46,11 +46,11 @@ def interrupted(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
     with pytest.raises(Interrupted):
         profile(out, Measurement(Path(model)), extent=SMALL, progress=stop_in_the_second)
-    kept = traces.read(out)
-    assert len(kept.headers) == 1, "the first part is done, and is a trace by itself"
+    values = traces.read(out)
+    assert len(values.headers) == 1, "the first part is done, and is a trace by itself"
     begun: list[str] = []
     report = profile(out, Measurement(Path(model)), extent=SMALL, progress=lambda part, done, of: begun.append(part))
-    assert traces.read(out).headers.keys() > kept.headers.keys()
+    assert traces.read(out).headers.keys() > values.headers.keys()
     return out, begun, report
 
 
@@ -60,11 +60,11 @@ def measured(interrupted: tuple[Path, list[str], ProfileReport]) -> Trace:
 
 
 def by_state(trace: Trace) -> dict[str, list[dict[str, Any]]]:
-    found = defaultdict(list)
+    result = defaultdict(list)
     for row in trace.rows("decisions"):
         if row["state_id"] is not None:
-            found[row["state_id"]].append(row)
-    return found
+            result[row["state_id"]].append(row)
+    return result
 
 
 def test_an_interrupted_profile_goes_on_where_it_was(interrupted: tuple[Path, list[str], ProfileReport]) -> None:

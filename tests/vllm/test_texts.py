@@ -28,6 +28,6 @@ def test_an_answer_has_the_tokens_of_the_turn_that_repeats_it() -> None:
 
 
 def test_part_of_a_prefix_is_shared_too() -> None:
-    one = prompt_of(Request(0.0, 50, 5, prefix=(7, 8, 9), prefix_block_tokens=16), 0)
+    prompt = prompt_of(Request(0.0, 50, 5, prefix=(7, 8, 9), prefix_block_tokens=16), 0)
     partly = prompt_of(Request(0.0, 20, 5, prefix=(7, 8), prefix_block_tokens=16), 2)
-    assert partly == one[:20]
+    assert partly == prompt[:20]

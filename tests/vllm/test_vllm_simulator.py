@@ -114,7 +114,7 @@ class Wrong(Always):
         raise ZeroDivisionError("a mistake")
 
 
-def test_a_policys_mistake_is_told() -> None:
+def test_a_policys_mistake_is_raised() -> None:
     """A server would go on and recompute; who simulates wants to know."""
     case = drawn(2, 30)
     with pytest.raises(ZeroDivisionError, match="a mistake"):
@@ -125,11 +125,11 @@ def test_without_a_sink_there_is_a_summary_alone() -> None:
     case = drawn(2, 30)
     chooser = policy.load("always-swap")
     bare = VllmScheduler(wall=iter((0.0, 2.0)).__next__).run(case.work, chooser, case.server, case.times)
-    kept = VllmScheduler(wall=iter((0.0, 2.0)).__next__).run(
+    outcome = VllmScheduler(wall=iter((0.0, 2.0)).__next__).run(
         case.work, chooser, case.server, case.times, 0, MemorySink()
     )
-    assert bare.trace is None and kept.trace is not None
-    assert bare.summary == kept.summary and bare.summary.simulator_wall_s == 2.0
+    assert bare.trace is None and outcome.trace is not None
+    assert bare.summary == outcome.summary and bare.summary.simulator_wall_s == 2.0
 
 
 def test_rows_are_handed_over_in_parts() -> None:

@@ -21,23 +21,23 @@ from tests.workload.drawn_times import times
 def test_agents_by_hand(tmp_path: Path) -> None:
     path = published_files.put(tmp_path, "agents.jsonl.gz", published_files.AGENTIC)
     source = AgentSessions(path, Starting(Even(0.1)))
-    found = list(source)
-    assert times(found) == [
+    result = list(source)
+    assert times(result) == [
         ("a", 10.0, None),
         ("a", 14.0, 4.0),
         ("b", 20.0, None),
         ("b", 21.0, 1.0),
         ("a", 34.0, 20.0),
     ]
-    assert [(request.prompt_tokens, request.output_tokens) for request in found][:2] == [(130, 7), (200, 8)]
+    assert [(request.prompt_tokens, request.output_tokens) for request in result][:2] == [(130, 7), (200, 8)]
     one, two = 1 << 32, 2 << 32
-    assert [request.prefix for request in found[:4]] == [
+    assert [request.prefix for request in result[:4]] == [
         (one + 1, one + 2),
         (one + 1, one + 2, one + 3),
         (two + 1,),
         (two + 1,),
     ]
-    assert {request.prefix_block_tokens for request in found} == {64}
+    assert {request.prefix_block_tokens for request in result} == {64}
     assert times(list(AgentSessions(path, Starting(Even(0.1)), closed=False)))[1] == ("a", 19.0, None)
     assert {request.session for request in AgentSessions(path, count=1)} == {"a"}
     assert (source.counts.rows, source.counts.requests, source.counts.empty) == (5, 5, 0)
@@ -51,8 +51,8 @@ def test_a_pause_that_counts_from_an_earlier_answer_is_mended(tmp_path: Path) ->
         published_files.agent_call("a", 18.0, 64, 1, 13.0, api_time=2.0),
         published_files.agent_call("a", 25.0, 64, 1, None, api_time=2.0),
     ]
-    found = list(AgentSessions(published_files.put(tmp_path, "a.jsonl", calls)))
-    assert [request.think_s for request in found] == [None, 5.0, 8.0, 5.0]
+    result = list(AgentSessions(published_files.put(tmp_path, "a.jsonl", calls)))
+    assert [request.think_s for request in result] == [None, 5.0, 8.0, 5.0]
 
 
 def test_a_call_without_answer_lengthens_the_pause(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_even_and_at_once_by_hand() -> None:
         lambda: Gamma(1.0, 1e-200),
     ],
 )
-def test_processes_that_make_no_sense_are_refused(make: type) -> None:
+def test_impossible_processes_are_refused(make: type) -> None:
     with pytest.raises(WorkloadError, match=r"\w+: \w+ is .*, should be (above 0|0 or more|from 0\.0?01 to 1000)"):
         make()
 
@@ -128,6 +128,6 @@ def test_random_arrivals_have_rate_and_variation() -> None:
         assert list(arrivals) == sorted(arrivals)
 
 
-def test_random_arrivals_refuse_what_makes_no_sense() -> None:
+def test_random_arrivals_refuse_a_rate_of_zero() -> None:
     with pytest.raises(ValueError, match="rate_per_s 0"):
         random_arrivals(3, 0, random.Random(0))

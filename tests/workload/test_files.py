@@ -35,9 +35,9 @@ def test_a_broken_gzip_stream_gives_what_came_before_only_when_asked(tmp_path: P
         with pytest.raises(WorkloadError, match=rf"{name}, line \d+: cannot be read on"):
             list(TimedFile(path, ARRIVALS))
         source = TimedFile(path, ARRIVALS, SKIP)
-        found = list(source)
-        assert 1000 < len(found) == source.counts.requests <= 5000
-        assert found == [Request(float(number), number % 7 + 1, 1) for number in range(len(found))]
+        result = list(source)
+        assert 1000 < len(result) == source.counts.requests <= 5000
+        assert result == [Request(float(number), number % 7 + 1, 1) for number in range(len(result))]
         # Cut off, it may end inside a row, which is damaged too.
         assert source.counts.damaged in (1, 2)
         assert "cannot be read on" in source.counts.first_damage or source.counts.damaged == 2
@@ -49,7 +49,7 @@ def test_whole_numbers(value: object, number: int) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, "-1", 1.5, True, "1_0", "", None, float("inf"), 2**53, [1]])
-def test_what_is_no_whole_number_is_a_damaged_row(value: object) -> None:
+def test_a_wrong_whole_number_is_a_damaged_row(value: object) -> None:
     with pytest.raises(DamagedRow, match=r"^tokens is .*, should be a (whole )?number"):
         whole(value, "tokens")
 

@@ -15,12 +15,12 @@ def options(tail: str) -> Options:
 
 
 def test_an_option_is_read_once() -> None:
-    given = options("rate=2.5&n=30")
-    assert "rate" in given
-    assert (given.real("rate"), given.real("rate"), given.real("rate", 1.0)) == (2.5, None, 1.0)
-    assert "rate" not in given
-    assert given.whole("n") == 30
-    given.refuse_rest()
+    choices = options("rate=2.5&n=30")
+    assert "rate" in choices
+    assert (choices.real("rate"), choices.real("rate"), choices.real("rate", 1.0)) == (2.5, None, 1.0)
+    assert "rate" not in choices
+    assert choices.whole("n") == 30
+    choices.refuse_rest()
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("ON", True), ("1", True), ("no", False), ("off", False)])
@@ -74,8 +74,8 @@ def test_a_tail_that_is_no_list_of_options_is_refused(tail: str, message: str) -
 
 
 def test_an_unread_option_is_refused_with_those_there_are() -> None:
-    given = options("n=1&speed=2")
-    given.whole("n")
-    given.text("rate")
+    choices = options("n=1&speed=2")
+    choices.whole("n")
+    choices.text("rate")
     with pytest.raises(WorkloadError, match="speed is no option of this workload; those are n, rate"):
-        given.refuse_rest()
+        choices.refuse_rest()

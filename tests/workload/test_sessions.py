@@ -74,7 +74,7 @@ def test_two_people_by_hand() -> None:
     ]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_sessions_are_refused() -> None:
     with pytest.raises(WorkloadError, match="users is 0"):
         Users(0)
     with pytest.raises(WorkloadError, match="session x: no recorded times"):
@@ -155,7 +155,7 @@ def test_history_by_hand() -> None:
 @pytest.mark.parametrize(
     "bad", [{"mean_turns": 0.5}, {"block_tokens": 0}, {"system_tokens": 50, "context_tokens": 51}, {"count": -1}]
 )
-def test_conversations_that_cannot_be_are_refused(bad: dict[str, int]) -> None:
+def test_impossible_conversations_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(WorkloadError, match=r"conversations: \w+ is "):
         Conversations(
             **{"lengths": AZURE_CONVERSATION, "count": 1, "seed": 0, "mean_turns": 1, "think": Think(1)} | bad

@@ -83,17 +83,19 @@ def test_another_arrival_process_leaves_the_lengths() -> None:
     ]
     drawn = [list(open_workload(f"azure-conversation-2023?n=50&seed=1&{text}")) for text in texts]
     for requests in drawn:
-        assert [replace(one, arrival_s=0.0) for one in requests] == [replace(one, arrival_s=0.0) for one in drawn[0]]
+        assert [replace(request, arrival_s=0.0) for request in requests] == [
+            replace(request, arrival_s=0.0) for request in drawn[0]
+        ]
         assert all(earlier.arrival_s <= later.arrival_s for earlier, later in pairwise(requests))
-    arrivals = {tuple(one.arrival_s for one in requests) for requests in drawn}
+    arrivals = {tuple(request.arrival_s for request in requests) for requests in drawn}
     assert len(arrivals) == len(texts)
 
 
 def test_sessions_are_made_from_lengths() -> None:
-    found = list(open_workload("sessions:azure-conversation-2023?n=20&turns=3&think=5&users=4&context=4096&system=64"))
-    assert {request.session for request in found} == {f"user-{user}" for user in range(4)}
-    assert max(request.total_tokens for request in found) <= 4096
-    assert {request.prefix[:4] for request in found} == {(0, 1, 2, 3)}
+    result = list(open_workload("sessions:azure-conversation-2023?n=20&turns=3&think=5&users=4&context=4096&system=64"))
+    assert {request.session for request in result} == {f"user-{user}" for user in range(4)}
+    assert max(request.total_tokens for request in result) <= 4096
+    assert {request.prefix[:4] for request in result} == {(0, 1, 2, 3)}
     first = next(iter(open_workload("sessions:azure-conversation-2023?n=20&turns=3&think=5&rate=0.1")))
     assert (first.session, first.think_s) == ("conversation-0", None)
     assert first.arrival_s > 0
@@ -149,7 +151,7 @@ def test_damaged_rows_are_skipped_when_asked(tmp_path: Path) -> None:
         ("deepseek-r1?n=5&speed=2&rate=nan", "rate=nan: should be a number"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(text: str, reason: str) -> None:
+def test_impossible_texts_are_refused(text: str, reason: str) -> None:
     with pytest.raises(WorkloadError, match=reason):
         open_workload(text)
 

@@ -155,7 +155,7 @@ def test_a_damaged_json_line_is_refused_or_skipped(tmp_path: Path, row: str, rea
 
 
 @pytest.mark.parametrize("stamp", ["2023-13-16 18:15:46", "16.11.2023 18:15", "2023-11-16 25:15:46", "", "0.5"])
-def test_a_stamp_that_is_none_is_refused(tmp_path: Path, stamp: str) -> None:
+def test_a_wrong_time_stamp_is_refused(tmp_path: Path, stamp: str) -> None:
     path = published_files.put(tmp_path, "a.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n{stamp},1,1\n")
     with pytest.raises(WorkloadError, match=r"a\.csv, line 2: TIMESTAMP is "):
         list(TimedFile(path, AZURE))

@@ -26,7 +26,7 @@ from tests.simulator.worlds import LINEAR, random_workload, run
         ({"host_blocks": -1}, "host_blocks -1"),
     ],
 )
-def test_what_cannot_be_served_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_impossible_requests_and_servers_are_refused(changed: dict[str, Any], message: str) -> None:
     source = random_workload(5, 5, 60.0)
     server = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=100)
     with pytest.raises(ValueError, match=message):

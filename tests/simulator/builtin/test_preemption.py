@@ -30,23 +30,23 @@ def test_a_situation_counts_blocks_and_the_others() -> None:
     for live, blocks in ((others[0], 2), (others[1], 3), (victim, 3)):
         pool.grow(live, blocks)
     scheduler.running = others
-    found = situation_of(victim, scheduler, copies, server, 5.0)
-    assert (found.computed_tokens, found.held_blocks, found.shared_blocks, found.hashed_blocks) == (10, 3, 0, 0)
-    assert (found.running_requests, found.batch_tokens, found.waiting_requests) == (2, 16, 0)
-    assert (found.free_blocks, found.short_blocks, found.device_blocks) == (0, 1, 9)
-    assert (found.earlier_preemptions, found.priority, found.cause, found.time_s) == (3, 4, "memory", 5.0)
-    assert found.segment_bytes == server.block_bytes
+    result = situation_of(victim, scheduler, copies, server, 5.0)
+    assert (result.computed_tokens, result.held_blocks, result.shared_blocks, result.hashed_blocks) == (10, 3, 0, 0)
+    assert (result.running_requests, result.batch_tokens, result.waiting_requests) == (2, 16, 0)
+    assert (result.free_blocks, result.short_blocks, result.device_blocks) == (0, 1, 9)
+    assert (result.earlier_preemptions, result.priority, result.cause, result.time_s) == (3, 4, "memory", 5.0)
+    assert result.segment_bytes == server.block_bytes
 
 
 @pytest.mark.parametrize("name", ["always-recompute", "always-swap"])
-def test_every_decision_is_told_and_recorded_once(name: str) -> None:
+def test_every_decision_is_reported_and_recorded_once(name: str) -> None:
     decisions: list[Decision] = []
     done = Builtin(wall=lambda: 0.0).run(
         BOTH, policy.load(name), SMALL, SECONDS, seed=1, sink=MemorySink(), on_decision=decisions.append
     )
     assert done.trace is not None
     rows = done.trace.rows("decisions")
-    assert [row["executed"] for row in rows] == [one.executed for one in decisions]
+    assert [row["executed"] for row in rows] == [decision.executed for decision in decisions]
     assert sum(done.summary.preemptions.values()) == len(rows) == done.trace.table("outcomes").num_rows > 0
 
 

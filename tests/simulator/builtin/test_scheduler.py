@@ -37,9 +37,9 @@ def test_a_load_leaves_prefills_the_blocks_they_still_need(tokens: int, admitted
     """Of nine free blocks a prefill on its way will need five: a load of four fits, one of five does not."""
     server = Server(block_size=4, block_bytes=1, device_blocks=10, host_blocks=10, token_budget=4)
     copies = HostPool(server)
-    told: list[int] = []
+    events: list[int] = []
     scheduler = Scheduler(
-        server, CountedPool(10), copies, VllmVictims("fcfs"), lambda live: None, lambda *about: told.append(about[1])
+        server, CountedPool(10), copies, VllmVictims("fcfs"), lambda live: None, lambda *about: events.append(about[1])
     )
     scheduler.arrive(LiveRequest(0, Request(0.0, 24, 1), 0.0))
     scheduler.schedule(Step(0))
@@ -48,4 +48,4 @@ def test_a_load_leaves_prefills_the_blocks_they_still_need(tokens: int, admitted
     scheduler.waiting.append(victim)
     scheduler.admit(Step(1), 4)
     assert (victim.status is Status.LOADING) is admitted
-    assert told == ([0, tokens] if admitted else [0])
+    assert events == ([0, tokens] if admitted else [0])

@@ -10,7 +10,7 @@ from tests.simulator.tables import CONFIG, LAYERS
 SHAPE = ModelShape.from_config(CONFIG)
 
 
-def load(decode: int = 0, context: int = 0, chunks: tuple[tuple[int, int], ...] = ()) -> StepLoad:
+def step_load(decode: int = 0, context: int = 0, chunks: tuple[tuple[int, int], ...] = ()) -> StepLoad:
     """Requests that decode behind ``context`` tokens, the new one in, and chunks of (tokens, tokens before them)."""
     return StepLoad(
         scheduled_tokens=decode + sum(c for c, _ in chunks),
@@ -22,7 +22,7 @@ def load(decode: int = 0, context: int = 0, chunks: tuple[tuple[int, int], ...] 
     )
 
 
-def worked(decode: int, context: int, chunk: int = 0, before: int = 0) -> float:
+def expected_s(decode: int, context: int, chunk: int = 0, before: int = 0) -> float:
     """Seconds of a step by the laws that the tables were made from."""
     us = tables.dense_us(decode + chunk) + tables.sequences_us(decode + (chunk > 0))
     return 1e-6 * (us + LAYERS * tables.attention_us(chunk, before, decode, context))

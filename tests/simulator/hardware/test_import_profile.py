@@ -13,11 +13,11 @@ from kvpolicy.cli import main
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator.hardware.table_times import load_hardware
 from tests.simulator import tables
-from tests.simulator.hardware.step_loads import SHAPE, load
+from tests.simulator.hardware.step_loads import SHAPE, step_load
 from tests.simulator.tables import CONFIG, LAYERS
 
 
-def test_a_wrong_link_is_told_before_a_table_is_read(tmp_path: Path) -> None:
+def test_a_wrong_link_is_refused_before_a_table_is_read(tmp_path: Path) -> None:
     for wrong in ({"link": "0"}, {"device": "nobody's"}):
         with pytest.raises(ValueError, match="link"):
             kvpolicy.import_profile([tmp_path / "is not there"], tmp_path, SHAPE, **wrong)
@@ -37,16 +37,18 @@ def test_tables_of_another_number_of_ranks_are_refused_by_name(folder: Path, tmp
 
 def test_phases_measured_apart_take_as_long_together(tmp_path: Path) -> None:
     _, dense, each = tables.llmservingsim(tmp_path)
-    made = kvpolicy.import_profile([dense, each, *tables.aiconfigurator_attention(tmp_path)], tmp_path / "out", SHAPE)
+    profile = kvpolicy.import_profile(
+        [dense, each, *tables.aiconfigurator_attention(tmp_path)], tmp_path / "out", SHAPE
+    )
     times = load_hardware(tmp_path / "out")
-    assert made.model.mixed is None and made.model.device == "NVIDIA H100 80GB HBM3"
+    assert profile.model.mixed is None and profile.model.device == "NVIDIA H100 80GB HBM3"
     us = tables.dense_us(272) + tables.sequences_us(17) + LAYERS * ((5 + 256 + 1e-3 * 256 * 257 / 2) + (5 + 163.84))
-    assert times.step_s(load(16, 1024, ((256, 0),))) == pytest.approx(1e-6 * us, rel=1e-4)
-    behind = load(chunks=((256, 2048),))
+    assert times.step_s(step_load(16, 1024, ((256, 0),))) == pytest.approx(1e-6 * us, rel=1e-4)
+    behind = step_load(chunks=((256, 2048),))
     us = tables.dense_us(256) + tables.sequences_us(1) + LAYERS * (5 + 256 + 1e-3 * behind.chunk_context)
     assert times.step_s(behind) == pytest.approx(1e-6 * us, rel=0.02)
     assert times.beyond(np.array([behind], np.float64)).all()
-    assert any("behind context were not measured" in note for note in made.model.notes)
+    assert any("behind context were not measured" in note for note in profile.model.notes)
 
 
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:

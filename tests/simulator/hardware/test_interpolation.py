@@ -35,8 +35,8 @@ def test_four_axes_are_linear_in_each() -> None:
         [(1 + c) * (2 + k) * (3 + n) * (4 + d) for c in AXIS for k in second for n in AXIS for d in second]
     )
     for c, k, n, d in ((1.0, 0.0, 1.0, 0.0), (2.0, 3.0, 9.0, 7.0), (16.0, 10.0, 16.0, 10.0)):
-        found = hyperplane(AXIS, second, AXIS, second, seconds, c, k, n, d)
-        assert found == pytest.approx((1 + c) * (2 + k) * (3 + n) * (4 + d))
+        result = hyperplane(AXIS, second, AXIS, second, seconds, c, k, n, d)
+        assert result == pytest.approx((1 + c) * (2 + k) * (3 + n) * (4 + d))
 
 
 def test_pairs_of_a_chunk_are_counted_with_its_diagonal() -> None:
@@ -44,6 +44,6 @@ def test_pairs_of_a_chunk_are_counted_with_its_diagonal() -> None:
 
 
 def test_each_term_of_physics_grows_with_its_own_column() -> None:
-    wanted = [1.0, 20.0, 3.0, 5.0 + 3.0, 4.0 * 7.0, 7.0, 4.0]
-    found = [physics(constants, c=3.0, pairs=20.0, k=5.0, n=4.0, d=7.0) for constants in np.eye(7)]
-    assert_allclose(found, wanted)
+    expected = [1.0, 20.0, 3.0, 5.0 + 3.0, 4.0 * 7.0, 7.0, 4.0]
+    results = [physics(constants, c=3.0, pairs=20.0, k=5.0, n=4.0, d=7.0) for constants in np.eye(7)]
+    assert_allclose(results, expected)

@@ -24,9 +24,9 @@ def test_step_times_of_a_cost_model(name: str, tmp_path: Path) -> None:
     times = law_times(cost.load(name))
     base = StepLoad(100, 100, 50_000, 0, 0, 0)
     loads = [base, StepLoad(612, 100, 50_000, 512 * 513 // 2, 1, 0), base._replace(kv_read_tokens=90_000)]
-    found = times.steps_s(np.array(loads, dtype=np.float64))
-    assert found.tolist() == [times.step_s(load) for load in loads]
-    assert found[1] > found[0] and found[2] > found[0] and "save" in times.source
+    seconds = times.steps_s(np.array(loads, dtype=np.float64))
+    assert seconds.tolist() == [times.step_s(load) for load in loads]
+    assert seconds[1] > seconds[0] and seconds[2] > seconds[0] and "save" in times.source
     assert times.copy_s("save", 2 << 20, 10, 1 << 19) > times.copy_s("save", 1 << 20, 10, 1 << 19) > 0
 
 

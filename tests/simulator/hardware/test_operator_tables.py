@@ -29,9 +29,7 @@ def test_every_operator_is_a_table_and_so_are_all_together(tmp_path: Path) -> No
     ("value", "message"), [(0.0, "latency is 0.0"), (-2.0, "latency is -2.0"), (float("nan"), "latency is nan")]
 )
 @pytest.mark.parametrize("ending", ["parquet", "csv"])
-def test_times_that_cannot_be_are_refused_by_file_and_row(
-    tmp_path: Path, ending: str, value: float, message: str
-) -> None:
+def test_impossible_times_are_refused_by_file_and_row(tmp_path: Path, ending: str, value: float, message: str) -> None:
     file = write(tmp_path / f"a.{ending}", [GEMM, GEMM | {"latency": value}])
     with pytest.raises(TableError, match=rf"a\.{ending}, row 1: {message}, should be a time above 0"):
         read_table(file)
@@ -73,7 +71,7 @@ def test_a_folder_without_tables_and_a_broken_file_are_errors(tmp_path: Path) ->
         tables_in(tmp_path)
 
 
-def test_noise_is_told_from_repeats_alone(tmp_path: Path) -> None:
+def test_noise_is_estimated_from_repeats_alone(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     points = np.repeat(np.arange(1, 401), 3)
     times = points * np.exp(rng.normal(0, 0.05, len(points)))

@@ -18,7 +18,7 @@ from kvpolicy.simulator.hardware.table_times import HardwareError, TableTimes, l
 from kvpolicy.study.machine import Behind
 from kvpolicy.workload import Request, Workload
 from tests.simulator import tables
-from tests.simulator.hardware.step_loads import SHAPE, load, worked
+from tests.simulator.hardware.step_loads import SHAPE, expected_s, step_load
 from tests.simulator.tables import LAYERS
 from tests.simulator.worlds import LINEAR
 
@@ -32,24 +32,29 @@ def times(folder: Path) -> TableTimes:
 
 
 def test_a_measured_step_takes_what_was_measured(times: TableTimes) -> None:
-    assert times.step_s(load(16, 1024)) == pytest.approx(worked(16, 1024), rel=1e-5)
-    assert times.step_s(load(chunks=((256, 64),))) == pytest.approx(worked(0, 0, 256, 64), rel=1e-5)
-    assert times.step_s(load(4, 256, ((64, 1024),))) == pytest.approx(worked(4, 256, 64, 1024), rel=1e-5)
+    assert times.step_s(step_load(16, 1024)) == pytest.approx(expected_s(16, 1024), rel=1e-5)
+    assert times.step_s(step_load(chunks=((256, 64),))) == pytest.approx(expected_s(0, 0, 256, 64), rel=1e-5)
+    assert times.step_s(step_load(4, 256, ((64, 1024),))) == pytest.approx(expected_s(4, 256, 64, 1024), rel=1e-5)
 
 
 def test_between_measured_points_times_are_linear_in_each_axis(times: TableTimes) -> None:
-    assert times.step_s(load(10, 700)) == pytest.approx(worked(10, 700), rel=1e-5)
-    assert times.step_s(load(10, 700, ((64, 300),))) == pytest.approx(worked(10, 700, 64, 300), rel=1e-5)
+    assert times.step_s(step_load(10, 700)) == pytest.approx(expected_s(10, 700), rel=1e-5)
+    assert times.step_s(step_load(10, 700, ((64, 300),))) == pytest.approx(expected_s(10, 700, 64, 300), rel=1e-5)
 
 
 def test_beyond_the_tables_physics_goes_on_and_says_so(times: TableTimes) -> None:
-    inside = np.array([load(10, 700), load(4, 256, ((64, 1024),)), load(chunks=((256, 0),))], np.float64)
-    outside = [load(64, 20_000), load(200, 500), load(chunks=((1024, 16_000),)), load(4, 256, ((512, 0),) * 3)]
+    inside = np.array([step_load(10, 700), step_load(4, 256, ((64, 1024),)), step_load(chunks=((256, 0),))], np.float64)
+    outside = [
+        step_load(64, 20_000),
+        step_load(200, 500),
+        step_load(chunks=((1024, 16_000),)),
+        step_load(4, 256, ((512, 0),) * 3),
+    ]
     assert not times.beyond(inside).any()
     assert times.beyond(np.array(outside, np.float64)).all()
-    assert times.step_s(outside[0]) == pytest.approx(worked(64, 20_000), rel=0.02)
-    assert times.step_s(outside[1]) == pytest.approx(worked(200, 500), rel=0.02)
-    assert times.step_s(outside[2]) == pytest.approx(worked(0, 0, 1024, 16_000), rel=0.02)
+    assert times.step_s(outside[0]) == pytest.approx(expected_s(64, 20_000), rel=0.02)
+    assert times.step_s(outside[1]) == pytest.approx(expected_s(200, 500), rel=0.02)
+    assert times.step_s(outside[2]) == pytest.approx(expected_s(0, 0, 1024, 16_000), rel=0.02)
 
 
 @pytest.mark.parametrize("leap", [True, False])
@@ -70,7 +75,7 @@ def test_steps_beyond_the_tables_are_counted_in_a_run(times: TableTimes, leap: b
 
 
 def test_several_prompts_cost_less_than_one_as_long_as_they_together(times: TableTimes) -> None:
-    four, one = load(chunks=((256, 0),) * 4), load(chunks=((1024, 0),))
+    four, one = step_load(chunks=((256, 0),) * 4), step_load(chunks=((1024, 0),))
     saved = LAYERS * 1e-9 * (one.chunk_context - four.chunk_context) - 1e-6 * (
         tables.sequences_us(4) - tables.sequences_us(1)
     )
@@ -80,20 +85,20 @@ def test_several_prompts_cost_less_than_one_as_long_as_they_together(times: Tabl
 def test_rows_and_single_steps_agree(times: TableTimes) -> None:
     rng = np.random.default_rng(0)
     drawn = rng.integers((0, 1, 2, 0), (90, 6000, 2000, 5000), (200, 4)).tolist()
-    loads = [load(n, d, ((c, k),)) for n, d, c, k in drawn]
+    loads = [step_load(n, d, ((c, k),)) for n, d, c, k in drawn]
     assert times.steps_s(np.array(loads, np.float64)).tolist() == [times.step_s(one) for one in loads]
 
 
 def test_another_process_gets_the_same_times(times: TableTimes) -> None:
     copied = pickle.loads(pickle.dumps(times))
     assert copied == times
-    assert copied.step_s(load(10, 700)) == times.step_s(load(10, 700))
+    assert copied.step_s(step_load(10, 700)) == times.step_s(step_load(10, 700))
 
 
 def test_more_work_never_takes_less_along_decode(times: TableTimes) -> None:
-    grown = [times.step_s(load(n, 900)) for n in range(1, 200)]
+    grown = [times.step_s(step_load(n, 900)) for n in range(1, 200)]
     assert grown == sorted(grown)
-    grown = [times.step_s(load(30, d)) for d in range(1, 20_000, 50)]
+    grown = [times.step_s(step_load(30, d)) for d in range(1, 20_000, 50)]
     assert grown == sorted(grown)
 
 
@@ -102,8 +107,8 @@ def test_the_engines_own_time_comes_on_top(folder: Path, tmp_path: Path, times: 
     kvpolicy.import_profile(files, tmp_path, SHAPE, link="pcie5", engine=EngineTime(1e-3, 2e-3, 0.5, "a test"))
     slower = load_hardware(tmp_path)
     decode = LAYERS * 1e-6 * tables.attention_us(0, 0, 16, 1024)
-    assert slower.step_s(load(16, 1024)) - times.step_s(load(16, 1024)) == pytest.approx(1e-3 + 0.5 * decode)
-    chunk, both = load(chunks=((256, 64),)), load(16, 1024, ((64, 64),))
+    assert slower.step_s(step_load(16, 1024)) - times.step_s(step_load(16, 1024)) == pytest.approx(1e-3 + 0.5 * decode)
+    chunk, both = step_load(chunks=((256, 64),)), step_load(16, 1024, ((64, 64),))
     assert slower.step_s(chunk) - times.step_s(chunk) == pytest.approx(3e-3)
     assert slower.step_s(both) - times.step_s(both) == pytest.approx(3e-3 + 0.5 * decode)
     assert "a test" in slower.source
@@ -145,17 +150,17 @@ def test_a_block_is_as_large_as_the_shape_says(times: TableTimes) -> None:
 def test_a_damaged_model_is_refused_by_file_and_field(
     folder: Path, tmp_path: Path, field: str, value: object, said: str
 ) -> None:
-    told = json.loads((folder / "out" / "hardware.json").read_text()) | {field: value}
-    (tmp_path / "hardware.json").write_text(json.dumps(told))
+    result = json.loads((folder / "out" / "hardware.json").read_text()) | {field: value}
+    (tmp_path / "hardware.json").write_text(json.dumps(result))
     with pytest.raises(HardwareError, match=said) as refused:
         load_hardware(tmp_path)
     assert str(tmp_path / "hardware.json") in str(refused.value)
 
 
 def test_grids_of_another_size_and_files_that_are_none_are_refused(folder: Path, tmp_path: Path) -> None:
-    told = json.loads((folder / "out" / "hardware.json").read_text())
-    told["decode"]["seconds"] = told["decode"]["seconds"][1:]
-    (tmp_path / "hardware.json").write_text(json.dumps(told))
+    values = json.loads((folder / "out" / "hardware.json").read_text())
+    values["decode"]["seconds"] = values["decode"]["seconds"][1:]
+    (tmp_path / "hardware.json").write_text(json.dumps(values))
     with pytest.raises(HardwareError, match=r"decode\.seconds should hold 16 times"):
         load_hardware(tmp_path)
     (tmp_path / "hardware.json").write_text("{")
