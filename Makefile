@@ -31,7 +31,7 @@ GPU_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 GPU_FLAGS ?=
 
 # All passed before, or flags chose none: pytest says 5 then.
-RESUMED = -p tests.resuming --durations=25 $(PYTEST_FLAGS) || test $$? -eq 5
+RESUMED = -p tests.resume --durations=25 $(PYTEST_FLAGS) || test $$? -eq 5
 
 .PHONY: demo characterize lint check fuzz soak sources test-024 environment clean gpu-check gpu-swap gpu-profile gpu-overload
 .PHONY: test test-engines test-offline test-schedulers test-all test-all-engines test-all-offline test-all-schedulers

@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.fuzzing import FACTOR
+from tests.examples import FACTOR
 
 ENGINE_TESTS = Path(__file__).parent / "vllm"
 
@@ -30,5 +30,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # Machines that share their cores are slow at times; that is no fault of an example. What passes once passes again:
 # new examples are for `make fuzz`.
-hypothesis.settings.register_profile("patient", deadline=None, derandomize=FACTOR == 1, max_examples=100 * FACTOR)
-hypothesis.settings.load_profile("patient")
+hypothesis.settings.register_profile("no_deadline", deadline=None, derandomize=FACTOR == 1, max_examples=100 * FACTOR)
+hypothesis.settings.load_profile("no_deadline")

@@ -84,7 +84,7 @@ def situation(computed_tokens: int = 500, block_size: int = 32, running_requests
     """A plausible situation; ``more`` replaces single fields."""
     held = -(-computed_tokens // block_size)
     block_bytes = block_size * GEOMETRY.kv_bytes_per_token
-    made = Preemption(
+    preemption = Preemption(
         time_s=1000.0, computed_tokens=computed_tokens, prompt_tokens=max(1, computed_tokens - 8), output_tokens=8,
         block_size=block_size, block_bytes=block_bytes, segment_bytes=block_bytes // GEOMETRY.layers,
         held_blocks=held, shared_blocks=0, hashed_blocks=max(0, held - 1), device_blocks=4096, free_blocks=0,
@@ -92,7 +92,7 @@ def situation(computed_tokens: int = 500, block_size: int = 32, running_requests
         batch_tokens=running_requests * 300, queued_save_bytes=0, queued_load_bytes=0, earlier_preemptions=0,
         priority=0, cause="memory",
     )  # fmt: skip
-    return replace(made, **more)
+    return replace(preemption, **more)
 
 
 def swap_of(one: Preemption) -> Option:
@@ -132,15 +132,15 @@ def _header(plan: Plan, core: str, block_size: int, seed: int) -> Header:
 
 
 def _rows(plan: Plan, core: str, block_size: int, states: int, rng: random.Random) -> dict[str, list[dict[str, Any]]]:
-    made: dict[str, list[dict[str, Any]]] = {name: [] for name in ("decisions", "outcomes", "windows", "transfers")}
+    by_name: dict[str, list[dict[str, Any]]] = {name: [] for name in ("decisions", "outcomes", "windows", "transfers")}
     for number in range(states):
         state_id = f"b{block_size}-{number:03d}"
         one = _state(plan, block_size, (number + rng.random()) / states, rng)
         for repeat in range(plan.repeats):
-            made["windows"].append(_window(state_id, "none", repeat, one, None))
+            by_name["windows"].append(_window(state_id, "none", repeat, one, None))
             for arm in rng.sample(plan.arms, len(plan.arms)):
-                _add_window(made, plan, core, state_id, arm, repeat, one, rng)
-    return made
+                _add_window(by_name, plan, core, state_id, arm, repeat, one, rng)
+    return by_name
 
 
 def _state(plan: Plan, block_size: int, place: float, rng: random.Random) -> Preemption:

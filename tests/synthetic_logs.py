@@ -108,5 +108,5 @@ def header(plan: LogPlan, core: str) -> Header:
 def reworked(log: Trace, **rows: Sequence[dict[str, Any]]) -> Trace:
     """The log with tables replaced by these rows."""
     (core,) = log.headers
-    made = {name: traces.with_core(traces.from_rows(name, some), core) for name, some in rows.items()}
-    return Trace(log.headers, dict(log.tables) | made)
+    by_name = {name: traces.with_core(traces.from_rows(name, some), core) for name, some in rows.items()}
+    return Trace(log.headers, dict(log.tables) | by_name)

@@ -55,19 +55,19 @@ def test_cost_accuracy_judges_tables_and_traces_beside_others(profiles: Path, tm
     assert done.returncode == 0, done.stderr
     assert "qkv_proj" in out.read_text() and "some_gpu.csv" in done.stdout
     assert "passed over: other.csv" in done.stdout
-    found = json.loads(out.read_text())
-    (table,) = found["tables"]
+    values = json.loads(out.read_text())
+    (table,) = values["tables"]
     assert set(table["in_range"]["families"]) == set(table["extrapolated"]["families"]) == FAMILIES
     assert table["in_range"]["families"]["physics x trees"]["mean"] < 0.05
     assert table["extrapolated"]["trained_up_to"] * 4 <= table["extrapolated"]["longest"]
-    assert all(one["n"] > 0 for one in table["in_range"]["coverage"])
-    (trace,) = found["traces"]
+    assert all(row["n"] > 0 for row in table["in_range"]["coverage"])
+    (trace,) = values["traces"]
     scores = trace["in_range"]["families"]
     assert {"boosted", "linear", "analytic", "raw boosting", "random forest", "best threshold"} <= set(scores)
     assert scores["boosted"]["swap"]["mean"] < 0.1 and scores["boosted"]["sign_accuracy"] > 0.9
-    assert sum(one["n"] for one in scores["boosted"]["coverage"]["ratio"]) == 60
-    assert found["made_up_copies"]["with"]["physics x trees"]["mean"] < 0.03
-    assert found["bars"]["in_range"] == {"at_least": 0.05, "aimed": 0.02}
+    assert sum(row["n"] for row in scores["boosted"]["coverage"]["ratio"]) == 60
+    assert values["made_up_copies"]["with"]["physics x trees"]["mean"] < 0.03
+    assert values["bars"]["in_range"] == {"at_least": 0.05, "aimed": 0.02}
 
 
 def test_cost_accuracy_judges_its_bars(tmp_path: Path) -> None:
@@ -117,16 +117,16 @@ def test_decision_latency_measures_all_contenders_in_the_same_rounds(tmp_path: P
     )  # fmt: skip
     # 1 where the bar is missed, as it may be on a machine that tests run on.
     assert done.returncode in (0, 1), done.stderr
-    found = json.loads(out.read_text())
-    ours = found["contenders"]["decision"]
-    assert found["trees"] == {"recompute": 100, "swap": 100}
-    assert {"decision, plain", "LightGBM Booster.predict", "roofline alone, plain"} <= set(found["contenders"])
-    assert {"decision, cheapest, online", "decision, explore, online"} <= set(found["contenders"])
-    assert found["bar_not_measured"] == ["collecting the state per block"]
+    values = json.loads(out.read_text())
+    ours = values["contenders"]["decision"]
+    assert values["trees"] == {"recompute": 100, "swap": 100}
+    assert {"decision, plain", "LightGBM Booster.predict", "roofline alone, plain"} <= set(values["contenders"])
+    assert {"decision, cheapest, online", "decision, explore, online"} <= set(values["contenders"])
+    assert values["bar_not_measured"] == ["collecting the state per block"]
     assert "not measured: collecting the state per block" in " ".join(done.stdout.split())
     assert ours["p50_us"]["low"] <= ours["p50_us"]["value"] <= ours["p99_us"]["high"]
     assert ours["p50_ratio"]["value"] == 1.0
-    assert bool(found["missed"]) == bool(done.returncode)
+    assert bool(values["missed"]) == bool(done.returncode)
     assert "ONNX Runtime" in done.stdout
 
 
@@ -135,8 +135,8 @@ def test_decision_latency_compares_whole_costs_and_varies_what_waits(monkeypatch
     latency = import_module("decision_latency")
     model, rng = fitted_model("analytic"), random.Random(0)
     situations = [latency.made_up(model, rng) for _ in range(40)]
-    assert 0 < sum(one.queued_save_bytes > 0 for one in situations) < 40
-    assert 0 < sum(one.queued_load_bytes > 0 for one in situations) < 40
+    assert 0 < sum(victim.queued_save_bytes > 0 for victim in situations) < 40
+    assert 0 < sum(victim.queued_load_bytes > 0 for victim in situations) < 40
     options = (Option("recompute"), Option("swap", situations[0].computed_tokens, "host"))
     latency._refuse_difference(model, replace(model), situations[0], options)
     for other, name in (
@@ -195,12 +195,12 @@ def test_overflow_matrix_compares_policies_on_the_same_runs(tmp_path: Path) -> N
     where = ("--cache", str(tmp_path / "cache"), "--data", str(tmp_path / "data"), "--json", str(out))
     done = run("overflow_matrix.py", *line.split(), *where)
     assert done.returncode == 0, done.stderr
-    told = json.loads(out.read_text())
-    assert [one["workload"].partition("?")[0] for one in told["cells"]] == [
+    values = json.loads(out.read_text())
+    assert [one["workload"].partition("?")[0] for one in values["cells"]] == [
         "deepseek-r1",
         str(tmp_path / "data" / "azure2023_conv_some.csv"),
     ]
-    for cell in told["cells"]:
+    for cell in values["cells"]:
         policies = cell["policies"]
         assert list(policies) == [
             "always-recompute", "always-swap", "best threshold", "minwaste:analytic", "cheapest:analytic"
@@ -208,7 +208,7 @@ def test_overflow_matrix_compares_policies_on_the_same_runs(tmp_path: Path) -> N
         assert policies["always-recompute"]["preemptions"]["recompute"] > 0
         assert policies["always-swap"]["preemptions"]["swap"] > 0
         assert policies["always-recompute"]["throughput over always-recompute"]["value"] == 1.0
-    summary = told["summary"]["A100-SXM-80GB"]["cheapest:analytic"]
+    summary = values["summary"]["A100-SXM-80GB"]["cheapest:analytic"]
     assert summary["over always-recompute"]["pairs"] == 2
     assert "where" in summary["worst over the better fixed action"]
     for word in (
@@ -255,13 +255,13 @@ def test_exploration_compares_estimates_with_what_was_served(tmp_path: Path) -> 
     out = tmp_path / "figures.json"
     done = run("exploration.py", "--requests", "200", "--workloads", "1", "--replays", "2", "--json", str(out))
     assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    assert {row["policy"] for row in found["rows"]} == {"always-recompute", "always-swap"}
+    values = json.loads(out.read_text())
+    assert {row["policy"] for row in values["rows"]} == {"always-recompute", "always-swap"}
     (within,) = {
-        row["budget"]["spent_s"] / row["budget"]["cheapest_s"] for row in found["rows"] if "spent_s" in row["budget"]
+        row["budget"]["spent_s"] / row["budget"]["cheapest_s"] for row in values["rows"] if "spent_s" in row["budget"]
     }
     assert within <= 0.02
-    shares = {row["way"]: row["left_to_chance"] for row in found["rows"]}
+    shares = {row["way"]: row["left_to_chance"] for row in values["rows"]}
     assert shares["trained on noise"] > 0.2 and shares["trained on noise"] > shares["as trained"]
 
 
@@ -295,7 +295,7 @@ def test_the_simulators_speed_is_printed_case_by_case() -> None:
     assert "30 requests: " in flat.stdout and flat.returncode == 0
 
 
-def test_served_blocks_are_told_apart_by_time_and_held_beside_the_estimates(
+def test_served_blocks_are_separated_by_time_and_compared_with_estimates(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Three runs of the simulator put one after the other in one record, as an engine that changes policy writes it."""
@@ -332,6 +332,11 @@ def test_served_blocks_are_told_apart_by_time_and_held_beside_the_estimates(
         assert row["served"]["preemptions"] == counts[row["policy"]]
         assert row["served"]["throughput_tok_s"] == 2.0
         assert row["served"]["low_s"] < row["served"]["value_s"] < row["served"]["high_s"]
-        for one in row["estimates"]:
-            assert one["gap_low_s"] < one["gap_s"] == one["value_s"] - row["served"]["value_s"] < one["gap_high_s"]
-            assert abs(one["gap_s"]) < 0.5 * row["served"]["value_s"]
+        for estimate in row["estimates"]:
+            assert (
+                estimate["gap_low_s"]
+                < estimate["gap_s"]
+                == estimate["value_s"] - row["served"]["value_s"]
+                < estimate["gap_high_s"]
+            )
+            assert abs(estimate["gap_s"]) < 0.5 * row["served"]["value_s"]

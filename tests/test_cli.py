@@ -1,4 +1,7 @@
-"""Commands call functions of the same name, and every refusal is one line on stderr with exit status 2."""
+"""Commands call functions of the same name, and every refusal is one line on stderr with exit status 2.
+
+Flags are made by ``kvpolicy.cli.flags``, commands stand in ``kvpolicy.cli.measure`` and ``kvpolicy.cli.study``.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,10 @@ def run(*arguments: str) -> int:
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert run(*arguments) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("kvpolicy: error: ")
-    assert said.err.count("\n") == 1
-    return said.err
+    output = capsys.readouterr()
+    assert output.err.startswith("kvpolicy: error: ")
+    assert output.err.count("\n") == 1
+    return output.err
 
 
 @pytest.mark.parametrize(
@@ -206,5 +209,5 @@ def test_other_warnings_are_shown_as_ever(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_negative_seed_is_a_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
-    told = refusal(capsys, "evaluate", "--trace", "a", "--policy", "always-swap", "--seed", "-1")
-    assert told == "kvpolicy: error: --seed is -1, should be 0 or above\n"
+    result = refusal(capsys, "evaluate", "--trace", "a", "--policy", "always-swap", "--seed", "-1")
+    assert result == "kvpolicy: error: --seed is -1, should be 0 or above\n"

@@ -46,7 +46,7 @@ Make = Callable[..., Any]
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+def make_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """An object of the module with these changes, in (text, other text) pairs; ``helpers`` alike."""
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -82,32 +82,32 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         ("return min(", "return max("),
     ],
 )
-def test_any_change_of_the_code_is_another_digest(made: Make, change: tuple[str, str]) -> None:
-    assert digest_of(made(change)) != digest_of(made())
+def test_any_change_of_the_code_is_another_digest(make_rule: Make, change: tuple[str, str]) -> None:
+    assert digest_of(make_rule(change)) != digest_of(make_rule())
 
 
-def test_code_of_another_module_counts_and_values_do(made: Make) -> None:
-    first = digest_of(made())
-    assert digest_of(made(helpers=HELPERS.replace("/ 2", "/ 3"))) != first
-    assert digest_of(made(tokens=8)) != first
-    assert digest_of(made(kinds=("recompute",))) != first
-    assert digest_of(made(tokens=7.0)) != first
+def test_code_of_another_module_counts_and_values_do(make_rule: Make) -> None:
+    first = digest_of(make_rule())
+    assert digest_of(make_rule(helpers=HELPERS.replace("/ 2", "/ 3"))) != first
+    assert digest_of(make_rule(tokens=8)) != first
+    assert digest_of(make_rule(kinds=("recompute",))) != first
+    assert digest_of(make_rule(tokens=7.0)) != first
 
 
-def test_what_changes_nothing_is_the_same_digest(made: Make) -> None:
-    first = digest_of(made())
-    assert digest_of(made()) == first
-    assert digest_of(made(("LIMIT = 5", "\n\nLIMIT = 5  # moved"))) == first, "lines and comments"
-    used = made()
+def test_what_changes_nothing_is_the_same_digest(make_rule: Make) -> None:
+    first = digest_of(make_rule())
+    assert digest_of(make_rule()) == first
+    assert digest_of(make_rule(("LIMIT = 5", "\n\nLIMIT = 5  # moved"))) == first, "lines and comments"
+    used = make_rule()
     used.probabilities("a")
     assert digest_of(used) == first, "a global that changes while it runs"
 
 
-def test_it_is_that_of_what_was_loaded(made: Make, tmp_path: Path) -> None:
-    one = made()
-    first = digest_of(one)
+def test_it_is_that_of_what_was_loaded(make_rule: Make, tmp_path: Path) -> None:
+    model = make_rule()
+    first = digest_of(model)
     (tmp_path / "rules.py").write_text(SOURCE.replace("LIMIT = 5", "LIMIT = 6"))
-    assert digest_of(one) == first
+    assert digest_of(model) == first
 
 
 def test_it_is_the_same_in_every_process(tmp_path: Path) -> None:
@@ -118,34 +118,34 @@ def test_it_is_the_same_in_every_process(tmp_path: Path) -> None:
         "print(digest_of(Rule(7, ('swap', 'recompute', 'other'))))"
     )
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parent.parent)])
-    told = set()
+    result = set()
     for seed in ("1", "2", "3"):
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONHASHSEED": seed}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
-        told.add(done.stdout)
-    assert len(told) == 1
+        result.add(done.stdout)
+    assert len(result) == 1
 
 
-def test_an_object_that_refers_to_itself_has_one(made: Make) -> None:
-    one, other = made(), made()
+def test_an_object_that_refers_to_itself_has_one(make_rule: Make) -> None:
+    one, other = make_rule(), make_rule()
     one.me, other.me = one, [other]
     assert digest_of(one) != digest_of(other)
 
 
-def test_what_it_holds_may_have_a_digest_of_its_own(made: Make) -> None:
+def test_what_it_holds_may_have_a_digest_of_its_own(make_rule: Make) -> None:
     class Model:
         def __init__(self, digest: str) -> None:
             self.digest = digest
             self.unstable = object()
 
-    first, second, third = (made() for _ in range(3))
+    first, second, third = (make_rule() for _ in range(3))
     first.model, second.model, third.model = Model("x"), Model("x"), Model("y")
     assert digest_of(first) == digest_of(second) != digest_of(third)
 
 
-def test_what_has_no_stable_form_is_a_clear_error(made: Make) -> None:
-    one = made()
-    one.numbers = (value for value in range(3))
+def test_what_has_no_stable_form_is_a_clear_error(make_rule: Make) -> None:
+    model = make_rule()
+    model.numbers = (value for value in range(3))
     with pytest.raises(KVPolicyError, match=r"Rule: no digest can be made of it: .*generator.*give the class a text"):
-        digest_of(one)
+        digest_of(model)

@@ -22,12 +22,12 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 def described(command: Any) -> dict[str, Any]:
     """Everything of a command that a user meets."""
     types = get_type_hints(command.callback)
-    taken = {one.opts[0]: _parameter(one, types[one.name]) for one in command.params}
+    taken = {parameter.opts[0]: _parameter(parameter, types[parameter.name]) for parameter in command.params}
     return {"help": command.help, "takes": taken}
 
 
 def _parameter(one: Any, type_: Any) -> dict[str, Any]:
-    told = {
+    values = {
         "help": one.help.replace("\\[", "["),
         "default": str(one.default) if isinstance(one.default, Path) else one.default,
         "required": one.required,
@@ -37,7 +37,7 @@ def _parameter(one: Any, type_: Any) -> dict[str, Any]:
     }
     return {
         name: value
-        for name, value in told.items()
+        for name, value in values.items()
         if value not in ([], "") and value is not None and value is not False
     }
 

@@ -60,8 +60,8 @@ def trees() -> Iterator[tuple[str, ast.Module]]:
 
 
 def builtin_errors(names: list[ast.expr]) -> list[str]:
-    found = [name.id for name in names if isinstance(name, ast.Name)]
-    return [one for one in found if issubclass(getattr(builtins, one, object), Exception)]  # type: ignore[arg-type]
+    results = [name.id for name in names if isinstance(name, ast.Name)]
+    return [one for one in results if issubclass(getattr(builtins, one, object), Exception)]  # type: ignore[arg-type]
 
 
 def test_every_error_class_stands_beneath_the_root() -> None:
@@ -158,10 +158,10 @@ def test_a_fault_in_one_cell_of_a_grid_is_seen_and_the_others_go_on(
     flags = ["--kv-blocks", "500", "--cache", str(tmp_path), "--workload", "azure-conversation-2023?n=5&rate=2"]
     with pytest.raises(SystemExit) as ended:
         main(simulated(*flags))
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert ended.value.code != 0
-    assert "Traceback" in said.err and "in work" in said.err
-    assert "ValueError: made to fail" in said.out
+    assert "Traceback" in output.err and "in work" in output.err
+    assert "ValueError: made to fail" in output.out
     assert len(list(tmp_path.glob("*"))) == 1
 
 
@@ -212,7 +212,7 @@ def test_bad_inputs_of_every_command_are_one_line(
     (places["hardware"] / "hardware.json").write_text(card)
     (places["config"] / "config.json").write_text('{"hidden_size": "wide"}')
     with pytest.raises(SystemExit) as ended:
-        main([one.format(**places) for one in arguments])
+        main([argument.format(**places) for argument in arguments])
     err = capsys.readouterr().err
     assert ended.value.code == 2
     assert err.startswith("kvpolicy: error: ") and err.count("\n") == 1

@@ -65,8 +65,8 @@ def test_a_class_a_function_and_an_object_lead_to_a_policy() -> None:
     assert load_policy("python:own_rules:Rule,name=other,tokens=5").tokens == 5
     assert load_policy("python:own_rules:make,tokens=9").tokens == 9
     assert load_policy("python:own_rules:READY").name == "ready"
-    given = Longer()
-    assert load_policy(given) is given
+    longer = Longer()
+    assert load_policy(longer) is longer
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_a_cost_model_of_ones_own() -> None:
     chosen = load_policy("cheapest:python:own_rules:Sevens")
     assert chosen.cost_model is not None and chosen.cost_model.name == "sevens"
     assert chosen.name == chosen.label == f"cheapest:sevens@{model.digest[:12]}", "no module path is recorded"
-    one = situation()
-    assert chosen.assess(one, options_for(one), chosen.initial_state())[1][0].engine_s == 7.0
+    victim = situation()
+    assert chosen.assess(victim, options_for(victim), chosen.initial_state())[1][0].engine_s == 7.0
     with pytest.raises(ValueError, match="knows none"):
         load_policy("cheapest:python:own_rules:Sevens,online=on")
     with pytest.raises(ExtensionError, match="cost model 'python:own_rules:Rule': Rule makes a Rule"):

@@ -15,18 +15,20 @@ from tests.synthetic import options_for, situation
 
 def test_worked_by_hand() -> None:
     """100 tokens in 4 blocks of 32, one shared; 16 KiB blocks in 4 pieces."""
-    one = situation(100, 32, running_requests=2, block_bytes=16384, segment_bytes=4096, shared_blocks=1, free_blocks=7)
-    one = replace(one, queued_save_bytes=5, queued_load_bytes=6, batch_tokens=640, waiting_requests=9)
-    recompute, swap = (features_of(one, option) for option in options_for(one))
+    victim = situation(
+        100, 32, running_requests=2, block_bytes=16384, segment_bytes=4096, shared_blocks=1, free_blocks=7
+    )
+    victim = replace(victim, queued_save_bytes=5, queued_load_bytes=6, batch_tokens=640, waiting_requests=9)
+    recompute, swap = (features_of(victim, option) for option in options_for(victim))
     # 68 tokens are lost: those at positions 32 to 99, each attending to itself and all before it.
     assert recompute == Features(100, 68, sum(range(33, 101)), 0, 0, 0, 0, 0, 0, 0, 2, 640, 7, 9)
     assert swap == Features(100, 0, 0, 4 * 16384, 3 * 16384, 16, 12, 4096, 5, 6, 2, 640, 7, 9)
 
 
 def test_what_all_share_costs_nothing_to_recompute() -> None:
-    one = situation(100, 32, shared_blocks=4)
-    assert features_of(one, options_for(one)[0]).recomputed_tokens == 0
-    assert features_of(one, options_for(one)[1]).load_bytes == 0
+    victim = situation(100, 32, shared_blocks=4)
+    assert features_of(victim, options_for(victim)[0]).recomputed_tokens == 0
+    assert features_of(victim, options_for(victim)[1]).load_bytes == 0
 
 
 @given(tokens=st.integers(1, 10**6), more=st.integers(1, 10**5), shared=st.integers(0, 50))

@@ -35,16 +35,16 @@ LONGER = {
 
 def parameters() -> dict[str, int]:
     """How many each function takes, by file and name; the largest first."""
-    found: dict[str, int] = {}
+    values: dict[str, int] = {}
     for package in ("kvpolicy", "integrations/kvpolicy_vllm"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-                    count = len([one for one in given if one.arg not in ("self", "cls")])
+                    value = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                    count = len([one for one in value if one.arg not in ("self", "cls")])
                     name = f"{path.relative_to(ROOT)} {node.name}"
-                    found[name] = max(count, found.get(name, 0))
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
+                    values[name] = max(count, values.get(name, 0))
+    return dict(sorted(values.items(), key=lambda one: -one[1]))
 
 
 def test_no_function_hands_on_more_than_eight() -> None:
@@ -87,13 +87,13 @@ def test_what_is_written_reads_as_it_was(tmp_path: Path) -> None:
         ({}, "plan.json: key 'name' is missing; the keys are kinds, link, name, out, repeats"),
     ],
 )
-def test_what_is_wrong_is_told_by_file_and_key(values: dict[str, object], told: str) -> None:
+def test_a_wrong_value_is_refused_by_file_and_key(values: dict[str, object], told: str) -> None:
     with pytest.raises(InputError) as error:
         read(Plan, values, "plan.json")
     assert str(error.value).startswith(told)
 
 
-def test_what_is_wrong_in_python_is_told_by_field() -> None:
+def test_a_wrong_value_in_python_is_refused_by_field() -> None:
     with pytest.raises(WrongValue, match=r"^repeats is -1, should be 1 or more$"):
         Plan("a", -1)
 

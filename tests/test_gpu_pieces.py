@@ -84,7 +84,7 @@ def test_the_first_piece_is_always_begun(tmp_path: Path) -> None:
     assert work.run(tmp_path, work.piece("a", 10, thought_s=1000)).whole
 
 
-def test_a_failure_is_told_and_tried_again_and_stops_nobody(tmp_path: Path) -> None:
+def test_a_failure_is_reported_and_retried_and_stops_no_other_piece(tmp_path: Path) -> None:
     work = Work()
     work.broken = {"a"}
     done = work.run(tmp_path, work.piece("a"), work.piece("b"))
@@ -306,11 +306,11 @@ def test_a_session_packs_while_a_step_runs(tmp_path: Path) -> None:
         running.communicate(timeout=300)
 
 
-def test_a_program_is_told_to_end_before_it_is_ended(tmp_path: Path) -> None:
+def test_a_program_is_asked_to_end_before_it_is_killed(tmp_path: Path) -> None:
     """A minute of the step's time is for its start and its end; a step that has less than that to work is not begun."""
     assert session(tmp_path / "one", tmp_path / "results", "check", minutes="9").returncode == 0
-    told = (tmp_path / "one" / "out" / "gpu" / "check" / "asked").read_text().split("--minutes ")[1]
-    assert 7.5 < float(told) <= 8.0
+    part = (tmp_path / "one" / "out" / "gpu" / "check" / "asked").read_text().split("--minutes ")[1]
+    assert 7.5 < float(part) <= 8.0
     assert session(tmp_path / "two", tmp_path / "other", "check", minutes="1.9").returncode == 3
 
 
@@ -343,4 +343,4 @@ def test_the_first_steps_name_pieces_that_there_are() -> None:
     for what, plan in plans.items():
         line = next(line for line in script.splitlines() if line.strip().startswith(f"{what}-first)"))
         asked = re.findall(r"--only ([^ \"]+)", line)
-        assert asked and set(asked) <= {one.name for one in plan}
+        assert asked and set(asked) <= {piece.name for piece in plan}

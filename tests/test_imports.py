@@ -107,12 +107,12 @@ def imported(module: str, source: str, is_package: bool = False) -> Iterator[tup
 
 def faults(module: str, source: str, is_package: bool = False) -> list[str]:
     """What a module imports against the rule."""
-    found = []
+    events = []
     for line, name in imported(module, source, is_package):
         reason = _reason(module, name)
         if reason:
-            found.append(f"{module}, line {line}: imports {name}: {reason}")
-    return found
+            events.append(f"{module}, line {line}: imports {name}: {reason}")
+    return events
 
 
 def _reason(module: str, name: str) -> str:
@@ -149,12 +149,12 @@ def _reason_inside(mine: list[str], other: list[str]) -> str:
 
 @pytest.mark.parametrize("package", ["kvpolicy", "integrations/kvpolicy_vllm"])
 def test_imports_point_left(package: str) -> None:
-    found = [
+    results = [
         fault
         for module, path in sources(ROOT / package)
         for fault in faults(module, path.read_text(), path.name == "__init__.py")
     ]
-    assert not found, "\n".join(found)
+    assert not results, "\n".join(results)
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def files_imported(files: dict[str, tuple[str, bool]]) -> Graph:
     graph: Graph = {}
     for module, (source, is_package) in files.items():
         names = (name for _, name in imported(module, source, is_package))
-        graph[module] = {found for name in names if (found := _file_of(name, files)) and found != module}
+        graph[module] = {result for name in names if (result := _file_of(name, files)) and result != module}
     return graph
 
 
 def _file_of(name: str, files: Container[str]) -> str:
     """The file that holds ``name``, a module or something in one; empty for what is none of ours."""
-    return next((found for found in (name, name.rpartition(".")[0]) if found in files), "")
+    return next((result for result in (name, name.rpartition(".")[0]) if result in files), "")
 
 
 def circle(graph: Graph) -> list[str]:
@@ -219,12 +219,12 @@ def circle(graph: Graph) -> list[str]:
         for following in sorted(graph[path[-1]] - done):
             if following in path:
                 return [*path[path.index(following) :], following]
-            if found := below([*path, following]):
-                return found
+            if result := below([*path, following]):
+                return result
         done.add(path[-1])
         return []
 
-    return next((found for module in sorted(graph) if (found := below([module]))), [])
+    return next((result for module in sorted(graph) if (result := below([module]))), [])
 
 
 def test_no_files_import_one_another_in_a_circle() -> None:
@@ -234,7 +234,7 @@ def test_no_files_import_one_another_in_a_circle() -> None:
         for module, path in sources(ROOT / package)
     }
     assert len(files) > 100
-    assert not (found := circle(files_imported(files))), " -> ".join(found)
+    assert not (result := circle(files_imported(files))), " -> ".join(result)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,8 @@ def test_a_circle_of_files_is_found(one: str, other: str) -> None:
         "kvpolicy.reporting.one": (one, False),
         "kvpolicy.reporting.other": (other, False),
     }
-    found = circle(files_imported(files))
-    assert found == ["kvpolicy.reporting.one", "kvpolicy.reporting.other", "kvpolicy.reporting.one"]
+    cycle = circle(files_imported(files))
+    assert cycle == ["kvpolicy.reporting.one", "kvpolicy.reporting.other", "kvpolicy.reporting.one"]
     files["kvpolicy.reporting.other"] = ("from kvpolicy.events import Kind", False)
     assert circle(files_imported(files)) == []
 

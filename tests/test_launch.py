@@ -47,8 +47,8 @@ def following(command: list[str], flag: str) -> str:
 
 
 def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    wanted = ["--policy", "random:0.5", "--shadow", "--host-gib", "0.5", "--trace", str(tmp_path / "trace")]
-    wanted += [
+    expected = ["--policy", "random:0.5", "--shadow", "--host-gib", "0.5", "--trace", str(tmp_path / "trace")]
+    expected += [
         "--policy-seed",
         "7",
         "--link",
@@ -57,9 +57,9 @@ def test_yaml_and_command_carry_the_same_flags(capsys: pytest.CaptureFixture[str
         "--force-host-gib",
         "--allow-untested-version",
     ]
-    assert run("config", *wanted) == 0
+    assert run("config", *expected) == 0
     from_yaml = yaml.safe_load(capsys.readouterr().out)
-    command = dry_run(capsys, "some/llm", *wanted)
+    command = dry_run(capsys, "some/llm", *expected)
     assert from_yaml == {
         "scheduler-cls": following(command, "--scheduler-cls"),
         "shutdown-timeout": int(following(command, "--shutdown-timeout")),
@@ -107,8 +107,8 @@ def test_a_models_folder_and_what_is_learned_are_found_from_anywhere(
 
 def test_state_of_a_policy_that_learns_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "--policy", "cheapest:cpu-llama-native", "--online-state", "learned.json") != 0
-    said = capsys.readouterr().err
-    assert said.startswith("kvpolicy: error: --online-state is learned.json, but policy") and "online=on" in said
+    err = capsys.readouterr().err
+    assert err.startswith("kvpolicy: error: --online-state is learned.json, and policy") and "online=on" in err
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,9 @@ def test_with_one_vllm_serve_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 )
 def test_flags_that_would_undo_the_plugin_are_refused(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert run("serve", "some/llm", "--policy", "always-swap", flag, "x", "--dry-run") == 2
-    said = capsys.readouterr()
-    assert not said.out
-    assert flag.partition("=")[0] in said.err
+    output = capsys.readouterr()
+    assert not output.out
+    assert flag.partition("=")[0] in output.err
 
 
 def test_they_are_refused_in_a_config_file_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -253,10 +253,10 @@ def test_wrong_values_are_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str], command: str, options: list[str], named: str
 ) -> None:
     assert run(*command.split(), *options) == 2
-    said = capsys.readouterr()
-    assert not said.out
-    assert named in said.err
-    assert said.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert not output.out
+    assert named in output.err
+    assert output.err.count("\n") == 1
 
 
 def test_the_model_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,13 +289,15 @@ OWN = "python:tests.policy.ten_line_policy:Longer"
 
 @pytest.mark.parametrize("command", ["serve some/llm --dry-run", "config"])
 @pytest.mark.parametrize("policy", [OWN, "cheapest:python:tests.policy.ten_line_policy:Longer"])
-def test_a_server_runs_a_module_only_where_it_is_told_to(
+def test_a_server_runs_a_module_only_when_asked_to(
     capsys: pytest.CaptureFixture[str], command: str, policy: str
 ) -> None:
     assert run(*command.split(), "--policy", policy) == 2
-    said = capsys.readouterr()
-    assert not said.out
-    assert f"--policy is {policy!r}, which names a module to run" in said.err and "--allow-python-policies" in said.err
+    output = capsys.readouterr()
+    assert not output.out
+    assert (
+        f"--policy is {policy!r}, which names a module to run" in output.err and "--allow-python-policies" in output.err
+    )
 
 
 def test_the_switch_travels_with_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,23 +314,23 @@ def test_a_module_that_leads_nowhere_is_refused_before_anything_starts(capsys: p
     assert "has no 'Longers' (it has Longer)" in capsys.readouterr().err
 
 
-def test_the_plugin_refuses_what_it_was_not_told_to_run() -> None:
+def test_the_plugin_refuses_modules_it_was_not_asked_to_run() -> None:
     with pytest.raises(ValueError, match=r'kv_connector_extra_config: policy is .*"allow_python_policies": true'):
         Settings.read({"policy": OWN})
-    told = Settings.read({"policy": OWN, "allow_python_policies": True})
-    assert told.load_policy().label == Longer().label
+    values = Settings.read({"policy": OWN, "allow_python_policies": True})
+    assert values.load_policy().label == Longer().label
     quiet = Settings.read({"policy": "always-swap"})
     with pytest.raises(NotAllowed, match="names a module to run"):
         quiet.load_policy(name=OWN)
-    assert told.load_policy(name=OWN).name == "longer"
+    assert values.load_policy(name=OWN).name == "longer"
 
 
 def test_an_object_is_a_policy_of_the_plugin_without_a_switch() -> None:
     """It can come from Python alone."""
     policy = Longer()
-    told = Settings.read({"policy": policy, "host_gib": 0.5})
-    assert told.load_policy() is policy and (told.policy, told.host_gib) == ("longer", 0.5)
-    assert told.load_policy(name="always-swap").name == "always-swap"
+    values = Settings.read({"policy": policy, "host_gib": 0.5})
+    assert values.load_policy() is policy and (values.policy, values.host_gib) == ("longer", 0.5)
+    assert values.load_policy(name="always-swap").name == "always-swap"
     with pytest.raises(ValueError, match="unknown key 'polcy'"):
         Settings.read({"policy": policy, "polcy": "x"})
     with pytest.raises(ValueError, match="policy is 7, should be a text"):

@@ -39,19 +39,19 @@ def test_a_policy_that_learns_nothing_meets_only_to_do_no_harm(bench: ModuleType
 
 
 def test_learning_is_judged_on_the_link_whose_options_change_places(bench: ModuleType, field: object) -> None:
-    found = {demand.name: bench.judged(field, demand, bench.learning, 1) for demand in bench.DEMANDS}
-    assert not {name for name, one in found.items() if one.void}
-    assert all(one.without for name, one in found.items() if not name.startswith("nothing"))
-    assert found["link 5x slower: caught within 50"].met
+    by_name = {demand.name: bench.judged(field, demand, bench.learning, 1) for demand in bench.DEMANDS}
+    assert not {name for name, one in by_name.items() if one.void}
+    assert all(one.without for name, one in by_name.items() if not name.startswith("nothing"))
+    assert by_name["link 5x slower: caught within 50"].met
 
 
 def test_where_the_model_misses_by_itself_its_predictions_are_not_judged(bench: ModuleType) -> None:
     name = "cpu-llama-native"
     scattered = bench.Field(name, cost.load(name), read_dataset([ROOT / "traces" / name]).states)
-    found = {demand.name: bench.judged(scattered, demand, bench.learning, 1) for demand in bench.DEMANDS}
-    assert "is missed by" in found["link 5x slower: caught within 50"].void
-    assert "is missed by" in found["link 2x faster, 5% outliers x20"].void
-    assert not found["nothing drifts, 2000 preemptions"].void
+    by_name = {demand.name: bench.judged(scattered, demand, bench.learning, 1) for demand in bench.DEMANDS}
+    assert "is missed by" in by_name["link 5x slower: caught within 50"].void
+    assert "is missed by" in by_name["link 2x faster, 5% outliers x20"].void
+    assert not by_name["nothing drifts, 2000 preemptions"].void
 
 
 def test_states_too_high_do_not_make_up_for_those_too_low(bench: ModuleType) -> None:

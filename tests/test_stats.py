@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import random
 from math import inf, nan
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binom, binomtest
 
 from kvpolicy.json_values import finite
-from kvpolicy.stats import proportion_interval, quantile, student_interval
+from kvpolicy.stats import (
+    Ratio,
+    bootstrap_ratio,
+    mean_and_percentiles,
+    proportion_interval,
+    quantile,
+    student_interval,
+    widened_tail,
+)
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 7), (3, 7), (7, 7), (171, 200)])
@@ -18,7 +28,7 @@ def test_a_proportion_as_scipy_has_it(successes: int, trials: int) -> None:
     assert proportion_interval(successes, trials) == pytest.approx((bounds.low, bounds.high), abs=1e-9)
 
 
-def test_no_trial_tells_nothing() -> None:
+def test_no_trials_give_the_whole_interval() -> None:
     assert proportion_interval(0, 0) == (0.0, 1.0)
 
 
@@ -37,5 +47,70 @@ def test_a_quantile_is_linear_between_order_statistics() -> None:
 
 
 def test_json_knows_neither_infinity_nor_nan() -> None:
-    told = finite({"a": (1.0, inf), "b": {"c": nan, "d": 2}, "e": "inf", "f": None})
-    assert told == {"a": [1.0, None], "b": {"c": None, "d": 2}, "e": "inf", "f": None}
+    plain = finite({"a": (1.0, inf), "b": {"c": nan, "d": 2}, "e": "inf", "f": None})
+    assert plain == {"a": [1.0, None], "b": {"c": None, "d": 2}, "e": "inf", "f": None}
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(17, 21), (1, 1), (0, 5), (450, 500), (3, 8)])
+def test_clopper_pearson_against_the_binomial_it_inverts(successes: int, trials: int) -> None:
+    low, high = proportion_interval(successes, trials)
+    assert 0 <= low <= successes / trials <= high <= 1
+    if successes:
+        assert binom.sf(successes - 1, trials, low) == pytest.approx(0.025, rel=1e-6)
+    if successes < trials:
+        assert binom.cdf(successes, trials, high) == pytest.approx(0.025, rel=1e-6)
+    assert proportion_interval(0, 0) == (0.0, 1.0)
+
+
+def test_ratio_is_the_geometric_mean() -> None:
+    ratio = bootstrap_ratio([2.0, 8.0], [1.0, 1.0], random.Random(0))
+    assert ratio.value == pytest.approx(4.0)
+    assert (ratio.low, ratio.high) == pytest.approx((2.0, 8.0))
+
+
+def test_ratio_turned_round_is_its_inverse() -> None:
+    above, below = [1.1, 1.3, 0.9, 1.2], [1.0, 1.1, 1.05, 0.8]
+    there, back = (bootstrap_ratio(a, b, random.Random(0)) for a, b in ((above, below), (below, above)))
+    assert there.value * back.value == pytest.approx(1.0)
+    assert there.low * back.high == pytest.approx(1.0, rel=0.02)
+
+
+def test_ratio_is_repeatable() -> None:
+    above, below = [1.1, 1.3, 0.9], [1.0, 1.1, 1.05]
+    assert bootstrap_ratio(above, below, random.Random(5)) == bootstrap_ratio(above, below, random.Random(5))
+
+
+def test_intervals_hold_the_truth_at_their_stated_rate() -> None:
+    rng = random.Random(0)
+    missed = 0
+    for trial in range(400):
+        noisy = [math.exp(rng.gauss(0.0, 0.05)) for _ in range(8)]
+        missed += bootstrap_ratio(noisy, [1.0] * 8, random.Random(trial), resamples=1000).significant
+    assert 0.01 <= missed / 400 <= 0.10
+
+
+def test_few_blocks_widen_the_tails() -> None:
+    """At 8 blocks t is 2.365 and 2.365 sqrt(8/7) = 2.528 normal errors, beyond which lie 0.574%."""
+    assert widened_tail(8) == pytest.approx(0.00574, abs=1e-5)
+    assert widened_tail(10_000) == pytest.approx(0.025, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "message"),
+    [([1.0], [1.0], "at least 2"), ([1.0, 2.0], [1.0], "as many"), ([1.0, 0.0], [1.0, 1.0], "above 0")],
+)
+def test_impossible_ratios_are_refused(above: list[float], below: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bootstrap_ratio(above, below, random.Random(0))
+
+
+def test_an_interval_that_includes_one_is_not_significant() -> None:
+    assert not Ratio(1.02, 0.99, 1.05, 8).significant
+    assert Ratio(1.02, 1.01, 1.05, 8).significant
+
+
+def test_percentiles_by_hand() -> None:
+    statistics = mean_and_percentiles([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert statistics == {"mean": 3.0, "p50": 3.0, "p99": pytest.approx(4.96)}
+    with pytest.raises(ValueError, match="no values"):
+        mean_and_percentiles([])

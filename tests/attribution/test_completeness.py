@@ -13,7 +13,17 @@ from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute
 from kvpolicy.events import Decision, Option
 from kvpolicy.trace import Trace
-from tests.attribution.test_offline import Row, calm_steps, chained, costs, made, outcome, repeated, step, transfer
+from tests.attribution.test_offline import (
+    Row,
+    calm_steps,
+    costs,
+    one_after_another,
+    outcome,
+    repeated,
+    step,
+    trace_of_cores,
+    transfer,
+)
 from tests.synthetic import situation
 
 SHIPPED = sorted(path.parent for path in Path(__file__).resolve().parents[2].glob("traces/*/*/header.json"))
@@ -30,7 +40,7 @@ def recomputed(idle_before: int | None = None, idle_s: float = 0.0) -> list[Row]
         repeated=[repeated("p", 100, -101, 0, -1)],
     )  # fmt: skip
     after = [step(BEFORE + 4 + i, 0, (4, 4, 1000, 0)) for i in range(AFTER)]
-    rows = chained([*calm, preempting, waiting[0], waiting[1], again, *after], 100.0)
+    rows = one_after_another([*calm, preempting, waiting[0], waiting[1], again, *after], 100.0)
     for row in rows:
         if idle_before is not None and row["step"] >= idle_before:
             row["start_s"] += idle_s
@@ -58,8 +68,8 @@ def decision(preemption_id: str, name: str, executed: Any = "recompute") -> Row:
 def cost_of(rows: list[Row], **more: list[Row]) -> float | None:
     end = outcome("p", recomputed_tokens=100, first_step=BEFORE, last_step=BEFORE + 3)
     tables = {name: table for name, table in more.items() if table}
-    found: float | None = costs(attribute(made({"a": {"steps": rows, "outcomes": [end], **tables}})))["p"][0]
-    return found
+    part: float | None = costs(attribute(trace_of_cores({"a": {"steps": rows, "outcomes": [end], **tables}})))["p"][0]
+    return part
 
 
 @pytest.mark.parametrize("lost", range(BEFORE, BEFORE + 6))
@@ -71,7 +81,7 @@ def test_a_lost_step_leaves_no_cost_wherever_it_was(lost: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [BEFORE - 1, BEFORE + 6, BEFORE + 7])
-def test_a_lost_step_outside_costs_nobody_anything(lost: int) -> None:
+def test_a_lost_step_outside_changes_no_cost(lost: int) -> None:
     assert cost_of([row for row in recomputed() if row["step"] != lost]) is not None
 
 
@@ -81,7 +91,7 @@ def test_a_number_without_time_is_an_idle_step_and_no_loss() -> None:
     assert cost_of(recomputed(idle_before=BEFORE + 5)) is not None
 
 
-def test_an_idle_engine_after_the_victims_end_is_no_loss_and_after_another_request_it_is() -> None:
+def test_an_idle_gap_is_no_loss_only_after_the_victim_was_the_last_request() -> None:
     rows = recomputed(idle_before=BEFORE + 4, idle_s=0.5)
     back_s = rows[BEFORE + 3]["start_s"] + rows[BEFORE + 3]["duration_s"]
     resumed_s = rows[BEFORE + 4]["start_s"] + rows[BEFORE + 4]["duration_s"]
@@ -123,16 +133,18 @@ def test_a_swap_without_its_save_has_no_cost() -> None:
     end = outcome("p", first_step=BEFORE, last_step=BEFORE + 3)
     swapped = [decision("p", "v", "swap")]
 
-    def found(end: Row, decisions: list[Row], transfers: list[Row]) -> float | None:
+    def cost_with(end: Row, decisions: list[Row], transfers: list[Row]) -> float | None:
         tables = {"steps": rows, "outcomes": [end], "transfers": transfers, "decisions": decisions}
-        cost: float | None = costs(attribute(made({"a": {n: some for n, some in tables.items() if some}})))["p"][0]
+        cost: float | None = costs(attribute(trace_of_cores({"a": {n: some for n, some in tables.items() if some}})))[
+            "p"
+        ][0]
         return cost
 
-    assert found(end, swapped, [saved]) is not None
-    assert found(end, swapped, []) is None
-    assert found(end, [decision("p", "v")], []) is not None
-    assert found(end | {"loaded_tokens": 64}, [], [saved, loaded]) is not None
-    assert found(end | {"loaded_tokens": 64}, [], [loaded]) is None
+    assert cost_with(end, swapped, [saved]) is not None
+    assert cost_with(end, swapped, []) is None
+    assert cost_with(end, [decision("p", "v")], []) is not None
+    assert cost_with(end | {"loaded_tokens": 64}, [], [saved, loaded]) is not None
+    assert cost_with(end | {"loaded_tokens": 64}, [], [loaded]) is None
 
 
 def test_stored_costs_stay_and_only_empty_ones_are_filled() -> None:
@@ -141,14 +153,14 @@ def test_stored_costs_stay_and_only_empty_ones_are_filled() -> None:
         outcome("p", recomputed_tokens=100, first_step=BEFORE, last_step=BEFORE + 3),
         outcome("q", first_step=BEFORE, last_step=BEFORE, engine_s=0.125, others_delay_s=0.5),
     ]
-    found = costs(attribute(made({"a": {"steps": rows, "outcomes": ends}})))
-    assert found["q"] == (0.125, 0.5)
-    assert found["p"][0] is not None
+    costs_by_id = costs(attribute(trace_of_cores({"a": {"steps": rows, "outcomes": ends}})))
+    assert costs_by_id["q"] == (0.125, 0.5)
+    assert costs_by_id["p"][0] is not None
 
 
 @pytest.mark.skipif(not SHIPPED, reason="no trace ships yet")
 @pytest.mark.parametrize("core", SHIPPED, ids=lambda core: f"{core.parent.name}-{core.name}")
-def test_in_a_measured_trace_nobody_lacks_anything_until_a_row_goes(core: Path) -> None:
+def test_a_shipped_trace_is_complete_until_a_row_is_removed(core: Path) -> None:
     read = traces.read(core.parent)
     ours = read.table("outcomes").filter(pc.equal(read.table("outcomes")["core"], core.name)).to_pylist()
     assert attribute(read).table("outcomes")["engine_s"].null_count == 0
@@ -163,6 +175,6 @@ def test_in_a_measured_trace_nobody_lacks_anything_until_a_row_goes(core: Path) 
     transfers = read.table("transfers")
     saves = transfers.filter(pc.and_(pc.equal(transfers["core"], core.name), pc.equal(transfers["direction"], "save")))
     saved = saves["preemption_id"][0].as_py()
-    kept = pc.invert(pc.and_(pc.equal(transfers["preemption_id"], saved), pc.equal(transfers["direction"], "save")))
-    without = Trace(read.headers, dict(read.tables) | {"transfers": transfers.filter(kept)})
+    result = pc.invert(pc.and_(pc.equal(transfers["preemption_id"], saved), pc.equal(transfers["direction"], "save")))
+    without = Trace(read.headers, dict(read.tables) | {"transfers": transfers.filter(result)})
     assert [name for name, cost in costs(attribute(without)).items() if cost[0] is None] == [saved]

@@ -139,11 +139,11 @@ def test_a_part_is_named_in_the_order_of_a_steps_parts() -> None:
 
 class TestStepClock:
     def test_a_step_lasts_from_update_to_update_less_what_a_tool_took(self) -> None:
-        clock, found = StepClock(), []
+        clock, result = StepClock(), []
         for began_s, left_out_s, now in [(1.0, 0.0, 2.0), (2.25, 0.0, 3.0), (3.75, 0.5, 4.0)]:
             clock.leave_out(left_out_s)
-            found.append(clock.began_s(step(began_s), now, busy=True))
-        assert found == [1.0, 2.0, 3.5]
+            result.append(clock.began_s(step(began_s), now, busy=True))
+        assert result == [1.0, 2.0, 3.5]
 
     def test_a_pause_with_requests_alive_is_no_part_of_a_step(self) -> None:
         clock = StepClock()

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import fmean, median
 
-import numpy as np
 import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import REPEATED_PARTS, attribute, common_step_time
-from kvpolicy.attribution.step_time import PARTS, HeldOutError, StepTimeModel, aftermath, step_seconds
+from kvpolicy.attribution.step_time import PARTS, StepTimeModel
 from kvpolicy.attribution.streaming import MAX_WAITING, LiveCost, LiveCosts, Parts
 from kvpolicy.trace import Trace
+from tests.attribution.live_engine import MODEL
 
 ROOT = __file__.rsplit("/tests/", 1)[0]
-MODEL = StepTimeModel(2e-3, (3e-5, 1e-4, 1e-7, 2e-9, 1e-3, 4e-4), "core a", 100, HeldOutError(0.0, 0.0, 0.0))
 
 
 def law(tokens: float, decodes: float, reads: float, pairs: float) -> float:
@@ -42,9 +41,9 @@ class Engine:
 
     def until_told(self, most: int = 10) -> tuple[LiveCost, ...]:
         for _ in range(most):
-            told = self.step()
-            if told:
-                return told
+            result = self.step()
+            if result:
+                return result
         return ()
 
 
@@ -58,13 +57,13 @@ def test_a_recompute_worked_by_hand_aftermath_included() -> None:
     assert engine.step((404, 3, 600, pairs), repeated=(("p", (400, -1, -401, pairs)),)) == ()
     assert engine.step(extra_s=1e-3) == ()
     (cost,) = engine.step(extra_s=4e-4)
-    wanted = law(404, 3, 600, pairs) - law(4, 4, 1001, 0) + 1e-3 + 4e-4
+    expected = law(404, 3, 600, pairs) - law(4, 4, 1001, 0) + 1e-3 + 4e-4
     assert (cost.preemption_id, cost.executed, cost.ended) == ("p", "recompute", "resumed")
-    assert cost.engine_s == pytest.approx(wanted, rel=1e-6)
-    assert cost.others_delay_s == pytest.approx(3 * wanted, rel=1e-6)
+    assert cost.engine_s == pytest.approx(expected, rel=1e-6)
+    assert cost.others_delay_s == pytest.approx(3 * expected, rel=1e-6)
 
 
-def test_a_swap_is_charged_what_its_copies_add_however_late_they_are_told() -> None:
+def test_a_swap_is_charged_for_its_copies_even_if_they_are_reported_late() -> None:
     engine = Engine()
     engine.calm()
     engine.live.copy_begins("p", "save")
@@ -109,11 +108,11 @@ def test_a_slower_machine_is_no_cost() -> None:
         engine.step(extra_s=slow)
     engine.step(extra_s=slow, preempted=("p",))
     engine.live.closed("p", "recompute", "aborted")
-    told = [cost for _ in range(4) for cost in engine.step(extra_s=slow)]
-    assert [cost.engine_s for cost in told] == [pytest.approx(0.0, abs=1e-9)]
+    results = [cost for _ in range(4) for cost in engine.step(extra_s=slow)]
+    assert [cost.engine_s for cost in results] == [pytest.approx(0.0, abs=1e-9)]
 
 
-def test_a_copy_whose_end_is_never_told_is_given_up_and_nothing_is_made_up() -> None:
+def test_a_copy_without_a_reported_end_is_given_up_and_costs_nothing() -> None:
     engine = Engine()
     engine.calm()
     engine.live.copy_begins("p", "save")
@@ -144,15 +143,6 @@ def test_an_idle_engine_waits_for_a_load_however_long(steps: int) -> None:
     assert cost.engine_s == pytest.approx(steps * 1e-3, rel=1e-6)
 
 
-def test_one_step_is_priced_as_a_table_of_steps() -> None:
-    rows = np.array([[300.0, 2, 500, 44000], [5, 5, 900, 0], [0, 0, 0, 0], [64, 4, 700, 1800], [3, 3, 40, 0]])
-    wanted, before = MODEL.predict(rows), [0.0, 0.0]
-    for row, seconds in zip(rows.tolist(), wanted, strict=True):
-        assert step_seconds(MODEL.fixed_s, MODEL.per_part_s, tuple(row), *before) == pytest.approx(seconds, rel=1e-12)
-        before = [aftermath(row[0], row[1]), before[0]]
-    assert StepTimeModel.from_dict(MODEL.to_dict()) == MODEL
-
-
 def test_undisturbed_steps_leave_nothing_behind() -> None:
     engine = Engine()
     engine.calm(1000)
@@ -161,26 +151,26 @@ def test_undisturbed_steps_leave_nothing_behind() -> None:
     assert live._undisturbed
 
 
-def told_live(trace: Trace, model: StepTimeModel) -> dict[str, LiveCost]:
+def live_costs(trace: Trace, model: StepTimeModel) -> dict[str, LiveCost]:
     """The trace's own life, told step by step in order."""
-    found: dict[str, LiveCost] = {}
+    values: dict[str, LiveCost] = {}
     for core in trace.headers:
         rows = {
             name: [row for row in trace.rows(name) if row["core"] == core]
             for name in ("steps", "transfers", "outcomes", "decisions")
         }
-        found |= _told(rows, LiveCosts(model))
-    return found
+        values |= _live_costs_of_core(rows, LiveCosts(model))
+    return values
 
 
-def _told(rows: dict[str, list[dict[str, object]]], live: LiveCosts) -> dict[str, LiveCost]:
+def _live_costs_of_core(rows: dict[str, list[dict[str, object]]], live: LiveCosts) -> dict[str, LiveCost]:
     lost, executed = defaultdict(list), {row["preemption_id"]: row["executed"] for row in rows["decisions"]}
     for row in rows["outcomes"]:
         lost[row["first_step"]].append(row["preemption_id"])
     begins = sorted(rows["transfers"], key=lambda row: row["start_s"])
     ends = sorted(rows["transfers"], key=lambda row: row["end_s"])
     closes = sorted(rows["outcomes"], key=lambda row: row["closed_s"])
-    found = {}
+    values = {}
     for step in sorted(rows["steps"], key=lambda row: row["start_s"]):
         end_s = step["start_s"] + step["duration_s"]
         while begins and begins[0]["start_s"] < end_s:
@@ -195,8 +185,8 @@ def _told(rows: dict[str, list[dict[str, object]]], live: LiveCosts) -> dict[str
         again = [(part["preemption_id"], tuple(part[name] for name in REPEATED_PARTS)) for part in step["repeated"]]
         parts = tuple(step[name] for name in PARTS)
         for cost in live.step(parts, step["scheduled_requests"], step["start_s"], end_s, lost[step["step"]], again):
-            found[cost.preemption_id] = cost
-    return found
+            values[cost.preemption_id] = cost
+    return values
 
 
 @pytest.mark.parametrize("name", ["cpu-llama-native", "cpu-llama-simulated-link"])
@@ -205,7 +195,7 @@ def test_the_traces_that_ship_cost_live_what_they_cost_offline(name: str) -> Non
     trace = traces.read(f"{ROOT}/traces/{name}")
     model = common_step_time([trace])
     assert model is not None
-    live = told_live(trace, model)
+    live = live_costs(trace, model)
     offline = {row["preemption_id"]: row for row in attribute(trace).rows("outcomes")}
     assert live.keys() >= {key for key, row in offline.items() if row["engine_s"] is not None}
     pairs = [(live[key].engine_s, row["engine_s"]) for key, row in offline.items()]
@@ -216,7 +206,7 @@ def test_the_traces_that_ship_cost_live_what_they_cost_offline(name: str) -> Non
     assert fmean(here for here, _ in delays) == pytest.approx(fmean(there for _, there in delays), rel=0.1)
 
 
-def test_a_copy_nobody_will_tell_of_leaves_its_cost_unknown_and_the_others_known() -> None:
+def test_a_lost_copy_leaves_only_its_own_cost_unknown() -> None:
     engine = Engine()
     engine.calm()
     engine.live.copy_begins("p", "save")
@@ -228,7 +218,7 @@ def test_a_copy_nobody_will_tell_of_leaves_its_cost_unknown_and_the_others_known
     assert engine.live.given_up == 1
 
 
-def test_an_outcome_may_close_before_the_step_in_which_the_blocks_went_is_told() -> None:
+def test_an_outcome_may_close_before_the_step_that_lost_the_blocks_is_reported() -> None:
     """As after a reset, when the victim is back with the very next step, or an abort while a step is in flight."""
     engine = Engine()
     engine.calm()
@@ -238,7 +228,7 @@ def test_an_outcome_may_close_before_the_step_in_which_the_blocks_went_is_told()
     assert not engine.live._accounts and not engine.live._closed and not engine.live._early
 
 
-def test_nothing_is_kept_of_what_is_never_told() -> None:
+def test_memory_of_unreported_events_is_bounded() -> None:
     engine = Engine()
     for number in range(3 * MAX_WAITING):
         engine.live.closed(f"never-{number}", "recompute", "aborted")

@@ -15,7 +15,7 @@ from kvpolicy.cost import ModelError, engine_loader, load, untrained
 from kvpolicy.cost.analytic import ASSUMED, Constant, constants_of, implausible
 from kvpolicy.events import KINDS, Option, Preemption
 from kvpolicy.hardware import EngineSpec, Geometry
-from kvpolicy.hardware.sheets import SheetError, device_sheet, devices, link_sheet, links
+from kvpolicy.hardware.sheets import device_sheet, devices, link_sheet
 from kvpolicy.policy import load as load_policy
 from kvpolicy.policy import needs_engine
 from kvpolicy.shape import ModelShape
@@ -36,55 +36,6 @@ def costs(one: Preemption, **more: Any) -> tuple[float, float]:
     model = untrained(LLAMA, more.pop("sheet", H100), **more)
     recompute, swap = model.predict(one, [Option("recompute"), Option("swap", one.computed_tokens, "host")])
     return recompute.engine_s, swap.engine_s
-
-
-# ---- sheets ----
-
-
-@pytest.mark.parametrize(
-    ("device", "bf16", "memory"),
-    [
-        ("A100-SXM-80GB", 312e12, 2039e9), ("A100-PCIe-80GB", 312e12, 1935e9), ("A100-SXM-40GB", 312e12, 1555e9),
-        ("H100-SXM", 1979e12 / 2, 3350e9), ("H100-PCIe", 1513e12 / 2, 2000e9), ("H200", 1979e12 / 2, 4800e9),
-        ("L40S", 362.05e12, 864e9), ("RTX-4090", 165.2e12, 1008e9),
-    ],
-)  # fmt: skip
-def test_peaks_are_the_dense_ones(device: str, bf16: float, memory: float) -> None:
-    sheet = device_sheet(device)
-    assert (sheet.bf16_flops, sheet.memory_bytes_per_s) == (bf16, memory)
-
-
-def test_every_fact_has_a_source_and_every_device_a_link() -> None:
-    for sheet in devices().values():
-        assert sheet.source
-        assert sheet.device_names
-        assert link_sheet(sheet.link).source
-        assert sheet.flops("fp8") in (sheet.fp8_flops, sheet.bf16_flops)
-    lanes = {"pcie3": 8e9, "pcie4": 16e9, "pcie5": 32e9}
-    for name, transfers_per_s in lanes.items():
-        assert links()[name].bytes_per_s == pytest.approx(16 * transfers_per_s * 128 / 130 / 8, rel=1e-4)
-    assert device_sheet("A100-SXM-80GB").flops("fp8") == 312e12
-
-
-def test_devices_are_found_by_what_drivers_call_them() -> None:
-    assert device_sheet("NVIDIA H100 80GB HBM3") == H100
-    assert device_sheet("nvidia geforce rtx 4090").name == "RTX-4090"
-    names = [name for sheet in devices().values() for name in sheet.device_names]
-    assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize("device", ["cpu", "NVIDIA H1000", ""])
-def test_a_device_without_a_sheet_says_what_to_do(device: str) -> None:
-    with pytest.raises(SheetError, match=r"no hardware sheet.*kvpolicy profile"):
-        device_sheet(device)
-
-
-def test_a_link_that_is_none_lists_those_there_are() -> None:
-    with pytest.raises(SheetError, match=r"no link 'pcie9'.*nvlink-c2c"):
-        link_sheet("pcie9")
-
-
-# ---- predictions ----
 
 
 def test_recompute_of_a_long_request_takes_its_flops() -> None:
@@ -147,18 +98,15 @@ def test_nothing_is_promised() -> None:
         for cost in untrained(LLAMA, H100).predict(one, [Option("recompute"), Option("swap", 64, "host")]):
             assert cost.extrapolated
             assert (cost.low_s, cost.high_s) == (0.0, inf)
-    told = " ".join(untrained(LLAMA, H100).provenance.notes)
+    text = " ".join(untrained(LLAMA, H100).provenance.notes)
     for said in ("nothing was measured", "NVIDIA H100", "PCI Express", "assumed"):
-        assert said in told
+        assert said in text
 
 
-def test_the_digest_tells_assumptions_apart() -> None:
+def test_the_digest_depends_on_the_assumptions() -> None:
     slower = replace(ASSUMED, linear_share=replace(ASSUMED.linear_share, value=0.4))
     digests = {untrained(LLAMA, H100).digest, untrained(LLAMA, H100, assumed=slower).digest}
     assert len(digests | {untrained(LLAMA, H100).digest}) == 2
-
-
-# ---- by name ----
 
 
 def test_offline_by_device_and_configuration(tmp_path: Path) -> None:
@@ -171,12 +119,12 @@ def test_offline_by_device_and_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["analytic", "analytic:H100-SXM", "analytic::here", "analytic:H100-SXM:"])
-def test_half_a_name_says_the_whole(name: str) -> None:
+def test_an_incomplete_name_shows_the_complete_form(name: str) -> None:
     with pytest.raises(ModelError, match=r"analytic:DEVICE\[@LINK\]:CONFIG"):
         load(name)
 
 
-def test_a_configuration_that_is_none_is_named() -> None:
+def test_a_wrong_configuration_is_named() -> None:
     with pytest.raises(ModelError, match=r"nowhere.*not a readable config\.json"):
         load("analytic:H100-SXM:nowhere")
 
@@ -220,7 +168,7 @@ def test_an_untrained_model_by_name_fits_the_server_of_its_shape(
         named.check_fit(replace(engine, geometry=replace(geometry, layers=3).to_dict()))
 
 
-def test_a_cpu_server_is_told_to_measure() -> None:
+def test_a_cpu_server_is_asked_to_measure() -> None:
     loader = engine_loader(LLAMA_31_8B, EngineSpec(hardware={"device": "cpu"}))
     with pytest.raises(ModelError, match=r"no hardware sheet for device 'cpu'.*kvpolicy profile"):
         load_policy("cheapest:analytic", loader)
@@ -247,15 +195,12 @@ def test_which_policies_only_a_server_can_load() -> None:
 @pytest.mark.parametrize(
     ("option", "message"), [("online=on", "step times"), ("objective=engine+0.5*victim", "victim's delay")]
 )
-def test_what_no_untrained_model_can_do_is_refused_before_a_server_starts(option: str, message: str) -> None:
+def test_options_that_need_training_are_refused_before_a_server_starts(option: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         needs_engine(f"cheapest:analytic,{option}")
 
 
-# ---- constants ----
-
-
-def test_constants_beyond_what_is_plausible_are_said() -> None:
+def test_implausible_constants_are_noted() -> None:
     model = fitted_model("analytic")
     assert not implausible(model.laws, GEOMETRY)
     recompute = replace(model.laws["recompute"], s_per_token=1e-13)  # type: ignore[type-var]  # a roofline

@@ -40,8 +40,8 @@ def test_equals_lightgbm() -> None:
     given = rows(2000, one)
     row = np.zeros((len(given), 10))
     row[:, POSITIONS] = given
-    found = [forest.predict(tuple(each)) for each in row.tolist()]
-    assert np.abs(np.array(found) - one.predict(given)).max() < 1e-9
+    results = [forest.predict(tuple(each)) for each in row.tolist()]
+    assert np.abs(np.array(results) - one.predict(given)).max() < 1e-9
 
 
 def test_only_split_features_are_used() -> None:

@@ -9,31 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom
 
 from kvpolicy.cost.intervals import (
     PREDICTED,
     Intervals,
-    Misses,
     bin_number,
     calibrate,
     carried_quantities,
     conformal_margin,
     unbounded,
 )
-from kvpolicy.cost.model import oriented_margin
-from kvpolicy.stats import proportion_interval
-from kvpolicy.training.coverage import coverage
-
-
-def misses(tokens: float, score: float, running: float = 0, law: float | None = None) -> Misses:
-    scores, of_law = dict.fromkeys(PREDICTED, score), dict.fromkeys(PREDICTED, score if law is None else law)
-    return Misses(tokens, running, scores, of_law)
-
-
-def spread(tokens: float, size: float, count: int = 30, running: float = 0) -> list[Misses]:
-    """States missed by ``size`` either way, in turns."""
-    return [misses(tokens, size * (1 if i % 2 else -1), running) for i in range(count)]
+from tests.cost.score_samples import misses, spread
 
 
 def test_both_quantiles_worked_by_hand() -> None:
@@ -56,9 +42,9 @@ def test_too_few_scores_for_two_tails_are_taken_alike() -> None:
 
 
 def test_too_few_states_make_an_infinite_interval_and_it_survives_the_file() -> None:
-    found = calibrate([misses(100, 0.1)] * 8)
-    assert found.room("ratio", 0, False) == (inf, inf)
-    assert Intervals.from_dict(found.to_dict()) == found
+    intervals = calibrate([misses(100, 0.1)] * 8)
+    assert intervals.room("ratio", 0, False) == (inf, inf)
+    assert Intervals.from_dict(intervals.to_dict()) == intervals
     assert calibrate([]) == unbounded()
 
 
@@ -76,14 +62,14 @@ def test_bins_under_thirty_states_are_merged_with_a_neighbour() -> None:
 def test_bins_are_of_length_and_load() -> None:
     """Short states under two loads and long ones under one: three bins, each with its own room."""
     states = [*spread(40, 0.1, 30, 1), *spread(50, 0.2, 30, 9), *spread(900, 0.3, 45, 4)]
-    found = calibrate(states)
-    assert found.states == (30, 30, 45)
-    assert (found.length_edges, found.load_edges) == ((900,), ((9,), ()))
+    intervals = calibrate(states)
+    assert intervals.states == (30, 30, 45)
+    assert (intervals.length_edges, intervals.load_edges) == ((900,), ((9,), ()))
     rooms = {(40, 0): 0.1, (899, 8): 0.1, (60, 9): 0.2, (60, 500): 0.2, (900, 0): 0.3, (10**6, 99): 0.3}
     for (tokens, running), size in rooms.items():
-        assert found.room("swap", found.bin_of(tokens, running), False) == (size, size)
-    assert found.span(1) == {"tokens_from": None, "tokens_below": 900, "running_from": 9, "running_below": None}
-    assert Intervals.from_dict(found.to_dict()) == found
+        assert intervals.room("swap", intervals.bin_of(tokens, running), False) == (size, size)
+    assert intervals.span(1) == {"tokens_from": None, "tokens_below": 900, "running_from": 9, "running_below": None}
+    assert Intervals.from_dict(intervals.to_dict()) == intervals
 
 
 @given(tokens=st.floats(0, 1e6), running=st.floats(0, 1e3))
@@ -119,18 +105,12 @@ def test_ninety_percent_means_ninety_percent_of_skewed_misses_too(states: int) -
     rng = np.random.default_rng(3)
     held, tries = 0.0, 400
     for _ in range(tries):
-        found = calibrate([misses(100, score) for score in rng.exponential(size=states) - 0.5])
-        below, above = found.room("ratio", 0, False)
+        intervals = calibrate([misses(100, score) for score in rng.exponential(size=states) - 0.5])
+        below, above = intervals.room("ratio", 0, False)
         fresh = rng.exponential(size=50) - 0.5
         held += float(np.mean((fresh >= -below) & (fresh <= above)))
     # Standard deviation of one calibration's coverage is at most 0.06; of the mean of 400, 0.003.
     assert 0.89 <= held / tries <= 0.91 + 2 / (states + 1)
-
-
-def test_room_around_a_ratio_turns_with_it() -> None:
-    assert oriented_margin((0.1, 0.3), "recompute", "swap") == (0.1, 0.3)
-    assert oriented_margin((0.1, 0.3), "swap", "recompute") == (0.3, 0.1)
-    assert oriented_margin((0.1, 0.3), "swap", "swap") == (0.3, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -151,29 +131,3 @@ def test_wrong_intervals_are_refused(change: dict[str, object], message: str) ->
     good = calibrate([misses(100, 0.1)] * 30).to_dict()
     with pytest.raises(ValueError, match=message):
         Intervals.from_dict(good | change)
-
-
-# ---- coverage and what it can tell ----
-
-
-@pytest.mark.parametrize(("successes", "trials"), [(17, 21), (1, 1), (0, 5), (450, 500), (3, 8)])
-def test_clopper_pearson_against_the_binomial_it_inverts(successes: int, trials: int) -> None:
-    low, high = proportion_interval(successes, trials)
-    assert 0 <= low <= successes / trials <= high <= 1
-    if successes:
-        assert binom.sf(successes - 1, trials, low) == pytest.approx(0.025, rel=1e-6)
-    if successes < trials:
-        assert binom.cdf(successes, trials, high) == pytest.approx(0.025, rel=1e-6)
-    assert proportion_interval(0, 0) == (0.0, 1.0)
-
-
-def test_coverage_is_told_by_bin_with_the_number_of_states() -> None:
-    found = calibrate([*spread(40, 0.1), *spread(900, 0.3)])
-    told = coverage(found, [0, 0, 0, 1], [True, True, False, True])
-    assert (told["states"], told["holds"]) == (4, 0.75)
-    first, second = told["bins"]
-    assert (first["states"], first["holds"], first["tokens_below"]) == (3, pytest.approx(2 / 3), 900)
-    assert (second["states"], second["holds"], second["tokens_from"]) == (1, 1.0, 900)
-    assert second["low"] == pytest.approx(0.025)
-    empty = coverage(found, [0], [True])["bins"][1]
-    assert (empty["states"], empty["holds"], empty["low"], empty["high"]) == (0, None, 0.0, 1.0)

@@ -41,10 +41,10 @@ def measured(kind: Kind, by: float, tokens: float = 500, delay_by: float = 1.0) 
     return MeasuredCost(kind, tokens, cost, cost.engine_s * by, cost.victim_delay_s * delay_by)
 
 
-def after(*outcomes: MeasuredCost, start: Online | None = None) -> Online:
+def state_after(*outcomes: MeasuredCost, start: Online | None = None) -> Online:
     online = start or Online()
-    for one in outcomes:
-        online = online.updated(one)
+    for outcome in outcomes:
+        online = online.updated(outcome)
     return online
 
 
@@ -59,8 +59,8 @@ def factor(online: Online, kind: Kind, tokens: float = 500, quantity: int = 0) -
 def test_with_equal_weights_it_is_the_median(values: list[float]) -> None:
     ordered = sorted(values)
     half = len(ordered) // 2
-    wanted = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-    assert weighted_median(values, [1.0] * len(values)) == pytest.approx(wanted)
+    expected = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    assert weighted_median(values, [1.0] * len(values)) == pytest.approx(expected)
 
 
 def test_weights_count() -> None:
@@ -71,11 +71,11 @@ def test_weights_count() -> None:
 def test_an_estimate_worked_by_hand() -> None:
     """Sixteen at log 5: the median is log 5 and all its scale the least one; two at 0 do not turn it."""
     error = 1.2533 * 0.05 / 4.0
-    wanted = log(5) * (1 - (2 * error / log(5)) ** 2)
-    assert estimate([log(5)] * 16, [1.0] * 16, 2.0) == pytest.approx(wanted)
+    expected = log(5) * (1 - (2 * error / log(5)) ** 2)
+    assert estimate([log(5)] * 16, [1.0] * 16, 2.0) == pytest.approx(expected)
 
 
-def test_what_noise_could_have_made_is_no_correction() -> None:
+def test_an_error_within_the_noise_is_not_corrected() -> None:
     rng = random.Random(4)
     assert estimate([0.1 + rng.gauss(0, 1) for _ in range(16)], [1.0] * 16, 2.0) == 0.0
     assert estimate([], [], 2.0) == 0.0
@@ -86,13 +86,13 @@ def test_what_noise_could_have_made_is_no_correction() -> None:
 
 
 def test_a_change_is_followed_by_the_option_that_changed_alone() -> None:
-    online = after(*[measured("swap", 5.0)] * 17)
+    online = state_after(*[measured("swap", 5.0)] * 17)
     assert factor(online, "swap") == pytest.approx(5.0, rel=0.02)
     assert factor(online, "recompute") == 1.0
 
 
 def test_the_victims_delay_is_corrected_by_itself() -> None:
-    online = after(*[measured("swap", 1.0, delay_by=3.0)] * 17)
+    online = state_after(*[measured("swap", 1.0, delay_by=3.0)] * 17)
     assert factor(online, "swap") == 1.0
     assert factor(online, "swap", quantity=1) == pytest.approx(3.0, rel=0.02)
     swap = corrected_costs(COSTS, OPTIONS, 500, online)[1]
@@ -101,7 +101,7 @@ def test_the_victims_delay_is_corrected_by_itself() -> None:
 
 
 def test_a_size_that_differs_from_the_rest_is_corrected_by_itself() -> None:
-    online = after(*[measured("swap", 1.0, 500), measured("swap", 4.0, 5000)] * 9)
+    online = state_after(*[measured("swap", 1.0, 500), measured("swap", 4.0, 5000)] * 9)
     assert factor(online, "swap", 500) < 1.5
     assert factor(online, "swap", 5000) > 2.5
 
@@ -117,34 +117,34 @@ def test_outliers_are_not_chased() -> None:
 
 @given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=60), st.sampled_from([40, 500, 10**5]))
 def test_corrections_are_bounded(factors: list[float], tokens: int) -> None:
-    online = after(*[measured("swap", by, tokens) for by in factors])
+    online = state_after(*[measured("swap", by, tokens) for by in factors])
     assert all(1 / 16.001 <= one <= 16.001 for one in online.factors)
 
 
 def test_an_option_that_is_no_longer_taken_comes_back() -> None:
     """Reversible: what was learned of swap fades while only recompute is measured."""
-    online = after(*[measured("swap", 5.0)] * 17)
-    online = after(*[measured("recompute", 1.0)] * int(4 * HALF_LIFE), start=online)
+    online = state_after(*[measured("swap", 5.0)] * 17)
+    online = state_after(*[measured("recompute", 1.0)] * int(4 * HALF_LIFE), start=online)
     assert factor(online, "swap") == 1.0
 
 
 def test_a_measurement_below_the_floor_counts_as_the_floor_and_none_as_nothing() -> None:
     below = replace(measured("swap", 1.0), engine_s=-5.0, floor_s=1e-3)
-    assert factor(after(*[below] * 17), "swap") == 1.0
+    assert factor(state_after(*[below] * 17), "swap") == 1.0
     unknown = replace(measured("swap", 1.0), engine_s=None, victim_delay_s=None)
-    online = after(*[unknown] * 17)
+    online = state_after(*[unknown] * 17)
     assert (online.events, online.misses) == (17, ((),) * 4)
 
 
 def test_the_state_is_frozen_and_its_record_short() -> None:
-    before = after(*[measured("swap", 5.0)] * 3)
-    told = before.to_json()
+    before = state_after(*[measured("swap", 5.0)] * 3)
+    result = before.to_json()
     later = before.updated(measured("recompute", 2.0))
-    assert (before.to_json(), later.events) == (told, 4)
+    assert (before.to_json(), later.events) == (result, 4)
     with pytest.raises(FrozenInstanceError):
         before.events = 7  # type: ignore[misc]  # that it cannot is the promise
-    assert json.loads(told)["outcomes"] == 3
-    assert len(told) < 500
+    assert json.loads(result)["outcomes"] == 3
+    assert len(result) < 500
 
 
 # ---- correcting ----
@@ -155,7 +155,7 @@ def test_a_state_that_learned_nothing_changes_nothing() -> None:
 
 
 def test_costs_ratios_and_parts_are_corrected_together() -> None:
-    online = replace(after(*[measured("swap", 5.0)] * 17), room=(1.0, 1.0))
+    online = replace(state_after(*[measured("swap", 5.0)] * 17), room=(1.0, 1.0))
     by = factor(online, "swap")
     recompute, swap = corrected_costs(COSTS, OPTIONS, 500, online)
     assert recompute == COSTS[0]
@@ -169,8 +169,8 @@ def test_costs_ratios_and_parts_are_corrected_together() -> None:
 
 def test_infinite_room_stays_infinite() -> None:
     wide = tuple(replace(cost, low_s=0.0, high_s=float("inf")) for cost in COSTS)
-    found = corrected_costs(wide, OPTIONS, 500, after(measured("swap", 5.0)))
-    assert all((cost.low_s, cost.high_s) == (0.0, float("inf")) for cost in found)
+    result = corrected_costs(wide, OPTIONS, 500, state_after(measured("swap", 5.0)))
+    assert all((cost.low_s, cost.high_s) == (0.0, float("inf")) for cost in result)
 
 
 @pytest.mark.parametrize(("spread", "drift"), [(0.1, 0.0), (1.0, 0.0), (0.4, 0.002)])
@@ -188,7 +188,7 @@ def test_intervals_hold_nine_in_ten_whatever_the_spread_and_under_drift(spread: 
 
 def test_room_worked_by_hand() -> None:
     """One held and one missed: the first makes it narrower by 1%, the second wider by 9%."""
-    online = after(measured("swap", 1.0), measured("swap", 50.0))
+    online = state_after(measured("swap", 1.0), measured("swap", 50.0))
     assert online.room == (1.0, pytest.approx(exp(-0.01 + 0.09), rel=1e-5))
 
 
@@ -198,11 +198,11 @@ RIGHT = Cost(1e-3, 5e-4, 5e-4, 0.0, 0.0, 1e-3 * exp(-0.33), 1e-3 * exp(0.33))
 
 
 @pytest.mark.parametrize("edge", [{"low_s": 0.0}, {"high_s": inf}, {"low_s": 0.0, "high_s": inf}])
-def test_what_cannot_miss_moves_no_room(edge: dict[str, float]) -> None:
+def test_exact_predictions_do_not_widen_intervals(edge: dict[str, float]) -> None:
     open_ended = replace(COSTS[1], **edge)
     for extrapolated in (False, True):
         cost = replace(open_ended, extrapolated=extrapolated)
-        online = after(*[MeasuredCost("swap", 500, cost, cost.engine_s, None)] * 50)
+        online = state_after(*[MeasuredCost("swap", 500, cost, cost.engine_s, None)] * 50)
         assert (online.room, online.room_outside) == ((1.0, 1.0), (1.0, 1.0))
 
 
@@ -223,7 +223,7 @@ def test_intervals_hold_beside_outcomes_whose_predictions_are_unbounded(share: f
 
 def test_extrapolated_predictions_have_room_of_their_own() -> None:
     far = replace(COSTS[1], extrapolated=True)
-    online = after(*[MeasuredCost("swap", 500, far, far.engine_s * 50 * (-1) ** i, None) for i in range(9)])
+    online = state_after(*[MeasuredCost("swap", 500, far, far.engine_s * 50 * (-1) ** i, None) for i in range(9)])
     assert online.room == (1.0, 1.0) and online.room_outside[1] > 2.0
     assert corrected_costs(COSTS, OPTIONS, 500, replace(online, misses=Online().misses)) == COSTS
     outside = corrected_costs((COSTS[0], far), OPTIONS, 500, replace(online, misses=Online().misses))
@@ -236,16 +236,16 @@ def test_extrapolated_predictions_have_room_of_their_own() -> None:
 
 @pytest.fixture
 def learned() -> Online:
-    return after(*[measured("swap", 5.0), measured("recompute", 0.7, 5000)] * 12)
+    return state_after(*[measured("swap", 5.0), measured("recompute", 0.7, 5000)] * 12)
 
 
 def test_what_is_kept_is_what_was_learned(learned: Online, tmp_path: Path) -> None:
     file = tmp_path / "new" / "learned.json"
     remembered.save(learned, "abc", file)
-    found = remembered.load(file, "abc")
-    assert found == learned
-    assert found.to_json() == learned.to_json()
-    assert [one.name for one in file.parent.iterdir()] == ["learned.json"]
+    loaded = remembered.load(file, "abc")
+    assert loaded == learned
+    assert loaded.to_json() == learned.to_json()
+    assert [path.name for path in file.parent.iterdir()] == ["learned.json"]
 
 
 def test_another_models_memory_is_refused_and_can_be_set_aside(learned: Online, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_another_models_memory_is_refused_and_can_be_set_aside(learned: Online, 
     with pytest.raises(remembered.OtherModelError, match=rf"learned.json: model_digest is '{digest}', should be 'def'"):
         remembered.load(file, "def")
     aside = remembered.set_aside(file, digest)
-    assert [one.name for one in tmp_path.iterdir()] == [aside.name] == ["learned.json.other-abcabcabcabc"]
+    assert [path.name for path in tmp_path.iterdir()] == [aside.name] == ["learned.json.other-abcabcabcabc"]
     assert remembered.load(aside, digest) == learned
 
 

@@ -54,7 +54,7 @@ def test_a_ratio_is_scale_free_in_its_norm() -> None:
     assert bootstrap(Terms(1e-6 * value, norm), drawn(np.arange(300))) == pytest.approx([1e-6 * x for x in one])
 
 
-def test_what_never_varies_has_no_width() -> None:
+def test_constant_values_have_no_width() -> None:
     assert bootstrap(Terms(np.full(30, 2.0)), drawn(np.arange(30))) == (2.0, 2.0)
 
 
@@ -119,6 +119,6 @@ def test_a_sequence_may_be_looked_at_all_the_time() -> None:
     assert fixed_left > 2 * left + 20
 
 
-def test_one_cluster_tells_no_interval() -> None:
+def test_one_cluster_has_no_interval() -> None:
     with pytest.raises(ValueError, match="one cluster alone"):
         sequence(Terms(np.array([1.0, 2.0])), np.zeros(2, int))

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.evaluation.bounds import Terms
-from kvpolicy.evaluation.direct_model import Design, DirectCosts, folds_of
 from kvpolicy.evaluation.estimators import (
     ESTIMATORS,
     Records,
@@ -100,7 +99,7 @@ def test_every_formula_is_the_one_written_out_in_fractions(seed: int) -> None:
     one = golden.records()
     dr = dr_terms(one.target, one.q_s, one.weight, one.cost_s, one.action)
     assert one.weight == pytest.approx([float(golden.weight(i)) for i in range(N)])
-    for found, wanted in (
+    for result, expected in (
         (dm_terms(one.target, one.q_s).mean(), golden.value("dm")),
         (ips_terms(one.weight, one.cost_s).mean(), golden.value("ips")),
         (dr.mean(), golden.value("dr")),
@@ -110,26 +109,26 @@ def test_every_formula_is_the_one_written_out_in_fractions(seed: int) -> None:
         (ESTIMATORS["dr"](one).terms.mean(), golden.value("dr")),
         (ESTIMATORS["cross-fitted-dr"](one).terms.mean(), golden.value("dr")),
     ):
-        assert found == pytest.approx(float(wanted), rel=1e-12)
+        assert result == pytest.approx(float(expected), rel=1e-12)
     for parameter in (Fraction(1, 2), Fraction(2), Fraction(9)):
         for changed, name in ((switch_weights, "switch"), (shrunk_weights, "dros")):
             weight = changed(one.weight, float(parameter))
-            found = dr_terms(one.target, one.q_s, weight, one.cost_s, one.action).mean()
-            assert found == pytest.approx(float(golden.value(name, parameter)), rel=1e-12)
+            result = dr_terms(one.target, one.q_s, weight, one.cost_s, one.action).mean()
+            assert result == pytest.approx(float(golden.value(name, parameter)), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["switch-dr", "dros"])
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_tuned_is_the_formula_at_its_parameter(name: str, seed: int) -> None:
     golden = Golden(seed)
-    made = ESTIMATORS[name](golden.records())
-    assert made.tuning is not None
-    if made.tuning == inf:
-        wanted = golden.value("dr")
+    result = ESTIMATORS[name](golden.records())
+    assert result.tuning is not None
+    if result.tuning == inf:
+        expected = golden.value("dr")
     else:
-        rounded_up = Fraction(made.tuning) * (1 + Fraction(1, 10**12))  # a threshold is one of the weights
-        wanted = golden.value(name.removesuffix("-dr"), rounded_up)
-    assert made.terms.mean() == pytest.approx(float(wanted), rel=1e-9)
+        rounded_up = Fraction(result.tuning) * (1 + Fraction(1, 10**12))  # a threshold is one of the weights
+        expected = golden.value(name.removesuffix("-dr"), rounded_up)
+    assert result.terms.mean() == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_tuning_cuts_weights_that_only_add_noise_and_keeps_those_that_are_needed() -> None:
@@ -142,11 +141,11 @@ def test_tuning_cuts_weights_that_only_add_noise_and_keeps_those_that_are_needed
     cost_s = 1.0 + rng.normal(0, 0.3, n)
     weight = importance_weights(target, probability, action, np.ones(n, bool), np.ones(2))
     for q, heavy_is_kept in ((np.ones((n, 2)), False), (np.zeros((n, 2)), True)):
-        made = ESTIMATORS["switch-dr"](
+        result = ESTIMATORS["switch-dr"](
             Records(target, probability, weight, cost_s, action, q, q, np.zeros(n), np.arange(n))
         )
-        assert made.tuning is not None
-        assert (made.tuning >= 100) == heavy_is_kept
+        assert result.tuning is not None
+        assert (result.tuning >= 100) == heavy_is_kept
 
 
 @given(st.floats(0.0, 1e4), st.floats(1e-3, 1e6))
@@ -173,61 +172,6 @@ def test_a_right_model_makes_dr_exact_whatever_the_weights() -> None:
     action = rng.integers(0, 2, N)
     cost_s = q[np.arange(N), action]
     assert dr_terms(target, q, rng.random(N), cost_s, action) == pytest.approx(dm_terms(target, q))
-
-
-# ---- the direct model ----
-
-
-def predict(x: np.ndarray, action: np.ndarray, cost_s: np.ndarray, known: np.ndarray, fold: np.ndarray) -> DirectCosts:
-    return Design.of(x, action, known, 2, fold).predict(cost_s)
-
-
-def made_up(n: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    x = np.column_stack([np.ones(n), rng.random(n) * 1e6, rng.random(n)])
-    action = rng.integers(0, 2, n)
-    return x, action, np.where(action == 0, 2.0 + 3e-6 * x[:, 1], 1.0 + 5.0 * x[:, 2])
-
-
-def test_the_direct_model_finds_a_linear_law() -> None:
-    x, action, cost_s = made_up(300, 0)
-    fold = folds_of(np.arange(300), np.random.default_rng(0))
-    found = predict(x, action, cost_s, np.ones(300, bool), fold)
-    wanted = np.column_stack([2.0 + 3e-6 * x[:, 1], 1.0 + 5.0 * x[:, 2]])
-    assert found.in_sample == pytest.approx(wanted, rel=1e-4)
-    assert found.cross_fitted == pytest.approx(wanted, rel=1e-4)
-
-
-def test_cross_fitting_never_sees_a_records_own_cluster() -> None:
-    x, action, cost_s = made_up(300, 1)
-    cluster = np.arange(300) // 3
-    fold = folds_of(cluster, np.random.default_rng(0))
-    assert all(len(set(fold[cluster == one])) == 1 for one in range(100))
-    known = np.ones(300, bool)
-    before = predict(x, action, cost_s, known, fold)
-    moved = np.where(fold == 0, cost_s + 100.0, cost_s)
-    after = predict(x, action, moved, known, fold)
-    assert after.cross_fitted[fold == 0] == pytest.approx(before.cross_fitted[fold == 0])
-    assert (np.abs(after.in_sample - before.in_sample)[fold == 0] > 1.0).all()
-
-
-def test_implied_weights_are_the_direct_method_as_a_weighted_mean_of_costs() -> None:
-    x, action, cost_s = made_up(300, 2)
-    known = np.random.default_rng(5).random(300) < 0.9
-    target = np.column_stack([np.full(300, 0.3), np.full(300, 0.7)])
-    fold = folds_of(np.arange(300), np.random.default_rng(0))
-    q = predict(x, action, cost_s, known, fold).in_sample
-    weight = Design.of(x, action, known, 2, fold).implied_weights(target)
-    assert (weight * cost_s).mean() == pytest.approx((target * q).sum(axis=1).mean(), rel=1e-4)
-    assert not weight[~known].any()
-
-
-def test_an_action_never_taken_is_guessed_by_the_mean() -> None:
-    x, _, cost_s = made_up(50, 3)
-    found = predict(x, np.zeros(50, int), cost_s, np.ones(50, bool), np.arange(50) % 5)
-    assert found.in_sample[:, 1] == pytest.approx(np.full(50, cost_s.mean()))
-    with pytest.raises(ValueError, match="no record has a known cost"):
-        predict(x, np.zeros(50, int), cost_s, np.zeros(50, bool), np.arange(50) % 5)
 
 
 def test_a_mean_over_no_weight_is_refused() -> None:

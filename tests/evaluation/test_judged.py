@@ -17,10 +17,10 @@ from tests.synthetic import changed, make_trace, situation
 
 
 def state(others_delay_s: float | None = 3.0) -> State:
-    one = situation(500)
+    victim = situation(500)
     delays = {"recompute": (1.0, 2.0), "swap": (2.0, 1.0)}
     samples = {
-        kind: tuple(Sample(one, kind, delays[kind][0], "core", i, f"{kind}-{i}", delays[kind][1], others_delay_s)
+        kind: tuple(Sample(victim, kind, delays[kind][0], "core", i, f"{kind}-{i}", delays[kind][1], others_delay_s)
                     for i in range(2))
         for kind in KINDS
     }  # fmt: skip
@@ -46,18 +46,18 @@ def test_a_delay_that_was_not_measured_is_named_where_it_counts() -> None:
 @pytest.fixture
 def slow_victims(tmp_path: Path) -> Path:
     """Every swap keeps its victim for a second."""
-    made = make_trace(states=60)
-    rows: list[dict[str, Any]] = made.rows("outcomes")
+    trace = make_trace(states=60)
+    rows: list[dict[str, Any]] = trace.rows("outcomes")
     changed(
-        made, "outcomes", [row | {"victim_delay_s": 1.0 if row["loaded_tokens"] else 1e-3} for row in rows]
+        trace, "outcomes", [row | {"victim_delay_s": 1.0 if row["loaded_tokens"] else 1e-3} for row in rows]
     ).write(tmp_path / "trace")  # fmt: skip
     return tmp_path / "trace"
 
 
-def test_evaluate_judges_by_what_is_asked(slow_victims: Path) -> None:
+def test_evaluate_judges_by_the_objective(slow_victims: Path) -> None:
     def totals(objective: str) -> dict[str, float]:
         report = evaluate([slow_victims], ["always-recompute", "always-swap"], 0, objective)
-        return {one.policy: one.total_s for one in report.policies}
+        return {policy.policy: policy.total_s for policy in report.policies}
 
     by_engine, by_victim = totals("engine"), totals("victim")
     assert by_victim["always-swap"] == pytest.approx(60.0)

@@ -55,7 +55,7 @@ def test_the_same_twice_is_an_error_however_it_is_given(profile: Path) -> None:
         kvpolicy.evaluate([profile], [OWN, Longer()])
 
 
-def test_probabilities_that_are_none_are_told_with_the_policy(profile: Path, log: Path) -> None:
+def test_wrong_probabilities_are_refused_with_the_policys_name(profile: Path, log: Path) -> None:
     class Wrong(Longer):
         name = "wrong"
 

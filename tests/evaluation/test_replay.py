@@ -23,12 +23,12 @@ SHIPPED = Path(__file__).resolve().parents[2] / "traces" / "cpu-llama-native"
 
 def state(recompute_s: list[float], swap_s: list[float], tokens: int = 500) -> State:
     costs: dict[Kind, list[float]] = {"recompute": recompute_s, "swap": swap_s}
-    one = situation(tokens)
+    victim = situation(tokens)
     return State(
         "s",
         frozenset({"core/s"}),
         {
-            kind: tuple(Sample(one, kind, s, "core", i, f"{kind}-{i}") for i, s in enumerate(costs[kind]))
+            kind: tuple(Sample(victim, kind, s, "core", i, f"{kind}-{i}") for i, s in enumerate(costs[kind]))
             for kind in KINDS
         },
     )
@@ -78,16 +78,22 @@ def test_an_oracle_that_sees_its_own_noise_would_be_too_good() -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     make_trace(seed=1, states=160, law=CostLaw(bend=0.4)).write(folder / "trace")
     train([folder / "trace"], folder / "model")
     return folder
 
 
-def test_the_learned_policy_is_near_the_oracle_and_the_fixed_ones_are_not(made: Path) -> None:
-    names = ["always-recompute", "always-swap", "random:0.5", f"cheapest:{made / 'model'}", f"explore:{made / 'model'}"]
-    report = evaluate([made / "trace"], names)
+def test_the_learned_policy_is_near_the_oracle_and_the_fixed_ones_are_not(model_folder: Path) -> None:
+    names = [
+        "always-recompute",
+        "always-swap",
+        "random:0.5",
+        f"cheapest:{model_folder / 'model'}",
+        f"explore:{model_folder / 'model'}",
+    ]
+    report = evaluate([model_folder / "trace"], names)
     recompute, swap, coin, cheapest, explore = report.policies
     assert report.states == 40
     assert report.left_out["states a policy's model was trained on"] == 120
@@ -110,18 +116,18 @@ def test_the_learned_policy_is_near_the_oracle_and_the_fixed_ones_are_not(made: 
     assert report.always_wins is None
 
 
-def test_a_report_is_json_and_text(made: Path) -> None:
-    report = evaluate([made / "trace"], ["always-swap", "always-recompute"])
+def test_a_report_is_json_and_text(model_folder: Path) -> None:
+    report = evaluate([model_folder / "trace"], ["always-swap", "always-recompute"])
     assert report.states == 160
-    told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert told["policies"][0]["policy"] == "always-swap"
+    values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert values["policies"][0]["policy"] == "always-swap"
     assert "always-recompute" in report.text()
-    assert evaluate([made / "trace"], ["always-swap", "always-recompute"]) == report
+    assert evaluate([model_folder / "trace"], ["always-swap", "always-recompute"]) == report
 
 
-def test_policies_are_compared_on_the_same_states(made: Path) -> None:
-    alone = evaluate([made / "trace"], ["always-swap"])
-    beside = evaluate([made / "trace"], ["always-swap", f"cheapest:{made / 'model'}"])
+def test_policies_are_compared_on_the_same_states(model_folder: Path) -> None:
+    alone = evaluate([model_folder / "trace"], ["always-swap"])
+    beside = evaluate([model_folder / "trace"], ["always-swap", f"cheapest:{model_folder / 'model'}"])
     assert (alone.states, beside.states) == (160, 40)
 
 
@@ -148,8 +154,8 @@ def test_states_the_model_trained_on_do_not_count(tmp_path: Path) -> None:
     assert evaluate([tmp_path / "other"], [f"cheapest:{tmp_path / 'model'}"]).states == 30
 
 
-def test_a_model_of_another_link_or_machine_is_refused(made: Path, tmp_path: Path) -> None:
-    policy = f"cheapest:{made / 'model'}"
+def test_a_model_of_another_link_or_machine_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    policy = f"cheapest:{model_folder / 'model'}"
     link = {"kind": "simulated", "bytes_per_s": 1e8, "latency_s": 0.0}
     make_trace(link=link).write(tmp_path / "linked")
     with pytest.raises(ModelError, match="link is"):
@@ -166,27 +172,27 @@ def test_where_one_option_always_wins_it_says_that_the_policy_is_a_constant(tmp_
     assert "swap costs less in every state: here always choosing it is optimal" in report.text()
 
 
-def test_no_policy_and_a_wrong_one_are_errors(made: Path) -> None:
+def test_no_policy_and_a_wrong_one_are_errors(model_folder: Path) -> None:
     with pytest.raises(ValueError, match="no policy was given"):
-        evaluate([made / "trace"], [])
+        evaluate([model_folder / "trace"], [])
     with pytest.raises(ValueError, match="the policies are"):
-        evaluate([made / "trace"], ["always-win"])
+        evaluate([model_folder / "trace"], ["always-win"])
 
 
-def test_a_policy_given_twice_and_a_negative_seed_are_errors(made: Path) -> None:
+def test_a_policy_given_twice_and_a_negative_seed_are_errors(model_folder: Path) -> None:
     with pytest.raises(ValueError, match="policy always-swap: given twice"):
-        evaluate([made / "trace"], ["always-swap", "always-recompute", "always-swap"])
+        evaluate([model_folder / "trace"], ["always-swap", "always-recompute", "always-swap"])
     with pytest.raises(ValueError, match="seed is -1, should be 0 or above"):
-        evaluate([made / "trace"], ["always-swap"], seed=-1)
+        evaluate([model_folder / "trace"], ["always-swap"], seed=-1)
 
 
-def test_the_floor_under_the_figures_is_told(made: Path) -> None:
-    report = evaluate([made / "trace"], ["always-swap"])
+def test_the_noise_floor_is_reported(model_folder: Path) -> None:
+    report = evaluate([model_folder / "trace"], ["always-swap"])
     assert "self-check: none in core-made-32, core-made-64" in report.text()
     assert report.to_dict()["floor"]["unchecked"] == ("core-made-32", "core-made-64")
 
 
-def test_that_nothing_is_learned_in_a_replay_is_told_by_policy() -> None:
+def test_a_replay_reports_the_policies_that_do_not_learn_in_it() -> None:
     plain, taught = "cheapest:cpu-llama-native", "cheapest:cpu-llama-native,online=on"
     report = evaluate([SHIPPED], [plain, taught, "always-swap"])
     assert report.learning == (taught,)

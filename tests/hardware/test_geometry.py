@@ -7,13 +7,28 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.geometry import _memory_groups, available_memory_bytes
+from kvpolicy.shape import ModelShape
+from tests.shape.configs import (
+    GEMMA_2_9B,
+    GEMMA_3_27B,
+    LLAMA_2_7B,
+    LLAMA_31_8B,
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B,
+)
 
 MIB = 1 << 20
+
+
 GIB = 1 << 30
+
+
 V1_NO_LIMIT = 9223372036854771712
 
 
@@ -230,3 +245,19 @@ def test_in_a_real_group_a_file_that_was_read_does_not_count(real_group: tuple[P
     )
     assert done.returncode == 0, done.stderr
     assert limit - 100 * MIB < int(done.stdout) < limit
+
+
+@pytest.mark.parametrize("config", [LLAMA_31_8B, LLAMA_2_7B, MIXTRAL_8X7B, QWEN3_30B_A3B, GEMMA_2_9B, GEMMA_3_27B])
+def test_what_traces_record_has_the_shapes_linear_work(config: dict[str, Any]) -> None:
+    expected = ModelShape.from_config(config).linear_flops_per_token
+    assert Geometry.from_config(config).linear_flops_per_token == pytest.approx(expected, rel=0.005)
+
+
+def test_what_traces_record_of_a_shape_is_unchanged() -> None:
+    geometry = Geometry.from_config(LLAMA_31_8B)
+    assert geometry == Geometry.from_dict(geometry.to_dict())
+    assert set(geometry.to_dict()) == {
+        "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "weight_bytes", "kv_bytes",
+        "dtype",
+    }  # fmt: skip
+    assert (geometry.kv_heads, geometry.head_dim, geometry.intermediate, geometry.weight_bytes) == (8, 128, 14336, 2)

@@ -184,8 +184,8 @@ def test_a_swap_from_the_decision_to_its_end(world: World) -> None:
     assert world.events.told == [("decided", "swap")] and "decisions" not in world.rows.rows
     world.finish_copies("save")
     world.come_back()
-    told = [("decided", "swap"), ("executed", "swap"), ("loaded", "40"), ("resumed", "swap")]
-    assert world.events.told == told
+    events = [("decided", "swap"), ("executed", "swap"), ("loaded", "40"), ("resumed", "swap")]
+    assert world.events.told == events
     (decision,), (outcome,) = world.rows.rows["decisions"], world.rows.rows["outcomes"]
     assert (decision["preemption_id"], decision["request"], decision["executed"]) == ("core-1", "anonymous r", "swap")
     assert (decision["computed_tokens"], decision["held_blocks"], decision["step"]) == (COMPUTED, BLOCKS, 0)
@@ -194,7 +194,7 @@ def test_a_swap_from_the_decision_to_its_end(world: World) -> None:
     assert world.controller.stats()["host_slots_used"] == 0 and not world.controller.copies.loading
 
 
-def test_where_nothing_is_left_to_do_observers_are_told(world: World) -> None:
+def test_observers_are_told_when_no_work_is_left(world: World) -> None:
     """In a pause vLLM says that nothing is unfinished, although requests stay in the batch."""
     world.scheduler.running = [world.request]
     world.step(1)
@@ -231,7 +231,7 @@ def test_a_load_that_fails_makes_a_recompute_of_it(world: World) -> None:
     assert world.events.told[2:] == [("fell_back", "load_failed"), ("resumed", "recompute")]
 
 
-def test_who_goes_before_its_save_is_confirmed_leaves_nothing(world: World) -> None:
+def test_a_request_that_leaves_before_its_save_is_confirmed_leaves_nothing(world: World) -> None:
     world.preempt()
     world.controller.finished(world.request)
     assert world.events.told[1:] == [("executed", "swap"), ("copy_lost", "core-1"), ("aborted", "swap")]
@@ -250,7 +250,7 @@ def test_a_reset_forgets_what_was_saved_and_swaps_nobody(world: World) -> None:
     assert world.rows.rows["steps"][-1]["preemptions"] == 1
 
 
-def test_whatever_is_wrong_with_deciding_the_request_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_decision_becomes_a_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     complaints: list[str] = []
     world = World(complain=complaints.append)
     with monkeypatch.context() as patch:
@@ -262,7 +262,7 @@ def test_whatever_is_wrong_with_deciding_the_request_is_recomputed(monkeypatch: 
     assert world.stats("fallbacks") == {"fallbacks|reason=error": 1}
 
 
-def test_what_is_undecided_at_the_end_is_told_as_it_stands(world: World) -> None:
+def test_open_preemptions_are_recorded_at_shutdown(world: World) -> None:
     world.preempt()
     world.controller.close()
     world.controller.close()

@@ -150,7 +150,7 @@ def test_one_warning_a_minute_says_how_many_failed(caplog: pytest.LogCaptureFixt
         for second in range(int(WARNING_EVERY_S) + 1):
             health.failed("load", f"load of copy {second} failed: gone", float(second))
             health.succeeded("load")
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
-    assert "load of copy 0 failed: gone" in told[0]
-    assert "load of copy 60 failed: gone (and 59 more since the last warning)" in told[1]
+    results = [record.getMessage() for record in caplog.records]
+    assert len(results) == 2
+    assert "load of copy 0 failed: gone" in results[0]
+    assert "load of copy 60 failed: gone (and 59 more since the last warning)" in results[1]

@@ -27,7 +27,7 @@ from tests.synthetic import situation
 POLICY = "cheapest:cpu-llama-native,online=on"
 
 
-def begun_with(state: Path, policy: str = POLICY) -> Decider:
+def decider_of(state: Path, policy: str = POLICY) -> Decider:
     decider = Decider(load(policy), random.Random(0))
     remember(decider, state).close()
     return decider
@@ -37,9 +37,9 @@ def test_a_state_of_another_model_is_set_aside_with_a_warning(tmp_path: Path, ca
     state = tmp_path / "state.json"
     online.save(Online(events=7), "abc123" * 4, state)
     with caplog.at_level(logging.WARNING):
-        begun = begun_with(state)
+        begun = decider_of(state)
     assert begun.learned == Online()
-    assert [one.name for one in tmp_path.iterdir()] == ["state.json.other-abc123abc123"]
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json.other-abc123abc123"]
     assert "another cost model" in caplog.text and "state.json.other-abc123abc123" in caplog.text
     assert online.load(tmp_path / "state.json.other-abc123abc123", "abc123" * 4).events == 7
 
@@ -47,7 +47,7 @@ def test_a_state_of_another_model_is_set_aside_with_a_warning(tmp_path: Path, ca
 def test_a_state_of_the_same_model_is_resumed(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
     online.save(Online(events=7), cost.load("cpu-llama-native").digest, state)
-    begun = begun_with(state)
+    begun = decider_of(state)
     assert begun.learned == Online(events=7)
 
 
@@ -96,17 +96,17 @@ def test_a_damaged_state_is_set_aside_with_a_warning(
     why = damage(state)
     left = state.read_bytes()
     with caplog.at_level(logging.WARNING):
-        begun = begun_with(state)
+        begun = decider_of(state)
     assert begun.learned == Online()
     assert why in caplog.text and "state.json.damaged" in caplog.text
-    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("state.json.damaged", left)]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("state.json.damaged", left)]
 
 
 def test_a_file_that_never_was_a_state_is_refused_and_stays(tmp_path: Path) -> None:
     state = tmp_path / "notes.json"
     state.write_text('{"mine": 1}')
     with pytest.raises(ModelError, match=r"notes.json: schema_version is None"):
-        begun_with(state)
+        decider_of(state)
     assert state.read_text() == '{"mine": 1}'
 
 

@@ -43,7 +43,7 @@ def test_events_are_known() -> None:
     assert not {"close", "begin_afresh"} & set(EVENTS)
 
 
-def test_only_followers_are_told_and_one_that_fails_keeps_nobody() -> None:
+def test_events_go_to_subscribers_and_a_failing_one_stops_no_other() -> None:
     complaints: list[str] = []
     observers = Observers(complaints.append)
     broken, sound = Follower(works=1), Follower()
@@ -68,7 +68,7 @@ def test_one_that_always_fails_is_given_up_but_closed_in_the_end() -> None:
     assert (broken.closed_times, sound.closed_times) == (1, 1)
 
 
-def test_where_nobody_follows_steps_nobody_is_told_of_them() -> None:
+def test_steps_are_not_reported_without_subscribers() -> None:
     observers = Observers(pytest.fail)
     observers.add(Follower())
     assert not observers.follow_steps
@@ -78,7 +78,7 @@ def test_where_nobody_follows_steps_nobody_is_told_of_them() -> None:
     assert not observers.follow_steps
 
 
-def test_who_is_replaced_is_closed() -> None:
+def test_a_replaced_observer_is_closed() -> None:
     observers = Observers(pytest.fail)
     first, second = Follower(), Follower()
     observers.add(first)
@@ -87,7 +87,7 @@ def test_who_is_replaced_is_closed() -> None:
     assert (first.seen, first.closed_times, second.seen, second.closed_times) == ([], 1, [1], 0)
 
 
-def test_a_strict_engine_is_told_of_every_mistake() -> None:
+def test_a_strict_engine_raises_every_mistake() -> None:
     def complain(what: str) -> None:
         raise  # called while an exception is handled
 
@@ -162,7 +162,7 @@ def test_all_begin_to_write_before_the_first_is_waited_for() -> None:
     assert order == ["asked", "asked", "closed", "closed"]
 
 
-def test_who_was_given_up_is_closed_when_it_is_replaced() -> None:
+def test_an_observer_that_was_given_up_is_closed_when_replaced() -> None:
     observers, broken = Observers(lambda complaint: None), Follower(works=0)
     observers.add(broken)
     for number in range(MAX_FAILURES):

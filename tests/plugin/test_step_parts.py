@@ -14,7 +14,7 @@ from tests.plugin.engine import Engine
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_parts_are_those_of_going_through_everybody(seed: int) -> None:
+def test_parts_equal_those_of_a_scan_over_all_requests(seed: int) -> None:
     kinds = set()
 
     class Watched(Engine):

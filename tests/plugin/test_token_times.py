@@ -30,14 +30,14 @@ class OneByOne:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(40))
-def test_times_are_those_of_looking_at_everybody(seed: int, depth: int) -> None:
-    plain, tokens, found = OneByOne(), TokenTimes(), dict[str, Times]()
+def test_times_equal_those_of_a_scan_over_all_requests(seed: int, depth: int) -> None:
+    plain, tokens, result = OneByOne(), TokenTimes(), dict[str, Times]()
 
     def ended(request: Request, now: float) -> None:
         plain.look_at(request, now)
         life = tokens.ended(request, now)
         assert life is not None and life.output_tokens == request.num_output_tokens
-        found[request.request_id] = life.first_token_s, life.last_token_s
+        result[request.request_id] = life.first_token_s, life.last_token_s
 
     def done(output: Any, requests: dict[str, Request], now: float) -> None:
         tokens.step(output, requests, now)
@@ -54,11 +54,11 @@ def test_times_are_those_of_looking_at_everybody(seed: int, depth: int) -> None:
         done=done,
     )
     engine.run(150)
-    assert len(found) > 20 and any(plain.times.values())
-    assert found == {name: plain.times.get(name, (None, None)) for name in found}
+    assert len(result) > 20 and any(plain.times.values())
+    assert result == {name: plain.times.get(name, (None, None)) for name in result}
 
 
-def test_a_request_that_never_arrived_is_nobodys() -> None:
+def test_an_unknown_request_is_ignored() -> None:
     tokens = TokenTimes()
     assert tokens.ended(Request("stranger", 1, 1), 1.0) is None
     assert tokens.of("stranger") is None

@@ -16,7 +16,7 @@ from kvpolicy.cost.online import Online
 from kvpolicy.events import Cost, Decision, Option, Preemption
 from kvpolicy.policy import Policy, decide, load
 from kvpolicy.policy.explore import Explore, ExploreState, predicted_regret
-from tests.fuzzing import examples
+from tests.examples import examples
 from tests.synthetic import fitted_model, options_for, situation
 
 Told = tuple[float, float, float, float]

@@ -18,32 +18,32 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 def test_five_points_in_order_by_hand() -> None:
     """Kendall's exact p is 2 / 5!; every pair of points has slope 2."""
-    found = trend([1, 2, 3, 4, 5], [2, 4, 6, 8, 10], rises=True, effect="s")
-    assert found.answer == "yes" and found.p == pytest.approx(2 / 120)
-    assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0)
+    evidence = trend([1, 2, 3, 4, 5], [2, 4, 6, 8, 10], rises=True, effect="s")
+    assert evidence.answer == "yes" and evidence.p == pytest.approx(2 / 120)
+    assert (evidence.value, evidence.low, evidence.high) == (2.0, 2.0, 2.0)
     assert trend([1, 2, 3, 4, 5], [10, 8, 6, 4, 2], rises=True, effect="s").answer == "no"
     assert trend([1, 2, 3, 4, 5], [10, 8, 6, 4, 2], rises=False, effect="s").answer == "yes"
 
 
 def test_a_trend_without_a_slope_is_none() -> None:
     """A pool that is empty but for the last moments: ranks go together, and between most moments nothing changes."""
-    x, y = list(range(120)), [0.0] * 100 + [float(one) for one in range(20)]
-    found = trend(x, y, rises=True, effect="MiB")
-    assert found.p is not None and found.p < 1e-4 and found.value == 0.0
-    assert found.answer == "cannot tell" and "median slope is 0" in found.why
+    x, y = list(range(120)), [0.0] * 100 + [float(number) for number in range(20)]
+    evidence = trend(x, y, rises=True, effect="MiB")
+    assert evidence.p is not None and evidence.p < 1e-4 and evidence.value == 0.0
+    assert evidence.answer == "cannot tell" and "median slope is 0" in evidence.why
 
 
 def test_six_pairs_by_hand() -> None:
     """All six agree: p is 2 / 2**6; the totals are 6 and 12."""
-    found = cheaper([1.0] * 6, [1.5, 1.6, 1.7, 2.2, 2.4, 2.6], rng())
-    assert found.answer == "yes" and found.p == pytest.approx(2 / 64) and found.value == pytest.approx(0.5)
+    evidence = cheaper([1.0] * 6, [1.5, 1.6, 1.7, 2.2, 2.4, 2.6], rng())
+    assert evidence.answer == "yes" and evidence.p == pytest.approx(2 / 64) and evidence.value == pytest.approx(0.5)
     assert cheaper([1.5, 1.6, 1.7, 2.2, 2.4, 2.6], [1.0] * 6, rng()).answer == "no"
 
 
 def test_four_against_four_by_hand() -> None:
     """No overlap: p is 2 / (8 choose 4)."""
-    found = lower([1, 2, 3, 4], [5, 6, 7, 8], rng())
-    assert found.answer == "yes" and found.p == pytest.approx(2 / 70) and found.value == pytest.approx(10 / 26)
+    evidence = lower([1, 2, 3, 4], [5, 6, 7, 8], rng())
+    assert evidence.answer == "yes" and evidence.p == pytest.approx(2 / 70) and evidence.value == pytest.approx(10 / 26)
     assert lower([5, 6, 7, 8], [1, 2, 3, 4], rng()).answer == "no"
 
 
@@ -62,11 +62,11 @@ def test_the_lowest_level_of_runs_that_do_not_overlap() -> None:
     assert lowest_at({10: [1.0, 2.0, 3.0], 30: [1.0, 2.0, 3.0]}, (30,), rng()).answer == "cannot tell"
 
 
-def test_what_coincides_by_hand() -> None:
+def test_coincidence_by_hand() -> None:
     """Three marks on the three events of ten steps: p is 1 / (10 choose 3)."""
     marked = [True] * 3 + [False] * 7
-    found = coincide(marked, marked)
-    assert found.answer == "yes" and found.p == pytest.approx(1 / 120)
+    evidence = coincide(marked, marked)
+    assert evidence.answer == "yes" and evidence.p == pytest.approx(1 / 120)
     assert coincide([True, False] * 10, [True] * 10 + [False] * 10).answer == "cannot tell"
 
 
@@ -88,7 +88,7 @@ def test_what_coincides_by_hand() -> None:
         coincide([False] * 4, [True, False] * 2),
     ],
 )
-def test_too_little_cannot_tell_and_says_why(few: Evidence) -> None:
+def test_too_few_values_are_undecided_with_a_reason(few: Evidence) -> None:
     assert few.answer == "cannot tell" and few.why
 
 
@@ -135,9 +135,9 @@ def test_a_line_at_the_margin_is_rarely_called_flat() -> None:
 def test_intervals_of_the_slope_hold_the_truth() -> None:
     held = 0
     for seed in range(ROUNDS):
-        found = trend(LEVELS, 3 * LEVELS + rng(seed).normal(0, 1, 16), rises=True, effect="s")
-        assert found.low is not None and found.high is not None
-        held += found.low <= 3 <= found.high
+        evidence = trend(LEVELS, 3 * LEVELS + rng(seed).normal(0, 1, 16), rises=True, effect="s")
+        assert evidence.low is not None and evidence.high is not None
+        held += evidence.low <= 3 <= evidence.high
     assert held / ROUNDS >= 0.9
 
 

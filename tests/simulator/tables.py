@@ -60,7 +60,7 @@ def llmservingsim(folder: Path, attention: Callable[[float, float, float, float]
         *product(CHUNKS, CONTEXTS, REQUESTS, DECODED),
     ]
     names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-    mixed = [dict(zip(names, one, strict=True)) | {"time_us": float(attention(*one))} for one in batches]
+    mixed = [dict(zip(names, batch, strict=True)) | {"time_us": float(attention(*batch))} for batch in batches]
     dense = [
         {"layer": name, "tokens": tokens, "time_us": a + b * tokens}
         for name, (a, b) in (DENSE_US | ONCE_US).items()

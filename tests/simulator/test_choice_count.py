@@ -14,22 +14,22 @@ from tests.synthetic import fitted_model, options_for, situation
 
 
 def test_only_what_left_a_choice_counts() -> None:
-    one = situation(100_000)
-    beyond = fitted_model("analytic").predict(one, options_for(one))
+    victim = situation(100_000)
+    beyond = fitted_model("analytic").predict(victim, options_for(victim))
     assert beyond[0].extrapolated
-    count, both = ChoiceCount(), Decision(options_for(one), (1.0, 0.0), 0, beyond, "any", "{}")
+    count, both = ChoiceCount(), Decision(options_for(victim), (1.0, 0.0), 0, beyond, "any", "{}")
     count(both)
     count(replace(both, costs=()))
     count(Decision((Option("recompute"),), (1.0,), 0, beyond[:1], "any", "{}"))
     assert (count.choices, count.extrapolated) == (2, 1)
 
 
-def test_an_observer_is_told_what_the_trace_is() -> None:
-    told: list[Decision] = []
+def test_an_observer_sees_the_decisions_of_the_trace() -> None:
+    events: list[Decision] = []
     workload = Workload("three", tuple(Request(0.0, 60, 60) for _ in range(3)), 0)
-    run = Builtin().run(workload, load("random:0.5"), SERVER, times(2e7), 1, MemorySink(), told.append)
+    run = Builtin().run(workload, load("random:0.5"), SERVER, times(2e7), 1, MemorySink(), events.append)
     assert run.trace is not None
     rows = run.trace.rows("decisions", ("chosen", "executed", "policy"))
     assert rows and [(row["chosen"], row["executed"], row["policy"]) for row in rows] == [
-        (one.chosen, one.executed, one.policy) for one in told
+        (one.chosen, one.executed, one.policy) for one in events
     ]

@@ -80,9 +80,9 @@ def compressed(file: Path, lines: list[str]) -> None:
 
 def test_a_run_made_by_the_simulator_is_found_again(study: Any, tmp_path: Path) -> None:
     last_s = made_run(study, tmp_path)
-    said: list[str] = []
-    (found,) = study.fidelity_e2e(tmp_path, tmp_path, last_s / 2, said.append)
-    alone, in_step, later, fitted = found["results"].values()
+    events: list[str] = []
+    (result,) = study.fidelity_e2e(tmp_path, tmp_path, last_s / 2, events.append)
+    alone, in_step, later, fitted = result["results"].values()
     assert in_step["prefill_s mean"]["error"] < alone["prefill_s mean"]["error"] - 0.05
     assert alone["requests"] == REQUESTS and 5 < later["requests"] == fitted["requests"] < REQUESTS
     assert alone["e2e_s mean"]["error"] < -0.05
@@ -90,19 +90,19 @@ def test_a_run_made_by_the_simulator_is_found_again(study: Any, tmp_path: Path) 
     assert abs(fitted["e2e_s mean"]["error"]) < 0.02 and not study.missed_bars(fitted)
     assert fitted["output_tok_s"]["error"] == pytest.approx(0.0, abs=0.03)
     assert 0 <= alone["steps beyond the tables"] < 1
-    assert "calibrated on" in found["engine"]["source"]
+    assert "calibrated on" in result["engine"]["source"]
     with pytest.raises(ValueError, match="0 requests of GPU_llm were done by then"):
-        study.fidelity_e2e(tmp_path, tmp_path, 0, said.append)
+        study.fidelity_e2e(tmp_path, tmp_path, 0, events.append)
     with pytest.raises(ValueError, match="and 0 first scheduled after it"):
-        study.fidelity_e2e(tmp_path, tmp_path, last_s, said.append)
+        study.fidelity_e2e(tmp_path, tmp_path, last_s, events.append)
 
 
-def test_a_run_without_tables_is_told_as_such(study: Any, tmp_path: Path) -> None:
+def test_a_run_without_tables_is_reported(study: Any, tmp_path: Path) -> None:
     made_run(study, tmp_path)
     for file in tmp_path.glob("lss_*"):
         file.unlink()
-    (found,) = study.fidelity_e2e(tmp_path, tmp_path, 0.5, lambda _: None)
-    assert found == {"run": NAME, "judged": False, "reason": f"no tables lss_{NAME}_tp1_* there"}
+    (result,) = study.fidelity_e2e(tmp_path, tmp_path, 0.5, lambda _: None)
+    assert result == {"run": NAME, "judged": False, "reason": f"no tables lss_{NAME}_tp1_* there"}
     with pytest.raises(ValueError, match=r"holds no \*_meta"):
         study.fidelity_e2e(tmp_path / "out", tmp_path, 0.5, lambda _: None)
 
@@ -120,10 +120,10 @@ def test_nothing_judged_is_an_error_that_says_what_is_missing(
 def test_numbers_are_found_and_never_below_nothing(study: Any) -> None:
     design, truth = np.array([[1.0, 2.0], [3.0, 1.0], [0.5, 0.25]]), np.array([2e-3, 0.3])
     nudges = np.array([1e-3, 0.1])
-    found = study.gauss_newton(lambda x: design @ (x - truth), np.zeros(2), nudges)
-    assert found == pytest.approx(truth)
-    found = study.gauss_newton(lambda x: x - np.array([-1.0, 0.5]), np.zeros(2), nudges)
-    assert found == pytest.approx([0.0, 0.5])
+    solution = study.gauss_newton(lambda x: design @ (x - truth), np.zeros(2), nudges)
+    assert solution == pytest.approx(truth)
+    solution = study.gauss_newton(lambda x: x - np.array([-1.0, 0.5]), np.zeros(2), nudges)
+    assert solution == pytest.approx([0.0, 0.5])
 
 
 def test_requests_are_admitted_in_order_and_when_there_was_room(study: Any) -> None:

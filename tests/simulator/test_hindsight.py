@@ -49,9 +49,9 @@ def test_worked_by_hand() -> None:
         longer_s = fixed["swap"].makespan_s - fixed["recompute"].makespan_s
         assert longer_s == pytest.approx(2 * 80_000 / copy_bytes_per_s - 79e-4)
         assert simulate(Oracle(times(copy_bytes_per_s), SERVER)).makespan_s == fixed["swap"].makespan_s
-        found = best_in_hindsight(simulate)
-        assert (found.kinds, found.value) == ((best,), fixed[best].makespan_s)
-        assert (found.schedules, found.complete) == (2, True)
+        result = best_in_hindsight(simulate)
+        assert (result.kinds, result.value) == ((best,), fixed[best].makespan_s)
+        assert (result.schedules, result.complete) == (2, True)
 
 
 @pytest.mark.parametrize("copy_bytes_per_s", [2e6, 2e7, 4e7])
@@ -59,8 +59,8 @@ def test_no_policy_does_better(copy_bytes_per_s: float) -> None:
     lengths = ((60, 70), (20, 110), (90, 40), (40, 60), (30, 80))
     workload = Workload("five", tuple(Request(0.02 * at, *pair) for at, pair in enumerate(lengths)), 0)
     simulate = on(workload, SERVER, times(copy_bytes_per_s))
-    found = best_in_hindsight(simulate, value=lambda summary: summary.e2e_s.mean)
-    assert found.complete and found.schedules > 4
+    best = best_in_hindsight(simulate, value=lambda summary: summary.e2e_s.mean)
+    assert best.complete and best.schedules > 4
     names = ("always-recompute", "always-swap", "threshold:64", "threshold:96", "random:0.5")
     for policy in (*map(load, names), Oracle(times(copy_bytes_per_s), SERVER)):
-        assert simulate(policy).e2e_s.mean >= found.value
+        assert simulate(policy).e2e_s.mean >= best.value

@@ -24,7 +24,7 @@ def queues(link: Link) -> LinkQueues[Copy]:
 
 
 def spans(some: LinkQueues[Copy]) -> list[tuple[str, float, float]]:
-    return [(one.transfer.direction, one.transfer.start_s, one.transfer.end_s) for one in some.running]
+    return [(copy.transfer.direction, copy.transfer.start_s, copy.transfer.end_s) for copy in some.running]
 
 
 def test_a_step_waits_for_its_saves_and_a_load_begins_when_it_has_computed() -> None:
@@ -51,11 +51,11 @@ def test_one_at_a_time_per_direction_and_a_load_after_its_own_save() -> None:
     link.step([], [(Copy(2), 1), (Copy(1), 1)], 1.0, 1.0)
     assert spans(link)[:2] == [("save", 0.0, 5.0), ("save", 5.0, 10.0)]
     assert spans(link)[2:] == [("load", 10.0, 11.0), ("load", 11.0, 12.0)]
-    queued = [(one.transfer.submit_s, one.transfer.queued_bytes) for one in link.running]
+    queued = [(copy.transfer.submit_s, copy.transfer.queued_bytes) for copy in link.running]
     assert queued == [(0.0, 0), (0.0, 500), (2.0, 0), (2.0, 100)]
 
 
-def test_ended_ones_are_told_once_in_the_order_of_their_ends() -> None:
+def test_finished_copies_are_returned_once_in_the_order_of_their_ends() -> None:
     link = queues(Link(saves_wait=False))
     link.step([(Copy(1), 5)], [(Copy(2), 1)], 0.0, 1.0)
     assert link.next_end_s() == 2.0 and link.ended(1.9) == []
@@ -64,7 +64,7 @@ def test_ended_ones_are_told_once_in_the_order_of_their_ends() -> None:
 
 
 @pytest.mark.parametrize(("segment_bytes", "pieces", "piece_bytes"), [(50, 6, 50), (None, 3, 100), (400, 3, 400)])
-def test_what_a_transfer_says_of_itself(segment_bytes: int | None, pieces: int, piece_bytes: int) -> None:
+def test_fields_of_a_transfer(segment_bytes: int | None, pieces: int, piece_bytes: int) -> None:
     link: LinkQueues[Copy] = LinkQueues(replace(SERVER, segment_bytes=segment_bytes), TIMES)
     link.step([(Copy(7), 3)], [], 0.0, 1.0)
     transfer = link.running[0].transfer

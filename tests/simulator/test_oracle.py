@@ -112,9 +112,9 @@ class Toy:
 
 def test_the_best_schedule_is_found_where_the_cheaper_first_step_is_not_in_it() -> None:
     toy = Toy(TREE)
-    found = best_in_hindsight(toy)
-    assert (found.kinds, found.value, found.summary.makespan_s) == (("swap",), 5.0, 5.0)
-    assert (found.schedules, found.complete) == (3, True)
+    best = best_in_hindsight(toy)
+    assert (best.kinds, best.value, best.summary.makespan_s) == (("swap",), 5.0, 5.0)
+    assert (best.schedules, best.complete) == (3, True)
     assert set(toy.played) == set(TREE), "each schedule once"
     assert toy(load("always-recompute")).makespan_s == 7.0
 
@@ -125,14 +125,14 @@ def test_every_schedule_is_tried_once() -> None:
     for number in range(16):
         whole[tuple(kinds[number >> place & 1] for place in range(4))] = float((number * 7 + 3) % 16)
     toy = Toy(whole)
-    found = best_in_hindsight(toy)
+    best = best_in_hindsight(toy)
     assert sorted(toy.played) == sorted(whole)
-    assert found.value == 0.0 and whole[found.kinds] == 0.0
+    assert best.value == 0.0 and whole[best.kinds] == 0.0
 
 
 def test_what_lies_beyond_is_recomputed_and_said() -> None:
-    found = best_in_hindsight(Toy(TREE), value=lambda summary: -summary.makespan_s, choices=1)
-    assert (found.kinds, found.value, found.schedules, found.complete) == (("recompute",), -7.0, 2, False)
+    best = best_in_hindsight(Toy(TREE), value=lambda summary: -summary.makespan_s, choices=1)
+    assert (best.kinds, best.value, best.schedules, best.complete) == (("recompute",), -7.0, 2, False)
     assert best_in_hindsight(Toy(TREE), choices=0).schedules == 1
     with pytest.raises(ValueError, match="from 0 to 12"):
         best_in_hindsight(Toy(TREE), choices=MAX_CHOICES + 1)

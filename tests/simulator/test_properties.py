@@ -2,80 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import given
 
 from kvpolicy import policy
-from kvpolicy.fields import WrongValue
-from kvpolicy.simulator import Builtin, Link, MemorySink, Server
-from kvpolicy.simulator.builtin.engine import Engine
-from kvpolicy.simulator.builtin.scheduler import VllmVictims
-from kvpolicy.simulator.builtin.trace_writer import TraceWriter
-from kvpolicy.simulator.sinks import Identity
-from kvpolicy.workload import Request, Source, Workload
-from tests.fuzzing import examples
+from kvpolicy.simulator import Builtin, MemorySink, Server
+from tests.simulator.random_runs import World, engine_of, few_worlds
 from tests.simulator.worlds import LINEAR, random_workload, run, worlds
 
-World = tuple[Workload, Server, str]
-some = examples(25, suppress_health_check=[HealthCheck.too_slow])
 
-
-@some
-@given(worlds())
-def test_leaping_changes_nothing(world: World) -> None:
-    """Taken at once or one by one, steps give the same rows and the same summary."""
-    same_either_way(*world)
-
-
-def test_an_answer_is_found_while_it_is_generated() -> None:
-    """The second request repeats what the first one is about to say: how much of it is there shows the moment."""
-    first = Request(0.0, 6, 54, prefix=tuple(range(1, 11)), prefix_block_tokens=6)
-    server = Server(block_size=4, block_bytes=1, device_blocks=60, host_blocks=0, prefix_caching=True)
-    for arrival_s in (0.02, 0.04, 0.06, 0.08):
-        second = replace(first, arrival_s=arrival_s, prompt_tokens=58, output_tokens=2)
-        same_either_way(Workload("repeated", (first, second), 0), server, "always-recompute")
-
-
-def test_who_leaves_the_crowd_takes_no_budget() -> None:
-    """Scheduling ahead, a last token is on its way while its request still runs; a prefill gets its share of the step,
-    and may need a block for it. Found by chance, 1 in 1000."""
-    server = Server(
-        block_size=16,
-        block_bytes=1,
-        device_blocks=19,
-        host_blocks=2000,
-        token_budget=16,
-        prefix_caching=False,
-        scheduling="priority",
-        asynchronous=True,
-        link=Link(overlapped=False),
-    )
-    same_either_way(random_workload(507, 25, 500.0), server, "always-swap")
-
-
-def same_either_way(source: Workload, server: Server, name: str) -> None:
-    (leapt, trace), (plain, other) = (run(source, server, name, leap=leap) for leap in (True, False))
-    assert leapt.summary == plain.summary or math.isnan(plain.summary.itl_s.mean)
-    for table in ("requests", "steps", "decisions", "outcomes", "transfers"):
-        rows, others = trace.rows(table), other.rows(table)
-        assert len(rows) == len(others)
-        for row, one in zip(rows, others, strict=True):
-            assert {k: v for k, v in row.items() if k not in COSTS} == {k: v for k, v in one.items() if k not in COSTS}
-            assert [row.get(k) for k in COSTS] == pytest.approx([one.get(k) for k in COSTS], abs=1e-9)
-
-
-COSTS = ("engine_s", "others_delay_s")
-"""Durations less durations: rounding alone may differ."""
-
-
-@some
+@few_worlds
 @given(worlds())
 def test_nothing_is_lost_and_nothing_is_left(world: World) -> None:
     """Every request is served in full; blocks, references, host slots and copies are all given back."""
@@ -92,7 +31,7 @@ def test_nothing_is_lost_and_nothing_is_left(world: World) -> None:
     assert engine.tallied.summary(0.0).requests == len(source)
 
 
-@some
+@few_worlds
 @given(worlds())
 def test_no_step_is_beyond_the_server(world: World) -> None:
     source, server, name = world
@@ -105,12 +44,12 @@ def test_no_step_is_beyond_the_server(world: World) -> None:
     assert ends == sorted(ends)
 
 
-@some
+@few_worlds
 @given(worlds())
 def test_the_tables_tell_one_story(world: World) -> None:
     source, server, name = world
-    found, trace = run(source, server, name)
-    summary, requests, steps = found.summary, trace.rows("requests"), trace.rows("steps")
+    result, trace = run(source, server, name)
+    summary, requests, steps = result.summary, trace.rows("requests"), trace.rows("steps")
     served = {int(row["request"]): row for row in requests}
     for number, request in enumerate(source):
         assert served[number]["output_tokens"] == request.output_tokens
@@ -160,71 +99,8 @@ def test_latencies_of_tokens_are_those_of_the_steps() -> None:
     """Alone, a request's inter-token times are the durations of its decode steps."""
     source = random_workload(9, 1, 1.0)
     server = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=0)
-    found, trace = run(source, server)
+    result, trace = run(source, server)
     seconds = [row["duration_s"] for row in trace.rows("steps")][1:]
-    assert found.summary.itl_s.mean == pytest.approx(np.mean(seconds))
-    assert found.summary.itl_s.p50 == pytest.approx(np.median(seconds), rel=5e-3)
-    assert found.summary.itl_s.p99 == pytest.approx(max(seconds), rel=5e-3)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"max_model_len": 50}, "request 0 has .* max_model_len is 50"),
-        ({"device_blocks": 2}, "request 0 needs .* device_blocks is 2"),
-        ({"rules": "0.1"}, "rules is '0.1'"),
-        ({"token_budget": 0}, "token_budget is 0"),
-        ({"host_blocks": -1}, "host_blocks is -1"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(changed: dict[str, Any], message: str) -> None:
-    source = random_workload(5, 5, 60.0)
-    server = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=100)
-    with pytest.raises(ValueError, match=message):
-        run(source, replace(server, **changed))
-
-
-def test_a_source_is_read_as_time_goes_on() -> None:
-    """Nobody is read much before arriving and nothing is kept of who is through: a million fit as well."""
-    read = 0
-
-    class Watched:
-        name, source, seed = "watched", "", 0
-
-        def __iter__(self) -> Iterator[Request]:
-            nonlocal read
-            for request in random_workload(7, 400, 50.0).requests:
-                read += 1
-                yield replace(request, session="", think_s=None)
-
-    server = Server(block_size=16, block_bytes=1, device_blocks=500, host_blocks=0)
-    engine = engine_of(Watched(), server, "always-swap")
-    assert read == 2
-    engine.run()
-    assert read == engine.tallied.summary(0.0).requests == 400
-    assert not engine.arrivals._latest and not engine.arrivals._followers
-
-
-def engine_of(source: Source, server: Server, name: str) -> Engine:
-    victims = VllmVictims(server.scheduling)
-    identity = Identity(source, policy.load(name), server, LINEAR, 0)
-    return Engine(identity, TraceWriter("core", None), victims, True)
-
-
-@pytest.mark.parametrize("watermark", [-0.1, 1.0, math.nan])
-def test_a_watermark_that_is_no_share_is_refused(watermark: float) -> None:
-    with pytest.raises(WrongValue, match=r"watermark is .*, should be a share of the blocks, from 0, below 1"):
-        Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=0, watermark=watermark)
-
-
-def test_a_watermark_keeps_blocks_free_beside_running_requests() -> None:
-    """A fifth of 21 blocks (the null block counted) is 4. The first prompt takes 10 of 20: alone, it need not leave
-    any. The second would take 7 and leave 3: it waits until the first is through."""
-    server = Server(block_size=16, block_bytes=1, device_blocks=20, host_blocks=0, prefix_caching=False)
-    both = Workload("two", (Request(0.0, 150, 5), Request(0.0, 100, 5)), 0)
-    for watermark, together in ((0.0, 2), (0.2, 1)):
-        run = Builtin().run(
-            both, policy.load("always-recompute"), replace(server, watermark=watermark), LINEAR, 0, MemorySink()
-        )
-        assert run.trace is not None
-        assert max(row["running_requests"] for row in run.trace.rows("steps")) == together
+    assert result.summary.itl_s.mean == pytest.approx(np.mean(seconds))
+    assert result.summary.itl_s.p50 == pytest.approx(np.median(seconds), rel=5e-3)
+    assert result.summary.itl_s.p99 == pytest.approx(max(seconds), rel=5e-3)

@@ -14,14 +14,14 @@ HEAD = "request_id,input_toks,output_toks,queued_ts,scheduled_ts,first_token_ts,
 ROWS = ("b,20,3,1.5,1.6,1.7,2.0,1.5", "a,10,2,0.0,0.1,0.2,0.3,0.0")
 
 
-def written(folder: Path, *rows: str, head: str = HEAD) -> Path:
+def csv_file(folder: Path, *rows: str, head: str = HEAD) -> Path:
     file = folder / "run_requests.csv.gz"
     file.write_bytes(gzip.compress("\n".join((head, *rows, "")).encode()))
     return file
 
 
 def test_requests_come_in_the_order_of_arrival_whatever_the_files(tmp_path: Path) -> None:
-    file = written(tmp_path, *ROWS)
+    file = csv_file(tmp_path, *ROWS)
     workload = measured_requests(file)
     assert workload.requests == (Request(0.0, 10, 2), Request(1.5, 20, 3))
     assert (workload.name, workload.source) == ("run_requests", "run_requests.csv.gz")
@@ -33,7 +33,7 @@ def test_requests_come_in_the_order_of_arrival_whatever_the_files(tmp_path: Path
 
 
 def test_requests_alone_need_no_times(tmp_path: Path) -> None:
-    file = written(tmp_path, "5,7,0.25", head="input_toks,output_toks,client_arrival_s")
+    file = csv_file(tmp_path, "5,7,0.25", head="input_toks,output_toks,client_arrival_s")
     assert measured_requests(file).requests == (Request(0.25, 5, 7),)
     with pytest.raises(RequestsError, match="no column scheduled_ts"):
         measured_run(file)
@@ -53,7 +53,7 @@ def test_requests_alone_need_no_times(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_row_is_refused_by_row_and_column(tmp_path: Path, row: str, said: str) -> None:
-    file = written(tmp_path, ROWS[0], row)
+    file = csv_file(tmp_path, ROWS[0], row)
     with pytest.raises(RequestsError, match=said) as refused:
         measured_run(file)
     assert str(file) in str(refused.value)

@@ -25,9 +25,9 @@ def workload(*requests: Request) -> Workload:
 def run(
     source: Workload, server: Server, name: str = "always-recompute", times: ConstantTimes = LINEAR, **how: Any
 ) -> tuple[Run, Trace]:
-    found = Builtin(wall=lambda: 0.0, **how).run(source, policy.load(name), server, times, seed=1, sink=MemorySink())
-    assert found.trace is not None
-    return found, found.trace
+    outcome = Builtin(wall=lambda: 0.0, **how).run(source, policy.load(name), server, times, seed=1, sink=MemorySink())
+    assert outcome.trace is not None
+    return outcome, outcome.trace
 
 
 def random_workload(seed: int, count: int, rate_per_s: float) -> Workload:
@@ -68,5 +68,5 @@ def worlds(draw: st.DrawFn) -> tuple[Workload, Server, str]:
         asynchronous=draw(st.booleans()),
         link=Link(draw(st.booleans()), draw(st.sampled_from((0.0, 0.2))), draw(st.booleans())),
     )
-    made = random_workload(draw(st.integers(0, 10**6)), draw(st.integers(1, 25)), draw(st.sampled_from((5.0, 500.0))))
-    return made, server, draw(st.sampled_from(("always-recompute", "always-swap", "random:0.5", "threshold:90")))
+    source = random_workload(draw(st.integers(0, 10**6)), draw(st.integers(1, 25)), draw(st.sampled_from((5.0, 500.0))))
+    return source, server, draw(st.sampled_from(("always-recompute", "always-swap", "random:0.5", "threshold:90")))

@@ -1,4 +1,7 @@
-"""The commands call the functions of their names; failures are the exit status."""
+"""The commands call the functions of their names; failures are the exit status.
+
+They stand in ``kvpolicy.cli.study``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.study.config import Criterion, Run, Serving
-from tests.study.test_grid import TIGHT, WORKLOAD
+from tests.study.grids import TIGHT, WORKLOAD
 
 
 class Called:
@@ -123,7 +126,7 @@ def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--min-gain -1", "--min-gain is -1.0, should be 0 or above"),
     ],
 )
-def test_a_wrong_value_is_told_by_its_flag(
+def test_a_wrong_value_is_refused_by_its_flag(
     hardware: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, told: str
 ) -> None:
     base = ["--workload", WORKLOAD, "--kv-blocks", "9", "--hardware", hardware, "--cache", str(tmp_path)]
@@ -136,20 +139,20 @@ def test_from_the_command_line_to_json(hardware: str, tmp_path: Path, capsys: py
     line = ["--hardware", hardware, "--cache", str(tmp_path / "c"), "--jobs", "0", "--json", str(tmp_path / "r.json")]
     blocks = ["--kv-blocks", str(TIGHT), "--kv-blocks", "20"]
     assert run("simulate", "--workload", WORKLOAD, "--policy", "always-swap", *blocks, *line) == 1
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert len(told["cells"]) == 1 and len(told["failed"]) == 1
+    values = json.loads((tmp_path / "r.json").read_text())
+    assert len(values["cells"]) == 1 and len(values["failed"]) == 1
     assert {"throughput_tok_s", "e2e_s", "ttft_s", "itl_s", "preemptions", "recomputed_tokens", "moved_bytes"} <= set(
-        told["cells"][0]
+        values["cells"][0]
     )
-    assert {"makespan_s", "simulator_wall_s", "inputs"} <= set(told["cells"][0])
+    assert {"makespan_s", "simulator_wall_s", "inputs"} <= set(values["cells"][0])
     assert "failed: " in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_one_line(hardware: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("simulate", "--workload", WORKLOAD, "--policy", "p", "--kv-blocks", "9", "--hardware", hardware) == 2
     assert run("simulate", "--policy", "always-swap", "--kv-blocks", "9", "--hardware", hardware) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 2 and "policy 'p' is no policy" in said and "no workload" in said
+    err = capsys.readouterr().err
+    assert err.count("\n") == 2 and "policy 'p' is no policy" in err and "no workload" in err
 
 
 def test_ray_that_is_not_installed_is_named(

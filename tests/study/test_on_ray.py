@@ -26,13 +26,13 @@ def on_ray(*arguments: Any) -> dict[int, Any]:
 
 
 def test_every_task_is_answered(cluster: None) -> None:
-    found = on_ray(double, [*range(12), 13], "auto")
-    error = found.pop(12)
-    assert found == {number: 2 * number for number in range(12)}
+    results = on_ray(double, [*range(12), 13], "auto")
+    error = results.pop(12)
+    assert results == {number: 2 * number for number in range(12)}
     assert isinstance(error, RuntimeError) and "thirteen" in str(error)
 
 
 def test_a_killed_worker_takes_its_task_along(cluster: None) -> None:
-    found = on_ray(double, [1, 99, 2], "auto")
-    assert isinstance(found.pop(1), ray.exceptions.RayError)
-    assert found == {0: 2, 2: 4}
+    results = on_ray(double, [1, 99, 2], "auto")
+    assert isinstance(results.pop(1), ray.exceptions.RayError)
+    assert results == {0: 2, 2: 4}

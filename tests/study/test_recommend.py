@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvpolicy.study.recommend import (
 )
 from kvpolicy.workload import Request, Workload
 from tests.study.conftest import grouped
-from tests.study.test_grid import TIGHT, WORKLOAD
+from tests.study.grids import TIGHT, WORKLOAD
 
 SERVING = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
 
@@ -56,54 +57,54 @@ def runs(**seconds: Sequence[float]) -> Mapping[str, Sequence[dict[str, Any]]]:
     return {policy: [result(policy, one) for one in some] for policy, some in named.items()}
 
 
-def test_what_is_clearly_better_is_to_be_deployed() -> None:
-    told = advise(
+def test_a_clear_gain_is_deployed() -> None:
+    advice = advise(
         runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 18.1, 35.9], random=[10.5, 20.4, 41.0]),
         Criterion(),
         8.0,
     )
-    assert (told.best, told.deploy) == ("always-swap", "always-swap")
-    assert told.config_line == "kvpolicy config --policy always-swap --host-gib 8"
-    gain = next(one.gain for one in told.compared if one.policy == "always-swap")
+    assert (advice.best, advice.deploy) == ("always-swap", "always-swap")
+    assert advice.config_line == "kvpolicy config --policy always-swap --host-gib 8"
+    gain = next(row.gain for row in advice.compared if row.policy == "always-swap")
     assert gain.value == pytest.approx(1.11, abs=0.01) and gain.significant
-    assert f"deploy this: always-swap: e2e {gain.text()} times better" in told.text()
-    assert "warning: not measured: the link" in told.text() and "as the model warned" in told.text()
+    assert f"deploy this: always-swap: e2e {gain.text()} times better" in advice.text()
+    assert "warning: not measured: the link" in advice.text() and "as the model warned" in advice.text()
 
 
-def test_what_is_not_told_from_chance_is_left_as_it_is() -> None:
-    told = advise(runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 21.0, 37.0]), Criterion(), 4.0)
-    assert (told.best, told.deploy, told.config_line) == ("always-swap", "always-recompute", "")
-    assert "keep vLLM's default" in told.reason and "but not significantly" in told.reason
+def test_an_insignificant_gain_keeps_the_default() -> None:
+    advice = advise(runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 21.0, 37.0]), Criterion(), 4.0)
+    assert (advice.best, advice.deploy, advice.config_line) == ("always-swap", "always-recompute", "")
+    assert "keep vLLM's default" in advice.reason and "but not significantly so" in advice.reason
 
 
 def test_the_default_may_be_the_best() -> None:
-    told = advise(runs(always_recompute=[9.0, 18.0], always_swap=[10.0, 20.0]), Criterion("throughput"), 4.0)
-    assert told.deploy == told.best == "always-recompute"
-    assert "no other policy had a better mean" in told.reason
+    advice = advise(runs(always_recompute=[9.0, 18.0], always_swap=[10.0, 20.0]), Criterion("throughput"), 4.0)
+    assert advice.deploy == advice.best == "always-recompute"
+    assert "no other policy did better" in advice.reason
 
 
-def test_what_is_told_is_taken_before_what_looks_better() -> None:
+def test_a_significant_gain_goes_before_a_larger_mean() -> None:
     some = runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.5, 19.0, 38.01], random=[6.0, 24.0, 36.0])
-    told = advise(some, Criterion(), 4.0)
-    means = {one.policy: one.gain.value for one in told.compared}
+    advice = advise(some, Criterion(), 4.0)
+    means = {row.policy: row.gain.value for row in advice.compared}
     assert means["random"] > means["always-swap"]
-    assert (told.best, told.deploy) == ("always-swap", "always-swap")
+    assert (advice.best, advice.deploy) == ("always-swap", "always-swap")
 
 
 def test_the_oracle_is_shown_and_never_deployed() -> None:
-    told = advise(runs(always_recompute=[10.0, 20.0, 40.0], oracle=[5.0, 10.0, 20.0]), Criterion(), 4.0)
-    assert (told.best, told.deploy) == ("always-recompute", "always-recompute")
-    assert [one.policy for one in told.compared] == ["always-recompute", "oracle"]
+    advice = advise(runs(always_recompute=[10.0, 20.0, 40.0], oracle=[5.0, 10.0, 20.0]), Criterion(), 4.0)
+    assert (advice.best, advice.deploy) == ("always-recompute", "always-recompute")
+    assert [row.policy for row in advice.compared] == ["always-recompute", "oracle"]
 
 
-def test_the_whole_workload_is_told_beside_its_parts() -> None:
+def test_the_whole_workload_is_reported_beside_its_parts() -> None:
     parts = [result("always-recompute", one) for one in (5.0, 5.5)]
-    told, warning = whole_run_summary([result("always-recompute", 5.5), result("always-swap", 5.0)], parts, "e2e")
-    assert told == "always-recompute 5.5 s, 5 preemptions; always-swap 5 s, 1.100 times better"
+    outcome, warning = whole_run_summary([result("always-recompute", 5.5), result("always-swap", 5.0)], parts, "e2e")
+    assert outcome == "always-recompute 5.5 s, 5 preemptions; always-swap 5 s, 1.100 times better"
     assert warning == ""
-    told, warning = whole_run_summary([result("always-recompute", 20.0)], parts, "e2e")
-    assert told == "always-recompute 20 s, 5 preemptions"
-    assert "takes 20 s in one run, and 5.25 s in parts: every part begins with an empty server" in warning
+    outcome, warning = whole_run_summary([result("always-recompute", 20.0)], parts, "e2e")
+    assert outcome == "always-recompute 20 s, 5 preemptions"
+    assert "comes to 20 s, its parts to 5.25 s: every part begins with an empty server" in warning
 
 
 def test_looking_for_the_best_of_many_asks_for_more() -> None:
@@ -118,10 +119,10 @@ def test_copies_of_one_run_are_one_pair() -> None:
     """Five seeds of a recorded file are one run five times over: no interval, no advice but the default."""
     copies = runs(always_recompute=[10.0] * 5, always_swap=[9.0, 9.0, 9.01, 9.0, 9.0])
     assert advise(copies, Criterion(), 4.0).deploy == "always-swap", "as pairs of their own they would tell a lot"
-    told = advise(copies, Criterion(), 4.0, seeds_differ=False)
-    assert (told.deploy, told.config_line) == ("always-recompute", "")
-    assert all(one.gain.pairs == 1 for one in told.compared)
-    assert "with one run there is no interval" in told.reason and "the runs of a part count as one" in told.text()
+    advice = advise(copies, Criterion(), 4.0, seeds_differ=False)
+    assert (advice.deploy, advice.config_line) == ("always-recompute", "")
+    assert all(row.gain.pairs == 1 for row in advice.compared)
+    assert "one run: no interval" in advice.reason and "the runs of a part are one" in advice.text()
 
 
 def test_seeds_of_a_part_are_averaged() -> None:
@@ -153,17 +154,17 @@ def test_a_recorded_file_counts_once(hardware: str, tmp_path: Path) -> None:
     file = tmp_path / "w.csv"
     rows = [f"0.0,{100 + 17 * number},{300 + number}" for number in range(12)]
     file.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
-    given: dict[str, Any] = {"hardware": hardware, "kv_blocks": 100, "jobs": 0, "cache": tmp_path / "c"}
-    told = kvpolicy.recommend(str(file), **grouped(**given, seeds=2, parts=2))
-    assert all(one.gain.pairs == 2 for one in told.compared)
+    values: dict[str, Any] = {"hardware": hardware, "kv_blocks": 100, "jobs": 0, "cache": tmp_path / "c"}
+    advice = kvpolicy.recommend(str(file), **grouped(**values, seeds=2, parts=2))
+    assert all(row.gain.pairs == 2 for row in advice.compared)
 
 
 def test_a_gain_has_to_be_worth_it() -> None:
     """Half a percent in every run is told from nothing, and worth nothing."""
     some = runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.95, 19.9, 39.8])
-    told = advise(some, Criterion(), 4.0)
-    assert told.compared[1].gain.significant and told.deploy == "always-recompute"
-    assert "above the smallest gain worth a change, 1.0%" in told.reason
+    advice = advise(some, Criterion(), 4.0)
+    assert advice.compared[1].gain.significant and advice.deploy == "always-recompute"
+    assert "above the least gain that is worth a change, 1.0%" in advice.reason
     assert advise(some, Criterion(min_gain=0.0), 4.0).deploy == "always-swap"
 
 
@@ -173,7 +174,7 @@ def test_all_intervals_that_are_shown_hold_together() -> None:
     assert advise(some, Criterion(), 4.0).compared[1].gain == alone
 
 
-def test_what_has_no_figure_is_not_judged_by_it() -> None:
+def test_missing_figures_are_not_judged() -> None:
     some = runs(always_recompute=[10.0, 20.0], always_swap=[9.0, 18.1])
     some["always-swap"][0]["itl_s"] = {"mean": None, "p50": None, "p99": None}
     with pytest.raises(ValueError, match=r"workload w: its runs have no itl_s\.mean"):
@@ -188,15 +189,15 @@ def test_without_preemptions_there_is_nothing_to_choose() -> None:
 def test_guesses_of_the_cost_model_are_warned_of() -> None:
     some = dict(runs(always_recompute=[10.0, 20.0, 40.0]))
     some["cheapest:m"] = [result("cheapest:m", one, extrapolated=2) for one in (8.0, 16.1, 32.2)]
-    told = advise(some, Criterion(), 4.0)
-    assert told.deploy == "cheapest:m"
-    assert any("in 6 of 15 decisions (40%)" in warning for warning in told.warnings)
+    advice = advise(some, Criterion(), 4.0)
+    assert advice.deploy == "cheapest:m"
+    assert any("in 6 of 15 decisions (40%)" in warning for warning in advice.warnings)
 
 
 def test_steps_beyond_the_tables_are_warned_of() -> None:
     some = {policy: [result(policy, one, beyond=2) for one in (8.0, 16.1)] for policy in ("always-recompute", "x")}
-    told = advise(some, Criterion(), 4.0)
-    assert any("8 of 200 steps (4.0%) lie beyond the hardware model's tables" in one for one in told.warnings)
+    advice = advise(some, Criterion(), 4.0)
+    assert any("8 of 200 steps (4.0%) lie beyond the hardware model's tables" in one for one in advice.warnings)
 
 
 def test_thresholds_lie_between_short_and_long_requests() -> None:
@@ -210,16 +211,50 @@ def test_thresholds_lie_between_short_and_long_requests() -> None:
 
 
 def test_the_whole_way(hardware: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"workload": WORKLOAD, "hardware": hardware, "kv_blocks": TIGHT, "jobs": 0}
-    told = kvpolicy.recommend(**grouped(**given, parts=2, cache=tmp_path / "c"))
-    assert [one.policy for one in told.compared][:2] == ["always-recompute", "always-swap"]
-    assert {"minwaste:analytic", "cheapest:analytic"} <= {one.policy for one in told.compared}
-    assert all(one.gain.pairs == 2 for one in told.compared)
-    assert "deploy this:" in told.text() and "not measured" in told.text()
-    assert set(told.to_dict()) >= {"deploy", "reason", "config_line", "compared", "warnings"}
-    alone = kvpolicy.recommend(**grouped(**given, parts=1, cache=tmp_path / "c"))
+    values: dict[str, Any] = {"workload": WORKLOAD, "hardware": hardware, "kv_blocks": TIGHT, "jobs": 0}
+    advice = kvpolicy.recommend(**grouped(**values, parts=2, cache=tmp_path / "c"))
+    assert [row.policy for row in advice.compared][:2] == ["always-recompute", "always-swap"]
+    assert {"minwaste:analytic", "cheapest:analytic"} <= {row.policy for row in advice.compared}
+    assert all(row.gain.pairs == 2 for row in advice.compared)
+    assert "deploy this:" in advice.text() and "not measured" in advice.text()
+    assert set(advice.to_dict()) >= {"deploy", "reason", "config_line", "compared", "warnings"}
+    alone = kvpolicy.recommend(**grouped(**values, parts=1, cache=tmp_path / "c"))
     assert alone.deploy == "always-recompute" and not alone.config_line
     with pytest.raises(ValueError, match="min_gain is -1"):
-        kvpolicy.recommend(**grouped(**given, min_gain=-1))
+        kvpolicy.recommend(**grouped(**values, min_gain=-1))
     with pytest.raises(ValueError, match="judge_by is 'speed'"):
-        kvpolicy.recommend(**grouped(**given, judge_by="speed"))
+        kvpolicy.recommend(**grouped(**values, judge_by="speed"))
+
+
+def test_ratio_and_interval_by_hand() -> None:
+    """Log ratios log 2 and log 8: mean log 4, standard error log(2); t of 1 degree at 97.5% is 12.706."""
+    ratio = student_ratio([2.0, 8.0], [1.0, 1.0])
+    assert ratio.value == pytest.approx(4.0)
+    spread = 12.7062 * (log(8) - log(2)) / sqrt(2) / sqrt(2)
+    assert (ratio.low, ratio.high) == (pytest.approx(4 * exp(-spread), 1e-4), pytest.approx(4 * exp(spread), 1e-4))
+    assert not ratio.significant
+
+
+def test_pairing_takes_out_what_pairs_share() -> None:
+    """Runs differ tenfold, the policies by 5% in each of them: told, though the ranges overlap."""
+    base = [1.0, 10.0, 3.0, 0.5]
+    ratio = student_ratio([1.05 * one * (1 + 1e-3 * k) for k, one in enumerate(base)], base)
+    assert ratio.significant and ratio.value == pytest.approx(1.05, rel=5e-3)
+    assert student_ratio(base, base).significant is False
+
+
+def test_more_comparisons_widen() -> None:
+    ours, theirs = [1.1, 1.2, 1.15, 1.3], [1.0] * 4
+    one, many = student_ratio(ours, theirs), student_ratio(ours, theirs, comparisons=6)
+    assert many.low is not None and one.low is not None and many.low < one.low
+
+
+def test_a_single_pair_has_no_interval() -> None:
+    ratio = student_ratio([2.0], [1.0])
+    assert (ratio.value, ratio.low, ratio.high, ratio.significant) == (2.0, None, None, False)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([], []), ([0.0], [1.0]), ([1.0], [float("nan")])])
+def test_values_without_a_ratio_are_refused(ours: list[float], theirs: list[float]) -> None:
+    with pytest.raises(ValueError, match="numbers above 0"):
+        student_ratio(ours, theirs)

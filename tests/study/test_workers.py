@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from pathlib import Path
 
 import pytest
 
-from kvpolicy.study.cache import ResultCache
 from kvpolicy.study.workers import in_processes
 from tests.study.tasks import double, process_of
 
 
 @pytest.mark.parametrize("jobs", [0, 2])
 def test_every_task_is_answered(jobs: int) -> None:
-    found = dict(in_processes(double, [1, 13, 3, 4, 5], jobs))
-    assert {number: found[number] for number in (0, 2, 3, 4)} == {0: 2, 2: 6, 3: 8, 4: 10}
-    assert isinstance(found[1], RuntimeError) and str(found[1]) == "thirteen"
+    result = dict(in_processes(double, [1, 13, 3, 4, 5], jobs))
+    assert {number: result[number] for number in (0, 2, 3, 4)} == {0: 2, 2: 6, 3: 8, 4: 10}
+    assert isinstance(result[1], RuntimeError) and str(result[1]) == "thirteen"
 
 
 def test_a_killed_worker_takes_one_task_along() -> None:
-    found = dict(in_processes(double, [1, 99, 2, 3], 1))
-    assert isinstance(found.pop(1), ChildProcessError)
-    assert found == {0: 2, 2: 4, 3: 6}
+    result = dict(in_processes(double, [1, 99, 2, 3], 1))
+    assert isinstance(result.pop(1), ChildProcessError)
+    assert result == {0: 2, 2: 4, 3: 6}
 
 
 def test_processes_stay() -> None:
@@ -39,21 +37,3 @@ def test_processes_have_ended_when_the_last_result_is_read() -> None:
 
 def test_no_tasks_no_workers() -> None:
     assert list(in_processes(double, [], 2)) == []
-
-
-def test_results_are_kept_whole_or_not_at_all(tmp_path: Path) -> None:
-    kept, digest = ResultCache(tmp_path / "cells"), "ab" * 32
-    assert kept.find(digest) is None
-    kept.store(digest, {"digest": digest, "value": 1.5})
-    assert kept.find(digest) == {"digest": digest, "value": 1.5}
-    assert [path.name for path in (tmp_path / "cells" / "ab").iterdir()] == [f"{digest}.json"]
-    (tmp_path / "cells" / "ab" / f"{digest}.json").write_text('{"digest": "ab')
-    assert kept.find(digest) is None
-    kept.store(digest, {"digest": "other"})
-    assert kept.find(digest) is None, "a file that is not of this digest is none"
-
-
-def test_what_json_cannot_hold_is_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        ResultCache(tmp_path).store("cd", {"digest": "cd", "value": float("nan")})
-    assert ResultCache(tmp_path).find("cd") is None

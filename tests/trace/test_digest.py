@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.trace.digest import BATCH_ROWS, row_texts
-from tests.fuzzing import examples
+from tests.examples import examples
 from tests.synthetic import make_trace
 from tests.synthetic_steps import with_steps
 
@@ -68,8 +68,8 @@ def test_types_that_are_not_known_by_columns_are_written_by_rows() -> None:
 
 
 def test_all_tables_of_a_trace_and_rows_beyond_one_batch() -> None:
-    made = with_steps(make_trace(states=20))
-    for name, table in made.tables.items():
+    trace = with_steps(make_trace(states=20))
+    for name, table in trace.tables.items():
         assert by_columns(table) == by_rows(table), name
     long = pa.table({"x": range(BATCH_ROWS + 3)})
     assert by_columns(long) == by_rows(long)

@@ -7,7 +7,6 @@ import pytest
 from kvpolicy.attribution.ledger import OpenPreemption, Repeated, Step
 from kvpolicy.events import Decision, Option, Transfer
 from kvpolicy.trace import (
-    SCHEMAS,
     Row,
     decision_row,
     from_rows,
@@ -17,6 +16,7 @@ from kvpolicy.trace import (
     transfer_row,
     window_row,
 )
+from kvpolicy.trace.schemas import SCHEMAS
 from tests.trace.test_table import OUTCOME, SITUATION
 
 DECISION = Decision((Option("recompute"),), (1.0,), 0, (), "always-recompute", "{}", executed="recompute")

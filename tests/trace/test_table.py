@@ -17,7 +17,8 @@ from kvpolicy import trace as traces
 from kvpolicy.events import CAUSES, ENDINGS, KINDS, Cost, Decision, Option, Outcome, Preemption, situation_of
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.trace import SCHEMAS, Header, Trace, TraceError, from_rows, read, with_core
-from tests.fuzzing import examples
+from tests.examples import examples
+from tests.synthetic import make_trace
 
 HEADER = Header(
     run_id="run",
@@ -32,6 +33,8 @@ HEADER = Header(
     host_blocks=64,
     policy="always-swap",
 )
+
+
 SITUATION = Preemption(
     time_s=1.5,
     computed_tokens=70,
@@ -57,7 +60,10 @@ SITUATION = Preemption(
     priority=0,
     cause="memory",
 )
+
+
 OUTCOME = Outcome("p0", "resumed", 2.5, 0.5, 0.1, 0, 70, 0, 4, 9)
+
 
 WORDS = {"cause": CAUSES, "executed": KINDS, "ended": ENDINGS, "direction": ("save", "load")}
 
@@ -123,10 +129,10 @@ def test_every_table_comes_back_as_it_was_written(name: str, data: st.DataObject
         folder = Path(scratch) / "trace"
         written = Trace({"core-0": HEADER}, {name: with_core(from_rows(name, rows), "core-0")})
         written.write(folder)
-        found = read(folder)
-        assert found.rows(name) == [row | {"core": "core-0"} for row in rows]
-        assert found.headers == {"core-0": HEADER}
-        assert found.digest() == written.digest()
+        result = read(folder)
+        assert result.rows(name) == [row | {"core": "core-0"} for row in rows]
+        assert result.headers == {"core-0": HEADER}
+        assert result.digest() == written.digest()
 
 
 def test_a_situation_survives_its_row(folder: Path) -> None:
@@ -253,8 +259,8 @@ def test_costs_recorded_before_the_victims_delay_was_predicted_are_read(tmp_path
     older = [[{k: v for k, v in cost.items() if k != "victim_delay_s"} for cost in row["costs"]] for row in rows]
     at = table.column_names.index("costs")
     pq.write_table(table.set_column(at, pa.field("costs", was, nullable=False), pa.array(older, was)), path)
-    wanted = [[cost | {"victim_delay_s": None} for cost in some] for some in older]
-    assert [row["costs"] for row in read(tmp_path).rows("decisions")] == wanted
+    expected = [[cost | {"victim_delay_s": None} for cost in some] for some in older]
+    assert [row["costs"] for row in read(tmp_path).rows("decisions")] == expected
 
 
 def test_a_header_from_before_the_token_budget_reads(tmp_path: Path) -> None:
@@ -266,3 +272,9 @@ def test_a_header_from_before_the_token_budget_reads(tmp_path: Path) -> None:
     (tmp_path / "header.json").write_text(json.dumps(values | {"token_budget": 0}))
     with pytest.raises(TraceError, match="token_budget is 0"):
         Header.read(tmp_path / "header.json")
+
+
+def test_rows_of_some_columns_are_those_alone() -> None:
+    trace = make_trace(states=12)
+    (one, *_) = trace.rows("decisions", ("core", "arm"))
+    assert one == {name: trace.rows("decisions")[0][name] for name in ("core", "arm")}

@@ -23,7 +23,7 @@ class PerToken(Family):
         laws: dict[Kind, Law] = {}
         for kind in KINDS:
             name = LENGTH[kind]
-            slopes = [max(one.engine_s, 0.0) / getattr(one.x, name) for one in costs.examples[kind]]
+            slopes = [max(example.engine_s, 0.0) / getattr(example.x, name) for example in costs.examples[kind]]
             laws[kind] = LinearLaw(costs.floor_s[kind], {name: float(self.factor) * median(slopes)})
         return laws
 

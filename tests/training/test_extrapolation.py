@@ -12,7 +12,7 @@ import pytest
 from kvpolicy.cost.intervals import PREDICTED, Misses, calibrate
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS
-from kvpolicy.regression.conformal import CONFIDENCE, carries, distance_beyond, excess, grown, growth_of
+from kvpolicy.regression.conformal import CONFIDENCE
 from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.training.extrapolation import (
     ExtrapolatedMiss,
@@ -23,55 +23,16 @@ from kvpolicy.training.extrapolation import (
 )
 from tests.synthetic import fitted_model, make_trace, options_for, situation
 
-
-def test_distance_is_the_log_above_and_the_missing_share_below() -> None:
-    assert distance_beyond(50.0, 10.0, 100.0, 1.0) == 0.0
-    assert distance_beyond(10.0, 10.0, 100.0, 1.0) == distance_beyond(100.0, 10.0, 100.0, 1.0) == 0.0
-    assert distance_beyond(403.0, 10.0, 100.0, 1.0) == pytest.approx(log(4.0))
-    assert distance_beyond(1615.0, 10.0, 100.0, 2.0) == pytest.approx(log(4.0))
-    assert distance_beyond(1.0, 0.0, 0.0, 1.0) == pytest.approx(log(2.0))
-    assert distance_beyond(0.0, 10.0, 100.0, 1.0) == 1.0
-    assert distance_beyond(7.5, 10.0, 100.0, 1.0) == pytest.approx(0.25)
-
-
-def test_room_grows_with_the_distance_alone() -> None:
-    assert grown(0.1, 0.5, 2.0) == pytest.approx(1.1)
-    assert grown(0.1, inf, 0.0) == 0.1
-    assert grown(0.1, inf, 1e-9) == inf
-
-
-def test_a_score_is_what_sticks_out_to_either_side_over_the_distance() -> None:
-    room = (0.1, 0.3)
-    assert excess(0.2, room, 2.0) == excess(-0.1, room, 2.0) == 0.0
-    assert excess(0.9, room, 2.0) == pytest.approx(0.3)
-    assert excess(-0.9, room, 2.0) == pytest.approx(0.4)
-
-
-def test_growth_worked_by_hand() -> None:
-    """Of 19 states the ceil(0.9 x 20) = 18th smallest score; twice each, from two fits, the 36th of 38."""
-    scores = [float(i) for i in range(1, 20)]
-    assert growth_of(scores, 19, 0.9) == 18.0
-    assert growth_of([*scores, *scores], 19, 0.9) == 18.0
-    assert growth_of(scores[:9], 9, 0.9) == 9.0
-    assert growth_of(scores[:8], 8, 0.9) == inf
-
-
-def test_a_residual_is_kept_where_it_misses_less() -> None:
-    small, large = [0.1, -0.1] * 10, [0.3, -0.3] * 10
-    assert carries(small, large, 20, default=False)
-    assert not carries(large, small, 20, default=True)
-    assert carries(large, small, 8, default=True)
-    assert not carries(small, small, 20, default=False)
-
-
 NO_LEAST = dict.fromkeys(PREDICTED, 0.0)
 
 
-def missed_by(miss: float, tokens: float) -> Misses:
+def misses_of(miss: float, tokens: float) -> Misses:
     return Misses(tokens, 1.0, dict.fromkeys(PREDICTED, miss), dict.fromkeys(PREDICTED, miss))
 
 
-def far(share: float, miss: float, distance: float, number: int, tokens: float = 800.0) -> ExtrapolatedMiss:
+def extrapolated_miss(
+    share: float, miss: float, distance: float, number: int, tokens: float = 800.0
+) -> ExtrapolatedMiss:
     """Missed by ``miss`` with the residual left out, by half as much with it kept."""
     kept, left = (Misses(tokens, 1.0, dict.fromkeys(PREDICTED, one), {}) for one in (miss / 2, miss))
     return ExtrapolatedMiss(share, f"state {number}", kept, left, dict.fromkeys(PREDICTED, distance))
@@ -79,36 +40,43 @@ def far(share: float, miss: float, distance: float, number: int, tokens: float =
 
 def test_growth_is_what_the_misses_of_inner_fits_need_and_no_state_inside_counts() -> None:
     """The room that misses stick out of is that of the short states alone, however wide the long ones make it."""
-    near = [missed_by(s, 100.0) for s in [0.1, -0.1] * 20]
-    all_lengths = near + [missed_by(s, 1000.0) for s in [0.5, -0.5] * 20]
-    missed = [far(0.5, 0.1 + 0.4 * distance, distance, i) for i, distance in enumerate(np.linspace(0.1, 1.3, 30))]
-    inside = [far(0.5, 9.0, 0.0, 100 + i) for i in range(30)]
+    near = [misses_of(s, 100.0) for s in [0.1, -0.1] * 20]
+    all_lengths = near + [misses_of(s, 1000.0) for s in [0.5, -0.5] * 20]
+    missed = [
+        extrapolated_miss(0.5, 0.1 + 0.4 * distance, distance, i)
+        for i, distance in enumerate(np.linspace(0.1, 1.3, 30))
+    ]
+    inside = [extrapolated_miss(0.5, 9.0, 0.0, 100 + i) for i in range(30)]
     dropped = dict.fromkeys(KINDS, False)
-    found = with_growth(calibrate(all_lengths), all_lengths, [*missed, *inside], dropped, NO_LEAST)
-    assert found.growth["swap"] == pytest.approx(0.4)
-    assert found.room("swap", 0, True, 2.0) == pytest.approx((0.9, 0.9))
+    intervals = with_growth(calibrate(all_lengths), all_lengths, [*missed, *inside], dropped, NO_LEAST)
+    assert intervals.growth["swap"] == pytest.approx(0.4)
+    assert intervals.room("swap", 0, True, 2.0) == pytest.approx((0.9, 0.9))
     assert residuals_kept(missed, {"recompute": 5, "swap": 0}) == {"recompute": True, "swap": False}
     assert with_growth(calibrate(all_lengths), all_lengths, missed[:8], dropped, NO_LEAST).growth["swap"] == inf
 
 
 def test_growth_is_that_of_the_fit_that_needs_most_and_never_below_what_fits_disagree_by() -> None:
-    inside = [missed_by(s, tokens) for tokens in (100.0, 1000.0) for s in [0.1, -0.1] * 20]
-    missed = [far(0.5, 0.1 + 0.2 * d, d, i) for i, d in enumerate(np.linspace(0.1, 0.6, 90))]
-    missed += [far(0.25, 0.1 + 0.8 * d, d, i) for i, d in enumerate(np.linspace(0.1, 1.3, 9))]
+    inside = [misses_of(s, tokens) for tokens in (100.0, 1000.0) for s in [0.1, -0.1] * 20]
+    missed = [extrapolated_miss(0.5, 0.1 + 0.2 * d, d, i) for i, d in enumerate(np.linspace(0.1, 0.6, 90))]
+    missed += [extrapolated_miss(0.25, 0.1 + 0.8 * d, d, i) for i, d in enumerate(np.linspace(0.1, 1.3, 9))]
     dropped = dict.fromkeys(KINDS, False)
-    found = with_growth(calibrate(inside), inside, missed, dropped, NO_LEAST | {"ratio": 3.0})
-    assert found.growth["swap"] == pytest.approx(0.8)
-    assert found.growth["ratio"] == 3.0
+    intervals = with_growth(calibrate(inside), inside, missed, dropped, NO_LEAST | {"ratio": 3.0})
+    assert intervals.growth["swap"] == pytest.approx(0.8)
+    assert intervals.growth["ratio"] == 3.0
 
 
-def test_coverage_beyond_is_of_states_that_told_nothing() -> None:
+def test_coverage_beyond_the_range_uses_states_outside_the_fits() -> None:
     """Told by fits to an eighth and a quarter, on lengths up to half; what is longer is missed four times as far."""
-    inside = [missed_by(s, tokens) for tokens in (100.0, 500.0, 1000.0) for s in [0.1, -0.1] * 20]
-    told = [far(share, 0.1 + 0.2 * d, d, i, 500.0) for share in (0.125, 0.25) for i, d in enumerate([0.2, 0.6] * 10)]
-    judged = [far(0.5, 0.1 + 0.8 * d, d, i, 900.0) for i, d in enumerate([0.3, 0.6] * 10)]
+    inside = [misses_of(s, tokens) for tokens in (100.0, 500.0, 1000.0) for s in [0.1, -0.1] * 20]
+    results = [
+        extrapolated_miss(share, 0.1 + 0.2 * d, d, i, 500.0)
+        for share in (0.125, 0.25)
+        for i, d in enumerate([0.2, 0.6] * 10)
+    ]
+    judged = [extrapolated_miss(0.5, 0.1 + 0.8 * d, d, i, 900.0) for i, d in enumerate([0.3, 0.6] * 10)]
     dropped = dict.fromkeys(KINDS, False)
-    found = inner_coverage(inside, [*told, *judged], dropped)["swap"]
-    assert (found["states"], found["holds"]) == (20, 0.0)
+    part = inner_coverage(inside, [*results, *judged], dropped)["swap"]
+    assert (part["states"], part["holds"]) == (20, 0.0)
     assert inner_coverage(inside, judged, dropped)["swap"]["states"] == 0
 
 
@@ -119,9 +87,9 @@ def test_fits_that_agree_within_the_range_and_drift_apart_beyond_ask_for_room() 
     fits = [replace(model, laws=model.laws | {"recompute": replace(law, s_per_pair=p * 1e-8)}) for p in range(2, 7)]
     states = list(dataset_of({"x": make_trace(states=24, tokens=(32, 512))}).states)
     dropped = dict.fromkeys(KINDS, False)
-    found = growth_by_scatter(fits, states, dropped)
-    assert found["recompute"] > 0.2 and found["ratio"] == pytest.approx(found["recompute"])
-    assert found["swap"] == pytest.approx(0.0, abs=1e-12)
+    growth = growth_by_scatter(fits, states, dropped)
+    assert growth["recompute"] > 0.2 and growth["ratio"] == pytest.approx(growth["recompute"])
+    assert growth["swap"] == pytest.approx(0.0, abs=1e-12)
     assert growth_by_scatter([model] * 5, states, dropped) == pytest.approx(NO_LEAST, abs=1e-12)
 
 
@@ -130,18 +98,16 @@ def test_fitted_models_hold_their_decisions_and_predictions_inside_do_not_depend
     assert set(model.carried) == set(KINDS)
     assert all(0 <= model.intervals.growth[of] < inf for of in PREDICTED)
     other = replace(model, carried={kind: not kept for kind, kept in model.carried.items()})
-    one = situation(900, 32, 3)
-    assert [c.engine_s for c in other.predict(one, options_for(one))] == [
-        c.engine_s for c in model.predict(one, options_for(one))
+    victim = situation(900, 32, 3)
+    assert [c.engine_s for c in other.predict(victim, options_for(victim))] == [
+        c.engine_s for c in model.predict(victim, options_for(victim))
     ]
 
-
-# ---- regressors ----
 
 COLUMNS = ("tokens",)
 
 
-def bent(factor_grows: bool, rows: int = 600) -> tuple[np.ndarray, np.ndarray]:
+def measured_times(factor_grows: bool, rows: int = 600) -> tuple[np.ndarray, np.ndarray]:
     """Times that a straight line misses by a factor, which stays beyond 100 tokens or comes and goes."""
     rng = np.random.default_rng(1)
     tokens = np.exp(rng.uniform(0, log(4000), rows))
@@ -150,32 +116,34 @@ def bent(factor_grows: bool, rows: int = 600) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_regressor_decides_by_inner_extrapolation_and_only_outside_changes() -> None:
-    x, seconds = bent(factor_grows=False)
+    x, seconds = measured_times(factor_grows=False)
     plain = BoostedRegressor(columns=COLUMNS).fit(x, seconds)
-    made = BoostedRegressor(columns=COLUMNS).fit(x, seconds, lengths=x[:, 0])
+    regressor = BoostedRegressor(columns=COLUMNS).fit(x, seconds, lengths=x[:, 0])
     assert plain.carried_ and plain.inner_ is None and plain.trees_
-    assert [one.share for one in made.inner_ or ()] == [0.25, 0.5]
-    kept, left = (sum(np.abs(getattr(one, name)).sum() for one in made.inner_ or ()) for name in ("carried", "dropped"))
-    assert made.carried_ == (kept <= left)
-    assert np.array_equal(made.predict(x), plain.predict(x))
-    made.carried_ = False
-    assert np.array_equal(made.predict(x), plain.predict(x))
+    assert [one.share for one in regressor.inner_ or ()] == [0.25, 0.5]
+    kept, left = (
+        sum(np.abs(getattr(one, name)).sum() for one in regressor.inner_ or ()) for name in ("carried", "dropped")
+    )
+    assert regressor.carried_ == (kept <= left)
+    assert np.array_equal(regressor.predict(x), plain.predict(x))
+    regressor.carried_ = False
+    assert np.array_equal(regressor.predict(x), plain.predict(x))
     longer = np.linspace(x.max(), 8 * x.max(), 50)[:, None]
-    assert (np.diff(made.predict(longer)) >= 0).all()
-    assert made.predict(longer)[-1] == pytest.approx(
-        max(made.physics_.seconds(longer)[-1], made.predict(x[[x[:, 0].argmax()]])[0])
+    assert (np.diff(regressor.predict(longer)) >= 0).all()
+    assert regressor.predict(longer)[-1] == pytest.approx(
+        max(regressor.physics_.seconds(longer)[-1], regressor.predict(x[[x[:, 0].argmax()]])[0])
     )
 
 
 def test_a_regressors_growth_is_infinite_without_lengths_and_finite_with_them() -> None:
-    x, seconds = bent(factor_grows=True)
+    x, seconds = measured_times(factor_grows=True)
     assert BoostedRegressor(columns=COLUMNS).fit(x, seconds).growth((0.1, 0.1), CONFIDENCE) == inf
-    made = BoostedRegressor(columns=COLUMNS).fit(x, seconds, lengths=x[:, 0])
-    assert 0 <= made.growth((0.5, 0.5)) <= made.growth((0.01, 0.01)) < exp(1)
+    regressor = BoostedRegressor(columns=COLUMNS).fit(x, seconds, lengths=x[:, 0])
+    assert 0 <= regressor.growth((0.5, 0.5)) <= regressor.growth((0.01, 0.01)) < exp(1)
 
 
-def test_lengths_that_cannot_be_are_refused_by_row() -> None:
-    x, seconds = bent(factor_grows=True, rows=50)
+def test_impossible_lengths_are_refused_by_row() -> None:
+    x, seconds = measured_times(factor_grows=True, rows=50)
     lengths = x[:, 0].copy()
     lengths[7] = 0.0
     with pytest.raises(ValueError, match=r"lengths: row 7 holds 0\.0, should be above 0"):

@@ -55,11 +55,11 @@ def test_a_log_is_learned_from_as_well(tmp_path: Path) -> None:
     make_log(1, decisions=600, policy="random:0.3").write(tmp_path / "log")
     report = kvpolicy.train([tmp_path / "log"], family=OWN)
     assert (report.out, report.family) == ("", PerToken().label)
-    one = situation(500)
-    short, long = (report.model.predict(each, options_for(each)) for each in (one, situation(2000)))
+    victim = situation(500)
+    short, long = (report.model.predict(each, options_for(each)) for each in (victim, situation(2000)))
     assert all(after.engine_s > before.engine_s for before, after in zip(short, long, strict=True))
-    told = report.to_dict()
-    assert "model" not in told and json.dumps(told, allow_nan=False)
+    values = report.to_dict()
+    assert "model" not in values and json.dumps(values, allow_nan=False)
 
 
 @pytest.mark.parametrize("family", ["analytic", "boosted"])
@@ -69,11 +69,11 @@ def test_a_model_that_is_not_stored_is_the_one_that_would_be(traces: list[Path],
     assert (kept.out, stored.out) == ("", str(tmp_path / "model"))
     assert kept.model.name == f"{family}@{kept.digest[:12]}"
     assert "cost model in memory (" in kept.text() and f"cost model {tmp_path / 'model'} (" in stored.text()
-    one = situation(700)
-    assert kept.model.predict(one, options_for(one)) == stored.model.predict(one, options_for(one))
-    told = {name: value for name, value in kept.to_dict().items() if name != "out"}
-    assert told == {name: value for name, value in stored.to_dict().items() if name != "out"}
-    assert "model" not in told and json.dumps(told, allow_nan=False)
+    victim = situation(700)
+    assert kept.model.predict(victim, options_for(victim)) == stored.model.predict(victim, options_for(victim))
+    by_name = {name: value for name, value in kept.to_dict().items() if name != "out"}
+    assert by_name == {name: value for name, value in stored.to_dict().items() if name != "out"}
+    assert "model" not in by_name and json.dumps(by_name, allow_nan=False)
 
 
 def test_a_carried_model_is_in_the_report_too(traces: list[Path], tmp_path: Path) -> None:

@@ -42,19 +42,19 @@ def test_held_out_errors_are_those_the_law_allows(tmp_path: Path, family: str) -
 def test_coverage_is_reported_by_bin_with_what_so_few_states_can_tell(tmp_path: Path) -> None:
     report = trained(tmp_path, make_trace(states=400))
     for of in ("recompute", "swap", "ratio"):
-        found = report.held_out["coverage"][of]
-        assert found["low"] <= found["holds"] <= found["high"]
-        assert len(found["bins"]) > 2
-        assert sum(one["states"] for one in found["bins"]) == found["states"] == report.held_out_states
-        assert found["high"] > 0.88
+        result = report.held_out["coverage"][of]
+        assert result["low"] <= result["holds"] <= result["high"]
+        assert len(result["bins"]) > 2
+        assert sum(bin_row["states"] for bin_row in result["bins"]) == result["states"] == report.held_out_states
+        assert result["high"] > 0.88
     assert cost.load(tmp_path / "model").provenance.held_out["coverage"] == report.held_out["coverage"]
     text = report.text()
     assert "90% interval holds" in text
     inside, beyond = text.split("90% interval holds beyond the range")
     assert inside.count("  ratio ") == 1 + len(report.held_out["coverage"]["ratio"]["bins"])
-    told = report.held_out["beyond"]["ratio"]
-    assert told["states"] == told["up_to_2x"]["states"] + told["from_2x"]["states"] > 100
-    assert f"{told['holds']:.0%} of {told['states']}" in beyond
+    part = report.held_out["beyond"]["ratio"]
+    assert part["states"] == part["up_to_2x"]["states"] + part["from_2x"]["states"] > 100
+    assert f"{part['holds']:.0%} of {part['states']}" in beyond
 
 
 def test_the_delays_are_learned_and_scored(tmp_path: Path) -> None:
@@ -72,11 +72,11 @@ def test_the_time_of_an_undisturbed_step_goes_with_the_model(tmp_path: Path) -> 
     assert cost.load(tmp_path / "model").step_time is None
     with_steps(make_trace(states=40)).write(tmp_path / "steps")
     train([tmp_path / "steps"], tmp_path / "model")
-    found = cost.load(tmp_path / "model").step_time
-    assert found is not None
-    assert found.fitted_on == "2 cores"
+    step_time = cost.load(tmp_path / "model").step_time
+    assert step_time is not None
+    assert step_time.fitted_on == "2 cores"
     decodes = np.array([[4.0, 4.0, 1200.0, 0.0]])
-    assert found.predict(decodes)[0] == pytest.approx(FIXED_S + 4 * (TOKEN_S + DECODE_S), rel=0.01)
+    assert step_time.predict(decodes)[0] == pytest.approx(FIXED_S + 4 * (TOKEN_S + DECODE_S), rel=0.01)
 
 
 def test_the_residual_pays_where_physics_misses(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_mixed_machines_models_and_links_are_refused_by_name(tmp_path: Path) -> 
         train([tmp_path / "one", tmp_path / "one"], tmp_path / "model")
 
 
-def test_mixed_hardware_is_taken_together_when_asked_and_told(tmp_path: Path) -> None:
+def test_mixed_hardware_is_accepted_when_asked_and_noted(tmp_path: Path) -> None:
     make_trace(states=40).write(tmp_path / "one")
     make_trace(states=40, name="b", hardware=Plan().hardware | {"processor": "another"}).write(tmp_path / "other")
     both = [tmp_path / "one", tmp_path / "other"]
@@ -267,7 +267,7 @@ def test_mixed_hardware_is_taken_together_when_asked_and_told(tmp_path: Path) ->
         train([tmp_path / "one", tmp_path / "linked"], tmp_path / "model", mixed_hardware=True)
 
 
-def test_features_that_never_vary_are_told_and_one_length_alone_is_refused(tmp_path: Path) -> None:
+def test_constant_features_are_noted_and_a_single_length_is_refused(tmp_path: Path) -> None:
     make_trace(states=40, block_sizes=(32,)).write(tmp_path / "one")
     notes = train([tmp_path / "one"], tmp_path / "model").notes
     assert any(note.startswith("swap: the same in every state: segment_bytes (32768)") for note in notes), notes
@@ -333,7 +333,7 @@ def test_a_negative_seed_is_named(tmp_path: Path) -> None:
         train([tmp_path / "nowhere"], tmp_path / "model", seed=-1)
 
 
-def test_two_token_budgets_are_told(tmp_path: Path) -> None:
+def test_two_token_budgets_are_noted(tmp_path: Path) -> None:
     for name, budget in (("one", 256), ("two", 2048)):
         made = make_trace(states=20, name=name)
         headers = {core: replace(header, token_budget=budget) for core, header in made.headers.items()}
@@ -343,7 +343,7 @@ def test_two_token_budgets_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "told"), [("NVIDIA L40S", True), ("cpu", False)])
-def test_rates_no_device_of_that_sheet_has_are_told(tmp_path: Path, device: str, told: bool) -> None:
+def test_rates_beyond_the_data_sheet_are_noted(tmp_path: Path, device: str, told: bool) -> None:
     """2e11 operations per second: plausible of something, far under what an L40S does."""
     make_trace(states=40, hardware=Plan().hardware | {"device": device}).write(tmp_path / "trace")
     report = train([tmp_path / "trace"], tmp_path / "model", family="analytic")

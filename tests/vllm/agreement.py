@@ -145,7 +145,7 @@ def _watched() -> Iterator[Scheduled]:
 
 def differences(one: Account, other: Account) -> list[str]:
     """The first difference of each kind; empty where the engines agree."""
-    found = [
+    events = [
         _first_difference("scheduled tokens, step", one.scheduled, other.scheduled),
         _rows_differ("steps", _steps(one), _steps(other)),
         _rows_differ("decisions", _decisions(one), _decisions(other)),
@@ -154,7 +154,7 @@ def differences(one: Account, other: Account) -> list[str]:
         _rows_differ("transfers", _transfers(one), _transfers(other)),
         _rows_differ("summary", [_summary(one)], [_summary(other)]),
     ]
-    return [difference for difference in found if difference]
+    return [difference for difference in events if difference]
 
 
 def _steps(told: Account) -> Rows:
@@ -167,7 +167,7 @@ def _steps(told: Account) -> Rows:
 
 
 def _decisions(told: Account) -> Rows:
-    wanted = (
+    expected = (
         *SITUATION_FIELDS,
         "preemption_id",
         "request",
@@ -177,7 +177,7 @@ def _decisions(told: Account) -> Rows:
         "executed",
         "reason",
     )
-    return _sorted([{name: row[name] for name in wanted} for row in told.rows("decisions")], "preemption_id")
+    return _sorted([{name: row[name] for name in expected} for row in told.rows("decisions")], "preemption_id")
 
 
 def _outcomes(told: Account) -> Rows:
@@ -208,10 +208,10 @@ def _summary(told: Account) -> dict[str, Any]:
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
     """Without the name of the engine core, which is in every preemption's id too."""
-    found = {name: value for name, value in row.items() if name != "core"}
-    if "preemption_id" in found:
-        found["preemption_id"] = int(str(found["preemption_id"]).rsplit("-", 1)[1])
-    return found
+    by_name = {name: value for name, value in row.items() if name != "core"}
+    if "preemption_id" in by_name:
+        by_name["preemption_id"] = int(str(by_name["preemption_id"]).rsplit("-", 1)[1])
+    return by_name
 
 
 def _sorted(rows: Rows, by: str) -> Rows:

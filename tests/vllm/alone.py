@@ -276,7 +276,7 @@ def main(job_path: str, result_path: str) -> None:
     if "refusals" in job:
         result: Any = {"messages": refusals(job)}
     elif "mode" in job:
-        from tests.vllm.pausing import pause  # here: it needs the plugin, which stock vLLM does without
+        from tests.vllm.pause_scheduler import pause  # here: it needs the plugin, which stock vLLM does without
 
         result = {"runs": [pause(job | {"seed": seed}) for seed in job["seeds"]]}
     elif "seeds" in job:

@@ -34,8 +34,8 @@ def job(model: str, requests: list[dict[str, Any]], engine: dict[str, Any], **mo
 @pytest.fixture(scope="session")
 def requests() -> list[dict[str, Any]]:
     """Unrelated prompts, with priorities that are used only where the engine schedules by them."""
-    made = harness.prompts(24, (60, 320), (60, 120), seed=1)
-    return [request | {"priority": i % 3} for i, request in enumerate(made)]
+    result = harness.prompts(24, (60, 320), (60, 120), seed=1)
+    return [request | {"priority": i % 3} for i, request in enumerate(result)]
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +46,8 @@ def related() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def sampled() -> list[dict[str, Any]]:
-    made = harness.prompts(8, (60, 200), (60, 100), seed=3)
-    return [request | {"temperature": 0.8, "seed": 100 + i, "n": 4} for i, request in enumerate(made)]
+    result = harness.prompts(8, (60, 200), (60, 100), seed=3)
+    return [request | {"temperature": 0.8, "seed": 100 + i, "n": 4} for i, request in enumerate(result)]
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +61,6 @@ def references(
     """Stock vLLM with memory enough for everybody, by workload."""
     folder: Path = tmp_path_factory.mktemp("references")
     workloads = {"requests": requests, "related": related, "sampled": sampled}
-    found = harness.run(job(model, [], PLENTY, scenario="several", workloads=workloads, gaps=True), folder)
-    assert not found["preempted"], "the reference run had too little memory"
-    return {name: found[name] for name in workloads}
+    outcome = harness.run(job(model, [], PLENTY, scenario="several", workloads=workloads, gaps=True), folder)
+    assert not outcome["preempted"], "the reference run had too little memory"
+    return {name: outcome[name] for name in workloads}

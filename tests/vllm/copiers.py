@@ -67,10 +67,10 @@ class DigestCopier(IndexingCopier):
         self.restored |= self._digests(job)
 
     def _digests(self, job: Job) -> dict[str, str]:
-        found = {}
+        values = {}
         for block, slot in zip(job.block_ids, job.slots, strict=True):
             state = hashlib.sha256()
             for device in self.device_segments:
                 state.update(device[block].contiguous().view(torch.uint8).numpy().tobytes())
-            found[f"{job.copy_id}/{slot}"] = state.hexdigest()
-        return found
+            values[f"{job.copy_id}/{slot}"] = state.hexdigest()
+        return values

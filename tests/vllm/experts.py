@@ -66,12 +66,12 @@ class Router(SymbolicWorker):
         pending = self._pending.pop(id(result), None)
         if pending is not None:
             result.aux_output_connector_output = pending.process_output()
-        found = self._update(output, result)
-        for client in found.values():
+        outcome = self._update(output, result)
+        for client in outcome.values():
             for one in client.outputs:
                 if one.routed_experts is not None:
                     self.returned[one.request_id].append(np.asarray(one.routed_experts))
-        return found
+        return outcome
 
     def _span(self, name: str, count: int) -> tuple[str, int, int]:
         end = self._scheduler.requests[name].num_computed_tokens

@@ -53,7 +53,7 @@ class EngineFailed(AssertionError):
 def run(job: dict[str, Any], folder: Path, *, workers: int = 1, multiprocess: bool = False) -> dict[str, Any]:
     """Run one job in a new process and return its result. Raises :class:`EngineFailed` with the child's last lines."""
     alone = workers == 1 and not multiprocess  # other engines start processes of their own, and choose how
-    return run_module("tests.vllm.child", job, folder, environment(workers, multiprocess), warm=alone)
+    return run_module("tests.vllm.engine_process", job, folder, environment(workers, multiprocess), warm=alone)
 
 
 def run_module(

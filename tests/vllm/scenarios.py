@@ -125,15 +125,15 @@ def plain(job: dict[str, Any]) -> dict[str, Any]:
 def several(job: dict[str, Any]) -> dict[str, Any]:
     """Workloads one after the other in one engine; the references."""
     run = Run(job)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, workload in job["workloads"].items():
         run.tokens, run.gaps, run.finish = {}, {}, {}
         for i, request in enumerate(workload):
             run.add(f"r{i}", request)
         run.serve()
-        found[name] = {"tokens": run.tokens, "gaps": run.gaps}
+        values[name] = {"tokens": run.tokens, "gaps": run.gaps}
     preempted = [m.value for m in run.llm.get_metrics() if m.name == "vllm:num_preemptions"]
-    return found | {"preempted": sum(preempted)}
+    return values | {"preempted": sum(preempted)}
 
 
 def digests(job: dict[str, Any]) -> dict[str, Any]:
@@ -293,9 +293,9 @@ def own_process(job: dict[str, Any]) -> dict[str, Any]:
     ]
     inputs = [{"prompt_token_ids": request["prompt"]} for request in job["requests"]]
     outputs = llm.generate(inputs, parameters, use_tqdm=False)
-    told: dict[str, float] = {}
+    values: dict[str, float] = {}
     for metric in llm.get_metrics():
         if metric.name.startswith("vllm:kvpolicy_"):
             name = metric.name.removeprefix("vllm:kvpolicy_")
-            told[name] = told.get(name, 0) + metric.value
-    return {"tokens": {f"r{i}": list(out.outputs[0].token_ids) for i, out in enumerate(outputs)}, "metrics": told}
+            values[name] = values.get(name, 0) + metric.value
+    return {"tokens": {f"r{i}": list(out.outputs[0].token_ids) for i, out in enumerate(outputs)}, "metrics": values}

@@ -49,10 +49,10 @@ class Engine:
         output = self.scheduler.schedule()
         jobs = output.kv_connector_metadata
         sampled = {name: not self.scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
-        told = self._worker.execute(output, sampled)
+        result = self._worker.execute(output, sampled)
         if answer is not None:
-            told.kv_connector_output = answer(jobs)
-        self.scheduler.update_from_output(output, told)
+            result.kv_connector_output = answer(jobs)
+        self.scheduler.update_from_output(output, result)
         return jobs
 
     def steps(self, count: int) -> None:
@@ -113,7 +113,7 @@ def test_an_observer_that_fails_keeps_nobody_else(engine: Engine, caplog: pytest
     for _ in range(2):
         engine.preempt()
         engine.steps(20)
-    assert [one.executed for one in costs] == [["swap"], ["swap", "swap"]]
+    assert [cost.executed for cost in costs] == [["swap"], ["swap", "swap"]]
     assert caplog.text.count("following preemptions failed") == 1
     stats = engine.controller.stats()
     assert harness.total(stats, "measured_preemptions") == 2 and harness.total(stats, "measuring_failed") == 0
@@ -147,19 +147,19 @@ def transfer(copy_id: int, direction: Any, ok: bool) -> Transfer:
 
 def loads_fail(jobs: Any) -> KVConnectorOutput | None:
     """Every save is made, every load fails at once."""
-    told = [transfer(job.copy_id, "save", True) for job in jobs.saves]
-    told += [transfer(job.copy_id, "load", False) for job in jobs.loads]
+    results = [transfer(job.copy_id, "save", True) for job in jobs.saves]
+    results += [transfer(job.copy_id, "load", False) for job in jobs.loads]
     finished = {job.request_id for job in jobs.loads} or None
     return KVConnectorOutput(
         finished_recving=finished,
-        kv_connector_worker_meta=Transfers(told) if told else None,
+        kv_connector_worker_meta=Transfers(results) if results else None,
         **_failures([*jobs.loads]),
     )
 
 
 def saves_fail(jobs: Any) -> KVConnectorOutput | None:
-    told = [transfer(job.copy_id, "save", False) for job in jobs.saves]
-    return KVConnectorOutput(kv_connector_worker_meta=Transfers(told)) if told else None
+    results = [transfer(job.copy_id, "save", False) for job in jobs.saves]
+    return KVConnectorOutput(kv_connector_worker_meta=Transfers(results)) if results else None
 
 
 @pytest.mark.parametrize(("answer", "reason"), [(loads_fail, "load_failed"), (saves_fail, "save_failed")])
@@ -258,32 +258,34 @@ def test_what_was_recorded_is_on_the_disk_soon_after_the_last_answer(model: str,
 
 
 def test_running_requests_are_looked_through_once_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[RunningView] = []
+    events: list[RunningView] = []
     views = RunningView
 
     def counted(*arguments: Any) -> RunningView:
-        made.append(views(*arguments))
-        return made[-1]
+        events.append(views(*arguments))
+        return events[-1]
 
     monkeypatch.setattr("kvpolicy_vllm.plugin.controller.RunningView", counted)
     for request in list(engine.scheduler.running)[:3]:
         engine.scheduler.preempt_at_next_step(request.request_id)
     engine.step()
     assert harness.total(engine.controller.stats(), "preemptions") == 3
-    assert len(made) == 1
+    assert len(events) == 1
     engine.steps(20)
     engine.preempt()
     engine.step()
-    assert len(made) == 2
+    assert len(events) == 2
 
 
 def test_a_load_that_fails_before_its_save_is_confirmed_settles_the_decision(engine: Engine) -> None:
     def only_the_load_fails(jobs: Any) -> KVConnectorOutput | None:
         if not jobs.loads:
             return None
-        told = Transfers([transfer(job.copy_id, "load", False) for job in jobs.loads])
+        transfers = Transfers([transfer(job.copy_id, "load", False) for job in jobs.loads])
         finished = {job.request_id for job in jobs.loads}
-        return KVConnectorOutput(finished_recving=finished, kv_connector_worker_meta=told, **_failures([*jobs.loads]))
+        return KVConnectorOutput(
+            finished_recving=finished, kv_connector_worker_meta=transfers, **_failures([*jobs.loads])
+        )
 
     engine.preempt()
     (save,) = engine.step(only_the_load_fails).saves

@@ -286,8 +286,8 @@ def test_copies_are_timed_by_the_device_not_by_who_asks(device: Device) -> None:
         device.now_ms += 50.0
         copier.poll()
     for transfer, submitted_s in zip(copier.transfers, (1.0, 1.058), strict=True):
-        told = (transfer.submit_s, transfer.start_s, transfer.end_s)
-        assert told == pytest.approx((submitted_s, submitted_s + 0.002, submitted_s + 0.008)), transfer.direction
+        result = (transfer.submit_s, transfer.start_s, transfer.end_s)
+        assert result == pytest.approx((submitted_s, submitted_s + 0.002, submitted_s + 0.008)), transfer.direction
 
 
 @pytest.mark.parametrize("forgotten", ["wait before a save", "wait after a save", "wait before a load"])

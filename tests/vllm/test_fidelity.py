@@ -79,10 +79,10 @@ def _session(record: Any, folder: Path, session: int) -> None:
                         rows = [row | {"arrival_s": _taken_in_s(row, done.trace.rows("steps"))} for row in rows]
                     tables.setdefault(name, []).extend(_shifted(rows, now_s))
                 headers = {"core": next(iter(done.trace.headers.values()))}
-                runs.append(_told(record, work, spec, session, block, now_s, done.trace))
+                runs.append(_recorded_run(record, work, spec, session, block, now_s, done.trace))
                 now_s += 100.0
-    kept = {name: with_core(from_rows(name, rows), "core") for name, rows in tables.items()}
-    Trace(headers, kept).write(folder / "trace")
+    by_name = {name: with_core(from_rows(name, rows), "core") for name, rows in tables.items()}
+    Trace(headers, by_name).write(folder / "trace")
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
 
 
@@ -98,7 +98,7 @@ def _shifted(rows: list[dict[str, Any]], by_s: float) -> Iterator[dict[str, Any]
         yield row | {name: row[name] + by_s for name in TIME_COLUMNS if row.get(name) is not None}
 
 
-def _told(record: Any, work: Any, spec: str, session: int, block: int, now_s: float, trace: Trace) -> Any:
+def _recorded_run(record: Any, work: Any, spec: str, session: int, block: int, now_s: float, trace: Trace) -> Any:
     rows = sorted(trace.rows("requests"), key=lambda row: int(row["request"]))
     gaps = [
         (row["output_tokens"] - 1, (row["last_token_s"] - row["first_token_s"]) / max(1, row["output_tokens"] - 1))
@@ -115,17 +115,17 @@ def _told(record: Any, work: Any, spec: str, session: int, block: int, now_s: fl
     )  # fmt: skip
 
 
-def test_what_a_simulator_made_up_is_foretold(fidelity: SimpleNamespace, folder: Path) -> None:
-    sessions, (found,) = fidelity.real.judge(folder, (Builtin(),))
+def test_a_simulated_run_is_predicted(fidelity: SimpleNamespace, folder: Path) -> None:
+    sessions, (result,) = fidelity.real.judge(folder, (Builtin(),))
     assert len(sessions) == 2 and all(len(session.kept_out) == 4 for session in sessions)
     for session in sessions:
         assert session.times.error < 1e-6
         assert session.times.copies["save"] == pytest.approx((1e-3, 1e-9), rel=1e-6)
-    assert set(found.cells) == {(kind.name, spec) for kind in fidelity.record.KINDS[:2] for spec in POLICIES}
+    assert set(result.cells) == {(kind.name, spec) for kind in fidelity.record.KINDS[:2] for spec in POLICIES}
     for figure in ("mean e2e", "mean TTFT", "throughput", "preemptions", "recomputed tokens"):
-        assert np.max(np.abs([0.0, *fidelity.real.errors(found, figure)])) < 1e-6, figure
-    assert sum(cell.means("preemptions")[0] for cell in found.cells.values()) > 4
-    assert all(pair.right for pair in fidelity.real.differing_pairs(found, random.Random(0)))
+        assert np.max(np.abs([0.0, *fidelity.real.errors(result, figure)])) < 1e-6, figure
+    assert sum(cell.means("preemptions")[0] for cell in result.cells.values()) > 4
+    assert all(pair.right for pair in fidelity.real.differing_pairs(result, random.Random(0)))
 
 
 def test_a_slower_machine_is_seen(fidelity: SimpleNamespace, folder: Path) -> None:
@@ -136,15 +136,15 @@ def test_a_slower_machine_is_seen(fidelity: SimpleNamespace, folder: Path) -> No
             if run["kept_out"]:
                 run["ttft_s"] = [one * 1.1 for one in run["ttft_s"]]
         path.write_text(json.dumps(runs))
-    _, (found,) = fidelity.real.judge(folder, (Builtin(),))
-    assert fidelity.real.errors(found, "mean TTFT") == pytest.approx([1 / 1.1 - 1] * 4, rel=1e-3)
+    _, (result,) = fidelity.real.judge(folder, (Builtin(),))
+    assert fidelity.real.errors(result, "mean TTFT") == pytest.approx([1 / 1.1 - 1] * 4, rel=1e-3)
 
 
 def test_schedules_are_compared_step_by_step(fidelity: SimpleNamespace, folder: Path) -> None:
     sessions, _ = fidelity.real.judge(folder, ())
-    found = fidelity.steps.stepwise(sessions[:1], VllmScheduler())
-    assert len(found) == 4
-    assert all(one.alike == one.steps and one.preemptions[0] == one.preemptions[1] for one in found)
+    steps = fidelity.steps.stepwise(sessions[:1], VllmScheduler())
+    assert len(steps) == 4
+    assert all(one.alike == one.steps and one.preemptions[0] == one.preemptions[1] for one in steps)
     header = replace(sessions[0].header, device_blocks=sessions[0].header.device_blocks + 1)
     one_run = replace(sessions[0], header=header, kept_out=sessions[0].kept_out[:1])
     (other,) = fidelity.steps.stepwise([one_run], VllmScheduler())

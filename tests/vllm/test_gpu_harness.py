@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,9 @@ from benchmarks.gpu.pieces import Done
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.profile import PIECE_S, TRAINING_S, shares_of, status_of
 from benchmarks.gpu.swap import settings_of
-from kvpolicy_vllm.bench.job import Job as MeasuringJob
-from kvpolicy_vllm.bench.measure_engine import Measurement
-from kvpolicy_vllm.bench.measured_window import Window
 from kvpolicy_vllm.bench.profile_parts import Rig
-from kvpolicy_vllm.bench.states import Span, State, check_states, grid
-from kvpolicy_vllm.plugin.copiers.base import unique_segments
-from kvpolicy_vllm.plugin.copiers.staging import STAGED_BYTES, StagedCopier, Staging, host_arena, runs_of
 from kvpolicy_vllm.plugin.messages import Job
+from tests.plugin.copiers.segments import made_segments
 from tests.vllm.harness import ROOT, environment
 
 
@@ -44,15 +38,15 @@ def place(device: str, scale: str) -> Place:
 def test_every_plan_names_its_pieces_apart_and_the_most_telling_first(there: Place) -> None:
     plans: list[list[Any]] = [list(shares_of(there)), list(settings_of(there)), list(cases_of(there.on_cpu))]
     for plan in plans:
-        names = [one.name for one in plan]
+        names = [piece.name for piece in plan]
         assert len(set(names)) == len(names)
     assert plans[2][0].name == REFERENCE and plans[2][0].memory_enough
     if not there.on_cpu:
-        assert [one.name for one in plans[0][:2]] == ["llama-8b-b16-pass0", "llama-8b-b64-pass0"]
+        assert [piece.name for piece in plans[0][:2]] == ["llama-8b-b16-pass0", "llama-8b-b64-pass0"]
         assert {case.runner for case in plans[2]} == {None, "v1", "v2"}
 
 
-def test_the_clearest_difference_is_told() -> None:
+def test_the_clearest_difference_is_reported() -> None:
     reference = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8]], "gaps": [[1.0, 0.2, 9.0], [1.0, 0.5, 1.0], [1.0, 1.0]]}
     assert widest_gap(reference, [[1, 9, 9], [4, 9, 9], [7, 8]]) == 0.5
     assert widest_gap(reference, reference["tokens"]) == 0.0
@@ -73,10 +67,10 @@ def test_overload_is_summed_up_by_limit() -> None:
     targets = {"ttft_s": 1.0, "itl_s": 0.1}
     results = {TARGETS: targets, "x": cell(0.4, 0, {"vllm": 4.0, "learned": 2.0})}
     results["y"] = cell(0.4, 1, {"learned": 4.0, "vllm": 8.0})
-    found = summary_of(results, seed=0)["0.4"]
-    assert found["blocks"] == 2
-    assert found["ratios"]["throughput_tok_s learned / vllm"]["value"] == pytest.approx(2.0)
-    assert found["arms"]["vllm"]["recomputed_tokens"] == 14 and found["arms"]["vllm"]["moved_bytes"] == 10
+    part = summary_of(results, seed=0)["0.4"]
+    assert part["blocks"] == 2
+    assert part["ratios"]["throughput_tok_s learned / vllm"]["value"] == pytest.approx(2.0)
+    assert part["arms"]["vllm"]["recomputed_tokens"] == 14 and part["arms"]["vllm"]["moved_bytes"] == 10
     assert goodput(results["x"]["arms"]["vllm"], targets) == pytest.approx(1 / 4.0)
 
 
@@ -126,10 +120,10 @@ def test_page_locking_is_tried_first_and_its_refusal_said() -> None:
     def refuse(owner: object, memory: object) -> None:
         raise RuntimeError("CUDA error 2")
 
-    assert pagelock.try_lock(lambda owner, memory: None) is None
-    said: list[str] = []
-    assert page_locking(lambda: pagelock.try_lock(refuse), said.append) == "RuntimeError: CUDA error 2"
-    assert "PAGE-LOCKING FAILS" in said[0] and "CUDA error 2" in said[0]
+    assert pagelock.tried(lambda owner, memory: None) is None
+    events: list[str] = []
+    assert page_locking(lambda: pagelock.tried(refuse), events.append) == "RuntimeError: CUDA error 2"
+    assert "PAGE-LOCKING FAILS" in events[0] and "CUDA error 2" in events[0]
 
 
 def test_digests_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +152,8 @@ def test_the_shipped_copier_has_cases_of_its_own() -> None:
         for copier in (None, "slow")
     ]
     assert "copier" not in extra[0] and extra[1]["copier"] == "benchmarks.gpu.copiers.slow"
-    told = {"ties": 0, "tokens": 1, "ties_allowed": 1}
-    assert faults(Case("x", copier=None), told, passing() | {"restored_blocks": 0}) == []
+    values = {"ties": 0, "tokens": 1, "ties_allowed": 1}
+    assert faults(Case("x", copier=None), values, passing() | {"restored_blocks": 0}) == []
 
 
 @pytest.mark.parametrize(
@@ -177,16 +171,16 @@ def test_a_profile_without_a_model_has_failed(models: dict[str, Any], left: tupl
 def test_the_grid_reaches_what_is_said_of_it(tmp_path: Path) -> None:
     """docs/gpu.md says how far; two first pieces fit one call."""
     shares = shares_of(place("NVIDIA H200", "full"))
-    found = []
+    events = []
     for share in shares:
         llm = write_model(tmp_path / share.geometry.name, share.geometry, "bfloat16")
         states = Rig(llm, share.extent, None, 0, device=True).job(share.part, tmp_path).states
         lengths = [state.prompt_tokens + state.decoded_tokens for state in states]
-        found.append((min(lengths), max(lengths), max(len(state.other_prompts) for state in states)))
-    assert found[0] == (78, 24180, 19)
-    assert min(low for low, _, _ in found) == 64 and max(others for _, _, others in found) == 19
-    assert max(high for _, high, _ in found[:12]) == 31228
-    assert [high for share, (_, high, _) in zip(shares, found, strict=True) if "long" in share.name] == [41641]
+        events.append((min(lengths), max(lengths), max(len(state.other_prompts) for state in states)))
+    assert events[0] == (78, 24180, 19)
+    assert min(low for low, _, _ in events) == 64 and max(others for _, _, others in events) == 19
+    assert max(high for _, high, _ in events[:12]) == 31228
+    assert [high for share, (_, high, _) in zip(shares, events, strict=True) if "long" in share.name] == [41641]
     assert 60 * 9 - 60 - TRAINING_S >= 2 * PIECE_S
 
 
@@ -212,8 +206,8 @@ def test_gpu_check_passes_here(tmp_path: Path) -> None:
     """Blocks that come back late and bit for bit, texts as with memory enough, and nothing left behind."""
     done = harness("check", tmp_path / "check", "--only", "slow")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "check" / "check.json").read_text())
-    assert found["passed"] == ["reference", "slow"] and not found["failed"]
+    values = json.loads((tmp_path / "check" / "check.json").read_text())
+    assert values["passed"] == ["reference", "slow"] and not values["failed"]
     part = json.loads((tmp_path / "check" / "parts" / "slow.json").read_text())
     assert part["served"]["restored_blocks"] > 0 == part["served"]["different_blocks"]
     assert "TINY SCALE" in done.stdout or torch.cuda.is_available()
@@ -222,9 +216,9 @@ def test_gpu_check_passes_here(tmp_path: Path) -> None:
 def test_gpu_swap_ends_here(tmp_path: Path) -> None:
     done = harness("swap", tmp_path / "swap", "--only", "b16*", "--turns", "3")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "swap" / "swap.json").read_text())
-    assert {piece["block_size"] for piece in found["pieces"].values()} == {16}
-    for piece in found["pieces"].values():
+    values = json.loads((tmp_path / "swap" / "swap.json").read_text())
+    assert {piece["block_size"] for piece in values["pieces"].values()} == {16}
+    for piece in values["pieces"].values():
         for row in piece["rows"]:
             assert row["gb_per_s"] > 0
             assert row["way"] == "large" or (row["of_large"]["low"] is None and row["of_large"]["value"] > 0)
@@ -247,44 +241,6 @@ def test_a_case_fails_for_whatever_is_wrong(change: dict[str, Any], said: str) -
     assert faults(case, {"ties": 0, "tokens": 1, "ties_allowed": 1}, passing()) == []
     (wrong,) = faults(case, {"ties": 0, "tokens": 1, "ties_allowed": 1}, passing() | change)
     assert said in wrong
-
-
-def made_segments(dtypes: tuple[torch.dtype, ...], blocks: int = 24) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    caches = {
-        f"layer.{i}": torch.randn((blocks, 2, 4, 2, 8), generator=generator).to(dtype) for i, dtype in enumerate(dtypes)
-    }
-    return unique_segments(caches, blocks)
-
-
-@pytest.mark.parametrize("max_bytes", [STAGED_BYTES, 1, 3000])
-def test_staged_blocks_come_back_and_touch_no_other(max_bytes: int) -> None:
-    """Through a buffer for all of them, for one, for a few; slots that follow each other and slots that do not."""
-    segments = made_segments((torch.bfloat16, torch.float32, torch.bfloat16))
-    copier = StagedCopier(segments, 16, False, None)
-    copier.staging = Staging(segments, copier.arena, max_bytes)
-    job = Job(1, "r", (3, 19, 1, 4, 17, 8), (2, 3, 4, 9, 8, 15))
-    before = [segment.clone() for segment in segments]
-    copier.save(job)
-    for host, was in zip(copier.host_segments, before, strict=True):
-        assert torch.equal(host[list(job.slots)], was[list(job.block_ids)])
-    for segment in segments:
-        segment[list(job.block_ids)] = 0
-    copier.load(job)
-    assert [done.ok for done in copier.poll()] == [True]
-    assert all(torch.equal(segment, was) for segment, was in zip(segments, before, strict=True))
-
-
-def test_slots_that_follow_each_other_go_together() -> None:
-    assert list(runs_of((2, 3, 4, 9, 8))) == [(0, 2, 3), (3, 9, 1), (4, 8, 1)]
-    assert list(runs_of(())) == []
-
-
-def test_the_host_pool_begins_on_a_page_of_its_own() -> None:
-    """Page-locking goes by whole pages; pools that shared one could not both be locked."""
-    arenas = [host_arena(3, 1000) for _ in range(4)]
-    assert all(arena.data_ptr() % 4096 == 0 for arena in arenas)
-    assert len({arena.data_ptr() for arena in arenas}) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -326,39 +282,3 @@ def test_a_part_of_a_copy_is_held_against_its_own_part() -> None:
     copier.load(Job(1, "r", (7, 8), (1, 2)))
     copier.poll()
     assert copier.told() == {"restored_blocks": 3, "different_blocks": 0}
-
-
-class TimedDriver:
-    """Windows take ten seconds each, by its own clock."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.windows: list[tuple[str, str]] = []
-        self.controller = self.recorder = self
-
-    def add(self, table: str, row: dict[str, Any]) -> None:
-        """As a recorder does."""
-
-    def measure(self, state: State, arm: str, repeat: int, attempt: int = 0, pause: int = 1) -> Window:
-        self.now_s += 10.0
-        if repeat >= 0:
-            self.windows.append((state.state_id, arm))
-        return Window(state.state_id, arm, repeat, state.cause, 0, 1, 10.0, None, "")
-
-    def undisturbed(self, state: State, repeat: int, steps: int) -> Window:
-        self.now_s += 1.0 + 0.001 * repeat
-        return Window(state.state_id, "undisturbed", repeat, state.cause, 0, 1, 1.0 + 0.001 * repeat, None, "noise")
-
-
-def test_measuring_ends_in_time_and_leaves_no_state_half_measured() -> None:
-    span = Span(64, 256, 3, 1000, 1024)
-    states = grid(32, 8, span, random.Random(0))
-    job = MeasuringJob({}, states, check_states(32, span), 2, 1, 0, 0, max_s=160.0)
-    timed: Any = TimedDriver()
-    Measurement(timed, job, lambda values: None, lambda: timed.now_s).run()
-    assert 130 < timed.now_s < 200
-    measured = {state for state, _ in timed.windows}
-    assert 2 <= len(measured) < 8 and len(timed.windows) == 3 * len(measured)
-    everything: Any = TimedDriver()
-    Measurement(everything, replace(job, max_s=None), lambda values: None, lambda: everything.now_s).run()
-    assert len(everything.windows) == 3 * 8 + 2 * 2 * 2

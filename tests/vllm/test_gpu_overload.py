@@ -59,11 +59,11 @@ def test_a_model_that_was_trained_anew_makes_other_pieces(tmp_path: Path) -> Non
 
 def test_an_arm_that_no_engine_could_start_with_is_left_out(tmp_path: Path) -> None:
     """All our arms share an engine: one policy that cannot be made would take the others with it."""
-    said: list[str] = []
-    h200 = policies_of(place("NVIDIA H200", "full"), tmp_path, EIGHT_B, said.append)
+    events: list[str] = []
+    h200 = policies_of(place("NVIDIA H200", "full"), tmp_path, EIGHT_B, events.append)
     assert h200 == {SWAP: SWAP, LEARNED: "cheapest:analytic"}
-    assert policies_of(place("cpu", "tiny"), tmp_path, TINY, said.append) == {SWAP: SWAP}
-    assert "no hardware sheet for device 'cpu'" in said[1]
+    assert policies_of(place("cpu", "tiny"), tmp_path, TINY, events.append) == {SWAP: SWAP}
+    assert "no hardware sheet for device 'cpu'" in events[1]
 
 
 def test_every_cell_overloads_but_the_control(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_every_cell_overloads_but_the_control(tmp_path: Path) -> None:
                 work.workload(block, share), load("always-recompute"), server, ConstantTimes()
             )
             assert sum(run.summary.preemptions.values()) >= 10, (share, block)
-    assert max(one.output_tokens for block in range(6) for one in work.workload(block).requests) < 2048
+    assert max(request.output_tokens for block in range(6) for request in work.workload(block).requests) < 2048
 
 
 class PretendedArms:
@@ -106,9 +106,9 @@ def test_an_overload_goes_from_its_targets_to_a_report(tmp_path: Path) -> None:
     write_json(part_of(tmp_path, "limit25-block0-other"), {"share": 0.25, "arms": {}})
     done = run_pieces(tmp_path, there.to_dict(), pieces, 9.0, lambda line: None)
     assert done.whole and pieces[1].expected_s == 2 * SLOWER * len(STOCK)
-    found = report(tmp_path, there, done, pieces, 0)
-    assert set(found["limits"]) == {"0.25", "0.15", "0.33"} and found["targets"]["makespan_s"] == len(STOCK)
-    ratio = found["limits"]["0.25"]["ratios"][f"throughput_tok_s {STOCK} / {SWAP}"]
+    text_report = report(tmp_path, there, done, pieces, 0)
+    assert set(text_report["limits"]) == {"0.25", "0.15", "0.33"} and text_report["targets"]["makespan_s"] == len(STOCK)
+    ratio = text_report["limits"]["0.25"]["ratios"][f"throughput_tok_s {STOCK} / {SWAP}"]
     assert ratio["value"] == pytest.approx(len(SWAP) / len(STOCK)) and ratio["low"] is None and ratio["blocks"] == 2
 
 
@@ -122,8 +122,8 @@ def test_what_a_cell_takes_is_learned_from_the_targets(tmp_path: Path) -> None:
 
 def test_the_offloading_connector_keeps_what_was_decoded_too() -> None:
     def extra(name: str) -> dict[str, Any]:
-        found = ConnectorArm(name, None, None, 1.0, 0, 9, CONNECTORS[name]).arguments()["kv_transfer_config"]
-        return dict(found["kv_connector_extra_config"])
+        part = ConnectorArm(name, None, None, 1.0, 0, 9, CONNECTORS[name]).arguments()["kv_transfer_config"]
+        return dict(part["kv_connector_extra_config"])
 
     assert extra(NATIVE) == {"cpu_bytes_to_use": 1 << 30, "offload_prompt_only": False}
     assert extra(SIMPLE) == {"cpu_bytes_to_use": 1 << 30}

@@ -45,8 +45,8 @@ def parsed(*each: list[str]) -> list[dict[str, Any]]:
     """What vLLM understands, in a process of its own: whatever imports vLLM inherits its settings."""
     done = subprocess.run([sys.executable, "-c", PARSE, json.dumps(each)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    values: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return values
 
 
 def flags_of(command: list[str]) -> list[str]:

@@ -35,8 +35,8 @@ def fitting_model(recorded: Path, folder: Path) -> Path:
 
     It promises nothing about them, so that ``explore`` leaves every decision to chance.
     """
-    found = trace.read(recorded)
-    (header,) = found.headers.values()
+    values = trace.read(recorded)
+    (header,) = values.headers.values()
     shipped = cost.load("cpu-llama-native")
     provenance = replace(
         shipped.provenance,
@@ -45,10 +45,10 @@ def fitting_model(recorded: Path, folder: Path) -> Path:
         block_sizes=(header.block_size,),
         kv_bytes_per_token=header.block_bytes / header.block_size,
     )
-    made = replace(
-        shipped, provenance=provenance, residuals={}, intervals=unbounded(), step_time=common_step_time([found])
+    result = replace(
+        shipped, provenance=provenance, residuals={}, intervals=unbounded(), step_time=common_step_time([values])
     )
-    save(made, {}, folder)
+    save(result, {}, folder)
     return folder
 
 
@@ -63,8 +63,8 @@ def test_costs_are_measured_while_serving(model: str, recorded: Path, tmp_path: 
     for kind in ("recompute", "swap"):
         mine = [costs[name] for name, done in executed.items() if done == kind and costs[name] is not None]
         # The last ones may still wait for their aftermath when the engine falls idle.
-        told = harness.total(stats, "measured_preemptions", executed=kind)
-        assert len(mine) - 3 <= told <= len(mine)
+        result = harness.total(stats, "measured_preemptions", executed=kind)
+        assert len(mine) - 3 <= result <= len(mine)
         # How much is compared over recorded traces, in tests/cost/test_live.py: here it would be the clock's say.
         assert isfinite(live := stats[f"measured_cost_microseconds|executed={kind}"]) and live != 0
         assert harness.total(stats, "predicted_cost_microseconds", executed=kind) > 0
@@ -74,17 +74,17 @@ def test_what_is_learned_is_kept_over_a_restart(model: str, recorded: Path, tmp_
     """A second engine begins with what the first one learned; every decision tells its state."""
     learned, state = fitting_model(recorded, tmp_path / "model"), tmp_path / "state.json"
     policy = f"explore:{learned},online=on"
-    told = []
+    events = []
     for number in ("first", "second"):
         plugin = harness.plugin(policy, trace=str(tmp_path / number), online_state=str(state))
         harness.run(job(model, REQUESTS, SCARCE, plugin=plugin), tmp_path)
         rows = trace.read(tmp_path / number).rows("decisions")
-        told.append([json.loads(row["state"]) for row in sorted(rows, key=lambda row: row["time_s"])])
-    kept = online.load(state, cost.load(learned).digest)
-    assert json.dumps(told[0][0]) != json.dumps(told[0][-1]), "something was learned"
-    outcomes = [[one["online"]["outcomes"] for one in states] for states in told]
+        events.append([json.loads(row["state"]) for row in sorted(rows, key=lambda row: row["time_s"])])
+    loaded = online.load(state, cost.load(learned).digest)
+    assert json.dumps(events[0][0]) != json.dumps(events[0][-1]), "something was learned"
+    outcomes = [[one["online"]["outcomes"] for one in states] for states in events]
     assert outcomes[0][0] == 0 and 0 < outcomes[0][-1] <= outcomes[1][0]
-    assert kept.events >= outcomes[1][-1] > outcomes[1][0]
+    assert loaded.events >= outcomes[1][-1] > outcomes[1][0]
 
 
 def test_a_state_of_another_model_is_set_aside(model: str, recorded: Path, tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ def test_a_module_path_serves(
     result = harness.run(job(model, requests, SCARCE, scenario="harried", plugin=plugin), tmp_path)
     harness.assert_exact(references["requests"], result)
     harness.assert_nothing_left(result)
-    found = trace.read(folder)
-    (header,) = found.headers.values()
+    values = trace.read(folder)
+    (header,) = values.headers.values()
     assert header.policy == Longer().label
-    rows = [row for row in found.rows("decisions") if len(row["options"]) == 2]
+    rows = [row for row in values.rows("decisions") if len(row["options"]) == 2]
     swapped = [row["computed_tokens"] > row["batch_tokens"] / max(1, row["running_requests"]) for row in rows]
     assert {True, False} == set(swapped)
     for row, swap in zip(rows, swapped, strict=True):

@@ -25,11 +25,11 @@ def test_a_policy_goes_to_the_other_process_and_metrics_come_back(
     work = job(model, requests, SCARCE, scenario="own_process", plugin=plugin, object=ALTERNATING)
     result = harness.run(work, tmp_path, multiprocess=True)
     harness.assert_exact(references["requests"], result)
-    told = result["metrics"]
-    assert told["preemptions"] >= 2, "both options, in turn"
-    assert told["recomputed_tokens"] > 0 and told["loaded_tokens"] > 0
-    assert told["copy_bytes"] > 0 and told["copy_microseconds"] > 0
-    assert told["host_slots_used"] == 0 and told["host_slots_total"] > 0
+    part = result["metrics"]
+    assert part["preemptions"] >= 2, "both options, in turn"
+    assert part["recomputed_tokens"] > 0 and part["loaded_tokens"] > 0
+    assert part["copy_bytes"] > 0 and part["copy_microseconds"] > 0
+    assert part["host_slots_used"] == 0 and part["host_slots_total"] > 0
 
 
 def test_a_vllm_that_loads_no_plugin_of_ours_finds_the_connector(
@@ -41,7 +41,7 @@ def test_a_vllm_that_loads_no_plugin_of_ours_finds_the_connector(
     plugin = {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(extra)}
     work = job(model, requests[:8], SCARCE, scenario="own_process", plugin=plugin)
     result = harness.run(work, tmp_path, multiprocess=True)
-    assert [len(tokens) for tokens in result["tokens"].values()] == [one["max_tokens"] for one in requests[:8]]
+    assert [len(tokens) for tokens in result["tokens"].values()] == [request["max_tokens"] for request in requests[:8]]
     assert result["metrics"]["host_slots_total"] > 0
 
 

@@ -40,7 +40,7 @@ for available_gib in cases:
 """
 
 
-def told(folder: Path, *cases: tuple[float, float]) -> list[tuple[str, ...]]:
+def refusals_of(folder: Path, *cases: tuple[float, float]) -> list[tuple[str, ...]]:
     """What two ranks that find so much memory available, GiB, say to a pool of 8 GiB."""
     address = (folder / "ranks").as_uri()  # a port that is free now may be taken by then
     started = [
@@ -51,13 +51,13 @@ def told(folder: Path, *cases: tuple[float, float]) -> list[tuple[str, ...]]:
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    said = [process.communicate(timeout=900) for process in started]
-    assert not any(process.returncode for process in started), said
-    lines = [[line for line in out.splitlines() if line.startswith("told: ")] for out, _ in said]
+    results = [process.communicate(timeout=900) for process in started]
+    assert not any(process.returncode for process in started), results
+    lines = [[line for line in out.splitlines() if line.startswith("told: ")] for out, _ in results]
     return list(zip(*lines, strict=True))
 
 
 def test_what_an_earlier_rank_has_taken_is_not_held_against_a_later_one(tmp_path: Path) -> None:
-    later_finds_less, too_little = told(tmp_path, (16.0, 12.0), (12.0, 64.0))
+    later_finds_less, too_little = refusals_of(tmp_path, (16.0, 12.0), (12.0, 64.0))
     assert later_finds_less == ("told: accepted", "told: accepted")
     assert too_little[0] == too_little[1] and "more than half of the 12.0 GiB" in too_little[0]

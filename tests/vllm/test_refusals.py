@@ -122,8 +122,8 @@ def messages(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytes
         config.save_pretrained(folder / name)
         make_tokenizer(256).save_pretrained(folder / name)
         tried[name] = GOOD | {"model": str(folder / name)}
-    found = run_alone(BASE | {"model": model, "refusals": tried}, folder, request.param)
-    return dict(found["messages"])
+    result = run_alone(BASE | {"model": model, "refusals": tried}, folder, request.param)
+    return dict(result["messages"])
 
 
 @pytest.mark.parametrize("name", REFUSALS)

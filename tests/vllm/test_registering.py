@@ -25,20 +25,20 @@ LAYERS = ("one", "two")
 
 def worker(model: str, **extra: Any) -> Any:
     """A connector as a worker makes it, without an engine around it."""
-    made = EngineArgs(model=model, dtype="float32", skip_tokenizer_init=True, **harness.plugin("always-swap", **extra))
+    args = EngineArgs(model=model, dtype="float32", skip_tokenizer_init=True, **harness.plugin("always-swap", **extra))
     spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
     cache = KVCacheConfig(
         num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
     )
-    return KVConnectorFactory.create_connector(made.create_engine_config(), KVConnectorRole.WORKER, cache)
+    return KVConnectorFactory.create_connector(args.create_engine_config(), KVConnectorRole.WORKER, cache)
 
 
 def caches(start: float) -> dict[str, torch.Tensor]:
     """Each block of each layer with a value of its own."""
-    made = {name: torch.zeros(BLOCKS, 4, 32, 64) for name in LAYERS}
-    for number, tensor in enumerate(made.values()):
+    by_name = {name: torch.zeros(BLOCKS, 4, 32, 64) for name in LAYERS}
+    for number, tensor in enumerate(by_name.values()):
         tensor += start + number * BLOCKS + torch.arange(BLOCKS).reshape(-1, 1, 1, 1)
-    return made
+    return by_name
 
 
 def step(connector: Any, number: int, **jobs: Any) -> tuple[set[str], int]:
@@ -78,11 +78,11 @@ def test_other_caches_end_what_was_under_way(model: str) -> None:
     assert all(
         torch.equal(tensor, before) for tensor, before in zip(other.values(), caches(100.0).values(), strict=True)
     )
-    told = connector.build_connector_worker_meta().done
-    assert [(one.copy_id, one.direction, one.ok) for one in told] == [
+    done = connector.build_connector_worker_meta().done
+    assert [(one.copy_id, one.direction, one.ok) for one in done] == [
         (1, "save", True), (2, "save", True), (1, "load", False), (2, "load", False),
     ]  # fmt: skip
-    assert "registered anew" in told[2].error
+    assert "registered anew" in done[2].error
 
 
 def test_other_caches_are_served_from_then_on(model: str) -> None:

@@ -48,21 +48,21 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         cwd=harness.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
-    found = json.loads(result.read_text())["runs"]
-    return {policy: found[i * len(modes) : (i + 1) * len(modes)] for i, policy in enumerate(POLICIES)}
+    part = json.loads(result.read_text())["runs"]
+    return {policy: part[i * len(modes) : (i + 1) * len(modes)] for i, policy in enumerate(POLICIES)}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_routed_expert_reaches_its_client_or_the_flag_is_refused(policy: str, runs: Runs) -> None:
-    for found in runs[policy]:
-        if found["refused"]:
-            assert FLAG in found["refused"] and "kvpolicy" in found["refused"]
+    for result in runs[policy]:
+        if result["refused"]:
+            assert FLAG in result["refused"] and "kvpolicy" in result["refused"]
             continue
-        assert found["raised"] == ""
-        assert (found["wrong"], found["wrong_rows"], found["unfinished"]) == ([], [], 0)
-        assert harness.total(found["stats"], "preemptions") > 5
+        assert result["raised"] == ""
+        assert (result["wrong"], result["wrong_rows"], result["unfinished"]) == ([], [], 0)
+        assert harness.total(result["stats"], "preemptions") > 5
 
 
 def test_what_vllm_does_not_load_is_not_recorded_as_a_swap(runs: Runs) -> None:
-    for found in runs["always-swap"]:
-        assert found["refused"] or not found["not_swapped"]
+    for result in runs["always-swap"]:
+        assert result["refused"] or not result["not_swapped"]

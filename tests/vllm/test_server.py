@@ -133,13 +133,13 @@ def pressed(base: str) -> set[str]:
 
 def metrics(base: str) -> dict[str, float]:
     """Our metrics, summed over labels; 0 for one that is not there yet."""
-    found: dict[str, float] = defaultdict(float)
+    result: dict[str, float] = defaultdict(float)
     with urllib.request.urlopen(f"{base}/metrics", timeout=PATIENCE_S) as answer:
         for line in answer.read().decode().splitlines():
             if line.startswith("vllm:kvpolicy_"):
                 name = line.split("{")[0].split(" ")[0].removeprefix("vllm:kvpolicy_")
-                found[name] += float(line.rsplit(" ", 1)[1])
-    return found
+                result[name] += float(line.rsplit(" ", 1)[1])
+    return result
 
 
 def test_thirty_two_clients_then_killed(model: str, tmp_path: Path) -> None:
@@ -152,22 +152,22 @@ def test_thirty_two_clients_then_killed(model: str, tmp_path: Path) -> None:
             wait_until(lambda: settled(metrics(base)), lambda: f"what is told does not settle: {metrics(base)}")
             if metrics(base)["loaded_tokens_total"] and metrics(base)["recomputed_tokens_total"]:
                 break
-        told = metrics(base)
-        assert told["resumed_total"] == told["preemptions_total"] >= 2
-        assert told["copy_bytes_total"] > 0 and told["copy_microseconds_total"] > 0
-        assert told["loaded_tokens_total"] > 0 and told["recomputed_tokens_total"] > 0
-        assert told["host_slots_used"] == 0 and told["host_slots_total"] > 0
-        assert told["open_preemptions"] == 0
-        assert told["cost_model"] == 1
-        wait_until(lambda: is_recorded(folder, told), lambda: "what came about is not written while the server runs")
+        result = metrics(base)
+        assert result["resumed_total"] == result["preemptions_total"] >= 2
+        assert result["copy_bytes_total"] > 0 and result["copy_microseconds_total"] > 0
+        assert result["loaded_tokens_total"] > 0 and result["recomputed_tokens_total"] > 0
+        assert result["host_slots_used"] == 0 and result["host_slots_total"] > 0
+        assert result["open_preemptions"] == 0
+        assert result["cost_model"] == 1
+        wait_until(lambda: is_recorded(folder, result), lambda: "what came about is not written while the server runs")
         with ThreadPoolExecutor(32) as pool:
             cut_off = [pool.submit(complete, base, 1000 + client, (500, 600)) for client in range(32)]
             again = "nobody is preempted again"
-            wait_until(lambda: metrics(base)["preemptions_total"] > told["preemptions_total"], lambda: again)
+            wait_until(lambda: metrics(base)["preemptions_total"] > result["preemptions_total"], lambda: again)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=PATIENCE_S)
         assert any(future.exception() is not None for future in cut_off)
-    assert is_recorded(folder, told)
+    assert is_recorded(folder, result)
 
 
 def settled(told: dict[str, float]) -> bool:

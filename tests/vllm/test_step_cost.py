@@ -23,8 +23,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         [*command, "--json", str(out)], env=harness.environment(), cwd=harness.ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
-    return found
+    part: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return part
 
 
 def test_no_function_of_the_plugin_goes_through_the_running_requests(rows: list[dict[str, Any]]) -> None:

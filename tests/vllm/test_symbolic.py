@@ -58,11 +58,11 @@ def test_every_position_is_right(
     version: str, asynchronous: bool, prefix_caching: bool, model: str, tmp_path: Path
 ) -> None:
     done = runs(model, tmp_path, version, SEEDS, asynchronous=asynchronous, prefix_caching=prefix_caching, resets=False)
-    for found in done:
-        assert_right(found)
-        assert_eventful(found)
+    for result in done:
+        assert_right(result)
+        assert_eventful(result)
     if prefix_caching:
-        assert sum(found["partial_loads"] for found in done), "no resume found part of its tokens on the device"
+        assert sum(result["partial_loads"] for result in done), "no resume found part of its tokens on the device"
 
 
 @modes
@@ -72,12 +72,12 @@ def test_nothing_of_old_weights_is_read_after_a_reset(
 ) -> None:
     """Without prefix caching: with it, vLLM itself gives up on a reset while somebody is being loaded."""
     done = runs(model, tmp_path, version, RESET_SEEDS, asynchronous=asynchronous, prefix_caching=False, resets=True)
-    for found in done:
-        assert_right(found)
-        assert_eventful(found)
-        assert found["resets"] > 0
+    for result in done:
+        assert_right(result)
+        assert_eventful(result)
+        assert result["resets"] > 0
     # That moment is rare and easily got wrong.
-    assert sum(found["reset_when_loaded_and_waiting"] for found in done), "no reset met a loaded request that waits"
+    assert sum(result["reset_when_loaded_and_waiting"] for result in done), "no reset met a loaded request that waits"
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
@@ -87,7 +87,7 @@ def test_a_pause_that_clears_caches_waits_for_loads(mode: str, version: str, mod
     plugin = harness.plugin("always-swap")
     size = {"requests": 12, "blocks": 140, "budget": 512, "prefix_caching": True}
     job = BASE | size | {"model": model, "plugin": plugin, "mode": mode, "seeds": [*range(1, 9)]}
-    for found in run_alone(job, tmp_path, version)["runs"]:
-        assert found["paused"]["done"], "the pause failed or never came to its end"
-        assert (found["paused"]["held_blocks"], found["paused"]["host_slots_used"]) == (0, 0)
-        assert_right(found)
+    for result in run_alone(job, tmp_path, version)["runs"]:
+        assert result["paused"]["done"], "the pause failed or never came to its end"
+        assert (result["paused"]["held_blocks"], result["paused"]["host_slots_used"]) == (0, 0)
+        assert_right(result)

@@ -1,4 +1,8 @@
-"""vLLM's scheduler as a simulator, by itself: time, texts, sessions, refusals, what it leaves behind."""
+"""vLLM's scheduler as a simulator, by itself: time, texts, sessions, refusals, what it leaves behind.
+
+Its scheduler is made by ``kvpolicy_vllm.simulator.deployment``, its worker is
+``kvpolicy_vllm.simulator.virtual_worker``.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,17 @@ from kvpolicy.trace import Header, Trace
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.simulator.controller import ROWS
 from kvpolicy_vllm.simulator.engine import VllmScheduler
-from kvpolicy_vllm.simulator.texts import prompt_of, token_at
 from tests.vllm.agreement import drawn
 
 pytestmark = [
     pytest.mark.scheduler,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # vLLM's own
 ]
+
+
 SERVER = Server(block_size=16, block_bytes=65536, device_blocks=64, host_blocks=64, max_model_len=1024)
+
+
 TIMES = ConstantTimes(fixed_s=0.01, per_part_s=(0.0,) * 6)
 """Ten milliseconds a step."""
 
@@ -62,29 +69,6 @@ def test_thinking_begins_when_the_turn_before_is_through() -> None:
     turns = (Request(0.0, 20, 2, session="a"), Request(0.0, 30, 1, session="a", think_s=0.5))
     rows = {row["request"]: row for row in served(*turns).rows("requests")}
     assert rows["1"]["arrival_s"] == pytest.approx(0.02 + 0.5)
-
-
-def test_prompts_share_what_their_ids_say_and_nothing_else() -> None:
-    first = Request(0.0, 50, 5, prefix=(7, 8, 9), prefix_block_tokens=16)
-    second = Request(0.0, 60, 5, prefix=(7, 8, 5), prefix_block_tokens=16)
-    one, other = prompt_of(first, 0), prompt_of(second, 1)
-    assert len(one) == 50 and len(other) == 60
-    assert one[:32] == other[:32] and not set(one[32:]) & set(other[32:])
-    assert token_at(first, 0, 50) not in {*one, *other} and token_at(first, 0, 50) != token_at(second, 1, 50)
-    assert [token_at(first, 0, at) for at in range(50)] == one, "ids first, then the request's own"
-
-
-def test_an_answer_has_the_tokens_of_the_turn_that_repeats_it() -> None:
-    turn = Request(0.0, 20, 30, prefix=(7, 8, 9), prefix_block_tokens=16)
-    again = prompt_of(Request(0.0, 60, 5, prefix=(7, 8, 9), prefix_block_tokens=16), 1)
-    assert [token_at(turn, 0, at) for at in range(20, 48)] == again[20:48]
-    assert token_at(turn, 0, 48) != again[48]
-
-
-def test_part_of_a_prefix_is_shared_too() -> None:
-    one = prompt_of(Request(0.0, 50, 5, prefix=(7, 8, 9), prefix_block_tokens=16), 0)
-    partly = prompt_of(Request(0.0, 20, 5, prefix=(7, 8), prefix_block_tokens=16), 2)
-    assert partly == one[:20]
 
 
 def test_shared_prefixes_hit() -> None:
@@ -130,7 +114,7 @@ class Wrong(Always):
         raise ZeroDivisionError("a mistake")
 
 
-def test_a_policys_mistake_is_told() -> None:
+def test_a_policys_mistake_is_raised() -> None:
     """A server would go on and recompute; who simulates wants to know."""
     case = drawn(2, 30)
     with pytest.raises(ZeroDivisionError, match="a mistake"):
@@ -141,11 +125,11 @@ def test_without_a_sink_there_is_a_summary_alone() -> None:
     case = drawn(2, 30)
     chooser = policy.load("always-swap")
     bare = VllmScheduler(wall=iter((0.0, 2.0)).__next__).run(case.work, chooser, case.server, case.times)
-    kept = VllmScheduler(wall=iter((0.0, 2.0)).__next__).run(
+    outcome = VllmScheduler(wall=iter((0.0, 2.0)).__next__).run(
         case.work, chooser, case.server, case.times, 0, MemorySink()
     )
-    assert bare.trace is None and kept.trace is not None
-    assert bare.summary == kept.summary and bare.summary.simulator_wall_s == 2.0
+    assert bare.trace is None and outcome.trace is not None
+    assert bare.summary == outcome.summary and bare.summary.simulator_wall_s == 2.0
 
 
 def test_rows_are_handed_over_in_parts() -> None:

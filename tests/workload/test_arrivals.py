@@ -10,9 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.workload import Arrivals, AtOnce, Bursts, Even, Gamma, Poisson, Think, Weibull, WorkloadError
+from kvpolicy.workload import (
+    Arrivals,
+    AtOnce,
+    Bursts,
+    Even,
+    Gamma,
+    Poisson,
+    Think,
+    Weibull,
+    WorkloadError,
+    random_arrivals,
+)
 
 RATE_PER_S = 4.0
+
+
 PROCESSES: tuple[Arrivals, ...] = (
     Even(RATE_PER_S),
     Poisson(RATE_PER_S),
@@ -91,7 +104,7 @@ def test_even_and_at_once_by_hand() -> None:
         lambda: Gamma(1.0, 1e-200),
     ],
 )
-def test_processes_that_make_no_sense_are_refused(make: type) -> None:
+def test_impossible_processes_are_refused(make: type) -> None:
     with pytest.raises(WorkloadError, match=r"\w+: \w+ is .*, should be (above 0|0 or more|from 0\.0?01 to 1000)"):
         make()
 
@@ -102,3 +115,19 @@ def test_pauses_have_mean_and_variation() -> None:
     pauses = [Think(5.0, 0.5).draw(rng) for _ in range(20_000)]
     assert sum(pauses) / len(pauses) == pytest.approx(5.0, rel=0.05)
     assert variation(pauses) == pytest.approx(0.5, rel=0.05)
+
+
+def test_random_arrivals_have_rate_and_variation() -> None:
+    for variation in (0.5, 1.0, 2.0):
+        arrivals = random_arrivals(40_000, 8.0, random.Random(0), variation)
+        gaps = [later - earlier for earlier, later in pairwise(arrivals)]
+        mean = sum(gaps) / len(gaps)
+        spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+        assert mean == pytest.approx(1 / 8, rel=0.05)
+        assert spread / mean == pytest.approx(variation, rel=0.05)
+        assert list(arrivals) == sorted(arrivals)
+
+
+def test_random_arrivals_refuse_a_rate_of_zero() -> None:
+    with pytest.raises(ValueError, match="rate_per_s 0"):
+        random_arrivals(3, 0, random.Random(0))

@@ -25,23 +25,23 @@ from kvpolicy.workload import (
     TimedFile,
     WorkloadError,
 )
-from tests.fuzzing import examples
+from tests.examples import examples
 from tests.snippets import shown
-from tests.workload import written
+from tests.workload import published_files
 
 SKIP = Care(skip_damaged=True)
-JSON_LINES = "".join(json.dumps(row) + "\n" for row in written.MOONCAKE)
+JSON_LINES = "".join(json.dumps(row) + "\n" for row in published_files.MOONCAKE)
 ANSWERS = '{"prompt": 5, "answer": 6}\n{"prompt": 7, "answer": 8}\n'
-AGENT_LINES = "".join(json.dumps(row) + "\n" for row in written.AGENTIC)
+AGENT_LINES = "".join(json.dumps(row) + "\n" for row in published_files.AGENTIC)
 
 READERS = {
-    "azure": (written.AZURE_2023, lambda path, care: TimedFile(path, AZURE, care)),
-    "burstgpt": (written.BURSTGPT_3, lambda path, care: TimedFile(path, BURSTGPT, care)),
-    "arrivals": (written.ARRIVALS, lambda path, care: TimedFile(path, ARRIVALS, care)),
+    "azure": (published_files.AZURE_2023, lambda path, care: TimedFile(path, AZURE, care)),
+    "burstgpt": (published_files.BURSTGPT_3, lambda path, care: TimedFile(path, BURSTGPT, care)),
+    "arrivals": (published_files.ARRIVALS, lambda path, care: TimedFile(path, ARRIVALS, care)),
     "mooncake": (JSON_LINES, lambda path, care: TimedFile(path, MOONCAKE, care)),
     "lengths": ("prompt_tokens,output_tokens\n5,6\n7,8\n", lambda path, care: LengthTable(path, care=care)),
     "agentic": (AGENT_LINES, lambda path, care: AgentSessions(path, care=care)),
-    "sharegpt": (json.dumps(written.SHAREGPT), lambda path, care: ShareGPT(path, Think(1.0), care=care)),
+    "sharegpt": (json.dumps(published_files.SHAREGPT), lambda path, care: ShareGPT(path, Think(1.0), care=care)),
 }
 
 SHOWN = {"answers": (ANSWERS, lambda path, care: shown("Answers")(path, care, 0))}
@@ -85,7 +85,7 @@ def test_any_bytes_are_read_or_refused(
     for where, put, instead_of in edits:
         place = int(where * len(content))
         content = content[:place] + put + content[place + instead_of :]
-    path = written.put(tmp_path, "packed.gz" if packed else "file", content)
+    path = published_files.put(tmp_path, "packed.gz" if packed else "file", content)
     source = reader(path, SKIP)
     strict, lenient = outcome(reader(path, Care())), outcome(source)
     if isinstance(strict, str):

@@ -84,7 +84,7 @@ def test_at_rate_is_gaps_over_time() -> None:
         (TALK, "a closed loop has no rate of its own"),
     ],
 )
-def test_what_has_no_rate_is_refused(source: Source, reason: str) -> None:
+def test_workloads_without_a_rate_are_refused(source: Source, reason: str) -> None:
     with pytest.raises(WorkloadError, match=reason):
         at_rate(source, 1.0)
 
@@ -140,10 +140,10 @@ def test_sharing_scales_with_the_lengths(requests: list[Request], block: int, co
         assert -(-new.prompt_tokens // block) == len(new.prefix) == len(old.prefix)
         assert abs(new.prompt_tokens - old.prompt_tokens * factor) < 1
         assert min(new.prompt_tokens, new.output_tokens) >= 1
-    for one in range(len(requests)):
-        for other in range(one):
-            before = shared_tokens(requests[one], requests[other])
-            after = shared_tokens(scaled[one], scaled[other])
+    for number in range(len(requests)):
+        for other in range(number):
+            before = shared_tokens(requests[number], requests[other])
+            after = shared_tokens(scaled[number], scaled[other])
             assert abs(after - before * factor) < 1
             assert (after == 0) == (before == 0)
     cut = list(Resized(source, factor, factor, context))
@@ -184,8 +184,8 @@ def test_a_window_counts_from_its_start() -> None:
 
 
 def test_a_session_cut_by_a_window_begins_without_a_pause() -> None:
-    found = [(request.session, request.arrival_s, request.think_s) for request in Window(TALK, 1.0)]
-    assert found == [("b", 0.0, None), ("a", 2.0, None), ("a", 3.0, 1.0)]
+    results = [(request.session, request.arrival_s, request.think_s) for request in Window(TALK, 1.0)]
+    assert results == [("b", 0.0, None), ("a", 2.0, None), ("a", 3.0, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_session_cut_by_a_window_begins_without_a_pause() -> None:
         lambda: First(HAND, -1),
     ],
 )
-def test_scales_that_make_no_sense_are_refused(make: type) -> None:
+def test_impossible_scales_are_refused(make: type) -> None:
     with pytest.raises(WorkloadError, match="hand: "):
         make()
 

@@ -10,7 +10,6 @@ import pytest
 
 from kvpolicy.workload import (
     AZURE,
-    AZURE_CONVERSATION,
     FORMATS,
     SHIPPED,
     Request,
@@ -21,15 +20,15 @@ from kvpolicy.workload import (
     counts_of,
     open_workload,
 )
-from tests.workload import written
+from tests.workload import published_files
 
 FILES = {
-    "azure": ("conv.csv", written.AZURE_2023, "", 3),
-    "burstgpt": ("burst.csv.gz", written.BURSTGPT_3, "", 2),
-    "arrivals": ("plain.csv", written.ARRIVALS, "", 3),
+    "azure": ("conv.csv", published_files.AZURE_2023, "", 3),
+    "burstgpt": ("burst.csv.gz", published_files.BURSTGPT_3, "", 2),
+    "arrivals": ("plain.csv", published_files.ARRIVALS, "", 3),
     "lengths": ("lengths.csv", "prompt_tokens,output_tokens\n5,6\n7,8\n", "?rate=2", 2),
-    "mooncake": ("moon.jsonl.gz", written.MOONCAKE, "", 3),
-    "agentic": ("agents.jsonl", written.AGENTIC, "?users=2", 5),
+    "mooncake": ("moon.jsonl.gz", published_files.MOONCAKE, "", 3),
+    "agentic": ("agents.jsonl", published_files.AGENTIC, "?users=2", 5),
     "sharegpt": (
         "sg.json",
         '[{"conversations":[{"from":"user","value":"a"},{"from":"gpt","value":"b"}]}]',
@@ -46,7 +45,7 @@ def test_every_format_is_tried_here() -> None:
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_is_known_by_its_name_or_by_its_columns(tmp_path: Path, kind: str) -> None:
     name, content, options, rows = FILES[kind]
-    path = written.put(tmp_path, name, content)
+    path = published_files.put(tmp_path, name, content)
     named, known = open_workload(f"{kind}:{path}{options}"), open_workload(f"{path}{options}")
     assert type(named) is type(known)
     assert list(named) == list(known)
@@ -58,7 +57,7 @@ def test_a_file_is_known_by_its_name_or_by_its_columns(tmp_path: Path, kind: str
 def test_options_are_applied_in_their_order(tmp_path: Path) -> None:
     """Of three arrivals at 0, 4 and 5 s, those of the window are 0 and 1 s apart; then 2/s makes that half a second."""
     rows = "arrival_s,prompt_tokens,output_tokens\n0,10,10\n4,20,20\n5,30,30\n9,40,40\n"
-    path = written.put(tmp_path, "a.csv", rows)
+    path = published_files.put(tmp_path, "a.csv", rows)
     source = open_workload(f"{path}?window=4-&n=2&rate=2&prompt=0.5&output=2&context=60&seed=5")
     assert list(source) == [Request(0.0, 10, 40), Request(0.5, 1, 59)]
     assert source.seed == 5
@@ -84,33 +83,26 @@ def test_another_arrival_process_leaves_the_lengths() -> None:
     ]
     drawn = [list(open_workload(f"azure-conversation-2023?n=50&seed=1&{text}")) for text in texts]
     for requests in drawn:
-        assert [replace(one, arrival_s=0.0) for one in requests] == [replace(one, arrival_s=0.0) for one in drawn[0]]
+        assert [replace(request, arrival_s=0.0) for request in requests] == [
+            replace(request, arrival_s=0.0) for request in drawn[0]
+        ]
         assert all(earlier.arrival_s <= later.arrival_s for earlier, later in pairwise(requests))
-    arrivals = {tuple(one.arrival_s for one in requests) for requests in drawn}
+    arrivals = {tuple(request.arrival_s for request in requests) for requests in drawn}
     assert len(arrivals) == len(texts)
 
 
 def test_sessions_are_made_from_lengths() -> None:
-    found = list(open_workload("sessions:azure-conversation-2023?n=20&turns=3&think=5&users=4&context=4096&system=64"))
-    assert {request.session for request in found} == {f"user-{user}" for user in range(4)}
-    assert max(request.total_tokens for request in found) <= 4096
-    assert {request.prefix[:4] for request in found} == {(0, 1, 2, 3)}
+    result = list(open_workload("sessions:azure-conversation-2023?n=20&turns=3&think=5&users=4&context=4096&system=64"))
+    assert {request.session for request in result} == {f"user-{user}" for user in range(4)}
+    assert max(request.total_tokens for request in result) <= 4096
+    assert {request.prefix[:4] for request in result} == {(0, 1, 2, 3)}
     first = next(iter(open_workload("sessions:azure-conversation-2023?n=20&turns=3&think=5&rate=0.1")))
     assert (first.session, first.think_s) == ("conversation-0", None)
     assert first.arrival_s > 0
 
 
-def test_lengths_may_be_drawn(tmp_path: Path) -> None:
-    path = written.put(tmp_path, "lengths.csv", "prompt_tokens,output_tokens\n5,6\n7,8\n")
-    assert list(open_workload(str(path))) == [Request(0.0, 5, 6), Request(0.0, 7, 8)]
-    drawn = list(open_workload(f"{path}?draw=500&seed=2"))
-    assert {(one.prompt_tokens, one.output_tokens) for one in drawn} == {(5, 6), (7, 8)}
-    assert drawn == list(open_workload(f"{path}?draw=500&seed=2")) != list(open_workload(f"{path}?draw=500&seed=3"))
-    assert 180 < sum(one.prompt_tokens == 5 for one in drawn) < 320
-
-
 def test_damaged_rows_are_skipped_when_asked(tmp_path: Path) -> None:
-    path = written.put(tmp_path, "lengths.csv", "prompt_tokens,output_tokens\n5,6\n7\n,8\n0,1\n9,9\n")
+    path = published_files.put(tmp_path, "lengths.csv", "prompt_tokens,output_tokens\n5,6\n7\n,8\n0,1\n9,9\n")
     with pytest.raises(WorkloadError, match=r"lengths\.csv, line 3: 1 fields, the header has 2"):
         list(open_workload(f"lengths:{path}"))
     source = open_workload(f"{path}?skip_damaged=true&n=10&scale=2")
@@ -118,17 +110,8 @@ def test_damaged_rows_are_skipped_when_asked(tmp_path: Path) -> None:
     counts = counts_of(source)
     assert counts is not None
     assert (counts.rows, counts.requests, counts.damaged) == (5, 2, 3)
-    backward = written.put(tmp_path, "back.csv", "arrival_s,prompt_tokens,output_tokens\n1,1,1\n0,2,2\n")
+    backward = published_files.put(tmp_path, "back.csv", "arrival_s,prompt_tokens,output_tokens\n1,1,1\n0,2,2\n")
     assert [one.prompt_tokens for one in open_workload(f"{backward}?sort=true")] == [2, 1]
-
-
-def test_a_table_without_lengths_to_draw_is_refused(tmp_path: Path) -> None:
-    path = written.put(tmp_path, "lengths.csv", "prompt_tokens,output_tokens\n")
-    assert list(open_workload(str(path))) == []
-    with pytest.raises(WorkloadError, match="holds no lengths to draw from"):
-        list(open_workload(f"{path}?draw=3"))
-    with pytest.raises(WorkloadError, match="is empty, should begin with columns"):
-        list(open_workload(f"lengths:{written.put(tmp_path, 'empty.csv', '')}"))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +151,7 @@ def test_a_table_without_lengths_to_draw_is_refused(tmp_path: Path) -> None:
         ("deepseek-r1?n=5&speed=2&rate=nan", "rate=nan: should be a number"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(text: str, reason: str) -> None:
+def test_impossible_texts_are_refused(text: str, reason: str) -> None:
     with pytest.raises(WorkloadError, match=reason):
         open_workload(text)
 
@@ -181,19 +164,15 @@ def test_a_file_of_no_known_format_is_refused(tmp_path: Path) -> None:
         ("d", b"\x00\xff\n"),
     ):
         with pytest.raises(WorkloadError, match=r"is of no known format; known are azure:FILE"):
-            open_workload(str(written.put(tmp_path, name, content)))
+            open_workload(str(published_files.put(tmp_path, name, content)))
     with pytest.raises(WorkloadError, match="is of no known format"):
         open_workload(str(tmp_path))
 
 
 def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
-    path = written.put(tmp_path, "late.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nbroken\n")
+    path = published_files.put(tmp_path, "late.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nbroken\n")
     source: Source = open_workload(f"azure:{path}?n=3&speed=2&scale=2")
     with pytest.raises(WorkloadError, match="line 2"):
         list(source)
-    assert list(TimedFile(written.put(tmp_path, "late.csv", written.AZURE_2023), AZURE))
+    assert list(TimedFile(published_files.put(tmp_path, "late.csv", published_files.AZURE_2023), AZURE))
     assert len(list(source)) == 3
-
-
-def test_shipped_names_are_those_of_their_lengths() -> None:
-    assert SHIPPED["azure-conversation-2023"] is AZURE_CONVERSATION

@@ -2,71 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
 
-from kvpolicy.simulator.hardware.layouts import TILE, WHOLE
+from kvpolicy.simulator.hardware.layouts import WHOLE
 from kvpolicy.simulator.hardware.operator_tables import TableError, read_table, subsampled, tables_in
-
-ATTENTION: dict[str, Any] = {
-    "op_name": "context_attention", "kernel_source": "flash", "device": "NVIDIA H100 80GB HBM3", "batch_size": 2,
-    "isl": 300, "num_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "attn_dtype": "bfloat16",
-    "kv_cache_dtype": "bfloat16", "step": 0, "latency": 0.5,
-}  # fmt: skip
-GEMM: dict[str, Any] = {
-    "device": "NVIDIA H100 80GB HBM3", "gemm_dtype": "bfloat16", "m": 129, "n": 256, "k": 64, "latency": 0.25,
-}  # fmt: skip
-
-
-def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    table = pa.Table.from_pylist([dict(row) for row in rows])
-    if file.name.endswith(".parquet"):
-        pyarrow.parquet.write_table(table, file)
-    else:
-        pyarrow.csv.write_csv(table, file)
-    return file
-
-
-def test_a_layout_is_known_by_its_columns_whatever_the_file_is_called(tmp_path: Path) -> None:
-    for name in ("b300_tomorrow.parquet", "mine.csv"):
-        (table,) = read_table(write(tmp_path / name, [GEMM, GEMM | {"latency": 0.5}, GEMM | {"m": 4}]))
-        assert (table.operator, table.layout) == ("matrix product", "aiconfigurator gemm")
-        assert table.seconds.tolist() == [0.00025, 0.0005, 0.00025]
-        assert table.groups[0] == table.groups[1] != table.groups[2]
-
-
-def test_work_is_rounded_up_to_tiles_and_waves(tmp_path: Path) -> None:
-    (table,) = read_table(write(tmp_path / "a.parquet", [GEMM]))
-    x = table.times.features
-    assert x["flops"][0] == 2 * 129 * 256 * 64
-    assert x["bytes"][0] == 2 * (129 * 64 + 64 * 256 + 129 * 256)
-    assert (x["tiles"][0], x["waves"][0]) == (4, 1)
-    assert x["tile_flops"][0] == 2 * 4 * TILE * TILE * 64
-    (unknown,) = read_table(write(tmp_path / "b.parquet", [GEMM | {"device": "Some Future Device"}]))
-    assert "waves" not in unknown.columns
-
-
-def test_causal_and_windowed_attention_count_their_pairs(tmp_path: Path) -> None:
-    rows = [ATTENTION | {"window_size": 0}, ATTENTION | {"window_size": 100}, ATTENTION | {"window_size": 5000}]
-    (table,) = read_table(write(tmp_path / "a.parquet", rows))
-    full = sum(range(1, 301))
-    windowed = sum(min(query, 100) for query in range(1, 301))
-    assert table.times.features["flops"].tolist() == [4 * 2 * 8 * 64 * pairs for pairs in (full, windowed, full)]
-
-
-def test_decode_attention_reads_the_context_it_has(tmp_path: Path) -> None:
-    one = ATTENTION | {"op_name": "generation_attention", "isl": 1, "step": 4095}
-    (table,) = read_table(write(tmp_path / "a.parquet", [one]))
-    assert table.operator == "decode attention"
-    assert table.times.length.tolist() == [4096]
-    assert table.times.features["bytes"].tolist() == [2 * 2 * 2 * 64 * 4096 * 2]
+from tests.simulator.hardware.table_files import GEMM, write
 
 
 def test_quantised_kernels_are_left_out_and_said_so(tmp_path: Path) -> None:
@@ -86,9 +29,7 @@ def test_every_operator_is_a_table_and_so_are_all_together(tmp_path: Path) -> No
     ("value", "message"), [(0.0, "latency is 0.0"), (-2.0, "latency is -2.0"), (float("nan"), "latency is nan")]
 )
 @pytest.mark.parametrize("ending", ["parquet", "csv"])
-def test_times_that_cannot_be_are_refused_by_file_and_row(
-    tmp_path: Path, ending: str, value: float, message: str
-) -> None:
+def test_impossible_times_are_refused_by_file_and_row(tmp_path: Path, ending: str, value: float, message: str) -> None:
     file = write(tmp_path / f"a.{ending}", [GEMM, GEMM | {"latency": value}])
     with pytest.raises(TableError, match=rf"a\.{ending}, row 1: {message}, should be a time above 0"):
         read_table(file)
@@ -130,7 +71,7 @@ def test_a_folder_without_tables_and_a_broken_file_are_errors(tmp_path: Path) ->
         tables_in(tmp_path)
 
 
-def test_noise_is_told_from_repeats_alone(tmp_path: Path) -> None:
+def test_noise_is_estimated_from_repeats_alone(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     points = np.repeat(np.arange(1, 401), 3)
     times = points * np.exp(rng.normal(0, 0.05, len(points)))

@@ -1,0 +1,40 @@
+"""What a measured overflow becomes in a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpolicy import trace as traces
+from kvpolicy.datasets.profiles import dataset_of
+from kvpolicy.reporting.measurements import material
+from kvpolicy.trace import Trace
+from kvpolicy_vllm.bench.profile_results import finish_core
+from tests.synthetic import make_trace
+
+
+def overflow_of_two(made: Trace) -> Trace:
+    """Every labelled preemption has gone together with a second one, which no window names."""
+    tables = dict(made.tables)
+    for name, marks in (("decisions", ("preemption_id", "decision_id")), ("outcomes", ("preemption_id",))):
+        rows = made.rows(name)
+        rows += [row | {mark: f"{row[mark]}-second" for mark in marks} for row in rows]
+        tables[name] = traces.from_rows(name, rows).append_column("core", [[row["core"] for row in rows]])
+    return Trace(made.headers, tables)
+
+
+def test_an_overflow_of_two_is_one_point_with_the_cost_of_both(tmp_path: Path) -> None:
+    trace = make_trace(states=4, repeats=1)
+    both = overflow_of_two(trace)
+    both.write(tmp_path)
+    for core in trace.headers:
+        finish_core(tmp_path / core, 0, {"variation": 0.01}, "scaled")
+    result, single = material(traces.read(tmp_path)), material(trace)
+    assert result.header.notes == "scaled"
+    assert [overflow.victims for overflow in result.overflows] == [2] * len(single.overflows)
+    for overflow, other in zip(result.overflows, single.overflows, strict=True):
+        assert overflow.evicted_tokens == 2 * other.evicted_tokens
+        assert overflow.engine_s == pytest.approx(2 * other.engine_s)
+    left_out = dataset_of({"made": traces.read(tmp_path)}).left_out
+    assert left_out["preemptions beside the one that a window names"] == len(single.overflows)

@@ -1,0 +1,42 @@
+"""`kvpolicy characterize` taken up again and stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy.cli import main
+from kvpolicy.overflow import FIGURES
+from kvpolicy.trace import Trace
+from kvpolicy_vllm.bench.run_characterize import Study, finished_parts
+from tests.synthetic import make_trace
+
+
+def test_a_core_that_was_moved_in_and_not_noted_is_taken_for_done(tmp_path: Path) -> None:
+    trace = make_trace(states=2, repeats=1)
+    parts = {core: f"memory-b32-pass{number}, timeline-b32-pass{number}" for number, core in enumerate(trace.headers)}
+    headers = {core: replace(trace.headers[core], noise={"part": names}) for core, names in parts.items()}
+    Trace(headers, trace.tables).write(tmp_path)
+    result = finished_parts(tmp_path, {"learning-b32-pass0": "other"})
+    assert result.pop("learning-b32-pass0") == "other"
+    assert result == {name: core for core, names in parts.items() for name in names.split(", ")}
+
+
+def test_an_interrupt_names_what_is_kept_and_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    study = Study(tmp_path, {}, {"sequence-length-b32-pass0": "core"}, 0, FIGURES)
+
+    def stopped(*asked: Any) -> None:
+        raise KeyboardInterrupt(study.interrupted())
+
+    monkeypatch.setattr(kvpolicy, "characterize", stopped)
+    with pytest.raises(SystemExit) as left:
+        main(["characterize", "--out", str(tmp_path)])
+    assert left.value.code == 130
+    err = capsys.readouterr().err
+    assert "interrupted: 1 parts are measured and kept in" in err and "the same command again" in err

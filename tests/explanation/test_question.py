@@ -1,0 +1,51 @@
+"""The situation that is asked about; wrong values are refused by field and by flag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpolicy import cli
+from tests.explanation.models import explain
+
+
+def test_queued_bytes_are_part_of_the_question() -> None:
+    explanation = explain(queued_save=3 * 2**20, queued_load=2**20)
+    assert (explanation.question.situation.queued_save_bytes, explanation.question.situation.queued_load_bytes) == (
+        3 * 2**20,
+        2**20,
+    )
+    assert "3 MiB queued to be saved, 1 MiB queued to be loaded" in explanation.text()
+
+
+@pytest.mark.parametrize(
+    ("more", "flag"),
+    [
+        ({"tokens": 0}, "--tokens is 0, should be 1 or more"),
+        ({"running": -1}, "--running is -1"),
+        ({"free": -1}, "--free is -1"),
+        ({"waiting": -2}, "--waiting is -2"),
+        ({"block_size": 0}, "--block-size is 0"),
+        ({"shared": 17}, "--shared is 17, should be at most the 16 blocks"),
+        ({"shared": -1}, "--shared is -1"),
+        ({"queued_save": -1}, "--queued-save is -1"),
+        ({"queued_load": -1}, "--queued-load is -1"),
+        ({"batch_tokens": -1}, "--batch-tokens is -1"),
+        ({"batch_tokens": 10, "running": 0}, "--batch-tokens is 10"),
+        ({"segment_bytes": 0}, "--segment-bytes is 0"),
+        ({"objective": "speed"}, "--objective 'speed': 'speed' should be one of engine, victim, others"),
+        ({"plot": "boundary.gif"}, "--plot is boundary.gif"),
+        ({"plot": "no/such/folder/boundary.svg"}, "--plot is no/such/folder/boundary.svg: there is no folder"),
+    ],
+)
+def test_wrong_values_are_refused_by_field_and_by_flag(
+    more: dict[str, Any], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = flag.split()[0]
+    with pytest.raises(ValueError, match=f"^{flag.replace(name, name[2:].replace('-', '_'), 1)}"):
+        explain(**more)
+    line = {"cost_model": "boosted", "tokens": 500, "running": 3} | more
+    with pytest.raises(SystemExit):
+        cli.main(["explain", *(f"--{key.replace('_', '-')}={value}" for key, value in line.items())])
+    assert capsys.readouterr().err.startswith(f"kvpolicy: error: {flag}")

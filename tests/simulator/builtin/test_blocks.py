@@ -1,0 +1,65 @@
+"""Pools of blocks: keys, the order of eviction, sharing."""
+
+from __future__ import annotations
+
+from kvpolicy.simulator.builtin.blocks import CachingPool, shared_keys
+from kvpolicy.simulator.builtin.live_request import LiveRequest
+from kvpolicy.workload import Request
+
+
+def test_keys_follow_from_all_ids_before() -> None:
+    one = shared_keys(Request(0.0, 40, 1, prefix=(1, 2, 3, 4), prefix_block_tokens=10), 16)
+    same = shared_keys(Request(9.0, 64, 1, prefix=(1, 2, 3, 4), prefix_block_tokens=10), 16)
+    other = shared_keys(Request(0.0, 40, 1, prefix=(1, 9, 3, 4), prefix_block_tokens=10), 16)
+    assert len(one) == 2 and same == one
+    assert other[0] != one[0] and other[1] != one[1]
+    late = shared_keys(Request(0.0, 40, 1, prefix=(1, 2, 3, 9), prefix_block_tokens=10), 16)
+    assert late[:1] == one[:1] and late[1] != one[1]
+    assert shared_keys(Request(0.0, 40, 1), 16) == ()
+
+
+def test_cached_blocks_go_last_and_tails_first() -> None:
+    """Of six free blocks three are taken, two of them full and cached; the partial one is the next to be had."""
+    pool = CachingPool(6, 4)
+    live = LiveRequest(0, Request(0.0, 10, 5), 0.0, computed=10)
+    pool.grow(live, 3)
+    pool.cache(live, 10)
+    live.preemptions = 1
+    pool.release(live, preempted=True)
+    assert pool.free == 6 and len(pool.hits(live)) == 2
+    other = LiveRequest(1, Request(0.0, 30, 5), 0.0)
+    pool.grow(other, 4)
+    assert len(pool.hits(live)) == 2
+    pool.grow(other, 1)
+    assert len(pool.hits(live)) == pool.idle(pool.hits(live)) == 1
+    pool.adopt(live, pool.hits(live))
+    assert pool.free == 0 and pool.shared(live, 1) == 0 and pool.references == 1
+
+
+def test_what_was_used_last_goes_last_even_where_nobody_can_look_for_it() -> None:
+    """Full blocks of a finished request join the queue behind those of the victim before it."""
+    pool = CachingPool(4, 4)
+    victim, finished, new = (LiveRequest(number, Request(0.0, 9, 5), 0.0, preemptions=1) for number in range(3))
+    for live in (victim, finished):
+        pool.grow(live, 2)
+        pool.cache(live, 8)
+    pool.release(victim, preempted=True)
+    pool.release(finished, preempted=False)
+    assert len(pool.hits(victim)) == 2
+    pool.grow(new, 2)
+    assert pool.hits(victim) == []
+
+
+def test_blocks_of_equal_content_are_found_first_come_first() -> None:
+    """Two that computed the same prefix at the same time both keep it; the one that got it first is found."""
+    pool = CachingPool(8, 4)
+    ids = Request(0.0, 9, 5, prefix=(1, 2, 3), prefix_block_tokens=4)
+    first, second, third = (LiveRequest(number, ids, 0.0, shared_keys(ids, 4)) for number in range(3))
+    for live in (first, second):
+        pool.grow(live, 3)
+        pool.cache(live, 9)
+    assert pool.hits(third) == first.keyed_blocks
+    pool.adopt(third, pool.hits(third))
+    assert pool.shared(third, 2) == 2 and pool.shared(second, 2) == 0
+    pool.release(first, preempted=False)
+    assert pool.free == 3 and pool.shared(third, 2) == 0

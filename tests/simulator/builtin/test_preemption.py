@@ -1,0 +1,57 @@
+"""Preemptions of the built-in engine: the situation at each, what is decided, and who is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpolicy import policy
+from kvpolicy.events import Decision
+from kvpolicy.simulator import Builtin, MemorySink
+from kvpolicy.simulator.builtin.blocks import CountedPool
+from kvpolicy.simulator.builtin.host_copies import HostPool
+from kvpolicy.simulator.builtin.live_request import LiveRequest
+from kvpolicy.simulator.builtin.preemption import situation_of
+from kvpolicy.simulator.builtin.scheduler import Scheduler, VllmVictims
+from kvpolicy.workload import Request
+from tests.simulator.worlds import SECONDS, SMALL, run, workload
+
+BOTH = workload(Request(0.0, 7, 8, priority=2), Request(0.0, 6, 8))
+
+
+def test_a_situation_counts_blocks_and_the_others() -> None:
+    """Blocks of 4: the victim holds 3 for 10 tokens; of two others one has a block to itself that is about to fill."""
+    server = replace(SMALL, device_blocks=8, segment_bytes=None)
+    pool, copies = CountedPool(8), HostPool(server)
+    scheduler = Scheduler(server, pool, copies, VllmVictims("fcfs"), lambda live: None, lambda *about: None)
+    others = [LiveRequest(n, Request(0.0, 8, 9), 0.0, outputs=1, computed=8) for n in (0, 1)]
+    victim = LiveRequest(2, Request(0.0, 9, 5, priority=4), 0.0, outputs=2, computed=10, preemptions=3)
+    for live, blocks in ((others[0], 2), (others[1], 3), (victim, 3)):
+        pool.grow(live, blocks)
+    scheduler.running = others
+    result = situation_of(victim, scheduler, copies, server, 5.0)
+    assert (result.computed_tokens, result.held_blocks, result.shared_blocks, result.hashed_blocks) == (10, 3, 0, 0)
+    assert (result.running_requests, result.batch_tokens, result.waiting_requests) == (2, 16, 0)
+    assert (result.free_blocks, result.short_blocks, result.device_blocks) == (0, 1, 9)
+    assert (result.earlier_preemptions, result.priority, result.cause, result.time_s) == (3, 4, "memory", 5.0)
+    assert result.segment_bytes == server.block_bytes
+
+
+@pytest.mark.parametrize("name", ["always-recompute", "always-swap"])
+def test_every_decision_is_reported_and_recorded_once(name: str) -> None:
+    decisions: list[Decision] = []
+    done = Builtin(wall=lambda: 0.0).run(
+        BOTH, policy.load(name), SMALL, SECONDS, seed=1, sink=MemorySink(), on_decision=decisions.append
+    )
+    assert done.trace is not None
+    rows = done.trace.rows("decisions")
+    assert [row["executed"] for row in rows] == [decision.executed for decision in decisions]
+    assert sum(done.summary.preemptions.values()) == len(rows) == done.trace.table("outcomes").num_rows > 0
+
+
+def test_ids_of_preemptions_are_numbered_and_name_their_core() -> None:
+    _, trace = run(BOTH, SMALL, "always-swap", SECONDS)
+    ids = [row["preemption_id"] for row in trace.rows("decisions")]
+    (core,) = trace.headers
+    assert ids == [f"{core}-{number}" for number in range(1, len(ids) + 1)]

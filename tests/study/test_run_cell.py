@@ -1,0 +1,71 @@
+"""One cell of a grid: its server, its machine, its policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from kvpolicy import cost
+from kvpolicy.study import run_cell
+from kvpolicy.study.cell import Cell
+from kvpolicy.study.config import Serving
+from tests.study.conftest import CONFIG
+from tests.study.grids import TIGHT, WORKLOAD, simulate
+from tests.synthetic import options_for, situation
+
+
+def test_a_copy_moves_pieces_of_the_size_that_was_measured(hardware: str, tmp_path: Path) -> None:
+    """Behind a model's own machine nothing of a swap is beyond it; elsewhere a piece is one layer's page."""
+    model = "cpu-llama-native"
+    values = {"block_size": 32, "workloads": ["azure-conversation-2023?n=10&context=512"], "kv_blocks": [30]}
+    (one,) = simulate(model, tmp_path / "c", policies=[f"cheapest:{model}"], **values).results
+    assert one["choices"] > 0
+    cell = Cell(WORKLOAD, "always-swap", 30, "native", 0, model, serving=Serving(block_size=32))
+    server = run_cell.server_of(cell, run_cell.machine_of(cell))
+    assert server.segment_bytes == 65536
+    trained = run_cell.machine_of(cell).model_loader
+    low, high = cost.load(model).ranges["swap"]["segment_bytes"]
+    assert trained is not None and low <= server.segment_bytes <= high
+    by_sheet = _priced(hardware)
+    there = run_cell.server_of(by_sheet, run_cell.machine_of(by_sheet))
+    assert there.segment_bytes == there.block_bytes // 8, "of eight layers"
+    assert there.segment_bytes == 2 * 2 * 128 * 2 * 16, "keys and values, heads, their width, bytes, tokens"
+
+
+def test_a_link_that_is_named_with_the_device_counts(hardware: str, tmp_path: Path) -> None:
+    """For the simulated copies, and for the cost model that is asked about them."""
+    slow = hardware.replace("H100-SXM:", "H100-SXM@pcie3:")
+    spans = [
+        simulate(where, tmp_path / "c", policies=["always-swap"]).results[0]["makespan_s"] for where in (hardware, slow)
+    ]
+    assert spans[0] < spans[1]
+    models = [run_cell.policy_of(cell)[0].cost_model for cell in (_priced(hardware), _priced(slow))]
+    costs = [model.predict(situation(2000, 16), options_for(situation(2000, 16)))[1] for model in models if model]
+    assert costs[0].engine_s < costs[1].engine_s
+
+
+def _priced(hardware: str) -> Cell:
+    return Cell(WORKLOAD, "cheapest:analytic", TIGHT, "native", 0, hardware)
+
+
+def test_a_cost_model_that_changed_is_read_again(hardware: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    copytree(Path(__file__).resolve().parents[2] / "models" / "cpu-llama-native", model)
+    first = run_cell.policy_of(Cell(WORKLOAD, f"cheapest:{model}", TIGHT, "native", 0, str(model)))[0].cost_model
+    card = json.loads((model / "model.json").read_text())
+    (model / "model.json").write_text(json.dumps(card, indent=3))
+    again = run_cell.policy_of(Cell(WORKLOAD, f"cheapest:{model}", TIGHT, "native", 0, str(model)))[0].cost_model
+    assert again is not first
+
+
+def test_copies_beside_a_step_slow_it_by_their_share_of_the_memory(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    cell = Cell(WORKLOAD, "always-swap", TIGHT, "native", 0, f"H100-SXM@pcie5:{config}")
+    machine = run_cell.machine_of(cell)
+    slowdown = run_cell.server_of(cell, machine).link.slowdown
+    rate = 1e9 / machine.times.copy_s("load", 10**9, 1, 10**9)
+    assert slowdown == pytest.approx(rate / 3.35e12, rel=0.02) and slowdown > 0.01

@@ -1,0 +1,116 @@
+"""The overflow study on the real engine, every figure at a tiny scale: what it measures, and that a report draws it.
+
+Served runs are those of ``kvpolicy_vllm.bench.pressure``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpolicy import trace as traces
+from kvpolicy.overflow import EVICTED_TOKENS, FIGURES, MEMORY, TIMELINE
+from kvpolicy.reporting.measurements import material
+from kvpolicy.reporting.pipeline import report
+from kvpolicy.settings import Measurement
+from kvpolicy.trace import Trace
+from kvpolicy_vllm.bench.profile_parts import Extent
+from kvpolicy_vllm.bench.reach import ARMS, Reach, runs_of
+from kvpolicy_vllm.bench.run_characterize import characterize
+from kvpolicy_vllm.bench.run_profile import UNFINISHED
+
+TINY = Reach(
+    lengths=(64, 128), length_requests=3, block_sizes=(32,), block_size_tokens=96,
+    victims=(1, 3), victim_tokens=64, passes=1, repeats=1,
+    scale=1 / 32, served_requests=8, levels=(30, 60), served_passes=1, served_repeats=1, timeline_repeats=1,
+    learning=Extent((32,), states=16, passes=1, repeats=1, check_pairs=0, max_tokens=128, max_others=3,
+                    max_batch_tokens=500, model_tokens=512, max_extra=1),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def study(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], str]:
+    """Stopped before the last engine starts, then taken up again: the folder, parts begun by then, what was said."""
+    out = tmp_path_factory.mktemp("study") / "trace"
+
+    def stop_in_the_last(part: str, done: int, of: int) -> None:
+        if part.startswith("memory"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        characterize(out, FIGURES, Measurement(Path(model)), reach=TINY, progress=stop_in_the_last)
+    begun: list[str] = []
+    characterize(out, FIGURES, Measurement(Path(model)), reach=TINY, progress=lambda part, done, of: begun.append(part))
+    return out, begun, str(stopped.value)
+
+
+@pytest.fixture(scope="module")
+def trace(study: tuple[Path, list[str], str]) -> Trace:
+    return traces.read(study[0])
+
+
+def windows(trace: Trace) -> list[dict[str, Any]]:
+    return [row for row in trace.rows("windows") if not row["discarded"]]
+
+
+def test_stopped_it_keeps_what_is_whole_and_measures_nothing_twice(study: tuple[Path, list[str], str]) -> None:
+    out, begun, said = study
+    assert "4 of 6 parts are measured and kept" in said
+    assert {part.split()[0] for part in begun} == {"memory+timeline-b32-pass0"}
+    assert not (out / UNFINISHED).exists()
+    counted = Counter((row["state_id"], row["arm"], row["repeat"]) for row in windows(traces.read(out)))
+    assert max(counted.values()) == 1
+    single = ["sequence-length/64", "sequence-length/128", "evicted-tokens/1", "evicted-tokens/3", "block-size/32"]
+    states = [*single, *(f"b32-{number:03d}" for number in range(TINY.learning.states))]
+    runs = [run for figure in (MEMORY, TIMELINE) for run in runs_of(TINY, figure, 0, 0)]
+    expected = {(state, arm, 0) for state in states for arm in ("none", "recompute", "swap")}
+    assert set(counted) == expected | {(run.state_id, run.arm, run.repeat) for run in runs}
+
+
+def test_so_many_victims_go_in_one_overflow_in_the_same_state_under_both_options(trace: Trace) -> None:
+    overflows = defaultdict(list)
+    for row in trace.rows("decisions"):
+        if row["state_id"] is not None and row["state_id"].startswith(EVICTED_TOKENS):
+            overflows[row["state_id"], row["arm"], row["overflow_id"]].append(row)
+    assert sorted((state, arm) for state, arm, _ in overflows) == [
+        (f"evicted-tokens/{count}", arm) for count in (1, 3) for arm in ("recompute", "swap")
+    ]
+    situations = defaultdict(set)
+    for (state, arm, _), rows in overflows.items():
+        assert len(rows) == int(state.split("/")[1])
+        assert {(row["cause"], row["executed"]) for row in rows} == {("memory", arm)}
+        first = rows[0]
+        situations[state].add((*(row["computed_tokens"] for row in rows), first["running_requests"]))
+    assert all(len(result) == 1 for result in situations.values()), situations
+    ((*tokens, _),) = situations["evicted-tokens/3"]
+    assert tokens == [64, 64, 64]
+
+
+def test_every_policy_serves_the_same_requests_in_the_same_memory(trace: Trace) -> None:
+    result = material(trace)
+    assert {run.requests for run in result.runs} == {TINY.served_requests}
+    for run in result.runs:
+        taken = {kind for kind, count in run.preemptions.items() if count}
+        assert taken == {run.arm} or (run.arm == "learned" and taken), (run.level, run.arm, run.preemptions)
+        assert max(run.used_share) == 1.0, "the pool was as large as the level says"
+        assert max(run.running) < TINY.served_requests
+        assert run.unattributed == 0
+    assert Counter((run.figure, run.arm) for run in result.runs) == {
+        (figure, arm): count for figure, count in ((MEMORY, 2), (TIMELINE, 1)) for arm in ARMS
+    }
+
+
+def test_all_five_figures_are_drawn_from_the_trace(study: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    text_report = report([study[0]], tmp_path / "report.html", tmp_path / "figures")
+    assert text_report.groups[0].missing == ()
+    assert {f"{figure}.{form}" for figure in FIGURES for form in ("svg", "png")} <= {
+        path.name for path in text_report.figures
+    }
+    for figure in (MEMORY, TIMELINE):
+        drawn = (tmp_path / "figures" / f"{figure}.svg").read_text()
+        assert "8 requests x 47 in / 32 out" in drawn, "the scaling is printed on the figure"

@@ -1,0 +1,48 @@
+"""Requests and workloads as records."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from kvpolicy.workload import (
+    AZURE_CONVERSATION,
+    Request,
+    Workload,
+    all_at_once,
+)
+
+
+def test_arriving_keeps_everything_else() -> None:
+    workload = all_at_once(AZURE_CONVERSATION, 3, 0, 1024)
+    moved = workload.arriving((0.0, 1.5, 2.0))
+    assert [request.arrival_s for request in moved.requests] == [0.0, 1.5, 2.0]
+    assert [one.total_tokens for one in moved.requests] == [one.total_tokens for one in workload.requests]
+    with pytest.raises(ValueError, match="zip"):
+        workload.arriving((0.0,))
+
+
+def test_sums_and_first() -> None:
+    workload = Workload("by hand", (Request(0.0, 3, 4), Request(1.0, 5, 6)), 0)
+    assert (workload.prompt_tokens, workload.output_tokens, workload.longest_tokens) == (8, 10, 11)
+    assert workload.first(1).requests == (Request(0.0, 3, 4),)
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ((Request(1.0, 1, 1), Request(0.0, 1, 1)), "should rise"),
+        ((Request(-1.0, 1, 1),), "not be negative"),
+        ((Request(0.0, 0, 1),), "request 0"),
+        ((Request(0.0, 1, 1), Request(0.0, 1, 0)), "request 1"),
+    ],
+)
+def test_impossible_workloads_are_refused(requests: tuple[Request, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Workload("wrong", requests, 0)
+
+
+def test_records_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Request(0.0, 1, 1).prompt_tokens = 2  # type: ignore[misc]
