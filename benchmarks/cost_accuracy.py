@@ -1,4 +1,4 @@
-"""How far cost models miss what they have not seen, beside what others use, in one run.
+"""Errors of cost models on unseen data, compared with those of other regressors, in one run.
 
     python benchmarks/cost_accuracy.py [--trace FOLDER]... [--profiles FOLDER] [--json FILE] [--quick]
 
@@ -42,49 +42,49 @@ MANY = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    asked = _parser().parse_args(arguments)
-    if not asked.trace and asked.profiles is None:
+    options = _parser().parse_args(arguments)
+    if not options.trace and options.profiles is None:
         print("give at least one --trace FOLDER or --profiles FOLDER", file=sys.stderr)
         return 2
-    effort = Effort(folds=3, max_rows=1500, forest_trees=30) if asked.quick else Effort()
-    effort = Effort(effort.folds, asked.rows or effort.max_rows, effort.forest_trees, asked.seed)
+    effort = Effort(folds=3, max_rows=1500, forest_trees=30) if options.quick else Effort()
+    effort = Effort(effort.folds, options.rows or effort.max_rows, effort.forest_trees, options.seed)
     began = time.monotonic()
     try:
-        summary = _summary(asked.trace, asked.profiles, effort)
+        summary = _summary(options.trace, options.profiles, effort)
     except (TableError, TraceError, ValueError) as error:
         print(f"cost_accuracy: {error}", file=sys.stderr)
         return 2
-    summary["quick"] = asked.quick
+    summary["quick"] = options.quick
     summary["took_s"] = round(time.monotonic() - began, 1)
-    _show(summary, asked.each)
-    if asked.json is not None:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    missed = missed_bars(summary)
-    if asked.bars:
-        print("\n".join(f"bar missed: {line}" for line in missed) or "every bar is met")
-    return int(asked.bars and bool(missed))
+    _show(summary, options.each)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    missed_targets = missed_bars(summary)
+    if options.bars:
+        print("\n".join(f"bar missed: {line}" for line in missed_targets) or "every bar is met")
+    return int(options.bars and bool(missed_targets))
 
 
 def missed_bars(summary: Mapping[str, Any]) -> list[str]:
-    """Each bar that our models miss, in words: mean errors, coverage, and bins with states enough to tell."""
-    found = []
-    for one in summary["files"]:
+    """Each bar that our models miss, in words: mean errors, coverage, and bins with enough states."""
+    lines = []
+    for entry in summary["files"]:
         for part in PARTS:
-            if one[part] is not None:
-                name, mean = f"{one['file']}, {part.replace('_', ' ')}", one[part]["families"][OURS]["mean"]
-                found += _missed_error(name, part, mean)
-                found += _missed_coverage(name, one[part]["coverage"], one[part]["worst_bin"])
+            if entry[part] is not None:
+                name, mean = f"{entry['file']}, {part.replace('_', ' ')}", entry[part]["families"][OURS]["mean"]
+                lines += _missed_error(name, part, mean)
+                lines += _missed_coverage(name, entry[part]["coverage"], entry[part]["worst_bin"])
     for trace in summary["traces"]:
         for part in PARTS:
             score = trace[part]["families"]["boosted"]
             name = f"{Path(trace['trace']).name}, {part.replace('_', ' ')}"
-            for of, bins in score["coverage"].items():
-                if of in KINDS:
-                    found += _missed_error(f"{name}, {of}", part, score[of]["mean"])
-                telling = [b["covered"] for b in bins if b["bounded"] and b["n"] >= judged_tables.MIN_PER_BIN]
-                found += _missed_coverage(f"{name}, {of}", _covered(bins), min(telling, default=None))
-    return found
+            for regressor, bins in score["coverage"].items():
+                if regressor in KINDS:
+                    lines += _missed_error(f"{name}, {regressor}", part, score[regressor]["mean"])
+                bounded_shares = [b["covered"] for b in bins if b["bounded"] and b["n"] >= judged_tables.MIN_PER_BIN]
+                lines += _missed_coverage(f"{name}, {regressor}", _covered(bins), min(bounded_shares, default=None))
+    return lines
 
 
 def _missed_error(name: str, part: str, mean: float) -> list[str]:
@@ -96,12 +96,12 @@ def _missed_coverage(name: str, covered: float | None, worst: float | None) -> l
     if covered is None:
         return [f"{name}: 90% interval is not bounded, nothing is covered"]
     (low, high), least = BARS["coverage"]["at_least"], BARS["coverage"]["every_bin_over"]
-    found = []
+    lines = []
     if not low <= covered <= high:
-        found.append(f"{name}: 90% interval holds {covered:.1%}, should be {low:.0%} to {high:.0%}")
+        lines.append(f"{name}: 90% interval holds {covered:.1%}, should be {low:.0%} to {high:.0%}")
     if worst is not None and worst < least:
-        found.append(f"{name}: 90% interval holds {worst:.1%} in its worst bin, should be {least:.0%} or more")
-    return found
+        lines.append(f"{name}: 90% interval holds {worst:.1%} in its worst bin, should be {least:.0%} or more")
+    return lines
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,9 +119,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _summary(traces: Sequence[str], profiles: Path | None, effort: Effort) -> dict[str, Any]:
     tables, passed_over = tables_in(profiles) if profiles is not None else ([], [])
-    drawn = [subsampled(table, _max_rows(table, tables, effort), effort.seed) for table in tables]
+    sampled = [subsampled(table, _max_rows(table, tables, effort), effort.seed) for table in tables]
     with _progress() as progress:
-        task = progress.add_task("", total=len(traces) + len(drawn) + bool(traces))
+        task = progress.add_task("", total=len(traces) + len(sampled) + bool(traces))
         judged_t, judged_o = [], []
         for name in traces:
             progress.update(task, description=Path(name).name)
@@ -132,7 +132,7 @@ def _summary(traces: Sequence[str], profiles: Path | None, effort: Effort) -> di
             progress.update(task, description="copies made up under a known law")
             made_up = judged_traces.made_up_copies(effort)
             progress.advance(task)
-        for table in drawn:
+        for table in sampled:
             progress.update(task, description=f"{table.file}: {table.operator}")
             judged_o.append(judged_tables.judge(table, effort, lambda _: None))
             progress.advance(task)
@@ -154,24 +154,28 @@ def _progress() -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _by_file(judged: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _by_file(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Errors of all rows of a file together, and which of its operators are above the bar."""
-    found = []
-    for name in dict.fromkeys(one["file"] for one in judged):
-        mine = [one for one in judged if one["file"] == name]
-        row: dict[str, Any] = {"file": name, "operators": len(mine), "rows": sum(one["rows"] for one in mine)}
+    files = []
+    for name in dict.fromkeys(entry["file"] for entry in rows):
+        file_rows = [entry for entry in rows if entry["file"] == name]
+        row: dict[str, Any] = {
+            "file": name,
+            "operators": len(file_rows),
+            "rows": sum(entry["rows"] for entry in file_rows),
+        }
         for part in ("in_range", "extrapolated"):
-            with_it = [one for one in mine if one[part] is not None]
+            with_it = [entry for entry in file_rows if entry[part] is not None]
             row[part] = _pooled(with_it, part) if with_it else None
-        found.append(row)
-    return found
+        files.append(row)
+    return files
 
 
-def _pooled(judged: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
+def _pooled(tables: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
     bar = BARS[part]
     families: dict[str, Any] = {}
-    for family in judged[0][part]["families"]:
-        scores = [one[part]["families"][family] for one in judged]
+    for family in tables[0][part]["families"]:
+        scores = [entry[part]["families"][family] for entry in tables]
         rows = sum(score["n"] for score in scores)
         families[family] = {
             "n": rows,
@@ -179,19 +183,22 @@ def _pooled(judged: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
             "bias": sum(score["n"] * score["bias"] for score in scores) / rows,
             "worst_operator_mean": max(score["mean"] for score in scores),
         }
-    bins = [one for table in judged for one in table[part]["coverage"] if one["bounded"]]
-    tested = sum(one["n"] for one in bins)
+    bins = [entry for table in tables for entry in table[part]["coverage"] if entry["bounded"]]
+    count = sum(entry["n"] for entry in bins)
     mean = families[OURS]["mean"]
     return {
         "families": families,
-        "coverage": sum(one["n"] * one["covered"] for one in bins) / tested if tested else None,
-        "worst_bin": min((one["covered"] for one in bins if one["n"] >= judged_tables.MIN_PER_BIN), default=None),
+        "coverage": sum(entry["n"] * entry["covered"] for entry in bins) / count if count else None,
+        "worst_bin": min(
+            (entry["covered"] for entry in bins if entry["n"] >= judged_tables.MIN_PER_BIN),
+            default=None,
+        ),
         "at_least": mean <= bar["at_least"],
         "aimed": mean <= bar["aimed"],
         "operators_above": [
-            f"{one['operator']} {one[part]['families'][OURS]['mean']:.1%}"
-            for one in judged
-            if one[part]["families"][OURS]["mean"] > bar["at_least"]
+            f"{entry['operator']} {entry[part]['families'][OURS]['mean']:.1%}"
+            for entry in tables
+            if entry[part]["families"][OURS]["mean"] > bar["at_least"]
         ],
     }
 
@@ -206,14 +213,14 @@ def _show(summary: Mapping[str, Any], each: bool) -> None:
     if summary["made_up_copies"]:
         _show_segments(console, "copies made up under a known law (not measured)", summary["made_up_copies"])
     for part, title in (("in_range", "in range"), ("extrapolated", "extrapolated in length")):
-        rows = [one for one in summary["tables" if each else "files"] if one[part] is not None]
+        rows = [entry for entry in summary["tables" if each else "files"] if entry[part] is not None]
         if rows:
             console.print(_grid(part, title, rows, each))
-    for one in summary["files"]:
+    for entry in summary["files"]:
         for part in ("in_range", "extrapolated"):
-            if one[part] is not None and one[part]["operators_above"]:
-                console.print(f"above the bar {part.replace('_', ' ')}: {one['file']}: "
-                              f"{', '.join(one[part]['operators_above'])}", markup=False)  # fmt: skip
+            if entry[part] is not None and entry[part]["operators_above"]:
+                console.print(f"above the bar {part.replace('_', ' ')}: {entry['file']}: "
+                              f"{', '.join(entry[part]['operators_above'])}", markup=False)  # fmt: skip
     for note in dict.fromkeys(f"{t['file']}: {note}" for t in summary["tables"] for note in t["left_out"]):
         console.print(note, markup=False)
     for note in summary["passed_over"]:
@@ -232,13 +239,13 @@ def _grid(part: str, title: str, rows: Sequence[Mapping[str, Any]], each: bool) 
     grid.add_column("bias", justify="right")
     grid.add_column("90% holds", justify="right")
     grid.add_column("bar", justify="right")
-    for one in rows:
-        scores = one[part]["families"]
+    for entry in rows:
+        scores = entry[part]["families"]
         mean = scores[OURS]["mean"]
         grid.add_row(
-            f"{one['file']} {one['operator']}" if each else one["file"], str(scores[OURS]["n"]),
+            f"{entry['file']} {entry['operator']}" if each else entry["file"], str(scores[OURS]["n"]),
             *(f"{scores[family]['mean']:.1%}" for family in families), f"{scores[OURS]['bias']:+.1%}",
-            _percent(_covered(one[part]["coverage"])),
+            _percent(_covered(entry[part]["coverage"])),
             "aimed" if mean <= bar["aimed"] else "at least" if mean <= bar["at_least"] else "missed",
         )  # fmt: skip
     return grid
@@ -248,9 +255,9 @@ def _covered(coverage: Any) -> float | None:
     """Of a file, one number; of a table, by bin."""
     if not isinstance(coverage, list):
         return None if coverage is None else float(coverage)
-    bounded = [one for one in coverage if one.get("bounded", True)]
-    tested = sum(one["n"] for one in bounded)
-    return sum(one["n"] * one["covered"] for one in bounded) / tested if tested else None
+    bounded_rows = [entry for entry in coverage if entry.get("bounded", True)]
+    count = sum(entry["n"] for entry in bounded_rows)
+    return sum(entry["n"] * entry["covered"] for entry in bounded_rows) / count if count else None
 
 
 def _show_trace(console: Console, trace: Mapping[str, Any]) -> None:
@@ -267,8 +274,8 @@ def _show_trace(console: Console, trace: Mapping[str, Any]) -> None:
             choices = (_percent(score["sign_accuracy"]), _percent(score["regret"]))
             grid.add_row(name, *_option_cells(score), _ratio_cell(score), *choices)
         console.print(grid)
-    for direction, found in trace["segment_bytes"].items():
-        _show_segments(console, f"{Path(trace['trace']).name}, {direction}s", found)
+    for direction, segments in trace["segment_bytes"].items():
+        _show_segments(console, f"{Path(trace['trace']).name}, {direction}s", segments)
 
 
 def _option_cells(score: Mapping[str, Any]) -> list[str]:
@@ -277,9 +284,9 @@ def _option_cells(score: Mapping[str, Any]) -> list[str]:
         if kind not in score:
             cells += ["", "", "", ""]
             continue
-        one, bins = score[kind], score.get("coverage", {}).get(kind)
+        option_score, bins = score[kind], score.get("coverage", {}).get(kind)
         holds = "" if bins is None else _percent(_covered(bins))
-        cells += [f"{one['mean']:.1%}", f"{one['p90']:.1%}", f"{one['bias']:+.1%}", holds]
+        cells += [f"{option_score['mean']:.1%}", f"{option_score['p90']:.1%}", f"{option_score['bias']:+.1%}", holds]
     return cells
 
 
@@ -287,12 +294,12 @@ def _ratio_cell(score: Mapping[str, Any]) -> str:
     return _percent(_covered(score["coverage"]["ratio"])) if "coverage" in score else ""
 
 
-def _show_segments(console: Console, title: str, found: Mapping[str, Any]) -> None:
-    sizes = found["segment_bytes"]
-    without, with_ = (found[which][OURS]["mean"] for which in ("without", "with"))
-    told = "" if len(sizes) > 1 else "; all pieces are of one size, so this cannot tell"
+def _show_segments(console: Console, title: str, segments: Mapping[str, Any]) -> None:
+    sizes = segments["segment_bytes"]
+    without, with_ = (segments[which][OURS]["mean"] for which in ("without", "with"))
+    remark = "" if len(sizes) > 1 else "; all pieces are of one size, so that their effect cannot be seen"
     console.print(f"{title}: a copy's duration is missed by {without:.1%} without segment bytes, "
-                  f"by {with_:.1%} with them, n {found['n']}{told}", markup=False)  # fmt: skip
+                  f"by {with_:.1%} with them, n {segments['n']}{remark}", markup=False)  # fmt: skip
 
 
 def _percent(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""How long a decision takes, from a filled Preemption to a Decision, beside others' ways to evaluate such a model.
+"""How long a decision takes, from a filled Preemption to a Decision, compared with other ways to evaluate such a model.
 
     python benchmarks/decision_latency.py [--cost-model M] [--rounds N] [--calls N] [--cpu N] [--json FILE]
 
@@ -10,7 +10,7 @@ The clock's own time is in every figure.
 
 Without --cost-model: the laws of a model that ships with the largest residual there may be, 100 trees of 31 leaves per
 option. Ends with status 1 where the bar is missed: 15 us p50, 50 us p99, for each compiled decision; 0.05 us per block
-for collecting the state. A bar that nothing was measured for is told as not measured, and is not missed.
+for collecting the state. A bar without a measurement is reported as not measured, and is not missed.
 """
 
 from __future__ import annotations
@@ -74,23 +74,23 @@ def main() -> None:
         missing.append("the compiled decision: numba is not installed")
     elif not calls.keys() >= LEARNING.keys():
         missing.append("decisions that learn online: the model knows no step times")
-    taken = measure(calls, len(situations), options.rounds, options.calls, rng)
-    found = {name: summary(one, taken.get(OURS), rng) for name, one in taken.items()}
+    times_by_name = measure(calls, len(situations), options.rounds, options.calls, rng)
+    summaries = {name: summary(times, times_by_name.get(OURS), rng) for name, times in times_by_name.items()}
     collecting = None
     if not options.no_state:
         collecting, why_not = _collecting(options.rounds, rng)
         missing += [why_not] if why_not else []
     trees = {kind: len(model.residuals[kind].nodes.roots) if kind in model.residuals else 0 for kind in KINDS}
-    failed = misses(found, collecting)
+    failed = misses(summaries, collecting)
     unmeasured = [] if collecting else ["collecting the state per block"]
-    show(found, collecting, missing, trees, verdict(failed, unmeasured))
+    show(summaries, collecting, missing, trees, verdict(failed, unmeasured))
     if options.json:
-        told = {
+        values = {
             "cost_model": options.cost_model or f"{SHIPPED} with the largest residual", "trees": trees,
-            "contenders": found, "collecting": collecting, "missing": missing, "bar_us": BAR_US,
+            "contenders": summaries, "collecting": collecting, "missing": missing, "bar_us": BAR_US,
             "bar_us_per_block": BAR_US_PER_BLOCK, "missed": failed, "bar_not_measured": unmeasured,
         }  # fmt: skip
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
+        options.json.write_text(json.dumps(values, indent=2) + "\n")
     sys.exit(1 if failed else 0)
 
 
@@ -122,19 +122,19 @@ def made_up(model: FittedModel, rng: random.Random) -> Preemption:
     size = rng.choice(model.provenance.block_sizes)
     block_bytes = round(size * model.provenance.kv_bytes_per_token)
 
-    def drawn(name: str, beyond: float = 1.0) -> int:
+    def draw(name: str, beyond: float = 1.0) -> int:
         low, high = spans[name]
         return round(rng.uniform(low, max(low, high) * beyond))
 
-    tokens = max(1, drawn("computed_tokens", 1.2))
-    running = drawn("running_requests")
+    tokens = max(1, draw("computed_tokens", 1.2))
+    running = draw("running_requests")
     queued = [rng.randrange(1, 64) * block_bytes if rng.random() < BUSY_LINK else 0 for _ in range(2)]
     return Preemption(
         time_s=0.0, computed_tokens=tokens, prompt_tokens=tokens, output_tokens=0, block_size=size,
         block_bytes=block_bytes, segment_bytes=_segment(model, block_bytes), held_blocks=-(-tokens // size),
-        shared_blocks=rng.choice((0, 0, 0, 1)), hashed_blocks=0, device_blocks=4096, free_blocks=drawn("free_blocks"),
+        shared_blocks=rng.choice((0, 0, 0, 1)), hashed_blocks=0, device_blocks=4096, free_blocks=draw("free_blocks"),
         short_blocks=1, host_blocks=1 << 20, free_host_blocks=1 << 20, running_requests=running, waiting_requests=0,
-        batch_tokens=drawn("batch_tokens") if running else 0, queued_save_bytes=queued[0],
+        batch_tokens=draw("batch_tokens") if running else 0, queued_save_bytes=queued[0],
         queued_load_bytes=queued[1],
         earlier_preemptions=0, priority=0, cause="memory",
     )  # fmt: skip
@@ -150,10 +150,13 @@ def contenders(model: FittedModel, rivals: Rivals, situations: Sequence[Preempti
     """What is measured, by name; and whether ours could be compiled. Raises ValueError where paths disagree."""
     plain, fast = replace(model), replace(model)
     compiled = fast.warm()
-    options = [policies.feasible_options(one) for one in situations]
-    for one, given in zip(situations, options, strict=True):
-        _refuse_difference(plain, fast, one, given)
-    rows = [[features_of(one, option) for option in given] for one, given in zip(situations, options, strict=True)]
+    options = [policies.feasible_options(situation) for situation in situations]
+    for situation, situation_options in zip(situations, options, strict=True):
+        _refuse_difference(plain, fast, situation, situation_options)
+    rows = [
+        [features_of(situation, option) for option in situation_options]
+        for situation, situation_options in zip(situations, options, strict=True)
+    ]
     calls: dict[str, Call] = {OURS: _decision(fast, situations, options)} if compiled else {}
     calls[PLAIN] = _decision(plain, situations, options)
     if compiled and model.step_time is not None:
@@ -175,9 +178,9 @@ def _decision(
     state, rng = policy.initial_state(), random.Random(0)
     decide = policies.decide
     for i in range(OUTCOMES if isinstance(policy, policies.LearningPolicy) else 0):
-        one, option = situations[i % len(situations)], rng.choice(options[i % len(situations)])
-        (cost,) = model.predict(one, (option,))
-        state = policy.observe(state, Feedback(one, option, 1.1 * cost.engine_s, None))
+        situation, option = situations[i % len(situations)], rng.choice(options[i % len(situations)])
+        (cost,) = model.predict(situation, (option,))
+        state = policy.observe(state, Feedback(situation, option, 1.1 * cost.engine_s, None))
 
     def call(i: int) -> object:
         return decide(policy, situations[i], options[i], state, rng)
@@ -185,13 +188,18 @@ def _decision(
     return call
 
 
-def _refuse_difference(plain: FittedModel, fast: FittedModel, one: Preemption, options: Sequence[Option]) -> None:
+def _refuse_difference(plain: FittedModel, fast: FittedModel, situation: Preemption, options: Sequence[Option]) -> None:
     """All of a cost is compared, bounds and delays too; seconds to a picosecond."""
-    for mine, wanted in zip(fast.predict(one, options), plain.predict(one, options), strict=True):
+    for compiled_cost, plain_cost in zip(
+        fast.predict(situation, options), plain.predict(situation, options), strict=True
+    ):
         for name in (field.name for field in fields(Cost)):
-            found, right = getattr(mine, name), getattr(wanted, name)
-            if found != right and (None in (found, right) or not isclose(found, right, rel_tol=1e-9, abs_tol=1e-12)):
-                raise ValueError(f"compiled {name} {found}, plain {right} for {one}")
+            compiled_value, plain_value = getattr(compiled_cost, name), getattr(plain_cost, name)
+            if compiled_value != plain_value and (
+                None in (compiled_value, plain_value)
+                or not isclose(compiled_value, plain_value, rel_tol=1e-9, abs_tol=1e-12)
+            ):
+                raise ValueError(f"compiled {name} {compiled_value}, plain {plain_value} for {situation}")
 
 
 # ---- measuring ----
@@ -200,18 +208,18 @@ def _refuse_difference(plain: FittedModel, fast: FittedModel, one: Preemption, o
 def measure(
     calls: dict[str, Call], situations: int, rounds: int, count: int, rng: random.Random
 ) -> dict[str, Measured]:
-    """Rounds of ``count`` calls of each, in random order, situations drawn anew in each."""
+    """Rounds of ``count`` calls of each, in random order, with new situations in each."""
     for call in calls.values():
         for i in range(min(20, situations)):
             call(i)
-    taken = {name: Measured([], []) for name in calls}
+    times = {name: Measured([], []) for name in calls}
     for _ in range(rounds):
         which = [rng.randrange(situations) for _ in range(count)]
         for name in rng.sample(list(calls), len(calls)):
             spans = _spans_ns(calls[name], which)
-            taken[name].p50_us.append(spans[len(spans) // 2] / 1e3)
-            taken[name].p99_us.append(spans[min(len(spans) - 1, int(len(spans) * 0.99))] / 1e3)
-    return taken
+            times[name].p50_us.append(spans[len(spans) // 2] / 1e3)
+            times[name].p99_us.append(spans[min(len(spans) - 1, int(len(spans) * 0.99))] / 1e3)
+    return times
 
 
 def _spans_ns(call: Call, which: Sequence[int]) -> list[int]:
@@ -223,16 +231,16 @@ def _spans_ns(call: Call, which: Sequence[int]) -> list[int]:
     return sorted(spans)
 
 
-def summary(one: Measured, ours: Measured | None, rng: random.Random) -> dict[str, Any]:
+def summary(times: Measured, ours: Measured | None, rng: random.Random) -> dict[str, Any]:
     """Median over rounds and its interval, and of the ratios to ours."""
-    found: dict[str, Any] = {}
+    values_by_name: dict[str, Any] = {}
     for name in ("p50_us", "p99_us"):
-        values = getattr(one, name)
-        found[name] = _with_interval(values, rng)
+        values = getattr(times, name)
+        values_by_name[name] = _with_interval(values, rng)
         if ours is not None:
             ratios = [value / base for value, base in zip(values, getattr(ours, name), strict=True)]
-            found[name.replace("_us", "_ratio")] = _with_interval(ratios, rng)
-    return found
+            values_by_name[name.replace("_us", "_ratio")] = _with_interval(ratios, rng)
+    return values_by_name
 
 
 def _with_interval(values: Sequence[float], rng: random.Random, samples: int = 2000) -> dict[str, float]:
@@ -256,31 +264,31 @@ def misses(contenders: dict[str, Any], collecting: dict[str, Any] | None) -> lis
     """What is over the bar."""
     if OURS not in contenders:
         return ["no compiled decision was measured"]
-    found = [
-        f"{who} {name} {contenders[who][name]['value']:.1f}, the bar is {bar:g}"
-        for who in (OURS, *LEARNING) if who in contenders for name, bar in BAR_US.items()
-        if contenders[who][name]["value"] > bar
+    lines = [
+        f"{contender} {name} {contenders[contender][name]['value']:.1f}, the bar is {bar:g}"
+        for contender in (OURS, *LEARNING) if contender in contenders for name, bar in BAR_US.items()
+        if contenders[contender][name]["value"] > bar
     ]  # fmt: skip
     per_block = collecting and collecting["us_per_block"]["value"]
     if per_block and per_block > BAR_US_PER_BLOCK:
-        found.append(f"collecting the state takes {per_block:.3f} us per block, the bar is {BAR_US_PER_BLOCK}")
-    return found
+        lines.append(f"collecting the state takes {per_block:.3f} us per block, the bar is {BAR_US_PER_BLOCK}")
+    return lines
 
 
 def verdict(failed: Sequence[str], unmeasured: Sequence[str]) -> str:
-    told = f"missed: {'; '.join(failed)}" if failed else "met"
-    return told if not unmeasured else f"{told}; not measured: {'; '.join(unmeasured)}"
+    text = f"missed: {'; '.join(failed)}" if failed else "met"
+    return text if not unmeasured else f"{text}; not measured: {'; '.join(unmeasured)}"
 
 
 def show(
-    found: dict[str, Any], collecting: dict[str, Any] | None, missing: Sequence[str], trees: dict[Any, int],
-    told: str,
+    summaries: dict[str, Any], collecting: dict[str, Any] | None, missing: Sequence[str], trees: dict[Any, int],
+    verdict_text: str,
 ) -> None:  # fmt: skip
     console = Console(width=120)
     forests = ", ".join(f"{count} for {kind}" for kind, count in trees.items())
     table = Table("", "p50 us", "p99 us", "p50 over ours", "p99 over ours", title=f"one decision; trees: {forests}")
-    for name, one in found.items():
-        cells = [_cell(one[key]) if key in one else "" for key in ("p50_us", "p99_us", "p50_ratio", "p99_ratio")]
+    for name, values in summaries.items():
+        cells = [_cell(values[key]) if key in values else "" for key in ("p50_us", "p99_us", "p50_ratio", "p99_ratio")]
         table.add_row(name, *cells)
     console.print(table)
     if collecting:
@@ -292,11 +300,13 @@ def show(
     for what in missing:
         console.print(f"not measured: {what}", highlight=False)
     bar = f"bar {BAR_US['p50_us']:g} / {BAR_US['p99_us']:g} us, aim {AIM_US['p50_us']:g} / {AIM_US['p99_us']:g}"
-    console.print(f"{bar}: {told}", highlight=False)
+    console.print(f"{bar}: {verdict_text}", highlight=False)
 
 
-def _cell(one: dict[str, float], digits: int = 2) -> str:
-    return f"{one['value']:.{digits}f} [{one['low']:.{digits}f}, {one['high']:.{digits}f}]".replace("[", r"\[")
+def _cell(interval: dict[str, float], digits: int = 2) -> str:
+    return f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]".replace(
+        "[", r"\["
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ TRUTH_DRAWS = 20_000_000
 PARTS = 20
 
 Key = tuple[str, str, str]
-Found = tuple[bool, float, float]
+Hit = tuple[bool, float, float]
 """Whether an interval held the truth, its width, and the estimate."""
 
 
@@ -44,27 +44,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--truth-draws", type=int, default=TRUTH_DRAWS)
     parser.add_argument("--resume", type=Path, metavar="FILE", help="note each log's intervals there; skip those noted")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    asked = parser.parse_args(arguments)
-    if asked.seeds < 1 or asked.records < 20:
+    options = parser.parse_args(arguments)
+    if options.seeds < 1 or options.records < 20:
         parser.error("--seeds should be 1 or more, --records 20 or more")
-    true_s = mean_truth(asked.truth_draws)
-    held: dict[Key, list[Found]] = defaultdict(list)
+    true_s = mean_truth(options.truth_draws)
+    estimates_by_key: dict[Key, list[Hit]] = defaultdict(list)
     refused = 0
-    noted = read_notes(asked.resume)
-    for seed in track(range(asked.seeds), "seeds", console=Console(stderr=True)):
-        found = noted.get(seed) or one_seed(seed, asked.records, asked.unknown)
-        if asked.resume and seed not in noted:
-            with asked.resume.open("a") as file:
-                file.write(json.dumps({"seed": seed, "found": found}) + "\n")
-        for policy, estimator, interval, value_s, low_s, high_s in found:
+    notes = read_notes(options.resume)
+    for seed in track(range(options.seeds), "seeds", console=Console(stderr=True)):
+        estimates = notes.get(seed) or one_seed(seed, options.records, options.unknown)
+        if options.resume and seed not in notes:
+            with options.resume.open("a") as file:
+                file.write(json.dumps({"seed": seed, "found": estimates}) + "\n")
+        for policy, estimator, interval, value_s, low_s, high_s in estimates:
             refused += estimator == ""
             if estimator:
                 hit = low_s <= true_s[policy] <= high_s
-                held[policy, estimator, interval].append((hit, high_s - low_s, value_s))
-    rows = [summed(key, some, true_s[key[0]]) for key, some in held.items()]
-    show(rows, refused, asked.seeds, asked.records)
-    if asked.json:
-        asked.json.write_text(json.dumps({"truth_s": true_s, "rows": rows, "refused": refused}, indent=2) + "\n")
+                estimates_by_key[policy, estimator, interval].append((hit, high_s - low_s, value_s))
+    rows = [summed(key, key_estimates, true_s[key[0]]) for key, key_estimates in estimates_by_key.items()]
+    show(rows, refused, options.seeds, options.records)
+    if options.json:
+        options.json.write_text(json.dumps({"truth_s": true_s, "rows": rows, "refused": refused}, indent=2) + "\n")
     return int(any(not row["meets_bar"] for row in rows if row["estimator"] != "dm"))
 
 
@@ -82,31 +82,31 @@ def read_notes(path: Path | None) -> dict[int, list[Any]]:
 def one_seed(seed: int, records: int, unknown: float) -> list[Any]:
     """Every interval of one log: policy, estimator, kind, value, low and high; one without estimator where refused."""
     log, targets = make(records, np.random.default_rng(seed), Scenario(unknown=unknown))
-    found: list[Any] = []
+    estimates: list[Any] = []
     for interval in INTERVALS:
         limit_s = MAX_S if interval == "bernstein" else None
         report = judge(log, targets, seed, Estimation(interval=interval, limit_s=limit_s))
-        for one in report.policies:
-            if one.refused and interval == INTERVALS[0]:
-                found.append((one.policy, "", interval, 0.0, 0.0, 0.0))
-            found += [
-                (one.policy, some.estimator, interval, some.value_s, some.low_s, some.high_s)
-                for some in one.estimates
-                if some.low_s is not None
+        for judgement in report.policies:
+            if judgement.refused and interval == INTERVALS[0]:
+                estimates.append((judgement.policy, "", interval, 0.0, 0.0, 0.0))
+            estimates += [
+                (judgement.policy, estimate.estimator, interval, estimate.value_s, estimate.low_s, estimate.high_s)
+                for estimate in judgement.estimates
+                if estimate.low_s is not None
             ]
-    return found
+    return estimates
 
 
-def summed(key: Key, some: Sequence[Found], true_s: float) -> dict[str, object]:
-    hits = sum(hit for hit, _, _ in some)
-    span = binomtest(hits, len(some)).proportion_ci(0.95, "exact")
-    values = np.array([value for _, _, value in some])
+def summed(key: Key, estimates: Sequence[Hit], true_s: float) -> dict[str, object]:
+    hits = sum(hit for hit, _, _ in estimates)
+    span = binomtest(hits, len(estimates)).proportion_ci(0.95, "exact")
+    values = np.array([value for _, _, value in estimates])
     error = float(np.median(np.abs(values / true_s - 1)))
-    coverage = hits / len(some)
+    coverage = hits / len(estimates)
     return {
-        "policy": key[0], "estimator": key[1], "interval": key[2], "logs": len(some), "coverage": coverage,
+        "policy": key[0], "estimator": key[1], "interval": key[2], "logs": len(estimates), "coverage": coverage,
         "coverage_low": float(span.low), "coverage_high": float(span.high),
-        "mean_width": float(np.mean([width for _, width, _ in some])) / true_s, "median_error": error,
+        "mean_width": float(np.mean([width for _, width, _ in estimates])) / true_s, "median_error": error,
         "bias": float(values.mean()) / true_s - 1, "meets_bar": coverage >= COVERAGE and error <= ERROR,
     }  # fmt: skip
 

@@ -29,23 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=2.0, help="the bar")
     parser.add_argument("--repeats", type=int, default=5)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     rng = np.random.default_rng(0)
-    log, targets = make(asked.records, rng)
-    more = rng.random((asked.records, COLUMNS - log.x.shape[1]))
+    log, targets = make(options.records, rng)
+    more = rng.random((options.records, COLUMNS - log.x.shape[1]))
     log, target = replace(log, x=np.column_stack([log.x, more])), {"always-swap": targets["always-swap"]}
     wall_s, processor_s = [], []
-    for _ in range(asked.repeats):
+    for _ in range(options.repeats):
         began, began_processor = time.perf_counter(), time.process_time()
         report = judge(log, target, 0)
         wall_s.append(time.perf_counter() - began)
         processor_s.append(time.process_time() - began_processor)
     print(
-        f"{asked.records} records x {COLUMNS} columns, {len(report.policies[0].estimates)} estimators: "
-        f"{median(wall_s):.2f} s (of {asked.repeats}: {min(wall_s):.2f} to {max(wall_s):.2f}; bar {asked.seconds:g}), "
-        f"{median(processor_s):.2f} s of processor time"
+        f"{options.records} records x {COLUMNS} columns, {len(report.policies[0].estimates)} estimators: "
+        f"{median(wall_s):.2f} s (of {options.repeats}: {min(wall_s):.2f} to {max(wall_s):.2f}; "
+        f"bar {options.seconds:g}), {median(processor_s):.2f} s of processor time"
     )
-    return int(median(wall_s) > asked.seconds)
+    return int(median(wall_s) > options.seconds)
 
 
 if __name__ == "__main__":

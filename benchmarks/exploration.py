@@ -1,4 +1,4 @@
-"""Explore, estimate, then do it: what a log says two policies would cost, beside really serving with them. Simulated.
+"""Explore, estimate, then do it: what two policies would cost by a log, compared with serving under them. Simulated.
 
     python benchmarks/exploration.py [--requests N] [--workloads N] [--replays N] [--json FILE]
 
@@ -46,7 +46,8 @@ from kvpolicy.policy import Assessment, Policy, PolicyState
 from kvpolicy.policy.base import certain_choice
 from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
 from kvpolicy.trace import Header, Trace, from_rows, with_core
-from kvpolicy.training.log_fits import LogTrainReport, train_logged
+from kvpolicy.training.log_fits import train_logged
+from kvpolicy.training.reports import LogTrainReport
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, random_arrivals
 
 GEOMETRY = Geometry(
@@ -87,17 +88,17 @@ class Way:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=_some, default=2000)
-    parser.add_argument("--workloads", type=_some, default=5, help="that many, each of other requests")
-    parser.add_argument("--replays", type=_some, default=20, help="decisions turned, by log and policy")
+    parser.add_argument("--requests", type=_at_least_one, default=2000)
+    parser.add_argument("--workloads", type=_at_least_one, default=5, help="that many, each of other requests")
+    parser.add_argument("--replays", type=_at_least_one, default=20, help="decisions turned, by log and policy")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            report, model = teach(Path(scratch, "exact"), asked.requests, 0.0)
-            _, unsure = teach(Path(scratch, "noisy"), asked.requests, NOISE)
+            report, model = teach(Path(scratch, "exact"), options.requests, 0.0)
+            _, unsure = teach(Path(scratch, "noisy"), options.requests, NOISE)
         except ValueError as error:
-            parser.exit(2, f"exploration.py: error: --requests {asked.requests}: too few to train on: {error}\n")
+            parser.exit(2, f"exploration.py: error: --requests {options.requests}: too few to train on: {error}\n")
     print(report.text(), end="\n\n")
     ways = (
         Way("nothing known", "explore:MODEL", replace(model, intervals=unbounded())),
@@ -106,15 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Way("trained on noise", "explore:MODEL", unsure),
     )
     rows = []
-    for seed in track(range(1, asked.workloads + 1), "workloads", console=Console(stderr=True)):
-        rows += compared(made_up(seed, asked.requests), ways, seed, model, asked.replays)
+    for seed in track(range(1, options.workloads + 1), "workloads", console=Console(stderr=True)):
+        rows += compare(made_up(seed, options.requests), ways, seed, model, options.replays)
     show(rows)
-    if asked.json:
-        asked.json.write_text(json.dumps({"trained": report.to_dict(), "rows": rows}, indent=2) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"trained": report.to_dict(), "rows": rows}, indent=2) + "\n")
     return 0
 
 
-def _some(text: str) -> int:
+def _at_least_one(text: str) -> int:
     """Requests without a preemption teach nothing."""
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r}, should be a whole number, 1 or more")
@@ -123,8 +124,8 @@ def _some(text: str) -> int:
 
 def made_up(seed: int, requests: int) -> Workload:
     """An overload: lengths of reasoning, which grows while it is served, and Poisson arrivals."""
-    made = all_at_once(DEEPSEEK_R1, requests, seed, CONTEXT_TOKENS, scale=0.3)
-    return made.arriving(random_arrivals(requests, RATE_PER_S, random.Random(seed)))
+    workload = all_at_once(DEEPSEEK_R1, requests, seed, CONTEXT_TOKENS, scale=0.3)
+    return workload.arriving(random_arrivals(requests, RATE_PER_S, random.Random(seed)))
 
 
 def asked_for(spec: str, model: CostModel | None = None) -> Policy:
@@ -159,7 +160,7 @@ def teach(folder: Path, requests: int, noise: float) -> tuple[LogTrainReport, Fi
     return report, model
 
 
-def compared(
+def compare(
     workload: Workload, ways: Sequence[Way], seed: int, model: FittedModel, replays: int
 ) -> list[dict[str, Any]]:
     really = {}
@@ -172,17 +173,20 @@ def compared(
         log = log_from_traces({way.name: trace})
         targets = {name: log.targets(policy.load(name)) for name in FIXED}
         report = judge(log, targets, seed, Estimation(ESTIMATORS))
-        for one in report.policies:
+        for judgement in report.policies:
             same = None
-            if one.estimates:
-                turn = Turning(workload, asked_for(way.spec, way.model), seed, _numbers(trace))
-                same = in_these_states(turn, model, log, targets[one.policy], replays)
-            rows.append(row_of(way, seed, log, trace, one, same, really[one.policy]) | {"throughput_tok_s": _rate(run)})
+            if judgement.estimates:
+                turn = ReplayedRun(workload, asked_for(way.spec, way.model), seed, _numbers(trace))
+                same = in_these_states(turn, model, log, targets[judgement.policy], replays)
+            rows.append(
+                row_of(way, seed, log, trace, judgement, same, really[judgement.policy])
+                | {"throughput_tok_s": _rate(run)}
+            )
     return rows
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedState:
     """Another policy's state, and how many decisions were taken."""
 
     inner: PolicyState
@@ -193,8 +197,8 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Turned(Policy[Counted]):
-    """Does as another policy, but takes one option for certain at one decision, counted from 1."""
+class WithChangedDecision(Policy[CountedState]):
+    """Another policy, but with a certain option at one decision, counted from 1."""
 
     policy: Policy
     number: int
@@ -202,20 +206,21 @@ class Turned(Policy[Counted]):
     """Of :data:`KINDS`."""
     name: str = "turned"
 
-    def initial_state(self) -> Counted:
-        return Counted(self.policy.initial_state())
+    def initial_state(self) -> CountedState:
+        return CountedState(self.policy.initial_state())
 
-    def assess(self, situation: Preemption, options: Sequence[Option], state: Counted) -> Assessment:
-        told = self.policy.assess(situation, options, state.inner)
+    def assess(self, situation: Preemption, options: Sequence[Option], state: CountedState) -> Assessment:
+        assessment = self.policy.assess(situation, options, state.inner)
         if state.made + 1 != self.number:
-            return told
-        return certain_choice([option.kind for option in options].index(KINDS[self.action]), len(options)), told[1]
+            return assessment
+        kinds = [option.kind for option in options]
+        return certain_choice(kinds.index(KINDS[self.action]), len(options)), assessment[1]
 
-    def probabilities(self, situation: Preemption, options: Sequence[Option], state: Counted) -> tuple[float, ...]:
+    def probabilities(self, situation: Preemption, options: Sequence[Option], state: CountedState) -> tuple[float, ...]:
         return self.assess(situation, options, state)[0]
 
-    def next_state(self, state: Counted, decision: Decision) -> Counted:
-        return Counted(self.policy.next_state(state.inner, decision), state.made + 1)
+    def next_state(self, state: CountedState, decision: Decision) -> CountedState:
+        return CountedState(self.policy.next_state(state.inner, decision), state.made + 1)
 
 
 @dataclass(slots=True)
@@ -226,7 +231,7 @@ class OneOutcome:
     engine_s: float | None = None
 
     def begin(self, core: str, header: Header) -> None:
-        """The header says nothing of one preemption."""
+        """The header is not about one preemption."""
 
     def add(self, table: str, rows: list[dict[str, Any]]) -> None:
         for row in rows if table == "outcomes" else ():
@@ -238,8 +243,8 @@ class OneOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Turning:
-    """A run that can be had again with one decision turned."""
+class ReplayedRun:
+    """A run that can be simulated again with one decision changed."""
 
     workload: Workload
     policy: Policy
@@ -250,7 +255,7 @@ class Turning:
     def cost_s(self, record: int, action: int) -> float:
         """What the preemption of that record costs the engine if this is done; all coins fall as they did."""
         sink = OneOutcome(self.numbers[record])
-        turned = Turned(self.policy, sink.number, action)
+        turned = WithChangedDecision(self.policy, sink.number, action)
         Builtin().run(self.workload, turned, SERVER, TIMES, self.seed, sink)
         assert sink.engine_s is not None
         return sink.engine_s
@@ -265,17 +270,17 @@ def _numbers(trace: Trace) -> tuple[int, ...]:
 
 
 def in_these_states(
-    turn: Turning, model: FittedModel, log: Log, target: Floats, replays: int
+    turn: ReplayedRun, model: FittedModel, log: Log, target: Floats, replays: int
 ) -> tuple[float, float]:  # fmt: skip
     """Mean cost of what a policy without chance does in a log's situations, and its 95% by drawing; seconds."""
     assert log.known.all() and len(turn.numbers) == len(log)
-    wanted = target.argmax(axis=1)
-    others = [int(one) for one in (wanted != log.action).nonzero()[0]]
-    total_s = float(log.cost_s[wanted == log.action].sum())
-    predicted_s = {one: _predicted_s(model, log, one, int(wanted[one])) for one in others}
+    target_action = target.argmax(axis=1)
+    others = [int(number) for number in (target_action != log.action).nonzero()[0]]
+    total_s = float(log.cost_s[target_action == log.action].sum())
+    predicted_s = {number: _predicted_s(model, log, number, int(target_action[number])) for number in others}
     total_s += sum(predicted_s.values())
-    drawn = random.Random(turn.seed).sample(others, min(replays, len(others)))
-    missed_s = [turn.cost_s(one, int(wanted[one])) - predicted_s[one] for one in drawn]
+    sampled = random.Random(turn.seed).sample(others, min(replays, len(others)))
+    missed_s = [turn.cost_s(number, int(target_action[number])) - predicted_s[number] for number in sampled]
     total_s += len(others) * fmean(missed_s or [0.0])
     error_s = stdev(missed_s) / len(missed_s) ** 0.5 if 1 < len(missed_s) < len(others) else 0.0
     return total_s / len(log), 1.96 * error_s * len(others) / len(log)
@@ -284,37 +289,43 @@ def in_these_states(
 def _predicted_s(model: FittedModel, log: Log, record: int, action: int) -> float:
     options = log.options[record]
     costs = model.predict(log.situations[record], options)
-    return next(one.engine_s for one, option in zip(costs, options, strict=True) if option.kind == KINDS[action])
+    return next(
+        option_cost.engine_s for option_cost, option in zip(costs, options, strict=True) if option.kind == KINDS[action]
+    )
 
 
 def row_of(
-    way: Way, seed: int, log: Log, trace: Trace, one: Judgement, same: tuple[float, float] | None,
+    way: Way, seed: int, log: Log, trace: Trace, judgement: Judgement, same: tuple[float, float] | None,
     really: tuple[Log, Run],
 ) -> dict[str, Any]:  # fmt: skip
     served_log, run = really
     served_s = float(served_log.cost_s[served_log.known].mean())
-    told = {
-        found.estimator: {
-            "value_s": found.value_s, "low_s": found.low_s, "high_s": found.high_s,
-            "off": found.value_s / same[0] - 1, "off_served": found.value_s / served_s - 1,
-            "holds": _holds(found, same[0]), "holds_served": _holds(found, served_s),
+    estimates = {
+        estimate.estimator: {
+            "value_s": estimate.value_s, "low_s": estimate.low_s, "high_s": estimate.high_s,
+            "off": estimate.value_s / same[0] - 1, "off_served": estimate.value_s / served_s - 1,
+            "holds": _holds(estimate, same[0]), "holds_served": _holds(estimate, served_s),
         }
-        for found in one.estimates
+        for estimate in judgement.estimates
         if same is not None
     }  # fmt: skip
     last = json.loads(trace.rows("decisions", ("state",))[-1]["state"])
     return {
-        "way": way.name, "workload": seed, "policy": one.policy, "preemptions": len(log),
+        "way": way.name, "workload": seed, "policy": judgement.policy, "preemptions": len(log),
         "left_to_chance": float((log.probability.max(axis=1) < 1).mean()), "budget": last,
-        "mean_cost_s": float(log.cost_s[log.known].mean()), "estimates": told, "refused": list(one.refused),
+        "mean_cost_s": float(log.cost_s[log.known].mean()), "estimates": estimates, "refused": list(judgement.refused),
         "same_states_s": same and same[0], "same_states_95_s": same and same[1],
         "served_s": served_s, "served_preemptions": len(served_log),
         "served_throughput_tok_s": _rate(run),
     }  # fmt: skip
 
 
-def _holds(found: Estimate, value_s: float) -> bool:
-    return found.low_s is not None and found.high_s is not None and bool(found.low_s <= value_s <= found.high_s)
+def _holds(estimate: Estimate, value_s: float) -> bool:
+    return (
+        estimate.low_s is not None
+        and estimate.high_s is not None
+        and bool(estimate.low_s <= value_s <= estimate.high_s)
+    )
 
 
 def _rate(run: Run) -> float:
@@ -328,10 +339,10 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for name in (*ESTIMATORS, "same states", "served", "its preemptions"):
         table.add_column(name)
     for row in rows:
-        told = [_told(row["estimates"].get(name)) for name in ESTIMATORS]
+        cells = [_interval_cell(row["estimates"].get(name)) for name in ESTIMATORS]
         table.add_row(
             row["way"], str(row["workload"]), str(row["preemptions"]), f"{row['left_to_chance']:.0%}",
-            f"{1e3 * row['mean_cost_s']:.2f}", row["policy"], *told, _same(row),
+            f"{1e3 * row['mean_cost_s']:.2f}", row["policy"], *cells, _same(row),
             f"{1e3 * row['served_s']:.2f}", str(row["served_preemptions"]),
         )  # fmt: skip
     Console(width=180).print(table)
@@ -339,17 +350,17 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         print(f"refused: {why.strip()}")
     for row in rows:
         if "spent_s" in row["budget"] and row["policy"] == FIXED[0]:
-            spent, cheapest = row["budget"]["spent_s"], row["budget"]["cheapest_s"]
+            costs, cheapest = row["budget"]["spent_s"], row["budget"]["cheapest_s"]
             print(
-                f"budget, workload {row['workload']}: spent {spent:.4g} s, {spent / cheapest:.2%} of {cheapest:.4g} s"
+                f"budget, workload {row['workload']}: spent {costs:.4g} s, {costs / cheapest:.2%} of {cheapest:.4g} s"
             )
     for name in ESTIMATORS:
-        some = [row["estimates"][name] for row in rows if name in row["estimates"]]
+        estimates = [row["estimates"][name] for row in rows if name in row["estimates"]]
         for what, suffix in (("what the same states cost", ""), ("what was served", "_served")):
-            if some:
-                off = median(abs(one[f"off{suffix}"]) for one in some)
-                held = sum(one[f"holds{suffix}"] for one in some)
-                print(f"{name}: {held} of {len(some)} intervals hold {what}, median off {off:.1%}")
+            if estimates:
+                off = median(abs(estimate[f"off{suffix}"]) for estimate in estimates)
+                held_count = sum(estimate[f"holds{suffix}"] for estimate in estimates)
+                print(f"{name}: {held_count} of {len(estimates)} intervals hold {what}, median off {off:.1%}")
 
 
 def _same(row: dict[str, Any]) -> str:
@@ -362,10 +373,10 @@ def _refusals(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     return (why for row in rows for why in row["refused"])
 
 
-def _told(one: dict[str, Any] | None) -> str:
-    if one is None:
+def _interval_cell(estimate: dict[str, Any] | None) -> str:
+    if estimate is None:
         return "refused"
-    return f"{1e3 * one['value_s']:.2f} [{1e3 * one['low_s']:.2f}, {1e3 * one['high_s']:.2f}]"
+    return f"{1e3 * estimate['value_s']:.2f} [{1e3 * estimate['low_s']:.2f}, {1e3 * estimate['high_s']:.2f}]"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
    `kvpolicy evaluate --trace LOG`, and held against what their own parts of the record cost. Costs of all parts are
    attributed alike, from the steps of the whole record. Intervals are 95%; what was served is resampled by block.
 
-What was recorded stays in DIR: an engine that has finished is not started again, and the figures can be had once more.
+Recordings stay in DIR: engines that have finished are not started again, and the figures can be printed again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy import policy
-from kvpolicy.datasets.logs import attributed
+from kvpolicy.datasets.logs import with_attributed_costs
 from kvpolicy.evaluation.decision_log import Log, log_from_traces
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.offpolicy import Estimate, judge
@@ -76,7 +76,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Seconds per preemption, with what a bootstrap over blocks says of it."""
+    """Seconds per preemption, with its bootstrap interval over blocks."""
 
     value_s: float
     low_s: float
@@ -89,61 +89,61 @@ class Mean:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--llm", type=Path, metavar="DIR", help="a model's folder; without it a small one is made")
+    parser.add_argument("--llm", type=Path, metavar="DIR", help="a model's folder; default: a small model is generated")
     parser.add_argument("--link", help="a simulated link, BYTES_PER_S[,LATENCY_S]; native without it")
-    parser.add_argument("--blocks", type=_some, default=12)
-    parser.add_argument("--requests", type=_some, default=40, help="of each block")
+    parser.add_argument("--blocks", type=_at_least_one, default=12)
+    parser.add_argument("--requests", type=_at_least_one, default=40, help="of each block")
     parser.add_argument("--budget", help="of explore's predicted regret, as 5%% or seconds; none without it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
-    llm = prepared(asked.out, asked.llm)
-    taught = asked.out / "taught"
-    record(taught, llm, asked, [COIN], asked.seed)
-    report = train_logged([taught / "trace"], asked.out / "model", "analytic", asked.seed, False)
+    llm = prepare(options.out, options.llm)
+    taught = options.out / "taught"
+    record(taught, llm, options, [COIN], options.seed)
+    report = train_logged([taught / "trace"], options.out / "model", "analytic", options.seed, False)
     print(report.text(), end="\n\n")
-    budget = f",budget={asked.budget}" if asked.budget else ""
-    exploring = f"explore:{asked.out / 'model'}{budget}"
-    served = asked.out / "served"
-    record(served, llm, asked, [exploring, *FIXED], asked.seed + 1)
-    rows = compared(served, exploring, asked.seed)
+    budget = f",budget={options.budget}" if options.budget else ""
+    exploring = f"explore:{options.out / 'model'}{budget}"
+    served = options.out / "served"
+    record(served, llm, options, [exploring, *FIXED], options.seed + 1)
+    rows = compare(served, exploring, options.seed)
     show(rows)
-    if asked.json:
-        asked.json.write_text(json.dumps({"trained": report.to_dict(), "rows": rows}, indent=2) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"trained": report.to_dict(), "rows": rows}, indent=2) + "\n")
     return 0
 
 
-def _some(text: str) -> int:
+def _at_least_one(text: str) -> int:
     if not text.isdigit() or int(text) < 2:
         raise argparse.ArgumentTypeError(f"{text!r}, should be a whole number, 2 or more")
     return int(text)
 
 
-def prepared(out: Path, llm: Path | None) -> str:
+def prepare(out: Path, llm: Path | None) -> str:
     with EngineProcess("kvpolicy_vllm.bench.inspect_model", out / "preparing.log") as process:
-        found = process.ask({"llm": llm and str(llm), "make": str(out / "llm"), "seed": 0, "shape": SHAPE})
-    return json.dumps(found)
+        answer = process.ask({"llm": llm and str(llm), "make": str(out / "llm"), "seed": 0, "shape": SHAPE})
+    return json.dumps(answer)
 
 
-def record(folder: Path, llm: str, asked: argparse.Namespace, policies: Sequence[str], seed: int) -> None:
+def record(folder: Path, llm: str, options: argparse.Namespace, policies: Sequence[str], seed: int) -> None:
     """Serve every block under every policy in one engine that records, unless that is done."""
     if (folder / "parts.json").exists():
         return
     shutil.rmtree(folder, ignore_errors=True)  # an engine that was cut off
-    found = json.loads(llm)
+    llm_facts = json.loads(llm)
     settings = Settings(
-        found["llm"], not found["device"], DEVICE_BLOCKS, BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS
+        llm_facts["llm"], not llm_facts["device"], DEVICE_BLOCKS, BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS
     )
-    arms = [RecordedArm(one, one, asked.link, HOST_GIB, seed, trace=str(folder / "trace")) for one in policies]
+    arms = [RecordedArm(name, name, options.link, HOST_GIB, seed, trace=str(folder / "trace")) for name in policies]
     parts = []
     with Arms(settings, folder) as engines, Bar("runs") as bar:
         engines.start(*arms)
         engines.serve(policies[0], KIND.draw(8, 0), -1)  # warm up
-        jobs = list(_jobs(asked.blocks, policies, seed))
+        jobs = list(_jobs(options.blocks, policies, seed))
         for number, (name, block) in enumerate(jobs):
             bar.tell(f"block {block}, {name.split(':')[0]}", number, len(jobs))
-            work = KIND.draw(asked.requests, 1000 * (seed + 1) + block)
+            work = KIND.draw(options.requests, 1000 * (seed + 1) + block)
             begin_s = time.monotonic()
             run = engines.serve(name, work, block)
             parts.append(Part(name, block, begin_s, time.monotonic(), run.throughput_tok_s))
@@ -157,9 +157,9 @@ def _jobs(blocks: int, policies: Sequence[str], seed: int) -> Iterator[tuple[str
             yield name, block
 
 
-def compared(folder: Path, exploring: str, seed: int) -> list[dict[str, Any]]:
+def compare(folder: Path, exploring: str, seed: int) -> list[dict[str, Any]]:
     parts = [Part(**values) for values in json.loads((folder / "parts.json").read_text())]
-    whole = attributed(_without_costs(read(folder / "trace")))
+    whole = with_attributed_costs(_without_costs(read(folder / "trace")))
     log, _ = _part_of(whole, parts, exploring)
     report = judge(log, {name: log.targets(policy.load(name)) for name in FIXED}, seed, Estimation(ESTIMATORS))
     rng = np.random.default_rng(seed)
@@ -171,15 +171,15 @@ def compared(folder: Path, exploring: str, seed: int) -> list[dict[str, Any]]:
         "throughput_tok_s": _rate(parts, exploring),
     }
     rows = []
-    for judged in report.policies:
-        served = _served(*_part_of(whole, parts, judged.policy), rng)
+    for judgement in report.policies:
+        served = _served_mean(*_part_of(whole, parts, judgement.policy), rng)
         rows.append(
             {
-                "policy": judged.policy,
+                "policy": judgement.policy,
                 "explored": explored,
-                "estimates": [_beside(one, served) for one in judged.estimates],
-                "refused": list(judged.refused),
-                "served": asdict(served) | {"throughput_tok_s": _rate(parts, judged.policy)},
+                "estimates": [_estimate_row(estimate, served) for estimate in judgement.estimates],
+                "refused": list(judgement.refused),
+                "served": asdict(served) | {"throughput_tok_s": _rate(parts, judgement.policy)},
             }
         )
     return rows
@@ -197,35 +197,36 @@ def _without_costs(trace: Trace) -> Trace:
 def _part_of(trace: Trace, parts: Sequence[Part], name: str) -> tuple[Log, list[int]]:
     """The log of a policy's blocks alone, and the block of each record."""
     decisions = trace.table("decisions")
-    mine = [part for part in parts if part.policy == name]
+    policy_parts = [part for part in parts if part.policy == name]
     block = [
-        next((part.block for part in mine if part.begin_s <= at <= part.end_s), None)
+        next((part.block for part in policy_parts if part.begin_s <= at <= part.end_s), None)
         for at in decisions["time_s"].to_pylist()
     ]
-    kept = decisions.filter(pa.array([one is not None for one in block]))
-    log = log_from_traces({name: Trace(trace.headers, dict(trace.tables) | {"decisions": kept})})
-    assert len(log) == kept.num_rows, "a reset or a profile in a record that has neither"
-    return log, [one for one in block if one is not None]
+    block_decisions = decisions.filter(pa.array([block_number is not None for block_number in block]))
+    log = log_from_traces({name: Trace(trace.headers, dict(trace.tables) | {"decisions": block_decisions})})
+    assert len(log) == block_decisions.num_rows, "a reset or a profile in a record that has neither"
+    return log, [block_number for block_number in block if block_number is not None]
 
 
-def _served(log: Log, block: Sequence[int], rng: np.random.Generator) -> Mean:
+def _served_mean(log: Log, block: Sequence[int], rng: np.random.Generator) -> Mean:
     known = log.known
     _, number = np.unique(np.asarray(block), return_inverse=True)
     sums, counts = np.bincount(number[known], log.cost_s[known]), np.bincount(number[known])
-    drawn = rng.integers(len(sums), size=(DRAWS, len(sums)))
-    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+    resampled = rng.integers(len(sums), size=(DRAWS, len(sums)))
+    means = sums[resampled].sum(axis=1) / counts[resampled].sum(axis=1)
     low_s, high_s = np.quantile(means, (0.025, 0.975))
     return Mean(float(sums.sum() / counts.sum()), float(low_s), float(high_s), len(log), int((~known).sum()))
 
 
-def _beside(told: Estimate, served: Mean) -> dict[str, Any]:
+def _estimate_row(estimate: Estimate, served: Mean) -> dict[str, Any]:
     """An estimate, and by how much it is off what was served; both are uncertain, and so is the difference."""
-    assert told.low_s is not None and told.high_s is not None
-    spread_s = float(np.hypot(told.high_s - told.low_s, served.high_s - served.low_s)) / 2
-    gap_s = told.value_s - served.value_s
+    assert estimate.low_s is not None and estimate.high_s is not None
+    spread_s = float(np.hypot(estimate.high_s - estimate.low_s, served.high_s - served.low_s)) / 2
+    gap_s = estimate.value_s - served.value_s
     return {
-        "estimator": told.estimator, "value_s": told.value_s, "low_s": told.low_s, "high_s": told.high_s,
-        "holds": bool(told.low_s <= served.value_s <= told.high_s), "gap_s": gap_s,
+        "estimator": estimate.estimator, "value_s": estimate.value_s,
+        "low_s": estimate.low_s, "high_s": estimate.high_s,
+        "holds": bool(estimate.low_s <= served.value_s <= estimate.high_s), "gap_s": gap_s,
         "gap_low_s": gap_s - spread_s, "gap_high_s": gap_s + spread_s,
     }  # fmt: skip
 
@@ -245,12 +246,13 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(name)
     for row in rows:
         served = row["served"]
-        for one in row["estimates"]:
-            gap = _ms(one["gap_s"], one["gap_low_s"], one["gap_high_s"])
-            told = _ms(one["value_s"], one["low_s"], one["high_s"])
+        for estimate in row["estimates"]:
+            gap = _ms(estimate["gap_s"], estimate["gap_low_s"], estimate["gap_high_s"])
+            interval_text = _ms(estimate["value_s"], estimate["low_s"], estimate["high_s"])
             table.add_row(
-                row["policy"], one["estimator"], told, _ms(served["value_s"], served["low_s"], served["high_s"]),
-                str(served["preemptions"]), gap, "yes" if one["holds"] else "no",
+                row["policy"], estimate["estimator"], interval_text,
+                _ms(served["value_s"], served["low_s"], served["high_s"]),
+                str(served["preemptions"]), gap, "yes" if estimate["holds"] else "no",
             )  # fmt: skip
     Console(width=160).print(table)
     for row in rows:

@@ -3,7 +3,7 @@
     python benchmarks/fidelity.py --real DIR [--record SESSIONS] [--quick] [--llm MODEL] [--json FILE]
     python benchmarks/fidelity.py --e2e DIR --profiles DIR
 
-``--real``: vLLM's CPU engine, short of memory, under several policies. Half of each session's runs tells what steps
+``--real``: vLLM's CPU engine, short of memory, under several policies. Half of each session's runs shows what steps
 and copies take on this machine at this time, the other half is replayed by both simulators and compared: times,
 counts, and whether policies that really differ are ranked the same way. ``--record`` first records that many sessions
 into DIR, minutes each; those in DIR stay. ``--quick`` records little, to see that it works.
@@ -48,19 +48,19 @@ def main() -> None:
     options = parser.parse_args()
     if (options.real is None and options.e2e is None) or (options.e2e is None) != (options.profiles is None):
         parser.error("give --real DIR, or --e2e DIR with --profiles DIR, or all three")
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     try:
         if options.real is not None:
-            told["real"] = _real(options)
+            values["real"] = _real(options)
         if options.e2e is not None:
-            told["e2e"] = fidelity_e2e.fidelity_e2e(
+            values["e2e"] = fidelity_e2e.fidelity_e2e(
                 options.e2e, options.profiles, fidelity_e2e.CALIBRATE_UNTIL_S, lambda text: print(text, file=sys.stderr)
             )
-            fidelity_e2e.show(told["e2e"], Console(width=WIDTH))
+            fidelity_e2e.show(values["e2e"], Console(width=WIDTH))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if options.json:
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
+        options.json.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _real(options: argparse.Namespace) -> dict[str, Any]:
@@ -77,60 +77,60 @@ def _real(options: argparse.Namespace) -> dict[str, Any]:
 
 def show(sessions: Sequence[Session], judgements: Sequence[Judgement]) -> None:
     out = Console(width=WIDTH)
-    told = ", ".join(f"{session.times.error:.0%} of {session.times.steps} steps" for session in sessions)
-    out.print(f"{len(sessions)} sessions; a step's time is missed by a mean of {told}", highlight=False)
-    for found in judgements:
-        out.rule(f"engine {found.engine}")
-        _show_cells(out, found)
-        _show_errors(out, found)
-        _show_pairs(out, found)
-        out.print(f"{found.real_s:.0f} s served, {found.wall_s:.1f} s simulated", highlight=False)
+    time_errors = ", ".join(f"{session.times.error:.0%} of {session.times.steps} steps" for session in sessions)
+    out.print(f"{len(sessions)} sessions; a step's time is missed by a mean of {time_errors}", highlight=False)
+    for judgement in judgements:
+        out.rule(f"engine {judgement.engine}")
+        _show_cells(out, judgement)
+        _show_errors(out, judgement)
+        _show_pairs(out, judgement)
+        out.print(f"{judgement.real_s:.0f} s served, {judgement.wall_s:.1f} s simulated", highlight=False)
 
 
-def _show_cells(out: Console, found: Judgement) -> None:
+def _show_cells(out: Console, judgement: Judgement) -> None:
     table = Table("workload", "policy", "runs", *FIGURES, title="real and simulated: seconds, tokens/s, counts per run")
-    for (workload, name), cell in found.cells.items():
-        told = (cell.means(figure) for figure in FIGURES)
+    for (workload, name), cell in judgement.cells.items():
+        means = (cell.means(figure) for figure in FIGURES)
         table.add_row(
-            workload, name, str(len(cell.real)), *(f"{real:.3g}\n{simulated:.3g}" for real, simulated in told)
+            workload, name, str(len(cell.real)), *(f"{real:.3g}\n{simulated:.3g}" for real, simulated in means)
         )
     out.print(table)
 
 
-def _show_errors(out: Console, found: Judgement) -> None:
+def _show_errors(out: Console, judgement: Judgement) -> None:
     table = Table(
         "figure", "mean |error|", "worst", "mean error", "bar", title="simulated against real, over the cells"
     )
     for figure in FIGURES:
-        missed = errors(found, figure)
-        if missed:
-            sizes = np.abs(missed)
+        cell_errors = errors(judgement, figure)
+        if cell_errors:
+            sizes = np.abs(cell_errors)
             bar = f"{BAR[figure]:.0%}" if figure in BAR else ""
-            table.add_row(figure, f"{sizes.mean():.1%}", f"{sizes.max():.1%}", f"{np.mean(missed):+.1%}", bar)
+            table.add_row(figure, f"{sizes.mean():.1%}", f"{sizes.max():.1%}", f"{np.mean(cell_errors):+.1%}", bar)
     out.print(table)
 
 
-def show_steps(out: Console, found: Sequence[Stepwise]) -> None:
+def show_steps(out: Console, stepwise_runs: Sequence[Stepwise]) -> None:
     """Whether the schedule is foretold where no time has to be."""
     table = Table(
         "workload", "policy", "runs", "alike throughout", "steps alike", "preemptions", "recomputed tokens",
         title="the schedule alone, each step given its real duration: real and simulated, all runs together",
     )  # fmt: skip
-    for workload, name in dict.fromkeys((one.workload, one.policy) for one in found):
-        runs = [one for one in found if (one.workload, one.policy) == (workload, name)]
-        whole = sum(one.alike == one.steps for one in runs)
-        alike, steps = sum(one.alike for one in runs), sum(one.steps for one in runs)
+    for workload, name in dict.fromkeys((run.workload, run.policy) for run in stepwise_runs):
+        runs = [run for run in stepwise_runs if (run.workload, run.policy) == (workload, name)]
+        whole = sum(run.alike == run.steps for run in runs)
+        alike, steps = sum(run.alike for run in runs), sum(run.steps for run in runs)
         counted = (
-            tuple(sum(getattr(one, what)[side] for one in runs) for side in (0, 1))
-            for what in ("preemptions", "recomputed_tokens")
+            tuple(sum(getattr(run, quantity)[side] for run in runs) for side in (0, 1))
+            for quantity in ("preemptions", "recomputed_tokens")
         )
         shown = (f"{real}, {simulated}" for real, simulated in counted)
         table.add_row(workload, name, str(len(runs)), str(whole), f"{alike} of {steps}", *shown)
     out.print(table)
 
 
-def _show_pairs(out: Console, found: Judgement) -> None:
-    pairs = differing_pairs(found, random.Random(0))
+def _show_pairs(out: Console, judgement: Judgement) -> None:
+    pairs = differing_pairs(judgement, random.Random(0))
     right = sum(pair.right for pair in pairs)
     out.print(f"pairs that really differ (95%): {len(pairs)}; ranked the same: {right}", highlight=False)
     for pair in pairs:

@@ -6,8 +6,9 @@ DIR of runs: LLMServingSim's ``*_meta.json`` with ``*_requests.csv.gz`` and ``*_
 profiles: its tables ``lss_<gpu>_<LLM>_tp<n>_*``. Each run is replayed twice: with what the tables alone say; and with
 three numbers that no table holds (:class:`kvpolicy.simulator.hardware.table_times.Engine`: the engine's own time per
 step, more of it per step with a chunk, unevenness of contexts), calibrated on the requests that had their last token
-by second S, and judged on those alone that were first scheduled after it. The runs preempted nobody: this judges step
-times and queueing, not preemptions. Inter-token times are means per request, as the runs hold no others.
+by second S, and judged on those alone that were first scheduled after it. No request was preempted in these runs:
+this judges step times and queueing, not preemptions. Inter-token times are means per request, as the runs hold no
+others.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ BARS: Mapping[str, tuple[float, float]] = {"e2e_s": (0.03, 0.01), "ttft_s": (0.0
 """Largest error of the mean: at least, aimed at."""
 BLOCK_SIZE = 16
 DEVICE_BLOCKS = 30_000
-"""The runs do not tell; nothing was preempted, and neither is anything with so many."""
+"""Not recorded with the runs. No request was preempted, and none is with that many blocks."""
 LINK = "pcie5"
 """Never used: nothing is preempted."""
 CALIBRATE_UNTIL_S = 30.0
@@ -98,7 +99,7 @@ def as_measured(run: MeasuredRun, at_s: Floats, running: Floats, waiting: Floats
     )
 
 
-def replayed(run: MeasuredRun, times: TableTimes, server: Server) -> Replay:
+def replay_run(run: MeasuredRun, times: TableTimes, server: Server) -> Replay:
     """The run's requests through the built-in simulator. Raises ValueError where it preempts."""
     done = Builtin().run(run.workload, load_policy("always-recompute"), server, times, sink=MemorySink())
     if sum(done.summary.preemptions.values()) or done.trace is None:
@@ -119,9 +120,9 @@ def replayed(run: MeasuredRun, times: TableTimes, server: Server) -> Replay:
 def _loads(steps: Sequence[Mapping[str, Any]]) -> Floats:
     """As ``Times.steps_s`` takes them; the context before chunks has no column in a trace, and none here."""
     names = ("scheduled_tokens", "decode_requests", "kv_read_tokens", "chunk_context", "scheduled_requests")
-    found = np.array([[row[name] for name in names] + [0] for row in steps if row["scheduled_tokens"]], np.float64)
-    found[:, 4] -= found[:, 1]
-    return found
+    loads = np.array([[row[name] for name in names] + [0] for row in steps if row["scheduled_tokens"]], np.float64)
+    loads[:, 4] -= loads[:, 1]
+    return loads
 
 
 def _when_scheduled(start_s: Floats, end_s: Floats) -> Floats:
@@ -132,7 +133,7 @@ def _when_scheduled(start_s: Floats, end_s: Floats) -> Floats:
 
 
 def _scheduled_s(arrival: Floats, when_s: Floats, waiting: Floats) -> Floats:
-    """When each request was first scheduled: first come, first served, and nobody goes back to waiting."""
+    """When each request was first scheduled: first come, first served, without preemptions."""
     admitted = np.searchsorted(arrival, when_s, side="right") - waiting
     step = np.searchsorted(np.maximum.accumulate(admitted), np.arange(1, len(arrival) + 1), side="left")
     return np.maximum(when_s[step], arrival)
@@ -141,12 +142,12 @@ def _scheduled_s(arrival: Floats, when_s: Floats, waiting: Floats) -> Floats:
 # ---- what no table holds ----
 
 
-def calibrated(
+def calibrate(
     run: MeasuredRun, model: HardwareModel, server: Server, until_s: float, tell: Callable[[str], None]
 ) -> TableTimes:
     """The three numbers under which prefills and inter-token times of requests done by then come out nearest."""
     chosen = run.last_token_s <= until_s
-    wanted = as_measured(run, *(np.empty(0),) * 3)
+    measured_replay = as_measured(run, *(np.empty(0),) * 3)
     source = f"calibrated on {chosen.sum()} requests of {run.workload.source} done by {until_s:g} s"
 
     def times_of(numbers: Floats) -> TableTimes:
@@ -154,9 +155,9 @@ def calibrated(
         return TableTimes(replace(model, engine=EngineTime(step_s, chunk_step_s, uneven, source)))
 
     def missed(numbers: Floats) -> Floats:
-        found = replayed(run, times_of(numbers), server)
-        itl = np.log(found.itl_s[chosen] / wanted.itl_s[chosen]) / np.sqrt(chosen.sum())
-        prefill = np.log(found.prefill_s[chosen].mean() / wanted.prefill_s[chosen].mean())
+        simulated_replay = replay_run(run, times_of(numbers), server)
+        itl = np.log(simulated_replay.itl_s[chosen] / measured_replay.itl_s[chosen]) / np.sqrt(chosen.sum())
+        prefill = np.log(simulated_replay.prefill_s[chosen].mean() / measured_replay.prefill_s[chosen].mean())
         return np.append(itl, prefill)
 
     best = gauss_newton(missed, np.zeros(len(NUDGES)), np.array(NUDGES))
@@ -164,35 +165,35 @@ def calibrated(
     return times_of(best)
 
 
-def gauss_newton(missed: Callable[[Floats], Floats], numbers: Floats, nudges: Floats) -> Floats:
+def gauss_newton(misses: Callable[[Floats], Floats], numbers: Floats, nudges: Floats) -> Floats:
     """Numbers, 0 or above, with the least sum of squares of ``missed``; slopes over whole nudges, as scheduling
     comes in steps."""
-    now = missed(numbers)
+    now = misses(numbers)
     for _ in range(ROUNDS):
-        slopes = np.column_stack([(missed(numbers + nudge) - now) / nudge.sum() for nudge in np.diag(nudges)])
-        found = nnls(slopes * nudges, slopes @ numbers - now)[0] * nudges
-        then = missed(found)
+        slopes = np.column_stack([(misses(numbers + nudge) - now) / nudge.sum() for nudge in np.diag(nudges)])
+        step = nnls(slopes * nudges, slopes @ numbers - now)[0] * nudges
+        then = misses(step)
         if np.sum(then**2) >= np.sum(now**2):
             break
-        numbers, now = found, then
+        numbers, now = step, then
     return numbers
 
 
 # ---- judging ----
 
 
-def judged(measured: Replay, found: Replay, chosen: Flags) -> dict[str, Any]:
+def judge(measured: Replay, replay: Replay, chosen: Flags) -> dict[str, Any]:
     """Per quantity measured, simulated and error; of requests those ``chosen``, of the whole run the rest."""
-    lines: dict[str, Any] = {"requests": float(chosen.sum()), "steps beyond the tables": found.beyond}
+    lines: dict[str, Any] = {"requests": float(chosen.sum()), "steps beyond the tables": replay.beyond}
     for name in ("queue_s", "prefill_s", "ttft_s", "itl_s", "e2e_s"):
-        real, simulated = (getattr(one, name)[chosen] for one in (measured, found))
-        for word, of in (("mean", np.mean), ("p50", np.median), ("p99", lambda x: np.quantile(x, 0.99))):
-            lines[f"{name} {word}"] = _line(float(of(real)), float(of(simulated)))
+        real, simulated = (getattr(compared_replay, name)[chosen] for compared_replay in (measured, replay))
+        for word, statistic in (("mean", np.mean), ("p50", np.median), ("p99", lambda x: np.quantile(x, 0.99))):
+            lines[f"{name} {word}"] = _line(float(statistic(real)), float(statistic(simulated)))
     for name in ("makespan_s", "output_tok_s"):
-        lines[name] = _line(getattr(measured, name), getattr(found, name))
+        lines[name] = _line(getattr(measured, name), getattr(replay, name))
     for name in ("running", "waiting"):
         real = getattr(measured, name)
-        simulated = _sampled(found, name, measured.at_s)
+        simulated = _sampled(replay, name, measured.at_s)
         lines[f"{name}, mean over time"] = _line(float(real.mean()), float(simulated.mean()))
         lines[f"{name}, largest difference"] = float(np.abs(real - simulated).max())
     return lines
@@ -202,24 +203,24 @@ def _line(measured: float, simulated: float) -> dict[str, float]:
     return {"measured": measured, "simulated": simulated, "error": simulated / measured - 1}
 
 
-def _sampled(found: Replay, name: str, at_s: Floats) -> Floats:
-    """At those times, the last step's; nobody after the last token."""
-    step = np.searchsorted(found.at_s, at_s, side="right") - 1
-    values = getattr(found, name)[np.maximum(step, 0)]
-    return np.where((step < 0) | (at_s > found.makespan_s), 0.0, values)
+def _sampled(replay: Replay, name: str, at_s: Floats) -> Floats:
+    """Values of the last step before those times; 0 after the last token."""
+    step = np.searchsorted(replay.at_s, at_s, side="right") - 1
+    values = getattr(replay, name)[np.maximum(step, 0)]
+    return np.where((step < 0) | (at_s > replay.makespan_s), 0.0, values)
 
 
 def missed_bars(lines: Mapping[str, Any]) -> list[str]:
-    found = []
+    missed_lines = []
     for name, (bar, _) in BARS.items():
         error = abs(lines[f"{name} mean"]["error"])
         if error > bar:
-            found.append(f"mean {name}: {error:.1%}, at most {bar:.0%} is wanted")
-    return found
+            missed_lines.append(f"mean {name}: {error:.1%}, at most {bar:.0%} is wanted")
+    return missed_lines
 
 
 def fidelity_e2e(e2e: Path, profiles: Path, until_s: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Every run in ``e2e``, judged; those without tables of their GPU and LLM are told as such."""
+    """Every run in ``e2e``, judged; those without tables of their GPU and LLM are reported as such."""
     metas = sorted(e2e.glob("*_meta.json"))
     if not metas:
         raise ValueError(f"{e2e}: holds no *_meta.json")
@@ -228,11 +229,11 @@ def fidelity_e2e(e2e: Path, profiles: Path, until_s: float, tell: Callable[[str]
 
 def _of_run(meta: Path, profiles: Path, until_s: float, tell: Callable[[str], None]) -> dict[str, Any]:
     name = meta.name.removesuffix("_meta.json")
-    told = json.loads(meta.read_text(encoding="utf-8"))
-    settings = told["engine_kwargs"]
+    meta_values = json.loads(meta.read_text(encoding="utf-8"))
+    settings = meta_values["engine_kwargs"]
     ranks = int(settings["tensor_parallel_size"])
     tables = sorted(profiles.glob(f"lss_{name}_tp{ranks}_*"))
-    if not tables or told["model"] not in CONFIGS or int(settings.get("data_parallel_size", 1)) != 1:
+    if not tables or meta_values["model"] not in CONFIGS or int(settings.get("data_parallel_size", 1)) != 1:
         reason = f"no tables lss_{name}_tp{ranks}_* there" if not tables else "no known shape, or several engines"
         tell(f"{name}: not judged: {reason}")
         return {"run": name, "judged": False, "reason": reason}
@@ -244,28 +245,28 @@ def _of_run(meta: Path, profiles: Path, until_s: float, tell: Callable[[str], No
             f"{later.sum()} first scheduled after it, 1 is needed"
         )
     with tempfile.TemporaryDirectory() as folder:
-        shape = ModelShape.from_config(CONFIGS[told["model"]])
+        shape = ModelShape.from_config(CONFIGS[meta_values["model"]])
         model = kvpolicy.import_profile(tables, Path(folder), shape, ranks, name.partition("_")[0], LINK).model
     measured = as_measured(run, *_over_time(meta.with_name(f"{name}_timeseries.csv.gz")))
     server = server_of(settings, shape)
-    tell(f"{name}: {len(run.workload)} requests, vLLM {told['vllm_version']}, {len(tables)} tables")
-    plain = replayed(run, TableTimes(model), server)
-    fitted = calibrated(run, model, server, until_s, tell)
+    tell(f"{name}: {len(run.workload)} requests, vLLM {meta_values['vllm_version']}, {len(tables)} tables")
+    plain = replay_run(run, TableTimes(model), server)
+    fitted = calibrate(run, model, server, until_s, tell)
     everyone = np.ones(len(run.workload), np.bool_)
-    again = replayed(run, fitted, server)
+    refitted_replay = replay_run(run, fitted, server)
     results = {
-        "tables alone, all requests": judged(measured, plain, everyone),
-        "tables alone, scheduler in step with the device, all requests": judged(
-            measured, replayed(run, TableTimes(model), replace(server, asynchronous=False)), everyone
+        "tables alone, all requests": judge(measured, plain, everyone),
+        "tables alone, scheduler in step with the device, all requests": judge(
+            measured, replay_run(run, TableTimes(model), replace(server, asynchronous=False)), everyone
         ),
-        f"tables alone, requests scheduled after {until_s:g} s": judged(measured, plain, later),
-        f"calibrated until {until_s:g} s, requests scheduled after": judged(measured, again, later),
+        f"tables alone, requests scheduled after {until_s:g} s": judge(measured, plain, later),
+        f"calibrated until {until_s:g} s, requests scheduled after": judge(measured, refitted_replay, later),
     }
     over_time = {
         "at_s": measured.at_s.tolist(),
-        **{f"{word} {one}": values.tolist() for one in ("running", "waiting") for word, values in (
-            ("measured", getattr(measured, one)), ("tables alone", _sampled(plain, one, measured.at_s)),
-            ("calibrated", _sampled(again, one, measured.at_s)))},
+        **{f"{word} {queue}": values.tolist() for queue in ("running", "waiting") for word, values in (
+            ("measured", getattr(measured, queue)), ("tables alone", _sampled(plain, queue, measured.at_s)),
+            ("calibrated", _sampled(refitted_replay, queue, measured.at_s)))},
     }  # fmt: skip
     return {"run": name, "judged": True, "engine": asdict(fitted.model.engine), "results": results,
             "over_time": over_time}  # fmt: skip
@@ -291,24 +292,24 @@ def _over_time(file: Path) -> tuple[Floats, Floats, Floats]:
     return at_s, running, waiting
 
 
-def show(found: Sequence[Mapping[str, Any]], console: Console) -> None:
-    for one in found:
-        for title, lines in one.get("results", {}).items():
-            table = Table("", "measured", "simulated", "error", "bar", title=f"{one['run']}: {title}")
+def show(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
+    for run in runs:
+        for title, lines in run.get("results", {}).items():
+            table = Table("", "measured", "simulated", "error", "bar", title=f"{run['run']}: {title}")
             for name, line in lines.items():
                 bar = BARS.get(name.removesuffix(" mean"), None) if name.endswith(" mean") else None
                 if isinstance(line, float):
                     table.add_row(name, "", f"{line:.3g}", "", "")
                     continue
-                wanted = "" if bar is None else f"{bar[0]:.0%}, aimed {bar[1]:.0%}"
+                target = "" if bar is None else f"{bar[0]:.0%}, aimed {bar[1]:.0%}"
                 table.add_row(
-                    name, f"{line['measured']:.4g}", f"{line['simulated']:.4g}", f"{line['error']:+.1%}", wanted
+                    name, f"{line['measured']:.4g}", f"{line['simulated']:.4g}", f"{line['error']:+.1%}", target
                 )
             console.print(table)
-        over = one.get("over_time")
-        if over:
-            table = Table(*over, title=f"{one['run']}: over time")
-            for row in list(zip(*over.values(), strict=True))[::5]:
+        over_time = run.get("over_time")
+        if over_time:
+            table = Table(*over_time, title=f"{run['run']}: over time")
+            for row in list(zip(*over_time.values(), strict=True))[::5]:
                 table.add_row(*(f"{value:.0f}" for value in row))
             console.print(table)
 
@@ -324,22 +325,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--calibrate-until", type=float, default=CALIBRATE_UNTIL_S, metavar="S")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--bars", action="store_true", help="end with status 1 where a bar is missed")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        found = fidelity_e2e(given.e2e, given.profiles, given.calibrate_until, _tell)
+        runs = fidelity_e2e(options.e2e, options.profiles, options.calibrate_until, _tell)
     except (ValueError, OSError) as error:
         parser.exit(2, f"fidelity_e2e.py: error: {error}\n")
-    if not any(one["judged"] for one in found):
-        parser.exit(2, f"fidelity_e2e.py: error: no run could be judged: {found[0]['run']}: {found[0]['reason']}\n")
-    show(found, Console(width=140))
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
-    missed = [f"{one['run']}: {title}: {text}" for one in found for title, lines in one.get("results", {}).items()
-              for text in missed_bars(lines)]  # fmt: skip
-    for text in missed:
+    if not any(run["judged"] for run in runs):
+        parser.exit(2, f"fidelity_e2e.py: error: no run could be judged: {runs[0]['run']}: {runs[0]['reason']}\n")
+    show(runs, Console(width=140))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(runs, indent=2, allow_nan=False) + "\n")
+    missed_targets = [
+        f"{run['run']}: {title}: {text}"
+        for run in runs
+        for title, lines in run.get("results", {}).items()
+        for text in missed_bars(lines)
+    ]
+    for text in missed_targets:
         print(f"bar missed: {text}")
-    sys.exit(1 if missed and given.bars else 0)
+    sys.exit(1 if missed_targets and options.bars else 0)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Real, recorded
+from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Real, recorded_runs
 
 from kvpolicy import policy
 from kvpolicy.arrays import Floats
@@ -19,8 +19,8 @@ from kvpolicy.events import Direction
 from kvpolicy.regression.nnls import robust_nonnegative_fit
 from kvpolicy.simulator import Link, Server, Simulator, StepLoad, Summary, Tail
 from kvpolicy.simulator.hardware.law_times import linear
+from kvpolicy.stats import Ratio, bootstrap_ratio, mean_and_percentiles
 from kvpolicy.trace import Header, Trace, read
-from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
 
 Rows = list[dict[str, Any]]
 
@@ -68,8 +68,8 @@ class FittedTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a real run came to, by the names of :class:`kvpolicy.simulator.Summary`."""
+class RealSummary:
+    """Results of a real run, by the names of :class:`kvpolicy.simulator.Summary`."""
 
     e2e_s: Tail
     ttft_s: Tail
@@ -79,7 +79,7 @@ class Told:
     recomputed_tokens: int
 
     @classmethod
-    def of(cls, run: Real) -> Told:
+    def of(cls, run: Real) -> RealSummary:
         tokens = sum(request.output_tokens for request in run.requests)
         tails = [Tail(**mean_and_percentiles(values)) for values in (run.e2e_s, run.ttft_s, run.all_itl_s)]
         makespan_s = run.makespan_s - min(request.arrival_s for request in run.requests)
@@ -88,7 +88,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One engine process: what it recorded, and what its calibration says."""
+    """One engine process: what it recorded, and its calibration."""
 
     trace: Trace
     header: Header
@@ -116,12 +116,12 @@ class Session:
 class Cell:
     """Kept-out runs of one workload under one policy, in the order of their sessions."""
 
-    real: list[Told] = field(default_factory=list)
+    real: list[RealSummary] = field(default_factory=list)
     simulated: list[Summary] = field(default_factory=list)
 
     def means(self, figure: str) -> tuple[float, float]:
         take = FIGURES[figure]
-        return float(np.mean([take(one) for one in self.real])), float(np.mean([take(one) for one in self.simulated]))
+        return float(np.mean([take(run) for run in self.real])), float(np.mean([take(run) for run in self.simulated]))
 
 
 @dataclass(slots=True)
@@ -136,22 +136,22 @@ class Judgement:
 
 def judge(folder: Path, engines: Sequence[Simulator]) -> tuple[list[Session], list[Judgement]]:
     """Raises ValueError where nothing was recorded."""
-    sessions = [_session(folder, number, runs) for number, runs in _by_session(recorded(folder)).items()]
+    sessions = [_session(folder, number, runs) for number, runs in _by_session(recorded_runs(folder)).items()]
     return sessions, [_judged(engine, sessions) for engine in engines]
 
 
 def _by_session(runs: Sequence[Real]) -> dict[int, list[Real]]:
-    found: dict[int, list[Real]] = {}
+    sessions: dict[int, list[Real]] = {}
     for run in runs:
-        found.setdefault(run.session, []).append(run)
-    return found
+        sessions.setdefault(run.session, []).append(run)
+    return sessions
 
 
 def _session(folder: Path, number: int, runs: Sequence[Real]) -> Session:
     trace = read(folder / f"session-{number}" / "trace")
     (header,) = trace.headers.values()
     known = [run for run in runs if not run.kept_out]
-    times = calibrated(within(trace.rows("steps"), known), within(trace.rows("transfers"), known))
+    times = calibrate(within(trace.rows("steps"), known), within(trace.rows("transfers"), known))
     return Session(trace, header, times, tuple(run for run in runs if run.kept_out))
 
 
@@ -160,8 +160,8 @@ def within(rows: Rows, runs: Sequence[Real]) -> Rows:
     return [row for row in rows if any(run.begin_s <= row["start_s"] <= run.end_s for run in runs)]
 
 
-def calibrated(steps: Rows, transfers: Rows) -> FittedTimes:
-    """Steps without copies tell what computing takes, transfers what copying does.
+def calibrate(steps: Rows, transfers: Rows) -> FittedTimes:
+    """Compute times come from steps without copies, copy times from transfers.
 
     Shapes by a robust fit; then scaled so that the sum is that of the measured ones, since a mean is to be foretold.
     """
@@ -197,16 +197,16 @@ def _scaled(design: Floats, seconds: Floats) -> Floats:
 
 
 def _judged(engine: Simulator, sessions: Sequence[Session]) -> Judgement:
-    found = Judgement(engine.name)
+    judgement = Judgement(engine.name)
     for session in sessions:
         for run in session.kept_out:
             done = engine.run(run.work, policy.load(run.policy), session.server, session.times, run.session)
-            cell = found.cells.setdefault((run.workload, run.policy), Cell())
-            cell.real.append(Told.of(run))
+            cell = judgement.cells.setdefault((run.workload, run.policy), Cell())
+            cell.real.append(RealSummary.of(run))
             cell.simulated.append(done.summary)
-            found.real_s += run.makespan_s
-            found.wall_s += done.summary.simulator_wall_s
-    return found
+            judgement.real_s += run.makespan_s
+            judgement.wall_s += done.summary.simulator_wall_s
+    return judgement
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,32 +225,34 @@ class Pair:
         return (self.real.value - 1.0) * (self.simulated - 1.0) > 0
 
 
-def differing_pairs(found: Judgement, rng: random.Random) -> list[Pair]:
-    """Pairs of policies whose real ratio's 95% interval leaves 1 out, by each figure of :data:`RANKED`."""
+def differing_pairs(judgement: Judgement, rng: random.Random) -> list[Pair]:
+    """Pairs of policies whose real ratio's 95% interval excludes 1, by each figure of :data:`RANKED`."""
     pairs = []
-    for workload in dict.fromkeys(workload for workload, _ in found.cells):
-        policies = [name for work, name in found.cells if work == workload]
-        for one, other in combinations(policies, 2):
+    for workload in dict.fromkeys(workload for workload, _ in judgement.cells):
+        policies = [name for work, name in judgement.cells if work == workload]
+        for policy_name, other in combinations(policies, 2):
             for figure in RANKED:
-                pair = _pair(found, workload, (one, other), figure, rng)
-                if pair is not None and not pair.real.tie:
+                pair = _pair(judgement, workload, (policy_name, other), figure, rng)
+                if pair is not None and pair.real.significant:
                     pairs.append(pair)
     return pairs
 
 
-def _pair(found: Judgement, workload: str, policies: tuple[str, str], figure: str, rng: random.Random) -> Pair | None:
-    one, other = (found.cells[workload, name] for name in policies)
-    if len(one.real) != len(other.real) or len(one.real) < 2:
+def _pair(
+    judgement: Judgement, workload: str, policies: tuple[str, str], figure: str, rng: random.Random
+) -> Pair | None:
+    cell, other_cell = (judgement.cells[workload, name] for name in policies)
+    if len(cell.real) != len(other_cell.real) or len(cell.real) < 2:
         return None
     take = FIGURES[figure]
-    real = paired_ratio([take(a) for a in one.real], [take(b) for b in other.real], rng)
-    logs = [math.log(take(a) / take(b)) for a, b in zip(one.simulated, other.simulated, strict=True)]
+    real = bootstrap_ratio([take(a) for a in cell.real], [take(b) for b in other_cell.real], rng)
+    logs = [math.log(take(a) / take(b)) for a, b in zip(cell.simulated, other_cell.simulated, strict=True)]
     return Pair(workload, policies, figure, real, math.exp(math.fsum(logs) / len(logs)))
 
 
-def errors(found: Judgement, figure: str) -> list[float]:
-    """Relative, by cell; cells where there is nothing to compare left out."""
-    pairs = [cell.means(figure) for cell in found.cells.values()]
+def errors(judgement: Judgement, figure: str) -> list[float]:
+    """Relative, by cell; without cells that have nothing to compare."""
+    pairs = [cell.means(figure) for cell in judgement.cells.values()]
     least = MIN_PREEMPTIONS if figure == "preemptions" else 0.0
     return [simulated / real - 1.0 for real, simulated in pairs if real > least]
 
@@ -258,22 +260,22 @@ def errors(found: Judgement, figure: str) -> list[float]:
 def as_dict(sessions: Sequence[Session], judgements: Sequence[Judgement]) -> dict[str, Any]:
     return {
         "sessions": [asdict(session.times) for session in sessions],
-        "engines": {found.engine: _engine_dict(found) for found in judgements},
+        "engines": {judgement.engine: _engine_dict(judgement) for judgement in judgements},
     }
 
 
-def _engine_dict(found: Judgement) -> dict[str, Any]:
+def _engine_dict(judgement: Judgement) -> dict[str, Any]:
     cells = [
         {"workload": workload, "policy": name, "runs": len(cell.real)}
         | {figure: dict(zip(("real", "simulated"), cell.means(figure), strict=True)) for figure in FIGURES}
-        for (workload, name), cell in found.cells.items()
+        for (workload, name), cell in judgement.cells.items()
     ]
-    pairs = differing_pairs(found, random.Random(0))
+    pairs = differing_pairs(judgement, random.Random(0))
     return {
         "cells": cells,
         "pairs_that_differ": len(pairs),
         "ranked_the_same": sum(pair.right for pair in pairs),
         "ranked_otherwise": [asdict(pair) for pair in pairs if not pair.right],
-        "real_s": found.real_s,
-        "wall_s": found.wall_s,
+        "real_s": judgement.real_s,
+        "wall_s": judgement.wall_s,
     }

@@ -1,7 +1,7 @@
 """Recording real runs for `fidelity.py --real`: vLLM's CPU engine with the plugin, short of memory, several policies.
 
 A session is one engine process. It serves blocks: every workload under every policy, in an order that is drawn. The
-first half of its blocks is for calibration, the second is kept out; both are drawn from seeds of their own.
+first half of its blocks is for calibration, the second is held out; both are drawn from seeds of their own.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Kind:
     variation: float = 1.0
 
     def draw(self, count: int, seed: int) -> Workload:
-        made = all_at_once(self.lengths, count, seed, CONTEXT_TOKENS, self.scale, self.name)
+        workload = all_at_once(self.lengths, count, seed, CONTEXT_TOKENS, self.scale, self.name)
         if self.rate_per_s is None:
-            return made
-        return made.arriving(random_arrivals(count, self.rate_per_s, random.Random(seed), self.variation))
+            return workload
+        return workload.arriving(random_arrivals(count, self.rate_per_s, random.Random(seed), self.variation))
 
 
 KINDS = (
@@ -67,9 +67,9 @@ class RecordedArm(Arm):
     trace: str = ""
 
     def arguments(self) -> dict[str, Any]:
-        found = Arm.arguments(self)
-        found["kv_transfer_config"]["kv_connector_extra_config"]["trace"] = self.trace
-        return found | {"enable_prefix_caching": True}
+        values_by_name = Arm.arguments(self)
+        values_by_name["kv_transfer_config"]["kv_connector_extra_config"]["trace"] = self.trace
+        return values_by_name | {"enable_prefix_caching": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +103,14 @@ class Real:
 
     @property
     def all_itl_s(self) -> list[float]:
-        return [one for later in self.itl_s for one in later]
+        return [gap for later in self.itl_s for gap in later]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Real:
         lists = {
             "requests": tuple(Request(**request) for request in values["requests"]),
             "ttft_s": tuple(values["ttft_s"]),
-            "itl_s": tuple(tuple(one) for one in values["itl_s"]),
+            "itl_s": tuple(tuple(gaps) for gaps in values["itl_s"]),
         }
         return cls(**values | lists)
 
@@ -133,9 +133,9 @@ def record(out: Path, session: int, extent: Extent, llm: Path | None) -> None:
     folder = out / f"session-{session}"
     with EngineProcess("kvpolicy_vllm.bench.inspect_model", folder / "preparing.log") as process:
         job = {"llm": llm and str(llm), "make": str(out / "llm"), "seed": 0, "shape": SHAPE}
-        found = process.ask(job)
+        answer = process.ask(job)
     settings = Settings(
-        found["llm"], not found["device"], DEVICE_BLOCKS, BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS
+        answer["llm"], not answer["device"], DEVICE_BLOCKS, BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS
     )
     arms = [
         RecordedArm(policy, policy, None, HOST_GIB, session, trace=str(folder / "trace")) for policy in extent.policies
@@ -170,11 +170,11 @@ def _real(run: Run, work: Workload, session: int, kept_out: bool, begin_s: float
     )  # fmt: skip
 
 
-def recorded(out: Path) -> list[Real]:
+def recorded_runs(out: Path) -> list[Real]:
     """All runs of all sessions. Raises ValueError where there is none."""
-    found: list[Real] = []
+    runs: list[Real] = []
     for path in sorted(out.glob("session-*/runs.json")):
-        found += [Real.from_dict(values) for values in json.loads(path.read_text())]
-    if not found:
+        runs += [Real.from_dict(values) for values in json.loads(path.read_text())]
+    if not runs:
         raise ValueError(f"{out}: no session-*/runs.json inside; record some first")
-    return found
+    return runs

@@ -25,12 +25,12 @@ COLUMNS = (
     "preemptions", "saves", "loads",
 )  # fmt: skip
 IDLE_S = 1.0
-"""An idle engine waits that long in the replay, whatever it was: nothing depends on it."""
+"""An idle engine waits that long in the replay, whatever it really was: nothing depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stepwise:
-    """One kept-out run, and the same schedule made by the simulator."""
+    """One held-out run, and the same schedule made by the simulator."""
 
     workload: str
     policy: str
@@ -62,7 +62,7 @@ class RecordedTimes:
 
 
 def stepwise(sessions: Sequence[Session], engine: Simulator) -> list[Stepwise]:
-    """All kept-out runs under policies without chance. ``engine`` asks for every step's time once: vLLM's scheduler."""
+    """All held-out runs under deterministic policies. ``engine`` asks for every step's time once: vLLM's scheduler."""
     return [
         _stepwise(engine, session, run)
         for session in sessions
@@ -100,7 +100,7 @@ def _seconds(rows: Rows) -> Iterator[float]:
 
 def _places(rows: Rows, came_s: Sequence[float]) -> list[float]:
     """Arrivals in the replay's time: each within the step at whose end the real engine took it in, or when idle."""
-    found: list[float] = []
+    places: list[float] = []
     clock_s = last_s = 0.0
     left = deque(came_s)
     for row in rows:
@@ -108,13 +108,13 @@ def _places(rows: Rows, came_s: Sequence[float]) -> list[float]:
         while left and left[0] < row["start_s"] + row["duration_s"]:
             left.popleft()
             new += 1
-        idle = new == row["running_requests"] + row["waiting_requests"]  # nobody else is there
+        idle = new == row["running_requests"] + row["waiting_requests"]  # no other request is there
         clock_s += IDLE_S * idle
-        found += [clock_s if idle else clock_s - last_s / 4] * new
+        places += [clock_s if idle else clock_s - last_s / 4] * new
         if row["scheduled_tokens"]:
             last_s = row["duration_s"]
         clock_s += row["duration_s"]
-    return found
+    return places
 
 
 def _computing(rows: Rows) -> Rows:
@@ -122,11 +122,11 @@ def _computing(rows: Rows) -> Rows:
 
 
 def _alike(real: Rows, simulated: Rows) -> tuple[int, int]:
-    for at, (one, other) in enumerate(zip(real, simulated, strict=False)):
-        if any(one[name] != other[name] for name in COLUMNS):
+    for at, (step, other) in enumerate(zip(real, simulated, strict=False)):
+        if any(step[name] != other[name] for name in COLUMNS):
             return at, len(real)
     return min(len(real), len(simulated)), max(len(real), len(simulated))
 
 
-def as_dicts(found: Sequence[Stepwise]) -> list[dict[str, Any]]:
-    return [{name: getattr(one, name) for name in Stepwise.__slots__} for one in found]
+def as_dicts(runs: Sequence[Stepwise]) -> list[dict[str, Any]]:
+    return [{name: getattr(run, name) for name in Stepwise.__slots__} for run in runs]

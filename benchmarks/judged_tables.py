@@ -45,15 +45,15 @@ class Part:
 
 def ours(part: Part, seed: int, extrapolating: bool) -> BoostedRegressor:
     table = part.table
-    made = BoostedRegressor(table.times.physics, table.columns, random_state=seed)
+    regressor = BoostedRegressor(table.times.physics, table.columns, random_state=seed)
     lengths = table.times.length[part.seen] if extrapolating else None
-    return made.fit(table.x[part.seen], table.seconds[part.seen], groups=table.groups[part.seen], lengths=lengths)
+    return regressor.fit(table.x[part.seen], table.seconds[part.seen], groups=table.groups[part.seen], lengths=lengths)
 
 
 def _physics(part: Part, effort: Effort) -> Floats:
     table = part.table
-    made = AnalyticRegressor(table.times.physics, table.columns)
-    return made.fit(table.x[part.seen], table.seconds[part.seen]).predict(table.x[part.unseen])
+    regressor = AnalyticRegressor(table.times.physics, table.columns)
+    return regressor.fit(table.x[part.seen], table.seconds[part.seen]).predict(table.x[part.unseen])
 
 
 def _linear(part: Part, effort: Effort) -> Floats:
@@ -66,13 +66,13 @@ def _linear(part: Part, effort: Effort) -> Floats:
 def _trees(x: Floats, part: Part, effort: Effort) -> Floats:
     """As many trees of as many leaves as ours may have, on log time."""
     like = BoostedRegressor()
-    made = LGBMRegressor(
+    regressor = LGBMRegressor(
         objective="huber", alpha=0.3, n_estimators=like.max_trees, num_leaves=like.leaves,
         learning_rate=like.learning_rate, min_child_samples=like.min_rows_in_leaf, reg_lambda=1.0,
         random_state=effort.seed, deterministic=True, force_col_wise=True, n_jobs=1, verbosity=-1,
     )  # fmt: skip
-    made.fit(x[part.seen], np.log(part.table.seconds[part.seen]))
-    return np.exp(np.asarray(made.booster_.predict(x[part.unseen]), np.float64))
+    regressor.fit(x[part.seen], np.log(part.table.seconds[part.seen]))
+    return np.exp(np.asarray(regressor.booster_.predict(x[part.unseen]), np.float64))
 
 
 def _trees_only(part: Part, effort: Effort) -> Floats:
@@ -85,9 +85,9 @@ def _raw_boosting(part: Part, effort: Effort) -> Floats:
 
 def _random_forest(part: Part, effort: Effort) -> Floats:
     """Vidur's way: a forest over the measured settings, on the time itself."""
-    made = RandomForestRegressor(n_estimators=effort.forest_trees, random_state=effort.seed, n_jobs=1)
-    made.fit(part.table.plain[part.seen], part.table.seconds[part.seen])
-    return np.asarray(made.predict(part.table.plain[part.unseen]), np.float64)
+    regressor = RandomForestRegressor(n_estimators=effort.forest_trees, random_state=effort.seed, n_jobs=1)
+    regressor.fit(part.table.plain[part.seen], part.table.seconds[part.seen])
+    return np.asarray(regressor.predict(part.table.plain[part.unseen]), np.float64)
 
 
 OTHERS: Mapping[str, Callable[[Part, Effort], Floats]] = {
@@ -103,9 +103,9 @@ OTHERS: Mapping[str, Callable[[Part, Effort], Floats]] = {
 def judge(table: Table, effort: Effort, tell: Callable[[str], None]) -> dict[str, Any]:
     """Every figure of one table, for JSON."""
     stratified_folds = grouped_folds(table.groups, _fold_count(table, effort), effort.seed)
-    folds = [Part(table, seen, unseen) for seen, unseen in stratified_folds]
+    folds = [Part(table, fit_rows, unseen) for fit_rows, unseen in stratified_folds]
     tell("in range")
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "file": table.file, "operator": table.operator, "layout": table.layout, "rows": len(table),
         "points": int(table.groups.max()) + 1, "rows_in_file": table.rows_in_file, "left_out": list(table.left_out),
         "noise": table.noise(), "in_range": _scored(folds, effort, False), "extrapolated": None,
@@ -115,12 +115,12 @@ def judge(table: Table, effort: Effort, tell: Callable[[str], None]) -> dict[str
     if short.sum() >= MIN_ROWS and (~short).any():
         tell("extrapolated")
         part = Part(table, np.flatnonzero(short), np.flatnonzero(~short))
-        found["extrapolated"] = _scored([part], effort, True) | {
+        row["extrapolated"] = _scored([part], effort, True) | {
             "axis": table.times.length_name,
             "trained_up_to": float(table.times.length[short].max()),
             "longest": longest,
         }
-    return found
+    return row
 
 
 def _fold_count(table: Table, effort: Effort) -> int:
@@ -135,21 +135,21 @@ def _scored(parts: list[Part], effort: Effort, extrapolating: bool) -> dict[str,
     predicted: dict[str, Floats] = {}
     fitted = [ours(part, effort.seed, extrapolating) for part in parts]
     predicted[OURS] = np.concatenate(
-        [made.predict(table.x[part.unseen]) for made, part in zip(fitted, parts, strict=True)]
+        [regressor.predict(table.x[part.unseen]) for regressor, part in zip(fitted, parts, strict=True)]
     )
     for name, fit in OTHERS.items():
         predicted[name] = np.concatenate([fit(part, effort) for part in parts])
     trained = max(float(table.times.length[part.seen].max()) for part in parts)
     far = table.times.length[rows] >= 2 * trained
-    found = {name: errors(table.seconds[rows], seconds) for name, seconds in predicted.items()}
+    scores = {name: errors(table.seconds[rows], seconds) for name, seconds in predicted.items()}
     if len(parts) == 1 and far.any():
         for name, seconds in predicted.items():
-            found[name]["from_2x"] = errors(table.seconds[rows][far], seconds[far])
+            scores[name]["from_2x"] = errors(table.seconds[rows][far], seconds[far])
     return {
-        "families": found,
-        "trees": [made.trees_ for made in fitted],
-        "constants": [[one.term, one.value, one.unit] for one in fitted[-1].constants_],
-        "residual_carried": [made.carried_ for made in fitted],
+        "families": scores,
+        "trees": [regressor.trees_ for regressor in fitted],
+        "constants": [[constant.term, constant.value, constant.unit] for constant in fitted[-1].constants_],
+        "residual_carried": [regressor.carried_ for regressor in fitted],
         "coverage": _coverage(parts, fitted, predicted[OURS], extrapolating),
     }
 
@@ -169,8 +169,8 @@ def _coverage(
 ) -> list[dict[str, Any]]:
     """The 90% interval's share of hits per bin of length x load, by split-conformal widths of the same bin.
 
-    Extrapolated they grow with the distance, as inner extrapolation tells; where it tells nothing they are infinite,
-    and the bin is not ``bounded``.
+    Extrapolated they grow with the distance, as measured by inner extrapolation; without data for
+    that they are infinite, and the bin is not ``bounded``.
     """
     table = parts[0].table
     by_length, by_load = quantile_bins(table.times.length, LENGTH_BINS), quantile_bins(table.times.load, LOAD_BINS)
@@ -178,42 +178,44 @@ def _coverage(
     hits: dict[int, list[bool]] = {}
     unbounded = set()
     at = 0
-    for part, made in zip(parts, fitted, strict=True):
+    for part, regressor in zip(parts, fitted, strict=True):
         own = predicted[at : at + len(part.unseen)]
         at += len(part.unseen)
-        if made.unseen_misses_ is None:
+        if regressor.unseen_misses_ is None:
             continue
-        missed = np.log(table.seconds[part.unseen] / own)
-        for one in np.unique(cell[part.unseen]).tolist():
-            seen = _calibration(made.unseen_misses_, cell[part.seen], by_length[part.seen], one)
-            below, above = conformal_margin(seen)
-            mine = cell[part.unseen] == one
+        log_errors = np.log(table.seconds[part.unseen] / own)
+        for bin_number in np.unique(cell[part.unseen]).tolist():
+            calibration = _calibration(regressor.unseen_misses_, cell[part.seen], by_length[part.seen], bin_number)
+            below, above = conformal_margin(calibration)
+            in_bin = cell[part.unseen] == bin_number
             if extrapolating:
-                growth = made.growth((below, above))
+                growth = regressor.growth((below, above))
                 if growth == np.inf:
-                    unbounded.add(one)
-                ratio = table.times.length[part.unseen][mine] / table.times.length[part.seen].max()
+                    unbounded.add(bin_number)
+                ratio = table.times.length[part.unseen][in_bin] / table.times.length[part.seen].max()
                 distance = np.log(ratio).tolist()
                 low, high = (np.array([grown(side, growth, far) for far in distance]) for side in (below, above))
             else:
                 low, high = np.array(below), np.array(above)
-            hits.setdefault(one, []).extend(((-low <= missed[mine]) & (missed[mine] <= high)).tolist())
-    tested = np.concatenate([part.unseen for part in parts])
+            hits.setdefault(bin_number, []).extend(
+                ((-low <= log_errors[in_bin]) & (log_errors[in_bin] <= high)).tolist()
+            )
+    test_rows = np.concatenate([part.unseen for part in parts])
     return [
         {
-            "length": _span(table.times.length[tested][cell[tested] == one]),
-            "load": _span(table.times.load[tested][cell[tested] == one]),
-            "n": len(mine),
-            "covered": sum(mine) / len(mine),
-            "bounded": one not in unbounded,
+            "length": _span(table.times.length[test_rows][cell[test_rows] == bin_number]),
+            "load": _span(table.times.load[test_rows][cell[test_rows] == bin_number]),
+            "n": len(in_bin),
+            "covered": sum(in_bin) / len(in_bin),
+            "bounded": bin_number not in unbounded,
         }
-        for one, mine in sorted(hits.items())
+        for bin_number, in_bin in sorted(hits.items())
     ]
 
 
-def _calibration(misses: Floats, cell: Ints, by_length: Ints, one: int) -> list[float]:
+def _calibration(misses: Floats, cell: Ints, by_length: Ints, bin_number: int) -> list[float]:
     """Misses of the bin; of its lengths, or of all, where it has under 30."""
-    for rows in (cell == one, by_length == one // LOAD_BINS):
+    for rows in (cell == bin_number, by_length == bin_number // LOAD_BINS):
         if rows.sum() >= MIN_PER_BIN:
             return list(misses[rows])
     return list(misses)

@@ -1,4 +1,4 @@
-"""The same forests in other hands: LightGBM's Booster, ONNX Runtime, scikit-learn."""
+"""The same forests in other libraries: LightGBM's Booster, ONNX Runtime, scikit-learn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TREES, LEAVES, SAMPLES = 100, 31, 4000
 
 
 def rivals_of(model: FittedModel, largest: bool, seed: int) -> tuple[FittedModel, Rivals, list[str]]:
-    """The model to measure, its forests in other hands, and what is missing, with the reason.
+    """The model to measure, its forests in other libraries, and what is missing, with the reason.
 
     ``largest``: in place of the model's own forests the largest there may be, fitted to made-up residuals.
     """
@@ -93,8 +93,8 @@ def _booster(texts: Mapping[Kind, str]) -> Callable[[Rows], Callable[[int], obje
     boosters = [lightgbm.Booster(model_str=text) for text in texts.values()]
 
     def make(rows: Rows) -> Callable[[int], object]:
-        given = _arrays(rows, list(texts), _positions, np.float64)
-        return lambda i: [one.predict(row, num_threads=1) for one, row in zip(boosters, given[i], strict=True)]
+        inputs = _arrays(rows, list(texts), _positions, np.float64)
+        return lambda i: [booster.predict(row, num_threads=1) for booster, row in zip(boosters, inputs[i], strict=True)]
 
     return make
 
@@ -111,8 +111,8 @@ def _histogram(
     ]
 
     def make(rows: Rows) -> Callable[[int], object]:
-        given = _arrays(rows, list(trees), _positions, np.float64)
-        return lambda i: [one.predict(row) for one, row in zip(fitted, given[i], strict=True)]
+        inputs = _arrays(rows, list(trees), _positions, np.float64)
+        return lambda i: [regressor.predict(row) for regressor, row in zip(fitted, inputs[i], strict=True)]
 
     return make
 
@@ -130,20 +130,20 @@ def _onnx(forests: Mapping[Kind, Nodes]) -> Callable[[Rows], Callable[[int], obj
     ]
 
     def make(rows: Rows) -> Callable[[int], object]:
-        given = _arrays(rows, list(forests), lambda _: range(len(FEATURES)), np.float32)
-        _refuse_other_forest(sessions, list(forests.values()), given, rows)
-        return lambda i: [one.run(None, {"x": row})[0] for one, row in zip(sessions, given[i], strict=True)]
+        inputs = _arrays(rows, list(forests), lambda _: range(len(FEATURES)), np.float32)
+        _refuse_other_forest(sessions, list(forests.values()), inputs, rows)
+        return lambda i: [session.run(None, {"x": row})[0] for session, row in zip(sessions, inputs[i], strict=True)]
 
     return make
 
 
-def _refuse_other_forest(sessions: Sequence[Any], forests: Sequence[Nodes], given: Sequence[Any], rows: Rows) -> None:
+def _refuse_other_forest(sessions: Sequence[Any], forests: Sequence[Nodes], inputs: Sequence[Any], rows: Rows) -> None:
     """ONNX Runtime computes in single precision: a row near a threshold may fall to its other side."""
     far = 0
-    for arrays in given:
+    for arrays in inputs:
         for session, nodes, row in zip(sessions, forests, arrays, strict=True):
-            wanted = Forest(nodes).predict([float(value) for value in row[0]])
-            far += abs(float(session.run(None, {"x": row})[0].ravel()[0]) - wanted) > 1e-3
+            expected = Forest(nodes).predict([float(value) for value in row[0]])
+            far += abs(float(session.run(None, {"x": row})[0].ravel()[0]) - expected) > 1e-3
     if far > 0.02 * 2 * len(rows):
         raise ValueError(f"ONNX Runtime: {far} of {2 * len(rows)} values are not those of the same forest")
 

@@ -69,10 +69,10 @@ def _request(scheduler: Any, name: str, blocks: int) -> Request:
     """A request that holds that many blocks, all its prompt computed."""
     tokens = blocks * BLOCK
     parameters = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    one = Request(name, list(range(tokens)), parameters, None, arrival_time=0.0)
-    given = scheduler.kv_cache_manager.allocate_slots(one, tokens)
-    if given is None:
+    request = Request(name, list(range(tokens)), parameters, None, arrival_time=0.0)
+    allocated = scheduler.kv_cache_manager.allocate_slots(request, tokens)
+    if allocated is None:
         raise RuntimeError(f"vLLM's block pool has no {blocks} blocks left")
-    one.num_computed_tokens = tokens
-    scheduler.requests[name] = one
-    return one
+    request.num_computed_tokens = tokens
+    scheduler.requests[name] = request
+    return request

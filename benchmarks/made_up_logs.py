@@ -40,9 +40,9 @@ def make(n: int, rng: np.random.Generator, scenario: Scenario | None = None) -> 
     cluster = np.repeat(np.arange(n), rng.integers(1, 4, n))[:n]
     tokens, running, feasible = _situations(n, rng)
     mean_s = _mean_costs(tokens, running)
-    believed = np.log(mean_s[:, 1] / mean_s[:, 0]) + rng.normal(0.0, 0.5, n)
-    leaning = np.clip(1 / (1 + np.exp(2 * believed)), how.min_chance, 1 - how.min_chance)
-    swap = np.where(feasible[:, 1], leaning, 0.0)
+    believed_log_ratio = np.log(mean_s[:, 1] / mean_s[:, 0]) + rng.normal(0.0, 0.5, n)
+    swap_share = np.clip(1 / (1 + np.exp(2 * believed_log_ratio)), how.min_chance, 1 - how.min_chance)
+    swap = np.where(feasible[:, 1], swap_share, 0.0)
     action = (rng.random(n) < swap).astype(np.int64)
     luck = 0.7 + 0.6 * rng.random(n)[cluster]
     cost_s = mean_s[np.arange(n), action] * luck * (0.5 + 2.0 * rng.beta(1.0, 3.0, n))
@@ -62,10 +62,10 @@ def _situations(n: int, rng: np.random.Generator) -> tuple[Floats, Floats, Flags
 
 def targets(tokens: Floats, feasible: Flags) -> dict[str, Floats]:
     """What each policy does, (n, K)."""
-    wanted = {"always-recompute": np.zeros(len(tokens)), "always-swap": np.ones(len(tokens))}
-    wanted["threshold"] = (tokens >= THRESHOLD_TOKENS).astype(np.float64)
+    policies = {"always-recompute": np.zeros(len(tokens)), "always-swap": np.ones(len(tokens))}
+    policies["threshold"] = (tokens >= THRESHOLD_TOKENS).astype(np.float64)
     return {
-        name: np.column_stack([1 - swap * feasible[:, 1], swap * feasible[:, 1]]) for name, swap in wanted.items()
+        name: np.column_stack([1 - swap * feasible[:, 1], swap * feasible[:, 1]]) for name, swap in policies.items()
     }  # fmt: skip
 
 

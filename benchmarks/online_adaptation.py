@@ -43,8 +43,8 @@ from rich.table import Table
 
 from kvpolicy import cost
 from kvpolicy.cost.model import CostModel
-from kvpolicy.cost.online import Online, corrected
-from kvpolicy.datasets.profiles import State, measured
+from kvpolicy.cost.online import Online, corrected_costs
+from kvpolicy.datasets.profiles import State, read_dataset
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.policy import Feedback, LearningPolicy, feasible_options
 from kvpolicy.policy.cheapest import CheapestOnline
@@ -78,14 +78,14 @@ class Step:
 
     state: State
     situation: Preemption
-    told: Mapping[Kind, float]
+    measured_s: Mapping[Kind, float]
     """What either option would be measured to cost."""
     paid: Mapping[Kind, float]
     """What it costs in the mean."""
 
 
-class Deaf(CheapestOnline):
-    """Learns nothing, but says so in the same way: what every demand but one must be beyond."""
+class NeverLearns(CheapestOnline):
+    """Learns nothing. Every demand but one must be met better than by this policy."""
 
     def observe(self, state: Online, feedback: Feedback) -> Online:
         return state
@@ -110,11 +110,11 @@ class Verdict:
     without: str = ""
     """The figure of a policy that learns nothing."""
     void: str = ""
-    """Why the trace says nothing of this demand; empty where it does."""
+    """Why the trace cannot judge this demand; empty where it can."""
 
     @property
-    def told(self) -> str:
-        return f"says nothing: {self.void}" if self.void else "met" if self.met else "MISSED"
+    def text(self) -> str:
+        return f"not judged: {self.void}" if self.void else "met" if self.met else "MISSED"
 
 
 def stream(field: Field, factors: Sequence[Factors], rng: random.Random, outliers: float = 0.0) -> list[Step]:
@@ -140,19 +140,19 @@ def serve(policy: LearningPolicy, steps: Sequence[Step], state: Online | None) -
         shares, _ = policy.assess(step.situation, options, now)
         option = options[shares.index(max(shares))]
         done.append(option.kind)
-        now = policy.observe(now, Feedback(step.situation, option, step.told[option.kind], None))
+        now = policy.observe(now, Feedback(step.situation, option, step.measured_s[option.kind], None))
     return done, policy.learned(now)
 
 
-def chosen_knowing(field: Field, steps: Sequence[Step], factors: Factors) -> list[Kind]:
-    """What the model would choose, were it told by what its predictions are to be multiplied."""
-    found: list[Kind] = []
+def best_choices(field: Field, steps: Sequence[Step], factors: Factors) -> list[Kind]:
+    """What the model would choose if it knew the factors on its predictions."""
+    kinds: list[Kind] = []
     for step in steps:
         options = feasible_options(step.situation)
         costs = field.model.predict(step.situation, options)
         priced = [cost.engine_s * factors[option.kind] for option, cost in zip(options, costs, strict=True)]
-        found.append(options[priced.index(min(priced))].kind)
-    return found
+        kinds.append(options[priced.index(min(priced))].kind)
+    return kinds
 
 
 def paid_s(steps: Sequence[Step], done: Sequence[Kind]) -> float:
@@ -166,51 +166,51 @@ def learned_from(policy: LearningPolicy, steps: Sequence[Step], state: Online | 
     return online
 
 
-def off(field: Field, online: Online, kind: Kind, factor: float) -> list[float]:
+def log_errors(field: Field, online: Online, kind: Kind, factor: float) -> list[float]:
     """By state, log(corrected prediction / typical cost now)."""
-    found = []
+    errors = []
     for state in field.states:
         situation = state.samples[kind][0].situation
         options = feasible_options(situation)
         which = [option.kind for option in options].index(kind)
-        costs = corrected(field.model.predict(situation, options), options, situation.computed_tokens, online)
+        costs = corrected_costs(field.model.predict(situation, options), options, situation.computed_tokens, online)
         floor = field.model.floor_s[kind]
-        found.append(log(costs[which].engine_s / max(state.typical_s[kind] * factor, floor)))
-    return found
+        errors.append(log(costs[which].engine_s / max(state.typical_s[kind] * factor, floor)))
+    return errors
 
 
-def missed_by(found: Sequence[float]) -> float:
+def mean_error(errors: Sequence[float]) -> float:
     """Mean of |log|, so that states predicted too high do not make up for those too low."""
-    return fmean(map(abs, found))
+    return fmean(map(abs, errors))
 
 
-def undrifted(field: Field, kind: Kind) -> float:
-    """What the model misses by itself."""
-    return missed_by(off(field, Online(), kind, 1.0))
+def undrifted_error(field: Field, kind: Kind) -> float:
+    """Error of the model without drift."""
+    return mean_error(log_errors(field, Online(), kind, 1.0))
 
 
-def near(field: Field, kind: Kind, miss: float) -> bool:
-    """Whether no more of a drift is left than the model misses by itself, and 25%."""
-    return miss <= undrifted(field, kind) + MAX_LOG_ERROR
+def is_near(field: Field, kind: Kind, miss: float) -> bool:
+    """Whether the remaining drift is at most the model's own error and 25%."""
+    return miss <= undrifted_error(field, kind) + MAX_LOG_ERROR
 
 
-def over_knowing(field: Field, steps: Sequence[Step], done: Sequence[Kind], factors: Factors) -> float:
-    """Share paid beyond what a model told the change would have."""
-    return paid_s(steps, done) / paid_s(steps, chosen_knowing(field, steps, factors)) - 1
+def extra_share(field: Field, steps: Sequence[Step], done: Sequence[Kind], factors: Factors) -> float:
+    """Share paid beyond the cost under a model that knows the change."""
+    return paid_s(steps, done) / paid_s(steps, best_choices(field, steps, factors)) - 1
 
 
-def noticed(
-    field: Field, policy: LearningPolicy, online: Online, kind: Kind, factors: Factors, rest: Sequence[Step]
+def is_noticed(
+    field: Field, policy: LearningPolicy, online: Online, kind: Kind, factors: Factors, later_steps: Sequence[Step]
 ) -> bool:
     """Whether predictions are right, or decisions on ``rest`` where those of a policy that learns nothing are not."""
-    if near(field, kind, missed_by(off(field, online, kind, factors[kind]))):
+    if is_near(field, kind, mean_error(log_errors(field, online, kind, factors[kind]))):
         return True
-    over = over_knowing(field, rest, serve(policy, rest, online)[0], factors)
-    return over <= MAX_EXCESS < over_knowing(field, rest, serve(deaf(field), rest, None)[0], factors)
+    extra_s = extra_share(field, later_steps, serve(policy, later_steps, online)[0], factors)
+    return extra_s <= MAX_EXCESS < extra_share(field, later_steps, serve(deaf(field), later_steps, None)[0], factors)
 
 
 def deaf(field: Field) -> LearningPolicy:
-    return Deaf("deaf", field.model)
+    return NeverLearns("deaf", field.model)
 
 
 def learning(field: Field) -> LearningPolicy:
@@ -218,8 +218,8 @@ def learning(field: Field) -> LearningPolicy:
 
 
 def taken(field: Field, kind: Kind, factors: Factors) -> float:
-    """Share of preemptions at which a model told ``factors`` takes the option."""
-    done = chosen_knowing(field, stream(field, [factors] * LONG, random.Random("taken")), factors)
+    """Share of preemptions at which a model that knows ``factors`` takes the option."""
+    done = best_choices(field, stream(field, [factors] * LONG, random.Random("taken")), factors)
     return done.count(kind) / len(done)
 
 
@@ -228,25 +228,25 @@ def taken(field: Field, kind: Kind, factors: Factors) -> float:
 
 def caught(field: Field, policy: LearningPolicy, name: str, kind: Kind, factors: Factors, seeds: int) -> Answer:
     count, misses = 0, []
-    for online, rest in drifted(field, policy, name, factors, seeds):
-        count += noticed(field, policy, online, kind, factors, rest[:WITHIN])
-        misses.append(missed_by(off(field, online, kind, factors[kind])))
+    for online, later_steps in drifted_runs(field, policy, name, factors, seeds):
+        count += is_noticed(field, policy, online, kind, factors, later_steps[:WITHIN])
+        misses.append(mean_error(log_errors(field, online, kind, factors[kind])))
     figure = (
         f"in {count} of {seeds} seeds; predictions off by {exp(fmean(misses)) - 1:.0%} "
-        f"(worst {exp(max(misses)) - 1:.0%}; undrifted {exp(undrifted(field, kind)) - 1:.0%})"
+        f"(worst {exp(max(misses)) - 1:.0%}; undrifted {exp(undrifted_error(field, kind)) - 1:.0%})"
     )
     return Answer(figure, count >= MAX_SEEDS * seeds)
 
 
 def paid_afterwards(field: Field, policy: LearningPolicy, name: str, factors: Factors, seeds: int) -> Answer:
     overs = []
-    for online, rest in drifted(field, policy, name, factors, seeds):
-        overs.append(over_knowing(field, rest, serve(policy, rest, online)[0], factors))
+    for online, later_steps in drifted_runs(field, policy, name, factors, seeds):
+        overs.append(extra_share(field, later_steps, serve(policy, later_steps, online)[0], factors))
     figure = f"{fmean(overs):+.1%} over a model told the change (worst {max(overs):+.1%})"
     return Answer(figure, fmean(overs) <= MAX_EXCESS)
 
 
-def drifted(
+def drifted_runs(
     field: Field, policy: LearningPolicy, name: str, factors: Factors, seeds: int
 ) -> Iterator[tuple[Online, list[Step]]]:
     """By seed: what was learned :data:`WITHIN` preemptions after the change, and those that follow."""
@@ -265,11 +265,11 @@ def outliers(field: Field, policy: LearningPolicy, kind: Kind, factors: Factors,
         for share in (0.0, OUTLIER_SHARE):
             steps = stream(field, [factors] * AFTER, random.Random(f"outliers {seed}"), share)
             online = learned_from(policy, steps)
-            ends.append([fmean(off(field, online, one, factors[one])) for one in KINDS])
+            ends.append([fmean(log_errors(field, online, other_kind, factors[other_kind])) for other_kind in KINDS])
         ratios += [exp(with_them - without) for without, with_them in zip(*ends, strict=True)]
-        misses.append(missed_by(off(field, online, kind, factors[kind])))
+        misses.append(mean_error(log_errors(field, online, kind, factors[kind])))
     low, high = OUTLIER_BAND
-    right = sum(near(field, kind, miss) for miss in misses)
+    right = sum(is_near(field, kind, miss) for miss in misses)
     figure = (
         f"corrections {min(ratios):.2f} to {max(ratios):.2f} of those without; predictions right in {right} of "
         f"{seeds} seeds, off by {exp(fmean(misses)) - 1:.0%} (worst {exp(max(misses)) - 1:.0%})"
@@ -287,26 +287,26 @@ def nothing(field: Field, policy: LearningPolicy, seeds: int) -> Answer:
 
 
 def recovery(field: Field, policy: LearningPolicy, seeds: int) -> Answer:
-    slowed, again = [], []
+    slowed, recovered_s = [], []
     for seed in range(seeds):
         rng = random.Random(f"recovery {seed}")
         online = learned_from(policy, stream(field, [SLOW_LINK] * WITHIN, rng))
         slow = stream(field, [SLOW_LINK] * (BEFORE - WITHIN), rng)
         done, now = serve(policy, slow, online)
-        slowed.append(over_knowing(field, slow, done, SLOW_LINK))
+        slowed.append(extra_share(field, slow, done, SLOW_LINK))
         online = learned_from(policy, stream(field, [SAME] * RECOVERY, rng), now)
-        rest = stream(field, [SAME] * AFTER, rng)
-        again.append(over_knowing(field, rest, serve(policy, rest, online)[0], SAME))
+        later_steps = stream(field, [SAME] * AFTER, rng)
+        recovered_s.append(extra_share(field, later_steps, serve(policy, later_steps, online)[0], SAME))
     figure = (
-        f"while slow {fmean(slowed):+.1%} over a model told it; then {fmean(again):+.1%} over one never slowed "
-        f"(worst {max(again):+.1%})"
+        f"while slow {fmean(slowed):+.1%} over a model told it; then {fmean(recovered_s):+.1%} over one never slowed "
+        f"(worst {max(recovered_s):+.1%})"
     )
-    return Answer(figure, max(fmean(slowed), fmean(again)) <= MAX_EXCESS)
+    return Answer(figure, max(fmean(slowed), fmean(recovered_s)) <= MAX_EXCESS)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """``taken``: the option without which a trace says nothing, and the change it must be taken under."""
+    """``taken``: the option without which a trace cannot judge it, and the change it must be taken under."""
 
     name: str
     judge: Callable[[Field, LearningPolicy, int], Answer]
@@ -356,8 +356,8 @@ def judged(field: Field, demand: Demand, learner: Callable[[Field], LearningPoli
         share = taken(field, kind, factors)
         if share < MIN_TAKEN:
             return Verdict(field.name, demand.name, "", False, void=f"{kind} is right in {share:.0%}")
-        if demand.of_predictions and undrifted(field, kind) > MAX_LOG_ERROR:
-            miss = exp(undrifted(field, kind)) - 1
+        if demand.of_predictions and undrifted_error(field, kind) > MAX_LOG_ERROR:
+            miss = exp(undrifted_error(field, kind)) - 1
             return Verdict(field.name, demand.name, "", False, void=f"undrifted {kind} is missed by {miss:.0%}")
     answer = demand.judge(field, learner(field), seeds)
     verdict = Verdict(field.name, demand.name, answer.figure, answer.met)
@@ -368,36 +368,40 @@ def judged(field: Field, demand: Demand, learner: Callable[[Field], LearningPoli
     return replace(verdict, without=without.figure, void=void)
 
 
-def passed(verdicts: Sequence[Verdict]) -> bool:
+def all_met(verdicts: Sequence[Verdict]) -> bool:
     """Whether every demand is judged somewhere and met wherever it is."""
-    said = {one.demand for one in verdicts if not one.void}
-    return all(one.met for one in verdicts if not one.void) and said == {one.demand for one in verdicts}
+    demands = {verdict.demand for verdict in verdicts if not verdict.void}
+    return all(verdict.met for verdict in verdicts if not verdict.void) and demands == {
+        verdict.demand for verdict in verdicts
+    }
 
 
 def main() -> int:
-    wanted = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    wanted.add_argument("--trace", action="append", type=Path, help="a trace's folder; default: those that ship")
-    wanted.add_argument("--model", action="append", help="the cost model for it, in the same order")
-    wanted.add_argument("--seeds", type=int, default=20)
-    wanted.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there")
-    given = wanted.parse_args()
-    folders = given.trace or [ROOT / "traces" / name for name in ("cpu-llama-native", "cpu-llama-simulated-link")]
-    models = given.model or [str(folder.name) for folder in folders]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", action="append", type=Path, help="a trace's folder; default: those that ship")
+    parser.add_argument("--model", action="append", help="the cost model for it, in the same order")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there")
+    options = parser.parse_args()
+    folders = options.trace or [ROOT / "traces" / name for name in ("cpu-llama-native", "cpu-llama-simulated-link")]
+    models = options.model or [str(folder.name) for folder in folders]
     fields = [
-        Field(folder.name, cost.load(model), measured([folder]).states)
+        Field(folder.name, cost.load(model), read_dataset([folder]).states)
         for folder, model in zip(folders, models, strict=True)
     ]
-    verdicts = [judged(field, demand, learning, given.seeds) for field in fields for demand in DEMANDS]
+    verdicts = [judged(field, demand, learning, options.seeds) for field in fields for demand in DEMANDS]
     table = Table("trace", "demand", "found", "learning nothing", "")
-    for one in verdicts:
-        table.add_row(one.trace, one.demand, one.figure, one.without, one.told)
+    for verdict in verdicts:
+        table.add_row(verdict.trace, verdict.demand, verdict.figure, verdict.without, verdict.text)
     Console(width=200).print(table)
-    for name in sorted({one.demand for one in verdicts} - {one.demand for one in verdicts if not one.void}):
+    for name in sorted(
+        {verdict.demand for verdict in verdicts} - {verdict.demand for verdict in verdicts if not verdict.void}
+    ):
         print(f"{name}: judged on no trace", file=sys.stderr)
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps({"verdicts": [asdict(one) for one in verdicts]}, indent=2) + "\n")
-    return 0 if passed(verdicts) else 1
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"verdicts": [asdict(verdict) for verdict in verdicts]}, indent=2) + "\n")
+    return 0 if all_met(verdicts) else 1
 
 
 if __name__ == "__main__":

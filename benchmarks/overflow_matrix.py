@@ -26,14 +26,14 @@ from typing import Any
 
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.hardware.sheets import device_sheet, link_sheet
+from kvpolicy.stats import CONFIDENCE, Ratio, student_ratio
 from kvpolicy.study.cache import Result, default_folder, workload_digest
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
 from kvpolicy.study.grid import sweep
 from kvpolicy.study.progress import bar
-from kvpolicy.study.recommend import LEVEL, Ratio, paired_ratio
 from kvpolicy.study.report import aligned, server_words
-from kvpolicy.study.run_cell import opened, seeded
+from kvpolicy.study.run_cell import open_source, with_seed
 
 LLAMA_3_1_8B = {
     "_name_or_path": "Llama-3.1-8B",
@@ -101,26 +101,26 @@ class Place:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    asked = _arguments(arguments)
-    cache = default_folder() if asked.cache is None else asked.cache
-    places = _places(asked, cache / "configs")
+    options = _arguments(arguments)
+    cache = default_folder() if options.cache is None else options.cache
+    places = _places(options, cache / "configs")
     with bar() as progress:
-        run = Run(jobs=asked.jobs, cache=cache, fresh=asked.fresh, progress=progress)
+        run = Run(jobs=options.jobs, cache=cache, fresh=options.fresh, progress=progress)
         report = sweep([cell for place in places for cell in place.cells()], run)
-    for one in report.failed:
-        print(f"failed: {one.text()}", file=sys.stderr)
+    for result in report.failed:
+        print(f"failed: {result.text()}", file=sys.stderr)
     if report.failed:
         return 1
     results: dict[tuple[str, str, int], dict[str, list[Result]]] = {}
-    for one in report.results:
-        given = one["inputs"]
-        place = results.setdefault((given["hardware"], given["workload"], given["kv_blocks"]), {})
-        place.setdefault(given["policy"], []).append(one)
-    found = [(place, with_best(results[place.hardware, place.workload, place.kv_blocks])) for place in places]
-    rows, summary = [row_of(place, runs) for place, runs in found], summary_of(found)
-    print("\n".join([*constants(asked.machine or tuple(MACHINES)), *table(rows), *closing(summary)]))
-    if asked.json:
-        asked.json.write_text(json.dumps({"cells": rows, "summary": summary}, indent=2, allow_nan=False) + "\n")
+    for result in report.results:
+        inputs = result["inputs"]
+        place = results.setdefault((inputs["hardware"], inputs["workload"], inputs["kv_blocks"]), {})
+        place.setdefault(inputs["policy"], []).append(result)
+    measured_places = [(place, with_best(results[place.hardware, place.workload, place.kv_blocks])) for place in places]
+    rows, summary = [row_of(place, runs) for place, runs in measured_places], summary_of(measured_places)
+    print("\n".join([*constants(options.machine or tuple(MACHINES)), *table(rows), *closing_lines(summary)]))
+    if options.json:
+        options.json.write_text(json.dumps({"cells": rows, "summary": summary}, indent=2, allow_nan=False) + "\n")
     return 0
 
 
@@ -137,38 +137,38 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, help="folder of finished runs; the user's cache folder without it")
     parser.add_argument("--fresh", action="store_true", help="simulate also what was finished before")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args(arguments)
-    if asked.repeats < 2:
-        parser.error(f"--repeats is {asked.repeats}: should be 2 or more, one run has no interval")
-    if asked.requests < 1:
-        parser.error(f"--requests is {asked.requests}: should be 1 or more")
-    if asked.jobs is not None and asked.jobs < 0:
-        parser.error(f"--jobs is {asked.jobs}: should be 1 or more, or 0 for none but this process")
-    for share in asked.share or ():
+    options = parser.parse_args(arguments)
+    if options.repeats < 2:
+        parser.error(f"--repeats is {options.repeats}: should be 2 or more, one run has no interval")
+    if options.requests < 1:
+        parser.error(f"--requests is {options.requests}: should be 1 or more")
+    if options.jobs is not None and options.jobs < 0:
+        parser.error(f"--jobs is {options.jobs}: should be 1 or more, or 0 for none but this process")
+    for share in options.share or ():
         if not 0 < share < float("inf"):
             parser.error(f"--share is {share}: should be above 0")
-    return asked
+    return options
 
 
-def _places(asked: argparse.Namespace, configs: Path) -> list[Place]:
-    """Configurations are written where results are kept, since a result belongs to the path of its own."""
+def _places(options: argparse.Namespace, configs: Path) -> list[Place]:
+    """Configurations are written beside the cached results, since a result belongs to the path of its configuration."""
     configs.mkdir(parents=True, exist_ok=True)
-    workloads = [(f"{name}?n={asked.requests}&context={CONTEXT_TOKENS}", True) for name in asked.shipped or SHIPPED]
-    traces = [path for name in TRACES for path in sorted(asked.data.rglob(name))] if asked.data else []
-    whole = f"n={asked.requests * asked.repeats}&context={CONTEXT_TOKENS}&speed={AT_ONCE}"
+    workloads = [(f"{name}?n={options.requests}&context={CONTEXT_TOKENS}", True) for name in options.shipped or SHIPPED]
+    traces = [path for name in TRACES for path in sorted(options.data.rglob(name))] if options.data else []
+    whole = f"n={options.requests * options.repeats}&context={CONTEXT_TOKENS}&speed={AT_ONCE}"
     workloads += [(f"{path}?{whole}", False) for path in dict.fromkeys(traces)]
-    if asked.data and not traces:
-        raise SystemExit(f"{asked.data}: holds none of {', '.join(TRACES)}")
-    found = []
-    for machine, (workload, drawn) in itertools.product(asked.machine or MACHINES, workloads):
+    if options.data and not traces:
+        raise SystemExit(f"{options.data}: holds none of {', '.join(TRACES)}")
+    places = []
+    for machine, (workload, machine_workload) in itertools.product(options.machine or MACHINES, workloads):
         config = configs / f"{MACHINES[machine]['_name_or_path']}.json"
         config.write_text(json.dumps(MACHINES[machine]))
-        seeds, parts = (asked.repeats, 1) if drawn else (1, asked.repeats)
-        serving = serving_of(machine, not asked.no_prefix_caching)
-        for share in asked.share or SHARES:
-            blocks = _blocks(workload, asked.requests, share, serving)
-            found.append(Place(machine, f"{machine}:{config}", workload, share, blocks, seeds, parts, serving))
-    return found
+        seeds, parts = (options.repeats, 1) if machine_workload else (1, options.repeats)
+        serving = serving_of(machine, not options.no_prefix_caching)
+        for share in options.share or SHARES:
+            blocks = _blocks(workload, options.requests, share, serving)
+            places.append(Place(machine, f"{machine}:{config}", workload, share, blocks, seeds, parts, serving))
+    return places
 
 
 def serving_of(machine: str, prefix_caching: bool = True) -> Serving:
@@ -178,9 +178,9 @@ def serving_of(machine: str, prefix_caching: bool = True) -> Serving:
 
 def _blocks(workload: str, requests: int, share: float, serving: Serving) -> int:
     """Of KV memory; the longest request that may come has to fit."""
-    lengths = [one.total_tokens for one in opened(seeded(workload, 0), workload_digest(workload))]
-    wanted = share * min(serving.max_num_seqs, requests) * fmean(lengths) / serving.block_size
-    return max(round(wanted), -(-CONTEXT_TOKENS // serving.block_size) + 1)
+    lengths = [request.total_tokens for request in open_source(with_seed(workload, 0), workload_digest(workload))]
+    tokens = share * min(serving.max_num_seqs, requests) * fmean(lengths) / serving.block_size
+    return max(round(tokens), -(-CONTEXT_TOKENS // serving.block_size) + 1)
 
 
 # ---- figures ----
@@ -210,64 +210,68 @@ def row_of(place: Place, runs: Runs) -> dict[str, Any]:
 
 
 def _figures(runs: Runs, policy: str) -> dict[str, Any]:
-    mine = runs[policy]
-    told: dict[str, Any] = {"throughput_tok_s": fmean(one["throughput_tok_s"] for one in mine)}
+    results = runs[policy]
+    values: dict[str, Any] = {"throughput_tok_s": fmean(result["throughput_tok_s"] for result in results)}
     for name in ("e2e_s", "ttft_s", "itl_s"):
-        told[f"{name[:-2]}_p99_s"] = fmean(one[name]["p99"] for one in mine)
-        told[f"{name[:-2]}_p99_ratio"] = asdict(_over(runs, policy, RECOMPUTE, lambda one, name=name: one[name]["p99"]))
+        values[f"{name[:-2]}_p99_s"] = fmean(result[name]["p99"] for result in results)
+        values[f"{name[:-2]}_p99_ratio"] = asdict(
+            _ratio_over(runs, policy, RECOMPUTE, lambda result, name=name: result[name]["p99"])
+        )
     for other in (RECOMPUTE, SWAP):
-        told[f"throughput over {other}"] = asdict(_over(runs, policy, other, _throughput))
+        values[f"throughput over {other}"] = asdict(_ratio_over(runs, policy, other, _throughput))
     kinds = ("recompute", "swap")
-    told["preemptions"] = {kind: fmean(one["preemptions"].get(kind, 0) for one in mine) for kind in kinds}
-    told["recomputed_tokens"] = fmean(one["recomputed_tokens"] for one in mine)
-    told["moved_bytes"] = fmean(one["moved_bytes"] for one in mine)
-    return told
+    values["preemptions"] = {kind: fmean(result["preemptions"].get(kind, 0) for result in results) for kind in kinds}
+    values["recomputed_tokens"] = fmean(result["recomputed_tokens"] for result in results)
+    values["moved_bytes"] = fmean(result["moved_bytes"] for result in results)
+    return values
 
 
-def _throughput(one: Result) -> float:
-    return float(one["throughput_tok_s"])
+def _throughput(result: Result) -> float:
+    return float(result["throughput_tok_s"])
 
 
-def _over(runs: Runs, policy: str, other: str, value: Callable[[Result], float]) -> Ratio:
-    return paired_ratio([value(one) for one in runs[policy]], [value(one) for one in runs[other]])
+def _ratio_over(runs: Runs, policy: str, other: str, value: Callable[[Result], float]) -> Ratio:
+    return student_ratio([value(result) for result in runs[policy]], [value(result) for result in runs[other]])
 
 
-def summary_of(found: Sequence[tuple[Place, Runs]]) -> dict[str, Any]:
+def summary_of(runs_by_place: Sequence[tuple[Place, Runs]]) -> dict[str, Any]:
     """Per policy, on each machine and in all: geometric means over places, intervals over repeats; the worst place."""
-    machines = list(dict.fromkeys(place.machine for place, _ in found))
+    machines = list(dict.fromkeys(place.machine for place, _ in runs_by_place))
     summary: dict[str, Any] = {}
     for group in [*machines, "all"] if len(machines) > 1 else machines:
-        some = [(place, runs) for place, runs in found if group in (place.machine, "all")]
-        summary[group] = {policy: _overall(some, policy) for policy in SHOWN}
+        group_runs = [(place, runs) for place, runs in runs_by_place if group in (place.machine, "all")]
+        summary[group] = {policy: _overall(group_runs, policy) for policy in SHOWN}
     return summary
 
 
-def _overall(found: Sequence[tuple[Place, Runs]], policy: str) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+def _overall(runs_by_place: Sequence[tuple[Place, Runs]], policy: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for other in (RECOMPUTE, SWAP):
-        told[f"over {other}"] = asdict(paired_ratio(_mean_by_repeat(found, policy), _mean_by_repeat(found, other)))
-    worst = min(found, key=lambda one: _to_better(one[1], policy).value)
+        values[f"over {other}"] = asdict(
+            student_ratio(_mean_by_repeat(runs_by_place, policy), _mean_by_repeat(runs_by_place, other))
+        )
+    worst = min(runs_by_place, key=lambda one: _to_better(one[1], policy).value)
     ratio = _to_better(worst[1], policy)
     where = f"{worst[0].machine}, {_short(worst[0].workload)}, memory {worst[0].share:g}"
-    return told | {"worst over the better fixed action": asdict(ratio) | {"where": where}}
+    return values | {"worst over the better fixed action": asdict(ratio) | {"where": where}}
 
 
-def _mean_by_repeat(found: Sequence[tuple[Place, Runs]], policy: str) -> list[float]:
-    repeats = range(len(found[0][1][policy]))
-    return [exp(fmean(log(_throughput(runs[policy][repeat])) for _, runs in found)) for repeat in repeats]
+def _mean_by_repeat(runs_by_place: Sequence[tuple[Place, Runs]], policy: str) -> list[float]:
+    repeats = range(len(runs_by_place[0][1][policy]))
+    return [exp(fmean(log(_throughput(runs[policy][repeat])) for _, runs in runs_by_place)) for repeat in repeats]
 
 
 def _to_better(runs: Runs, policy: str) -> Ratio:
     """Throughput over that of the fixed action which had more of it in this place."""
     fixed = max((RECOMPUTE, SWAP), key=lambda one: fmean(log(_throughput(run)) for run in runs[one]))
-    return _over(runs, policy, fixed, _throughput)
+    return _ratio_over(runs, policy, fixed, _throughput)
 
 
 # ---- for a person ----
 
 
 def constants(machines: Sequence[str]) -> list[str]:
-    """Where the constants of the machines come from, and which nobody has measured."""
+    """Where the constants of the machines come from, and which were not measured."""
     lines = []
     for machine in machines:
         sheet = device_sheet(machine)
@@ -292,7 +296,7 @@ def constants(machines: Sequence[str]) -> list[str]:
         f"the cost model of {MINWASTE} and {LEARNED} has the simulator's own constants: how far off a trained one is, "
         "is not in this table",
         f"context {CONTEXT_TOKENS} tokens, host memory {HOST_GIB:g} GiB, vLLM's scheduling rules",
-        f"intervals are of each figure by itself, at {LEVEL:.0%}: of many, some miss by chance alone",
+        f"intervals: {CONFIDENCE:.0%} for each figure alone; of many, some miss by chance",
         "",
     ]
 
@@ -306,26 +310,30 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         head = ["policy", "tok/s", "over recompute", "over swap", "e2e p99 s", "over recompute", "ttft p99 s"]
         cells = [[*head, "itl p99 ms", "recomputes", "swaps", "tokens again", "moved GB"]]
-        for policy, told in row["policies"].items():
-            ratios = [Ratio(**told[f"throughput over {other}"]).text() for other in (RECOMPUTE, SWAP)]
+        for policy, values in row["policies"].items():
+            ratios = [Ratio(**values[f"throughput over {other}"]).text() for other in (RECOMPUTE, SWAP)]
             cells.append(
-                [policy, f"{told['throughput_tok_s']:.0f}", *ratios, f"{told['e2e_p99_s']:.1f}"]
-                + [Ratio(**told["e2e_p99_ratio"]).text(), f"{told['ttft_p99_s']:.1f}", f"{1e3 * told['itl_p99_s']:.0f}"]
-                + [f"{told['preemptions'][kind]:.0f}" for kind in ("recompute", "swap")]
-                + [f"{told['recomputed_tokens']:.0f}", f"{told['moved_bytes'] / 1e9:.1f}"]
+                [policy, f"{values['throughput_tok_s']:.0f}", *ratios, f"{values['e2e_p99_s']:.1f}"]
+                + [
+                    Ratio(**values["e2e_p99_ratio"]).text(),
+                    f"{values['ttft_p99_s']:.1f}",
+                    f"{1e3 * values['itl_p99_s']:.0f}",
+                ]
+                + [f"{values['preemptions'][kind]:.0f}" for kind in ("recompute", "swap")]
+                + [f"{values['recomputed_tokens']:.0f}", f"{values['moved_bytes'] / 1e9:.1f}"]
             )
         lines += [*aligned(cells), ""]
     return lines
 
 
-def closing(summary: Mapping[str, Any]) -> list[str]:
+def closing_lines(summary: Mapping[str, Any]) -> list[str]:
     lines = []
     for group, policies in summary.items():
         cells = [["policy", "over always-recompute", "over always-swap", "worst over the better fixed action"]]
-        for policy, told in policies.items():
-            worst = told["worst over the better fixed action"]
+        for policy, values in policies.items():
+            worst = values["worst over the better fixed action"]
             ratio = Ratio(*(worst[name] for name in ("value", "low", "high", "pairs"))).text()
-            means = [Ratio(**told[f"over {other}"]).text() for other in (RECOMPUTE, SWAP)]
+            means = [Ratio(**values[f"over {other}"]).text() for other in (RECOMPUTE, SWAP)]
             cells.append([policy, *means, f"{ratio} in {worst['where']}"])
         lines += [f"throughput, geometric mean over places: {group}", *aligned(cells), ""]
     return lines

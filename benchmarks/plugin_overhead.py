@@ -19,11 +19,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.stats import bootstrap_ratio
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.overload import Arm, Arms, Settings
 from kvpolicy_vllm.bench.progress import Bar
-from kvpolicy_vllm.bench.ratios import paired_ratio
 
 WITHOUT, WITH = Arm("without", None), Arm("with", "always-recompute")
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 200
@@ -42,8 +42,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         with EngineProcess("kvpolicy_vllm.bench.inspect_model") as process:
             job = {"llm": options.llm and str(options.llm), "make": f"{scratch}/llm", "seed": 0, "shape": {}}
-            found = process.ask(job)
-        rows = measure(found["llm"], not found["device"], options.pairs, options.seed)
+            answer = process.ask(job)
+        rows = measure(answer["llm"], not answer["device"], options.pairs, options.seed)
     show(rows)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -57,26 +57,26 @@ def measure(llm: str, on_cpu: bool, pairs: int, seed: int) -> list[dict[str, flo
         arms.start(WITHOUT, WITH)
         for batch in BATCHES:
             work = Workload("alike", (Request(0.0, PROMPT_TOKENS, OUTPUT_TOKENS),) * batch, seed)
-            taken: dict[str, list[float]] = {WITHOUT.name: [], WITH.name: []}
-            for arm in taken:
+            times_by_arm: dict[str, list[float]] = {WITHOUT.name: [], WITH.name: []}
+            for arm in times_by_arm:
                 arms.serve(arm, work, -1)  # whatever happens only once
             for pair in range(pairs):
-                for arm in rng.sample(list(taken), 2):
-                    taken[arm].append(arms.serve(arm, work, pair, told=bar.tell).makespan_s)
-            rows.append(_row(batch, taken, rng))
+                for arm in rng.sample(list(times_by_arm), 2):
+                    times_by_arm[arm].append(arms.serve(arm, work, pair, progress=bar.tell).makespan_s)
+            rows.append(_row(batch, times_by_arm, rng))
     return rows
 
 
-def _row(batch: int, taken: dict[str, list[float]], rng: random.Random) -> dict[str, float]:
-    ratio = paired_ratio(taken[WITH.name], taken[WITHOUT.name], rng)
-    apart = [(a - b) / OUTPUT_TOKENS for a, b in zip(taken[WITH.name], taken[WITHOUT.name], strict=True)]
+def _row(batch: int, times_by_arm: dict[str, list[float]], rng: random.Random) -> dict[str, float]:
+    ratio = bootstrap_ratio(times_by_arm[WITH.name], times_by_arm[WITHOUT.name], rng)
+    apart = [(a - b) / OUTPUT_TOKENS for a, b in zip(times_by_arm[WITH.name], times_by_arm[WITHOUT.name], strict=True)]
     return {
         "running_requests": batch,
         "ratio": ratio.value,
         "low": ratio.low,
         "high": ratio.high,
         "median_us_per_step": statistics.median(apart) * 1e6,
-        "step_us_without": statistics.median(taken[WITHOUT.name]) / OUTPUT_TOKENS * 1e6,
+        "step_us_without": statistics.median(times_by_arm[WITHOUT.name]) / OUTPUT_TOKENS * 1e6,
     }
 
 

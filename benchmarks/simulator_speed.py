@@ -6,7 +6,7 @@ Llama-3.1-8B on an H100 by its data sheet, lengths of a public trace (first 30 m
 with Poisson arrivals, or another workload, as `kvpolicy simulate` takes it; memory enough and too little, prefix
 caching and asynchronous scheduling on and off. ``--flat``
 serves that many requests from a stream, without a sink, and prints the process's memory as it goes. The bar is 200
-times real time, the aim 1000; exits 1 where a case is below the bar. Times are those of whatever else the machine does.
+times real time, the aim 1000; exits 1 where a case is below the bar. Other work on the machine changes the times.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ BAR, AIM = 200, 1000
 RATE_PER_S, FLAT_RATE_PER_S, BLOCK_SIZE = 25.0, 12.0, 16
 """The second is one that the machine keeps up with: what waits takes memory as well."""
 AMPLE, TIGHT = 30_000, 6_000
-TOLD_EVERY = 100_000
+PRINT_EVERY = 100_000
 
 
 @dataclass(frozen=True)
-class Told:
+class MeteredSource:
     """A stream that prints the process's memory as it is read."""
 
     given: Source
@@ -56,7 +56,7 @@ class Told:
 
     def __iter__(self) -> Iterator[Request]:
         for number, request in enumerate(self.given):
-            if number % TOLD_EVERY == 0:
+            if number % PRINT_EVERY == 0:
                 print(f"request {number}: {_peak_mb():.0f} MB at the most so far", flush=True)
             yield request
 
@@ -81,10 +81,10 @@ def requests(count: int, rate_per_s: float) -> Source:
 
 def case(machine: Machine, source: Source, server: Server, repeats: int) -> tuple[float, str]:
     """(times real time, in words); the best of the repeats, since others use the machine."""
-    found = [
+    summaries = [
         Builtin().run(source, policy.load("threshold:1000"), server, machine.times).summary for _ in range(repeats)
     ]
-    best = min(found, key=lambda one: one.simulator_wall_s)
+    best = min(summaries, key=lambda one: one.simulator_wall_s)
     speed = best.makespan_s / best.simulator_wall_s
     return speed, (
         f"{speed:7.0f}x, {best.simulator_wall_s / best.steps * 1e6:5.1f} us a step, {best.steps} steps of "
@@ -97,29 +97,31 @@ def _peak_mb() -> float:
 
 
 def main() -> int:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--requests", type=int, default=5000)
-    asked.add_argument("--workload", help="another one instead, as for `kvpolicy simulate`")
-    asked.add_argument("--flat", type=int, default=0, metavar="N", help="serve so many, and tell the memory instead")
-    asked.add_argument("--repeats", type=int, default=3)
-    given = asked.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--workload", help="another one instead, as for `kvpolicy simulate`")
+    parser.add_argument(
+        "--flat", type=int, default=0, metavar="N", help="serve that many requests, and print the memory instead"
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(LLAMA_3_1_8B))
         machine = open_machine(f"H100-SXM:{config}")
-    if given.flat:
+    if options.flat:
         _, words = case(
-            machine, Told(requests(given.flat, FLAT_RATE_PER_S)), server_of(machine, AMPLE, False, False), 1
+            machine, MeteredSource(requests(options.flat, FLAT_RATE_PER_S)), server_of(machine, AMPLE, False, False), 1
         )
-        print(f"{given.flat} requests: {words}; {_peak_mb():.0f} MB at the most")
+        print(f"{options.flat} requests: {words}; {_peak_mb():.0f} MB at the most")
         return 0
-    source = open_workload(given.workload) if given.workload else requests(given.requests, RATE_PER_S)
+    source = open_workload(options.workload) if options.workload else requests(options.requests, RATE_PER_S)
     below = 0
     for blocks, caching, asynchronous in itertools.product((AMPLE, TIGHT), (False, True), (False, True)):
-        speed, words = case(machine, source, server_of(machine, blocks, caching, asynchronous), given.repeats)
+        speed, words = case(machine, source, server_of(machine, blocks, caching, asynchronous), options.repeats)
         below += speed < BAR
-        told = f"{blocks} blocks, caching {'on' if caching else 'off'}, {'a' if asynchronous else ''}synchronous"
-        print(f"{told:40} {words}")
+        case_text = f"{blocks} blocks, caching {'on' if caching else 'off'}, {'a' if asynchronous else ''}synchronous"
+        print(f"{case_text:40} {words}")
     print(f"bar {BAR}x, aim {AIM}x: {below} of 8 below the bar")
     return 1 if below else 0
 

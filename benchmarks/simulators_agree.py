@@ -1,4 +1,4 @@
-"""The built-in simulator beside vLLM's own scheduler over cases drawn from seeds: anything that they tell differently.
+"""The built-in simulator beside vLLM's own scheduler over cases drawn from seeds: whatever differs between them.
 
     python benchmarks/simulators_agree.py --seeds FROM TO [--requests N]
 
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 
-class Compared(NamedTuple):
+class Comparison(NamedTuple):
     """One case."""
 
     steps: int
@@ -33,33 +33,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs=2, required=True, metavar=("FROM", "TO"), help="both included")
     parser.add_argument("--requests", type=int, default=60, help="of each case")
-    asked = parser.parse_args(arguments)
-    first, last = asked.seeds
+    options = parser.parse_args(arguments)
+    first, last = options.seeds
     if not 0 <= first <= last:
         parser.error(f"--seeds {first} {last}: should be 0 <= FROM <= TO")
-    if asked.requests < 1:
-        parser.error(f"--requests {asked.requests}: should be 1 or more")
+    if options.requests < 1:
+        parser.error(f"--requests {options.requests}: should be 1 or more")
     total: Counter[str] = Counter()
     for seed in track(range(first, last + 1), "cases", console=Console(stderr=True)):
-        one = compared(seed, asked.requests)
-        total.update(cases=1, steps=one.steps, preemptions=one.preemptions, differing=int(bool(one.differences)))
-        for difference in one.differences:
+        comparison = compare(seed, options.requests)
+        total.update(
+            cases=1,
+            steps=comparison.steps,
+            preemptions=comparison.preemptions,
+            differing=int(bool(comparison.differences)),
+        )
+        for difference in comparison.differences:
             print(f"seed {seed}: {difference}")
     print(
-        f"vllm {vllm.__version__}, seeds {first} to {last}: {total['cases']} cases of {asked.requests} requests, "
+        f"vllm {vllm.__version__}, seeds {first} to {last}: {total['cases']} cases of {options.requests} requests, "
         f"{total['steps']} steps, {total['preemptions']} preemptions, {total['differing']} cases differ"
     )
     return 1 if total["differing"] else 0
 
 
-def compared(seed: int, requests: int) -> Compared:
+def compare(seed: int, requests: int) -> Comparison:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tests.vllm.agreement import account, differences, drawn
 
     case = drawn(seed, requests)
     builtin = account("builtin", case)
     preempted = sum(builtin.run.summary.preemptions.values())
-    return Compared(len(builtin.scheduled), preempted, differences(builtin, account("vllm", case)))
+    return Comparison(len(builtin.scheduled), preempted, differences(builtin, account("vllm", case)))
 
 
 if __name__ == "__main__":

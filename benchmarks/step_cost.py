@@ -44,7 +44,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvpolicy.cost import FittedModel
-from kvpolicy_vllm.bench.ratios import paired_ratio
+from kvpolicy.stats import bootstrap_ratio
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.settings import SCHEDULER, transfer_config
 
@@ -93,9 +93,9 @@ class Bench:
         begun = perf_counter_ns()
         output = self.scheduler.schedule()
         scheduled = perf_counter_ns()
-        told = self._answer(output)
+        result = self._answer(output)
         begun_again = perf_counter_ns()
-        self.scheduler.update_from_output(output, told)
+        self.scheduler.update_from_output(output, result)
         return perf_counter_ns() - begun_again + scheduled - begun
 
     def _answer(self, output: Any) -> ModelRunnerOutput:
@@ -130,16 +130,16 @@ class Clocks:
     def put_in(self, scheduler: Any) -> Iterator[None]:
         connector, inner = scheduler.connector, (Scheduler.schedule, Scheduler.update_from_output)
         public = (name for name in vars(KVPolicyConnector) if not name.startswith("_"))
-        asked = [name for name in public if callable(getattr(connector, name, None))]
+        methods = [name for name in public if callable(getattr(connector, name, None))]
         with mock.patch.multiple(Scheduler, schedule=self._on(inner[0]), update_from_output=self._on(inner[1])):
-            for name in asked:
+            for name in methods:
                 setattr(connector, name, self._on(getattr(connector, name)))
             scheduler.schedule = self._on(scheduler.schedule)
             scheduler.update_from_output = self._on(scheduler.update_from_output)
             try:
                 yield
             finally:
-                for name in asked:
+                for name in methods:
                     delattr(connector, name)
                 del scheduler.schedule, scheduler.update_from_output
 
@@ -168,13 +168,13 @@ def own_us(bench: Bench, steps: int) -> float:
 
 def counted(bench: Bench, steps: int = COUNTED_STEPS) -> dict[str, float]:
     """Calls into the plugin's and the library's functions, and opcodes executed in them, per step."""
-    found = {"calls": 0, "opcodes": 0}
+    counts = {"calls": 0, "opcodes": 0}
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         if not frame.f_globals.get("__name__", "").startswith("kvpolicy"):
             return None
-        found["calls"] += event == "call"
-        found["opcodes"] += event == "opcode"
+        counts["calls"] += event == "call"
+        counts["opcodes"] += event == "opcode"
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return trace
 
@@ -185,7 +185,7 @@ def counted(bench: Bench, steps: int = COUNTED_STEPS) -> dict[str, float]:
             bench.step()
         finally:
             sys.settrace(before)
-    return {name: count / steps for name, count in found.items()}
+    return {name: count / steps for name, count in counts.items()}
 
 
 # ---- measuring ----
@@ -211,16 +211,16 @@ def measure(running: int, rounds: int, steps: int, rng: random.Random, scratch: 
     stock = Bench(running, WARM_STEPS + each * len(MODES), None, scratch)
     most = WARM_STEPS + COUNTED_STEPS + 2 * each
     benches = {name: Bench(running, most, plugin, scratch) for name, plugin in MODES.items()}
-    taken = {name: Taken([], [], []) for name in MODES}
+    times = {name: Taken([], [], []) for name in MODES}
     for number in range(rounds + 1):
         for name in rng.sample(list(MODES), len(MODES)):
-            one = _round(benches[name], stock, steps, rng)
+            round_times = _round(benches[name], stock, steps, rng)
             if number:  # the first round is for whatever happens only once
                 for spans, span in zip(
-                    (taken[name].own_us, taken[name].with_us, taken[name].stock_us), one, strict=True
+                    (times[name].own_us, times[name].with_us, times[name].stock_us), round_times, strict=True
                 ):
                     spans.append(span)
-    rows = [_row(name, running, taken[name], counted(benches[name]), rng) for name in MODES]
+    rows = [_row(name, running, times[name], counted(benches[name]), rng) for name in MODES]
     for bench in benches.values():
         bench.scheduler.connector.shutdown()
     return rows
@@ -240,16 +240,16 @@ def _round(bench: Bench, stock: Bench, steps: int, rng: random.Random) -> tuple[
     return own, median(spans[1]) / 1e3, median(spans[0]) / 1e3
 
 
-def _row(name: str, running: int, taken: Taken, counts: dict[str, float], rng: random.Random) -> dict[str, Any]:
-    ratio = paired_ratio(taken.with_us, taken.stock_us, rng)
-    apart = [a - b for a, b in zip(taken.with_us, taken.stock_us, strict=True)]
+def _row(name: str, running: int, times: Taken, counts: dict[str, float], rng: random.Random) -> dict[str, Any]:
+    ratio = bootstrap_ratio(times.with_us, times.stock_us, rng)
+    apart = [a - b for a, b in zip(times.with_us, times.stock_us, strict=True)]
     return {
         "mode": name,
         "running_requests": running,
-        "own_us": median(taken.own_us),
-        "own_least_us": min(taken.own_us),
+        "own_us": median(times.own_us),
+        "own_least_us": min(times.own_us),
         "more_than_stock_us": median(apart),
-        "stock_us": median(taken.stock_us),
+        "stock_us": median(times.stock_us),
         "ratio": ratio.to_dict(),
     } | counts
 

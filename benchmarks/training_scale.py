@@ -28,8 +28,8 @@ import numpy as np
 
 import kvpolicy
 from kvpolicy.arrays import Floats, Ints
-from kvpolicy.datasets.examples import drawn
-from kvpolicy.datasets.profiles import measured
+from kvpolicy.datasets.examples import sample_states
+from kvpolicy.datasets.profiles import read_dataset
 from kvpolicy.events import KINDS
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 from kvpolicy.regression.estimator import BoostedRegressor
@@ -52,27 +52,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=60.0, help="the bar")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="the bar, of peak resident memory")
-    parser.add_argument("--threads", type=int, default=1, help="two gain little, and lose much beside other work")
+    parser.add_argument("--threads", type=int, default=1, help="two gain little, and lose much on a busy machine")
     parser.add_argument("--train", action="store_true", help="time kvpolicy.train on N rows of table decisions")
     parser.add_argument("--draws", action="store_true", help="held-out error by number of states, of N rows")
-    asked = parser.parse_args(arguments)
-    if asked.draws:
-        return _draws(asked.rows)
-    if asked.train:
-        return _train(asked.rows, asked.seconds, asked.gigabytes)
-    x, seconds, _, groups = made_up(asked.rows, np.random.default_rng(0))
+    options = parser.parse_args(arguments)
+    if options.draws:
+        return _draws(options.rows)
+    if options.train:
+        return _train(options.rows, options.seconds, options.gigabytes)
+    x, seconds, _, groups = made_up(options.rows, np.random.default_rng(0))
     new, _, new_truth, _ = made_up(20_000, np.random.default_rng(1))
     began = time.perf_counter()
-    made = BoostedRegressor(PHYSICS, COLUMNS, n_jobs=asked.threads).fit(x, seconds, groups=groups)
+    regressor = BoostedRegressor(PHYSICS, COLUMNS, n_jobs=options.threads).fit(x, seconds, groups=groups)
     took_s = time.perf_counter() - began
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    missed = np.abs(made.predict(new) / new_truth - 1)
+    log_errors = np.abs(regressor.predict(new) / new_truth - 1)
     print(
-        f"{asked.rows} rows x {len(COLUMNS)} columns, threads {asked.threads}: {took_s:.1f} s (bar {asked.seconds:g}), "
-        f"peak {peak_gb:.2f} GB (bar {asked.gigabytes:g}, rows included), {made.trees_} trees"
+        f"{options.rows} rows x {len(COLUMNS)} columns, threads {options.threads}: {took_s:.1f} s "
+        f"(bar {options.seconds:g}), peak {peak_gb:.2f} GB (bar {options.gigabytes:g}, rows included), "
+        f"{regressor.trees_} trees"
     )
-    print(f"error on new rows against the law: mean {missed.mean():.1%}, p90 {np.quantile(missed, 0.9):.1%}")
-    return int(took_s > asked.seconds or peak_gb > asked.gigabytes)
+    print(f"error on new rows against the law: mean {log_errors.mean():.1%}, p90 {np.quantile(log_errors, 0.9):.1%}")
+    return int(took_s > options.seconds or peak_gb > options.gigabytes)
 
 
 def _train(rows: int, max_s: float, max_gb: float) -> int:
@@ -110,22 +111,24 @@ def _write_trace(folder: Path, states: int, bend: float = 0.0) -> None:
 def _draws(rows: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         _write_trace(Path(folder) / "trace", rows // (2 * REPEATS), BEND)
-        dataset = measured([Path(folder) / "trace"])
-    every, held = split(dataset.states, 0)
-    held = drawn(held, MAX_STATES, random.Random(0))
-    print(f"held-out error, |log(measured / predicted)|, +- 1 standard error; {len(held)} states held out")
+        dataset = read_dataset([Path(folder) / "trace"])
+    every, held_out = split(dataset.states, 0)
+    held_out = sample_states(held_out, MAX_STATES, random.Random(0))
+    print(f"held-out error, |log(measured / predicted)|, +- 1 standard error; {len(held_out)} states held out")
     for count in [count for count in DRAWS if count < len(every)] + [len(every)]:
-        training = drawn(every, count, random.Random(count))
-        mine = replace(dataset, transfers=dataset.transfers_of(training))
-        model = fit(FAMILIES["boosted"], training, mine, provenance_of("boosted", mine, training, None), 0).model
-        misses, scores = misses_of(model, held), held_out_scores(model, held)
-        told = []
+        training = sample_states(every, count, random.Random(count))
+        sampled_dataset = replace(dataset, transfers=dataset.transfers_of(training))
+        model = fit(
+            FAMILIES["boosted"], training, sampled_dataset, provenance_of("boosted", sampled_dataset, training, None), 0
+        ).model
+        misses, scores = misses_of(model, held_out), held_out_scores(model, held_out)
+        lines = []
         for kind in KINDS:
-            sizes = np.abs([one.model[kind] for one in misses])
-            told.append(f"{kind} {sizes.mean():.3%} +- {sizes.std() / len(sizes) ** 0.5:.3%}")
+            sizes = np.abs([miss.model[kind] for miss in misses])
+            lines.append(f"{kind} {sizes.mean():.3%} +- {sizes.std() / len(sizes) ** 0.5:.3%}")
         covered: Any = scores["coverage"]
-        told += [f"90% interval of {of} holds {covered[of]['holds']:.1%}" for of in covered]
-        print(f"{count:>7} states: {', '.join(told)}", flush=True)
+        lines += [f"90% interval of {quantity} holds {covered[quantity]['holds']:.1%}" for quantity in covered]
+        print(f"{count:>7} states: {', '.join(lines)}", flush=True)
     return 0
 
 

@@ -34,7 +34,7 @@ from kvpolicy.cost.laws import Law
 from kvpolicy.datasets.examples import Example, log_miss
 from kvpolicy.features import FEATURES, Features
 from kvpolicy.training.law_fits import fit_recompute
-from kvpolicy.training.transfer import carry_law
+from kvpolicy.training.law_transfer import carry_law
 
 SHIPPED = ("traces/cpu-llama-native", "traces/cpu-llama-simulated-link")
 COUNTS = (1, 2, 4, 8, 16)
@@ -50,7 +50,7 @@ class Place:
     name: str
     examples: tuple[Example, ...]
     flops_per_token: float | None = None
-    """Of what was timed, where the table tells; scales the roofline before anything is measured."""
+    """Of what was timed, where the table names it; scales the roofline before anything is measured."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def main() -> None:
         pairs = list(table_pairs(options.profiles))
         for title, old, new in track(pairs, "published tables", console=Console(stderr=True)):
             lines += between_tables(title, old, new, options.draws, options.seed)
-    Console(width=200).print(shown(lines))
+    Console(width=200).print(table_of(lines))
     if options.json:
         options.json.write_text(json.dumps([asdict(line) for line in lines], indent=2) + "\n")
 
@@ -89,8 +89,8 @@ def between_traces(old: Path, new: Path, seed: int) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as scratch:
         training.train([old], Path(scratch) / "old", seed=seed)
         report = training.calibrate(Path(scratch) / "old", [new], Path(scratch) / "new", seed=seed)
-    for one in report.errors:
-        yield Line(f"trace {old.name} -> {new.name}", one.states, dict(one.mean_error), None)
+    for error_row in report.errors:
+        yield Line(f"trace {old.name} -> {new.name}", error_row.states, dict(error_row.mean_error), None)
 
 
 # ---- published tables ----
@@ -104,21 +104,21 @@ def between_tables(title: str, old: Place, new: Place, draws: int, seed: int) ->
         law = replace(law, s_per_token=law.s_per_token * by, weight_s=law.weight_s * by)
     yield Line(title, 0, {"prefill": error(law, new.examples)}, None)
     ordered = sorted(new.examples, key=lambda one: one.x.recomputed_tokens)
-    measurable, held = ordered[::2], ordered[1::2]
+    measurable, halves = ordered[::2], ordered[1::2]
     for count in (count for count in COUNTS if count <= len(measurable)):
         carried, alone = [], []
         for _ in range(draws):
-            few = drawn(measurable, count, rng)
-            carried.append(error(carry_law(law, few, FLOOR_S), held))
-            alone.append(error(fit_recompute(few, FLOOR_S), held))
+            few = sample_examples(measurable, count, rng)
+            carried.append(error(carry_law(law, few, FLOOR_S), halves))
+            alone.append(error(fit_recompute(few, FLOOR_S), halves))
         yield Line(title, count, {"prefill": fmean(carried)}, {"prefill": fmean(alone)})
 
 
 def error(law: Law, examples: Sequence[Example]) -> float:
-    return fmean(abs(log_miss(one.engine_s, sum(law.parts(one.x)), FLOOR_S)) for one in examples)
+    return fmean(abs(log_miss(example.engine_s, sum(law.parts(example.x)), FLOOR_S)) for example in examples)
 
 
-def drawn(ordered: Sequence[Example], count: int, rng: random.Random) -> list[Example]:
+def sample_examples(ordered: Sequence[Example], count: int, rng: random.Random) -> list[Example]:
     edges = [round(i * len(ordered) / count) for i in range(count + 1)]
     return [rng.choice(ordered[low:high]) for low, high in pairwise(edges)]
 
@@ -130,43 +130,47 @@ def prefill(tokens: float, seconds: float, pairs: float = 0.0) -> Example:
 
 def table_pairs(folder: Path) -> Iterator[tuple[str, Place, Place]]:
     """Every ordered pair of comparable places, tables of one layout together."""
-    found: dict[str, list[Place]] = defaultdict(list)
+    examples_by_place: dict[str, list[Place]] = defaultdict(list)
     for file in sorted(folder.glob("*.csv*")):
         table = pa_csv.read_csv(file)
         for columns, layout, read in LAYOUTS:
             if columns <= set(table.column_names):
-                found[layout] += read(table, file.name.removesuffix(".gz").removesuffix(".csv"))
-    for layout, places in found.items():
-        kept = [place for place in places if len(place.examples) >= MIN_ROWS]
-        for old, new in permutations(kept, 2):
+                examples_by_place[layout] += read(table, file.name.removesuffix(".gz").removesuffix(".csv"))
+    for layout, places in examples_by_place.items():
+        large_places = [place for place in places if len(place.examples) >= MIN_ROWS]
+        for old, new in permutations(large_places, 2):
             yield f"{layout}: {old.name} -> {new.name}", old, new
 
 
 def lss_dense(table: pa.Table, name: str) -> list[Place]:
     """LLMServingSim: one layer's matrices by tokens, microseconds."""
-    wanted = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    operators = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     return [
         Place(
             name,
-            _summed(zip(*(table[c].to_pylist() for c in ("layer", "tokens", "time_us")), strict=True), wanted, 1e-6),
+            _summed(zip(*(table[c].to_pylist() for c in ("layer", "tokens", "time_us")), strict=True), operators, 1e-6),
         )
     ]
 
 
 def lss_layers(table: pa.Table, name: str) -> list[Place]:
     """The older layout: nanoseconds, matrices one by one."""
-    wanted = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    operators = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     rows = zip(*(table[c].to_pylist() for c in ("layer_name", "input", "latency(ns)")), strict=True)
-    # Every 16th length: 2048 neighbours tell no more.
-    return [Place(name, _summed((row for row in rows if row[1] % 16 == 0), wanted, 1e-9))]
+    # Every 16th length: 2048 neighbours add no information.
+    return [Place(name, _summed((row for row in rows if row[1] % 16 == 0), operators, 1e-9))]
 
 
-def _summed(rows: Any, wanted: set[str], unit_s: float) -> tuple[Example, ...]:
+def _summed(rows: Any, operators: set[str], unit_s: float) -> tuple[Example, ...]:
     seconds: dict[int, dict[str, float]] = defaultdict(dict)
     for layer, tokens, took in rows:
-        if layer in wanted:
+        if layer in operators:
             seconds[tokens][layer] = took * unit_s
-    return tuple(prefill(tokens, sum(of.values())) for tokens, of in sorted(seconds.items()) if len(of) == len(wanted))
+    return tuple(
+        prefill(tokens, sum(layer_key.values()))
+        for tokens, layer_key in sorted(seconds.items())
+        if len(layer_key) == len(operators)
+    )
 
 
 VIDUR = ("attn_pre_proj_ms", "attn_post_proj_ms", "mlp_up_proj_ms", "mlp_down_proj_ms")
@@ -174,7 +178,7 @@ VIDUR = ("attn_pre_proj_ms", "attn_post_proj_ms", "mlp_up_proj_ms", "mlp_down_pr
 
 def vidur(table: pa.Table, name: str) -> list[Place]:
     """One layer's matrices by tokens, milliseconds; one GPU's share of a tensor-parallel model."""
-    found: dict[tuple[str, int], dict[int, Example]] = defaultdict(dict)
+    examples_by_place: dict[tuple[str, int], dict[int, Example]] = defaultdict(dict)
     flops: dict[tuple[str, int], float] = {}
     for row in table.to_pylist():
         ranks, times = row["num_tensor_parallel_workers"], [row[column] for column in VIDUR]
@@ -184,10 +188,10 @@ def vidur(table: pa.Table, name: str) -> list[Place]:
         head = row["n_embd"] // row["n_head"]
         attention = row["n_embd"] * head * 2 * (row["n_head"] + row["n_kv_head"])
         flops[key] = 2.0 * (attention + 3 * row["n_embd"] * row["n_expanded_embd"]) / ranks
-        found[key][row["num_tokens"]] = prefill(row["num_tokens"], sum(times) / 1e3)
+        examples_by_place[key][row["num_tokens"]] = prefill(row["num_tokens"], sum(times) / 1e3)
     return [
         Place(f"{model} tp{ranks}", tuple(examples.values()), flops[model, ranks])
-        for (model, ranks), examples in sorted(found.items())
+        for (model, ranks), examples in sorted(examples_by_place.items())
         if model in ("Llama-2-7b-hf", "Meta-Llama-3-70B", "Qwen-72B")
     ]
 
@@ -198,20 +202,22 @@ SPLITWISE_PARAMETERS = {"llama2-70b": 69.0e9, "bloom-176b": 176.2e9}
 
 def splitwise(table: pa.Table, name: str) -> list[Place]:
     """Whole prefills by prompt and batch, milliseconds."""
-    found: dict[tuple[str, str, int], dict[tuple[int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    seconds_by_place: dict[tuple[str, str, int], dict[tuple[int, int], list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for row in table.to_pylist():
         where = row["model"], row["hardware"], row["tensor_parallel"]
-        found[where][row["prompt_size"], row["batch_size"]].append(row["prompt_time"] / 1e3)
+        seconds_by_place[where][row["prompt_size"], row["batch_size"]].append(row["prompt_time"] / 1e3)
     return [
         Place(
             f"{model} {hardware} tp{ranks}",
             tuple(
-                prefill(prompt * batch, median(some), batch * prompt * (prompt + 1) / 2)
-                for (prompt, batch), some in sorted(sizes.items())
+                prefill(prompt * batch, median(seconds), batch * prompt * (prompt + 1) / 2)
+                for (prompt, batch), seconds in sorted(sizes.items())
             ),
             2 * SPLITWISE_PARAMETERS[model] / ranks if model in SPLITWISE_PARAMETERS else None,
         )
-        for (model, hardware, ranks), sizes in sorted(found.items())
+        for (model, hardware, ranks), sizes in sorted(seconds_by_place.items())
     ]
 
 
@@ -226,7 +232,7 @@ LAYOUTS: tuple[tuple[set[str], str, Callable[[pa.Table, str], list[Place]]], ...
 # ---- showing ----
 
 
-def shown(lines: Sequence[Line]) -> Table:
+def table_of(lines: Sequence[Line]) -> Table:
     """A row per pair and option; a column per number of measurements, in brackets the roofline fitted to them alone."""
     counts = sorted({line.measured for line in lines})
     table = Table(title="held-out error of the carried model (of one fitted to these measurements alone)")
@@ -238,8 +244,8 @@ def shown(lines: Sequence[Line]) -> Table:
         for name, value in line.carried.items():
             beside = f" ({line.alone[name]:.0%})" if line.alone else ""
             rows[line.carry, name][line.measured] = f"{value:.1%}{beside}"
-    for (carry, name), found in rows.items():
-        table.add_row(f"{carry}, {name}", *(found.get(count, "") for count in counts))
+    for (carry, name), cells in rows.items():
+        table.add_row(f"{carry}, {name}", *(cells.get(count, "") for count in counts))
     return table
 
 

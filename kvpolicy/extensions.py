@@ -64,8 +64,8 @@ def from_module(name: str, wanted: Wanted, what: str, allowed: bool) -> Any:
     """
     if not allowed:
         raise NotAllowed(
-            f"{what} {name!r} names a module to run: it is taken from Python and an operator's command line only, not "
-            "from a file, and in a server where its settings allow it"
+            f"{what} {name!r} names a module to run: modules are run only if named in Python or on the command line, "
+            "not in a file, and in a server only where its settings allow it"
         )
     path, options = _split(name, what)
     module_name, _, attribute = path.removeprefix(PREFIX).partition(":")

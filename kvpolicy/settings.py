@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpolicy.extensions import FORM, names_module
-from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, settle
+from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, validate
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.policy import HELP
 
-LINK = "Simulated link, BYTES_PER_S[,LATENCY_S]; native without it."
-SEED = "Seed of everything that is drawn."
+LINK = "Simulated link, BYTES_PER_S[,LATENCY_S]. Default: the native link."
+SEED = "Seed of all random draws."
+GIB = 1 << 30
+DEFAULT_HOST_GIB = 4.0
+"""Host memory for evicted KV, of a server and of a simulated one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +24,28 @@ class ServerSettings:
 
     policy: str = option(HELP)
     shadow: bool = option("Decide and record, but execute vLLM's own recompute.", False)
-    host_gib: float = option("Total host memory for evicted KV over the ranks of one engine core, GiB.", 4.0, POSITIVE)
-    force_host_gib: bool = option("Accept more than half of the available memory for it.", False)
-    pin_memory: bool = option("Do not page-lock that memory.", True)
-    trace: Path | None = option("Folder to record a trace into.", None)
-    seed: int = option("Seed of a policy that draws.", 0, flag="--policy-seed")
+    host_gib: float = option(
+        "Total host memory for evicted KV over the ranks of one engine core, GiB.", DEFAULT_HOST_GIB, POSITIVE
+    )
+    force_host_gib: bool = option("Let --host-gib take more than half of the available memory.", False)
+    pin_memory: bool = option("Do not page-lock the host memory.", True)
+    trace: Path | None = option("Folder to record a trace in.", None)
+    seed: int = option("Seed of a policy that chooses at random.", 0, flag="--policy-seed")
     link: SimulatedLink | None = option(LINK, None)
     online_state: Path | None = option(
-        "File that keeps what an online=on policy learned, over a restart.",
+        "File in which an online=on policy keeps what it learned across restarts.",
         None,
-        Rule("a file, and there is a folder of that name", lambda path: not path.is_dir()),
+        Rule("a file, but is a folder", lambda path: not path.is_dir()),
     )
-    allow_untested_version: bool = option("Serve with a vLLM newer than all that were tested.", False)
-    allow_python_policies: bool = option(f"Let --policy name a module that the server runs, {FORM}.", False)
+    allow_untested_version: bool = option("Allow a vLLM newer than the tested versions.", False)
+    allow_python_policies: bool = option(f"Let --policy name a module whose code the server runs, {FORM}.", False)
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
         if names_module(self.policy) and not self.allow_python_policies:
             raise WrongValue(
                 "policy",
-                f"is {self.policy!r}, which names a module to run: a server does so only where it is told "
+                f"is {self.policy!r}, which names a module to run; a server runs one only with "
                 '--allow-python-policies, in its settings "allow_python_policies": true',
             )
 
@@ -49,13 +54,13 @@ class ServerSettings:
 class Measurement:
     """Settings with which a live engine is measured."""
 
-    llm: Path | None = option("Folder of a model; without it a small one is made.", None)
+    llm: Path | None = option("Folder of a model. Default: a small model is generated.", None)
     quick: bool = option(
-        "Fewer states, levels and repeats: minutes, or for a study on two cores a quarter of an hour.",
+        "Fewer states, levels and repeats: takes minutes, or a quarter of an hour for a study on two cores.",
         False,
     )
     link: SimulatedLink | None = option(LINK, None)
     seed: int = option(SEED, 0, AMOUNT)
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)

@@ -1,16 +1,20 @@
-"""Confidence intervals and quantiles used by several packages."""
+"""Confidence intervals, quantiles, and ratios of paired runs, used by several packages."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from math import sqrt
+from dataclasses import dataclass
+from math import ceil, exp, floor, fsum, isfinite, log, sqrt
 from statistics import fmean, stdev
 
-from scipy.special import betaincinv, stdtrit
+from scipy.special import betaincinv, ndtr, stdtrit
 
 from kvpolicy.errors import InputError
 
 CONFIDENCE = 0.95
+RESAMPLES = 5000
+MIN_BLOCKS = 2
 
 
 def proportion_interval(successes: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -39,3 +43,96 @@ def quantile(values: Sequence[float], share: float) -> float:
     position = share * (len(ordered) - 1)
     low = int(position)
     return ordered[low] + (position - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def mean_and_percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median and 99th percentile, linear between order statistics. Raises InputError for no values."""
+    if not values:
+        raise InputError("no values to summarise")
+    return {"mean": fsum(values) / len(values), "p50": quantile(values, 0.50), "p99": quantile(values, 0.99)}
+
+
+# ---- ratios of paired runs ----
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Geometric mean of the pairs' ratios, with its interval; the ends are None for a single pair."""
+
+    value: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval excludes 1."""
+        return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
+
+    def text(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.3f} (1 pair, no interval)"
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+    def to_dict(self) -> dict[str, float | None]:
+        """The value and its interval."""
+        return {"value": self.value, "low": self.low, "high": self.high}
+
+
+def geometric_means(values: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """One mean per group, in the order of the groups' first values. Raises ValueError for values not above 0."""
+    logs: dict[int, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        if not (isfinite(value) and value > 0):
+            raise InputError(f"geometric mean of {list(values)}: numbers above 0 are needed")
+        logs.setdefault(group, []).append(log(value))
+    return [exp(fmean(group_logs)) for group_logs in logs.values()]
+
+
+def student_ratio(
+    values: Sequence[float], other_values: Sequence[float], level: float = CONFIDENCE, comparisons: int = 1
+) -> Ratio:
+    """Ratio of two policies: Student's interval of the mean log ratio over pairs with the same requests and seed.
+
+    ``comparisons``: number of such intervals that are shown together; all of them then hold at once with ``level``
+    (Bonferroni). Raises ValueError for values not above 0, or no pairs.
+    """
+    pairs = list(zip(values, other_values, strict=True))
+    if not pairs or not all(isfinite(a) and isfinite(b) and a > 0 and b > 0 for a, b in pairs):
+        raise InputError(
+            f"paired ratio of {list(values)} over {list(other_values)}: pairs of numbers above 0 are needed"
+        )
+    logs = [log(a / b) for a, b in pairs]
+    if len(logs) == 1:
+        return Ratio(exp(logs[0]), None, None, 1)
+    value, low, high = map(exp, student_interval(logs, (1.0 - level) / (2 * comparisons)))
+    return Ratio(value, low, high, len(logs))
+
+
+def bootstrap_ratio(
+    above: Sequence[float], below: Sequence[float], rng: random.Random, resamples: int = RESAMPLES
+) -> Ratio:
+    """Geometric mean of ``above[b] / below[b]`` over blocks b, with a 95% bootstrap interval over blocks.
+
+    Blocks are resampled as pairs, so that effects on a whole block cancel. The percentiles lie further out than 2.5%
+    and 97.5%, by as much as Student's t exceeds the normal at that number of blocks (Hesterberg, "What Teachers Should
+    Know About the Bootstrap", 2015, section 4.5): otherwise intervals over eight blocks are too narrow. Raises
+    ValueError for fewer than 2 blocks, unequal numbers of them, and values not above 0.
+    """
+    if len(above) != len(below) or len(above) < MIN_BLOCKS:
+        raise InputError(f"{len(above)} and {len(below)} blocks: should be as many of both, at least {MIN_BLOCKS}")
+    if not all(isfinite(value) and value > 0 for value in (*above, *below)):
+        raise InputError(f"a ratio needs values above 0, got {list(above)} and {list(below)}")
+    logs = [log(a / b) for a, b in zip(above, below, strict=True)]
+    means = sorted(fsum(rng.choices(logs, k=len(logs))) / len(logs) for _ in range(resamples))
+    tail = widened_tail(len(logs))
+    low, high = means[floor(tail * resamples)], means[ceil((1 - tail) * resamples) - 1]
+    value = fsum(logs) / len(logs)
+    # Where all blocks are equal, rounding can put the value outside its interval.
+    return Ratio(exp(value), exp(min(low, value)), exp(max(high, value)), len(logs))
+
+
+def widened_tail(blocks: int, confidence: float = CONFIDENCE) -> float:
+    """The share of resampled means to cut off at each end for an interval of that confidence over ``blocks`` blocks."""
+    t = -float(stdtrit(blocks - 1, (1 - confidence) / 2))
+    return float(ndtr(-t * sqrt(blocks / (blocks - 1))))

@@ -280,7 +280,7 @@ def test_one_decision_turned_leaves_all_others_and_its_own_cost_is_read(monkeypa
     work = exploration.made_up(1, 150)
     _, trace = exploration.served(work, "random:0.5", 1)
     log = exploration.log_from_traces({"log": trace})
-    turn = exploration.Turning(work, exploration.asked_for("random:0.5"), 1, exploration._numbers(trace))
+    turn = exploration.ReplayedRun(work, exploration.asked_for("random:0.5"), 1, exploration._numbers(trace))
     assert len(log) > 10
     for record in (0, len(log) // 2, len(log) - 1):
         done = int(log.action[record])

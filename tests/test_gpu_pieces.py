@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.check import Checks, cases_of
-from benchmarks.gpu.pieces import Begun, Done, Piece, ended, failure_of, part_of, read_part, run_pieces
+from benchmarks.gpu.pieces import Begun, Done, Piece, exit_status_of, failure_of, part_of, read_part, run_pieces
 from benchmarks.gpu.place import Place, chosen
 from benchmarks.gpu.profile import shares_of
 from benchmarks.gpu.swap import settings_of
@@ -179,8 +179,8 @@ def test_a_folder_begun_otherwise_ends_a_program_with_a_sentence(capsys: pytest.
     def main() -> int:
         raise Begun("out: was begun with something else")
 
-    assert ended(main) == 2 and "was begun with something else" in capsys.readouterr().out
-    assert ended(lambda: 3) == 3
+    assert exit_status_of(main) == 2 and "was begun with something else" in capsys.readouterr().out
+    assert exit_status_of(lambda: 3) == 3
 
 
 def test_what_a_piece_takes_may_be_learned_from_earlier_ones(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ INTEGRATION = {
     "simulator": _DECIDE | {"workload", "simulator"},
     "bench": _DECIDE | {"datasets", "overflow", "stats", "workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
-    "bench.run_demo": _DECIDE | {"datasets", "workload", "simulator", "training", "evaluation"},
+    "bench.run_demo": _DECIDE | {"datasets", "stats", "workload", "simulator", "training", "evaluation"},
     # The learned policy it serves with is trained on the way.
     "bench.run_characterize": _DECIDE | {"datasets", "overflow", "workload", "simulator", "training"},
 }

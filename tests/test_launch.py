@@ -104,13 +104,13 @@ def test_a_models_folder_and_what_is_learned_are_found_from_anywhere(
 def test_state_of_a_policy_that_learns_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "--policy", "cheapest:cpu-llama-native", "--online-state", "learned.json") != 0
     said = capsys.readouterr().err
-    assert said.startswith("kvpolicy: error: --online-state is learned.json, and policy") and "online=on" in said
+    assert said.startswith("kvpolicy: error: --online-state is learned.json, but policy") and "online=on" in said
 
 
 @pytest.mark.parametrize(
     ("policy", "place", "told"),
     [
-        ("cheapest:cpu-llama-native,online=on", ".", "should be a file, and there is a folder of that name"),
+        ("cheapest:cpu-llama-native,online=on", ".", "should be a file, but is a folder"),
         ("cheapest:analytic,online=on", "learned.json", "step times"),
     ],
 )

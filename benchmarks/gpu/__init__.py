@@ -1,4 +1,4 @@
-"""Measurements on a GPU, in pieces of a few minutes that can be cut off and taken up again.
+"""Measurements on a GPU, in pieces of a few minutes that can be interrupted and resumed.
 
 On a CPU the same runs at a small scale, to try the programs out. See `docs/gpu.md`.
 """

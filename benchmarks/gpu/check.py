@@ -1,7 +1,8 @@
-"""gpu-check: requests say the same whatever was done with their memory, blocks come back bit for bit, nothing leaks.
+"""gpu-check: requests produce the same text whatever was done with their memory, blocks come back bit for bit.
 
-Each case is an engine of its own with the plugin and too little memory, both actions in turn, held against
-stock vLLM with memory for all. Ends with status 1 where a case fails, 3 where some are left for want of time.
+Nothing may leak. Each case is an engine of its own with the plugin and too little memory, both actions in turn,
+compared with stock vLLM with memory for all. Ends with status 1 where a case fails, 3 where time
+ran out for some.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.gpu import pagelock
 from benchmarks.gpu.alternating import ALTERNATING
-from benchmarks.gpu.pieces import Piece, ended, read_part, run_pieces, write_json
+from benchmarks.gpu.pieces import Piece, exit_status_of, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy_vllm.bench.engine_process import EngineProcess, plugin_arguments
 from kvpolicy_vllm.bench.exactness import TIE_GAP, TOKENS_PER_TIE, compare
@@ -43,7 +44,7 @@ class Case:
     name: str
     policy: str | None = ALTERNATING
     copier: str | None = "digesting"
-    """Of `benchmarks.gpu.copiers`; None: the plugin's own, and texts alone tell. A digest is work of the device's that
+    """Of `benchmarks.gpu.copiers`; None: the plugin's own, judged by texts alone. A digest is work of the device's that
     may hide a wait which the plugin forgot."""
     dtype: str = "float32"
     prefix_caching: bool = False
@@ -57,7 +58,7 @@ class Case:
 
     @property
     def judged_by_tokens(self) -> bool:
-        """In 16 bits texts differ by rounding alone; there only the digests tell."""
+        """In 16 bits texts differ by rounding alone; there only the digests are compared."""
         return self.dtype == "float32"
 
 
@@ -149,27 +150,27 @@ class Checks:
             }
             served = engine.ask(job)
         keep = {name: served[name] for name in served if name not in ("times_s", "tokens", "gaps", "arrival_s")}
-        found = {"engine": started, "served": keep}
+        result = {"engine": started, "served": keep}
         if case.name == REFERENCE:
             if served["preemptions"]:
                 raise RuntimeError(f"{served['preemptions']} preemptions with memory for all: that is no reference")
-            return found | {"tokens": served["tokens"], "gaps": served["gaps"]}
-        found |= self.compared(case, served)
-        wrong = faults(case, found, served) + self.not_as_asked(case, started)
+            return result | {"tokens": served["tokens"], "gaps": served["gaps"]}
+        result |= self.compared(case, served)
+        wrong = faults(case, result, served) + self.not_as_asked(case, started)
         if wrong:
-            write_json(self.out / "wrong" / f"{case.name}.json", found)
+            write_json(self.out / "wrong" / f"{case.name}.json", result)
             raise RuntimeError("; ".join(wrong))
-        return found
+        return result
 
     def not_as_asked(self, case: Case, started: dict[str, Any]) -> list[str]:
         """Where the engine is another one than the case is about."""
         if self.place.on_cpu:
             return []
-        asked = {"async_scheduling": case.asynchronous, "prefix_caching": case.prefix_caching}
-        asked |= {} if case.runner is None else {"runner": case.runner}
-        found = started | {"runner": runner_of(started)}
-        other = [name for name, value in asked.items() if found[name] != value]
-        wrong = [f"{name} is {found[name]}, asked for was {asked[name]}" for name in other]
+        settings = {"async_scheduling": case.asynchronous, "prefix_caching": case.prefix_caching}
+        settings |= {} if case.runner is None else {"runner": case.runner}
+        facts = started | {"runner": runner_of(started)}
+        other = [name for name, value in settings.items() if facts[name] != value]
+        wrong = [f"{name} is {facts[name]}, asked for was {settings[name]}" for name in other]
         if case.graphs == started["graphs"].endswith("NONE"):
             wrong.append(f"CUDA graphs: {started['graphs']}, asked for was {'some' if case.graphs else 'none'}")
         return wrong
@@ -235,27 +236,27 @@ def environment_of(case: Case) -> dict[str, str]:
 def widest_gap(reference: dict[str, Any], tokens: list[list[int]]) -> float:
     """How clear the reference was at the clearest token where another text leaves it; 0 where none does."""
     widest = 0.0
-    for expected, gaps, got in zip(reference["tokens"], reference["gaps"], tokens, strict=True):
-        for a, b, gap in zip(expected, got, gaps, strict=False):
+    for expected, gaps, actual in zip(reference["tokens"], reference["gaps"], tokens, strict=True):
+        for a, b, gap in zip(expected, actual, gaps, strict=False):
             if a != b:
                 widest = max(widest, gap)
                 break
     return widest
 
 
-def faults(case: Case, found: dict[str, Any], served: dict[str, Any]) -> list[str]:
+def faults(case: Case, result: dict[str, Any], served: dict[str, Any]) -> list[str]:
     """Everything that is wrong with a case; empty where it passes."""
-    wrong = list(found.get("wrong", ()))
-    allowed = found.get("ties_allowed")
-    if allowed is not None and found["ties"] > allowed:
-        wrong.append(f"{found['ties']} ties in {found['tokens']} tokens, at most {allowed} are to be expected")
+    wrong = list(result.get("wrong", ()))
+    allowed = result.get("ties_allowed")
+    if allowed is not None and result["ties"] > allowed:
+        wrong.append(f"{result['ties']} ties in {result['tokens']} tokens, at most {allowed} are to be expected")
     if served["blocks_in_use"]:
         wrong.append(f"{served['blocks_in_use']} device blocks leaked")
     if case.policy is None:
         return wrong if served["preemptions"] else [*wrong, "nobody was preempted"]
-    for name, what in (("host_slots_used", "host slots leaked"), ("open_preemptions", "preemptions stay open")):
+    for name, noun in (("host_slots_used", "host slots leaked"), ("open_preemptions", "preemptions stay open")):
         if served[name]:
-            wrong.append(f"{served[name]} {what}")
+            wrong.append(f"{served[name]} {noun}")
     for kind in ("swap",) if case.policy == "always-swap" else ("swap", "recompute"):
         if executed(served, kind) < FEWEST:
             wrong.append(f"{executed(served, kind)} preemptions by {kind}: too few to tell")
@@ -263,21 +264,21 @@ def faults(case: Case, found: dict[str, Any], served: dict[str, Any]) -> list[st
         wrong.append(f"{served['different_blocks']} of {served['restored_blocks']} blocks came back different")
     if case.copier is not None and not served.get("restored_blocks"):
         wrong.append("no block came back")
-    for reason, what in (("error", "decisions"), ("load_failed", "loads")):
+    for reason, noun in (("error", "decisions"), ("load_failed", "loads")):
         failed = served["stats"].get(f"fallbacks|reason={reason}", 0)
         if failed:
-            wrong.append(f"{failed:g} {what} failed")
+            wrong.append(f"{failed:g} {noun} failed")
     return wrong
 
 
 def executed(served: dict[str, Any], kind: str) -> int:
     """How many preemptions were carried out that way."""
-    found = 0.0
+    total = 0.0
     for key, value in served["stats"].items():
         what, *labels = key.split("|")
         if what == "preemptions" and f"executed={kind}" in labels:
-            found += value
-    return round(found)
+            total += value
+    return round(total)
 
 
 def show(console: Console, place: Place, cases: list[Case], done: Any) -> None:
@@ -285,12 +286,12 @@ def show(console: Console, place: Place, cases: list[Case], done: Any) -> None:
     for name in ("case", "runner", "async", "graphs", "swapped", "recomputed", "blocks back", "ties", "result"):
         table.add_column(name)
     for case in cases:
-        found = done.results.get(case.name)
-        if found is None:
+        result = done.results.get(case.name)
+        if result is None:
             why = done.failed.get(case.name, "left for the next time")
             table.add_row(case.name, *([""] * 7), "FAIL: " + why if case.name in done.failed else why)
             continue
-        served, engine = found["served"], found["engine"]
+        served, engine = result["served"], result["engine"]
         table.add_row(
             case.name,
             runner_of(engine),
@@ -299,15 +300,15 @@ def show(console: Console, place: Place, cases: list[Case], done: Any) -> None:
             str(executed(served, "swap")),
             str(executed(served, "recompute") if case.policy else served["preemptions"]),
             str(served.get("restored_blocks", "")),
-            str(found.get("ties", "")),
+            str(result.get("ties", "")),
             "pass",
         )
     console.print(table)
 
 
-def page_locking(asked: Callable[[], str | None], say: Callable[[str], None]) -> str | None:
+def page_locking(try_pages: Callable[[], str | None], say: Callable[[str], None]) -> str | None:
     """First of all, and in words: every case but the pageable ones would fail for it, each in its own way."""
-    refused = asked()
+    refused = try_pages()
     if refused is None:
         say("1 MiB of host memory was page-locked, as the plugin does it")
     else:
@@ -328,10 +329,10 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
     say(place.text())
     checks = Checks(options.out, place, options.seed, options.attention)
     cases = list(cases_of(place.on_cpu))
-    wanted = {piece.name for piece in chosen([checks.piece(case) for case in cases], options)} | {REFERENCE}
+    wanted_names = {piece.name for piece in chosen([checks.piece(case) for case in cases], options)} | {REFERENCE}
     if not place.on_cpu:
-        wanted.add(CONTROL)  # there rounding goes as far as it says
-    cases = [case for case in cases if case.name in wanted]
+        wanted_names.add(CONTROL)  # it shows how far rounding goes
+    cases = [case for case in cases if case.name in wanted_names]
     refused = None if place.on_cpu else page_locking(pagelock.asked, say)
     done = run_pieces(options.out, place.to_dict(), [checks.piece(case) for case in cases], options.minutes, say)
     show(Console(width=160), place, cases, done)
@@ -342,4 +343,4 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(exit_status_of(main))

@@ -1,7 +1,7 @@
 """One engine of gpu-check: ``python -m benchmarks.gpu.check_engine``. Takes jobs as `kvpolicy_vllm.bench.serve_engine`.
 
-``start`` also takes ``environment``, set before the engine is made; ``serve`` also takes ``force_every``: somebody is
-forced out every so many steps, on top of what memory does by itself. The answer also says what is left behind.
+``start`` also takes ``environment``, set before the engine is made; ``serve`` also takes ``force_every``: one request
+is forced out every so many steps, besides those that memory forces out. The answer also lists what is left behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OPEN = ("host_slots_used", "open_preemptions")
 
 
 class Checked(Serving):
-    """Forces requests out where asked to, and tells what the engine still holds when all are served."""
+    """Forces requests out where asked to, and reports what the engine still holds when all are served."""
 
     force_every = 0
 
@@ -63,8 +63,8 @@ def main() -> None:
         else:
             assert checked is not None, "the first job starts the engine"
             checked.force_every = job.get("force_every", 0)
-            found = checked.serve(job, partial(answer, "news"))
-            answer("result", found | checked.left_behind())
+            result = checked.serve(job, partial(answer, "news"))
+            answer("result", result | checked.left_behind())
     if checked is not None:
         checked.llm.llm_engine.engine_core.shutdown()
 

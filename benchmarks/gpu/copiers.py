@@ -22,8 +22,8 @@ FACTOR = 1_000_003
 def numbers_on(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """Whole numbers on a device without waiting for it. From pageable memory the call would wait for all that the
     stream has still to do, and a copier that forgot to wait for the same would pass."""
-    made = torch.tensor(numbers, dtype=torch.int64)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def block_digests(segments: list[torch.Tensor], block_ids: tuple[int, ...]) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Digests:
         super().copy_out(job, urgent)  # a mixin's super is a copier
 
     def copied_in(self, job: Job) -> bool:
-        """Nobody has been told yet that the blocks are back, so nobody has written into them."""
+        """The blocks are not reported as loaded yet, so no step has written into them."""
         there = bool(super().copied_in(job))
         if there:
             was, digests = self.saved[job.copy_id]
@@ -105,8 +105,8 @@ def _made(arguments: tuple[Any, ...], mixins: tuple[type, ...], staged: bool) ->
         base = StagedCopier if staged else IndexingCopier
         slow = SlowOnHost
     bases = (*(slow if mixin is SlowOnHost else mixin for mixin in mixins), base)
-    made: Copier = type("Made", bases, {})(*arguments)
-    return made
+    copier: Copier = type("Made", bases, {})(*arguments)
+    return copier
 
 
 def digesting(*arguments: Any) -> Copier:

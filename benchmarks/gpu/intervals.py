@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpolicy_vllm.bench.ratios import paired_ratio
+from kvpolicy.stats import bootstrap_ratio
 
 FEWEST = 5
 """Blocks. A bootstrap over fewer goes from the least to the greatest, and that is no 95%."""
@@ -20,7 +20,7 @@ def ratio_of(
     if len(above) < FEWEST:
         logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
         return {"value": math.exp(math.fsum(logs) / len(logs)), "low": None, "high": None, "blocks": len(logs)}
-    return paired_ratio(above, below, rng, resamples=resamples).to_dict() | {"blocks": len(above)}
+    return bootstrap_ratio(above, below, rng, resamples=resamples).to_dict() | {"blocks": len(above)}
 
 
 def interval_text(ratio: Mapping[str, Any]) -> str:

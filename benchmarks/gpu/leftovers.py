@@ -19,7 +19,7 @@ NOTED = "shared-memory.json"
 
 
 def mapped_by(process: Path, shared: Path = SHARED) -> set[str]:
-    """Names of the offloading files that a process has mapped; none where it is gone or somebody else's."""
+    """Names of the offloading files that a process has mapped; none where it has ended or belongs to another user."""
     try:
         lines = (process / "maps").read_text(errors="replace").splitlines()
     except OSError:
@@ -28,7 +28,7 @@ def mapped_by(process: Path, shared: Path = SHARED) -> set[str]:
     return {path.name for path in paths if path.parent == shared and path.match(PATTERN)}
 
 
-def noted(out: Path) -> set[str]:
+def noted_files(out: Path) -> set[str]:
     try:
         return set(json.loads((out / NOTED).read_text())["files"])
     except (OSError, ValueError):
@@ -37,19 +37,19 @@ def noted(out: Path) -> set[str]:
 
 def note(out: Path, pid: int, shared: Path = SHARED, processes: Path = PROCESSES) -> None:
     """Remember what an engine of ours uses."""
-    found = mapped_by(processes / str(pid), shared)
-    if found:
-        write_json(out / NOTED, {"files": sorted(noted(out) | found)})
+    files = mapped_by(processes / str(pid), shared)
+    if files:
+        write_json(out / NOTED, {"files": sorted(noted_files(out) | files)})
 
 
 def remove(out: Path, shared: Path = SHARED, processes: Path = PROCESSES) -> list[str]:
-    """Remove what was noted and nobody uses any more. Returns the names."""
-    mine = {name for name in noted(out) if Path(name).name == name and (shared / name).exists()}
+    """Remove noted files that no process uses any more. Returns the names."""
+    engine_files = {name for name in noted_files(out) if Path(name).name == name and (shared / name).exists()}
     used: set[str] = set()
-    for process in processes.iterdir() if mine else ():
+    for process in processes.iterdir() if engine_files else ():
         if process.name.isdigit():
             used |= mapped_by(process, shared)
-    gone = sorted(mine - used)
-    for name in gone:
+    unused = sorted(engine_files - used)
+    for name in unused:
         (shared / name).unlink(missing_ok=True)
-    return gone
+    return unused

@@ -2,7 +2,7 @@
 
 Lengths are drawn from a published workload's quantiles. The arms' engines live side by side; a piece is one block of
 requests at one limit through all arms, in an order that is drawn; the blocks that a limit takes away are held out of
-play, so no engine is started anew. Ratios are paired by block, with 95% bootstrap intervals.
+play, so no engine is restarted. Ratios are paired by block, with 95% bootstrap intervals.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rich.console import Console
 
 from benchmarks.gpu import leftovers
 from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry, write_model
-from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, kept, show, summarised
-from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
+from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, run_figures, show, summary_of
+from benchmarks.gpu.pieces import Done, Piece, exit_status_of, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
-from kvpolicy.datasets.profiles import measured
+from kvpolicy.datasets.profiles import read_dataset
 from kvpolicy.errors import EngineFailed
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.hardware.sheets import SheetError, device_sheet
+from kvpolicy.settings import GIB
+from kvpolicy.stats import mean_and_percentiles
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once, scale_to
 from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
-from kvpolicy_vllm.bench.ratios import mean_and_percentiles
-from kvpolicy_vllm.plugin.settings import GIB
 
 NATIVE = "vllm-offloading"
 SWAP, THRESHOLD, LEARNED = "always-swap", "threshold", "learned"
@@ -72,7 +72,7 @@ class ConnectorArm(Arm):
 
 
 class Deployment(Settings):
-    """Dummy weights, and room on the device for the other engines."""
+    """Dummy weights, and memory on the device for the other engines."""
 
     def arguments(self) -> dict[str, Any]:
         device = {} if self.on_cpu else {"dtype": "bfloat16", "gpu_memory_utilization": 0.25}
@@ -91,7 +91,7 @@ class Scale:
     running: int
     step_tokens: int
     serve_s: float
-    """What one arm's pass is thought to take, as long as the targets' piece has not told."""
+    """Estimate of what one arm's pass takes, until the targets' piece has measured it."""
     lengths: float | None = None
     """What the trace's lengths are multiplied by; None: so that nearly all fit the context."""
 
@@ -109,7 +109,7 @@ ON_DEVICE = Scale(EIGHT_B, 256, 2048, 16, 6, 128, 8192, 15.0)
 
 def identity_of(scale: Scale, policies: dict[str, str], names: Sequence[str]) -> dict[str, Any]:
     """What must be the same for two runs to be put into one ratio: what is served, and what each arm's name means. A
-    model counts by its contents: a folder's name stays when the model in it is trained anew."""
+    model counts by its contents: a folder's name stays when the model in it is trained again."""
     meant = {name: spec for name, spec in policies.items() if name in names}
     for name, spec in meant.items():
         kind, _, where = spec.partition(":")
@@ -120,11 +120,11 @@ def identity_of(scale: Scale, policies: dict[str, str], names: Sequence[str]) ->
 
 def digest_of(folder: Path) -> str:
     """SHA-256 over names and contents of the files of a folder."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        found.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        sha256.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
+        sha256.update(path.read_bytes())
+    return sha256.hexdigest()
 
 
 class Overload:
@@ -145,14 +145,16 @@ class Overload:
     def workload(self, block: int, share: float = 1.0) -> Workload:
         """The same lengths at every limit, but not the same prompts: an offloading engine would still know them."""
         scale = self.scale
-        made = all_at_once(DEEPSEEK_R1, scale.requests, self.seed + block, scale.context_tokens, scale.lengths)
-        return replace(made, seed=1000 * (made.seed + 1) + round(100 * share))
+        drawn_workload = all_at_once(
+            DEEPSEEK_R1, scale.requests, self.seed + block, scale.context_tokens, scale.lengths
+        )
+        return replace(drawn_workload, seed=1000 * (drawn_workload.seed + 1) + round(100 * share))
 
     def device_blocks(self, share: float) -> int:
         """Of the largest block of requests; never less than the longest request needs."""
         size = self.scale.block_size
         most = max(
-            sum(math.ceil(one.total_tokens / size) for one in self.workload(block).requests)
+            sum(math.ceil(request.total_tokens / size) for request in self.workload(block).requests)
             for block in range(self.scale.blocks)
         )
         return max(math.ceil(self.scale.context_tokens / size) + 1, round(share * most)) + 1
@@ -166,14 +168,16 @@ class Overload:
         whole = json.dumps(self.identity, sort_keys=True).encode()
         scale = json.dumps(self.identity["scale"], sort_keys=True).encode()
         self.targets_name = f"{TARGETS}-{hashlib.sha256(scale).hexdigest()[:6]}"
-        found = [Piece(self.targets_name, 30 + 2 * self.scale.serve_s, lambda left_s: self.targets(), STARTS_S)]
+        planned_pieces = [
+            Piece(self.targets_name, 30 + 2 * self.scale.serve_s, lambda left_s: self.targets(), STARTS_S)
+        ]
         seconds = len(self.names) * self.scale.serve_s
         mark = hashlib.sha256(whole).hexdigest()[:6]
         for block in range(self.scale.blocks):
             for share in SHARES:
                 name = f"limit{round(100 * share)}-block{block}-{mark}"
-                found.append(Piece(name, seconds, self.cell(share, block), STARTS_S, self.cell_s))
-        return found
+                planned_pieces.append(Piece(name, seconds, self.cell(share, block), STARTS_S, self.cell_s))
+        return planned_pieces
 
     def cell_s(self) -> float | None:
         """What a pass through all arms takes, judged by the targets' own."""
@@ -199,15 +203,15 @@ class Overload:
 
     def told(self) -> dict[str, Any]:
         """What is served."""
-        requests = [one for block in range(self.scale.blocks) for one in self.workload(block).requests]
+        requests = [request for block in range(self.scale.blocks) for request in self.workload(block).requests]
         return {
             "source": DEEPSEEK_R1.source,
             "scale": self.scale.lengths or scale_to(DEEPSEEK_R1, self.scale.context_tokens),
             "requests": self.scale.requests,
             "blocks": self.scale.blocks,
             "arrivals": "all at once",
-            "mean_prompt_tokens": sum(one.prompt_tokens for one in requests) / len(requests),
-            "mean_output_tokens": sum(one.output_tokens for one in requests) / len(requests),
+            "mean_prompt_tokens": sum(request.prompt_tokens for request in requests) / len(requests),
+            "mean_output_tokens": sum(request.output_tokens for request in requests) / len(requests),
             "context_tokens": self.scale.context_tokens,
         }
 
@@ -233,7 +237,7 @@ class Overload:
                 "refused": self.refused,
                 "policies": self.identity["policies"],
                 "host_gib": self.host_gib,
-                "arms": {run.arm: kept(run) for run in runs},
+                "arms": {run.arm: run_figures(run) for run in runs},
             }
 
         return do
@@ -283,15 +287,18 @@ class Overload:
             raise
 
 
-def reason(said: str) -> str:
+def reason(output: str) -> str:
     """The last line of an engine's end that names an error."""
-    lines = [line.strip() for line in said.splitlines() if "Error" in line]
-    return lines[-1] if lines else said.splitlines()[-1]
+    lines = [line.strip() for line in output.splitlines() if "Error" in line]
+    return lines[-1] if lines else output.splitlines()[-1]
 
 
 def best_threshold(trace: Path) -> str:
     """The policy name of the threshold under which the states of a profile cost least together."""
-    states = [(one.computed_tokens, one.mean_s["recompute"], one.mean_s["swap"]) for one in measured([trace]).states]
+    states = [
+        (state.computed_tokens, state.mean_s["recompute"], state.mean_s["swap"])
+        for state in read_dataset([trace]).states
+    ]
     edges = [0, *sorted({round(tokens) for tokens, _, _ in states}), 10**6]
 
     def cost_s(edge: int) -> float:
@@ -339,8 +346,8 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
     with Arms(settings, options.out / "logs") as arms:
         work = Overload(options.out, place, options.seed, policies, names, arms)
         at = place.to_dict() | {"arms": names}
-        if gone := leftovers.remove(options.out):
-            say(f"removed from {leftovers.SHARED}, left there by engines of an earlier call: {' '.join(gone)}")
+        if removed := leftovers.remove(options.out):
+            say(f"removed from {leftovers.SHARED}, left there by engines of an earlier call: {' '.join(removed)}")
         pieces = work.pieces()
         done = run_pieces(options.out, at, chosen(pieces, options), options.minutes, say)
     summary = report(options.out, place, done, pieces, options.seed)
@@ -349,20 +356,20 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
 
 
 def report(out: Path, place: Place, done: Done, pieces: list[Piece], seed: int) -> dict[str, Any]:
-    found = {piece.name: read_part(out, piece.name) for piece in pieces}
-    results = {name: part for name, part in found.items() if part is not None}
+    parts = {piece.name: read_part(out, piece.name) for piece in pieces}
+    results = {name: part for name, part in parts.items() if part is not None}
     if pieces[0].name in results:
         results = {TARGETS: results.pop(pieces[0].name), **results}
     if TARGETS not in results:
         return {"failed": done.failed, "left": list(done.left), "limits": {}}
-    limits = summarised(results, seed)
+    limits = summary_of(results, seed)
     show(Console(width=170), place, limits)
     refused = {name: why for result in results.values() for name, why in result.get("refused", {}).items()}
     for name, why in refused.items():
         print(f"{name} is missing, the engine refuses it: {why}")
-    told = {"refused": refused, "failed": done.failed, "left": list(done.left)}
-    return {"targets": results[TARGETS], "limits": limits} | told
+    remarks = {"refused": refused, "failed": done.failed, "left": list(done.left)}
+    return {"targets": results[TARGETS], "limits": limits} | remarks
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(exit_status_of(main))

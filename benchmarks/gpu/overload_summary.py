@@ -1,4 +1,4 @@
-"""What is kept of a run through an overload, and what runs say together: by limit and arm, with ratios."""
+"""Figures of a run through an overload, and their summary over runs: by limit and arm, with ratios."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from rich.table import Table
 
 from benchmarks.gpu.intervals import interval_text, ratio_of
 from benchmarks.gpu.place import Place
+from kvpolicy.stats import mean_and_percentiles
 from kvpolicy_vllm.bench.overload import STOCK, Run
-from kvpolicy_vllm.bench.ratios import mean_and_percentiles
 
 TARGETS = "targets"
 SIMPLE = "vllm-simple-offload"
 UNCOUNTED = (SIMPLE,)
-"""Arms whose moved bytes nobody counts."""
+"""Arms whose moved bytes are not counted."""
 ROUNDED_S = 1e-4
 
 
-def kept(run: Run) -> dict[str, Any]:
+def run_figures(run: Run) -> dict[str, Any]:
     """A run without its tokens. Times between tokens are counted by tenths of a millisecond: there are very many."""
     gaps = [gap for request in run.itl_s for gap in request]
     return {
         "makespan_s": run.makespan_s,
         "output_tokens": run.output_tokens,
-        "ttft_s": [round(one, 6) for one in run.ttft_s],
+        "ttft_s": [round(wait_s, 6) for wait_s in run.ttft_s],
         "mean_itl_s": [round(sum(request) / len(request), 6) if request else 0.0 for request in run.itl_s],
         "itl_counts": dict(sorted(Counter(round(gap / ROUNDED_S) for gap in gaps).items())),
         "itl_p99_s": mean_and_percentiles(gaps)["p99"],
@@ -52,7 +52,7 @@ def figures(run: dict[str, Any], targets: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def summarised(results: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
+def summary_of(results: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
     """By limit and arm: means over blocks, sums of what was counted, and the ratios of every arm to every other one.
 
     Raises ValueError where parts of one limit were measured with different policies.
@@ -62,20 +62,22 @@ def summarised(results: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
     for name, result in results.items():
         if name != TARGETS:
             cells.setdefault(result["share"], []).append(result)
-    found: dict[str, Any] = {}
-    for share, some in sorted(cells.items()):
-        policies = [one["policies"] for one in some]
-        if any(one != policies[0] for one in policies):
+    summary: dict[str, Any] = {}
+    for share, share_cells in sorted(cells.items()):
+        policies = [cell["policies"] for cell in share_cells]
+        if any(cell != policies[0] for cell in policies):
             raise ValueError(f"parts at limit {share:g} are of different policies, under the same names: {policies}")
-        names = sorted(set.intersection(*(set(one["arms"]) for one in some)), key=lambda name: (name != STOCK, name))
-        by_arm = {name: [figures(one["arms"][name], targets) for one in some] for name in names}
-        found[f"{share:g}"] = {
-            "blocks": len(some),
-            "device_blocks": some[0]["device_blocks"],
-            "arms": {name: _arm(by_arm[name], [one["arms"][name] for one in some]) for name in names},
+        names = sorted(
+            set.intersection(*(set(cell["arms"]) for cell in share_cells)), key=lambda name: (name != STOCK, name)
+        )
+        by_arm = {name: [figures(cell["arms"][name], targets) for cell in share_cells] for name in names}
+        summary[f"{share:g}"] = {
+            "blocks": len(share_cells),
+            "device_blocks": share_cells[0]["device_blocks"],
+            "arms": {name: _arm(by_arm[name], [cell["arms"][name] for cell in share_cells]) for name in names},
             "ratios": _ratios(by_arm, random.Random(f"{seed}/bootstrap/{share}")),
         }
-    return found
+    return summary
 
 
 def _arm(rows: list[dict[str, float]], runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -91,14 +93,14 @@ def _arm(rows: list[dict[str, float]], runs: list[dict[str, Any]]) -> dict[str, 
 
 def _ratios(by_arm: dict[str, list[dict[str, float]]], rng: random.Random) -> dict[str, Any]:
     """Of one arm over another; only where both are above 0 in every block."""
-    found: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
     for above in by_arm:
         for below in by_arm:
             for key in by_arm[above][0]:
                 pair = [[row[key] for row in by_arm[name]] for name in (above, below)]
                 if above != below and min(map(min, pair)) > 0:
-                    found[f"{key} {above} / {below}"] = ratio_of(pair[0], pair[1], rng)
-    return found
+                    ratios[f"{key} {above} / {below}"] = ratio_of(pair[0], pair[1], rng)
+    return ratios
 
 
 def show(console: Console, place: Place, summary: dict[str, Any]) -> None:
@@ -106,13 +108,13 @@ def show(console: Console, place: Place, summary: dict[str, Any]) -> None:
     for name in ("limit", "arm", "tok/s", "goodput", "ttft s", "itl p99 s", "swapped", "recomp.", "tokens again", "MB"):
         table.add_column(name)
     table.add_column("throughput over vllm")
-    for share, found in summary.items():
-        for name, one in found["arms"].items():
-            ratio = found["ratios"].get(f"throughput_tok_s {name} / {STOCK}")
+    for share, share_summary in summary.items():
+        for name, arm in share_summary["arms"].items():
+            ratio = share_summary["ratios"].get(f"throughput_tok_s {name} / {STOCK}")
             table.add_row(
-                share, name, f"{one['throughput_tok_s']:.1f}", f"{one['goodput_req_s']:.2f}",
-                f"{one['ttft_mean_s']:.3f}", f"{one['itl_p99_s']:.4f}", str(one["swapped"]), str(one["recomputed"]),
-                str(one["recomputed_tokens"]), "?" if one["moved_bytes"] is None else f"{one['moved_bytes'] / 1e6:.0f}",
+                share, name, f"{arm['throughput_tok_s']:.1f}", f"{arm['goodput_req_s']:.2f}",
+                f"{arm['ttft_mean_s']:.3f}", f"{arm['itl_p99_s']:.4f}", str(arm["swapped"]), str(arm["recomputed"]),
+                str(arm["recomputed_tokens"]), "?" if arm["moved_bytes"] is None else f"{arm['moved_bytes'] / 1e6:.0f}",
                 "" if ratio is None else f"{ratio['value']:.3f} ({interval_text(ratio)})",
             )  # fmt: skip
     console.print(table)

@@ -1,6 +1,6 @@
 """Whether host memory can be page-locked at all, by the plugin's own way: ``python -m benchmarks.gpu.pagelock``.
 
-One mebibyte, in a process that holds no engine, so that a refusal is told before engines are started in vain.
+One mebibyte, in a process that holds no engine, so that a refusal is known before engines are started.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Owner:
     """Whose memory it is."""
 
 
-def tried(lock: Callable[[object, object], None]) -> str | None:
+def try_lock(lock: Callable[[object, object], None]) -> str | None:
     """What ``lock`` (owner, memory) objects to; None where it works."""
     try:
         lock(Owner(), host_arena(256, LOCKED_BYTES // 256))
@@ -34,14 +34,14 @@ def asked() -> str | None:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode == 0:
         return None
-    said = (done.stdout + done.stderr).strip().splitlines()
-    return said[-1] if said else f"it ended with {done.returncode}"
+    output_lines = (done.stdout + done.stderr).strip().splitlines()
+    return output_lines[-1] if output_lines else f"it ended with {done.returncode}"
 
 
 def main() -> int:
     from kvpolicy_vllm.plugin.copiers.cuda import _page_lock  # the very function that the engine's host pool takes
 
-    why = tried(_page_lock)
+    why = try_lock(_page_lock)
     if why is not None:
         print(why)
     return 0 if why is None else 1

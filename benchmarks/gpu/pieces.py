@@ -34,11 +34,11 @@ class Piece:
     seconds: float
     """What it is thought to take. One is begun only where so much is left; the first always."""
     do: Callable[[float], dict[str, Any]]
-    """Told how many seconds are left."""
+    """Called with the seconds that are left."""
     grace_s: float = 60.0
     """What it may take beyond that, as where engines start with whichever piece comes first."""
     learned_s: Callable[[], float | None] | None = None
-    """What earlier pieces say that it takes, asked when its turn comes; None: ``seconds`` stands."""
+    """Estimate from earlier pieces, asked when its turn comes; None: ``seconds`` stands."""
 
     @property
     def expected_s(self) -> float:
@@ -58,7 +58,7 @@ class Done:
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     left: tuple[str, ...] = ()
-    """Not begun for want of time."""
+    """Not begun for lack of time."""
 
     @property
     def whole(self) -> bool:
@@ -74,7 +74,7 @@ def run_pieces(
     clock: Callable[[], float] = time.monotonic,
     then: Callable[[], None] = lambda: None,
 ) -> Done:
-    """Do what is not done yet, in order. A piece that fails is told of and tried again the next time; others go on.
+    """Do what is not done yet, in order. A piece that fails is reported, and tried again next time; the others go on.
 
     ``then`` is called after every piece whose part was just written. A part made where the machine differs from the one
     that the folder was begun on, in what does not forbid it, says so under ``elsewhere``.
@@ -139,19 +139,19 @@ def ended_after(seconds: float) -> Iterator[None]:
 
 def open_folder(out: Path, place: dict[str, Any]) -> dict[str, Any]:
     """Begin, or take up what was begun at the same place. Returns what is another one here but does no harm."""
-    path, here = out / PLACE, json.loads(json.dumps(place))
+    path, current = out / PLACE, json.loads(json.dumps(place))
     if not path.exists():
         write_json(path, place)
         return {}
     begun = json.loads(path.read_text())
-    other = {name: value for name, value in here.items() if begun.get(name) != value}
+    other = {name: value for name, value in current.items() if begun.get(name) != value}
     for name, value in other.items():
         if name not in HARMLESS:
             raise Begun(f"{out}: was begun with {name} {begun.get(name)!r}, here it is {value!r}; give a new --out")
     return other
 
 
-def ended(main: Callable[[], int]) -> int:
+def exit_status_of(main: Callable[[], int]) -> int:
     """A program's exit status; 2 with a sentence where its folder was begun with something else."""
     try:
         return main()
@@ -171,14 +171,14 @@ def failure_of(out: Path, name: str) -> Path:
 def read_part(out: Path, name: str) -> dict[str, Any] | None:
     """None where there is none, or where what is there was damaged: then the piece is done again."""
     try:
-        found = json.loads(part_of(out, name).read_text())
+        part = json.loads(part_of(out, name).read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return part if isinstance(part, dict) else None
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """At once: whoever reads finds the whole file or none."""
+    """Atomically: a reader finds the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}")
     scratch.write_text(json.dumps(values, indent=1) + "\n")

@@ -74,34 +74,36 @@ def find_place(scale: str | None) -> Place:
     Asked of another process: importing vLLM takes seconds and binds this one to cores. Raises RuntimeError with what
     that process said where vLLM cannot be imported.
     """
-    asked = subprocess.run([sys.executable, "-c", ASKING], env=environment(), capture_output=True, text=True)
-    lines = [line for line in asked.stdout.splitlines() if line.startswith("PLACE ")]
+    process = subprocess.run([sys.executable, "-c", ASKING], env=environment(), capture_output=True, text=True)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("PLACE ")]
     if not lines:
-        raise RuntimeError(f"vLLM could not be imported by {sys.executable}:\n{asked.stderr[-2000:]}")
-    found = json.loads(lines[-1].removeprefix("PLACE "))
+        raise RuntimeError(f"vLLM could not be imported by {sys.executable}:\n{process.stderr[-2000:]}")
+    facts = json.loads(lines[-1].removeprefix("PLACE "))
     return Place(
-        **found,
-        driver=None if found["device"] == "cpu" else _driver(),
+        **facts,
+        driver=None if facts["device"] == "cpu" else _driver(),
         python=platform.python_version(),
-        scale=scale or (TINY if found["device"] == "cpu" else FULL),
+        scale=scale or (TINY if facts["device"] == "cpu" else FULL),
     )
 
 
 def _driver() -> str | None:
-    """As the driver's own tool says; None where it is not there."""
+    """As reported by the driver's own tool; None without it."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    asked = subprocess.run(
+    process = subprocess.run(
         [tool, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, env=os.environ
     )
-    return asked.stdout.strip().splitlines()[0] if asked.returncode == 0 and asked.stdout.strip() else None
+    return process.stdout.strip().splitlines()[0] if process.returncode == 0 and process.stdout.strip() else None
 
 
 def arguments(what: str, description: str) -> argparse.ArgumentParser:
     """Options that all programs here share."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.gpu.{what}", description=description)
-    parser.add_argument("--out", type=Path, default=Path("out/gpu") / what, help="parts are kept here, and taken up")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/gpu") / what, help="folder for the parts; an earlier run in it is resumed"
+    )
     parser.add_argument("--minutes", type=float, default=MINUTES, help="nothing is begun that would take longer")
     parser.add_argument("--scale", choices=(TINY, FULL), help="by default full on a CUDA device, else tiny")
     parser.add_argument(
@@ -116,16 +118,18 @@ def arguments(what: str, description: str) -> argparse.ArgumentParser:
 
 def chosen(pieces: list[Any], options: argparse.Namespace) -> list[Any]:
     """Those that ``--only`` asks for. Raises SystemExit for names that nothing has, and after ``--list``."""
-    for asked in options.only:
-        if not any(_means(asked, one.name) for one in pieces):
-            names = ", ".join(one.name for one in pieces)
-            raise SystemExit(f"--only {asked}: no such piece; there are {names}")
-    kept = [one for one in pieces if not options.only or any(_means(asked, one.name) for asked in options.only)]
+    for pattern in options.only:
+        if not any(_means(pattern, piece.name) for piece in pieces):
+            names = ", ".join(piece.name for piece in pieces)
+            raise SystemExit(f"--only {pattern}: no such piece; there are {names}")
+    selected = [
+        piece for piece in pieces if not options.only or any(_means(pattern, piece.name) for pattern in options.only)
+    ]
     if options.list:
-        print("\n".join(f"{one.name}  about {one.seconds:.0f} s" for one in kept))
+        print("\n".join(f"{piece.name}  about {piece.seconds:.0f} s" for piece in selected))
         raise SystemExit(0)
-    return kept
+    return selected
 
 
-def _means(asked: str, name: str) -> bool:
-    return name.startswith(asked[:-1]) if asked.endswith("*") else name == asked
+def _means(pattern: str, name: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.geometries import EIGHT_B, ONE_B, SEVEN_B_MHA, TINY, Geometry, write_model
-from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
+from benchmarks.gpu.pieces import Done, Piece, exit_status_of, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.hardware import available_memory_bytes
+from kvpolicy.settings import GIB
 from kvpolicy.training import train
 from kvpolicy_vllm.bench.job import Job
 from kvpolicy_vllm.bench.profile_parts import Extent, Part, Rig
 from kvpolicy_vllm.bench.profile_results import finish_profile
 from kvpolicy_vllm.bench.run_profile import measure_part
-from kvpolicy_vllm.plugin.settings import GIB
 
 EXTENT = Extent(
     block_sizes=(16,),
@@ -39,7 +39,7 @@ EXTENT = Extent(
     model_tokens=66560,
     max_extra=1,
 )
-"""Of one piece. 20 states are dealt from the lowest numbers of others up, so that nobody has more than 19 beside him;
+"""Of one piece. 20 states are assigned from the lowest numbers of other requests up, so that none has over 19;
 docs/gpu.md says how far the lengths go."""
 LONG = replace(
     EXTENT, states=8, check_pairs=0, max_tokens=65536, max_others=3, max_batch_tokens=131072, model_tokens=131072
@@ -152,8 +152,8 @@ class Profile:
         return replace(job, engine=engine, max_s=max_s)
 
     def finish(self, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Check and train what there is; a trace that is too little to train on is told of."""
-        found: dict[str, Any] = {}
+        """Check and train what there is; a trace that is too small to train on is reported."""
+        models: dict[str, Any] = {}
         for name in sorted({result["trace"] for result in results.values()}):
             folder = self.out / "traces" / name
             cores = [result["core"] for result in results.values() if result["trace"] == name]
@@ -163,17 +163,17 @@ class Profile:
                 trained = train([folder], self.out / "models" / name, force=True, seed=self.seed)
             except ValueError as error:  # a trace that is too little; the next piece may add what it lacks
                 self.say(f"{name}: no model: {error}")
-                found[name] = {"no_model": str(error)}
+                models[name] = {"no_model": str(error)}
                 continue
             self.say(trained.text())
-            found[name] = {"profile": report.text(), "model": trained.to_dict()}
-        return found
+            models[name] = {"profile": report.text(), "model": trained.to_dict()}
+        return models
 
 
-def keep_log(log: Path, kept: Path) -> None:
+def keep_log(log: Path, destination: Path) -> None:
     if log.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        log.replace(kept)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        log.replace(destination)
 
 
 def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> int:
@@ -186,26 +186,26 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
     work = Profile(options.out, place, options.seed, options.synchronous, say)
     pieces = [work.piece(share) for share in shares_of(place)]
     at = place.to_dict() | {"synchronous": options.synchronous}
-    wanted, found = chosen(pieces, options), Found()
+    selected_pieces, state = chosen(pieces, options), LatestModels()
 
     def finish() -> None:
         """After every piece: whatever ends this call, a model of what was finished is there."""
-        found.models = work.finish(run_results(options.out, pieces))
-        found.made = True
+        state.models = work.finish(run_results(options.out, pieces))
+        state.made = True
 
     minutes = max(options.minutes - TRAINING_S / 60, options.minutes / 2)
-    done = run_pieces(options.out, at, wanted, minutes, say, then=finish)
+    done = run_pieces(options.out, at, selected_pieces, minutes, say, then=finish)
     results = run_results(options.out, pieces)
-    if results and not found.made:
+    if results and not state.made:
         finish()
-    summary = {"place": at, "pieces": results, "failed": done.failed, "left": list(done.left), "found": found.models}
+    summary = {"place": at, "pieces": results, "failed": done.failed, "left": list(done.left), "found": state.models}
     write_json(options.out / "profile.json", json.loads(json.dumps(summary, default=str)))
-    return status_of(done, results, found.models)
+    return status_of(done, results, state.models)
 
 
 @dataclass(slots=True)
-class Found:
-    """What the last finish said."""
+class LatestModels:
+    """Result of the last finish."""
 
     models: dict[str, Any] = field(default_factory=dict)
     made: bool = False
@@ -214,14 +214,14 @@ class Found:
 def status_of(done: Done, results: dict[str, Any], models: dict[str, Any]) -> int:
     """1 where something failed, also where there are pieces and no model could be trained of any shape; 3 where
     pieces are left; else 0."""
-    untrained = bool(results) and not any("model" in one for one in models.values())
+    untrained = bool(results) and not any("model" in model for model in models.values())
     return 1 if done.failed or untrained else 3 if done.left else 0
 
 
 def run_results(out: Path, pieces: list[Piece]) -> dict[str, dict[str, Any]]:
-    """Of all pieces that are there, also those that were not asked for this time."""
-    return {piece.name: found for piece in pieces if (found := read_part(out, piece.name)) is not None}
+    """Results of all pieces, also of those that were not selected this time."""
+    return {piece.name: part for piece in pieces if (part := read_part(out, piece.name)) is not None}
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(exit_status_of(main))

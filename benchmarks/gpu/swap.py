@@ -1,8 +1,8 @@
-"""gpu-swap: how fast the plugin's copiers move blocks, by block size and direction, beside one large page-locked copy.
+"""gpu-swap: how fast the plugin's copiers move blocks, by block size and direction, against one large page-locked copy.
 
 The large copy has as many bytes and runs in the same process, in turn with the copiers; ratios are of times, paired by
 turn, with 95% bootstrap intervals. 1 is as fast as the link goes. Times are the caller's, from the call until the
-device is done; how long the call itself took, which the engine waits for, is told beside them.
+device is done; how long the call itself took, which the engine waits for, is reported too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.gpu import copiers
 from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry
 from benchmarks.gpu.intervals import interval_text, ratio_of
-from benchmarks.gpu.pieces import Done, Piece, ended, run_pieces, write_json
+from benchmarks.gpu.pieces import Done, Piece, exit_status_of, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
 from kvpolicy_vllm.plugin.messages import Job
@@ -64,17 +64,17 @@ class Bench:
         self._setting = setting
         self._rng = random.Random(f"{seed}/{setting.name}")
         self.blocks = setting.tokens // setting.block_size
-        kept = 2 * self.blocks + 1
+        kept_blocks = 2 * self.blocks + 1
         # As the engine lays it out: blocks outermost, keys and values of a block together, a tensor a layer.
-        shape = (kept, 2, setting.block_size, geometry.kv_heads, geometry.head_dim)
+        shape = (kept_blocks, 2, setting.block_size, geometry.kv_heads, geometry.head_dim)
         caches = {
             f"layer.{i}": torch.randint(-99, 99, shape, dtype=torch.int16, device=self._device)
             for i in range(geometry.layers)
         }
-        self.segments = unique_segments(caches, kept)
+        self.segments = unique_segments(caches, kept_blocks)
         # The plugin never moves pieces between a device and pageable memory as they lie.
         ways = WAYS if setting.pinned or place.on_cpu else {"staged": WAYS["staged"]}
-        self.copiers = {name: make(self.segments, kept, setting.pinned, None) for name, make in ways.items()}
+        self.copiers = {name: make(self.segments, kept_blocks, setting.pinned, None) for name, make in ways.items()}
         size = self.blocks * geometry.kv_token_bytes * setting.block_size
         self.bytes = size
         self._large = torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -85,11 +85,11 @@ class Bench:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _timed(self, what: Callable[[], Any]) -> tuple[float, float]:
+    def _timed(self, copy: Callable[[], Any]) -> tuple[float, float]:
         """Seconds until it was done, and until the call returned."""
         self._wait()
         start = time.perf_counter()
-        what()
+        copy()
         called = time.perf_counter()
         self._wait()
         return time.perf_counter() - start, called - start
@@ -108,35 +108,35 @@ class Bench:
         job = Job(self._copies, "bench", tuple(blocks), tuple(range(first, first + self.blocks)))
         ids = torch.tensor(blocks, device=self._device)
         before = [segment[ids] for segment in self.segments]
-        found = {"save": self._timed(lambda: copier.save(job))}
+        times = {"save": self._timed(lambda: copier.save(job))}
         for segment in self.segments:
             segment[ids] = 0
-        found["load"] = self._timed(lambda: copier.load(job))
+        times["load"] = self._timed(lambda: copier.load(job))
         if [done.ok for done in copier.poll()] != [True]:
             raise RuntimeError(f"{name}: the load did not end well: {copier.transfers[-1].error}")
         if not all(torch.equal(segment[ids], was) for segment, was in zip(self.segments, before, strict=True)):
             raise RuntimeError(f"{name}: blocks came back different")
         copier.drop([job.copy_id])
-        return found
+        return times
 
 
 def measure(place: Place, setting: Setting, seed: int, turns: int, max_s: float) -> dict[str, Any]:
     geometry = TINY if place.tiny else EIGHT_B
     bench = Bench(place, setting, geometry, seed)
     rng = random.Random(f"{seed}/order")
-    taken: dict[str, dict[str, list[tuple[float, float]]]] = {
+    times_by_way: dict[str, dict[str, list[tuple[float, float]]]] = {
         name: {"save": [], "load": []} for name in ("large", *bench.copiers)
     }
     end_s = time.monotonic() + max_s
     for turn in range(-2, turns):  # two for what happens only once
-        for name in rng.sample(list(taken), len(taken)):
-            found = bench.turn(name) if name != "large" else {way: bench.large(way) for way in ("save", "load")}
-            for way, times in found.items():
+        for name in rng.sample(list(times_by_way), len(times_by_way)):
+            turn_times = bench.turn(name) if name != "large" else {way: bench.large(way) for way in ("save", "load")}
+            for way, times in turn_times.items():
                 if turn >= 0:
-                    taken[name][way].append(times)
+                    times_by_way[name][way].append(times)
         if turn >= 2 and time.monotonic() > end_s:
             break
-    rows = [row(bench.bytes, name, way, taken, rng) for name in taken for way in ("save", "load")]
+    rows = [row(bench.bytes, name, way, times_by_way, rng) for name in times_by_way for way in ("save", "load")]
     result = {
         "geometry": geometry.name,
         "block_size": setting.block_size,
@@ -145,7 +145,7 @@ def measure(place: Place, setting: Setting, seed: int, turns: int, max_s: float)
         "bytes": bench.bytes,
         "pieces": bench.blocks * len(bench.segments),
         "piece_bytes": bench.segments[0].shape[1] * bench.segments[0].element_size(),
-        "turns": len(taken["large"]["save"]),
+        "turns": len(times_by_way["large"]["save"]),
         "rows": rows,
     }
     del bench
@@ -154,31 +154,31 @@ def measure(place: Place, setting: Setting, seed: int, turns: int, max_s: float)
 
 
 def row(
-    size: int, name: str, way: str, taken: dict[str, dict[str, list[tuple[float, float]]]], rng: random.Random
+    size: int, name: str, way: str, times_by_way: dict[str, dict[str, list[tuple[float, float]]]], rng: random.Random
 ) -> dict[str, Any]:
-    seconds = [done for done, _ in taken[name][way]]
-    found: dict[str, Any] = {
+    seconds = [done for done, _ in times_by_way[name][way]]
+    values: dict[str, Any] = {
         "way": name,
         "direction": way,
         "gb_per_s": size / statistics.median(seconds) / 1e9,
-        "call_ms": 1e3 * statistics.median(called for _, called in taken[name][way]),
+        "call_ms": 1e3 * statistics.median(called for _, called in times_by_way[name][way]),
         "seconds": seconds,
     }
     if name != "large":
-        found["of_large"] = ratio_of([done for done, _ in taken["large"][way]], seconds, rng)
-    return found
+        values["of_large"] = ratio_of([done for done, _ in times_by_way["large"][way]], seconds, rng)
+    return values
 
 
 def show(console: Console, place: Place, done: Done) -> None:
     table = Table(title=f"gpu-swap on {place.text()}")
     for name in ("piece", "pieces", "bytes each", "way", "direction", "GB/s", "call ms", "of one large copy", "95%"):
         table.add_column(name)
-    for name, found in done.results.items():
-        for one in found["rows"]:
-            ratio = one.get("of_large")
+    for name, result in done.results.items():
+        for way_row in result["rows"]:
+            ratio = way_row.get("of_large")
             table.add_row(
-                name, str(found["pieces"]), str(found["piece_bytes"]), one["way"], one["direction"],
-                f"{one['gb_per_s']:.1f}", f"{one['call_ms']:.2f}",
+                name, str(result["pieces"]), str(result["piece_bytes"]), way_row["way"], way_row["direction"],
+                f"{way_row['gb_per_s']:.1f}", f"{way_row['call_ms']:.2f}",
                 "" if ratio is None else f"{ratio['value']:.3f}{'' if ratio['value'] >= AIM else ' (below the aim)'}",
                 "" if ratio is None else interval_text(ratio),
             )  # fmt: skip
@@ -208,4 +208,4 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> i
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(exit_status_of(main))

@@ -16,7 +16,7 @@ import yaml
 
 from kvpolicy import policy as policies
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue, written
+from kvpolicy.fields import WrongValue, changed_values
 from kvpolicy.integrations import require
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm.plugin.settings import SCHEDULER, TEACH, transfer_config
@@ -24,7 +24,7 @@ from kvpolicy_vllm.plugin.settings import SCHEDULER, TEACH, transfer_config
 REFUSED = {
     "--scheduler-cls": "kvpolicy sets it itself",
     "--kv-transfer-config": "kvpolicy sets it itself; its options are kvpolicy's own, as --host-gib and --trace",
-    "--kv-offloading-size": "kvpolicy keeps evicted KV itself, in as much memory as --host-gib says",
+    "--kv-offloading-size": "kvpolicy keeps evicted KV itself, in the memory set by --host-gib",
 }
 AMBIGUOUS_PREFIX = "--kv-"
 """vLLM accepts any unambiguous prefix of a flag. This prefix and shorter ones are ambiguous."""
@@ -42,14 +42,14 @@ def options(settings: ServerSettings) -> dict[str, Any]:
     loaded.
     """
     policy, state_file = settings.policy, settings.online_state
-    values = written(replace(settings, policy=policies.anchored(policy)))
+    values = changed_values(replace(settings, policy=policies.anchored(policy)))
     if policies.needs_engine(policy):  # cannot be loaded here: only the engine knows its model and device
         return values
     loaded = policies.load(values["policy"], allow_python=settings.allow_python_policies)
     can_learn = isinstance(loaded, policies.LearningPolicy) and loaded.learned(loaded.initial_state()) is not None
     if state_file is not None and not can_learn:
         raise WrongValue(
-            "online_state", f"is {state_file}, and policy {policy} learns nothing while it serves; {TEACH}"
+            "online_state", f"is {state_file}, but policy {policy} learns nothing while it serves; {TEACH}"
         )
     return values
 

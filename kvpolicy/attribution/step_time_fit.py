@@ -31,8 +31,8 @@ def fit_step_time(design: Floats, duration_s: Floats, fitted_on: str) -> StepTim
     """
     if len(duration_s) < MIN_STEPS:
         raise TraceError(
-            f"steps: {len(duration_s)} undisturbed steps on {fitted_on}, at least {MIN_STEPS} are needed to tell "
-            "what a step takes when nothing is preempted"
+            f"steps: {len(duration_s)} undisturbed steps on {fitted_on}, at least {MIN_STEPS} are needed to "
+            "learn how long a step takes when nothing is preempted"
         )
     design = np.column_stack([np.ones(len(design)), design])
     coefficients = robust_nonnegative_fit(design, duration_s)

@@ -27,7 +27,7 @@ Seed = Annotated[int, typer.Option(help=SEED)]
 
 
 def profile(
-    out: Annotated[Path, typer.Option(help="Folder of the trace; an unfinished profile there is taken up again.")],
+    out: Annotated[Path, typer.Option(help="Folder of the trace. An unfinished profile in it is resumed.")],
     how: Measurement = Measurement(),
 ) -> Any:
     """Measure recompute and swap in the same states on a live engine."""
@@ -53,44 +53,48 @@ def train(
 def calibrate(
     cost_model: Annotated[
         str,
-        typer.Option(help="The cost model to carry: a folder, the name of one that ships, or analytic:DEVICE:CONFIG."),
+        typer.Option(help="Cost model to transfer: a folder, the name of a shipped model, or analytic:DEVICE:CONFIG."),
     ],
-    trace: Annotated[list[Path], typer.Option(help="Folder of a trace measured here; may be given several times.")],
-    out: Annotated[Path, typer.Option(help="Folder of the carried cost model.")],
-    states: Annotated[int | None, typer.Option(help="Use that many of the trace's states; all without it.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Calibrate even by a trace with over 30% noise.")] = False,
+    trace: Annotated[list[Path], typer.Option(help="Folder of a trace measured here. May be given several times.")],
+    out: Annotated[Path, typer.Option(help="Folder of the transferred cost model.")],
+    states: Annotated[int | None, typer.Option(help="Number of the trace's states to use. Default: all.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Calibrate even on a trace with over 30% noise.")] = False,
     seed: Seed = 0,
 ) -> Any:
-    """Carry a cost model to another machine, link or LLM by a few states measured there."""
+    """Transfer a cost model to another machine, link or LLM, with a few states measured there."""
     return kvpolicy.calibrate(cost_model=cost_model, traces=trace, out=out, states=states, seed=seed, force=force)
 
 
 def evaluate(
-    trace: Annotated[list[Path], typer.Option(help="Folder of a trace; may be given several times.")],
+    trace: Annotated[list[Path], typer.Option(help="Folder of a trace. May be given several times.")],
     policy: Annotated[list[str], typer.Option(help=f"{HELP}. May be given several times.")],
-    objective: Annotated[str, typer.Option(help=f"What policies are judged by, in seconds: {FORM}.")] = "engine",
+    objective: Annotated[
+        str, typer.Option(help=f"Objective that policies are judged by, in seconds: {FORM}.")
+    ] = "engine",
     how: Estimation = Estimation(),
     seed: Seed = 0,
 ) -> Any:
     """Judge policies on a trace.
 
     On a profile: accuracy and regret against the oracle that knows both options. On a production log: off-policy
-    estimates with intervals, or why there can be none.
+    estimates with intervals, or the reasons why the log supports none.
     """
     return kvpolicy.evaluate(trace, policy, seed, objective, how)
 
 
 def explain(
-    cost_model: Annotated[str, typer.Option(help="A folder, the name of one that ships, or analytic:DEVICE:CONFIG.")],
+    cost_model: Annotated[str, typer.Option(help="A folder, the name of a shipped model, or analytic:DEVICE:CONFIG.")],
     question: Question,
-    objective: Annotated[str, typer.Option(help=f"What is minimised, in seconds: {FORM}.")] = "engine",
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report there.")] = None,
+    objective: Annotated[str, typer.Option(help=f"Objective to minimise, in seconds: {FORM}.")] = "engine",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="File for the report.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the decision boundary there, as .svg or .png.")
+        Path | None, typer.Option(metavar="FILE", help="File for a plot of the decision boundary, .svg or .png.")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Show what that policy makes of it, too; as for evaluate.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Also show what this policy chooses; named as for `kvpolicy evaluate`.")
+    ] = None,
 ) -> None:
-    """Show both predicted costs of one situation, what drove the choice, and where it turns."""
+    """Show both predicted costs of one situation, the reasons for the choice, and where the choice changes."""
     report = kvpolicy.explain(cost_model, question, objective, plot, policy)
     show(report, json_file)
     if report.not_drawn:
@@ -99,11 +103,13 @@ def explain(
 
 def serve(
     context: typer.Context,
-    llm: Annotated[str, typer.Argument(metavar="LLM", help="The model, as for vllm serve; vLLM's flags after it.")],
+    llm: Annotated[
+        str, typer.Argument(metavar="LLM", help="The model, as for `vllm serve`, followed by vLLM's flags.")
+    ],
     settings: ServerSettings,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
-    """Start vLLM's server with the policy on. Flags that are not kvpolicy's go to vLLM as they are."""
+    """Start vLLM's server with the policy on. Flags that are not kvpolicy's are passed to vLLM unchanged."""
     launch = integrations.launcher()
     command = launch.serve_command(llm, launch.options(settings), context.args)
     if dry_run:
@@ -133,13 +139,15 @@ def import_profile(
     tables: Annotated[
         list[Path],
         typer.Argument(
-            metavar="TABLE...", help="Files of operator times as LLMServingSim, Vidur or AIConfigurator publish them."
+            metavar="TABLE...", help="Tables of operator times, as published by LLMServingSim, Vidur or AIConfigurator."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the hardware model.")],
     geometry: Annotated[Path, typer.Option(metavar="CONFIG", help="The LLM's config.json, or its folder.")],
-    ranks: Annotated[int, typer.Option(help="Tensor-parallel ranks; the tables have to be of one rank's share.")] = 1,
-    device: Annotated[str | None, typer.Option(help="The device's name where the tables do not tell it.")] = None,
+    ranks: Annotated[
+        int, typer.Option(help="Number of tensor-parallel ranks. The tables must be those of one rank.")
+    ] = 1,
+    device: Annotated[str | None, typer.Option(help="Name of the device, if the tables do not contain it.")] = None,
     link: Annotated[
         str | None, typer.Option(help="Host link, by name (pcie4, pcie5, ...) or BYTES_PER_S[,LATENCY_S].")
     ] = None,
@@ -156,7 +164,7 @@ def add_to(app: typer.Typer) -> None:
     add(profile)
     add(train)
     add(calibrate)
-    add(evaluate, "Write the report there.")
+    add(evaluate, "File for the report.")
     add(explain)
     add(serve, context_settings=SERVER_FLAGS)
     add(config)

@@ -19,12 +19,13 @@ from kvpolicy.study.config import HARDWARE_FORMS, Criterion, Run, Serving
 from kvpolicy.study.progress import bar
 
 POLICIES = (
-    f"{', '.join(FORMS)}, as for `kvpolicy evaluate`, the cost model analytic being the simulated engine's own; or "
-    "oracle: the cheaper option by the simulator's own times"
+    f"{', '.join(FORMS)}, as for `kvpolicy evaluate`, where the cost model analytic is that of the simulated engine; "
+    "or oracle: the cheaper option by the simulator's own times"
 )
 WORKLOAD = (
-    "FILE (Azure, Mooncake, BurstGPT, ShareGPT, agentic sessions, length tables, recorded traces; FORMAT:FILE says "
-    "which) or the name of one that ships, with ?OPTION=VALUE&..., as azure-conversation-2023?n=500&rate=4"
+    "FILE (Azure, Mooncake, BurstGPT, ShareGPT, agentic sessions, length tables, recorded traces; FORMAT:FILE "
+    "names the format) or the name of a shipped workload, with ?OPTION=VALUE&..., as "
+    "azure-conversation-2023?n=500&rate=4"
 )
 Hardware = Annotated[str, typer.Option(help=HARDWARE_FORMS)]
 INTERRUPTED = 130
@@ -37,7 +38,7 @@ class Served:
 
     workload: list[str] | None = option(f"{WORKLOAD}. May be given several times.", None)
     requests: list[Path] | None = option(
-        "Replay a measured run: input_toks, output_toks, client_arrival_s.", None, metavar="CSV"
+        "Replay a measured run; columns: input_toks, output_toks, client_arrival_s.", None, metavar="CSV"
     )
 
     def names(self) -> list[str]:
@@ -55,7 +56,7 @@ def simulate(
     serving: Serving = Serving(),
     run: Run = Run(),
 ) -> Any:
-    """Simulate workloads under policies, memories and links; a run that was cut off goes on where it stood."""
+    """Simulate workloads under policies, memories and links; an interrupted run is resumed."""
     if not (workloads := served.names()):
         raise InputError("no workload: give --workload or --requests")
     with bar() as progress:
@@ -69,27 +70,27 @@ def recommend(
     kv_blocks: Annotated[int, typer.Option(help="Usable KV blocks of the device.")],
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="A policy to try beside the usual ones. May be given several times."),
+        typer.Option(help="A policy to try besides the standard ones. May be given several times."),
     ] = None,
     link: Annotated[str, typer.Option(help="native, or BYTES_PER_S[,LATENCY_S].")] = "native",
     serving: Serving = Serving(),
     run: Run = Run(parts=8),
     criterion: Criterion = Criterion(),
 ) -> Any:
-    """Simulate your own workload on your own hardware under every policy, and say which to deploy."""
+    """Simulate your own workload on your own hardware under every policy, and recommend which to deploy."""
     with bar() as progress:
         run = replace(run, progress=progress)
         return kvpolicy.recommend(workload, hardware, kv_blocks, policy or [], link, serving, run, criterion)
 
 
 def characterize(
-    out: Annotated[Path, typer.Option(help="Folder of the trace; an unfinished study there is taken up again.")],
+    out: Annotated[Path, typer.Option(help="Folder of the trace. An unfinished study in it is resumed.")],
     figure: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(FIGURES)} or all. May be given several times.")
     ] = None,
     how: Measurement = Measurement(),
 ) -> Any:
-    """Measure what the overflow study's figures are drawn from, on a live engine."""
+    """Measure the data for the overflow study's figures on a live engine."""
     try:
         return kvpolicy.characterize(out, figure or ["all"], how)
     except KeyboardInterrupt as interrupt:
@@ -99,23 +100,23 @@ def characterize(
 
 def report(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Folders of traces.")],
-    out: Annotated[Path, typer.Option(help="The page, one HTML file that needs nothing else.")] = Path("report.html"),
-    figures: Annotated[Path | None, typer.Option(metavar="DIR", help="Each figure as SVG and PNG, too.")] = None,
+    out: Annotated[Path, typer.Option(help="The report: one self-contained HTML file.")] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for each figure as SVG and PNG.")] = None,
     cost_model: Annotated[
         str | None,
         typer.Option(
-            help="Whose boundary, calibration and regret to show: a folder, or the name of one that ships; without it "
-            "one is trained on two thirds of the states."
+            help="Cost model whose boundary, calibration and regret to show: a folder, or the name of a shipped model. "
+            "Default: one trained on two thirds of the states."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help=SEED)] = 0,
 ) -> Any:
-    """Test the overflow study's findings on traces, draw its figures, and write one page."""
+    """Test the overflow study's findings on traces, draw its figures, and write one HTML page."""
     return kvpolicy.report(traces=traces, out=out, figures=figures, cost_model=cost_model, seed=seed)
 
 
 def add_to(app: typer.Typer) -> None:
     for function in (simulate, recommend):
-        app.command()(command(function, "Write the figures there."))
+        app.command()(command(function, "File for the figures."))
     app.command()(command(characterize))
-    app.command()(command(report, "Write the findings there."))
+    app.command()(command(report, "File for the findings."))

@@ -126,8 +126,8 @@ def implausible(laws: Mapping[Kind, Law], geometry: Geometry, sheet: DeviceSheet
         for name, constant in constants_of(law, geometry, sheet).items():
             if not constant.plausible:
                 notes.append(
-                    f"{kind}: {name} comes out as {constant.value:.3g} {constant.unit}, plausible is "
-                    f"{constant.low:.3g} to {constant.high:.3g}: the trace may not tell it from other constants"
+                    f"{kind}: {name} is fitted as {constant.value:.3g} {constant.unit}, plausible is "
+                    f"{constant.low:.3g} to {constant.high:.3g}: the trace may not separate it from other constants"
                 )
     return tuple(notes)
 

@@ -60,7 +60,7 @@ class DataQuality:
                 f"self-check: none in {', '.join(self.unchecked)}; these costs were not compared with control runs"
             )
         if not self.step_error:
-            return [*lines, "step times: too few undisturbed steps to tell how well costs were attributed"]
+            return [*lines, "step times: too few undisturbed steps to know how well costs were attributed"]
         worst = max(self.step_error.values(), key=lambda error: error.mean_s)
         return [
             *lines,

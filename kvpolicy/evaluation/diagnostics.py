@@ -129,9 +129,9 @@ def log_refusals(calibrated: Calibration, clusters: int, known: Flags) -> tuple[
     if calibrated.chance is not None and calibrated.chance < MIN_CHANCE:
         worst = max(calibrated.bins, key=lambda row: abs(row.misses))
         reasons.append(
-            f"logged probabilities are not how often actions were chosen (chance {calibrated.chance:.1e}): at "
-            f"{worst.low:.3g} to {worst.high:.3g}, expected {worst.expected_share:.1%} swaps, found "
-            f"{worst.chosen_share:.1%} of {worst.decisions}"
+            f"logged probabilities differ from how often actions were chosen (p {calibrated.chance:.1e}): where they "
+            f"are {worst.low:.3g} to {worst.high:.3g}, {worst.expected_share:.1%} swaps were expected, and "
+            f"{worst.chosen_share:.1%} of {worst.decisions} decisions were swaps"
         )
     return tuple(reasons)
 
@@ -157,9 +157,9 @@ def _refusals(measured: Support, n: int) -> tuple[str, ...]:
     reasons = []
     if measured.unsupported_share > MAX_UNSUPPORTED:
         reasons.append(
-            f"{measured.unsupported_share:.1%} of what it would do has no support, over {MAX_UNSUPPORTED:.0%}: the "
-            f"log's policy does that there with a chance under {MIN_SUPPORT:.0%}, if at all; outside what it leaves to "
-            "chance it says nothing of other policies"
+            f"{measured.unsupported_share:.1%} of its choices have no support, over {MAX_UNSUPPORTED:.0%}: the logging "
+            f"policy made them with a probability under {MIN_SUPPORT:.0%}, or never; a log supports estimates of other "
+            "policies only where its own policy chose at random"
         )
     if measured.effective_share < MIN_EFFECTIVE:
         reasons.append(
@@ -170,7 +170,7 @@ def _refusals(measured: Support, n: int) -> tuple[str, ...]:
         reasons.append(
             f"mean weight {measured.mean_weight:.3f} "
             f"[{measured.mean_weight_low:.3f}, {measured.mean_weight_high:.3f}] "
-            f"leaves {WEIGHT_LIMITS[0]} to {WEIGHT_LIMITS[1]}: too few records, or wrong probabilities"
+            f"is not within {WEIGHT_LIMITS[0]} to {WEIGHT_LIMITS[1]}: too few records, or wrong probabilities"
         )
     return tuple(reasons)
 

@@ -26,8 +26,8 @@ from kvpolicy.policy.objective import ENGINE, Objective
 BOUNDED = frozenset({"ips", "dr", "cross-fitted-dr", "switch-dr", "dros"})
 """Estimators whose terms have known limits; the ratio of SNIPS and the fit of the direct method have none."""
 ESTIMAND = (
-    "estimated: mean cost per preemption in the states that the log's policy brought about, by intended action; what "
-    "an action does to later states is not in it, that takes a simulator"
+    "estimated: mean cost per preemption in the states that the logging policy reached, by intended action; effects of "
+    "an action on later states are not included, for these use a simulator"
 )
 
 
@@ -104,7 +104,7 @@ class OffPolicyReport:
             f"{self.n} decisions in {self.clusters} clusters ({self.cluster}): {took}",
             ESTIMAND,
             *([] if self.objective == ENGINE.text else [f"judged by {self.objective}"]),
-            f"brackets: 95%, {self.interval}",
+            f"brackets: 95% intervals, {self.interval}",
             "",
             *self._logged_lines(),
             *(line for judgement in self.policies for line in judgement.lines()),
@@ -122,8 +122,8 @@ class OffPolicyReport:
 
 def _calibration_lines(calibrated: Calibration) -> list[str]:
     if calibrated.chance is None:
-        return ["logged probabilities: too few decisions were left to chance to check them"]
-    lines = [f"logged probabilities beside how often swap was chosen (chance of such a miss {calibrated.chance:.2g}):"]
+        return ["logged probabilities: too few decisions were random to check them"]
+    lines = [f"logged probability of swap, and share of swaps chosen (p {calibrated.chance:.2g}):"]
     for row in calibrated.bins:
         span = f"{row.low:.3g}" if row.low == row.high else f"{row.low:.3g} to {row.high:.3g}"
         lines.append(f"  {span:<16} {row.expected_share:.1%} {row.chosen_share:.1%} of {row.decisions}")

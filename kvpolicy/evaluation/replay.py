@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvpolicy.arrays import Flags, Floats, Ints
-from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_option_always_wins
+from kvpolicy.datasets.profiles import Dataset, Sample, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.quality import DataQuality
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Kind
@@ -87,7 +87,7 @@ class EvaluationReport:
     def text(self) -> str:
         lines = [
             f"{self.states} states, {self.ties} of them ties; swap is faster in {self.swap_faster}",
-            f"oracle: {self.oracle_total_s:.4g} s in all",
+            f"oracle: {self.oracle_total_s:.4g} s in total",
             *([] if self.objective == ENGINE.text else [f"judged by {self.objective}"]),
             "",
             f"{'policy':<34} {'accuracy':>22} {'mean regret, ms':>26} {'p95 regret, ms':>26} {'over the oracle':>24}",
@@ -97,11 +97,11 @@ class EvaluationReport:
                 f"{score.policy:<34} {_percent(score.accuracy):>22} {_ms(score.mean_regret_s):>26} "
                 f"{_ms(score.p95_regret_s):>26} {_percent(score.over_oracle):>24}"
             )
-        lines.append("brackets: 95%, states resampled")
+        lines.append("brackets: 95% intervals, states resampled")
         if self.always_wins:
-            lines.append(f"{self.always_wins} costs less in every state: here the cheapest policy is a constant")
+            lines.append(f"{self.always_wins} costs less in every state: here always choosing it is optimal")
         lines += [
-            f"{name}: corrected by no outcome in this replay, judged as without online=on" for name in self.learning
+            f"{name}: a replay has no outcomes to learn from; judged as without online=on" for name in self.learning
         ]
         lines += self.floor.lines()
         return "\n".join(lines + [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count])
@@ -141,7 +141,7 @@ def evaluate(
         raise WrongValue("seed", f"is {seed}, should be 0 or above")
     parsed_objective = parsed("objective", objective, Objective)
     loaded = load_policies(policies)
-    dataset = measured(traces)
+    dataset = read_dataset(traces)
     _check_fit(loaded, dataset)
     usable, left_out = _usable(dataset, loaded)
     states = [with_objective_costs(state, parsed_objective) for state in usable]

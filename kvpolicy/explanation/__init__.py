@@ -59,7 +59,7 @@ def explain(
 
 def _refuse_unknown_delay(model: FittedModel, objective: Objective) -> None:
     if objective.victim and not model.predicts_victim_delay:
-        what = f"minimises the victim's delay, which cost model {model.name} was not taught; train it again"
+        what = f"minimises the victim's delay, which cost model {model.name} does not predict; train it again"
         raise WrongValue("objective", what)
 
 
@@ -85,5 +85,5 @@ def _notes(model: FittedModel, resolved: ResolvedQuestion) -> tuple[str, ...]:
     notes = list(resolved.assumed)
     if resolved.situation.block_size not in model.provenance.block_sizes:
         sizes = ", ".join(map(str, model.provenance.block_sizes))
-        notes.append(f"the model was measured on blocks of {sizes} tokens; these are extrapolated to")
+        notes.append(f"the model was measured on blocks of {sizes} tokens; another size is extrapolated")
     return (*notes, *model.provenance.notes)

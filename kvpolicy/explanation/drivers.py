@@ -18,22 +18,24 @@ def drivers_of(breakdowns: tuple[Breakdown, Breakdown], objective: Objective) ->
     lines = [_margin(chosen, other, objective), *_parts(breakdowns), *_learned(breakdowns), *_floors(breakdowns)]
     if objective != ENGINE:
         engine = breakdowns[lowest([breakdown.cost for breakdown in breakdowns], ENGINE)].kind
-        same = "too" if engine == chosen.kind else f"turned by {objective.text}"
+        same = "too" if engine == chosen.kind else f"but {objective.text} changes that"
         lines.append(f"engine time alone would choose {engine}, {same}")
     extrapolated = sorted({feature.feature for breakdown in breakdowns for feature in breakdown.beyond})
     if extrapolated:
-        lines.append(f"extrapolated, in {', '.join(extrapolated)}: it rests on what was not measured")
+        lines.append(
+            f"extrapolated, in {', '.join(extrapolated)}: the prediction rests on states that were not measured"
+        )
     swap = breakdowns[1].cost
     if swap.log_ratio_low <= 0 <= swap.log_ratio_high:
         bounded = isfinite(swap.log_ratio_low) and isfinite(swap.log_ratio_high)
-        lines.append(f"in doubt: the interval of the ratio {'holds 1' if bounded else 'is unbounded'}")
+        lines.append(f"not significant: the interval of the ratio {'includes 1' if bounded else 'is unbounded'}")
     return tuple(lines)
 
 
 def _margin(chosen: Breakdown, other: Breakdown, objective: Objective) -> str:
     chosen_s, other_s = objective.of(chosen.cost), objective.of(other.cost)
     if chosen_s == other_s:
-        return f"a tie at {chosen_s * 1e3:.3g} ms: recompute is taken"
+        return f"a tie at {chosen_s * 1e3:.3g} ms: recompute is chosen"
     return f"{chosen.kind} by {(other_s - chosen_s) * 1e3:.3g} ms: {chosen_s * 1e3:.3g} against {other_s * 1e3:.3g} ms"
 
 
@@ -41,15 +43,15 @@ def _parts(breakdowns: tuple[Breakdown, Breakdown]) -> list[str]:
     """The larger part of a swap's cost; a recompute has only one part."""
     cost = breakdowns[1].cost
     name, seconds = max((("save", cost.save_s), ("load", cost.load_s)), key=lambda part: part[1])
-    return [f"most of swap is its {name}: {seconds * 1e3:.3g} of {cost.engine_s * 1e3:.3g} ms"] if seconds > 0 else []
+    return [f"largest part of swap: {name}, {seconds * 1e3:.3g} of {cost.engine_s * 1e3:.3g} ms"] if seconds > 0 else []
 
 
 def _learned(breakdowns: tuple[Breakdown, Breakdown]) -> list[str]:
     if all(breakdown.residual_factor == 1 for breakdown in breakdowns):
-        return ["physics alone: nothing learned on top here"]
+        return ["physics only: no learned correction here"]
     without = _cheaper(*(max(breakdown.law_s, breakdown.floor_s) for breakdown in breakdowns))
     factors = " and ".join(f"{breakdown.kind} times {breakdown.residual_factor:.3g}" for breakdown in breakdowns)
-    return [f"learned: {factors}; {_effect(without, breakdowns, 'physics alone')}"]
+    return [f"learned: {factors}; {_effect(without, breakdowns, 'physics only')}"]
 
 
 def _floors(breakdowns: tuple[Breakdown, Breakdown]) -> list[str]:
@@ -57,12 +59,12 @@ def _floors(breakdowns: tuple[Breakdown, Breakdown]) -> list[str]:
     if not floored:
         return []
     without = _cheaper(*(breakdown.law_s * breakdown.residual_factor for breakdown in breakdowns))
-    return [f"floor taken for {' and '.join(floored)}; {_effect(without, breakdowns, 'without it engine time')}"]
+    return [f"noise floor used for {' and '.join(floored)}; {_effect(without, breakdowns, 'without it engine time')}"]
 
 
 def _effect(without: Kind, breakdowns: tuple[Breakdown, Breakdown], what: str) -> str:
     chosen = breakdowns[lowest([breakdown.cost for breakdown in breakdowns], ENGINE)].kind
-    return f"{what} says {without} {'too' if without == chosen else f', which it turns to {chosen}'}".replace(" ,", ",")
+    return f"{what} would choose {without}{' too' if without == chosen else f', this changes it to {chosen}'}"
 
 
 def _cheaper(recompute_s: float, swap_s: float) -> Kind:

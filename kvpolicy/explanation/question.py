@@ -6,30 +6,30 @@ from dataclasses import dataclass, replace
 
 from kvpolicy.cost import FittedModel
 from kvpolicy.events import Preemption
-from kvpolicy.fields import AMOUNT, COUNT, WrongValue, option, settle
+from kvpolicy.fields import AMOUNT, COUNT, WrongValue, option, validate
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """A victim and its surroundings. Fields that are None are filled from the model; see :func:`resolve`."""
 
-    tokens: int = option("Tokens the victim has computed.", rule=COUNT)
-    running: int = option("Requests running beside it.", 0, AMOUNT)
+    tokens: int = option("Computed tokens of the victim.", rule=COUNT)
+    running: int = option("Other running requests.", 0, AMOUNT)
     free: int = option("Free KV blocks of the device.", 0, AMOUNT)
-    waiting: int = option("Requests waiting.", 0, AMOUNT)
-    block_size: int | None = option("Tokens per block; by default as the model's first.", None, COUNT)
-    shared: int = option("Blocks of the victim that other requests hold too.", 0, AMOUNT)
+    waiting: int = option("Waiting requests.", 0, AMOUNT)
+    block_size: int | None = option("Tokens per block. Default: the first size of the model.", None, COUNT)
+    shared: int = option("Blocks that the victim shares with other requests.", 0, AMOUNT)
     batch_tokens: int | None = option(
-        "Tokens the others hold together; by default each as many as the victim.", None, AMOUNT
+        "Total tokens of the other running requests. Default: each as long as the victim.", None, AMOUNT
     )
-    segment_bytes: int | None = option("Contiguous bytes that a copy moves at once.", None, COUNT)
-    queued_save: int = option("Bytes that wait to be copied out already.", 0, AMOUNT, metavar="BYTES")
-    queued_load: int = option("Bytes that wait to be copied back already.", 0, AMOUNT, metavar="BYTES")
+    segment_bytes: int | None = option("Contiguous bytes per piece of a copy.", None, COUNT)
+    queued_save: int = option("Bytes already queued to be saved.", 0, AMOUNT, metavar="BYTES")
+    queued_load: int = option("Bytes already queued to be loaded.", 0, AMOUNT, metavar="BYTES")
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
         if self.batch_tokens and not self.running:
-            raise WrongValue("batch_tokens", f"is {self.batch_tokens} beside 0 running, should be 0 there")
+            raise WrongValue("batch_tokens", f"is {self.batch_tokens} with 0 running, should be 0 then")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def resolve(model: FittedModel, question: Question) -> ResolvedQuestion:
     if batch_tokens is None:
         batch_tokens = _batch_tokens(model, tokens, running)
         if running:
-            assumed.append(f"the others hold {batch_tokens} tokens together")
+            assumed.append(f"{batch_tokens} tokens of the other running requests")
     situation = Preemption(
         time_s=0.0, computed_tokens=tokens, prompt_tokens=tokens, output_tokens=0, block_size=size,
         block_bytes=block_bytes, segment_bytes=segment_bytes, held_blocks=held, shared_blocks=shared, hashed_blocks=0,

@@ -94,7 +94,7 @@ class Explanation:
             f"{situation.free_blocks} blocks free{_queued(situation)}",
             f"cost model {self.cost_model} ({self.family}); minimised: {self.objective.text}",
             f"choice: {self.chosen}",
-            "what drove it:",
+            "reasons:",
             *(f"  {line}" for line in self.drivers),
         ]
 
@@ -102,7 +102,7 @@ class Explanation:
         recompute, swap = self.breakdowns
         low, high = swap.cost.log_ratio_low, swap.cost.log_ratio_high
         ratio = swap.cost.engine_s / recompute.cost.engine_s
-        doubt = "the choice is in doubt" if low <= 0 <= high else "it leaves 1 out: the choice is clear"
+        doubt = "not significant" if low <= 0 <= high else "significant: the interval excludes 1"
         lines = [
             f"swap / recompute: {ratio:.3g} (90% interval {_exp(low)} to {_exp(high)}); {doubt}",
         ]
@@ -111,7 +111,7 @@ class Explanation:
     def _map(self) -> list[str]:
         """The choice over lengths and loads as letters, highest load first."""
         grid, width = self.grid, len(str(self.grid.running[-1]))
-        lines = ["choice over tokens and running requests: R recompute, S swap; small letters where in doubt"]
+        lines = ["choice over tokens and running requests: R recompute, S swap; lower case where not significant"]
         for load in reversed(range(len(grid.running))):
             signs = [SIGNS[ratio < 0, sure] for ratio, sure in zip(grid.log_ratio[load], grid.sure[load], strict=True)]
             lines.append(f"{grid.running[load]:>{width}} |{''.join(signs)}")
@@ -134,7 +134,7 @@ def _turns(even: BreakEven) -> list[str]:
         suffix = " (partly extrapolated)" if any(turn.extrapolated for turn in even.turns) else ""
         lines.append(
             f"break-even at this load: {even.first} below {first.tokens} tokens, {last.to} from {last.tokens} on; "
-            f"between them it turns {len(even.turns) - 2} more times{suffix}: whole blocks are copied"
+            f"between them the choice changes {len(even.turns) - 2} more times{suffix}, since whole blocks are copied"
         )
     else:
         for turn in even.turns:
@@ -142,8 +142,8 @@ def _turns(even: BreakEven) -> list[str]:
             lines.append(f"break-even at this load: {turn.to} from {turn.tokens} tokens on{suffix}")
     if even.every_up_to < even.up_to_tokens:
         lines.append(
-            f"every length up to {even.every_up_to} was looked at; above, edges of blocks up to {even.widest_gap} "
-            "tokens apart, between which it may turn and turn back"
+            f"every length up to {even.every_up_to} was checked; above, only block edges up to {even.widest_gap} "
+            "tokens apart, between which the choice may change and change back"
         )
     return lines
 
@@ -161,7 +161,7 @@ def _breakdown_lines(breakdown: Breakdown) -> list[str]:
         f"  others wait {cost.stall_s * 1e3:.3g} request-ms"
         + ("" if cost.victim_delay_s is None else f"; the victim is back after {_ms(cost.victim_delay_s)}"),
         f"  physics {_ms(breakdown.law_s)}"
-        + (f", below what the traces can tell: {_ms(breakdown.floor_s)} taken" if breakdown.floored else "")
+        + (f", below the noise floor of the traces: {_ms(breakdown.floor_s)} used" if breakdown.floored else "")
         + _learned(breakdown),
     ]
     for feature in breakdown.beyond:
@@ -173,7 +173,7 @@ def _breakdown_lines(breakdown: Breakdown) -> list[str]:
 
 def _learned(breakdown: Breakdown) -> str:
     if breakdown.residual_factor == 1:
-        return "; nothing learned on top here"
+        return "; no learned correction here"
     what = "held at the edge of the trained range" if breakdown.beyond else "learned"
     return f", times {breakdown.residual_factor:.3g} {what}"
 

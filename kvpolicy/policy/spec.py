@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 
 from kvpolicy import cost, extensions
-from kvpolicy.code_digest import labelled
+from kvpolicy.code_digest import digest_label
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
@@ -17,31 +17,31 @@ from kvpolicy.policy.explore import Budget, Explore, ExploreOnline
 from kvpolicy.policy.objective import ENGINE, Objective
 
 FORMS: Mapping[str, str] = {
-    "always-recompute": "what vLLM does by itself",
-    "always-swap": "swaps wherever that is feasible",
-    "threshold:TOKENS": "swaps from that many computed tokens on",
-    "random:P_SWAP": "swaps with that probability",
-    "cheapest:COST_MODEL": "whatever the cost model predicts to be cheaper",
-    "explore:COST_MODEL": "the same as cheapest, but draws where the model cannot tell the two apart, so that the "
-    "trace can judge other policies",
-    "minwaste:COST_MODEL": "InferCept's rule: whatever leaves less device memory idle by the cost model's times",
-    extensions.FORM: "what FACTORY of the module MODULE makes: one of your own",
+    "always-recompute": "what vLLM does without kvpolicy",
+    "always-swap": "swaps wherever feasible",
+    "threshold:TOKENS": "swaps requests of at least that many computed tokens",
+    "random:P_SWAP": "swaps with that probability, at random",
+    "cheapest:COST_MODEL": "the option that the cost model predicts to be cheaper",
+    "explore:COST_MODEL": "as cheapest, but chooses at random where the predicted difference is not significant, so "
+    "that the trace can be used to judge other policies",
+    "minwaste:COST_MODEL": "InferCept's rule: the option that leaves less device memory idle by the cost model's times",
+    extensions.FORM: "a policy of your own, which FACTORY of the module MODULE makes",
 }
 """Forms of policy names, with what each policy does: for error messages, for help, and for the README."""
 GROUP = "kvpolicy.policies"
 """Entry point group of the policies that installed packages offer by name."""
 COST_MODELS = (
-    "a folder, the name of one that ships, analytic (untrained, of the running engine), "
+    "a folder, the name of a shipped one, analytic (untrained, of the running engine), "
     "analytic:DEVICE[@LINK]:CONFIG (untrained, of a data sheet and a config.json) "
     f"or {extensions.FORM}"
 )
 OPTIONS_HELP = (
-    "; after COST_MODEL may follow ,online=on and ,objective=OBJECTIVE (not after minwaste), and of explore "
-    ",budget=SECONDS or ,budget=SHARE%; after FACTORY, a class or function of that module, ,KEY=VALUE..."
+    "; options after COST_MODEL: ,online=on and ,objective=OBJECTIVE (not for minwaste), for explore also "
+    ",budget=SECONDS or ,budget=SHARE%; after FACTORY, a class or function of that module: ,KEY=VALUE..."
 )
 HELP = (
     f"{'; '.join(f'{form}: {what}' for form, what in FORMS.items())}. COST_MODEL is {COST_MODELS}{OPTIONS_HELP}. "
-    "online=on: measured outcomes correct the model; budget: of predicted regret"
+    "online=on: measured outcomes correct the model; budget: maximum predicted regret spent on random choices"
 )
 
 PRICED = ("cheapest", "explore")
@@ -123,7 +123,7 @@ def _priced(spec: str, model: str, loader: Callable[[str], CostModel], allow_pyt
         return spec, loader(model)
     cost_model = cost.load_cost_model(model, allow_python)
     extensions.refuse_unnamed(cost_model, "cost model")
-    return spec.replace(model, labelled(cost_model), 1), cost_model
+    return spec.replace(model, digest_label(cost_model), 1), cost_model
 
 
 def checked(policy: Policy) -> Policy:
@@ -245,7 +245,7 @@ def _swap_probability(spec: str, value: str) -> float:
 
 
 def _no_victim_delay(spec: str, model: str) -> WrongValue:
-    return _refusal(spec, f"minimises the victim's delay, which cost model {model} was not taught; train it again")
+    return _refusal(spec, f"minimises the victim's delay, which cost model {model} does not predict; train it again")
 
 
 def _no_step_time(spec: str, model: str) -> WrongValue:

@@ -63,15 +63,15 @@ def trend(x: Sequence[float], y: Sequence[float], rises: bool, effect: str, unit
         why = f"{len(xs)} {units} at {len(np.unique(xs))} levels; at least {MIN_POINTS_FOR_TREND} at 3 are needed"
         return Evidence("cannot tell", test, effect, len(xs), units, why=why)
     if len(np.unique(ys)) < 2:
-        return Evidence("cannot tell", test, effect, len(xs), units, 0.0, 0.0, 0.0, 1.0, why="all costs are alike")
+        return Evidence("cannot tell", test, effect, len(xs), units, 0.0, 0.0, 0.0, 1.0, why="all costs are equal")
     correlation = stats.kendalltau(xs, ys)
     slope, _, low, high = map(float, stats.theilslopes(ys, xs, 0.95))
     p = float(correlation.pvalue)
     correlated = p < LEVEL
-    settled = correlated and slope * correlation.statistic > 0
-    answer: Answer = ("yes" if (correlation.statistic > 0) == rises else "no") if settled else "cannot tell"
-    why = "the median slope is 0, though ranks go together" if correlated else "the points are compatible with no trend"
-    return Evidence(answer, test, effect, len(xs), units, slope, low, high, p, why="" if settled else why)
+    significant = correlated and slope * correlation.statistic > 0
+    answer: Answer = ("yes" if (correlation.statistic > 0) == rises else "no") if significant else "cannot tell"
+    why = "the median slope is 0, although the ranks are correlated" if correlated else "no trend is significant"
+    return Evidence(answer, test, effect, len(xs), units, slope, low, high, p, why="" if significant else why)
 
 
 def cheaper(
@@ -87,13 +87,13 @@ def cheaper(
         why = f"{len(a)} {units}; at least {MIN_PAIRS} are needed"
         return Evidence("cannot tell", test, effect, len(a), units, why=why)
     if not np.any(a != b):
-        return Evidence("cannot tell", test, effect, len(a), units, 1.0, 1.0, 1.0, 1.0, why="all pairs are alike")
+        return Evidence("cannot tell", test, effect, len(a), units, 1.0, 1.0, 1.0, 1.0, why="all pairs are equal")
     p = float(stats.wilcoxon(a, b).pvalue)
     ratio, low, high = _ratio_of_totals(a, b, rng.integers(0, len(a), (RESAMPLES, len(a))))
     less = float(np.median(a - b)) < 0
-    settled = p < LEVEL
-    answer: Answer = ("yes" if less else "no") if settled else "cannot tell"
-    why = "" if settled else "the difference is within the noise"
+    significant = p < LEVEL
+    answer: Answer = ("yes" if less else "no") if significant else "cannot tell"
+    why = "" if significant else "the difference is within the noise"
     return Evidence(answer, test, effect, len(a), units, ratio, low, high, p, why=why)
 
 
@@ -112,9 +112,9 @@ def lower(
     result = stats.mannwhitneyu(a, b, alternative="two-sided")
     means = [np.mean(rng.choice(sample, (RESAMPLES, len(sample))), axis=1) for sample in (a, b)]
     ratio, low, high = _with_interval(a.mean() / b.mean() if b.mean() > 0 else None, means[0], means[1])
-    settled = float(result.pvalue) < LEVEL
-    answer: Answer = ("yes" if result.statistic < len(a) * len(b) / 2 else "no") if settled else "cannot tell"
-    why = "" if settled else "the difference is within the noise"
+    significant = float(result.pvalue) < LEVEL
+    answer: Answer = ("yes" if result.statistic < len(a) * len(b) / 2 else "no") if significant else "cannot tell"
+    why = "" if significant else "the difference is within the noise"
     return Evidence(answer, test, effect, len(a) + len(b), units, ratio, low, high, float(result.pvalue), why=why)
 
 
@@ -129,7 +129,11 @@ def flat(x: Sequence[float], y: Sequence[float], units: str = "windows", margin:
     effect = "of the mean is the change from the lowest to the highest level"
     levels = len(np.unique(xs))
     if len(xs) < MIN_POINTS_FOR_TREND or levels < 2 or ys.mean() <= 0:
-        why = "costs drown in the noise" if len(xs) and ys.mean() <= 0 else f"{len(xs)} {units} at {levels} levels"
+        why = (
+            "the noise is larger than the costs"
+            if len(xs) and ys.mean() <= 0
+            else f"{len(xs)} {units} at {levels} levels"
+        )
         return Evidence("cannot tell", test, effect, len(xs), units, confidence=0.9, why=why)
     line = stats.linregress(xs, ys)
     scale = float(xs.max() - xs.min()) / float(ys.mean())
@@ -162,7 +166,7 @@ def lowest_at(runs: Mapping[int, Sequence[float]], expected: Sequence[int], rng:
     lowest_levels = np.asarray(levels)[np.argmin(np.vstack(mean_draws), axis=0)]
     share = float(np.isin(lowest_levels, expected).mean())
     answer: Answer = "yes" if share >= 1 - LEVEL else "no" if share <= LEVEL else "cannot tell"
-    why = "" if answer != "cannot tell" else "draws disagree on the lowest level"
+    why = "" if answer != "cannot tell" else "the draws do not agree on the lowest level"
     error = 1.96 * float(np.sqrt(share * (1 - share) / RESAMPLES))
     return Evidence(answer, test, effect, count, "runs", share, share - error, share + error, why=why)
 
@@ -188,9 +192,9 @@ def coincide(marked: Sequence[bool], events: Sequence[bool], units: str = "steps
     cells = np.asarray(table, dtype=np.float64) + 0.5
     log_odds = float(np.log(cells[0, 0] * cells[1, 1] / cells[0, 1] / cells[1, 0]))
     half = 1.96 * float(np.sqrt((1 / cells).sum()))
-    settled = p < LEVEL
-    answer: Answer = ("yes" if log_odds > 0 else "no") if settled else "cannot tell"
-    why = "" if settled else "they fall on each other as often as by chance"
+    significant = p < LEVEL
+    answer: Answer = ("yes" if log_odds > 0 else "no") if significant else "cannot tell"
+    why = "" if significant else "they coincide as often as by chance"
     odds, low, high = (float(np.exp(log_odds + shift)) for shift in (0.0, -half, half))
     return Evidence(answer, test, effect, len(a), units, odds, low, high, p, why=why)
 

@@ -47,11 +47,11 @@ class Finding:
 
     def sentence(self) -> str:
         """Verdict, claim and details in words."""
-        head = {"yes": "holds here", "no": "does not hold here", "cannot tell": "cannot be told here"}
+        head = {"yes": "holds here", "no": "does not hold here", "cannot tell": "undecided here"}
         return f"{head[self.evidence.answer]}: {self.claim}. {self.details()}".strip()
 
     def details(self) -> str:
-        """Reason why it cannot be told, size of the effect, test, and note."""
+        """Reason why it is undecided, size of the effect, test, and note."""
         evidence = self.evidence
         parts = [f"{evidence.why[0].upper()}{evidence.why[1:]}."] if evidence.why else []
         if evidence.value is not None:

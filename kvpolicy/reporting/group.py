@@ -40,7 +40,8 @@ class Group:
         yes, no, open_ = self.answers.values()
         tested = f"{len(self.findings)} statements of the study can be tested with these traces"
         outcome = f"{yes} {'holds' if yes == 1 else 'hold'} here, {no} {'does' if no == 1 else 'do'} not"
-        return f"{tested}: {outcome}{f', {open_} cannot be told either way' if open_ else ''}."
+        undecided = f", {open_} {'is' if open_ == 1 else 'are'} undecided" if open_ else ""
+        return f"{tested}: {outcome}{undecided}."
 
 
 def link_name(header: Header) -> str:

@@ -36,7 +36,7 @@ TITLES = {
     "timeline": "Over time",
 }
 CLASSES = {"yes": "yes", "no": "no", "cannot tell": "open"}
-WORDS = {"yes": "holds", "no": "does not hold", "cannot tell": "cannot tell"}
+WORDS = {"yes": "holds", "no": "does not hold", "cannot tell": "undecided"}
 INKS = {
     colours.INK: "var(--ink)",
     colours.MUTED: "var(--muted)",
@@ -163,9 +163,9 @@ def _boundary_lines(learned: Learned) -> list[str]:
     assert learned.boundary is not None
     situation = learned.boundary.question.situation
     return [
-        f"The circle, in the middle of what was measured: {situation.computed_tokens} tokens beside "
+        f"Circle, in the middle of the measured range: {situation.computed_tokens} tokens beside "
         f"{situation.running_requests} running requests. There the model chooses {learned.boundary.chosen}. "
-        "Dots: outside what it was trained on. The line: where both cost the same.",
+        "Dots: outside its trained range. Line: where both options cost the same.",
         *learned.boundary.drivers,
     ]
 
@@ -197,7 +197,7 @@ def _scores(scores: EvaluationReport) -> dict[str, Any]:
         "rows": rows,
         "states": scores.states,
         "ties": scores.ties,
-        "constant": f"{constant} costs less in every one of these states: the best policy is a constant here."
+        "constant": f"{constant} costs less in every one of these states: always choosing it is optimal here."
         if constant
         else "",
     }
@@ -217,7 +217,7 @@ def _facts(material: Material, group: Group) -> list[tuple[str, str]]:
         ("model", ", ".join(f"{name} {value}" for name, value in geometry.items())),
         ("KV blocks", _blocks(headers)),
         ("maximum tokens of a step", "not recorded" if first.token_budget is None else str(first.token_budget)),
-        ("overflows measured", f"{len(material.overflows)}, of them {natural} for want of memory"),
+        ("overflows measured", f"{len(material.overflows)}, of them {natural} for lack of memory"),
         ("runs served", str(len(material.runs))),
         ("left out", ", ".join(f"{count} {why}" for why, count in material.left_out.items()) or "nothing"),
         ("identical windows vary by", ", ".join(f"{share:.1%}" for share in variation) or "not measured"),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.arrays import causal_pairs
 from kvpolicy.shape.layers import Attention, ConfigError, Mlp, attentions_of, mlps_of, number, text_of
 from kvpolicy.shape.precision import Precision, precision_of
 from kvpolicy.shape.refusals import refuse_uncounted
@@ -94,14 +93,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """All parameters, without the vectors of norms."""
-        return self.embedding_parameters + sum(
-            kind.layers * (kind.attention.parameters + kind.mlp.parameters) for kind in self.kinds
-        )
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token uses, embedding and head included."""
-        return self.embedding_parameters + self._layer_parameters(active=True)
+        return self.embedding_parameters + self._layer_parameters(active=False)
 
     def _layer_parameters(self, active: bool) -> int:
         return sum(
@@ -130,11 +122,6 @@ class ModelShape:
         """Share of the routed experts that one token does not use; 0 without experts."""
         routed = [kind.mlp for kind in self.kinds if kind.mlp.experts]
         return 1.0 - routed[0].chosen / routed[0].experts if routed else 0.0
-
-    def weight_bytes_per_step(self, tokens: float) -> float:
-        """Expected bytes of weights that a step of that many tokens reads, if experts are chosen evenly at random."""
-        touched = 1.0 - float(self.expert_miss**tokens)
-        return self.steady_weight_bytes + self.expert_weight_bytes * touched
 
     @property
     def weight_bytes(self) -> float:
@@ -170,11 +157,6 @@ class ModelShape:
         return 2.0 * self._layer_parameters(active=True)
 
     @property
-    def head_flops(self) -> float:
-        """FLOPs of the head per sampled token."""
-        return 2.0 * self.vocab * self.hidden
-
-    @property
     def attention_flops_per_pair(self) -> float:
         """FLOPs per (query, key) pair in layers that see the whole context."""
         return self._pair_flops(windowed=False)
@@ -196,22 +178,6 @@ class ModelShape:
             raise ConfigError(f"layers have windows of several sizes: {sorted(map(int, filter(None, windows)))}")
         return windows.pop() if windows else None
 
-    def attention_flops(self, tokens: float, context: float = 0.0) -> float:
-        """FLOPs of the attention of a causal prefill of ``tokens`` tokens after ``context`` tokens."""
-        return sum(
-            kind.layers
-            * kind.attention.pair_flops
-            * (_pairs(context + tokens, kind.attention.window) - _pairs(context, kind.attention.window))
-            for kind in self.kinds
-        )
-
 
 def _capped(tokens: float, window: int | None) -> float:
     return tokens if window is None else min(tokens, window)
-
-
-def _pairs(tokens: float, window: int | None) -> float:
-    """Number of pairs (token, token it attends to, itself included) in a causal prefill without context."""
-    if window is None or tokens <= window:
-        return causal_pairs(0, tokens)
-    return causal_pairs(0, window) + (tokens - window) * window

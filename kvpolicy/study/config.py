@@ -9,16 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kvpolicy.fields import AMOUNT, COUNT, Rule, WrongValue, one_of, option, settle
+from kvpolicy.fields import AMOUNT, COUNT, Rule, WrongValue, one_of, option, validate
 from kvpolicy.hardware.sheets import known_sheet
+from kvpolicy.settings import DEFAULT_HOST_GIB, GIB
 
 HARDWARE_FORMS = (
-    "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of one that ships), "
+    "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of a shipped one), "
     "or DEVICE[@LINK]:CONFIG, as H100-SXM@pcie5:path/to/config.json"
 )
-GIB = 2**30
-DEFAULT_HOST_GIB = 4.0
-"""The plugin's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +25,32 @@ class Serving:
 
     block_size: int = option("Tokens per KV block.", 16, COUNT)
     host_gib: float | None = option(
-        f"Host memory for evicted KV of one rank, GiB; {DEFAULT_HOST_GIB:g} without it.", None, AMOUNT
+        f"Host memory for evicted KV of one rank, GiB. Default: {DEFAULT_HOST_GIB:g}.", None, AMOUNT
     )
-    host_blocks: int | None = option("The same as a number of blocks.", None, AMOUNT)
+    host_blocks: int | None = option(
+        "Host memory for evicted KV as a number of blocks, instead of --host-gib.", None, AMOUNT
+    )
     token_budget: int | None = option(
-        "Most tokens of a step (max_num_batched_tokens); vLLM's own for the device.", None, COUNT
+        "Maximum tokens of a step (max_num_batched_tokens). Default: vLLM's for the device.", None, COUNT
     )
-    max_num_seqs: int | None = option("Most requests running at a time; vLLM's own for the device.", None, COUNT)
-    prefix_caching: bool = option("Without vLLM's prefix caching.", True)
-    scheduling: str = option("fcfs or priority", "fcfs", one_of("fcfs", "priority"))
+    max_num_seqs: int | None = option(
+        "Maximum requests that run at a time. Default: vLLM's for the device.", None, COUNT
+    )
+    prefix_caching: bool = option("Switch vLLM's prefix caching off.", True)
+    scheduling: str = option("Scheduling policy: fcfs or priority.", "fcfs", one_of("fcfs", "priority"))
     asynchronous: bool | None = option(
-        "Schedule one step ahead; as vLLM does, on all but CPUs.", None, flag="--async/--no-async"
+        "Schedule one step ahead. Default: as vLLM does, on all devices but CPUs.", None, flag="--async/--no-async"
     )
     watermark: float = option(
-        "Share of the blocks that stays free when a request is admitted beside others.",
+        "Share of the blocks that stays free when a request is admitted while others run.",
         0.0,
         Rule("a share of the blocks, from 0, below 1", lambda value: 0 <= value < 1),
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
         if self.host_gib is not None and self.host_blocks is not None:
-            raise WrongValue("host_blocks", "is given beside host_gib, should be alone: both say the same")
+            raise WrongValue("host_blocks", "is given with host_gib, should be given without: both set the same memory")
 
     def on(self, device: str) -> Serving:
         """These settings with every None replaced by the plugin's or vLLM's default for the device."""
@@ -114,22 +116,22 @@ def _silent(done: int, total: int, words: str) -> None:
 class Run:
     """How a study is run: simulator, repeats, processes, and where results go."""
 
-    engine: str = option("builtin, or vllm: vLLM's own scheduler on a virtual clock.", "builtin")
-    seeds: int = option("Runs of each, drawn by seeds 0, 1, ...", 1, COUNT)
-    parts: int = option("Cut every workload into so many successive parts, a run each.", 1, COUNT)
+    engine: str = option("Simulator: builtin, or vllm, which is vLLM's own scheduler on a virtual clock.", "builtin")
+    seeds: int = option("Number of runs of each cell, with seeds 0, 1, ...", 1, COUNT)
+    parts: int = option("Number of successive parts into which every workload is cut, with a run for each.", 1, COUNT)
     jobs: int | None = option(
-        "Processes; one per core without it, 0 for none but this one.",
+        "Number of worker processes; 0 runs all in this process. Default: one per core.",
         None,
-        Rule("1 or more, or 0 for none but this process", lambda value: value >= 0),
+        Rule("1 or more, or 0 to run in this process", lambda value: value >= 0),
     )
-    ray: str | None = option("Run on that Ray cluster, or auto.", None, metavar="ADDRESS")
-    out: Path | None = option("Folder for traces, a sub-folder for each run.", None)
-    cache: Path | None = option("Folder of finished runs; the user's cache folder without it.", None)
-    fresh: bool = option("Simulate also what was finished before.", False)
+    ray: str | None = option("Ray cluster to run on, or auto.", None, metavar="ADDRESS")
+    out: Path | None = option("Folder for traces, with a sub-folder for each run.", None)
+    cache: Path | None = option("Folder that keeps finished runs. Default: in the user's cache folder.", None)
+    fresh: bool = option("Repeat runs that were finished before.", False)
     progress: Progress = _silent
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
 
 
 JUDGED: Mapping[str, tuple[str, str | None]] = {
@@ -145,8 +147,10 @@ JUDGED: Mapping[str, tuple[str, str | None]] = {
 class Criterion:
     """The figure by which policies are compared, and the smallest gain that is worth a change."""
 
-    judge_by: str = option("e2e, ttft, itl (mean seconds) or throughput", "e2e", one_of(*JUDGED))
-    min_gain: float = option("Share by which a policy has to be better, with all of its interval.", 0.01, AMOUNT)
+    judge_by: str = option("Figure to compare: e2e, ttft, itl (mean seconds) or throughput.", "e2e", one_of(*JUDGED))
+    min_gain: float = option(
+        "Smallest gain worth a change, as a share; its whole interval must lie above it.", 0.01, AMOUNT
+    )
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)

@@ -51,11 +51,11 @@ def simulate(
     """
     refuse_single(workloads=workloads, policies=policies, kv_blocks=kv_blocks, links=links)
     if not kv_blocks:
-        raise WrongValue("kv_blocks", "are none, should be one at least")
+        raise WrongValue("kv_blocks", "are none, should be at least one")
     named_hardware = hardware_named(hardware)
     serving = serving.on(machine_named(named_hardware).device)
     if not workloads:
-        raise WrongValue("workloads", "are none, should be one at least")
+        raise WrongValue("workloads", "are none, should be at least one")
     cells = [
         Cell(
             workload=workload.label,
@@ -91,7 +91,7 @@ def sweep(cells: Sequence[Cell], run: Run) -> SweepReport:
     digests, failed = _digests(cells)
     results = {} if run.fresh else _cached_results(digests, cache, run.out)
     taken_up = len(results)
-    run.progress(taken_up, len(digests), f"{taken_up} taken up")
+    run.progress(taken_up, len(digests), f"{taken_up} from the cache")
     pending = [cell for cell in digests if cell not in results]
     tasks = [Task(cell, digests[cell], _folder(run.out, digests[cell])) for cell in pending]
     for finished, (number, outcome) in enumerate(_run_all(tasks, run), taken_up + 1):

@@ -124,7 +124,7 @@ def _opened(spec: str, digest: str) -> Machine:
     place, colon, config = spec.partition(":")
     if not colon or not place or not config:
         raise WrongValue(
-            "hardware", f"{spec!r}: should be {HARDWARE_FORMS}; models that ship are {', '.join(cost.shipped())}"
+            "hardware", f"{spec!r}: should be {HARDWARE_FORMS}; shipped models: {', '.join(cost.shipped())}"
         )
     return _by_sheet(spec, config)
 
@@ -229,7 +229,7 @@ class Behind:
     def source(self) -> str:
         link = self.link
         link_text = f"{link.bytes_per_s:g} bytes/s and {link.latency_s:g} s"
-        return f"{self.times.source}; copies instead over a given link of {link_text}"
+        return f"{self.times.source}; copies over a given link of {link_text} instead"
 
     def step_s(self, load: StepLoad) -> float:
         return self.times.step_s(load)

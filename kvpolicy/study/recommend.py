@@ -10,76 +10,23 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from math import exp, isfinite, log
 from statistics import fmean
 from typing import Any
 
 from kvpolicy.errors import InputError
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.policy import Policy
-from kvpolicy.stats import student_interval
+from kvpolicy.settings import DEFAULT_HOST_GIB
+from kvpolicy.stats import CONFIDENCE, Ratio, geometric_means, student_ratio
 from kvpolicy.study.cache import Result
-from kvpolicy.study.config import DEFAULT_HOST_GIB, JUDGED, Criterion, Run, Serving
+from kvpolicy.study.config import JUDGED, Criterion, Run, Serving
 from kvpolicy.study.contender import contender_of
 from kvpolicy.study.grid import simulate
 from kvpolicy.study.inputs import HardwareObject, workload_named
 from kvpolicy.study.machine import open_machine
-from kvpolicy.study.report import aligned, beyond_warning, figures, server_words, written
+from kvpolicy.study.report import aligned, beyond_warning, figure_text, figures, server_words
 from kvpolicy.study.run_cell import ORACLE, source_named
 from kvpolicy.workload import Source, Workload
-
-LEVEL = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Geometric mean of the pairs' ratios, with its interval; the ends are None for a single pair."""
-
-    value: float
-    low: float | None
-    high: float | None
-    pairs: int
-
-    @property
-    def significant(self) -> bool:
-        """Whether the interval excludes 1."""
-        return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
-
-    def text(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.value:.3f} (1 pair, no interval)"
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-def geometric_means(values: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """One mean per group, in the order of the groups' first values. Raises ValueError for values not above 0."""
-    logs: dict[int, list[float]] = {}
-    for value, group in zip(values, groups, strict=True):
-        if not (isfinite(value) and value > 0):
-            raise InputError(f"geometric mean of {list(values)}: numbers above 0 are needed")
-        logs.setdefault(group, []).append(log(value))
-    return [exp(fmean(group_logs)) for group_logs in logs.values()]
-
-
-def paired_ratio(
-    values: Sequence[float], other_values: Sequence[float], level: float = LEVEL, comparisons: int = 1
-) -> Ratio:
-    """Ratio of two policies: Student's interval of the mean log ratio over pairs with the same requests and seed.
-
-    ``comparisons``: number of such intervals that are shown together; all of them then hold at once with ``level``
-    (Bonferroni). Raises ValueError for values not above 0, or no pairs.
-    """
-    pairs = list(zip(values, other_values, strict=True))
-    if not pairs or not all(isfinite(a) and isfinite(b) and a > 0 and b > 0 for a, b in pairs):
-        raise InputError(
-            f"paired ratio of {list(values)} over {list(other_values)}: pairs of numbers above 0 are needed"
-        )
-    logs = [log(a / b) for a, b in pairs]
-    if len(logs) == 1:
-        return Ratio(exp(logs[0]), None, None, 1)
-    value, low, high = map(exp, student_interval(logs, (1.0 - level) / (2 * comparisons)))
-    return Ratio(value, low, high, len(logs))
-
 
 DEFAULT = "always-recompute"
 """vLLM's own behaviour."""
@@ -134,19 +81,21 @@ class Advice:
 
     def text(self) -> str:
         pairs = self.compared[0].gain.pairs
-        rows = [["policy", f"{self.judge_by} gain", "throughput", "e2e p99", "ttft p99", *SHOWN]]
+        rows = [["policy", f"{self.judge_by} gain", "throughput", "e2e p99", "ttft p99", *COST_COLUMNS]]
         for comparison in self.compared:
             ratios = (comparison.gain, comparison.throughput, comparison.e2e_p99, comparison.ttft_p99)
-            shown = (written(name, comparison.figures) for name in SHOWN)
+            shown = (figure_text(name, comparison.figures) for name in COST_COLUMNS)
             rows.append([comparison.policy, *(ratio.text() for ratio in ratios), *shown])
-        seeds_note = "" if self.seeds_differ else "; seeds do not change the requests: the runs of a part are one"
+        seeds_note = (
+            "" if self.seeds_differ else "; seeds do not change the requests, so that the runs of a part count as one"
+        )
         lines = [
             f"{self.workload} on {self.hardware}, {self.kv_blocks} KV blocks: {pairs} pairs of runs per policy"
             f"{seeds_note}",
-            f"ratios against {DEFAULT}: {self.judge_by} gain above 1 is better; throughput above 1, p99 below 1",
+            f"ratios to {DEFAULT}: better is a {self.judge_by} gain above 1, a throughput above 1, a p99 below 1",
             f"server: {self.server}",
-            f"all intervals shown together at {LEVEL:.0%}; a change is advised where all of the gain's interval lies "
-            f"above {1.0 + self.min_gain:g}",
+            f"intervals: {CONFIDENCE:.0%}, simultaneous; a change is recommended where the whole interval of the gain "
+            f"lies above {1.0 + self.min_gain:g}",
             *aligned(rows),
             "",
             f"deploy this: {self.deploy}: {self.reason}",
@@ -158,7 +107,7 @@ class Advice:
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
-SHOWN = ("e2e s", "recompute", "swap", "repeated tok")
+COST_COLUMNS = ("e2e s", "recompute", "swap", "repeated tok")
 
 
 def figure_of(result: Result, name: str, statistic: str | None) -> float:
@@ -167,7 +116,7 @@ def figure_of(result: Result, name: str, statistic: str | None) -> float:
     if value is None:
         figure = name if statistic is None else f"{name}.{statistic}"
         raise InputError(
-            f"workload {result['inputs']['workload']}: its runs have no {figure}, so nothing compares them"
+            f"workload {result['inputs']['workload']}: its runs have no {figure}, so that they cannot be compared"
         )
     return float(value)
 
@@ -180,15 +129,15 @@ def extrapolation_warning(comparison: Compared) -> str | None:
     return (
         f"{comparison.policy}: its cost model extrapolated beyond its training range in "
         f"{comparison.extrapolated} of {comparison.choices} decisions ({share:.0%}); "
-        "`kvpolicy profile` and `kvpolicy train` on the serving machine measure there"
+        "`kvpolicy profile` and `kvpolicy train` on the serving machine cover these cases"
     )
 
 
 THRESHOLD_LEVELS = (0.25, 0.5, 0.75, 0.9)
 """Quantile levels of the requests' total lengths at which thresholds are tried."""
 FEWER_USERS = (
-    "a closed loop in parts: each part has only a share of the users, and so of the load; --parts 1 with --seeds "
-    "keeps them together, where the seed draws their sessions"
+    "a closed loop in parts: each part has only a share of the users and of the load; --parts 1 keeps them together, "
+    "with --seeds for several runs where sessions depend on the seed"
 )
 MAX_UNLIKE = 1.2
 """Factor by which the whole workload may differ from the mean of its parts without a warning."""
@@ -256,9 +205,9 @@ def whole_run_summary(whole: Sequence[Result], parts: Sequence[Result], judge_by
     if 1 / MAX_UNLIKE <= default_value / part_mean <= MAX_UNLIKE:
         return summary, ""
     return summary, (
-        f"under {DEFAULT} the workload as one run comes to {default_value:.4g} {unit}, its parts to {part_mean:.4g} "
-        f"{unit}: every part begins with an empty server, so the intervals are those of shorter runs under less load; "
-        "fewer --parts come closer"
+        f"under {DEFAULT} the whole workload takes {default_value:.4g} {unit} in one run, and {part_mean:.4g} "
+        f"{unit} in parts: every part begins with an empty server, so the intervals hold for shorter runs under less "
+        "load; fewer --parts are closer to one run"
     )
 
 
@@ -302,7 +251,7 @@ class Pairs:
         values, other_values = self._values(policy, name, statistic), self._values(other, name, statistic)
         if not more_is_better:
             values, other_values = other_values, values
-        return paired_ratio(values, other_values, comparisons=INTERVALS_PER_POLICY * max(1, len(self.runs) - 1))
+        return student_ratio(values, other_values, comparisons=INTERVALS_PER_POLICY * max(1, len(self.runs) - 1))
 
     def _values(self, policy: str, name: str, statistic: str | None) -> list[float]:
         values = [figure_of(result, name, statistic) for result in self.runs[policy]]
@@ -336,7 +285,7 @@ def advise(
     warnings += list(runs[best][0]["warnings"])
     if change and _uses_model_object(deploy, inputs):
         warnings.append(
-            f"{deploy} asks the cost model that was given as an object: a server loads it from the folder that `train` "
+            f"{deploy} uses the cost model that was given as an object: a server loads it from the folder that `train` "
             "or `calibrate` writes"
         )
     if change and "policy_digest" in inputs:
@@ -383,18 +332,18 @@ def _reason(best: Compared, compared: Sequence[Compared], change: bool, judge_by
     if not base.choices and not base.figures["recompute"]:
         return "nothing was preempted in any run, so every policy does the same; keep vLLM's default"
     if best.policy == DEFAULT:
-        return "keep vLLM's default; in the mean of these runs no other policy did better"
+        return "keep vLLM's default; no other policy had a better mean in these runs"
     if best.gain.low is None:
         return (
-            f"keep vLLM's default; one run: no interval, so that {best.policy}, which is "
-            f"{best.gain.value:.3f} times better by {judge_by}, may be so by chance; "
-            "give --parts, or --seeds where they draw requests"
+            f"keep vLLM's default; with one run there is no interval, so that the gain of {best.policy}, "
+            f"{best.gain.value:.3f} times better by {judge_by}, may be chance; "
+            "set --parts, or --seeds where the requests depend on the seed"
         )
     if not change:
-        claim = "so" if not best.gain.significant else f"above the least gain that is worth a change, {min_gain:.1%}"
+        claim = "" if not best.gain.significant else f" above the smallest gain worth a change, {min_gain:.1%}"
         return (
             f"keep vLLM's default; the best other policy, {best.policy}, is {best.gain.text()} times better by "
-            f"{judge_by}, but not significantly {claim}"
+            f"{judge_by}, but not significantly{claim}"
         )
     ties = [
         comparison.policy

@@ -88,7 +88,7 @@ def figures(results: Sequence[Result]) -> dict[str, float | None]:
     }
 
 
-def written(column: str, values: Mapping[str, float | None]) -> str:
+def figure_text(column: str, values: Mapping[str, float | None]) -> str:
     """A figure as written in the table; blank where it is undefined."""
     form = COLUMNS[column]
     name = form[1:].partition(":")[0]
@@ -117,7 +117,7 @@ def _table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     rows = [["policy", *COLUMNS, "runs"]]
     for policy, results in groups.items():
         values = figures(results)
-        rows.append([policy, *(written(column, values) for column in COLUMNS), str(len(results))])
+        rows.append([policy, *(figure_text(column, values) for column in COLUMNS), str(len(results))])
     return aligned(rows)
 
 
@@ -130,11 +130,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def server_words(serving: Mapping[str, Any], device: str) -> str:
     """The server's limits in words, and where those without a flag come from."""
     known = known_sheet(device) is not None or device == "cpu"
-    own = "vLLM 0.32's own for this device" if known else f"{device} is not known here: as for the smallest GPU"
+    own = "defaults of vLLM 0.32 for this device" if known else f"{device} is unknown: defaults for the smallest GPU"
     ahead = "one step ahead" if serving["asynchronous"] else "step by step"
     return (
         f"at most {serving['token_budget']} tokens a step and {serving['max_num_seqs']} requests, scheduling {ahead} "
-        f"({own}, unless a flag says otherwise)"
+        f"({own}, unless set by a flag)"
     )
 
 
@@ -157,8 +157,8 @@ def beyond_warning(results: Sequence[Result]) -> str | None:
     if not beyond:
         return None
     return (
-        f"{beyond} of {steps} steps ({beyond / steps:.1%}) lie beyond the hardware model's tables, where their "
-        "times are physics carried on from the edge"
+        f"{beyond} of {steps} steps ({beyond / steps:.1%}) lie beyond the hardware model's tables, where "
+        "their times are extrapolated by physics from the edge"
     )
 
 

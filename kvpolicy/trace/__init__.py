@@ -9,9 +9,8 @@ from kvpolicy.trace.rows import (
     transfer_row,
     window_row,
 )
+from kvpolicy.trace.schemas import SCHEMA_VERSION, SCHEMAS
 from kvpolicy.trace.table import (
-    SCHEMA_VERSION,
-    SCHEMAS,
     Header,
     Trace,
     TraceError,

@@ -28,7 +28,7 @@ MIN_SHORT_STATES = 12
 """Minimum number of states up to an inner edge: with fewer no law can be determined."""
 LOG_DOUBLE = log(2.0)
 """Distance at which coverage is reported in two parts: up to twice the edge, and from there on."""
-ALL_SHARES = tuple(sorted({*SHARES, *(one * other for one in SHARES for other in SHARES)}))
+ALL_SHARES = tuple(sorted({*SHARES, *(share * other for share in SHARES for other in SHARES)}))
 """Shares of the longest length up to which models are fitted: :data:`SHARES` to estimate growth, and their products to
 estimate it again within each share, where coverage is tested."""
 
@@ -47,11 +47,13 @@ class ExtrapolatedMiss:
     distance: Mapping[str, float]
     """Distance from the model's range, by predicted quantity; 0 if inside, however long the state is."""
 
-    def miss(self, quantity: str, kept: Mapping[Kind, bool]) -> float:
-        """log(measured / predicted) of one quantity; ``kept``: whether each option's residual is kept."""
+    def miss(self, quantity: str, kept_residuals: Mapping[Kind, bool]) -> float:
+        """log(measured / predicted) of one quantity; ``kept_residuals``: whether each option's residual is kept."""
         if quantity == "ratio":
-            return self.miss("swap", kept) - self.miss("recompute", kept)
-        return next((self.carried if kept[kind] else self.dropped).model[kind] for kind in KINDS if kind == quantity)
+            return self.miss("swap", kept_residuals) - self.miss("recompute", kept_residuals)
+        return next(
+            (self.carried if kept_residuals[kind] else self.dropped).model[kind] for kind in KINDS if kind == quantity
+        )
 
 
 def extrapolated_misses(
@@ -82,33 +84,33 @@ def extrapolated_misses(
 
 def residuals_kept(extrapolated: Sequence[ExtrapolatedMiss], trees: Mapping[Kind, int]) -> dict[Kind, bool]:
     """Whether to keep each option's residual outside the range; False if too few states can decide it."""
-    kept = {}
+    kept_residuals = {}
     for kind in KINDS:
         outside = [miss for miss in extrapolated if miss.share in SHARES and miss.distance[kind] > 0]
         carried, dropped = ([getattr(miss, name).model[kind] for miss in outside] for name in ("carried", "dropped"))
-        kept[kind] = bool(trees[kind]) and carries(
+        kept_residuals[kind] = bool(trees[kind]) and carries(
             carried, dropped, len({miss.name for miss in outside}), default=False
         )
-    return kept
+    return kept_residuals
 
 
 def with_growth(
     intervals: Intervals,
     inside: Sequence[Misses],
     extrapolated: Sequence[ExtrapolatedMiss],
-    kept: Mapping[Kind, bool],
+    kept_residuals: Mapping[Kind, bool],
     min_growth: Mapping[str, float],
 ) -> Intervals:
     """The intervals with the margin that they gain per unit of distance, at least ``min_growth``.
 
     ``inside``: the errors that they were calibrated on.
     """
-    growth = _growth(inside, extrapolated, kept)
+    growth = _growth(inside, extrapolated, kept_residuals)
     return replace(intervals, growth={quantity: max(growth[quantity], min_growth[quantity]) for quantity in PREDICTED})
 
 
 def inner_coverage(
-    inside: Sequence[Misses], extrapolated: Sequence[ExtrapolatedMiss], kept: Mapping[Kind, bool]
+    inside: Sequence[Misses], extrapolated: Sequence[ExtrapolatedMiss], kept_residuals: Mapping[Kind, bool]
 ) -> dict[str, Any]:
     """Coverage of intervals outside the range, tested within the training data.
 
@@ -120,7 +122,7 @@ def inner_coverage(
     longest = _longest(inside)
     for share in SHARES:
         short = [miss for miss in inside if miss.computed_tokens <= share * longest]
-        intervals = _intervals_up_to(short, share, extrapolated, kept)
+        intervals = _intervals_up_to(short, share, extrapolated, kept_residuals)
         if intervals is None:
             continue
         for miss in extrapolated:
@@ -129,7 +131,9 @@ def inner_coverage(
             for quantity in PREDICTED:
                 below, above = margin = _margin_of(intervals, miss, quantity)
                 if miss.distance[quantity] > 0 and not isinf(max(margin)):
-                    hits[quantity].append((miss.distance[quantity], -below <= miss.miss(quantity, kept) <= above))
+                    hits[quantity].append(
+                        (miss.distance[quantity], -below <= miss.miss(quantity, kept_residuals) <= above)
+                    )
     return {
         quantity: share_held([hit for _, hit in pairs])
         | {
@@ -147,7 +151,7 @@ STUDENT_T = 2.132
 
 
 def growth_by_scatter(
-    fits: Sequence[FittedModel], states: Sequence[State], kept: Mapping[Kind, bool]
+    fits: Sequence[FittedModel], states: Sequence[State], kept_residuals: Mapping[Kind, bool]
 ) -> dict[str, float]:
     """Growth of the margin, per unit of distance, that the scatter of the fits themselves requires.
 
@@ -155,7 +159,7 @@ def growth_by_scatter(
     compared (the delete-a-group jackknife; median of the states, maximum of the stretches). Constants that hardly
     matter within the range and dominate beyond it show in no error inside.
     """
-    models = [replace(model, carried=dict(kept)) for model in fits]
+    models = [replace(model, carried=dict(kept_residuals)) for model in fits]
     longest = max(state.computed_tokens for state in states)
     edge = [state for state in states if state.computed_tokens > longest / 2]
     examples = examples_of(edge)
@@ -189,7 +193,7 @@ def _jackknife_error(values: Sequence[float]) -> float:
 
 
 def _intervals_up_to(
-    short: Sequence[Misses], share: float, extrapolated: Sequence[ExtrapolatedMiss], kept: Mapping[Kind, bool]
+    short: Sequence[Misses], share: float, extrapolated: Sequence[ExtrapolatedMiss], kept_residuals: Mapping[Kind, bool]
 ) -> Intervals | None:
     """Intervals of a model trained on ``short`` alone, the states up to ``share``; None if they are too few."""
     if len(short) < MIN_SHORT_STATES:
@@ -200,11 +204,17 @@ def _intervals_up_to(
         for miss in extrapolated
         if miss.share < share and miss.carried.computed_tokens <= longest
     ]
-    return with_growth(calibrate(short, carried_quantities(kept)), short, nested, kept, dict.fromkeys(PREDICTED, 0.0))
+    return with_growth(
+        calibrate(short, carried_quantities(kept_residuals)),
+        short,
+        nested,
+        kept_residuals,
+        dict.fromkeys(PREDICTED, 0.0),
+    )
 
 
 def _growth(
-    inside: Sequence[Misses], extrapolated: Sequence[ExtrapolatedMiss], kept: Mapping[Kind, bool]
+    inside: Sequence[Misses], extrapolated: Sequence[ExtrapolatedMiss], kept_residuals: Mapping[Kind, bool]
 ) -> dict[str, float]:
     """Growth by quantity: the maximum over the fits up to each share.
 
@@ -217,10 +227,14 @@ def _growth(
         longer = [miss for miss in extrapolated if miss.share == share]
         if not longer or len(short) < MIN_SHORT_STATES:
             continue
-        intervals = calibrate(short, carried_quantities(kept))
+        intervals = calibrate(short, carried_quantities(kept_residuals))
         for quantity in PREDICTED:
             scores = [
-                excess(miss.miss(quantity, kept), _edge_margin(intervals, miss, quantity), miss.distance[quantity])
+                excess(
+                    miss.miss(quantity, kept_residuals),
+                    _edge_margin(intervals, miss, quantity),
+                    miss.distance[quantity],
+                )
                 for miss in longer
                 if miss.distance[quantity] > 0
             ]

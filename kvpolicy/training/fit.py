@@ -80,15 +80,15 @@ def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: P
         return _fit_once(family, subset, dataset, provenance, tree_counts, unbounded(), seed)[0]
 
     extrapolated = extrapolated_misses(states, refit, misses_of)
-    kept = residuals_kept(extrapolated, trees)
+    kept_residuals = residuals_kept(extrapolated, trees)
     intervals = with_growth(
-        calibrate(misses, carried_quantities(kept)),
+        calibrate(misses, carried_quantities(kept_residuals)),
         misses,
         extrapolated,
-        kept,
-        growth_by_scatter(fold_models, states, kept),
+        kept_residuals,
+        growth_by_scatter(fold_models, states, kept_residuals),
     )
-    notes += _range_notes(intervals, trees, kept)
+    notes += _range_notes(intervals, trees, kept_residuals)
     if inf in [side for margins in intervals.inside.values() for margin in margins for side in margin]:
         notes.append(f"{len(states)} training states are too few for 90% intervals: they are infinite")
     model, forests = _fit_once(family, states, dataset, provenance, trees, intervals, seed)
@@ -97,22 +97,22 @@ def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: P
         victim_delays=fit_victim_delays(states),
         others_share=fit_others_shares(states),
         step_time=dataset.common_step_time,
-        carried=kept,
+        carried=kept_residuals,
     )
-    return Fit(model, forests, trees, tuple(notes), inner_coverage(misses, extrapolated, kept))
+    return Fit(model, forests, trees, tuple(notes), inner_coverage(misses, extrapolated, kept_residuals))
 
 
-def _range_notes(intervals: Intervals, trees: Mapping[Kind, int], kept: Mapping[Kind, bool]) -> list[str]:
+def _range_notes(intervals: Intervals, trees: Mapping[Kind, int], kept_residuals: Mapping[Kind, bool]) -> list[str]:
     notes = []
     for kind in KINDS:
         if trees[kind]:
-            treatment = "kept at the edge" if kept[kind] else "left out"
+            treatment = "kept at the edge" if kept_residuals[kind] else "left out"
             notes.append(f"{kind}: outside the trained range the learned residual is {treatment}")
     infinite = [quantity for quantity in PREDICTED if intervals.growth[quantity] == inf]
     if infinite:
         notes.append(
             f"{', '.join(infinite)}: intervals outside the trained range are infinite: too few states up to a quarter "
-            "or half of the longest length, or beyond it, to tell"
+            "or half of the longest length, or beyond it, to measure them"
         )
     return notes
 

@@ -163,16 +163,16 @@ def load_notes(law: Law, examples: Sequence[Example]) -> tuple[str, ...]:
     if not _collinear(_column(examples, "save_bytes"), _column(examples, "load_bytes")):
         return ()
     return (
-        "swap: what is saved and what is loaded grow together in every state, and the fit puts all of the cost down to "
-        "saves: a load counts as free, which this trace cannot tell; blocks shared with others would tell them apart",
+        "swap: saved and loaded bytes grow together in every state, and the fit attributes all of the cost to saves. "
+        "Whether loads are free cannot be learned from this trace; states with shared blocks would show it",
     )
 
 
-def _collinear(one: Floats, other: Floats) -> bool:
+def _collinear(column: Floats, other: Floats) -> bool:
     """Whether nearly all variance of one column is explained by the other."""
-    if len(one) < 2 or not (np.std(one) and np.std(other)):
+    if len(column) < 2 or not (np.std(column) and np.std(other)):
         return True
-    return bool(np.corrcoef(one, other)[0, 1] ** 2 > COLLINEAR)
+    return bool(np.corrcoef(column, other)[0, 1] ** 2 > COLLINEAR)
 
 
 def _durations(channel: Channel, examples: Sequence[Example], direction: str) -> Floats:
@@ -191,7 +191,7 @@ def _channels(
     """Durations of saves and of loads; fitted to half of the costs if too few transfers were recorded."""
     channels = []
     for direction in ("save", "load"):
-        sizes, segments, seconds = TransferTable.of(transfers).measured(direction)
+        sizes, segments, seconds = TransferTable.of(transfers).columns(direction)
         floor = 1e-6
         if len(sizes) < MIN_TRANSFERS:
             sizes, segments = _column(examples, f"{direction}_bytes"), _column(examples, f"{direction}_segments")

@@ -1,20 +1,9 @@
 """Train cost models from production logs. Called by :func:`kvpolicy.training.train`.
 
-The law and the residual of an option are fitted to the records of that option. A record with logged probability p
-stands for 1 / p situations (importance weighting). With weights the law is the best fit over all situations and not
-only over those in which the logging policy preferred the option; that matters where no law is quite right. Weights are
-clipped at :data:`MAX_WEIGHT`, and the report counts the clipped ones. The fits take no weights: a record is repeated
-instead.
+The law and the residual of an option are fitted to the records of that option, weighted by their logged probability.
 
-The model's mean over all situations is compared with the doubly robust estimate, and the model is scaled to it where
-the difference is significant. The direct estimate uses the model alone, ``mean m(x, a)``. The doubly robust estimate
-adds the model's errors on the records of option ``a``, weighted (Robins, Rotnitzky and Zhao, 1994; Dudik, Langford and
-Li, 2011):
-
-    mean of  m(x_i, a) + [a_i = a] / p_i x (y_i - m(x_i, a))
-
-It is consistent if the logged probabilities or the model are right. ``m`` is fitted without the record's own request.
-Situations in which an option had probability 0 are predicted by the model alone.
+The model's mean over all situations is compared with the doubly robust estimate (see
+:mod:`kvpolicy.training.importance_weights`), and the model is scaled to it where the difference is significant.
 
 Intervals are split conformal by option, from records of requests not used in fitting. No situation is measured under
 both options, so the interval of the log ratio is combined from the two: each has 95% coverage, so both hold together,
@@ -26,13 +15,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import floor, inf, log
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from scipy.stats import t as student
 
 from kvpolicy.cost import store
 from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin, unbounded
@@ -41,82 +26,20 @@ from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText, forest_of
 from kvpolicy.datasets.examples import Example, log_miss, option_of, ranges_of
 from kvpolicy.datasets.logs import Record, Records, read_records
-from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.regression.conformal import CONFIDENCE, Margin
 from kvpolicy.trace import TraceError
 from kvpolicy.training.coverage import share_held
 from kvpolicy.training.family import Costs, Family, family_of, laws_of
+from kvpolicy.training.importance_weights import Average, Term, average, clipped, weight_of, weighted_examples
+from kvpolicy.training.law_transfer import scaled_by
+from kvpolicy.training.reports import LogTrainReport
 from kvpolicy.training.residual_fit import INPUTS, MIN_STATES, Fold, Target, choose_tree_count, fit_residual
-from kvpolicy.training.transfer import scaled_by
-
-AVERAGE_CONFIDENCE = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One situation of the log, and one option."""
-
-    request: str
-    """Terms of one request are not independent."""
-    predicted_s: float
-    """Prediction of a model fitted without this request."""
-    weight: float
-    """Number of situations the record stands for, clipped; 0 where another option was taken."""
-    measured_s: float
-    """0 where another option was taken."""
-
-    @property
-    def robust_s(self) -> float:
-        return self.predicted_s + self.weight * (self.measured_s - self.predicted_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """Seconds per preemption over all situations of a log."""
-
-    direct_s: float
-    robust_s: float
-    low_s: float
-    """95% interval of ``robust_s``, by requests."""
-    high_s: float
-
-    @property
-    def factor(self) -> float:
-        """Factor to scale the model by; 1 if ``direct_s`` lies within the interval, or a mean is not above 0."""
-        if self.low_s <= self.direct_s <= self.high_s or self.robust_s <= 0 or self.direct_s <= 0:
-            return 1.0
-        return self.robust_s / self.direct_s
-
-    @property
-    def log_factor(self) -> float:
-        return log(self.factor)
-
-
-def average(terms: Sequence[Term]) -> Average:
-    """Mean over the terms, with Student's t interval of the linearised mean; clusters are requests, of any size.
-
-    Raises ValueError for terms of fewer than two requests: one request gives no interval.
-    """
-    requests = sorted({term.request for term in terms})
-    if len(requests) < 2:
-        raise InputError(f"terms of {len(requests)} requests: at least 2 are needed")
-    request_number = {name: number for number, name in enumerate(requests)}
-    cluster = np.array([request_number[term.request] for term in terms])
-    values = np.array([term.robust_s for term in terms])
-    mean_s = float(values.mean())
-    sums = np.bincount(cluster, values - mean_s, len(requests))
-    error_s = float(np.sqrt(len(requests) / (len(requests) - 1) * np.sum(sums**2))) / len(terms)
-    half_width_s = float(student.ppf((1 + AVERAGE_CONFIDENCE) / 2, len(requests) - 1)) * error_s
-    direct_s = float(np.mean([term.predicted_s for term in terms]))
-    return Average(direct_s, mean_s, mean_s - half_width_s, mean_s + half_width_s)
-
 
 FOLDS = 5
 MIN_RECORDS = 30
 """Per option: with fewer neither a law nor an interval can be determined."""
-MAX_WEIGHT = 10.0
 RATIO_CONFIDENCE = (1 + CONFIDENCE) / 2
 """Confidence of each option's interval in the interval of the ratio."""
 
@@ -138,12 +61,12 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
 
     Raises TraceError, naming the option, for fewer than 30 records of an option.
     """
-    by_kind = {kind: training.under(kind) for kind in KINDS}
+    by_kind = {kind: training.of_kind(kind) for kind in KINDS}
     for kind, records in by_kind.items():
         if len(records) < MIN_RECORDS:
             raise TraceError(
                 f"table decisions: {len(records)} records to learn {kind} from, at least {MIN_RECORDS} are needed; "
-                "let the server's policy leave more to chance (explore:COST_MODEL), or profile"
+                "serve with a policy that chooses at random more often (explore:COST_MODEL), or profile"
             )
     notes: list[str] = []
     folds = _folds(training.records, seed)
@@ -180,26 +103,6 @@ def term_of(model: FittedModel, record: Record, kind: Kind) -> Term:
     return Term(
         record.request, predicted_s, weight_of(record) if same_kind else 0.0, record.engine_s if same_kind else 0.0
     )
-
-
-def weight_of(record: Record) -> float:
-    """Number of situations a record stands for, clipped."""
-    return min(1.0 / record.chance, MAX_WEIGHT)
-
-
-def clipped(records: Sequence[Record]) -> int:
-    """Number of records whose weight is clipped."""
-    return sum(1.0 / record.chance > MAX_WEIGHT for record in records)
-
-
-def weighted_examples(records: Sequence[Record]) -> tuple[Example, ...]:
-    """Each record's example, repeated by its weight; rounded so that partial sums of weights are off by less than 1."""
-    examples: list[Example] = []
-    total = 0.0
-    for record in records:
-        before, total = floor(total + 0.5), total + weight_of(record)
-        examples += [record.example] * (floor(total + 0.5) - before)
-    return tuple(examples)
 
 
 def miss(model: FittedModel, record: Record) -> float:
@@ -247,7 +150,7 @@ def _tree_counts(
     examples_by_fold = [(_examples(fitting), _examples(held_out)) for fitting, held_out in folds]
     laws = [_laws(family, fitting, training) for fitting, _ in examples_by_fold]
     for kind in KINDS:
-        if len(training.under(kind)) < MIN_STATES:
+        if len(training.of_kind(kind)) < MIN_STATES:
             notes.append(f"{kind}: under {MIN_STATES} records: physics alone, no residual was learned")
             continue
         floor_s = training.floor_s[kind]
@@ -376,76 +279,8 @@ def _holds(model: FittedModel, record: Record, log_error: float) -> bool:
     return -below <= log_error <= above
 
 
-def report_values(report: Any) -> dict[str, Any]:
-    """The fields of a report as plain values, without the model: its digest identifies it."""
-    return {name: value for name, value in asdict(replace(report, model=None)).items() if name != "model"}
-
-
 HOLD_OUT_FOLDS = 4
 """Folds that requests are split into for the final scores; one of them is held out."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogTrainReport:
-    """A model trained from logs, with the figures that say how far to trust it."""
-
-    model: FittedModel
-    out: str
-    """The model's folder; empty if it was not stored."""
-    family: str
-    digest: str
-    records: Mapping[Kind, int]
-    """Training records."""
-    held_out_records: int
-    held_out: Mapping[str, Any]
-    """See :func:`kvpolicy.training.log_fits.held_out_scores`."""
-    trees: Mapping[Kind, int]
-    clipped: Mapping[Kind, int]
-    """Training records whose weight was clipped."""
-    min_chance: Mapping[Kind, float]
-    averages: Mapping[Kind, Average]
-    """Mean cost over all situations of the logs, direct and doubly robust; the model was scaled where they differ."""
-    left_out: Mapping[str, int]
-    notes: tuple[str, ...]
-    replaced: bool
-    """Whether the folder held a model before."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return report_values(self)
-
-    def text(self) -> str:
-        lines = [
-            f"cost model {self.out or 'in memory'} ({self.family}), from logs, digest {self.digest[:12]}",
-            *(["replaces the cost model that was there"] if self.replaced else []),
-            f"records: {', '.join(f'{kind} {count}' for kind, count in self.records.items())} trained on, "
-            f"{self.held_out_records} of other requests held out",
-            "held-out error of single preemptions, |log(measured / predicted)|, weighted by 1 / chance:",
-            f"  {'option':<10} {'mean':>7} {'bias':>7} {'formula alone':>14} {'trees':>6}  90% interval holds",
-        ]
-        for kind in KINDS:
-            score = self.held_out.get(kind)
-            if score is None:
-                lines.append(f"  {kind:<10} no record was held out")
-                continue
-            coverage = score["coverage"]
-            holds = f"{coverage['holds']:.0%} of {coverage['states']} [{coverage['low']:.0%}, {coverage['high']:.0%}]"
-            lines.append(
-                f"  {kind:<10} {score['mean_error']:>7.1%} {score['bias']:>+7.1%} {score['law_mean_error']:>14.1%} "
-                f"{self.trees[kind]:>6}  {holds}"
-            )
-        for kind in KINDS:
-            lines.append(
-                f"{kind}: lowest logged probability {self.min_chance[kind]:.3g}; {self.clipped[kind]} of "
-                f"{self.records[kind]} records stand for more than {MAX_WEIGHT:g} situations and count as that many"
-            )
-        for kind in KINDS:
-            mean = self.averages[kind]
-            lines.append(
-                f"{kind}: over all situations {mean.direct_s * 1e3:.3g} ms by the law, {mean.robust_s * 1e3:.3g} ms "
-                f"[{mean.low_s * 1e3:.3g}, {mean.high_s * 1e3:.3g}] doubly robustly"
-            )
-        lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def train_logged(
@@ -467,8 +302,8 @@ def train_logged(
     fitted = fit_logged(family, training, _provenance(family, records, training_records), seed)
     notes = (
         *fitted.notes,
-        "trained from logs, in which no situation was met with both options: the interval of their ratio is put "
-        "together from either's, and is wider than one from a profile",
+        "trained from logs, in which each situation shows only one option: the interval of their ratio combines those "
+        "of the two options, and is wider than one from a profile",
         "delays of victims and others are not learned from logs: objective engine only",
     )
     scores = held_out_scores(fitted.model, held_out)
@@ -479,12 +314,12 @@ def train_logged(
         out="" if out is None else str(out),
         family=family.label,
         digest=model.digest,
-        records={kind: len(training.under(kind)) for kind in KINDS},
+        records={kind: len(training.of_kind(kind)) for kind in KINDS},
         held_out_records=len(held_out),
         held_out=scores,
         trees=fitted.trees,
-        clipped={kind: clipped(training.under(kind)) for kind in KINDS},
-        min_chance={kind: min(record.chance for record in training.under(kind)) for kind in KINDS},
+        clipped={kind: clipped(training.of_kind(kind)) for kind in KINDS},
+        min_chance={kind: min(record.chance for record in training.of_kind(kind)) for kind in KINDS},
         averages=fitted.averages,
         left_out=records.left_out,
         notes=notes,

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvpolicy.cost import load, store
 from kvpolicy.cost.analytic import implausible
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, Provenance
-from kvpolicy.datasets.examples import drawn, examples_of, stratified_folds
+from kvpolicy.datasets.examples import examples_of, sample_states, stratified_folds
 from kvpolicy.datasets.logs import holds_logs
-from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins
-from kvpolicy.datasets.quality import DataQuality
+from kvpolicy.datasets.profiles import Dataset, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.tables import Situations
-from kvpolicy.events import KINDS, Kind, Preemption
+from kvpolicy.events import KINDS, Preemption
 from kvpolicy.features import FEATURES
 from kvpolicy.fields import WrongValue, refuse_single
 from kvpolicy.hardware import fingerprint
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
+from kvpolicy.training.error_by_count import doubling, error_by_count, spread
 from kvpolicy.training.family import Family, family_of
 from kvpolicy.training.fit import Fit, fit, held_out_scores
 from kvpolicy.training.law_fits import load_notes
-from kvpolicy.training.log_fits import LogTrainReport, report_values, train_logged
-from kvpolicy.training.transfer import (
-    ErrorByCount,
-    carry,
-    carry_once,
-    doubling,
-    error_by_count,
-    spread,
-    unknown_beforehand,
-)
+from kvpolicy.training.law_transfer import unknown_beforehand
+from kvpolicy.training.log_fits import train_logged
+from kvpolicy.training.reports import CalibrateReport, LogTrainReport, TrainReport
+from kvpolicy.training.transfer import carry, carry_once
 
 MIN_STATES = 12
 """With fewer states none could be held out."""
@@ -49,123 +42,6 @@ MAX_STATES = 4000
 `benchmarks/training_scale.py --draws` prints what sampling costs in held-out error."""
 EVALUABLE_STATES = 20
 """Held-out states if there are at least twice as many in all: `kvpolicy evaluate` needs that many."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainReport:
-    """A trained model, with the figures that say how far to trust it."""
-
-    model: FittedModel
-    out: str
-    """The model's folder; empty if it was not stored."""
-    family: str
-    digest: str
-    training_states: int
-    held_out_states: int
-    held_out: Mapping[str, Any]
-    """See :func:`kvpolicy.training.fit.held_out_scores`."""
-    trees: Mapping[Kind, int]
-    variation: float | None
-    """Variation between identical undisturbed windows, of the worst core; None if a forced trace does not hold it."""
-    floor_s: Mapping[Kind, float]
-    below_floor: Mapping[Kind, int]
-    """Training states whose measured median was under the floor."""
-    natural_preemptions: int
-    natural_outside: Mapping[str, float]
-    """Per feature, the share of natural preemptions outside the trained range."""
-    natural_extrapolated: float | None
-    """Share of natural preemptions whose prediction depends on such a feature; None without natural preemptions."""
-    always_wins: Kind | None
-    left_out: Mapping[str, int]
-    notes: tuple[str, ...]
-    floor: DataQuality
-    """Quality of the costs that the training traces hold."""
-    replaced: bool
-    """Whether the folder held a model before."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return report_values(self)
-
-    def text(self) -> str:
-        lines = [
-            f"cost model {self.out or 'in memory'} ({self.family}), digest {self.digest[:12]}",
-            *(["replaces the cost model that was there"] if self.replaced else []),
-            f"states: {self.training_states} trained on, {self.held_out_states} held out",
-            "",
-            "held-out error, |log(measured / predicted)| of a state's median:",
-            f"  {'option':<10} {'mean':>7} {'p90':>7} {'bias':>7} {'formula alone':>14} {'trees':>6}",
-        ]
-        for kind in KINDS:
-            score = self.held_out[kind]
-            lines.append(
-                f"  {kind:<10} {score['mean_error']:>7.1%} {score['p90_error']:>7.1%} {score['bias']:>+7.1%} "
-                f"{score['law_mean_error']:>14.1%} {self.trees[kind]:>6}"
-            )
-        lines += ["", *self._coverage_lines(), *self._beyond_lines(), *self._delay_lines()]
-        lines += ["", *self._noise_lines(), *self._natural_lines()]
-        if self.always_wins:
-            lines.append(f"{self.always_wins} costs less in every state: here the cheapest policy is a constant")
-        lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-    def _coverage_lines(self) -> list[str]:
-        lines = ["coverage of the 90% interval on held-out states [95% confidence interval]:"]
-        for quantity, coverage in self.held_out["coverage"].items():
-            for row in [coverage, *(coverage["bins"] if len(coverage["bins"]) > 1 else [])]:
-                holds = "-" if row["holds"] is None else f"{row['holds']:.0%}"
-                counts = f"{holds:>4} of {row['states']:<4} [{row['low']:.0%}, {row['high']:.0%}]"
-                lines.append(f"  {quantity:<10} {_span(row):<34} {counts}")
-        return lines
-
-    def _beyond_lines(self) -> list[str]:
-        lines = ["90% interval holds beyond the range, by fits to short training states tested on longer ones:"]
-        for quantity, coverage in self.held_out["beyond"].items():
-            for name, row in {
-                "all": coverage,
-                "up to 2x the edge": coverage["up_to_2x"],
-                "from 2x": coverage["from_2x"],
-            }.items():
-                holds = "unknown" if row["holds"] is None else f"{row['holds']:.0%} of {row['states']}"
-                lines.append(f"  {quantity:<10} {name:<34} {holds} [{row['low']:.0%}, {row['high']:.0%}]")
-        return lines
-
-    def _delay_lines(self) -> list[str]:
-        return [
-            f"victim delay, {kind}: {score['mean_error']:.1%} mean error, bias {score['bias']:+.1%}"
-            for kind, score in self.held_out["victim_delay"].items()
-        ]
-
-    def _noise_lines(self) -> list[str]:
-        noise = "unknown" if self.variation is None else f"{self.variation:.1%} between identical undisturbed windows"
-        lines = [f"noise: {noise}"]
-        for kind in KINDS:
-            line = f"  {kind}: costs under {self.floor_s[kind] * 1e3:.3g} ms cannot be distinguished from zero"
-            if self.below_floor[kind]:
-                line += f"; {self.below_floor[kind]} states measured less and count as that much"
-            if self.below_floor[kind] > self.training_states / 2:
-                line += f": most costs of {kind} drown in the noise, and its scores say little"
-            lines.append(line)
-        return lines + self.floor.lines()
-
-    def _natural_lines(self) -> list[str]:
-        if self.natural_extrapolated is None:
-            return ["natural preemptions: none in these traces; what happens under memory pressure was not trained on"]
-        lines = [
-            f"natural preemptions: {self.natural_preemptions}, "
-            f"{self.natural_extrapolated:.1%} outside the trained range of a feature that predictions depend on"
-        ]
-        return lines + [f"  {name}: {share:.1%} outside" for name, share in self.natural_outside.items() if share]
-
-
-def _span(row: Mapping[str, Any]) -> str:
-    """Tokens and running requests of a bin, as text."""
-    if "tokens_from" not in row:
-        return "all"
-    sides = [
-        f"{name} {row[f'{name}_from'] or 0:g}" + ("+" if row[f"{name}_below"] is None else f"-{row[f'{name}_below']:g}")
-        for name in ("tokens", "running")
-    ]
-    return ", ".join(sides)
 
 
 def train(
@@ -199,7 +75,7 @@ def train(
     replaced = out is not None and store.holds_model(Path(out))
     if traces and holds_logs(traces):
         return train_logged(traces, out, family, seed, mixed_hardware)
-    dataset = measured(traces, mixed_hardware)
+    dataset = read_dataset(traces, mixed_hardware)
     variation = _variation(dataset, force)
     if len(dataset.states) < MIN_STATES:
         raise TraceError(
@@ -208,7 +84,7 @@ def train(
         )
     _refuse_one_length(dataset)
     parts = split(dataset.states, seed)
-    training, held_out = (drawn(part, MAX_STATES, random.Random(f"drawn {seed}")) for part in parts)
+    training, held_out = (sample_states(part, MAX_STATES, random.Random(f"drawn {seed}")) for part in parts)
     dataset = replace(dataset, transfers=dataset.transfers_of(training))
     fitted = fit(family, training, dataset, provenance_of(family.label, dataset, training, variation), seed)
     data_notes = (
@@ -226,7 +102,7 @@ def train(
 
 def _draw_notes(parts: tuple[list[State], list[State]], samples: tuple[list[State], list[State]]) -> list[str]:
     return [
-        f"{len(sample)} states drawn out of {len(states)} {purpose}, every length among them; the others are not used"
+        f"{len(sample)} of {len(states)} states sampled {purpose}, over all lengths; the others are not used"
         for states, sample, purpose in zip(parts, samples, ("to train on", "to judge by"), strict=True)
         if len(sample) < len(states)
     ]
@@ -253,7 +129,7 @@ def _data_notes(dataset: Dataset, training: Sequence[State], model: FittedModel)
         used = model.laws[kind].used | {FEATURES[at] for at in getattr(model.residuals.get(kind), "used", ())}
         same = [f"{name} ({columns[name][0]:g})" for name in FEATURES if name in used and len(set(columns[name])) == 1]
         if same:
-            notes.append(f"{kind}: the same in every state: {', '.join(same)}; what changes with it was not measured")
+            notes.append(f"{kind}: the same in every state: {', '.join(same)}; their effect was not measured")
     machines = sorted({fingerprint(header.hardware) for header in dataset.headers.values()})
     if len(machines) > 1:
         notes.append(f"measured on mixed hardware: {'; '.join(machines)}")
@@ -359,41 +235,6 @@ def natural_outside(model: FittedModel, natural: Sequence[Preemption]) -> tuple[
     return {name: float(flags.mean()) for name, flags in outside.items()}, float(matters.mean())
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrateReport:
-    """A model transferred to another machine, link or LLM, with its error by number of measured states."""
-
-    model: FittedModel
-    out: str
-    """The model's folder; empty if it was not stored."""
-    source: str
-    digest: str
-    states: int
-    held_out_states: int
-    errors: tuple[ErrorByCount, ...]
-    """Held-out error by number of measured states; empty if there were too few states to hold some out."""
-    notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return report_values(self)
-
-    def text(self) -> str:
-        lines = [
-            f"cost model {self.out or 'in memory'}, digest {self.digest[:12]}: "
-            f"{self.source} carried here by {self.states} states"
-        ]
-        if self.errors:
-            lines += [
-                f"held-out error on {self.held_out_states} states, |log(measured / predicted)| of a state's median, by "
-                f"number of measured states; mean (and worst) of {max(row.draws for row in self.errors)} draws:",
-                f"  {'states':>6} " + " ".join(f"{kind:>18}" for kind in KINDS),
-            ]
-        for row in self.errors:
-            shown = (f"{row.mean_error[kind]:.1%} ({row.worst_draw[kind]:.1%})" for kind in KINDS)
-            lines.append(f"  {row.states:>6} " + " ".join(f"{text:>18}" for text in shown))
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
 def calibrate(
     cost_model: Path | str | CostModel,
     traces: Sequence[Path | str],
@@ -415,7 +256,7 @@ def calibrate(
     """
     model = _to_carry(cost_model)
     forests = store.forest_texts(model)
-    dataset = measured(traces)
+    dataset = read_dataset(traces)
     variation = _variation(dataset, force)
     enough_states = len(dataset.states) >= MIN_STATES_TO_HOLD_OUT
     training, held_out = split(dataset.states, seed) if enough_states else (list(dataset.states), [])
@@ -426,7 +267,7 @@ def calibrate(
 
     def provenance_for(subset: Sequence[State]) -> Provenance:
         provenance = provenance_of(model.provenance.family, dataset, subset, variation)
-        origin = f"carried from {model.name} (digest {model.digest[:12]}) by {len(subset)} states"
+        origin = f"transferred from {model.name} (digest {model.digest[:12]}) with {len(subset)} states"
         state_ids = tuple(sorted({*model.provenance.state_ids, *provenance.state_ids}))
         return replace(provenance, state_ids=state_ids, notes=(origin,))
 
@@ -451,7 +292,7 @@ def _to_carry(cost_model: Path | str | CostModel) -> FittedModel:
         return cost_model
     if isinstance(cost_model, CostModel):
         raise ModelError(
-            f"cost model {cost_model.name} is a {type(cost_model).__name__}, which has no laws that could be carried: "
-            "should be one that `train` or `calibrate` made, or an untrained one"
+            f"cost model {cost_model.name} is a {type(cost_model).__name__}, which has no laws that could be "
+            "transferred: should be one that `train` or `calibrate` made, or an untrained one"
         )
     return load(cost_model)

@@ -23,7 +23,7 @@ from kvpolicy.workload.lengths import (
     SHAREGPT,
     SHIPPED,
     Lengths,
-    quantile,
+    length_at,
     scale_to,
 )
 from kvpolicy.workload.requests import Request, Source, Workload, WorkloadError
@@ -79,8 +79,8 @@ __all__ = [
     "all_at_once",
     "at_rate",
     "counts_of",
+    "length_at",
     "open_workload",
-    "quantile",
     "random_arrivals",
     "scale_to",
     "served",

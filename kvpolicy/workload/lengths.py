@@ -6,7 +6,6 @@ import random
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from kvpolicy.workload.requests import WorkloadError
 
@@ -31,11 +30,7 @@ class Lengths:
     def draw(self, rng: random.Random) -> tuple[float, float]:
         """Prompt and output tokens of one request, by inversion: linear between the quantiles."""
         prompt_at, output_at = rng.random(), rng.random()
-        return quantile(self.prompt_tokens, prompt_at), quantile(self.output_tokens, output_at)
-
-    def mean_tokens(self) -> tuple[float, float]:
-        """Mean prompt and output tokens of :meth:`draw`: the trapezoids under the quantiles."""
-        return _area(self.prompt_tokens), _area(self.output_tokens)
+        return length_at(self.prompt_tokens, prompt_at), length_at(self.output_tokens, output_at)
 
 
 AZURE_CONVERSATION = Lengths(
@@ -90,19 +85,14 @@ DEEPSEEK_R1 = Lengths(
 """Reasoning: short questions, long answers. Requests grow in memory while they run, which causes preemptions."""
 
 
-def quantile(values: Sequence[float], level: float) -> float:
-    """The value at ``level``, 0 to 1, linear between the quantiles at :data:`LEVELS`."""
+def length_at(quantiles: Sequence[float], level: float) -> float:
+    """The length at ``level``, 0 to 1, linear between ``quantiles``, which are those at :data:`LEVELS`."""
     if not 0.0 <= level <= 1.0:
         raise WorkloadError(f"quantile level {level}: should be from 0 to 1")
     upper = min(bisect_right(LEVELS, level), len(LEVELS) - 1)
     low, high = LEVELS[upper - 1], LEVELS[upper]
     share = (level - low) / (high - low)
-    return values[upper - 1] + share * (values[upper] - values[upper - 1])
-
-
-def _area(values: Sequence[float]) -> float:
-    widths = (high - low for low, high in pairwise(LEVELS))
-    return sum(width * (a + b) / 2 for width, (a, b) in zip(widths, pairwise(values), strict=True))
+    return quantiles[upper - 1] + share * (quantiles[upper] - quantiles[upper - 1])
 
 
 def scale_to(lengths: Lengths, context_tokens: int) -> float:

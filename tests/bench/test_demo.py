@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.stats import Ratio
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.bench.breakeven import Costs, break_even_link
 from kvpolicy_vllm.bench.demo_report import DemoReport, LinkReport
 from kvpolicy_vllm.bench.exactness import Comparison
 from kvpolicy_vllm.bench.overload import Run
-from kvpolicy_vllm.bench.ratios import Ratio
 from kvpolicy_vllm.bench.run_demo import DEMO_JSON, _clear_folder, _fitting_requests, demo, targets_of
 
 
@@ -101,8 +101,8 @@ def link_report(name: str, **more: Any) -> LinkReport:
         "name": name,
         "link": {"kind": "native"},
         "policies": {"vllm": arm},
-        "ratios": {"throughput a / b": Ratio(1.02, 0.99, 1.05), "throughput c / d": Ratio(1.2, 1.1, 1.3)},
-        "no_pressure_ratio": Ratio(1.0, 0.99, 1.01),
+        "ratios": {"throughput a / b": Ratio(1.02, 0.99, 1.05, 8), "throughput c / d": Ratio(1.2, 1.1, 1.3, 8)},
+        "no_pressure_ratio": Ratio(1.0, 0.99, 1.01, 8),
         "no_pressure_preemptions": 0,
         "evaluate": {},
         "train": {"always_wins": "swap"},

@@ -90,7 +90,7 @@ def test_a_link_that_is_none_lists_those_there_are() -> None:
 def test_recompute_of_a_long_request_takes_its_flops() -> None:
     recompute, _ = costs(victim(8192), engine=EngineSpec(token_budget=8192))
     linear = 8192 * LLAMA.linear_flops_per_token / (ASSUMED.linear_share.value * 989.5e12)
-    attention = LLAMA.attention_flops(8192) / (ASSUMED.attention_share.value * 989.5e12)
+    attention = LLAMA.attention_flops_per_pair * (8192 * 8193 / 2) / (ASSUMED.attention_share.value * 989.5e12)
     assert recompute == pytest.approx(linear + attention, rel=0.06)
 
 
@@ -260,7 +260,7 @@ def test_constants_beyond_what_is_plausible_are_said() -> None:
     assert not implausible(model.laws, GEOMETRY)
     recompute = replace(model.laws["recompute"], s_per_token=1e-13)  # type: ignore[type-var]  # a roofline
     (note,) = implausible({"recompute": recompute}, GEOMETRY)
-    assert "recompute: linear layers comes out as" in note
+    assert "recompute: linear layers is fitted as" in note
     assert "operations/s" in note
 
 

@@ -43,7 +43,7 @@ def test_what_was_never_done_has_no_support() -> None:
     never = np.where(np.arange(N) < 0.03 * N, 0.0, 0.5)
     found = told(never, np.ones(N))
     assert found.unsupported_share == pytest.approx(0.03)
-    assert any("3.0% of what it would do has no support" in why for why in found.refused)
+    assert any("3.0% of its choices have no support" in why for why in found.refused)
     assert not told(np.where(np.arange(N) < 0.005 * N, 0.0, 0.5), np.ones(N)).refused
 
 
@@ -52,7 +52,7 @@ def test_what_was_hardly_ever_done_has_no_support() -> None:
     hardly = np.where(np.arange(N) < 0.03 * N, 1e-6, 0.5)
     found = told(hardly, np.ones(N))
     assert found.unsupported_share == pytest.approx(0.03)
-    assert any("with a chance under 1%, if at all" in why for why in found.refused)
+    assert any("with a probability under 1%, or never" in why for why in found.refused)
     assert told(np.full(N, 1e-3), np.zeros(N)).unsupported_share == 0.0
 
 
@@ -81,7 +81,7 @@ def test_logged_probabilities_that_are_wrong_are_refused_with_their_bin() -> Non
     action = (rng.random(N) < np.where(p > 0.8, p - 0.2, p)).astype(int)
     found = calibration(np.column_stack([1 - p, p]), action)
     (why,) = log_refusals(found, N, np.ones(N, bool))
-    assert "logged probabilities are not how often" in why
+    assert "logged probabilities differ from how often" in why
     worst = max(found.bins, key=lambda one: abs(one.misses))
     assert worst.low >= 0.75 and worst.misses < -3
     assert sum(one.decisions for one in found.bins) == N

@@ -80,7 +80,7 @@ def test_doubly_robust_is_narrower_than_weights_alone(report: OffPolicyReport) -
 def test_the_report_is_told_and_goes_to_json(report: OffPolicyReport) -> None:
     text = report.text()
     assert "1500 decisions in" in text and "always-swap" in text and "cross-fitted-dr" in text
-    assert "does to later states is not in it" in " ".join(text.split())
+    assert "effects of an action on later states are not included" in " ".join(text.split())
     read = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert read["policies"][0]["estimates"][0]["estimator"] == "dm"
     assert read["known"]["recompute"][0] + read["known"]["swap"][0] == 1500
@@ -98,7 +98,7 @@ def test_the_command_prints_and_writes(folder: Path, tmp_path: Path, capsys: pyt
              "--interval", "sequence", "--cluster", "request", "--json", str(out)]
         )  # fmt: skip
     assert stopped.value.code == 0
-    assert "brackets: 95%, sequence" in capsys.readouterr().out
+    assert "brackets: 95% intervals, sequence" in capsys.readouterr().out
     (one,) = json.loads(out.read_text())["policies"]
     assert [found["estimator"] for found in one["estimates"]] == ["dr", "snips"]
 

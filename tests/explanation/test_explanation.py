@@ -102,7 +102,7 @@ def test_far_lengths_are_looked_at_by_edges_of_blocks_and_that_is_said() -> None
     found = explain(cost_model="analytic", tokens=100_000, block_size=64)
     assert found.break_even.every_up_to < found.break_even.up_to_tokens == 400_000
     assert 64 < found.break_even.widest_gap < 4096
-    assert f"up to {found.break_even.widest_gap} tokens apart, between which it may turn" in found.text()
+    assert f"up to {found.break_even.widest_gap} tokens apart, between which the choice may change" in found.text()
 
 
 def test_what_drove_the_choice_is_told() -> None:
@@ -112,15 +112,16 @@ def test_what_drove_the_choice_is_told() -> None:
     assert all(line in found.text() for line in told)
     assert told[0].startswith(f"{found.chosen} by ")
     assert any("learned: recompute times" in line for line in told)
-    assert "nothing learned" in "; ".join(explain(cost_model="analytic").drivers)
+    assert "no learned correction" in "; ".join(explain(cost_model="analytic").drivers)
     assert any(line.startswith("extrapolated, in ") for line in explain(tokens=50_000).drivers)
     model = replace(fitted_model("analytic"), floor_s={"recompute": 5.0, "swap": 1e-6})
     floored = replace(
         explain(cost_model="analytic", tokens=20),
         breakdowns=breakdowns_of(model, resolve(model, Question(20)).situation),
     )
-    assert any("floor taken for recompute; without it" in line and "turns it" not in line for line in floored.drivers)
-    assert any("says recompute, which it turns to swap" in line for line in floored.drivers)
+    floor = "noise floor used for recompute; without it"
+    assert any(floor in line for line in floored.drivers)
+    assert any("would choose recompute, this changes it to swap" in line for line in floored.drivers)
 
 
 def test_bytes_that_wait_can_be_asked_for() -> None:

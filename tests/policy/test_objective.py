@@ -82,7 +82,7 @@ def test_a_quantity_that_is_not_known_is_an_error_only_where_it_counts() -> None
 
 
 def test_a_model_that_knows_no_delays_is_refused_at_the_start() -> None:
-    with pytest.raises(ValueError, match=r"was not taught; train it again.*the policies are"):
+    with pytest.raises(ValueError, match=r"does not predict; train it again.*the policies are"):
         chosen("engine+victim", Priced(predicts_victim_delay=False))
     assert chosen("engine", Priced(predicts_victim_delay=False)) == "swap"
 

@@ -111,10 +111,10 @@ def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--block-size 0", "--block-size is 0, should be 1 or more"),
         ("--host-gib -1", "--host-gib is -1.0, should be 0 or above"),
-        ("--host-gib 1 --host-blocks 7", "--host-blocks is given beside host_gib"),
+        ("--host-gib 1 --host-blocks 7", "--host-blocks is given with host_gib"),
         ("--watermark 1", "--watermark is 1.0, should be a share of the blocks, from 0, below 1"),
         ("--scheduling lifo", "--scheduling is 'lifo', should be fcfs or priority"),
-        ("--jobs -1", "--jobs is -1, should be 1 or more, or 0 for none but this process"),
+        ("--jobs -1", "--jobs is -1, should be 1 or more, or 0 to run in this process"),
         ("--seeds 0", "--seeds is 0, should be 1 or more"),
         ("--link fast", "--link 'fast': should be BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005, or native"),
         ("--kv-blocks 0", "--kv-blocks is 0, should be 1 or more"),

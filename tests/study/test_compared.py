@@ -12,15 +12,15 @@ from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.simulator import Link, Server, Times
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import Identity
+from kvpolicy.stats import student_ratio
 from kvpolicy.study.machine import Behind
-from kvpolicy.study.recommend import paired_ratio
 from kvpolicy.study.workload_parts import Part, parts_of_units
 from kvpolicy.workload import Request, Workload
 
 
 def test_ratio_and_interval_by_hand() -> None:
     """Log ratios log 2 and log 8: mean log 4, standard error log(2); t of 1 degree at 97.5% is 12.706."""
-    found = paired_ratio([2.0, 8.0], [1.0, 1.0])
+    found = student_ratio([2.0, 8.0], [1.0, 1.0])
     assert found.value == pytest.approx(4.0)
     spread = 12.7062 * (log(8) - log(2)) / sqrt(2) / sqrt(2)
     assert (found.low, found.high) == (pytest.approx(4 * exp(-spread), 1e-4), pytest.approx(4 * exp(spread), 1e-4))
@@ -30,26 +30,26 @@ def test_ratio_and_interval_by_hand() -> None:
 def test_pairing_takes_out_what_pairs_share() -> None:
     """Runs differ tenfold, the policies by 5% in each of them: told, though the ranges overlap."""
     base = [1.0, 10.0, 3.0, 0.5]
-    found = paired_ratio([1.05 * one * (1 + 1e-3 * k) for k, one in enumerate(base)], base)
+    found = student_ratio([1.05 * one * (1 + 1e-3 * k) for k, one in enumerate(base)], base)
     assert found.significant and found.value == pytest.approx(1.05, rel=5e-3)
-    assert paired_ratio(base, base).significant is False
+    assert student_ratio(base, base).significant is False
 
 
 def test_more_comparisons_widen() -> None:
     ours, theirs = [1.1, 1.2, 1.15, 1.3], [1.0] * 4
-    one, many = paired_ratio(ours, theirs), paired_ratio(ours, theirs, comparisons=6)
+    one, many = student_ratio(ours, theirs), student_ratio(ours, theirs, comparisons=6)
     assert many.low is not None and one.low is not None and many.low < one.low
 
 
 def test_a_single_pair_tells_nothing() -> None:
-    found = paired_ratio([2.0], [1.0])
+    found = student_ratio([2.0], [1.0])
     assert (found.value, found.low, found.high, found.significant) == (2.0, None, None, False)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([], []), ([0.0], [1.0]), ([1.0], [float("nan")])])
 def test_what_has_no_ratio_is_refused(ours: list[float], theirs: list[float]) -> None:
     with pytest.raises(ValueError, match="numbers above 0"):
-        paired_ratio(ours, theirs)
+        student_ratio(ours, theirs)
 
 
 def test_parts_hold_every_request_once_and_sessions_whole() -> None:

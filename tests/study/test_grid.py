@@ -295,8 +295,8 @@ def test_rows_that_made_no_request_are_told(hardware: str, tmp_path: Path) -> No
 
 def test_a_device_that_nobody_knows_is_said_to_be(tmp_path: Path) -> None:
     serving = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
-    assert "vLLM 0.32's own for this device" in server_words(serving, "H100-SXM")
-    assert "Some Card is not known here: as for the smallest GPU" in server_words(serving, "Some Card")
+    assert "defaults of vLLM 0.32 for this device" in server_words(serving, "H100-SXM")
+    assert "Some Card is unknown: defaults for the smallest GPU" in server_words(serving, "Some Card")
 
 
 def test_copies_beside_a_step_slow_it_by_their_share_of_the_memory(tmp_path: Path) -> None:

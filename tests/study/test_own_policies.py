@@ -145,7 +145,7 @@ def test_an_object_of_a_class_that_workers_do_not_find_is_a_clear_error(
     rule.unlink()
     report = simulate(hardware, tmp_path, [policy], jobs=1)
     (failed,) = report.failed
-    assert "a worker process cannot make it again (No module named 'changing_rule')" in failed.error
+    assert "a worker process cannot rebuild it (No module named 'changing_rule')" in failed.error
 
 
 def test_one_of_ones_own_is_recommended_by_what_starts_it(hardware: str, tmp_path: Path) -> None:

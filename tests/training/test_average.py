@@ -9,8 +9,8 @@ import pytest
 
 from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
 from kvpolicy.features import FEATURES, Features
-from kvpolicy.training.log_fits import Average, Term, average
-from kvpolicy.training.transfer import scaled_by
+from kvpolicy.training.importance_weights import Average, Term, average
+from kvpolicy.training.law_transfer import scaled_by
 
 
 def test_an_average_worked_by_hand() -> None:

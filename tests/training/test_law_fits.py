@@ -131,6 +131,6 @@ def test_loads_that_no_trace_tells_from_saves_are_told() -> None:
         replace(one, x=one.x._replace(load_bytes=one.x.save_bytes * (1 + i % 3))) for i, one in enumerate(examples)
     ]
     free = SwapRoofline(Channel(1e-3, 1e-9, 0.0), Channel(1e-3, 1e-9, 0.0), 0.0, 0.0, 2.0, 0.0, 0.0)
-    assert "a load counts as free" in " ".join(load_notes(free, alike))
+    assert "attributes all of the cost to saves" in " ".join(load_notes(free, alike))
     assert load_notes(free, apart) == ()
     assert load_notes(replace(free, load_beside_share=0.5), alike) == ()

@@ -21,18 +21,15 @@ from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.trace import Trace, TraceError
+from kvpolicy.training.importance_weights import MAX_WEIGHT, clipped, weight_of, weighted_examples
 from kvpolicy.training.log_fits import (
-    MAX_WEIGHT,
     RATIO_CONFIDENCE,
-    LogTrainReport,
-    clipped,
     intervals_of,
     ratio_margin,
     request_folds,
     train_logged,
-    weight_of,
-    weighted_examples,
 )
+from kvpolicy.training.reports import LogTrainReport
 from tests.synthetic import CostLaw, make_trace, options_for, situation, true_cost_s
 from tests.synthetic_logs import make_log, reworked
 
@@ -78,7 +75,7 @@ def test_the_report_says_what_it_rests_on(trained: LogTrainReport) -> None:
     assert trained.records["recompute"] + trained.records["swap"] + trained.held_out_records == 900
     assert trained.records["recompute"] > 1.5 * trained.records["swap"]
     assert trained.min_chance == pytest.approx({"recompute": 0.7, "swap": 0.3})
-    assert "no situation was met with both options" in text
+    assert "each situation shows only one option" in text
     for kind in KINDS:
         assert trained.held_out[kind]["mean_error"] == pytest.approx(0.08, abs=0.03)
         assert abs(trained.held_out[kind]["bias"]) < 0.04
@@ -281,7 +278,7 @@ def test_a_swap_of_which_nothing_was_loaded_teaches_nothing(log: Trace) -> None:
         row |= {"loaded_tokens": 0, "recomputed_tokens": 40}
     before, after = records_of({"log": log}), records_of({"log": reworked(log, outcomes=outcomes)})
     assert after.left_out["swaps of which nothing was loaded"] == 3
-    assert len(after.under("swap")) == len(before.under("swap")) - 3
+    assert len(after.of_kind("swap")) == len(before.of_kind("swap")) - 3
 
 
 def test_an_option_that_was_hardly_taken_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvpolicy import cost, trace
-from kvpolicy.datasets.profiles import dataset_of, measured
+from kvpolicy.datasets.profiles import dataset_of, read_dataset
 from kvpolicy.trace import TraceError
 from kvpolicy.training import TrainReport, split, train
 from kvpolicy.training.family import FAMILIES
@@ -116,7 +116,7 @@ def test_the_same_seed_gives_the_same_model_and_another_another(tmp_path: Path) 
 def test_the_model_remembers_its_states_and_no_other(tmp_path: Path) -> None:
     trained(tmp_path, make_trace(states=80))
     model = cost.load(tmp_path / "model")
-    known = {name for state in measured([tmp_path / "trace"]).states for name in state.ids}
+    known = {name for state in read_dataset([tmp_path / "trace"]).states for name in state.ids}
     assert len(model.state_ids) == 60
     assert model.state_ids < known
 
@@ -148,14 +148,14 @@ def test_costs_below_zero_count_as_the_noise_and_it_is_said(tmp_path: Path) -> N
     report = trained(tmp_path, make_trace(states=80, law=law, additive_noise_s=1e-3))
     assert report.floor_s["swap"] == pytest.approx(1.2533e-3 / 2, rel=0.3)
     assert report.below_floor["swap"] > 40
-    assert "most costs of swap drown in the noise, and its scores say little" in report.text()
+    assert "most costs of swap are below that, so that its scores mean little" in report.text()
     assert f"{report.below_floor['swap']} states measured less and count as that much" in report.text()
 
 
 def test_where_one_option_always_wins_it_is_said(tmp_path: Path) -> None:
     report = trained(tmp_path, make_trace(law=CostLaw(copy_latency_s=0.0, s_per_byte=1e-11)))
     assert report.always_wins == "swap"
-    assert "swap costs less in every state: here the cheapest policy is a constant" in report.text()
+    assert "swap costs less in every state: here always choosing it is optimal" in report.text()
 
 
 def test_noise_over_thirty_percent_only_by_force(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_rates_no_device_of_that_sheet_has_are_told(tmp_path: Path, device: str,
     """2e11 operations per second: plausible of something, far under what an L40S does."""
     make_trace(states=40, hardware=Plan().hardware | {"device": device}).write(tmp_path / "trace")
     report = train([tmp_path / "trace"], tmp_path / "model", family="analytic")
-    assert any("linear layers comes out as" in note for note in report.notes) == told
+    assert any("linear layers is fitted as" in note for note in report.notes) == told
 
 
 @pytest.mark.parametrize("budget", [256, None])
@@ -365,12 +365,12 @@ def test_of_more_states_than_are_used_a_draw_is_learned_from_and_it_is_said(
     make_trace(states=120).write(tmp_path / "trace")
     monkeypatch.setattr("kvpolicy.training.pipeline.MAX_STATES", 40)
     report = train([tmp_path / "trace"], tmp_path / "model")
-    every = measured([tmp_path / "trace"]).states
+    every = read_dataset([tmp_path / "trace"]).states
     training, held = split(every, 0)
     assert (len(training), len(held)) == (90, 30)
     assert (report.training_states, report.held_out_states) == (40, 30)
     text = report.text()
-    assert "note: 40 states drawn out of 90 to train on, every length among them" in text
+    assert "note: 40 of 90 states sampled to train on, over all lengths" in text
     assert "to judge by" not in text
     known = cost.load(tmp_path / "model").state_ids
     assert len(known) == 40 and known < {name for state in training for name in state.ids}

@@ -22,7 +22,9 @@ from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS, Cost, Option, Preemption
 from kvpolicy.trace import TraceError
 from kvpolicy.training import calibrate, train
-from kvpolicy.training.transfer import carry_law, damped, doubling, rebased, spread, unknown_beforehand
+from kvpolicy.training.error_by_count import doubling, spread
+from kvpolicy.training.law_transfer import carry_law, rebased, unknown_beforehand
+from kvpolicy.training.transfer import damped
 from tests.cost.test_laws import victim
 from tests.synthetic import GEOMETRY, HARDWARE, CostLaw, fitted_model, make_trace, options_for
 
@@ -51,7 +53,7 @@ def test_three_times_slower_is_found_with_four_states(home: Path, tmp_path: Path
     assert errors[0] > 0.9
     assert errors[4] < 0.12
     assert errors[16] < 0.1
-    assert "carried from" in " ".join(report.notes)
+    assert "transferred from" in " ".join(report.notes)
     assert "4 states" in report.text().splitlines()[0]
     json.dumps(report.to_dict(), allow_nan=False)
 
@@ -120,7 +122,7 @@ def test_a_model_itself_is_carried_as_its_folder_is(home: Path, tmp_path: Path) 
     assert by_object.model.digest == by_name.model.digest
     assert by_object.to_dict() == by_name.to_dict() and by_object.source == str(home)
     again = calibrate(by_object.model, [trace], states=12)
-    assert f"carried from {by_object.model.name}" in " ".join(again.notes)
+    assert f"transferred from {by_object.model.name}" in " ".join(again.notes)
 
 
 def test_a_model_that_cannot_be_carried_is_refused_by_name(home: Path) -> None:

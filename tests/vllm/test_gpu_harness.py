@@ -20,7 +20,7 @@ from benchmarks.gpu import copiers, leftovers, pagelock
 from benchmarks.gpu.check import REFERENCE, Case, Checks, cases_of, faults, page_locking, widest_gap
 from benchmarks.gpu.geometries import write_model
 from benchmarks.gpu.intervals import interval_text, ratio_of
-from benchmarks.gpu.overload_summary import TARGETS, goodput, summarised
+from benchmarks.gpu.overload_summary import TARGETS, goodput, summary_of
 from benchmarks.gpu.pieces import Done
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.profile import PIECE_S, TRAINING_S, shares_of, status_of
@@ -73,7 +73,7 @@ def test_overload_is_summed_up_by_limit() -> None:
     targets = {"ttft_s": 1.0, "itl_s": 0.1}
     results = {TARGETS: targets, "x": cell(0.4, 0, {"vllm": 4.0, "learned": 2.0})}
     results["y"] = cell(0.4, 1, {"learned": 4.0, "vllm": 8.0})
-    found = summarised(results, seed=0)["0.4"]
+    found = summary_of(results, seed=0)["0.4"]
     assert found["blocks"] == 2
     assert found["ratios"]["throughput_tok_s learned / vllm"]["value"] == pytest.approx(2.0)
     assert found["arms"]["vllm"]["recomputed_tokens"] == 14 and found["arms"]["vllm"]["moved_bytes"] == 10
@@ -94,7 +94,7 @@ def test_runs_of_different_policies_are_never_put_together() -> None:
     results = {TARGETS: {"ttft_s": 1.0, "itl_s": 0.1}, "x": cell(0.4, 0, {"vllm": 4.0, "learned": 2.0})}
     results["y"] = cell(0.4, 1, {"vllm": 4.0, "learned": 2.0}) | {"policies": {"learned": "b"}}
     with pytest.raises(ValueError, match="different policies"):
-        summarised(results, seed=0)
+        summary_of(results, seed=0)
 
 
 def test_only_our_own_dead_engines_files_are_removed(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_page_locking_is_tried_first_and_its_refusal_said() -> None:
     def refuse(owner: object, memory: object) -> None:
         raise RuntimeError("CUDA error 2")
 
-    assert pagelock.tried(lambda owner, memory: None) is None
+    assert pagelock.try_lock(lambda owner, memory: None) is None
     said: list[str] = []
-    assert page_locking(lambda: pagelock.tried(refuse), said.append) == "RuntimeError: CUDA error 2"
+    assert page_locking(lambda: pagelock.try_lock(refuse), said.append) == "RuntimeError: CUDA error 2"
     assert "PAGE-LOCKING FAILS" in said[0] and "CUDA error 2" in said[0]
 
 
@@ -193,7 +193,7 @@ def test_the_grid_reaches_what_is_said_of_it(tmp_path: Path) -> None:
 def test_an_arm_that_misses_a_block_is_left_out() -> None:
     results = {TARGETS: {"ttft_s": 1.0, "itl_s": 0.1}, "x": cell(0.4, 0, {"vllm": 4.0, "learned": 2.0})}
     results["y"] = cell(0.4, 1, {"vllm": 8.0})
-    assert set(summarised(results, seed=0)["0.4"]["arms"]) == {"vllm"}
+    assert set(summary_of(results, seed=0)["0.4"]["arms"]) == {"vllm"}
 
 
 def passing() -> dict[str, Any]:

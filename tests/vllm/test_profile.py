@@ -157,7 +157,7 @@ def test_other_arguments_do_not_go_on_with_it(interrupted: tuple[Path, list[str]
 def test_wrong_arguments_are_refused_before_an_engine_starts(tmp_path: Path, model: str) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds something that is no profile"):
+    with pytest.raises(ValueError, match="holds something other than a profile"):
         profile(tmp_path / "full", Measurement(Path(model)), extent=SMALL)
     with pytest.raises(ValueError, match="link 'fast'"):
         profile(tmp_path / "new", Measurement(Path(model), link="fast"), extent=SMALL)

@@ -17,7 +17,7 @@ from kvpolicy.workload import (
     Request,
     Workload,
     all_at_once,
-    quantile,
+    length_at,
     random_arrivals,
     scale_to,
 )
@@ -34,16 +34,16 @@ def test_levels_are_every_five_percent_with_tails() -> None:
 
 
 def test_quantile_is_linear_between_levels() -> None:
-    assert quantile(UNIFORM.prompt_tokens, 0.0) == 0
-    assert quantile(UNIFORM.prompt_tokens, 1.0) == 1000
-    assert quantile(UNIFORM.prompt_tokens, 0.5) == 500
-    assert quantile(UNIFORM.prompt_tokens, 0.525) == pytest.approx(525)
-    assert quantile(UNIFORM.prompt_tokens, 0.03) == pytest.approx(30)
+    assert length_at(UNIFORM.prompt_tokens, 0.0) == 0
+    assert length_at(UNIFORM.prompt_tokens, 1.0) == 1000
+    assert length_at(UNIFORM.prompt_tokens, 0.5) == 500
+    assert length_at(UNIFORM.prompt_tokens, 0.525) == pytest.approx(525)
+    assert length_at(UNIFORM.prompt_tokens, 0.03) == pytest.approx(30)
 
 
 def test_quantile_refuses_levels_outside() -> None:
     with pytest.raises(ValueError, match=r"level 1\.5: should be from 0 to 1"):
-        quantile(UNIFORM.prompt_tokens, 1.5)
+        length_at(UNIFORM.prompt_tokens, 1.5)
 
 
 @pytest.mark.parametrize("lengths", ALL, ids=lambda lengths: lengths.name)
@@ -54,7 +54,7 @@ def test_drawn_lengths_have_the_quantiles(lengths: Lengths) -> None:
         ordered = sorted(pair[column] for pair in drawn)
         for level in (0.25, 0.5, 0.75, 0.9):
             # In levels, since a distribution may be steep: the share below the quantile is the level, to 5 errors.
-            below = sum(value < quantile(values, level) for value in ordered) / len(ordered)
+            below = sum(value < length_at(values, level) for value in ordered) / len(ordered)
             assert below == pytest.approx(level, abs=5 * (level * (1 - level) / len(ordered)) ** 0.5)
 
 
@@ -62,12 +62,10 @@ def test_drawn_lengths_have_the_quantiles(lengths: Lengths) -> None:
 def test_mean_is_that_of_what_is_drawn(lengths: Lengths) -> None:
     rng = random.Random(1)
     drawn = [lengths.draw(rng) for _ in range(40_000)]
-    for column, mean in enumerate(lengths.mean_tokens()):
+    for column, quantiles in enumerate((lengths.prompt_tokens, lengths.output_tokens)):
+        widths = [high - low for low, high in pairwise(LEVELS)]
+        mean = sum(width * (a + b) / 2 for width, (a, b) in zip(widths, pairwise(quantiles), strict=True))
         assert sum(pair[column] for pair in drawn) / len(drawn) == pytest.approx(mean, rel=0.05)
-
-
-def test_mean_by_hand() -> None:
-    assert UNIFORM.mean_tokens()[0] == pytest.approx(500)
 
 
 @pytest.mark.parametrize("lengths", ALL, ids=lambda lengths: lengths.name)

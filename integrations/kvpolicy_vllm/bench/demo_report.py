@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.stats import Ratio
 from kvpolicy_vllm.bench.exactness import Comparison
-from kvpolicy_vllm.bench.ratios import Ratio
 
 WIDTH = 140
 
@@ -89,11 +89,11 @@ class LinkReport:
 
     def lines(self) -> list[str]:
         runs = next(iter(self.policies.values()))["runs"]
-        lines = [f"{name}: {ratio.text()}" for name, ratio in self.ratios.items()]
-        lines.append(f"throughput without pressure, plugin on / off: {self.no_pressure_ratio.text()}")
+        lines = [f"{name}: {_ratio_text(ratio)}" for name, ratio in self.ratios.items()]
+        lines.append(f"throughput without pressure, plugin on / off: {_ratio_text(self.no_pressure_ratio)}")
         if self.no_pressure_preemptions:
-            lines.append(f"  (not quite without: {self.no_pressure_preemptions} preemptions)")
-        lines.append(f"in brackets: 95%, bootstrap over {runs} blocks, paired")
+            lines.append(f"  (yet with {self.no_pressure_preemptions} preemptions)")
+        lines.append(f"in brackets: 95% intervals, bootstrap over {runs} paired blocks")
         if self.train["always_wins"]:
             lines.append(
                 f"{self.train['always_wins']} cost less in every measured state: the learned policy is constant"
@@ -101,9 +101,16 @@ class LinkReport:
         comparison = self.comparison
         verdict = "exact" if comparison.exact else "NOT EXACT"
         lines.append(
-            f"{verdict}: {comparison.tokens} tokens compared with the runs with memory enough, {comparison.ties} ties"
+            f"{verdict}: {comparison.tokens} tokens compared with runs with enough memory, {comparison.ties} ties"
         )
         return lines + [f"  {difference}" for difference in comparison.wrong[:10]]
+
+
+def _ratio_text(ratio: Ratio) -> str:
+    """The ratio with its interval; called a tie where that includes 1, so that neither arm is ahead."""
+    if ratio.significant:
+        return ratio.text()
+    return f"tie ({ratio.value:.3f}, {ratio.low:.3f} to {ratio.high:.3f})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,6 @@ class DemoReport:
                 console.print(line)
             console.print()
         if len(self.links) == 1:
-            console.print("no simulated link: over the native one swap does not win at the median length")
+            console.print("no simulated link: over the native one swap does not cost less at the median length")
         console.print(f"written to {self.out}")
         return buffer.getvalue()

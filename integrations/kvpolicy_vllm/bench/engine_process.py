@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from kvpolicy.errors import EngineFailed
-from kvpolicy.fields import written
+from kvpolicy.fields import changed_values
 from kvpolicy_vllm.plugin.settings import SCHEDULER, Settings, transfer_config
 
 LAST_LINES = 40
@@ -61,7 +61,7 @@ def _without_accelerator() -> dict[str, str]:
 
 def plugin_arguments(settings: Settings) -> dict[str, Any]:
     """Arguments of :class:`vllm.LLM` that switch the plugin on."""
-    return {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(written(settings))}
+    return {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(changed_values(settings))}
 
 
 def device_arguments(on_cpu: bool) -> dict[str, Any]:
@@ -125,7 +125,8 @@ class EngineProcess:
         self._stop()
         assert self._log is not None
         last_lines = "\n".join(self._log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-        return EngineFailed(f"the engine's process ended with {self._process.returncode}; it said last:\n{last_lines}")
+        status = self._process.returncode
+        return EngineFailed(f"the engine's process ended with {status}; its last output:\n{last_lines}")
 
     def close(self) -> None:
         """Let the process exit; kill it if it does not within :data:`PATIENCE_S`."""

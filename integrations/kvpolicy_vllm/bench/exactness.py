@@ -43,7 +43,7 @@ def compare(
     ties, differences = 0, []
     for number, (expected, gap, actual) in enumerate(zip(reference, gaps, other, strict=True)):
         if len(expected) != len(actual):
-            differences.append(f"{name}, request {number}: {len(expected)} tokens expected, {len(actual)} came")
+            differences.append(f"{name}, request {number}: {len(expected)} tokens expected, {len(actual)} generated")
             continue
         position = next((i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b), None)
         if position is None:

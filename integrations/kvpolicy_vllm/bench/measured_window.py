@@ -269,7 +269,7 @@ class Scene:
                     driver.scheduler.resume_request(request.request_id)
                 return
             driver.step()
-        raise WindowError(f"state {self.state.state_id}: requests did not come to need a block in the same step")
+        raise WindowError(f"state {self.state.state_id}: the requests did not need a block in the same step")
 
     def _needing_block(self) -> list[Any]:
         return [request for request in (*self.others, *self.victims) if self.driver.needs_block(request)]
@@ -298,7 +298,7 @@ class Scene:
         driver.pool.evict_blocks(set(lost_blocks))
         if state.cause == "memory":
             driver.leave_free(len(lost_blocks) + state.growth_blocks + state.spare_blocks)
-        preemptions = [driver.controller.ledger.of(name) for name in names]
+        preemptions = [driver.controller.ledger.open_preemption(name) for name in names]
         return [preemption for preemption in preemptions if preemption is not None]
 
     def _scarce_blocks(self) -> int:
@@ -311,7 +311,7 @@ class Scene:
         free = free_blocks_for(victims, len(self.others) + victims, blocks)
         if free < 0:
             needed = running_for(victims, blocks)
-            raise WindowError(f"state {self.state.state_id}: {victims} victims want {needed} running requests")
+            raise WindowError(f"state {self.state.state_id}: {victims} victims need {needed} running requests")
         return free
 
     def _discard_reason(self, arm: Arm) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 
 from kvpolicy.events import KINDS
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.stats import Ratio, bootstrap_ratio, mean_and_percentiles
 from kvpolicy.workload import Workload
 from kvpolicy_vllm.bench.engine_process import EngineProcess, device_arguments, plugin_arguments
-from kvpolicy_vllm.bench.ratios import Ratio, mean_and_percentiles, paired_ratio
 from kvpolicy_vllm.plugin.settings import Settings as PluginSettings
 
 SERVING = "kvpolicy_vllm.bench.serve_engine"
@@ -178,7 +178,7 @@ class Arms:
         to_start: dict[Arm, Arm] = {}
         for arm in arms:
             if arm.name in self._arms:
-                raise ValueError(f"arm {arm.name} is there already")
+                raise ValueError(f"arm {arm.name} exists already")
             self._arms[arm.name] = arm
             if arm.engine in to_start and arm.policy is not None:
                 to_start[arm.engine] = arm
@@ -210,13 +210,13 @@ class Arms:
         workload: Workload,
         block: int,
         gaps: bool = False,
-        told: ProgressCallback | None = None,
+        progress: ProgressCallback | None = None,
         device_blocks: int | None = None,
     ) -> Run:
         """Serve a workload. Prompts are drawn from the workload's seed, so every arm gets the same.
 
-        ``gaps``: whether to record log-probability gaps. ``told``: callback for progress. ``device_blocks``: how many
-        of the engine's KV blocks are used; None uses all.
+        ``gaps``: whether to record log-probability gaps. ``progress``: called with the progress.
+        ``device_blocks``: how many of the engine's KV blocks are used; None uses all.
         """
         arm = self._arms[name]
         job = {
@@ -231,8 +231,8 @@ class Arms:
         }
 
         def news(values: dict[str, Any]) -> None:
-            if told is not None:
-                told(name, values["tokens"], workload.output_tokens)
+            if progress is not None:
+                progress(name, values["tokens"], workload.output_tokens)
 
         return Run.of(name, block, self._engines[arm.engine].ask(job, news))
 
@@ -252,11 +252,11 @@ def alternate(
     names: Sequence[str],
     workloads: Iterable[Workload],
     rng: random.Random,
-    told: ProgressCallback | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[Run]:
     """Serve each workload, a block, by all arms before the next one, in random order within the block."""
     return [
-        arms.serve(name, workload, block, told=told)
+        arms.serve(name, workload, block, progress=progress)
         for block, workload in enumerate(workloads)
         for name in rng.sample(list(names), len(names))
     ]
@@ -294,10 +294,10 @@ def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 def throughput_ratio(above: Sequence[Run], below: Sequence[Run], rng: random.Random) -> Ratio:
     """Throughput of one arm over another's, paired by block."""
-    return paired_ratio([run.throughput_tok_s for run in above], [run.throughput_tok_s for run in below], rng)
+    return bootstrap_ratio([run.throughput_tok_s for run in above], [run.throughput_tok_s for run in below], rng)
 
 
 def ttft_ratio(above: Sequence[Run], below: Sequence[Run], rng: random.Random) -> Ratio:
     """Mean time to first token of one arm over another's, paired by block; below 1 is faster."""
     means = [[sum(run.ttft_s) / len(run.ttft_s) for run in runs] for runs in (above, below)]
-    return paired_ratio(means[0], means[1], rng)
+    return bootstrap_ratio(means[0], means[1], rng)

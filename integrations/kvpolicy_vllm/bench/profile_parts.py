@@ -11,10 +11,11 @@ from typing import Any
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.settings import GIB
 from kvpolicy_vllm.bench.engine_process import device_arguments, plugin_arguments
 from kvpolicy_vllm.bench.job import MAX_EXTRA, Job
 from kvpolicy_vllm.bench.states import Span, State, check_states, grid
-from kvpolicy_vllm.plugin.settings import GIB, Settings
+from kvpolicy_vllm.plugin.settings import Settings
 
 MIN_TOKENS = 64
 MAX_HOST_GIB = 4.0

@@ -38,7 +38,7 @@ class ProfileReport:
     def text(self) -> str:
         """The summary in words."""
         lines = [
-            f"{self.out}: {self.states} states ({self.natural_states} natural), {self.windows} windows that count, "
+            f"{self.out}: {self.states} states ({self.natural_states} natural), {self.windows} valid windows, "
             f"{sum(self.discarded.values())} discarded"
         ]
         lines += [f"  discarded: {count} x {reason}" for reason, count in self.discarded.items()]

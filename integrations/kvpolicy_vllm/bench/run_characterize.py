@@ -70,7 +70,7 @@ class CharacterizeReport:
     """Discarded windows, by reason."""
 
     def text(self) -> str:
-        lines = [f"{self.out}: {sum(self.windows.values())} windows that count, for {', '.join(self.figures)}"]
+        lines = [f"{self.out}: {sum(self.windows.values())} valid windows, for {', '.join(self.figures)}"]
         lines += [f"  {state}: {count}" for state, count in self.windows.items() if "/" in state]
         lines += (
             [f"  {profile_states} of a profile"]
@@ -176,8 +176,8 @@ class Study:
         total = f" of {len(names)}" if names else ""
         done = len([name for name in names if name in self._done]) if names else len(self._done)
         return (
-            f"interrupted: {done}{total} parts are measured and kept in {self._out}; the same command again goes on "
-            "with the next, and measures nothing twice"
+            f"interrupted: {done}{total} parts are measured and kept in {self._out}; run the same command again to "
+            "continue with the next part"
         )
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 from rich.console import Console
 
-from kvpolicy.datasets.profiles import measured
+from kvpolicy.datasets.profiles import read_dataset
 from kvpolicy.errors import InputError
 from kvpolicy.evaluation.replay import evaluate
 from kvpolicy.hardware.link import SimulatedLink, header_link
 from kvpolicy.settings import Measurement
+from kvpolicy.stats import mean_and_percentiles
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
 from kvpolicy_vllm.bench.breakeven import Costs, break_even_link
@@ -44,7 +45,6 @@ from kvpolicy_vllm.bench.overload import (
 )
 from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.progress import Bar
-from kvpolicy_vllm.bench.ratios import mean_and_percentiles
 from kvpolicy_vllm.bench.run_profile import profile
 
 FIXED = ("always-recompute", "always-swap")
@@ -141,7 +141,7 @@ def _clear_folder(out: Path) -> None:
         sorted(path.name for path in out.iterdir() if path.name not in (*PARTS, DEMO_JSON)) if out.is_dir() else []
     )
     if strange:
-        raise InputError(f"{out}: holds {strange[0]}, which no demo wrote; give a new folder")
+        raise InputError(f"{out}: holds {strange[0]}, which is not from a demo; give a new folder")
     if (out / DEMO_JSON).exists():
         for part in PARTS:
             shutil.rmtree(out / part, ignore_errors=True)
@@ -195,7 +195,7 @@ class Loop:
 
     def simulated_link(self) -> SimulatedLink | None:
         """A link with break-even inside the measured lengths; None where swap does not win over the native link."""
-        native = measured([self._out / "traces" / "native"])
+        native = read_dataset([self._out / "traces" / "native"])
         costs = [
             Costs(state.computed_tokens, state.mean_s["recompute"], state.mean_s["swap"]) for state in native.states
         ]
@@ -239,7 +239,7 @@ class Loop:
 
     def _references(self, arms: Arms, blocks: Sequence[Workload], tell: ProgressCallback) -> list[Run]:
         """Serve every block by stock vLLM with memory for all requests, for reference tokens and undisturbed times."""
-        tell("memory enough for all", 0, 0)
+        tell("enough memory for all", 0, 0)
         ample_blocks = (
             max(_blocks_of(workload, arms.settings.block_size) for workload in blocks) + self._plan.requests + 1
         )
@@ -249,7 +249,7 @@ class Loop:
         arms.stop(REFERENCE)
         preempted = sum(sum(run.preemptions.values()) for run in runs)
         if preempted:
-            raise RuntimeError(f"{preempted} preemptions with memory enough for all: that is no reference")
+            raise RuntimeError(f"{preempted} preemptions with enough memory for all: the run cannot be a reference")
         return runs
 
     def _start(self, arms: Arms, link: LinkResult, tell: ProgressCallback) -> None:
@@ -261,7 +261,7 @@ class Loop:
 
     def _warm_up(self, arms: Arms, name: str, tell: ProgressCallback) -> None:
         """Serve enough requests to cause preemptions, uncounted, so that one-time work is not measured."""
-        arms.serve(name, self._workload(self._seed, self._plan.warm_up_requests), -1, told=tell)
+        arms.serve(name, self._workload(self._seed, self._plan.warm_up_requests), -1, progress=tell)
 
     def _calm(self, arms: Arms, rng: random.Random, tell: ProgressCallback) -> dict[str, list[Run]]:
         """Serve requests that fit into memory together, by stock vLLM and by the learned policy."""

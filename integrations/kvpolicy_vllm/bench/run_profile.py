@@ -86,7 +86,7 @@ def open_plan(out: Path, arguments: dict[str, Any]) -> dict[str, str]:
     plan = out / PLAN
     if not plan.exists():
         if out.exists() and any(out.iterdir()):
-            raise InputError(f"{out}: holds something that is no profile; give a new folder")
+            raise InputError(f"{out}: holds something other than a profile; give a new folder")
         write_plan(out, {"asked": arguments, "done": {}})
         return {}
     recorded = _read_plan(plan)
@@ -94,7 +94,7 @@ def open_plan(out: Path, arguments: dict[str, Any]) -> dict[str, str]:
         if recorded["asked"].get(name) != value:
             raise InputError(
                 f"{out}: was begun with {name} {recorded['asked'].get(name)!r}, now asked for with {value!r}; "
-                "give a new folder, or the same arguments to take it up again"
+                "give a new folder, or the same arguments to resume it"
             )
     return {name: core for name, core in recorded["done"].items() if (out / core / "header.json").exists()}
 
@@ -103,7 +103,7 @@ def _read_plan(plan: Path) -> dict[str, Any]:
     try:
         recorded = json.loads(plan.read_text())
     except ValueError as error:
-        raise InputError(f"{plan}: not JSON, though a profile begins by writing it: {error}") from error
+        raise InputError(f"{plan}: not JSON, although a profile begins by writing it: {error}") from error
     if not isinstance(recorded, dict) or not all(isinstance(recorded.get(name), dict) for name in ("asked", "done")):
         raise InputError(f"{plan}: should hold the objects 'asked' and 'done'; give a new folder")
     return recorded

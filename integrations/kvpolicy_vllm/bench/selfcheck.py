@@ -42,11 +42,12 @@ class SelfCheck:
 
     def line(self) -> str:
         """The result in words."""
-        head = f"{self.arm}, blocks of {self.block_size}: {self.verdict} ({self.pairs} pairs"
+        verdict = "undecided" if self.verdict == "cannot tell" else self.verdict
+        head = f"{self.arm}, blocks of {self.block_size}: {verdict} ({self.pairs} pairs"
         if self.low_s is None or self.high_s is None:
             return f"{head}; at least {MIN_PAIRS} are needed)"
         interval = f"{1e3 * self.low_s:+.2f} to {1e3 * self.high_s:+.2f} ms"
-        return f"{head}; attributed {1e3 * self.attributed_s:.2f} ms, twins {interval} beside it)"
+        return f"{head}; attributed {1e3 * self.attributed_s:.2f} ms, measured minus attributed {interval})"
 
 
 def judge(arm: str, block_size: int, measured_s: Sequence[float], attributed_s: Sequence[float]) -> SelfCheck:

@@ -17,12 +17,13 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy.errors import InputError
 from kvpolicy.hardware import available_memory_bytes
+from kvpolicy.settings import GIB
 from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
 from kvpolicy_vllm.plugin.messages import Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
-from kvpolicy_vllm.plugin.settings import GIB, Settings
+from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported, warn_untested
 
 if TYPE_CHECKING:

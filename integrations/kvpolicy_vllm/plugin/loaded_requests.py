@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 
-class Returning:
+class LoadedRequests:
     """Requests that are being loaded, or were loaded and are not running yet. One per scheduler.
 
     A victim that is being loaded is not among the running requests. Where ``max_num_seqs`` binds, vLLM would give its
@@ -98,7 +98,7 @@ def _holds_blocks(request: Any) -> bool:
 
 
 def _lacks_slot(request: Any, taken_slots: frozenset[int] | None) -> bool:
-    """Whether no LoRA slot is free for the request. ``taken_slots``: see :meth:`Returning._full_adapters`."""
+    """Whether no LoRA slot is free for the request. ``taken_slots``: see :meth:`LoadedRequests._full_adapters`."""
     return (
         taken_slots is not None and bool(request.lora_request) and request.lora_request.lora_int_id not in taken_slots
     )

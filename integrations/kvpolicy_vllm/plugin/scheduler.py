@@ -15,14 +15,14 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.loaded_requests import Returning
+from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_offloading
 
 if TYPE_CHECKING:
     from kvpolicy.events import Cause
 
 
-class Asking:
+class PolicyHooks:
     """Mixin over vLLM's scheduler classes."""
 
     asks_kvpolicy = True
@@ -44,21 +44,21 @@ class Asking:
         self.kvpolicy = connector.controller
         self._cause: Cause = "reset"  # outside schedule() only a reset preempts requests
         self._forced_out: list[str] = []
-        self.returning = Returning(self)
+        self.loaded_requests = LoadedRequests(self)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        controller, returning = self.kvpolicy, self.returning
+        controller, loaded_requests = self.kvpolicy, self.loaded_requests
         controller.step_begins(self)
         forced_out = self._force_out() if self._forced_out else ()
         self._cause = "memory"
         try:
-            if returning.requests:
-                returning.hold_places()
+            if loaded_requests.requests:
+                loaded_requests.hold_places()
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
         finally:
             self._cause = "reset"
-            if returning.configured is not None:
-                returning.give_places()
+            if loaded_requests.configured is not None:
+                loaded_requests.give_places()
             for request in reversed(forced_out):
                 self.waiting.prepend_request(request)
         controller.step_scheduled(output)
@@ -71,7 +71,7 @@ class Asking:
         A loaded request that waits for a last block must come before any request that cannot be allocated. That one
         would end the scan, and where no request runs, the memory it needs would stay with those behind it for good.
         """
-        queue = self.returning.in_front(self.skipped_waiting)
+        queue = self.loaded_requests.in_front(self.skipped_waiting)
         return super()._select_waiting_queue_for_scheduling() if queue is None else queue  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -130,7 +130,7 @@ class Asking:
     running: list[Any]
     waiting: Any
     skipped_waiting: Any
-    returning: Returning
+    loaded_requests: LoadedRequests
     failed_recving_kv_req_ids: set[str]
     finished_recving_kv_req_ids: set[str]
     kv_cache_manager: Any
@@ -164,11 +164,11 @@ class Asking:
         return forced_out
 
 
-class AdaptiveSyncScheduler(Asking, Scheduler):
+class AdaptiveSyncScheduler(PolicyHooks, Scheduler):
     """The plugin over vLLM's plain scheduler."""
 
 
-class AdaptiveAsyncScheduler(Asking, AsyncScheduler):
+class AdaptiveAsyncScheduler(PolicyHooks, AsyncScheduler):
     """The plugin over vLLM's asynchronous scheduler."""
 
 

@@ -13,9 +13,8 @@ from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue, option
 from kvpolicy.policy import Policy
-from kvpolicy.settings import ServerSettings
+from kvpolicy.settings import GIB, ServerSettings
 
-GIB = 1 << 30
 DEFAULT_COPIER = "kvpolicy_vllm.plugin.copiers.factory.copier_for"
 SCHEDULER = "kvpolicy_vllm.AdaptiveScheduler"
 CONNECTOR = "KVPolicyConnector"

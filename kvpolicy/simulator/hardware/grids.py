@@ -14,7 +14,8 @@ from kvpolicy.hardware import Geometry
 from kvpolicy.regression.ceilings import relative_fit
 from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.simulator.hardware.interpolation import TERMS
-from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE, Rows
+from kvpolicy.simulator.hardware.layout import Rows
+from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE
 from kvpolicy.simulator.hardware.operator_tables import Table, TableError, TableFile, medians, rows_of, subsampled
 from kvpolicy.simulator.hardware.table_times import AXES, Grid
 

@@ -135,7 +135,7 @@ def law_times(model: FittedModel) -> LawTimes:
         law = RooflineSteps(recompute)
         steps_source = "roofline of " + ("; ".join(model.provenance.notes) or "its training traces")
     else:
-        raise ModelError(f"cost model {model.name}: it knows no step times; profile and train one")
+        raise ModelError(f"cost model {model.name}: it has no step times; profile this machine and train one")
     return LawTimes(law, swap.save, swap.load, f"cost model {model.name}: {steps_source}; {link}")
 
 

@@ -14,16 +14,13 @@ waves (rounds of tiles over all multiprocessors).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from kvpolicy.arrays import Flags, Floats, causal_pairs
 from kvpolicy.errors import InputError
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
+from kvpolicy.simulator.hardware.layout import Layout, Part, Rows, Times
 
 Features = dict[str, Floats]
 
@@ -35,91 +32,6 @@ MULTIPROCESSORS = {
     "A100": 108, "H100": 132, "H200": 132, "B200": 148, "L40S": 142, "4090": 128,
 }  # fmt: skip
 """Multiprocessors by part of the device's name. Source: vendor's papers (GA100, GH100 SXM, GB200, AD102)."""
-
-
-class Rows:
-    """A file's columns."""
-
-    def __init__(self, file: str, table: pa.Table) -> None:
-        self.file = file
-        self.names: tuple[str, ...] = tuple(table.column_names)
-        self._table = table
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def number(self, name: str) -> Floats:
-        """A column as numbers, NaN where a cell is empty. Raises ValueError, naming file and column, for text."""
-        column = self._table[name]
-        if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-            raise InputError(f"{self.file}: column {name} is {column.type}, should hold numbers")
-        return np.asarray(pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy(), np.float64)
-
-    def text(self, name: str) -> NDArray[np.str_]:
-        return np.array(self._table[name].cast(pa.string()).fill_null("").to_pylist(), dtype=np.str_)
-
-    def absent(self, name: str) -> Flags:
-        return np.asarray(pc.is_null(self._table[name]).to_numpy(), np.bool_)
-
-    def codes(self, name: str) -> Floats:
-        """A text column as numbers, in alphabetical order."""
-        return np.unique(self.text(name), return_inverse=True)[1].astype(np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Quantities that one operator's times depend on."""
-
-    settings: Mapping[str, Floats]
-    """Settings as in the file."""
-    features: Mapping[str, Floats]
-    """Settings and quantities derived from them: FLOPs, bytes, tiles."""
-    length: Floats
-    """Tokens along the axis of extrapolation."""
-    load: Floats
-    """Other load in the batch."""
-    length_name: str
-    physics: Ceilings
-
-    def of(self, rows: Flags) -> Times:
-        def select(columns: Mapping[str, Floats]) -> dict[str, Floats]:
-            return {name: values[rows] for name, values in columns.items()}
-
-        return Times(
-            select(self.settings),
-            select(self.features),
-            self.length[rows],
-            self.load[rows],
-            self.length_name,
-            self.physics,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One operator of a file: its rows, and the column that holds its time."""
-
-    operator: str
-    time: str
-    rows: Flags
-    times: Times
-    """For all rows of the file."""
-    left_out: tuple[str, ...] = ()
-    seconds: Floats | None = None
-    """Times in the file's unit, where they differ from the column."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """``needs``: columns by which a file is recognised. ``counts``: those that hold numbers, 0 or above."""
-
-    name: str
-    needs: frozenset[str]
-    counts: frozenset[str]
-    seconds_per_unit: float
-    parts: Callable[[Rows], Iterator[Part]]
-    times_may_be_absent: bool = False
-
 
 UNITS = {
     "flops": "FLOP", "tile_flops": "FLOP", "wave_flops": "FLOP", "bytes": "B", "kv_bytes": "B", "inner": "element",

@@ -20,7 +20,8 @@ import pyarrow.parquet
 
 from kvpolicy.arrays import Floats, Ints
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.simulator.hardware.layouts import LAYOUTS, WHOLE, Layout, Rows, Times
+from kvpolicy.simulator.hardware.layout import Layout, Rows, Times
+from kvpolicy.simulator.hardware.layouts import LAYOUTS, WHOLE
 
 ENDINGS = (".parquet", ".csv", ".csv.gz")
 
@@ -186,12 +187,6 @@ def quantile_bins(values: Floats, max_bins: int) -> Ints:
     """Number of the quantile bin of each value; ties share a bin."""
     edges = np.unique(np.quantile(values, np.linspace(0, 1, max_bins + 1)[1:-1]))
     return np.searchsorted(edges, values, side="right")
-
-
-def select(table: Table, rows: Sequence[int] | Ints) -> tuple[Floats, Floats, Floats, Ints]:
-    """(features, plain settings, seconds, groups) of these rows."""
-    chosen = np.asarray(rows)
-    return table.x[chosen], table.plain[chosen], table.seconds[chosen], table.groups[chosen]
 
 
 @dataclass(frozen=True, slots=True)

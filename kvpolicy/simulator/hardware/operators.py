@@ -13,7 +13,8 @@ from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import DeviceSheet
 from kvpolicy.regression.estimator import BoostedRegressor
-from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE, VIDUR_OPERATORS, Rows
+from kvpolicy.simulator.hardware.layout import Rows
+from kvpolicy.simulator.hardware.layouts import NATIVE_DTYPE, VIDUR_OPERATORS
 from kvpolicy.simulator.hardware.operator_tables import TableError, TableFile, medians, rows_of, subsampled
 from kvpolicy.simulator.hardware.table_times import Curve
 
