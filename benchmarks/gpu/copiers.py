@@ -48,9 +48,9 @@ class Digests:
         self.saved: dict[int, tuple[Job, torch.Tensor]] = {}
         self.compared: list[torch.Tensor] = []
 
-    def copy_out(self, job: Job) -> None:
+    def copy_out(self, job: Job, urgent: int) -> None:
         self.saved[job.copy_id] = (job, block_digests(self.device_segments, job.block_ids))
-        super().copy_out(job)  # a mixin's super is a copier
+        super().copy_out(job, urgent)  # a mixin's super is a copier
 
     def copied_in(self, job: Job) -> bool:
         """The blocks are not reported as loaded yet, so no step has written into them."""
@@ -85,9 +85,9 @@ class SlowOnDevice:
     _save_stream: torch.cuda.Stream
     _load_stream: torch.cuda.Stream
 
-    def move_out(self, job: Job) -> None:
+    def _save_parts(self, *arguments: Any) -> None:
         torch.cuda._sleep(SLEEP_CYCLES)
-        super().move_out(job)
+        super()._save_parts(*arguments)
 
     def move_in(self, job: Job) -> None:
         torch.cuda._sleep(SLEEP_CYCLES)

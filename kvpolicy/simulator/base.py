@@ -75,9 +75,10 @@ class Link:
     brings, as in vLLM's CPU engine. A load begins when the step that brings it has computed, as in vLLM 0.32."""
     slowdown: float = 0.0
     """Share by which a step is slower while a copy runs beside it."""
-    saves_wait: bool = True
-    """Whether a step waits for its saves even where loads overlap. The plugin's copiers do so, on a GPU and behind a
-    simulated link, since the step may overwrite the blocks."""
+    saves_wait: bool = False
+    """Whether a step waits for its saves even where loads overlap. The plugin's copiers do not: what the step
+    overwrites is gathered in a buffer on the device first. The time that this takes, and steps that overwrite more than
+    the buffer holds, are not simulated."""
 
 
 WHOLE_NUMBERS: Mapping[str, Rule] = {

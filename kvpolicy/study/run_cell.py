@@ -188,7 +188,6 @@ def server_of(cell: Cell, machine: Machine) -> Server:
     copies = Link(
         overlapped=cell.link != NATIVE or not machine.waits_for_copies,
         slowdown=machine.slowdown(times_of(cell, machine)),
-        saves_wait=True,
     )
     return Server(
         block_size=serving.block_size,

@@ -35,6 +35,7 @@ class Request(SimpleNamespace):
 
 class Pool(SimpleNamespace):
     num_gpu_blocks = 100
+    blocks = tuple(SimpleNamespace(ref_cnt=int(block_id == 8)) for block_id in range(10))
 
     def get_num_free_blocks(self) -> int:
         return 0
@@ -44,7 +45,7 @@ class Scheduler:
     """One request, which the test takes out and brings back by itself."""
 
     block_size, max_num_scheduled_tokens = SIZE, 512
-    paused = False
+    paused = needs_kv_cache_zeroing = False
 
     def __init__(self, request: Request) -> None:
         self.requests: dict[str, Any] = {"r": request}

@@ -28,7 +28,7 @@ def spans(some: LinkQueues[Copy]) -> list[tuple[str, float, float]]:
 
 
 def test_a_step_waits_for_its_saves_and_a_load_begins_when_it_has_computed() -> None:
-    link = queues(Link())
+    link = queues(Link(saves_wait=True))
     assert link.step([(Copy(1), 2)], [(Copy(2), 3)], 10.0, 4.0) == 16.0
     assert spans(link) == [("save", 10.0, 12.0), ("load", 16.0, 19.0)]
 

@@ -1,4 +1,5 @@
-"""Copiers that misbehave on purpose, and one that keeps digests. Named by import path, so they reach every worker.
+"""Copiers that misbehave on purpose, and ones that keep digests or save late. Named by import path, so they reach every
+worker.
 
 The plan comes from the environment variable ``KVPOLICY_TEST_FAULTS``: ``{"late_polls": 3, "fail_saves": [2],
 "fail_loads": [1]}``, counting copies of one worker from 0; or ``{"by_rank": [plan, plan]}``.
@@ -9,17 +10,57 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 
-from kvpolicy_vllm.plugin.copiers.base import CopyError
+from kvpolicy_vllm.plugin.copiers.base import CopyError, Finished, Span
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
+from kvpolicy_vllm.plugin.copiers.staging import part_of
 from kvpolicy_vllm.plugin.messages import Job
 
 
-class FaultyCopier(IndexingCopier):
+class LateCopier(IndexingCopier):
+    """Reads the blocks of a save as late as a device may: when the engine's next work may overwrite them, when a load
+    comes, or after some polls. Until then the host slots hold rubbish."""
+
+    LATE_POLLS = 3
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._unread: dict[int, tuple[Job, int]] = {}
+
+    def copy_out(self, job: Job, urgent: int) -> None:
+        for host in self.host_segments:
+            host[torch.tensor(job.slots)] = 7.0
+        if urgent:
+            super().copy_out(part_of(job, 0, urgent), urgent)
+        self._unread[job.copy_id] = part_of(job, urgent, len(job.slots)), self.LATE_POLLS
+
+    def finish_copies_out(self, copy_ids: Iterable[int]) -> None:
+        for copy_id in copy_ids:
+            job, _ = self._unread.pop(copy_id, (None, 0))
+            if job is not None and job.slots:
+                super().copy_out(job, 0)
+
+    def save_span(self, job: Job, called_s: float) -> Span | None:
+        if job.copy_id in self._unread:
+            return None
+        return super().save_span(job, called_s)
+
+    def copy_in(self, job: Job) -> None:
+        self.finish_copies_out(list(self._unread))
+        super().copy_in(job)
+
+    def poll(self, idle: bool = False) -> list[Finished]:
+        self._unread = {copy_id: (job, polls - 1) for copy_id, (job, polls) in self._unread.items()}
+        self.finish_copies_out([copy_id for copy_id, (_, polls) in self._unread.items() if polls == 0])
+        return super().poll(idle)
+
+
+class FaultyCopier(LateCopier):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         plan = json.loads(os.environ.get("KVPOLICY_TEST_FAULTS", "{}"))
@@ -30,11 +71,11 @@ class FaultyCopier(IndexingCopier):
         self._saves = self._loads = 0
         self._asked: dict[int, int] = {}
 
-    def copy_out(self, job: Job) -> None:
+    def copy_out(self, job: Job, urgent: int) -> None:
         self._saves += 1
         if self._saves - 1 in self._fail_saves:
             raise CopyError("made to fail")
-        super().copy_out(job)
+        super().copy_out(job, urgent)
 
     def copy_in(self, job: Job) -> None:
         self._loads += 1
@@ -58,9 +99,9 @@ class DigestCopier(IndexingCopier):
         self.saved: dict[str, str] = {}
         self.restored: dict[str, str] = {}
 
-    def copy_out(self, job: Job) -> None:
+    def copy_out(self, job: Job, urgent: int) -> None:
         self.saved |= self._digests(job)
-        super().copy_out(job)
+        super().copy_out(job, urgent)
 
     def copy_in(self, job: Job) -> None:
         super().copy_in(job)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ WRONG_SHOWN = 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong with copies: shares of saves and loads that fail, and by how many steps a load is late."""
+    """What goes wrong with copies: shares of saves and loads that fail, and by how many steps either is late."""
 
     saves_failing: float = 0.1
     loads_failing: float = 0.15
@@ -32,6 +33,17 @@ class Faults:
 
 
 NO_FAULTS = Faults(0.0, 0.0, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Saving:
+    """A save that is not at its end."""
+
+    job: Job
+    began_step: int
+    due_step: int
+    unread: dict[int, int]
+    """Host slots by device block."""
 
 
 class SymbolicWorker:
@@ -54,7 +66,9 @@ class SymbolicWorker:
         self._host = np.full((scheduler.kvpolicy.copies.pool.total, block), NOTHING)
         self._saved: dict[int, tuple[int, ...]] = {}
         """Slots of every whole copy, by ``copy_id``."""
-        self._loading: deque[tuple[int, Job, bool]] = deque()
+        self._loading: deque[tuple[int, int, Job, bool]] = deque()
+        """Steps in which each load began and ends, the load, and whether it succeeds."""
+        self._saving: deque[Saving] = deque()
         self._weights, self._steps = 0, 0
         self._wrong: list[str] = []
         self._counts = {"positions_read": 0, "partial_loads": 0, "resets": 0, "reset_when_loaded_and_waiting": 0}
@@ -87,10 +101,13 @@ class SymbolicWorker:
         return self._counts | {"wrong": self._wrong[:WRONG_SHOWN], "garbled": garbled, "undecided": undecided}
 
     def execute(self, output: Any, sampled: dict[str, bool]) -> ModelRunnerOutput:
-        """Saves come before the step's own writes, loads after them."""
+        """Blocks that the step may overwrite are saved before its own writes, others as late as they may be. Loads come
+        after the step."""
         self._steps += 1
         jobs: StepJobs = output.kv_connector_metadata
-        done = [self._save(job) for job in jobs.saves]
+        done = [transfer for job in jobs.saves for transfer in self._begin_save(job)]
+        for saving in self._saving:
+            self._read(saving, jobs.overwritten)
         ends = {name: self._compute(name, count) for name, count in output.num_scheduled_tokens.items()}
         for job in jobs.loads:
             self._begin_load(job)
@@ -125,25 +142,46 @@ class SymbolicWorker:
         self._device[blocks[start:], positions[start:] % self._block] = right[start:]
         return end
 
-    def _save(self, job: Job) -> Transfer:
+    def _begin_save(self, job: Job) -> list[Transfer]:
+        """The transfer where the save fails, at once; nothing where it goes on."""
         ok = self._rng.random() >= self._faults.saves_failing
-        self._host[list(job.slots)] = self._device[list(job.block_ids)] if ok else HALF_COPIED
-        if ok:
-            self._saved[job.copy_id] = job.slots
-        return self._transfer(job, "save", ok)
+        self._host[list(job.slots)] = HALF_COPIED
+        if not ok:
+            return [self._transfer(job, "save", False)]
+        self._saved[job.copy_id] = job.slots
+        late = self._rng.randint(0, self._faults.max_late_steps)
+        self._saving.append(
+            Saving(job, self._steps, self._steps + late, dict(zip(job.block_ids, job.slots, strict=True)))
+        )
+        return []
+
+    def _read(self, saving: Saving, blocks: Set[int]) -> None:
+        for block in [block for block in saving.unread if block in blocks]:
+            self._host[saving.unread.pop(block)] = self._device[block]
+
+    def _finish_saves(self, until_step: int, due_step: int) -> list[Transfer]:
+        """Read the rest of all saves that began by ``until_step`` or are due by ``due_step``, in order."""
+        done = []
+        while self._saving and (self._saving[0].began_step <= until_step or self._saving[0].due_step <= due_step):
+            saving = self._saving.popleft()
+            self._read(saving, saving.unread.keys())
+            done.append(self._transfer(saving.job, "save", True))
+        return done
 
     def _begin_load(self, job: Job) -> None:
         whole = self._saved.get(job.copy_id)
         self._counts["partial_loads"] += whole is not None and whole[0] != job.slots[0]
         ok = whole is not None and self._rng.random() >= self._faults.loads_failing
-        self._loading.append((self._steps + self._rng.randint(0, self._faults.max_late_steps), job, ok))
+        self._loading.append((self._steps, self._steps + self._rng.randint(0, self._faults.max_late_steps), job, ok))
 
     def _finished(self, done: list[Transfer]) -> KVConnectorOutput:
         """Loads touch host and device as late as they may, so that nothing may be given away before."""
         failed: list[Job] = []
         finished: set[str] = set()
-        while self._loading and self._loading[0][0] <= self._steps:
-            _, job, ok = self._loading.popleft()
+        done += self._finish_saves(-1, self._steps)
+        while self._loading and self._loading[0][1] <= self._steps:
+            began_step, _, job, ok = self._loading.popleft()
+            done += self._finish_saves(began_step, self._steps)  # a load waits for all saves that began before it
             self._device[list(job.block_ids)] = self._host[list(job.slots)] if ok else HALF_COPIED
             done.append(self._transfer(job, "load", ok))
             finished.add(job.request_id)

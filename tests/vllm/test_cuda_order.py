@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import torch
 
 from kvpolicy_vllm.plugin.copiers import cuda
 from kvpolicy_vllm.plugin.copiers.cuda import CudaCopier, StagedCudaCopier
-from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, runs_of, segments_in
+from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, part_of, runs_of, segments_in
 from kvpolicy_vllm.plugin.messages import Job
 
 pytestmark = pytest.mark.scheduler
@@ -40,6 +41,9 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self.launched.append((other, len(other.launched)))
+
+    def wait_event(self, event: Any) -> None:
+        self.launched.append((event.stream, event.at))
 
     def synchronize(self) -> None:
         """Until all that was launched here is done, others going on beside it."""
@@ -134,19 +138,25 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
             device.launch(lambda a=a, b=b, size=size: ctypes.memmove(b, a, size))
 
     monkeypatch.setattr(cuda.ops, "swap_blocks_batch", move_pieces)
-    monkeypatch.setattr(Staging, "out", lambda self, job: device.in_steps(out_steps(self, job)))
+    monkeypatch.setattr(cuda, "URGENT_BYTES", 400)  # two blocks of 192 bytes
+    monkeypatch.setattr(Staging, "gather", lambda self, job: device.in_steps(gather_steps(self, job)))
+    monkeypatch.setattr(Staging, "send", lambda self, job: device.in_steps(send_steps(self, job)))
     monkeypatch.setattr(Staging, "back", lambda self, job: device.in_steps(back_steps(self, job)))
     return device
 
 
-def out_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
-    """What `Staging.out` launches, launch by launch: between any two another stream may write into its buffer."""
-    for blocks, slots in staging._parts(job):
-        for piece, segment in pieces_of(staging, len(slots)):
-            yield lambda piece=piece, segment=segment, blocks=blocks: piece.copy_(segment[blocks])
-        for at, first, count in runs_of(slots):
-            host, buffer = staging._arena[first : first + count], staging._buffer[at : at + count]
-            yield lambda host=host, buffer=buffer: host.copy_(buffer)
+def gather_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
+    """What `Staging.gather` launches, launch by launch: between any two another stream may write into its buffer."""
+    blocks = torch.tensor(job.block_ids)
+    for piece, segment in pieces_of(staging, len(job.slots)):
+        yield lambda piece=piece, segment=segment: piece.copy_(segment[blocks])
+
+
+def send_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
+    """The same of `Staging.send`."""
+    for at, first, count in runs_of(job.slots):
+        host, buffer = staging._arena[first : first + count], staging._buffer[at : at + count]
+        yield lambda host=host, buffer=buffer: host.copy_(buffer)
 
 
 def back_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
@@ -192,6 +202,34 @@ def both_ways_at_once(copier: CudaCopier, device: Device, segments: list[torch.T
         assert (host[7] == OLD).all(), "what went out is what came back meanwhile"
 
 
+def overwritten_at_once_and_later(
+    copier: CudaCopier, device: Device, segments: list[torch.Tensor], rng: random.Random
+) -> None:
+    """Of a save's blocks the next step writes to some, more than its buffer holds or fewer, and a later one to others;
+    the save after it uses the buffer while its content may still be under way."""
+    blocks, slots = (1, 5, 2, 8), (4, 5, 0, 1)
+    at_once = frozenset(rng.sample(blocks, rng.randrange(5)))
+    filled(device, segments, blocks, OLD)
+    filled(device, segments, (9,), OTHER)
+    copier.save(Job(5, "v", blocks, slots), at_once | {3})
+    filled(device, segments, tuple(at_once), NEW)
+    device.run(rng, rng.randrange(12))
+    copier.save(Job(6, "w", (9,), (2,)), frozenset({9}))
+    filled(device, segments, (9,), NEW)
+    device.run(rng, rng.randrange(12))
+    copier.poll()
+    later = frozenset(rng.sample(blocks, rng.randrange(5)))
+    copier.finish(later)
+    filled(device, segments, tuple(later), OTHER)
+    device.run(rng)
+    assert copier.poll() == [] and not copier._saving and not copier._saves
+    for segment, host in zip(segments, copier.host_segments, strict=True):
+        assert (host[list(slots)] == OLD).all(), "a block was overwritten before it was saved"
+        assert (host[2] == OTHER).all(), "a block was overwritten before it was saved"
+        assert (segment[list(later)] == OTHER).all()
+    copier.drop([5, 6])
+
+
 @pytest.mark.parametrize("kind", [CudaCopier, StagedCudaCopier])
 def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], device: Device) -> None:
     """A victim's blocks are written to as soon as its save is launched; its load goes into blocks that a step in flight
@@ -204,7 +242,7 @@ def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], dev
         read: list[torch.Tensor] = []
         filled(device, segments, saved, OLD)
         filled(device, segments, loaded, OTHER)
-        copier.save(Job(1, "r", saved, slots))
+        copier.save(Job(1, "r", saved, slots), frozenset(saved))
         filled(device, segments, saved, NEW)
         device.run(rng, rng.randrange(12))
         device.launch(lambda read=read, segments=segments: read.append(segments[0][7].clone()))
@@ -225,7 +263,8 @@ def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], dev
         device.run(rng)
         assert [done.ok for done in copier.poll()] == [True]
         assert all((segment[[10, 11, 8]] == NEW).all() for segment in segments)
-        assert len(copier.transfers) == 7 and all(transfer.ok for transfer in copier.transfers)
+        overwritten_at_once_and_later(copier, device, segments, rng)
+        assert len(copier.transfers) == 9 and all(transfer.ok for transfer in copier.transfers)
         assert not copier._saves and not copier._loads, "events of finished copies are kept"
 
 
@@ -290,21 +329,47 @@ def test_copies_are_timed_by_the_device_not_by_who_asks(device: Device) -> None:
         assert result == pytest.approx((submitted_s, submitted_s + 0.002, submitted_s + 0.008)), transfer.direction
 
 
-@pytest.mark.parametrize("forgotten", ["wait before a save", "wait after a save", "wait before a load"])
+@pytest.mark.parametrize("forgotten", ["wait before a save", "wait before a load"])
 def test_the_schedules_find_a_forgotten_wait(forgotten: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above is worth: each wait that is left out is found."""
     waits = Stream.wait_stream
 
     def wait(self: Stream, other: Stream) -> None:
         save = device.streams[-3]  # of the copier that was made last: its load stream comes after it, then the idle one
-        pair = {"wait before a save": (save, device.compute), "wait after a save": (device.compute, save)}
-        left_out = (self, other) == pair.get(forgotten)
+        left_out = (self, other) == (save, device.compute)
         if forgotten == "wait before a load":
             left_out = self is device.streams[-2]
         if not left_out:
             waits(self, other)
 
     monkeypatch.setattr(Stream, "wait_stream", wait)
+    with pytest.raises(AssertionError):
+        test_no_schedule_of_the_device_mixes_anything_up(CudaCopier, device)
+
+
+WAITS = ["for what the buffer does not hold", "for the buffer", "for a save of an earlier step"]
+
+
+@pytest.mark.parametrize("forgotten", range(3), ids=WAITS)
+def test_the_schedules_find_a_forgotten_event(forgotten: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waits of the compute stream, told apart by where they stand."""
+    places = ("_save_parts", "_gather", "finish_copies_out")
+    waits = Stream.wait_event
+
+    def wait(self: Stream, event: Any) -> None:
+        if sys._getframe(1).f_code.co_name != places[forgotten]:
+            waits(self, event)
+
+    monkeypatch.setattr(Stream, "wait_event", wait)
+    with pytest.raises(AssertionError):
+        test_no_schedule_of_the_device_mixes_anything_up(CudaCopier, device)
+
+
+def test_the_schedules_find_blocks_that_are_not_taken_for_urgent(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_out = CudaCopier.copy_out
+    monkeypatch.setattr(CudaCopier, "copy_out", lambda self, job, urgent: copy_out(self, job, 0))
     with pytest.raises(AssertionError):
         test_no_schedule_of_the_device_mixes_anything_up(CudaCopier, device)
 
@@ -337,8 +402,10 @@ def test_the_launches_written_out_here_are_those_of_the_staging() -> None:
     arenas = [host_arena(8, 3 * 16 * 4).zero_() for _ in range(2)]
     staged = [Staging(segments, arena, 500) for arena in arenas]
     staged[0].out(job)
-    for step in out_steps(staged[1], job):
-        step()
+    for begin in range(0, 5, staged[1].blocks):
+        part = part_of(job, begin, begin + staged[1].blocks)
+        for step in (*gather_steps(staged[1], part), *send_steps(staged[1], part)):
+            step()
     assert torch.equal(*arenas)
     assert torch.equal(segments_in(arenas[1], segments)[2][6], segments[2][1])
     before = [segment.clone() for segment in segments]

@@ -111,8 +111,10 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         if jobs.step == self._saved_step:  # vLLM may call twice per step
             return
         self._saved_step = jobs.step
+        if jobs.overwritten:
+            self._working_copier.finish(jobs.overwritten)
         for job in jobs.saves:
-            self._working_copier.save(job)
+            self._working_copier.save(job, jobs.overwritten)
 
     @property
     def _working_copier(self) -> Copier:
@@ -126,7 +128,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: nothing is saved while a step computes."""
 
     def wait_for_save(self) -> None:
-        """Nothing to do: saves are ordered before the step that follows them."""
+        """Nothing to do: a step waits only for saves of blocks that it writes to, before it computes."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         jobs = self._connector_metadata

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -111,6 +111,9 @@ class CopyBook:
         self._by_id: dict[int, Copy] = {}
         self._saves: dict[int, tuple[int, ...]] = {}
         """Device blocks of saves that have not been sent to the workers, by copy id."""
+        self._unconfirmed: dict[int, tuple[int, ...]] = {}
+        """Device blocks of saves that were sent and that not all ranks have confirmed, by copy id. They are free on the
+        scheduler side, so a later step may write to them while they are still being saved."""
         self._loads: list[Job] = []
         self._dropped: list[int] = []
         self.loading = 0
@@ -176,12 +179,16 @@ class CopyBook:
         for request_id in list(self._of_request):
             self.forget(request_id)
 
-    def take_jobs(self, step: int, idle: bool) -> StepJobs:
-        """The workers' jobs in this step."""
-        if not (self._saves or self._loads or self._dropped):  # true in nearly every step
+    def take_jobs(self, step: int, idle: bool, is_taken: Callable[[int], bool]) -> StepJobs:
+        """The workers' jobs in this step. ``is_taken``: whether a request has the device block after scheduling."""
+        if not (self._saves or self._loads or self._dropped or self._unconfirmed):  # true in nearly every step
             return NOTHING_IDLE if idle else NOTHING
         saves = tuple(self._save_job(copy_id, block_ids) for copy_id, block_ids in self._saves.items())
-        jobs = StepJobs(step, saves, tuple(self._loads), tuple(self._dropped), idle)
+        self._unconfirmed |= self._saves
+        overwritten = frozenset(block for blocks in self._unconfirmed.values() for block in blocks if is_taken(block))
+        if not (saves or self._loads or self._dropped or overwritten):
+            return NOTHING_IDLE if idle else NOTHING
+        jobs = StepJobs(step, saves, tuple(self._loads), tuple(self._dropped), idle, overwritten)
         self._saves, self._loads, self._dropped = {}, [], []
         return jobs
 
@@ -210,6 +217,7 @@ class CopyBook:
         current = self._of_request.get(copy.request_id) is copy
         if settled.direction == "save":
             self._queued_blocks["save"] -= len(copy.slots)
+            self._unconfirmed.pop(copy.copy_id, None)
             if current and not settled.ok and copy.stage is not Stage.LOADING:
                 self.forget(copy.request_id)
         else:
@@ -224,6 +232,7 @@ class CopyBook:
         self.pool.give_back(copy.slots)
         if len(copy.acks["save"]) < self.ranks:  # its save will not be confirmed any more
             self._queued_blocks["save"] -= len(copy.slots)
+            self._unconfirmed.pop(copy.copy_id, None)
         if copy.stage is Stage.QUEUED:
             del self._saves[copy.copy_id]
         else:

@@ -37,6 +37,9 @@ class StepJobs:
     dropped: tuple[int, ...] = ()
     idle: bool = False
     """Whether the step computes nothing, so that waiting a moment for a load delays no request."""
+    overwritten: frozenset[int] = frozenset()
+    """Device blocks that this step may write to, of saves that it brings or that are not confirmed yet. They have to be
+    off the device, or gathered in a buffer, before the step computes. No step waits for other blocks."""
 
 
 @dataclass(slots=True)

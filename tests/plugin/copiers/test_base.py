@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 pytest.importorskip("torch")
@@ -9,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 
 from kvpolicy.hardware.link import SimulatedLink
-from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, segments_of, unique_segments
+from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, Span, segments_of, unique_segments
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.messages import Job
 
@@ -51,17 +53,56 @@ def test_the_simulated_link_serves_one_transfer_at_a_time() -> None:
     clock = Clock()
     copier = IndexingCopier([torch.ones(8, 250)], 8, False, SimulatedLink(1000.0, 0.5), clock, clock.sleep)
     copier.save(Job(1, "a", (0, 1), (0, 1)))  # 2 blocks of 1000 bytes: 0.5 s + 2 s
-    assert clock.now == 2.5
-    copier.load(Job(1, "a", (2, 3), (0, 1)))
-    copier.save(Job(2, "b", (4,), (2,)))
-    assert clock.now == 4.0 and copier.poll() == []
+    assert clock.now == 0.0, "no step waits for it"
+    copier.load(Job(1, "a", (2, 3), (0, 1)))  # begins when its save has ended
+    copier.save(Job(2, "b", (4,), (2,)))  # 1.5 s, after the first
+    assert copier.poll() == [] and copier.transfers == []
+    clock.sleep(2.5)
+    assert copier.poll() == [] and [transfer.direction for transfer in copier.transfers] == ["save"]
     copier.load(Job(2, "b", (5,), (2,)))
-    clock.sleep(1.0)
+    clock.sleep(2.4)
+    assert copier.poll() == [] and [transfer.direction for transfer in copier.transfers] == ["save", "save"]
+    clock.sleep(0.1)
     assert [done.job.request_id for done in copier.poll()] == ["a"]
     clock.sleep(1.5)
     assert [done.job.request_id for done in copier.poll()] == ["b"]
-    load = copier.transfers[-1]
-    assert (load.submit_s, load.start_s, load.end_s, load.queued_bytes) == (4.0, 5.0, 6.5, 2000)
+    told = [(t.submit_s, t.start_s, t.end_s, t.queued_bytes) for t in copier.transfers]
+    saves, loads = [(0.0, 0.0, 2.5, 0), (0.0, 2.5, 4.0, 2000)], [(0.0, 2.5, 5.0, 0), (2.5, 5.0, 6.5, 2000)]
+    assert told == [*saves, *loads]
+
+
+def test_what_is_saved_is_what_was_there_when_the_step_began() -> None:
+    device = torch.ones(8, 4)
+    copier = IndexingCopier([device], 8, False, SimulatedLink(1e-3, 0.5))
+    copier.save(Job(1, "a", (0, 1), (5, 3)), frozenset({1}))
+    device[:2] = 2.0
+    assert (copier.host_segments[0][[5, 3]] == 1.0).all()
+
+
+def test_overwritten_blocks_come_first_and_later_ones_are_finished() -> None:
+    jobs: list[tuple[Job, int]] = []
+    finished: list[int] = []
+
+    class Recording(IndexingCopier):
+        def copy_out(self, job: Job, urgent: int) -> None:
+            jobs.append((job, urgent))
+
+        def save_span(self, job: Job, called_s: float) -> Span | None:
+            return None
+
+        def finish_copies_out(self, copy_ids: Iterable[int]) -> None:
+            finished.extend(copy_ids)
+
+    copier = Recording([torch.ones(8, 4)], 8, False, None)
+    copier.save(Job(1, "a", (4, 6, 2, 7), (0, 1, 2, 3)), frozenset({2, 6, 5}))
+    assert jobs == [(Job(1, "a", (6, 2, 4, 7), (1, 2, 0, 3)), 2)]
+    copier.save(Job(2, "b", (3,), (4,)), frozenset())
+    assert jobs[1] == (Job(2, "b", (3,), (4,)), 0)
+    copier.finish(frozenset({1, 5}))
+    assert finished == []
+    copier.finish(frozenset({3}))
+    copier.finish(frozenset({7, 3}))
+    assert finished == [2, 1, 2]
 
 
 def test_an_idle_engine_naps_while_only_the_device_knows() -> None:

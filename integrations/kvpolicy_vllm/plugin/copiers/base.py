@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -73,6 +73,21 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class _Saving:
+    """A save that was begun and is not reported yet."""
+
+    job: Job
+    submit_s: float
+    start_s: float
+    end_s: float
+    """On the simulated link; without one both are the time of submission."""
+    called_s: float
+    """Duration of the call that began the copy."""
+    queued_bytes: int
+    """Bytes of saves that were under way before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Leftover:
     """Unreported transfers and failed loads of a copier that is given up."""
 
@@ -80,12 +95,21 @@ class Leftover:
     failed_loads: list[Job]
 
 
+def _overwritten_first(job: Job, overwritten: Set[int]) -> tuple[Job, int]:
+    """The job with the blocks that may be overwritten in front, and their number."""
+    if overwritten.isdisjoint(job.block_ids):
+        return job, 0
+    pairs = sorted(zip(job.block_ids, job.slots, strict=True), key=lambda pair: pair[0] not in overwritten)
+    blocks, slots = zip(*pairs, strict=True)
+    return replace(job, block_ids=blocks, slots=slots), sum(block in overwritten for block in blocks)
+
+
 class Copier(ABC):
     """Executes jobs in order.
 
-    After ``save`` returns, work that the engine launches next may overwrite the source blocks. Loads are begun by
-    ``load``, and ``poll`` reports each of them once. Subclasses implement the copies; times, validity and the simulated
-    link are handled here.
+    ``save`` and ``load`` begin copies, which run beside the engine's steps; ``poll`` reports each load once. Of a
+    save's blocks, work that the engine launches next may overwrite those that ``save`` or a later ``finish`` is given.
+    Subclasses implement the copies; times, validity and the simulated link are handled here.
     """
 
     def __init__(
@@ -107,9 +131,10 @@ class Copier(ABC):
         self._link_free_s: dict[Direction, float] = {"save": 0.0, "load": 0.0}
         self._clock = clock
         self._sleep = sleep
-        self._valid: set[int] = set()
+        self._saved_s: dict[int, float] = {}
+        """By whole copy that can be loaded: when its save ends on the simulated link."""
         self._loading: deque[tuple[Job, float, float, float, int]] = deque()
-        self._saving: deque[tuple[Job, float, float, float]] = deque()
+        self._saving: deque[_Saving] = deque()
         self._failed_loads: list[Job] = []
 
     def host_pool(self, slots: int) -> list[torch.Tensor]:
@@ -117,8 +142,12 @@ class Copier(ABC):
         return [torch.empty((slots, segment.shape[1]), dtype=segment.dtype) for segment in self.device_segments]
 
     @abstractmethod
-    def copy_out(self, job: Job) -> None:
-        """Copy device blocks to host slots, ordered before all work that the engine launches next."""
+    def copy_out(self, job: Job, urgent: int) -> None:
+        """Copy device blocks to host slots. The first ``urgent`` blocks are read before all work that the engine
+        launches next; the others may be read later."""
+
+    def finish_copies_out(self, copy_ids: Iterable[int]) -> None:  # noqa: B027  # nothing where copies are synchronous
+        """Order the reads of these unfinished copies before all work that the engine launches next."""
 
     @abstractmethod
     def copy_in(self, job: Job) -> None:
@@ -140,28 +169,44 @@ class Copier(ABC):
         """Whether the job's ``copy_in`` has ended. Raises RuntimeError where it failed."""
         return True
 
-    def save(self, job: Job) -> None:
-        """Save the job's blocks. A failed copy is recorded, and loading it fails later."""
+    def finish(self, overwritten: Set[int]) -> None:
+        """Have unfinished saves of these device blocks read them before all work that the engine launches next."""
+        copy_ids = [saving.job.copy_id for saving in self._saving if not overwritten.isdisjoint(saving.job.block_ids)]
+        if copy_ids:
+            self.finish_copies_out(copy_ids)
+
+    def save(self, job: Job, overwritten: Set[int] = frozenset()) -> None:
+        """Begin to save the job's blocks. ``overwritten``: device blocks that the engine's next work may write to.
+
+        A failed copy is recorded, and loading it fails later.
+        """
         submit = self._clock()
+        queued = sum(len(saving.job.slots) for saving in self._saving) * self.block_bytes
+        job, urgent = _overwritten_first(job, overwritten)
         try:
-            self.copy_out(job)
+            self.copy_out(job, urgent)
         except RuntimeError as error:
-            self._record(job, "save", False, submit, submit, self._clock(), 0, str(error))
+            self._record(job, "save", False, submit, submit, self._clock(), queued, str(error))
             return
+        called_s = self._clock() - submit
         start, end = self._promise("save", len(job.slots), submit)
-        if self._link is not None:
-            self._sleep(max(0.0, end - self._clock()))
-        self._valid.add(job.copy_id)
-        self._saving.append((job, submit, start, self._clock() - start))
+        self._saved_s[job.copy_id] = end
+        self._saving.append(_Saving(job, submit, start, end, called_s, queued))
         self._record_saved()
 
     def _record_saved(self) -> None:
         while self._saving:
-            job, submit, start, called_s = self._saving[0]
-            span = self.save_span(job, called_s)
+            saving = self._saving[0]
+            if self._clock() < saving.end_s:
+                return
+            span = self.save_span(saving.job, saving.called_s)
             if span is None:
                 return
-            self._record(job, "save", True, submit, start + span[0], start + span[1], 0)
+            copied_s = saving.submit_s + span[1]
+            start, end = saving.submit_s + span[0], copied_s
+            if self._link is not None:
+                start, end = saving.start_s, max(saving.end_s, copied_s)
+            self._record(saving.job, "save", True, saving.submit_s, start, end, saving.queued_bytes)
             self._saving.popleft()
 
     def load(self, job: Job) -> None:
@@ -169,18 +214,19 @@ class Copier(ABC):
         submit = self._clock()
         queued = sum(len(waiting[0].slots) for waiting in self._loading) * self.block_bytes
         try:
-            if job.copy_id not in self._valid:
+            if job.copy_id not in self._saved_s:
                 raise CopyError("there is no whole copy to load")
             self.copy_in(job)
         except RuntimeError as error:
             self._failed_loads.append(job)
             self._record(job, "load", False, submit, submit, self._clock(), queued, str(error))
             return
-        start, end = self._promise("load", len(job.slots), submit)
+        start, end = self._promise("load", len(job.slots), max(submit, self._saved_s[job.copy_id]))
         self._loading.append((job, submit, start, end, queued))
 
     def drop(self, copy_ids: Iterable[int]) -> None:
-        self._valid.difference_update(copy_ids)
+        for copy_id in copy_ids:
+            self._saved_s.pop(copy_id, None)
 
     def copies_on(self, device_segments: list[torch.Tensor]) -> bool:
         """Whether these are the same pieces of memory that this copier copies from and to."""
@@ -194,8 +240,9 @@ class Copier(ABC):
         """End all copies under way as failed, as when the device's memory is replaced. Waits for the device."""
         self.drain()
         reason, now = "the KV cache was registered anew", self._clock()
-        for job, submit, start, _ in self._saving:
-            self._record(job, "save", False, submit, start, now, 0, reason)
+        for saving in self._saving:
+            start = min(saving.start_s, now)
+            self._record(saving.job, "save", False, saving.submit_s, start, now, saving.queued_bytes, reason)
         for job, submit, start, _, queued in self._loading:
             self._record(job, "load", False, submit, min(start, now), now, queued, reason)
         return Leftover(self.transfers, self._failed_loads + [waiting[0] for waiting in self._loading])

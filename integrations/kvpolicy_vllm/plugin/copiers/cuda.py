@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,11 @@ import torch
 from vllm import _custom_ops as ops
 
 from kvpolicy_vllm.plugin.copiers.base import Copier, Span
-from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, offsets_of, segments_in
+from kvpolicy_vllm.plugin.copiers.staging import Staging, host_arena, offsets_of, part_of, segments_in
 from kvpolicy_vllm.plugin.messages import Job
+
+URGENT_BYTES = 32 << 20
+"""Bytes of device memory for blocks that the next step overwrites."""
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
 """Events of submission, start and end, on the device's clock."""
@@ -22,9 +25,11 @@ Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
 class CudaCopier(Copier):
     """Copies on one side stream per direction, so that a save never waits for earlier loads.
 
-    A save waits for the compute stream, and the compute stream waits for the save, since work launched next overwrites
-    the blocks. A load waits for all saves, including its own, and for the compute stream, since the last readers of the
-    blocks that it writes may still be in flight (see the `kv_producer` role).
+    A save waits for the compute stream. Blocks that the next step overwrites are gathered in a buffer on the compute
+    stream, as many as fit, and the step waits for the others of them; it waits for no other block. A later step that
+    overwrites blocks of an unfinished save waits for that save. A load waits for all saves, including its own, and for
+    the compute stream, since the last readers of the blocks that it writes may still be in flight (see the
+    `kv_producer` role).
 
     Pieces are copied by the engine's own batched copy: one driver call for any number of pieces.
     """
@@ -36,6 +41,9 @@ class CudaCopier(Copier):
         self._load_stream = torch.cuda.Stream(device=device)
         # Nothing is launched on this stream, so an event on it has the time at which it was recorded.
         self._idle_stream = torch.cuda.Stream(device=device)
+        self._urgent = Staging(self.device_segments, self.arena, URGENT_BYTES)
+        self._urgent_sent: torch.cuda.Event | None = None
+        """Recorded where the buffer's content has left it; None before its first use."""
         self._saves: dict[int, Events] = {}
         self._loads: dict[int, Events] = {}
         # Pointer tables in host memory must outlive the copies that read them.
@@ -51,9 +59,33 @@ class CudaCopier(Copier):
             _page_lock(self, self.arena)
         return segments_in(self.arena, self.device_segments)
 
-    def copy_out(self, job: Job) -> None:
-        self._saves[job.copy_id] = self._on(self._save_stream, self.move_out, job)
-        torch.cuda.current_stream().wait_stream(self._save_stream)
+    def copy_out(self, job: Job, urgent: int) -> None:
+        gathered = min(urgent, self._urgent.blocks)
+        if gathered:
+            self._gather(part_of(job, 0, gathered))
+        compute = torch.cuda.current_stream()
+        self._saves[job.copy_id] = self._on(self._save_stream, lambda: self._save_parts(job, gathered, urgent, compute))
+
+    def finish_copies_out(self, copy_ids: Iterable[int]) -> None:
+        for copy_id in copy_ids:
+            torch.cuda.current_stream().wait_event(self._saves[copy_id][2])
+
+    def _gather(self, job: Job) -> None:
+        """Gather blocks in the buffer, on the compute stream; the buffer's former content must have left it."""
+        if self._urgent_sent is not None:
+            torch.cuda.current_stream().wait_event(self._urgent_sent)
+        self._urgent.gather(job)
+
+    def _save_parts(self, job: Job, gathered: int, urgent: int, compute: torch.cuda.Stream) -> None:
+        """On the save stream: overwritten blocks that are not in the buffer, then the buffer, then the rest."""
+        if urgent > gathered:
+            self.move_out(part_of(job, gathered, urgent))
+            compute.wait_event(_recorded())
+        if gathered:
+            self._urgent.send(part_of(job, 0, gathered))
+            self._urgent_sent = _recorded()
+        if len(job.slots) > urgent:
+            self.move_out(part_of(job, urgent, len(job.slots)))
 
     def save_span(self, job: Job, called_s: float) -> Span | None:
         if not self._saves[job.copy_id][2].query():
@@ -63,7 +95,7 @@ class CudaCopier(Copier):
     def copy_in(self, job: Job) -> None:
         self._load_stream.wait_stream(self._save_stream)
         try:
-            self._loads[job.copy_id] = self._on(self._load_stream, self.move_in, job)
+            self._loads[job.copy_id] = self._on(self._load_stream, lambda: self.move_in(job))
         except RuntimeError:
             self._load_stream.synchronize()  # the blocks are reused now: launched parts of the copy must have ended
             raise
@@ -92,16 +124,17 @@ class CudaCopier(Copier):
         device, host = self._pointers(job)
         self._move(host, device)
 
-    def _on(self, stream: torch.cuda.Stream, move: Callable[[Job], None], job: Job) -> Events:
+    def _on(self, stream: torch.cuda.Stream, move: Callable[[], None]) -> Events:
         submitted, started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         with torch.cuda.stream(self._idle_stream):
             submitted.record()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             started.record()
-            move(job)
+            move()
             ended.record()
         self._tables.append((ended, self._new_tables))
+        self._new_tables = ()
         while len(self._tables) > 1 and self._tables[0][0].query():
             self._tables.popleft()
         return submitted, started, ended
@@ -114,8 +147,9 @@ class CudaCopier(Copier):
 
     def _move(self, source: np.ndarray, target: np.ndarray) -> None:
         sizes = np.repeat(self._piece_bytes, len(source) // len(self._piece_bytes))
-        self._new_tables = tuple(torch.from_numpy(table) for table in (source, target, sizes))
-        ops.swap_blocks_batch(*self._new_tables)
+        tables = tuple(torch.from_numpy(table) for table in (source, target, sizes))
+        self._new_tables += tables
+        ops.swap_blocks_batch(*tables)
 
 
 class StagedCudaCopier(CudaCopier):
@@ -135,6 +169,13 @@ class StagedCudaCopier(CudaCopier):
 
     def move_in(self, job: Job) -> None:
         self._inward.back(job)
+
+
+def _recorded() -> torch.cuda.Event:
+    """An event on the current stream after all that was launched there."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _span(events: Events) -> Span:

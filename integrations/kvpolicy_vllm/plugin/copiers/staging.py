@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -46,6 +47,11 @@ def runs_of(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             begin = end
 
 
+def part_of(job: Job, begin: int, end: int) -> Job:
+    """The job for its blocks ``begin`` to ``end``."""
+    return replace(job, block_ids=job.block_ids[begin:end], slots=job.slots[begin:end])
+
+
 class Staging:
     """Device buffer of one direction, and the copies through it. All work is ordered on the current stream."""
 
@@ -54,17 +60,28 @@ class Staging:
         self._segments = [segment.view(widest) for segment in segments]
         self._arena = arena.view(widest)
         self._edges = [edge // widest.itemsize for edge in offsets_of(self._segments)]
-        self._blocks = max(1, min(max_bytes // arena.shape[1], arena.shape[0]))
-        self._buffer = torch.empty((self._blocks, self._edges[-1]), dtype=widest, device=segments[0].device)
+        self.blocks = max(1, min(max_bytes // arena.shape[1], arena.shape[0]))
+        """Number of blocks that the buffer holds."""
+        self._buffer = torch.empty((self.blocks, self._edges[-1]), dtype=widest, device=segments[0].device)
 
     def out(self, job: Job) -> None:
         """Copy device blocks to host slots."""
-        for blocks, slots in self._parts(job):
-            for number, segment in enumerate(self._segments):
-                piece = self._buffer[: len(slots), self._edges[number] : self._edges[number + 1]]
-                torch.index_select(segment, 0, blocks, out=piece)
-            for position, first, count in runs_of(slots):
-                self._arena[first : first + count].copy_(self._buffer[position : position + count], non_blocking=True)
+        for begin in range(0, len(job.slots), self.blocks):
+            part = part_of(job, begin, begin + self.blocks)
+            self.gather(part)
+            self.send(part)
+
+    def gather(self, job: Job) -> None:
+        """Copy device blocks, at most as many as fit, to the buffer."""
+        (blocks, slots) = next(self._parts(job))
+        for number, segment in enumerate(self._segments):
+            piece = self._buffer[: len(slots), self._edges[number] : self._edges[number + 1]]
+            torch.index_select(segment, 0, blocks, out=piece)
+
+    def send(self, job: Job) -> None:
+        """Copy the buffer, which holds the job's blocks, to host slots."""
+        for position, first, count in runs_of(job.slots):
+            self._arena[first : first + count].copy_(self._buffer[position : position + count], non_blocking=True)
 
     def back(self, job: Job) -> None:
         """Copy host slots to device blocks."""
@@ -80,8 +97,8 @@ class Staging:
         if self._buffer.device.type != "cpu":
             # With pageable memory the call would wait for all pending work of the stream.
             ids = ids.pin_memory().to(self._buffer.device, non_blocking=True)
-        for begin in range(0, len(job.slots), self._blocks):
-            yield ids[begin : begin + self._blocks], job.slots[begin : begin + self._blocks]
+        for begin in range(0, len(job.slots), self.blocks):
+            yield ids[begin : begin + self.blocks], job.slots[begin : begin + self.blocks]
 
 
 class StagedCopier(Copier):
@@ -92,7 +109,7 @@ class StagedCopier(Copier):
         self.staging = Staging(self.device_segments, self.arena)
         return segments_in(self.arena, self.device_segments)
 
-    def copy_out(self, job: Job) -> None:
+    def copy_out(self, job: Job, urgent: int) -> None:
         self.staging.out(job)
 
     def copy_in(self, job: Job) -> None:
