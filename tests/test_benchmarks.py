@@ -324,7 +324,7 @@ def test_served_blocks_are_separated_by_time_and_compared_with_estimates(
     monkeypatch.setattr(
         served, "_without_costs", lambda trace: trace
     )  # the simulator tells costs, and no steps are here
-    rows = served.compared(tmp_path, "random:0.5", 0)
+    rows = served.compare(tmp_path, "random:0.5", 0)
     served.show(rows)
     assert [row["policy"] for row in rows] == ["always-recompute", "always-swap"]
     for row in rows:

@@ -108,7 +108,7 @@ def test_a_models_folder_and_what_is_learned_are_found_from_anywhere(
 def test_state_of_a_policy_that_learns_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "--policy", "cheapest:cpu-llama-native", "--online-state", "learned.json") != 0
     err = capsys.readouterr().err
-    assert err.startswith("kvpolicy: error: --online-state is learned.json, and policy") and "online=on" in err
+    assert err.startswith("kvpolicy: error: --online-state is learned.json, but policy") and "online=on" in err
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_situations_and_moves_are_sequences_of_the_records_they_were_made_of() -
     transfers = [TransferRecord("core", f"p{i}", ("save", "load")[i % 2], 100 * i, i, 0.5 * i) for i in range(6)]
     held = TransferTable.of(transfers)
     assert (list(held), held[1], held[-2:], len(held)) == (transfers, transfers[1], transfers[-2:], 6)
-    assert [list(column) for column in held.measured("load")] == [[100, 300, 500], [1, 3, 5], [0.5, 1.5, 2.5]]
+    assert [list(column) for column in held.columns("load")] == [[100, 300, 500], [1, 3, 5], [0.5, 1.5, 2.5]]
     expected = [key("core", "p4"), key("core", "p1"), key("other", "p2")]
     assert list(held.of_preemptions(expected)) == [transfers[1], transfers[4]]
     assert TransferTable.of(held) is held and Situations.of(result) is result

@@ -43,7 +43,7 @@ def test_an_action_never_taken_has_no_support() -> None:
     never = np.where(np.arange(N) < 0.03 * N, 0.0, 0.5)
     claims = diagnosis_of(never, np.ones(N))
     assert claims.unsupported_share == pytest.approx(0.03)
-    assert any("3.0% of what it would do has no support" in why for why in claims.refused)
+    assert any("3.0% of its choices have no support" in why for why in claims.refused)
     assert not diagnosis_of(np.where(np.arange(N) < 0.005 * N, 0.0, 0.5), np.ones(N)).refused
 
 
@@ -52,7 +52,7 @@ def test_an_action_hardly_ever_taken_has_no_support() -> None:
     hardly = np.where(np.arange(N) < 0.03 * N, 1e-6, 0.5)
     claims = diagnosis_of(hardly, np.ones(N))
     assert claims.unsupported_share == pytest.approx(0.03)
-    assert any("with a chance under 1%, if at all" in why for why in claims.refused)
+    assert any("with a probability under 1%, or never" in why for why in claims.refused)
     assert diagnosis_of(np.full(N, 1e-3), np.zeros(N)).unsupported_share == 0.0
 
 
@@ -81,7 +81,7 @@ def test_logged_probabilities_that_are_wrong_are_refused_with_their_bin() -> Non
     action = (rng.random(N) < np.where(p > 0.8, p - 0.2, p)).astype(int)
     rows = calibration(np.column_stack([1 - p, p]), action)
     (why,) = log_refusals(rows, N, np.ones(N, bool))
-    assert "logged probabilities are not how often" in why
+    assert "logged probabilities differ from how often" in why
     worst = max(rows.bins, key=lambda bin_row: abs(bin_row.misses))
     assert worst.low >= 0.75 and worst.misses < -3
     assert sum(bin_row.decisions for bin_row in rows.bins) == N

@@ -52,7 +52,10 @@ def test_long_lengths_are_evaluated_at_block_edges_which_is_noted() -> None:
     explanation = explain(cost_model="analytic", tokens=100_000, block_size=64)
     assert explanation.break_even.every_up_to < explanation.break_even.up_to_tokens == 400_000
     assert 64 < explanation.break_even.widest_gap < 4096
-    assert f"up to {explanation.break_even.widest_gap} tokens apart, between which it may turn" in explanation.text()
+    assert (
+        f"up to {explanation.break_even.widest_gap} tokens apart, between which the choice may change"
+        in explanation.text()
+    )
 
 
 def test_a_constant_choice_has_no_turn() -> None:

@@ -25,8 +25,7 @@ def group(*answers: str) -> Group:
         (["yes", "no"], "2 statements of the study can be tested with these traces: 1 holds here, 1 does not."),
         (
             ["yes", "yes", "no", "no", "cannot tell"],
-            "5 statements of the study can be tested with these traces: 2 hold here, 2 do not, "
-            "1 cannot be told either way.",
+            "5 statements of the study can be tested with these traces: 2 hold here, 2 do not, 1 is undecided.",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_an_object_of_a_class_that_workers_do_not_find_is_a_clear_error(
     rule.unlink()
     report = simulate(hardware, tmp_path, [policy], jobs=1)
     (failed,) = report.failed
-    assert "a worker process cannot make it again (No module named 'changing_rule')" in failed.error
+    assert "a worker process cannot rebuild it (No module named 'changing_rule')" in failed.error
 
 
 def test_a_policy_that_is_given_twice_contends_once() -> None:

@@ -28,7 +28,7 @@ class Guess(CostModel):
     ("given", "told"),
     [
         (open_workload(NAME), "workloads hold 'azure-conversation-2023', a SyntheticRequests, should be texts or"),
-        (iter(workload()), "a tuple_iterator, should be texts or of the class Workload, which has a digest"),
+        (iter(workload()), "a tuple_iterator, should be texts or Workload objects, which have a digest"),
         (replace(workload(), requests=list(workload().requests)), "workload azure-conversation-2023: requests should"),
         (None, "workloads hold None, a NoneType, should be texts"),
     ],
@@ -42,7 +42,7 @@ def test_an_object_that_is_no_hardware_is_refused_by_name(hardware: str, tmp_pat
     untrained = cost.load(f"analytic:{hardware}")
     for given, said in (
         (Guess(), "hardware is 'guess', a Guess, should be a text"),
-        (untrained, f"hardware 'analytic:{hardware}': is untrained, should be given as DEVICE"),
+        (untrained, f"hardware 'analytic:{hardware}': is untrained, should be named as DEVICE"),
         (80, "hardware is 80, a int, should be a text"),
     ):
         with pytest.raises(WrongValue) as error:

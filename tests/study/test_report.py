@@ -35,5 +35,5 @@ def test_skipped_rows_are_reported(hardware: str, tmp_path: Path) -> None:
 
 def test_an_unknown_device_is_reported(tmp_path: Path) -> None:
     serving = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
-    assert "vLLM 0.32's own for this device" in server_words(serving, "H100-SXM")
-    assert "Some Card is not known here: as for the smallest GPU" in server_words(serving, "Some Card")
+    assert "defaults of vLLM 0.32 for this device" in server_words(serving, "H100-SXM")
+    assert "Some Card is unknown: defaults for the smallest GPU" in server_words(serving, "Some Card")

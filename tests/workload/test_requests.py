@@ -10,6 +10,7 @@ from kvpolicy.workload import (
     AZURE_CONVERSATION,
     Request,
     Workload,
+    WorkloadError,
     all_at_once,
 )
 
@@ -19,7 +20,7 @@ def test_arriving_keeps_everything_else() -> None:
     moved = workload.arriving((0.0, 1.5, 2.0))
     assert [request.arrival_s for request in moved.requests] == [0.0, 1.5, 2.0]
     assert [one.total_tokens for one in moved.requests] == [one.total_tokens for one in workload.requests]
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(WorkloadError, match="1 arrivals for 3 requests, should be one each"):
         workload.arriving((0.0,))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpolicy import policy
+from kvpolicy.fields import WrongValue
 from kvpolicy.simulator import Builtin, MemorySink, Server
 from kvpolicy.workload import Request, Workload
 from tests.simulator.random_runs import engine_of
@@ -23,7 +24,7 @@ from tests.simulator.worlds import LINEAR, random_workload, run
         ({"device_blocks": 2}, "request 0 needs .* device_blocks is 2"),
         ({"rules": "0.1"}, "rules is '0.1'"),
         ({"token_budget": 0}, "token_budget is 0"),
-        ({"host_blocks": -1}, "host_blocks -1"),
+        ({"host_blocks": -1}, "host_blocks is -1"),
     ],
 )
 def test_impossible_requests_and_servers_are_refused(changed: dict[str, Any], message: str) -> None:
@@ -56,9 +57,8 @@ def test_a_source_is_read_as_time_goes_on() -> None:
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.0, math.nan])
 def test_a_watermark_that_is_no_share_is_refused(watermark: float) -> None:
-    server = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=0, watermark=watermark)
-    with pytest.raises(ValueError, match=r"server\.watermark is .*, should be from 0, below 1"):
-        Builtin().run(Workload("one", (Request(0.0, 5, 5),), 0), policy.load("always-recompute"), server, LINEAR)
+    with pytest.raises(WrongValue, match=r"watermark is .*, should be a share of the blocks, from 0, below 1"):
+        Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=0, watermark=watermark)
 
 
 def test_a_watermark_keeps_blocks_free_beside_running_requests() -> None:
