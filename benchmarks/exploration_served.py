@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpolicy import policy
-from kvpolicy.datasets.logs import attributed
+from kvpolicy.datasets.logs import with_attributed_costs
 from kvpolicy.evaluation.decision_log import Log, log_from_traces
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.offpolicy import Estimate, judge
@@ -159,7 +159,7 @@ def _jobs(blocks: int, policies: Sequence[str], seed: int) -> Iterator[tuple[str
 
 def compared(folder: Path, exploring: str, seed: int) -> list[dict[str, Any]]:
     parts = [Part(**values) for values in json.loads((folder / "parts.json").read_text())]
-    whole = attributed(_without_costs(read(folder / "trace")))
+    whole = with_attributed_costs(_without_costs(read(folder / "trace")))
     log, _ = _part_of(whole, parts, exploring)
     report = judge(log, {name: log.targets(policy.load(name)) for name in FIXED}, seed, Estimation(ESTIMATORS))
     rng = np.random.default_rng(seed)

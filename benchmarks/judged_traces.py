@@ -16,7 +16,7 @@ from sklearn.ensemble import RandomForestRegressor
 
 from kvpolicy.arrays import Floats, Ints
 from kvpolicy.datasets.examples import MIN_FLOOR_S, examples_of, noise_floors, option_of, stratified_folds
-from kvpolicy.datasets.profiles import Dataset, State, measured
+from kvpolicy.datasets.profiles import Dataset, State, read_dataset
 from kvpolicy.evaluation.replay import price
 from kvpolicy.events import KINDS, Cost, Kind
 from kvpolicy.policy import load
@@ -46,7 +46,7 @@ class Prediction:
 
 def judge(name: str, effort: Effort, tell: Callable[[str], None]) -> dict[str, Any]:
     """Every figure of one trace, for JSON."""
-    dataset = measured([name])
+    dataset = read_dataset([name])
     states = list(dataset.states)
     folds = _folds(states, effort)
     tell("in range")

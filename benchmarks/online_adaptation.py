@@ -43,8 +43,8 @@ from rich.table import Table
 
 from kvpolicy import cost
 from kvpolicy.cost.model import CostModel
-from kvpolicy.cost.online import Online, corrected
-from kvpolicy.datasets.profiles import State, measured
+from kvpolicy.cost.online import Online, corrected_costs
+from kvpolicy.datasets.profiles import State, read_dataset
 from kvpolicy.events import KINDS, Kind, Preemption
 from kvpolicy.policy import Feedback, LearningPolicy, feasible_options
 from kvpolicy.policy.cheapest import CheapestOnline
@@ -173,7 +173,7 @@ def off(field: Field, online: Online, kind: Kind, factor: float) -> list[float]:
         situation = state.samples[kind][0].situation
         options = feasible_options(situation)
         which = [option.kind for option in options].index(kind)
-        costs = corrected(field.model.predict(situation, options), options, situation.computed_tokens, online)
+        costs = corrected_costs(field.model.predict(situation, options), options, situation.computed_tokens, online)
         floor = field.model.floor_s[kind]
         found.append(log(costs[which].engine_s / max(state.typical_s[kind] * factor, floor)))
     return found
@@ -384,7 +384,7 @@ def main() -> int:
     folders = given.trace or [ROOT / "traces" / name for name in ("cpu-llama-native", "cpu-llama-simulated-link")]
     models = given.model or [str(folder.name) for folder in folders]
     fields = [
-        Field(folder.name, cost.load(model), measured([folder]).states)
+        Field(folder.name, cost.load(model), read_dataset([folder]).states)
         for folder, model in zip(folders, models, strict=True)
     ]
     verdicts = [judged(field, demand, learning, given.seeds) for field in fields for demand in DEMANDS]

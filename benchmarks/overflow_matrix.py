@@ -33,7 +33,7 @@ from kvpolicy.study.grid import sweep
 from kvpolicy.study.progress import bar
 from kvpolicy.study.recommend import LEVEL, Ratio, paired_ratio
 from kvpolicy.study.report import aligned, server_words
-from kvpolicy.study.run_cell import opened, seeded
+from kvpolicy.study.run_cell import open_source, with_seed
 
 LLAMA_3_1_8B = {
     "_name_or_path": "Llama-3.1-8B",
@@ -178,7 +178,7 @@ def serving_of(machine: str, prefix_caching: bool = True) -> Serving:
 
 def _blocks(workload: str, requests: int, share: float, serving: Serving) -> int:
     """Of KV memory; the longest request that may come has to fit."""
-    lengths = [one.total_tokens for one in opened(seeded(workload, 0), workload_digest(workload))]
+    lengths = [one.total_tokens for one in open_source(with_seed(workload, 0), workload_digest(workload))]
     wanted = share * min(serving.max_num_seqs, requests) * fmean(lengths) / serving.block_size
     return max(round(wanted), -(-CONTEXT_TOKENS // serving.block_size) + 1)
 

@@ -28,8 +28,8 @@ import numpy as np
 
 import kvpolicy
 from kvpolicy.arrays import Floats, Ints
-from kvpolicy.datasets.examples import drawn
-from kvpolicy.datasets.profiles import measured
+from kvpolicy.datasets.examples import sample_states
+from kvpolicy.datasets.profiles import read_dataset
 from kvpolicy.events import KINDS
 from kvpolicy.regression.ceilings import LAUNCH, Ceilings
 from kvpolicy.regression.estimator import BoostedRegressor
@@ -110,12 +110,12 @@ def _write_trace(folder: Path, states: int, bend: float = 0.0) -> None:
 def _draws(rows: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         _write_trace(Path(folder) / "trace", rows // (2 * REPEATS), BEND)
-        dataset = measured([Path(folder) / "trace"])
+        dataset = read_dataset([Path(folder) / "trace"])
     every, held = split(dataset.states, 0)
-    held = drawn(held, MAX_STATES, random.Random(0))
+    held = sample_states(held, MAX_STATES, random.Random(0))
     print(f"held-out error, |log(measured / predicted)|, +- 1 standard error; {len(held)} states held out")
     for count in [count for count in DRAWS if count < len(every)] + [len(every)]:
-        training = drawn(every, count, random.Random(count))
+        training = sample_states(every, count, random.Random(count))
         mine = replace(dataset, transfers=dataset.transfers_of(training))
         model = fit(FAMILIES["boosted"], training, mine, provenance_of("boosted", mine, training, None), 0).model
         misses, scores = misses_of(model, held), held_out_scores(model, held)

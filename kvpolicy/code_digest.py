@@ -28,7 +28,7 @@ def digest_of(value: object) -> str:
     return _Walk(type(value).__module__).digest(value).hex()
 
 
-SHOWN = 12
+LABEL_DIGITS = 12
 """Characters of a digest in a label."""
 
 
@@ -43,12 +43,12 @@ class Named(Protocol):
 
 def label_of(named: Named) -> str:
     """Name for reports and traces; the beginning of the digest is added where the class is not from this package."""
-    return named.name if type(named).__module__.partition(".")[0] in LIBRARY else labelled(named)
+    return named.name if type(named).__module__.partition(".")[0] in LIBRARY else digest_label(named)
 
 
-def labelled(named: Named) -> str:
+def digest_label(named: Named) -> str:
     """Name with the beginning of the digest, for any class."""
-    return f"{named.name}@{named.digest[:SHOWN]}"
+    return f"{named.name}@{named.digest[:LABEL_DIGITS]}"
 
 
 class _Walk:

@@ -1,7 +1,7 @@
 """Fields of configuration dataclasses: help, flag and rule are declared once, with the field.
 
 They hold for Python, YAML and the command line alike. A class declares its fields with :func:`option` and calls
-:func:`settle` in its ``__post_init__``; :func:`read` makes an instance from a file's content, and
+:func:`validate` in its ``__post_init__``; :func:`read` makes an instance from a file's content, and
 :mod:`kvpolicy.cli.flags` makes the flags.
 """
 
@@ -95,7 +95,7 @@ def kind_of(hint: Any) -> Any:
     )
 
 
-def settle(config: Any) -> None:
+def validate(config: Any) -> None:
     """Check an instance against its fields' types and rules; parse text where the type has a ``parse``.
 
     Raises :class:`WrongValue` for the first field that is wrong.
@@ -130,7 +130,7 @@ def read(cls: type[Config], values: Mapping[str, Any], where: str) -> Config:
         raise InputError(f"{where}: {error}") from None
 
 
-def written(config: Any) -> dict[str, Any]:
+def changed_values(config: Any) -> dict[str, Any]:
     """The content of a file for :func:`read`: the values that differ from the defaults.
 
     Defaults are left out so that they are defined in one place. Paths become absolute, since the file may be read

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpolicy.extensions import FORM, names_module
-from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, settle
+from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, validate
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.policy import HELP
 
@@ -36,7 +36,7 @@ class ServerSettings:
     allow_python_policies: bool = option(f"Let --policy name a module that the server runs, {FORM}.", False)
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
         if names_module(self.policy) and not self.allow_python_policies:
             raise WrongValue(
                 "policy",
@@ -58,4 +58,4 @@ class Measurement:
     seed: int = option(SEED, 0, AMOUNT)
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)

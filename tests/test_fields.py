@@ -14,7 +14,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.errors import InputError
-from kvpolicy.fields import COUNT, WrongValue, option, read, refuse_single, settle, written
+from kvpolicy.fields import COUNT, WrongValue, changed_values, option, read, refuse_single, validate
 from kvpolicy.hardware.link import SimulatedLink
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,17 +62,17 @@ class Plan:
     kinds: tuple[str, ...] = option("Of what.", ())
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
 
 
 def test_what_is_written_reads_as_it_was(tmp_path: Path) -> None:
     plan = Plan("a", 2, tmp_path, "2e9,0.001", ["x", "y"])  # type: ignore[arg-type]
     assert plan.link == SimulatedLink(2e9, 0.001) and plan.kinds == ("x", "y")
-    assert written(plan) == {
+    assert changed_values(plan) == {
         "name": "a", "repeats": 2, "out": str(tmp_path), "link": "2e9,0.001", "kinds": ("x", "y"),
     }  # fmt: skip
-    assert read(Plan, written(plan), "plan.json") == plan
-    assert written(Plan("a")) == {"name": "a"}
+    assert read(Plan, changed_values(plan), "plan.json") == plan
+    assert changed_values(Plan("a")) == {"name": "a"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from kvpolicy import cost
-from kvpolicy.datasets.profiles import measured
+from kvpolicy.datasets.profiles import read_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "cpu-llama-simulated-link"
@@ -30,7 +30,7 @@ def bench() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def field(bench: ModuleType) -> object:
-    return bench.Field(NAME, cost.load(NAME), measured([ROOT / "traces" / NAME]).states)
+    return bench.Field(NAME, cost.load(NAME), read_dataset([ROOT / "traces" / NAME]).states)
 
 
 def test_a_policy_that_learns_nothing_meets_only_to_do_no_harm(bench: ModuleType, field: object) -> None:
@@ -47,7 +47,7 @@ def test_learning_is_judged_on_the_link_whose_options_change_places(bench: Modul
 
 def test_where_the_model_misses_by_itself_its_predictions_are_not_judged(bench: ModuleType) -> None:
     name = "cpu-llama-native"
-    scattered = bench.Field(name, cost.load(name), measured([ROOT / "traces" / name]).states)
+    scattered = bench.Field(name, cost.load(name), read_dataset([ROOT / "traces" / name]).states)
     found = {demand.name: bench.judged(scattered, demand, bench.learning, 1) for demand in bench.DEMANDS}
     assert "is missed by" in found["link 5x slower: caught within 50"].void
     assert "is missed by" in found["link 2x faster, 5% outliers x20"].void

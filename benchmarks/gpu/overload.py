@@ -24,7 +24,7 @@ from benchmarks.gpu.geometries import EIGHT_B, TINY, Geometry, write_model
 from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, kept, show, summarised
 from benchmarks.gpu.pieces import Done, Piece, ended, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
-from kvpolicy.datasets.profiles import measured
+from kvpolicy.datasets.profiles import read_dataset
 from kvpolicy.errors import EngineFailed
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.hardware.sheets import SheetError, device_sheet
@@ -291,7 +291,9 @@ def reason(said: str) -> str:
 
 def best_threshold(trace: Path) -> str:
     """The policy name of the threshold under which the states of a profile cost least together."""
-    states = [(one.computed_tokens, one.mean_s["recompute"], one.mean_s["swap"]) for one in measured([trace]).states]
+    states = [
+        (one.computed_tokens, one.mean_s["recompute"], one.mean_s["swap"]) for one in read_dataset([trace]).states
+    ]
     edges = [0, *sorted({round(tokens) for tokens, _, _ in states}), 10**6]
 
     def cost_s(edge: int) -> float:

@@ -16,7 +16,7 @@ import yaml
 
 from kvpolicy import policy as policies
 from kvpolicy.errors import InputError
-from kvpolicy.fields import WrongValue, written
+from kvpolicy.fields import WrongValue, changed_values
 from kvpolicy.integrations import require
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm.plugin.settings import SCHEDULER, TEACH, transfer_config
@@ -42,7 +42,7 @@ def options(settings: ServerSettings) -> dict[str, Any]:
     loaded.
     """
     policy, state_file = settings.policy, settings.online_state
-    values = written(replace(settings, policy=policies.anchored(policy)))
+    values = changed_values(replace(settings, policy=policies.anchored(policy)))
     if policies.needs_engine(policy):  # cannot be loaded here: only the engine knows its model and device
         return values
     loaded = policies.load(values["policy"], allow_python=settings.allow_python_policies)

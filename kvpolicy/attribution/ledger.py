@@ -162,10 +162,10 @@ class Ledger(Generic[Opened]):
         """
         return self._lost
 
-    def of(self, request: Hashable) -> Opened | None:
+    def open_preemption(self, request: Hashable) -> Opened | None:
         return self._open.get(request)
 
-    def preempted(self, opened: Opened) -> Outcome | None:
+    def add(self, opened: Opened) -> Outcome | None:
         """Add a preemption; returns the outcome of the request's earlier preemption if that was still open."""
         request, earlier = opened.request, self._open.get(opened.request)
         self._open[request] = opened
@@ -173,7 +173,7 @@ class Ledger(Generic[Opened]):
         opened.outstanding = True
         return None if earlier is None else earlier.close("superseded", opened.preempted_s)
 
-    def gone(self, request: Hashable, now_s: float) -> Outcome | None:
+    def remove(self, request: Hashable, now_s: float) -> Outcome | None:
         """Remove a finished or aborted request; returns the outcome of its preemption if that was still open."""
         for _, preemption in self._lost.pop(request, ()):
             preemption.outstanding = False

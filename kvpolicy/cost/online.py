@@ -62,7 +62,7 @@ MIN_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredCost:
     """Predicted and measured cost of one preemption."""
 
     kind: Kind
@@ -119,7 +119,7 @@ class Online:
         """The values that decisions depend on. :func:`kvpolicy.cost.online.save` writes the complete state."""
         return self._summary
 
-    def updated(self, measured: Measured) -> Online:
+    def updated(self, measured: MeasuredCost) -> Online:
         """The state after one more outcome."""
         kind_index = KINDS.index(measured.kind)
         size = size_of(measured.computed_tokens)
@@ -142,7 +142,7 @@ class Online:
         return (self.room_outside if extrapolated else self.room)[kind]
 
     def _margin_factors_after(
-        self, measured: Measured, kind_index: int, size: int
+        self, measured: MeasuredCost, kind_index: int, size: int
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(:attr:`room`, :attr:`room_outside`) after one more outcome."""
         predicted = measured.predicted
@@ -224,7 +224,7 @@ def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
 # ---- correcting ----
 
 
-def corrected(
+def corrected_costs(
     costs: Sequence[Cost], options: Sequence[Option], computed_tokens: float, online: Online
 ) -> tuple[Cost, ...]:
     """Correct a model's predictions. ``costs``: one per option, with log ratios to the first."""

@@ -87,7 +87,7 @@ def stratified_folds(states: Sequence[State], folds: int, rng: random.Random) ->
     return fold
 
 
-def drawn(states: Sequence[State], maximum: int, rng: random.Random) -> list[State]:
+def sample_states(states: Sequence[State], maximum: int, rng: random.Random) -> list[State]:
     """Sample at most ``maximum`` states, evenly over the lengths and with the shortest and longest; in their order."""
     if len(states) <= maximum:
         return list(states)

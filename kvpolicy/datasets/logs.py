@@ -65,7 +65,7 @@ class Records:
     """Step-time model (what a step would have taken undisturbed) of all cores together; None with too few undisturbed
     steps."""
 
-    def under(self, kind: Kind) -> tuple[Record, ...]:
+    def of_kind(self, kind: Kind) -> tuple[Record, ...]:
         return tuple(record for record in self.records if record.kind == kind)
 
     @property
@@ -132,13 +132,13 @@ def records_of(traces_by_name: Mapping[str, Trace], mixed_hardware: bool | None 
             if core in headers:
                 raise TraceError(f"{folder}: core {core} is in another of the traces too; is one given twice?")
             headers[core] = header
-        records += _records(folder, attributed(trace), left_out)
+        records += _records(folder, with_attributed_costs(trace), left_out)
     refuse_mixture(headers, mixed_hardware)
     digests = tuple(trace.digest() for trace in traces_by_name.values())
     return Records(tuple(records), headers, digests, dict(left_out), common_step_time(list(traces_by_name.values())))
 
 
-def attributed(trace: Trace) -> Trace:
+def with_attributed_costs(trace: Trace) -> Trace:
     """The trace with missing costs attributed from its steps."""
     unknown = trace.table("outcomes")["engine_s"].null_count
     return attribute(trace) if unknown and trace.table("steps").num_rows else trace

@@ -29,7 +29,7 @@ from kvpolicy.features import Features, features_of
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
 from kvpolicy.trace import Header, Trace, TraceError
 
-__all__ = ["Dataset", "Sample", "State", "TransferRecord", "dataset_of", "measured", "one_option_always_wins"]
+__all__ = ["Dataset", "Sample", "State", "TransferRecord", "dataset_of", "one_option_always_wins", "read_dataset"]
 
 MIXING = ", or take them together with --mixed-hardware"
 
@@ -140,7 +140,7 @@ class Dataset:
         return self.any_header.block_bytes / self.any_header.block_size
 
 
-def measured(folders: Sequence[Path | str], mixed_hardware: bool | None = None) -> Dataset:
+def read_dataset(folders: Sequence[Path | str], mixed_hardware: bool | None = None) -> Dataset:
     """Read traces; missing costs are attributed from their steps.
 
     ``mixed_hardware``: whether machines may differ; None if the caller offers no such flag.
@@ -159,7 +159,7 @@ def measured(folders: Sequence[Path | str], mixed_hardware: bool | None = None) 
 
 
 def dataset_of(traces_by_name: Mapping[str, Trace], mixed_hardware: bool | None = None) -> Dataset:
-    """Like :func:`measured`, for traces in memory by the names used in error messages."""
+    """Like :func:`read_dataset`, for traces in memory by the names used in error messages."""
     for folder, trace in traces_by_name.items():
         refuse_doubled(folder, trace)
     step_times = {folder: _step_times(trace) for folder, trace in traces_by_name.items()}
@@ -228,7 +228,7 @@ def _mixed(headers: Mapping[str, Header]) -> bool:
 def refuse_mixture(headers: Mapping[str, Header], mixed_hardware: bool | None) -> None:
     """Raises TraceError, naming both cores, for different machines, models or links.
 
-    ``mixed_hardware``: see :func:`measured`.
+    ``mixed_hardware``: see :func:`read_dataset`.
     """
     first_core, first = next(iter(headers.items()))
     for core, header in headers.items():

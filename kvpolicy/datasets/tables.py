@@ -178,7 +178,7 @@ class TransferTable(Sequence[TransferRecord]):
         """The transfers of preemptions with these keys, in this order."""
         return TransferTable(self._table.filter(pc.is_in(self._keys, value_set=pa.array(wanted, pa.string()))))
 
-    def measured(self, direction: str) -> tuple[Floats, Floats, Floats]:
+    def columns(self, direction: str) -> tuple[Floats, Floats, Floats]:
         """Bytes, segments and seconds of one direction."""
         transfers = self._table.filter(pc.equal(self._table["direction"], direction))
         return reals(transfers, "size_bytes"), reals(transfers, "segments"), reals(transfers, "duration_s")

@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 
 from kvpolicy import trace as traces
 from kvpolicy.arrays import Flags, Floats, Ints
-from kvpolicy.datasets.logs import attributed
+from kvpolicy.datasets.logs import with_attributed_costs
 from kvpolicy.datasets.validation import COUNTS, refuse_doubled
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation import estimation
@@ -152,7 +152,7 @@ def log_from_traces(
         headers |= trace.headers
         _count_others(headers, trace, counts)
         refuse_doubled(name, trace)
-        parts.append(_read_one(name, attributed(trace), objective, cluster, counts))
+        parts.append(_read_one(name, with_attributed_costs(trace), objective, cluster, counts))
     names = np.concatenate([part["cluster"] for part in parts])
     if not len(names):
         raise TraceError(f"{', '.join(traces_by_name)}: table decisions holds no decision that a policy made")

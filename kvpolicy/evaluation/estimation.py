@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpolicy.fields import POSITIVE, WrongValue, one_of, option, settle
+from kvpolicy.fields import POSITIVE, WrongValue, one_of, option, validate
 
 ESTIMATORS = ("dm", "ips", "snips", "dr", "cross-fitted-dr", "switch-dr", "dros")
 INTERVALS = ("bootstrap", "bernstein", "sequence")
@@ -31,7 +31,7 @@ class Estimation:
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
         for name in self.estimators:
             one_of(*ESTIMATORS).refuse("estimators", name)
             if self.estimators.count(name) > 1:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvpolicy.arrays import Flags, Floats, Ints
-from kvpolicy.datasets.profiles import Dataset, Sample, State, measured, one_option_always_wins
+from kvpolicy.datasets.profiles import Dataset, Sample, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.quality import DataQuality
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Kind
@@ -141,7 +141,7 @@ def evaluate(
         raise WrongValue("seed", f"is {seed}, should be 0 or above")
     parsed_objective = parsed("objective", objective, Objective)
     loaded = load_policies(policies)
-    dataset = measured(traces)
+    dataset = read_dataset(traces)
     _check_fit(loaded, dataset)
     usable, left_out = _usable(dataset, loaded)
     states = [with_objective_costs(state, parsed_objective) for state in usable]

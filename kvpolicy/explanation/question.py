@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvpolicy.cost import FittedModel
 from kvpolicy.events import Preemption
-from kvpolicy.fields import AMOUNT, COUNT, WrongValue, option, settle
+from kvpolicy.fields import AMOUNT, COUNT, WrongValue, option, validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Question:
     queued_load: int = option("Bytes that wait to be copied back already.", 0, AMOUNT, metavar="BYTES")
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
         if self.batch_tokens and not self.running:
             raise WrongValue("batch_tokens", f"is {self.batch_tokens} beside 0 running, should be 0 there")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpolicy.fields import AMOUNT, WrongValue, option, settle
+from kvpolicy.fields import AMOUNT, WrongValue, option, validate
 
 NOTHING = "assumed to be nothing"
 
@@ -21,6 +21,6 @@ class EngineTime:
     source: str = option("Where those three were measured.", NOTHING, flag="--engine-source")
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
         if self.source == NOTHING and (self.per_step_s or self.per_chunk_step_s or self.uneven):
             raise WrongValue("source", "is missing: where the engine's own time was measured")

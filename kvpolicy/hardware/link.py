@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from kvpolicy.fields import AMOUNT, POSITIVE, WrongValue, option, settle
+from kvpolicy.fields import AMOUNT, POSITIVE, WrongValue, option, validate
 
 NATIVE = "native"
 """Name of the machine's own link."""
@@ -21,7 +21,7 @@ class SimulatedLink:
     latency_s: float = option("Seconds that every transfer takes besides.", 0.0, AMOUNT)
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
 
     @classmethod
     def parse(cls, text: str) -> SimulatedLink:

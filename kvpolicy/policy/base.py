@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from kvpolicy.code_digest import digest_of, label_of
 from kvpolicy.cost import CostModel
-from kvpolicy.cost.online import Measured, Online
+from kvpolicy.cost.online import MeasuredCost, Online
 from kvpolicy.events import Cost, Decision, Option, Preemption
 
 Assessment = tuple[tuple[float, ...], tuple[Cost, ...]]
@@ -66,12 +66,12 @@ class Feedback:
     """Measured engine time; None if it could not be attributed completely."""
     victim_delay_s: float | None
 
-    def against(self, model: CostModel) -> Measured:
+    def against(self, model: CostModel) -> MeasuredCost:
         """The measured times together with the model's prediction."""
         (predicted,) = model.predict(self.situation, (self.option,))
         kind = self.option.kind
         seconds = self.engine_s, self.victim_delay_s
-        return Measured(kind, self.situation.computed_tokens, predicted, *seconds, model.floor_s[kind])
+        return MeasuredCost(kind, self.situation.computed_tokens, predicted, *seconds, model.floor_s[kind])
 
 
 class Policy(ABC, Generic[S]):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvpolicy.cost import CostModel
-from kvpolicy.cost.online import Online, corrected
+from kvpolicy.cost.online import Online, corrected_costs
 from kvpolicy.events import Cost, Kind, Option, Preemption
 from kvpolicy.policy.base import (
     Feedback,
@@ -86,7 +86,7 @@ class CheapestOnline(Cheapest[Online], LearningPolicy[Online]):
         return Online()
 
     def costs(self, situation: Preemption, options: Sequence[Option], state: Online) -> tuple[Cost, ...]:
-        return corrected(super().costs(situation, options, state), options, situation.computed_tokens, state)
+        return corrected_costs(super().costs(situation, options, state), options, situation.computed_tokens, state)
 
     def observe(self, state: Online, feedback: Feedback) -> Online:
         return state.updated(feedback.against(self.cost_model))

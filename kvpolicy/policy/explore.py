@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from kvpolicy.cost import CostModel
-from kvpolicy.cost.online import Online, corrected
+from kvpolicy.cost.online import Online, corrected_costs
 from kvpolicy.events import Cost, Decision, Option, Preemption
 from kvpolicy.policy.base import Feedback, LearningPolicy, PricedPolicy, certain_choice
 from kvpolicy.policy.cheapest import lowest
@@ -107,7 +107,7 @@ class ExploreOnline(Explore, LearningPolicy[ExploreState]):
         return self.resume(Online())
 
     def costs(self, situation: Preemption, options: Sequence[Option], state: ExploreState) -> tuple[Cost, ...]:
-        return corrected(
+        return corrected_costs(
             super().costs(situation, options, state), options, situation.computed_tokens, self.learned(state)
         )
 

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 
 from kvpolicy import cost, extensions
-from kvpolicy.code_digest import labelled
+from kvpolicy.code_digest import digest_label
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
@@ -123,7 +123,7 @@ def _priced(spec: str, model: str, loader: Callable[[str], CostModel], allow_pyt
         return spec, loader(model)
     cost_model = cost.load_cost_model(model, allow_python)
     extensions.refuse_unnamed(cost_model, "cost model")
-    return spec.replace(model, labelled(cost_model), 1), cost_model
+    return spec.replace(model, digest_label(cost_model), 1), cost_model
 
 
 def checked(policy: Policy) -> Policy:

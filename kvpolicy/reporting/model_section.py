@@ -9,7 +9,7 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
 from kvpolicy.cost import load
-from kvpolicy.datasets.profiles import Dataset, State, measured
+from kvpolicy.datasets.profiles import Dataset, State, read_dataset
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation.replay import EvaluationReport, evaluate
 from kvpolicy.events import KINDS, Kind
@@ -64,7 +64,7 @@ def learned(traces: Sequence[Path], cost_model: str | None, seed: int) -> Learne
 
 
 def _judged(traces: Sequence[Path], model: str, name: str, seed: int) -> Learned:
-    dataset, lacking = measured(list(traces)), []
+    dataset, lacking = read_dataset(list(traces)), []
     calibration = _calibration(dataset, model)
     if not calibration:
         lacking.append("calibration: the model was trained on every state of these traces")

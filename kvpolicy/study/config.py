@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kvpolicy.fields import AMOUNT, COUNT, Rule, WrongValue, one_of, option, settle
+from kvpolicy.fields import AMOUNT, COUNT, Rule, WrongValue, one_of, option, validate
 from kvpolicy.hardware.sheets import known_sheet
 
 HARDWARE_FORMS = (
@@ -46,7 +46,7 @@ class Serving:
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
         if self.host_gib is not None and self.host_blocks is not None:
             raise WrongValue("host_blocks", "is given beside host_gib, should be alone: both say the same")
 
@@ -129,7 +129,7 @@ class Run:
     progress: Progress = _silent
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)
 
 
 JUDGED: Mapping[str, tuple[str, str | None]] = {
@@ -149,4 +149,4 @@ class Criterion:
     min_gain: float = option("Share by which a policy has to be better, with all of its interval.", 0.01, AMOUNT)
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate(self)

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpolicy.code_digest import labelled
+from kvpolicy.code_digest import digest_label
 from kvpolicy.errors import InputError
 from kvpolicy.extensions import ExtensionError, is_module_path, names_module
 from kvpolicy.policy import Policy, load_policy
@@ -35,14 +35,14 @@ def contender_of(policy: str | Policy) -> Contender:
     """The contender for a policy. A module path is loaded for its label; its cells report where that fails."""
     if isinstance(policy, Policy):
         load_policy(policy)
-        return Contender(labelled(policy), digest=policy.digest, policy_object=policy)
+        return Contender(digest_label(policy), digest=policy.digest, policy_object=policy)
     if not names_module(policy):
         return Contender(policy)
     try:
         loaded = load_policy(policy)
     except ExtensionError:
         return Contender(policy, module=policy)
-    return Contender(labelled(loaded) if is_module_path(policy) else loaded.label, module=policy)
+    return Contender(digest_label(loaded) if is_module_path(policy) else loaded.label, module=policy)
 
 
 def contenders(policies: Sequence[str | Policy]) -> list[Contender]:

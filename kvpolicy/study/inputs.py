@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from kvpolicy.code_digest import SHOWN, digest_of
+from kvpolicy.code_digest import LABEL_DIGITS, digest_of
 from kvpolicy.cost import FittedModel
 from kvpolicy.fields import WrongValue
 from kvpolicy.simulator.hardware.table_times import HardwareModel
@@ -38,7 +38,7 @@ def workload_named(workload: str | Workload) -> Named[Workload]:
             "class Workload, which has a digest: Workload(name, tuple(source), seed) makes one of any source",
         )
     digest = workload.digest
-    return Named(f"{workload.name}@{digest[:SHOWN]}", digest, workload)
+    return Named(f"{workload.name}@{digest[:LABEL_DIGITS]}", digest, workload)
 
 
 def hardware_named(hardware: str | HardwareObject) -> Named[HardwareObject]:
@@ -46,13 +46,13 @@ def hardware_named(hardware: str | HardwareObject) -> Named[HardwareObject]:
     if isinstance(hardware, str):
         return Named(hardware)
     if isinstance(hardware, HardwareModel):
-        return Named(f"{hardware.device}@{hardware.digest[:SHOWN]}", hardware.digest, hardware)
+        return Named(f"{hardware.device}@{hardware.digest[:LABEL_DIGITS]}", hardware.digest, hardware)
     if isinstance(hardware, FittedModel):
         if not hardware.provenance.trace_digests:
             raise WrongValue("hardware", f"{hardware.name!r}: is untrained, should be given as DEVICE[@LINK]:CONFIG")
         # Its own digest is that of files, from which it may differ.
         digest = digest_of(replace(hardware, name="", digest=""))
-        return Named(f"{hardware.provenance.family.partition('@')[0]}@{digest[:SHOWN]}", digest, hardware)
+        return Named(f"{hardware.provenance.family.partition('@')[0]}@{digest[:LABEL_DIGITS]}", digest, hardware)
     raise WrongValue(
         "hardware",
         f"is {getattr(hardware, 'name', hardware)!r}, a {type(hardware).__name__}, should be a text "

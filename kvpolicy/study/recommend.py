@@ -24,7 +24,7 @@ from kvpolicy.study.contender import contender_of
 from kvpolicy.study.grid import simulate
 from kvpolicy.study.inputs import HardwareObject, workload_named
 from kvpolicy.study.machine import open_machine
-from kvpolicy.study.report import aligned, beyond_warning, figures, server_words, written
+from kvpolicy.study.report import aligned, beyond_warning, figure_text, figures, server_words
 from kvpolicy.study.run_cell import ORACLE, source_named
 from kvpolicy.workload import Source, Workload
 
@@ -134,10 +134,10 @@ class Advice:
 
     def text(self) -> str:
         pairs = self.compared[0].gain.pairs
-        rows = [["policy", f"{self.judge_by} gain", "throughput", "e2e p99", "ttft p99", *SHOWN]]
+        rows = [["policy", f"{self.judge_by} gain", "throughput", "e2e p99", "ttft p99", *COST_COLUMNS]]
         for comparison in self.compared:
             ratios = (comparison.gain, comparison.throughput, comparison.e2e_p99, comparison.ttft_p99)
-            shown = (written(name, comparison.figures) for name in SHOWN)
+            shown = (figure_text(name, comparison.figures) for name in COST_COLUMNS)
             rows.append([comparison.policy, *(ratio.text() for ratio in ratios), *shown])
         seeds_note = "" if self.seeds_differ else "; seeds do not change the requests: the runs of a part are one"
         lines = [
@@ -158,7 +158,7 @@ class Advice:
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
-SHOWN = ("e2e s", "recompute", "swap", "repeated tok")
+COST_COLUMNS = ("e2e s", "recompute", "swap", "repeated tok")
 
 
 def figure_of(result: Result, name: str, statistic: str | None) -> float:

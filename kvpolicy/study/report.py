@@ -88,7 +88,7 @@ def figures(results: Sequence[Result]) -> dict[str, float | None]:
     }
 
 
-def written(column: str, values: Mapping[str, float | None]) -> str:
+def figure_text(column: str, values: Mapping[str, float | None]) -> str:
     """A figure as written in the table; blank where it is undefined."""
     form = COLUMNS[column]
     name = form[1:].partition(":")[0]
@@ -117,7 +117,7 @@ def _table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     rows = [["policy", *COLUMNS, "runs"]]
     for policy, results in groups.items():
         values = figures(results)
-        rows.append([policy, *(written(column, values) for column in COLUMNS), str(len(results))])
+        rows.append([policy, *(figure_text(column, values) for column in COLUMNS), str(len(results))])
     return aligned(rows)
 
 

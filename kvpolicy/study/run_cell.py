@@ -59,7 +59,7 @@ FORMATS = {**TRACE_FORMATS, MEASURED: Format(f"CSV: {', '.join((*COUNTS, ARRIVAL
 
 
 @lru_cache(maxsize=MAX_WORKLOADS)
-def opened(workload: str, digest: str) -> Source:
+def open_source(workload: str, digest: str) -> Source:
     """The workload of that name. ``digest``: of the files it is read from, so that changed files are opened again.
 
     Raises WorkloadError, a ValueError, for an unknown name, listing the known ones.
@@ -143,7 +143,7 @@ def source_named(workload: Named[Workload], seed: int) -> Source:
     """The workload object, or the workload that the text names, drawn from ``seed`` unless the text has a seed."""
     if workload.value is not None:
         return workload.value
-    return opened(seeded(workload.label, seed), workload_digest(workload.label))
+    return open_source(with_seed(workload.label, seed), workload_digest(workload.label))
 
 
 def rows_of(source: Source) -> dict[str, int] | None:
@@ -157,7 +157,7 @@ def rows_of(source: Source) -> dict[str, int] | None:
     return {"read": counts.rows, "damaged": counts.damaged, "empty": counts.empty}
 
 
-def seeded(workload: str, seed: int) -> str:
+def with_seed(workload: str, seed: int) -> str:
     """The workload's text with a seed, unless it has one."""
     _, _, options = workload.partition("?")
     if any(option.startswith("seed=") for option in options.split("&")):

@@ -191,7 +191,7 @@ def _channels(
     """Durations of saves and of loads; fitted to half of the costs if too few transfers were recorded."""
     channels = []
     for direction in ("save", "load"):
-        sizes, segments, seconds = TransferTable.of(transfers).measured(direction)
+        sizes, segments, seconds = TransferTable.of(transfers).columns(direction)
         floor = 1e-6
         if len(sizes) < MIN_TRANSFERS:
             sizes, segments = _column(examples, f"{direction}_bytes"), _column(examples, f"{direction}_segments")

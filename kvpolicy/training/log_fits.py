@@ -138,7 +138,7 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
 
     Raises TraceError, naming the option, for fewer than 30 records of an option.
     """
-    by_kind = {kind: training.under(kind) for kind in KINDS}
+    by_kind = {kind: training.of_kind(kind) for kind in KINDS}
     for kind, records in by_kind.items():
         if len(records) < MIN_RECORDS:
             raise TraceError(
@@ -247,7 +247,7 @@ def _tree_counts(
     examples_by_fold = [(_examples(fitting), _examples(held_out)) for fitting, held_out in folds]
     laws = [_laws(family, fitting, training) for fitting, _ in examples_by_fold]
     for kind in KINDS:
-        if len(training.under(kind)) < MIN_STATES:
+        if len(training.of_kind(kind)) < MIN_STATES:
             notes.append(f"{kind}: under {MIN_STATES} records: physics alone, no residual was learned")
             continue
         floor_s = training.floor_s[kind]
@@ -479,12 +479,12 @@ def train_logged(
         out="" if out is None else str(out),
         family=family.label,
         digest=model.digest,
-        records={kind: len(training.under(kind)) for kind in KINDS},
+        records={kind: len(training.of_kind(kind)) for kind in KINDS},
         held_out_records=len(held_out),
         held_out=scores,
         trees=fitted.trees,
-        clipped={kind: clipped(training.under(kind)) for kind in KINDS},
-        min_chance={kind: min(record.chance for record in training.under(kind)) for kind in KINDS},
+        clipped={kind: clipped(training.of_kind(kind)) for kind in KINDS},
+        min_chance={kind: min(record.chance for record in training.of_kind(kind)) for kind in KINDS},
         averages=fitted.averages,
         left_out=records.left_out,
         notes=notes,

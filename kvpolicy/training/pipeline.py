@@ -13,9 +13,9 @@ import numpy as np
 from kvpolicy.cost import load, store
 from kvpolicy.cost.analytic import implausible
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, Provenance
-from kvpolicy.datasets.examples import drawn, examples_of, stratified_folds
+from kvpolicy.datasets.examples import examples_of, sample_states, stratified_folds
 from kvpolicy.datasets.logs import holds_logs
-from kvpolicy.datasets.profiles import Dataset, State, measured, one_option_always_wins
+from kvpolicy.datasets.profiles import Dataset, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.quality import DataQuality
 from kvpolicy.datasets.tables import Situations
 from kvpolicy.events import KINDS, Kind, Preemption
@@ -199,7 +199,7 @@ def train(
     replaced = out is not None and store.holds_model(Path(out))
     if traces and holds_logs(traces):
         return train_logged(traces, out, family, seed, mixed_hardware)
-    dataset = measured(traces, mixed_hardware)
+    dataset = read_dataset(traces, mixed_hardware)
     variation = _variation(dataset, force)
     if len(dataset.states) < MIN_STATES:
         raise TraceError(
@@ -208,7 +208,7 @@ def train(
         )
     _refuse_one_length(dataset)
     parts = split(dataset.states, seed)
-    training, held_out = (drawn(part, MAX_STATES, random.Random(f"drawn {seed}")) for part in parts)
+    training, held_out = (sample_states(part, MAX_STATES, random.Random(f"drawn {seed}")) for part in parts)
     dataset = replace(dataset, transfers=dataset.transfers_of(training))
     fitted = fit(family, training, dataset, provenance_of(family.label, dataset, training, variation), seed)
     data_notes = (
@@ -415,7 +415,7 @@ def calibrate(
     """
     model = _to_carry(cost_model)
     forests = store.forest_texts(model)
-    dataset = measured(traces)
+    dataset = read_dataset(traces)
     variation = _variation(dataset, force)
     enough_states = len(dataset.states) >= MIN_STATES_TO_HOLD_OUT
     training, held_out = split(dataset.states, seed) if enough_states else (list(dataset.states), [])

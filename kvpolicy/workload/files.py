@@ -80,7 +80,7 @@ class FileSource:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
     """The file's bytes, decompressed if they are gzip, whatever the name. Raises :class:`WorkloadError`."""
     try:
         raw = path.open("rb")
@@ -92,7 +92,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def chunks(path: Path, size: int) -> Iterator[bytes]:
     """The file's bytes in chunks. Raises :class:`DamagedFile` where a gzip stream breaks off."""
-    with opened(path) as stream:
+    with open_bytes(path) as stream:
         try:
             while chunk := stream.read(size):
                 yield chunk
@@ -103,7 +103,7 @@ def chunks(path: Path, size: int) -> Iterator[bytes]:
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Number (from 1) and text of each line that is not blank. Raises :class:`DamagedFile` where gzip breaks off."""
     number = 0
-    with opened(path) as stream:
+    with open_bytes(path) as stream:
         try:
             for number, raw in enumerate(stream, 1):
                 # Invalid UTF-8 becomes a character that no number contains, so that the field's parser refuses the row.

@@ -26,7 +26,7 @@ def opened(preemption_id: str, tokens: int, request: Hashable = "r") -> OpenPree
 def books(*some: OpenPreemption) -> Ledger[OpenPreemption]:
     ledger: Ledger[OpenPreemption] = Ledger()
     for one in some:
-        ledger.preempted(one)
+        ledger.add(one)
     return ledger
 
 
@@ -75,7 +75,7 @@ class TestLedger:
         """Positions up to 30 are charged to the second preemption, those from 30 to 100 to the first."""
         ledger = books(opened("first", 100))
         counted(ledger, 1, 0, 30)
-        earlier = ledger.preempted(opened("second", 30))
+        earlier = ledger.add(opened("second", 30))
         assert earlier is not None and (earlier.ended, earlier.recomputed_tokens) == ("superseded", 30)
         step = counted(ledger, 2, 0, 101)
         assert {part.preemption_id: part.tokens for part in step.repeated} == {"second": 30, "first": 70}
@@ -86,7 +86,7 @@ class TestLedger:
         first, second = opened("first", 100), opened("second", 30)
         ledger = books(first)
         counted(ledger, 1, 0, 30)
-        ledger.preempted(second)
+        ledger.add(second)
         assert first.outstanding and second.outstanding
         counted(ledger, 2, 0, 99)
         assert first.outstanding and not second.outstanding
@@ -96,7 +96,7 @@ class TestLedger:
     def test_preempted_farther_on_nothing_of_the_earlier_one_is_outstanding(self) -> None:
         first = opened("first", 100)
         ledger = books(first)
-        ledger.preempted(opened("second", 100))
+        ledger.add(opened("second", 100))
         assert not first.outstanding and len(ledger.lost["r"]) == 1
 
     def test_what_was_found_in_the_cache_is_known_when_it_resumes(self) -> None:
@@ -111,9 +111,9 @@ class TestLedger:
     def test_a_request_that_ends_first_is_aborted(self) -> None:
         one = opened("p", 100)
         ledger = books(one)
-        outcome = ledger.gone("r", 3.0)
+        outcome = ledger.remove("r", 3.0)
         assert outcome is not None and outcome.ended == "aborted" and len(ledger) == 0
-        assert not one.outstanding and not ledger.lost and ledger.gone("r", 4.0) is None
+        assert not one.outstanding and not ledger.lost and ledger.remove("r", 4.0) is None
 
     def test_the_wait_for_blocks_is_no_delay_of_the_victim(self) -> None:
         """Preempted at 0, admitted at 2, back at 5."""

@@ -18,10 +18,10 @@ from kvpolicy.cost import online as remembered
 from kvpolicy.cost.online import (
     HALF_LIFE,
     SIZES,
-    Measured,
+    MeasuredCost,
     Online,
-    corrected,
     corrected_cost,
+    corrected_costs,
     estimate,
     size_of,
     weighted_median,
@@ -35,13 +35,13 @@ COSTS = (
 OPTIONS = (Option("recompute"), Option("swap", 500, "host"))
 
 
-def measured(kind: Kind, by: float, tokens: float = 500, delay_by: float = 1.0) -> Measured:
+def measured(kind: Kind, by: float, tokens: float = 500, delay_by: float = 1.0) -> MeasuredCost:
     cost = COSTS[KINDS.index(kind)]
     assert cost.victim_delay_s is not None
-    return Measured(kind, tokens, cost, cost.engine_s * by, cost.victim_delay_s * delay_by)
+    return MeasuredCost(kind, tokens, cost, cost.engine_s * by, cost.victim_delay_s * delay_by)
 
 
-def after(*outcomes: Measured, start: Online | None = None) -> Online:
+def after(*outcomes: MeasuredCost, start: Online | None = None) -> Online:
     online = start or Online()
     for one in outcomes:
         online = online.updated(one)
@@ -95,7 +95,7 @@ def test_the_victims_delay_is_corrected_by_itself() -> None:
     online = after(*[measured("swap", 1.0, delay_by=3.0)] * 17)
     assert factor(online, "swap") == 1.0
     assert factor(online, "swap", quantity=1) == pytest.approx(3.0, rel=0.02)
-    swap = corrected(COSTS, OPTIONS, 500, online)[1]
+    swap = corrected_costs(COSTS, OPTIONS, 500, online)[1]
     assert swap.victim_delay_s == pytest.approx(15e-3, rel=0.02)
     assert swap.engine_s == COSTS[1].engine_s
 
@@ -151,13 +151,13 @@ def test_the_state_is_frozen_and_its_record_short() -> None:
 
 
 def test_a_state_that_learned_nothing_changes_nothing() -> None:
-    assert corrected(COSTS, OPTIONS, 500, Online()) == COSTS
+    assert corrected_costs(COSTS, OPTIONS, 500, Online()) == COSTS
 
 
 def test_costs_ratios_and_parts_are_corrected_together() -> None:
     online = replace(after(*[measured("swap", 5.0)] * 17), room=(1.0, 1.0))
     by = factor(online, "swap")
-    recompute, swap = corrected(COSTS, OPTIONS, 500, online)
+    recompute, swap = corrected_costs(COSTS, OPTIONS, 500, online)
     assert recompute == COSTS[0]
     assert swap.engine_s == pytest.approx(1e-3 * by)
     assert swap.save_s + swap.load_s + swap.recompute_s == pytest.approx(swap.engine_s)
@@ -169,7 +169,7 @@ def test_costs_ratios_and_parts_are_corrected_together() -> None:
 
 def test_infinite_room_stays_infinite() -> None:
     wide = tuple(replace(cost, low_s=0.0, high_s=float("inf")) for cost in COSTS)
-    found = corrected(wide, OPTIONS, 500, after(measured("swap", 5.0)))
+    found = corrected_costs(wide, OPTIONS, 500, after(measured("swap", 5.0)))
     assert all((cost.low_s, cost.high_s) == (0.0, float("inf")) for cost in found)
 
 
@@ -179,7 +179,7 @@ def test_intervals_hold_nine_in_ten_whatever_the_spread_and_under_drift(spread: 
     rng, online, held = random.Random(2), Online(), []
     for number in range(3000):
         one = measured("swap", exp(rng.gauss(min(2.0, drift * number), spread)))
-        cost = corrected(COSTS, OPTIONS, 500, online)[1]
+        cost = corrected_costs(COSTS, OPTIONS, 500, online)[1]
         assert one.engine_s is not None
         held.append(cost.low_s <= one.engine_s <= cost.high_s)
         online = online.updated(one)
@@ -202,7 +202,7 @@ def test_what_cannot_miss_moves_no_room(edge: dict[str, float]) -> None:
     open_ended = replace(COSTS[1], **edge)
     for extrapolated in (False, True):
         cost = replace(open_ended, extrapolated=extrapolated)
-        online = after(*[Measured("swap", 500, cost, cost.engine_s, None)] * 50)
+        online = after(*[MeasuredCost("swap", 500, cost, cost.engine_s, None)] * 50)
         assert (online.room, online.room_outside) == ((1.0, 1.0), (1.0, 1.0))
 
 
@@ -213,20 +213,20 @@ def test_intervals_hold_beside_outcomes_whose_predictions_are_unbounded(share: f
     for _ in range(6000):
         by = exp(rng.gauss(0, 0.2))
         if rng.random() < share:
-            online = online.updated(Measured("swap", 9000, endless, endless.engine_s * by, None))
+            online = online.updated(MeasuredCost("swap", 9000, endless, endless.engine_s * by, None))
             continue
         cost = corrected_cost(RIGHT, online, KINDS.index("swap"), size_of(500))
         held.append(cost.low_s <= RIGHT.engine_s * by <= cost.high_s)
-        online = online.updated(Measured("swap", 500, RIGHT, RIGHT.engine_s * by, None))
+        online = online.updated(MeasuredCost("swap", 500, RIGHT, RIGHT.engine_s * by, None))
     assert sum(held) / len(held) == pytest.approx(0.9, abs=0.03)
 
 
 def test_extrapolated_predictions_have_room_of_their_own() -> None:
     far = replace(COSTS[1], extrapolated=True)
-    online = after(*[Measured("swap", 500, far, far.engine_s * 50 * (-1) ** i, None) for i in range(9)])
+    online = after(*[MeasuredCost("swap", 500, far, far.engine_s * 50 * (-1) ** i, None) for i in range(9)])
     assert online.room == (1.0, 1.0) and online.room_outside[1] > 2.0
-    assert corrected(COSTS, OPTIONS, 500, replace(online, misses=Online().misses)) == COSTS
-    outside = corrected((COSTS[0], far), OPTIONS, 500, replace(online, misses=Online().misses))
+    assert corrected_costs(COSTS, OPTIONS, 500, replace(online, misses=Online().misses)) == COSTS
+    outside = corrected_costs((COSTS[0], far), OPTIONS, 500, replace(online, misses=Online().misses))
     assert outside[1].high_s == pytest.approx(1e-3 * 2 ** online.room_outside[1])
     assert outside[1].log_ratio_high == pytest.approx(log(0.5) + online.room_outside[1] * (1.0 - log(0.5)))
 

@@ -18,7 +18,7 @@ from kvpolicy import cost
 from kvpolicy.cost import ModelError, ModelWarning, store
 from kvpolicy.cost.laws import RecomputeRoofline
 from kvpolicy.cost.model import FittedModel
-from kvpolicy.datasets.profiles import measured
+from kvpolicy.datasets.profiles import read_dataset
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.training import provenance_of, split, train
 from kvpolicy.training.family import FAMILIES
@@ -59,7 +59,7 @@ def test_folder_holds_text_only(trained: Path) -> None:
 
 
 def test_what_is_read_predicts_what_was_fitted(trained: Path) -> None:
-    data = measured([trained.parent / "trace"])
+    data = read_dataset([trained.parent / "trace"])
     training, _ = split(data.states, 0)
     fitted = fit(FAMILIES["boosted"], training, data, provenance_of("boosted", data, training, 0.03), 0).model
     read = cost.load(trained)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.datasets.examples import drawn, option_of
+from kvpolicy.datasets.examples import option_of, sample_states
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.datasets.tables import Situations, TransferRecord, TransferTable, key
 from kvpolicy.events import KINDS, Kind, Preemption, situation_of
@@ -52,7 +52,7 @@ def test_situations_and_moves_are_sequences_of_the_records_they_were_made_of() -
     transfers = [TransferRecord("core", f"p{i}", ("save", "load")[i % 2], 100 * i, i, 0.5 * i) for i in range(6)]
     held = TransferTable.of(transfers)
     assert (list(held), held[1], held[-2:], len(held)) == (transfers, transfers[1], transfers[-2:], 6)
-    assert [list(column) for column in held.measured("load")] == [[100, 300, 500], [1, 3, 5], [0.5, 1.5, 2.5]]
+    assert [list(column) for column in held.columns("load")] == [[100, 300, 500], [1, 3, 5], [0.5, 1.5, 2.5]]
     wanted = [key("core", "p4"), key("core", "p1"), key("other", "p2")]
     assert list(held.of_preemptions(wanted)) == [transfers[1], transfers[4]]
     assert TransferTable.of(held) is held and Situations.of(kept) is kept
@@ -169,14 +169,14 @@ def test_the_first_row_that_cannot_be_is_named(table: str, number: int, changes:
 def test_a_draw_keeps_the_ends_and_spreads_over_the_lengths() -> None:
     states = list(dataset_of({"made": make_trace(states=101, repeats=1)}).states)
     random.Random(5).shuffle(states)
-    some = drawn(states, 20, random.Random(0))
+    some = sample_states(states, 20, random.Random(0))
     assert len(some) == 20 and some == [state for state in states if state in some]
     every = sorted(state.computed_tokens for state in states)
     places = sorted(every.index(state.computed_tokens) for state in some)
     assert (places[0], places[-1]) == (0, 100)
     assert max(b - a for a, b in pairwise(places)) <= 12
-    assert drawn(states, 101, random.Random(0)) == states
-    assert drawn(states, 20, random.Random(1)) != some
+    assert sample_states(states, 101, random.Random(0)) == states
+    assert sample_states(states, 20, random.Random(1)) != some
 
 
 def test_a_cost_of_nothing_is_refused_only_where_it_was_kept() -> None:

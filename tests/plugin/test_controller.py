@@ -55,7 +55,7 @@ class Scheduler:
             get_blocks=lambda _: SimpleNamespace(blocks=[blocks]),
             get_block_ids=lambda _: ([7, 8, 9],),
         )
-        self.returning = SimpleNamespace(load_begins=lambda request: None)
+        self.loaded_requests = SimpleNamespace(load_begins=lambda request: None)
 
     def get_num_unfinished_requests(self) -> int:
         return 0 if self.paused else len(self.requests)

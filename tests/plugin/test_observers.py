@@ -128,7 +128,7 @@ def test_gauges_follow_slots_and_open_preemptions() -> None:
     }  # fmt: skip
     assert counter.report() is None and not counter.urgent
     copies.save("r", "p", 40, (7, 8, 9))
-    ledger.preempted(OpenPreemption("p", "r", "swap", 40, 0.0, 0))
+    ledger.add(OpenPreemption("p", "r", "swap", 40, 0.0, 0))
     assert counter.urgent
     assert counter.stats()["host_slots_used"] == 3 and counter.stats()["open_preemptions"] == 1
     second = counter.report()

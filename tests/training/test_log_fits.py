@@ -281,7 +281,7 @@ def test_a_swap_of_which_nothing_was_loaded_teaches_nothing(log: Trace) -> None:
         row |= {"loaded_tokens": 0, "recomputed_tokens": 40}
     before, after = records_of({"log": log}), records_of({"log": reworked(log, outcomes=outcomes)})
     assert after.left_out["swaps of which nothing was loaded"] == 3
-    assert len(after.under("swap")) == len(before.under("swap")) - 3
+    assert len(after.of_kind("swap")) == len(before.of_kind("swap")) - 3
 
 
 def test_an_option_that_was_hardly_taken_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvpolicy import cost, trace
-from kvpolicy.datasets.profiles import dataset_of, measured
+from kvpolicy.datasets.profiles import dataset_of, read_dataset
 from kvpolicy.trace import TraceError
 from kvpolicy.training import TrainReport, split, train
 from kvpolicy.training.family import FAMILIES
@@ -116,7 +116,7 @@ def test_the_same_seed_gives_the_same_model_and_another_another(tmp_path: Path) 
 def test_the_model_remembers_its_states_and_no_other(tmp_path: Path) -> None:
     trained(tmp_path, make_trace(states=80))
     model = cost.load(tmp_path / "model")
-    known = {name for state in measured([tmp_path / "trace"]).states for name in state.ids}
+    known = {name for state in read_dataset([tmp_path / "trace"]).states for name in state.ids}
     assert len(model.state_ids) == 60
     assert model.state_ids < known
 
@@ -365,7 +365,7 @@ def test_of_more_states_than_are_used_a_draw_is_learned_from_and_it_is_said(
     make_trace(states=120).write(tmp_path / "trace")
     monkeypatch.setattr("kvpolicy.training.pipeline.MAX_STATES", 40)
     report = train([tmp_path / "trace"], tmp_path / "model")
-    every = measured([tmp_path / "trace"]).states
+    every = read_dataset([tmp_path / "trace"]).states
     training, held = split(every, 0)
     assert (len(training), len(held)) == (90, 30)
     assert (report.training_states, report.held_out_states) == (40, 30)

@@ -189,5 +189,5 @@ def test_the_plugin_can_be_taken_out_and_put_back(model: str, tmp_path: Path) ->
         assert not run["stats"]
         for same in ("tokens", "steps", "preemptions", "scheduled_tokens", "recomputed_tokens"):
             assert run[same] == stock[same]
-    assert runs[1]["scheduler"] == ["AdaptiveSyncScheduler", "Asking", *stock["scheduler"]]
+    assert runs[1]["scheduler"] == ["AdaptiveSyncScheduler", "PolicyHooks", *stock["scheduler"]]
     assert runs[1]["stats"]["loaded_tokens"] > 0 and runs[1]["tokens"] == stock["tokens"]

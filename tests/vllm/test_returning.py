@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
-from kvpolicy_vllm.plugin.loaded_requests import Returning
+from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
 from tests.vllm import alone, harness
 from tests.vllm.disturbances import loaded_and_waiting
 from tests.vllm.symbolic import Faults, SymbolicWorker
@@ -79,6 +79,7 @@ class Waiting:
 class Scheduler:
     """As much as decides how many may run: two adapters at once, and both are taken."""
 
+    block_size = 16
     max_num_running_reqs = 8
     finished_recving_kv_req_ids = frozenset[str]()
 
@@ -91,7 +92,7 @@ class Scheduler:
 
 def test_a_loaded_request_without_a_slot_for_its_adapter_keeps_its_place() -> None:
     scheduler = Scheduler()
-    returning = Returning(scheduler)
+    returning = LoadedRequests(scheduler)
     for name, adapter in (("other", 3), ("same", 1), ("none", None)):
         returning.requests[name] = Waiting(name, adapter)
     returning.hold_places()
@@ -108,7 +109,7 @@ def test_the_limit_is_as_configured_after_every_step(model: str) -> None:
     scheduler, worker = alone.scheduler_for(job | {"sequences": PLACES, "budget": 512}), alone.Worker(late=5)
     for request in alone.made_requests(job):
         scheduler.add_request(request)
-    limit = scheduler.returning._limit
+    limit = scheduler.loaded_requests._limit
     for number in range(30):
         if number == 3:
             scheduler.preempt_at_next_step(scheduler.running[0].request_id)

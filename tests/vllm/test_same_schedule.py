@@ -43,7 +43,7 @@ def test_always_recompute_is_stock(setting: str, asynchronous: bool, version: st
     stock = run_alone(job, tmp_path, version)
     ours = run_alone(job | {"plugin": harness.plugin("always-recompute")}, tmp_path, version)
     assert ("AsyncScheduler" in ours["base"]) == asynchronous
-    assert "Asking" in ours["base"] and "Asking" not in stock["base"]
+    assert "PolicyHooks" in ours["base"] and "PolicyHooks" not in stock["base"]
     assert harness.total(ours["stats"], "preemptions") > 20
     assert ours["schedule"] == stock["schedule"]
     harness.assert_nothing_left(ours)

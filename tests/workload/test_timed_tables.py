@@ -238,10 +238,10 @@ def test_a_trace_larger_than_memory_streams(
             yield row.encode()
 
     @contextmanager
-    def opened(path: Path) -> Iterator[Iterator[bytes]]:
+    def open_bytes(path: Path) -> Iterator[Iterator[bytes]]:
         yield endless()
 
-    monkeypatch.setattr(files_module, "opened", opened)
+    monkeypatch.setattr(files_module, "open_bytes", open_bytes)
     for given_so_far, _ in enumerate(TimedFile("endless", layout), 1):
         assert read <= given_so_far + 1
         if given_so_far == 5000:

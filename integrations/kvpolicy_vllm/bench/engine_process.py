@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from kvpolicy.errors import EngineFailed
-from kvpolicy.fields import written
+from kvpolicy.fields import changed_values
 from kvpolicy_vllm.plugin.settings import SCHEDULER, Settings, transfer_config
 
 LAST_LINES = 40
@@ -61,7 +61,7 @@ def _without_accelerator() -> dict[str, str]:
 
 def plugin_arguments(settings: Settings) -> dict[str, Any]:
     """Arguments of :class:`vllm.LLM` that switch the plugin on."""
-    return {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(written(settings))}
+    return {"scheduler_cls": SCHEDULER, "kv_transfer_config": transfer_config(changed_values(settings))}
 
 
 def device_arguments(on_cpu: bool) -> dict[str, Any]:

@@ -298,7 +298,7 @@ class Scene:
         driver.pool.evict_blocks(set(lost_blocks))
         if state.cause == "memory":
             driver.leave_free(len(lost_blocks) + state.growth_blocks + state.spare_blocks)
-        preemptions = [driver.controller.ledger.of(name) for name in names]
+        preemptions = [driver.controller.ledger.open_preemption(name) for name in names]
         return [preemption for preemption in preemptions if preemption is not None]
 
     def _scarce_blocks(self) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import kv_transfer_state
 
-from kvpolicy_vllm.plugin.scheduler import Asking
+from kvpolicy_vllm.plugin.scheduler import PolicyHooks
 
 
 class Silent:
-    """Replaces :class:`Asking` among a scheduler's bases and does nothing.
+    """Replaces :class:`PolicyHooks` among a scheduler's bases and does nothing.
 
     An object's class can be changed only to one of the same layout. vLLM's own class has one base fewer, and thus
     another layout.
@@ -35,7 +35,7 @@ class PluginSwitch:
         self._stock_class = _without_plugin(self._plugin_class)
         self._connector = core.scheduler.connector
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
-        self.available = issubclass(self._plugin_class, Asking)
+        self.available = issubclass(self._plugin_class, PolicyHooks)
         """Whether the engine was started with the plugin."""
 
     def set(self, on: bool) -> None:
@@ -58,4 +58,4 @@ class PluginSwitch:
 def _without_plugin(plugin_class: type) -> type:
     """A class that behaves as the vLLM scheduler below the plugin's and has the plugin class's layout."""
     bases = plugin_class.__bases__
-    return type(f"Silent{bases[-1].__name__}", (Silent, *bases[1:]), {}) if bases[0] is Asking else plugin_class
+    return type(f"Silent{bases[-1].__name__}", (Silent, *bases[1:]), {}) if bases[0] is PolicyHooks else plugin_class

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvpolicy.datasets.profiles import measured
+from kvpolicy.datasets.profiles import read_dataset
 from kvpolicy.errors import InputError
 from kvpolicy.evaluation.replay import evaluate
 from kvpolicy.hardware.link import SimulatedLink, header_link
@@ -195,7 +195,7 @@ class Loop:
 
     def simulated_link(self) -> SimulatedLink | None:
         """A link with break-even inside the measured lengths; None where swap does not win over the native link."""
-        native = measured([self._out / "traces" / "native"])
+        native = read_dataset([self._out / "traces" / "native"])
         costs = [
             Costs(state.computed_tokens, state.mean_s["recompute"], state.mean_s["swap"]) for state in native.states
         ]

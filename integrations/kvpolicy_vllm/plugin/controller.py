@@ -49,7 +49,7 @@ class Swaps:
     def settled(self, settled: Settled) -> None:
         """One direction of a copy is finished on all ranks."""
         copy = settled.copy
-        opened = self._ledger.of(copy.request_id)
+        opened = self._ledger.open_preemption(copy.request_id)
         if settled.direction == "save":
             self._saved(copy.copy_id, settled.ok, opened)
             return
@@ -216,8 +216,8 @@ class Controller:
             self._complain("deciding failed; recomputing (counted as fallback 'error')")
         tokens, now = request.num_computed_tokens, self.clock()
         opened = OpenPreemption(preemption_id, request.request_id, kind, tokens, now, self._belongs_to)
-        superseded = self.ledger.of(request.request_id)
-        outcome = self.ledger.preempted(opened)
+        superseded = self.ledger.open_preemption(request.request_id)
+        outcome = self.ledger.add(opened)
         if superseded is not None and outcome is not None:
             self.observers.tell("closed", superseded, outcome)
         self.observers.tell("preempted", request)
@@ -274,13 +274,13 @@ class Controller:
     def admitted(self, request: Any, block_ids: list[int], load_tokens: int) -> None:
         """The request has blocks again; ``load_tokens`` of them are to be loaded (0: none)."""
         request_id = request.request_id
-        copy, opened = self.copies.of(request_id), self.ledger.of(request_id)
+        copy, opened = self.copies.of(request_id), self.ledger.open_preemption(request_id)
         if load_tokens > 0 and copy is not None:
             size = int(self._scheduler.block_size)
             total = restorable_tokens(request, self._scheduler, self.copies)
             first, last = (total - load_tokens) // size, -(-total // size)
             self.copies.begin_load(request_id, first, tuple(block_ids[first:last]), load_tokens)
-            self._scheduler.returning.load_begins(request)
+            self._scheduler.loaded_requests.load_begins(request)
         elif copy is not None and copy.load_tokens == 0:
             # The prefix cache has all its tokens, or vLLM does not load: the copy is no longer needed.
             self.swaps.forget(request_id)
@@ -306,8 +306,8 @@ class Controller:
     def finished(self, request: Any) -> None:
         """The request ended, finished or aborted."""
         self.swaps.forget(request.request_id)
-        opened, now = self.ledger.of(request.request_id), self.clock()
-        outcome = self.ledger.gone(request.request_id, now)
+        opened, now = self.ledger.open_preemption(request.request_id), self.clock()
+        outcome = self.ledger.remove(request.request_id, now)
         if opened is not None and outcome is not None:
             self.observers.tell("closed", opened, outcome)
         self.observers.tell("ended", request, now)

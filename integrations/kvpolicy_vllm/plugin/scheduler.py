@@ -16,14 +16,15 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.loaded_requests import Places, Returning
+from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
+from kvpolicy_vllm.plugin.running_order import RunningOrder
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_offloading
 
 if TYPE_CHECKING:
     from kvpolicy.events import Cause
 
 
-class Asking:
+class PolicyHooks:
     """Mixin over vLLM's scheduler classes."""
 
     asks_kvpolicy = True
@@ -45,26 +46,26 @@ class Asking:
         self.kvpolicy = connector.controller
         self._cause: Cause = "reset"  # outside schedule() only a reset preempts requests
         self._forced_out: list[str] = []
-        self.returning = Returning(self)
-        self.places = Places(self)
+        self.loaded_requests = LoadedRequests(self)
+        self.running_order = RunningOrder(self)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        controller, returning = self.kvpolicy, self.returning
+        controller, loaded_requests = self.kvpolicy, self.loaded_requests
         controller.step_begins(self)
         forced_out = self._force_out() if self._forced_out else ()
         self._cause = "memory"
         try:
-            if returning.requests:
-                returning.hold_places()
+            if loaded_requests.requests:
+                loaded_requests.hold_places()
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
         finally:
             self._cause = "reset"
-            if returning.configured is not None:
-                returning.give_places()
+            if loaded_requests.configured is not None:
+                loaded_requests.give_places()
             for request in reversed(forced_out):
                 self.waiting.prepend_request(request)
-        self.places.settle(output)
-        returning.growth.steps += output.total_num_scheduled_tokens > 0
+        self.running_order.settle(output)
+        loaded_requests.growth.steps += output.total_num_scheduled_tokens > 0
         controller.step_scheduled(output)
         return output
 
@@ -75,7 +76,7 @@ class Asking:
         A loaded request that waits for a last block must come before any request that cannot be allocated. That one
         would end the scan, and where no request runs, the memory it needs would stay with those behind it for good.
         """
-        queue = self.returning.in_front(self.skipped_waiting)
+        queue = self.loaded_requests.in_front(self.skipped_waiting)
         return super()._select_waiting_queue_for_scheduling() if queue is None else queue  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -85,7 +86,7 @@ class Asking:
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.kvpolicy.preempting(request, self._cause)
-        self.places.preempted(request)
+        self.running_order.preempted(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _update_waiting_for_remote_kv(self, request: Any) -> None:
@@ -99,8 +100,8 @@ class Asking:
         if request.num_computed_tokens == 0:
             self._inflight_prefills.discard(request)
         if not failed:
-            self.returning.load_ended(request)
-            self.places.loaded(request)
+            self.loaded_requests.load_ended(request)
+            self.running_order.loaded(request)
 
     def _inflight_prefill_reserved_blocks(self) -> int:
         """Blocks that a load must leave free, which vLLM asks for before it begins one. Included are those that the
@@ -109,7 +110,7 @@ class Asking:
         Where no request runs a load must leave none for that, so it begins in the end.
         """
         reserved = int(super()._inflight_prefill_reserved_blocks())  # type: ignore[misc]
-        return reserved + (self.returning.growth.blocks(len(self.running)) if self.places.kept else 0)
+        return reserved + (self.loaded_requests.growth.blocks(len(self.running)) if self.running_order.counts else 0)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Weights may have changed: nothing saved, queued or being loaded may be used again."""
@@ -140,7 +141,7 @@ class Asking:
     def _take_blocks(self, request: Any) -> None:
         self.kv_cache_manager.free(request)
         self._inflight_prefills.discard(request)
-        self.places.lost(request)
+        self.running_order.lost(request)
         request.num_computed_tokens = 0
 
     # ---- for tools that drive an engine in process ----
@@ -149,8 +150,8 @@ class Asking:
     running: list[Any]
     waiting: Any
     skipped_waiting: Any
-    returning: Returning
-    places: Places
+    loaded_requests: LoadedRequests
+    running_order: RunningOrder
     failed_recving_kv_req_ids: set[str]
     finished_recving_kv_req_ids: set[str]
     kv_cache_manager: Any
@@ -168,7 +169,7 @@ class Asking:
         """Put a paused request back at the end of the batch."""
         request = self.requests[request_id]
         self.running.append(request)
-        self.places.put_last(request)
+        self.running_order.put_last(request)
 
     def _force_out(self) -> list[Any]:
         """Preempt the requests that a tool forces out, and unqueue them so that this step does not admit them."""
@@ -186,11 +187,11 @@ class Asking:
         return forced_out
 
 
-class AdaptiveSyncScheduler(Asking, Scheduler):
+class AdaptiveSyncScheduler(PolicyHooks, Scheduler):
     """The plugin over vLLM's plain scheduler."""
 
 
-class AdaptiveAsyncScheduler(Asking, AsyncScheduler):
+class AdaptiveAsyncScheduler(PolicyHooks, AsyncScheduler):
     """The plugin over vLLM's asynchronous scheduler."""
 
 

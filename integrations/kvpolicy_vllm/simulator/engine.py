@@ -19,7 +19,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import DecisionObserver, Run, Server, Sink, Times
-from kvpolicy.simulator.builtin.arrival_queue import Arrivals
+from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import SummaryBuilder
 from kvpolicy.workload import Request, Source
@@ -118,7 +118,7 @@ class Engine:
         self.scheduler = scheduler_for(server)
         self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink, on_decision)
         self.worker = VirtualWorker(server, times)
-        self.arrivals = Arrivals(requests, self._refuse)
+        self.arrivals = ArrivalQueue(requests, self._refuse)
         self.tallied = SummaryBuilder(times)
         self._served: dict[str, Served] = {}
         self._hasher: Any = None

@@ -9,7 +9,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.workload import Request, Source
 
 
-class Arrivals:
+class ArrivalQueue:
     """Reads the source only as far as time has advanced, and keeps one entry per session.
 
     ``refuse`` raises an error for a request that cannot be served.

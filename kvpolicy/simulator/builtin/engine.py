@@ -16,7 +16,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Run, Server, Sink, Times, load_of
 from kvpolicy.simulator.builtin import costs
-from kvpolicy.simulator.builtin.arrival_queue import Arrivals
+from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
 from kvpolicy.simulator.builtin.fast_path import FastPath
 from kvpolicy.simulator.builtin.host_copies import HostPool
@@ -50,7 +50,7 @@ class Engine:
         self.trace_writer = trace_writer
         self.tallied = SummaryBuilder(times)
         self.now_s = 0.0
-        self.arrivals = Arrivals(identity.requests, self._refuse)
+        self.arrivals = ArrivalQueue(identity.requests, self._refuse)
         self.copies = HostPool(server)
         self.link: LinkQueues[Copy] = LinkQueues(server, times)
         self.preemptions = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
@@ -178,7 +178,7 @@ class Engine:
         if self.link.running:
             self._take_copies()
         self.preemptions.back(step, self.now_s)
-        self.preemptions.settle()
+        self.preemptions.record_outcomes()
         self._count_step(step)
         self.fast_path.batch.last_s = self.now_s
 
@@ -257,7 +257,7 @@ class Engine:
             else:
                 self.copies.loaded(copy)
                 copy.live.loaded += copy.load_tokens
-                opened = self.preemptions.ledger.of(copy.live)
+                opened = self.preemptions.ledger.open_preemption(copy.live)
                 if opened is not None:
                     opened.loaded_tokens = copy.load_tokens
                 self.scheduler.loaded.add(copy.live)
@@ -317,7 +317,7 @@ class Engine:
         self._device_free_s = ends_s[-1]
         if self.link.running:
             self._take_copies()
-            self.preemptions.settle()
+            self.preemptions.record_outcomes()
         if not self._asynchronous:
             finished = batch.pop_finished(self.scheduler.pool)
             for live in finished:
@@ -354,7 +354,7 @@ class Engine:
             self.copies.begin_load(live, load_tokens, self.server.block_size)
         elif live.copy is not None:  # all of it is in the prefix cache: the copy is not needed
             self.preemptions.forget(live, self.copies)
-        opened = self.preemptions.ledger.of(live)
+        opened = self.preemptions.ledger.open_preemption(live)
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.now_s
 

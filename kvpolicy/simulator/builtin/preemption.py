@@ -67,8 +67,8 @@ class Preemptions:
         else:
             self._record_decision(account)
         step.lost.append(preemption_id)
-        earlier = self.ledger.of(live)
-        self._close(earlier, self.ledger.preempted(account))
+        earlier = self.ledger.open_preemption(live)
+        self._close(earlier, self.ledger.add(account))
 
     def _record_decision(self, account: Account) -> None:
         """Count and record the decision, once what is executed is final."""
@@ -106,10 +106,10 @@ class Preemptions:
         """Close the request's preemption, if one is open, and drop its copy: its last token is out."""
         self.forget(live, copies)
         if live in self.ledger.lost:
-            account = self.ledger.of(live)
-            self._close(account, self.ledger.gone(live, now_s))
+            account = self.ledger.open_preemption(live)
+            self._close(account, self.ledger.remove(live, now_s))
 
-    def settle(self) -> None:
+    def record_outcomes(self) -> None:
         """Record the outcomes of closed preemptions to which no later step will be charged."""
         if not self._closing:
             return
