@@ -276,6 +276,10 @@ def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     if "refusals" in job:
         result: Any = {"messages": refusals(job)}
+    elif "crowds" in job:
+        from tests.vllm import agreement  # here: it needs the plugin, which stock vLLM does without
+
+        result = {"differences": agreement.differences_in_crowds(job["crowds"])}
     elif "mode" in job:
         from tests.vllm.pausing import pause  # here: it needs the plugin, which stock vLLM does without
 
