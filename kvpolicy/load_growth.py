@@ -28,6 +28,10 @@ class LoadGrowth:
             lasted if self._mean_steps is None else self._mean_steps + SHARE * (lasted - self._mean_steps)
         )
 
+    def forget(self) -> None:
+        """Treat the duration of loads as unknown, for tools that keep memory free for a load themselves."""
+        self._mean_steps = None
+
     def blocks(self, running: int) -> int:
         """Blocks that must stay free beside a load that begins while ``running`` requests run; 0 where none runs.
 

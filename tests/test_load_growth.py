@@ -32,3 +32,9 @@ def test_where_no_request_runs_a_load_leaves_nothing() -> None:
 def test_about_the_last_eight_loads_count() -> None:
     assert after_loads_of(16, 32).blocks(running=8) == 9 + 1, "an eighth of the way from 16 to 32: 18 steps"
     assert after_loads_of(1600, *[16] * 100).blocks(running=8) == 9 + 1, "long ago, and hardly more than nothing"
+
+
+def test_a_tool_that_keeps_memory_free_makes_it_unknown_again() -> None:
+    growth = after_loads_of(1600)
+    growth.forget()
+    assert growth.blocks(running=100) == 1
