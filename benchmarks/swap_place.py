@@ -1,6 +1,6 @@
 """What a swap does to few long requests that do not fit together: end-to-end time over that of recomputing.
 
-    python benchmarks/swap_place.py [--engine ENGINE ...] [--cell CELL ...] [--bar RATIO] [--json FILE]
+    python benchmarks/swap_place.py [--engine ENGINE] [--cell CELL] [--machine MACHINE] [--bar RATIO] [--json FILE]
 
 A swapped request that lost its place among the running would be the next victim again, and wait for all others. Every
 cell is simulated on two machines by their data sheets, with synchronous and asynchronous scheduling, with and without

@@ -335,3 +335,14 @@ def test_served_blocks_are_told_apart_by_time_and_held_beside_the_estimates(
         for one in row["estimates"]:
             assert one["gap_low_s"] < one["gap_s"] == one["value_s"] - row["served"]["value_s"] < one["gap_high_s"]
             assert abs(one["gap_s"]) < 0.5 * row["served"]["value_s"]
+
+
+def test_swap_place_exits_by_its_bar(tmp_path: Path) -> None:
+    asked = ("swap_place.py", "--cell", "2k", "--engine", "builtin", "--machine", "H100-SXM")
+    done = run(*asked, "--json", str(tmp_path / "place.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "place.json").read_text())
+    assert {(one["asynchronous"], one["prefix_caching"]) for one in found} == {(a, b) for a in (0, 1) for b in (0, 1)}
+    assert all(one["victims"] == [1, 2, 3, 4, 5, 6, 7] for one in found)
+    missed = run(*asked, "--bar", "0.5")
+    assert missed.returncode == 1 and "bar missed: 2k H100-SXM builtin" in missed.stdout
