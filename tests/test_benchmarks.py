@@ -340,3 +340,16 @@ def test_served_blocks_are_separated_by_time_and_compared_with_estimates(
                 < estimate["gap_high_s"]
             )
             assert abs(estimate["gap_s"]) < 0.5 * row["served"]["value_s"]
+
+
+def test_swap_place_exits_by_its_bar(tmp_path: Path) -> None:
+    asked = ("swap_place.py", "--cell", "2k", "--engine", "builtin", "--machine", "H100-SXM")
+    done = run(*asked, "--json", str(tmp_path / "place.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = json.loads((tmp_path / "place.json").read_text())
+    assert {(cell["asynchronous"], cell["prefix_caching"]) for cell in cells} == {
+        (a, b) for a in (0, 1) for b in (0, 1)
+    }
+    assert all(cell["victims"] == [1, 2, 3, 4, 5, 6, 7] for cell in cells)
+    missed = run(*asked, "--bar", "0.5")
+    assert missed.returncode == 1 and "bar missed: 2k H100-SXM builtin" in missed.stdout

@@ -174,6 +174,39 @@ def test_a_victim_comes_back_before_those_who_waited_longer_than_it() -> None:
     assert ended["0"] < ended["1"] < ended["2"]
 
 
+EQUAL = workload(*[Request(0.0, 8, 8)] * 4)
+"""Two fit until both want their third block."""
+
+
+def victims(trace: Trace) -> list[str]:
+    return [row["request"] for row in trace.rows("decisions")]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("leap", [False, True])
+def test_a_loaded_request_is_back_in_its_place(asynchronous: bool, leap: bool) -> None:
+    """While request 1 is loaded, request 2 is admitted: behind it, so that it is the next victim, and 3 after it."""
+    server = replace(SMALL, asynchronous=asynchronous)
+    _, trace = run(EQUAL, server, "always-swap", SECONDS, leap=leap)
+    assert victims(trace) == ["1", "2", "3"]
+    ended = {row["request"]: row["last_token_s"] for row in trace.rows("requests")}
+    assert ended["0"] < ended["1"] < ended["2"] < ended["3"]
+
+
+def test_a_load_does_not_cause_the_next_preemption() -> None:
+    """Request 2 loses its 3 blocks of 2 tokens in step 2, and in step 5 exactly 3 are free, as request 0 is through.
+
+    A load into them would leave request 1 without the block that it needs in step 6. So it begins in step 8, when
+    request 1 is through and nobody runs.
+    """
+    source = workload(Request(0.0, 2, 5), Request(0.0, 7, 8), Request(0.0, 4, 11))
+    _, trace = run(source, replace(SMALL, block_size=2, device_blocks=9), "always-swap", SECONDS)
+    assert [(row["step"], row["request"]) for row in trace.rows("decisions")] == [(2, "2")]
+    steps = trace.rows("steps")
+    assert [row["used_blocks"] - 1 for row in steps[1:9]] == [9, 7, 8, 9, 6, 7, 7, 3]
+    assert [row["loads"] for row in steps[:9]] == [0] * 8 + [1]
+
+
 def test_running_ahead_takes_one_more_step_to_notice_an_end() -> None:
     """With one request nothing can be scheduled while its last token is on its way; the next one is seen later."""
     source = workload(Request(0.0, 4, 3))

@@ -105,6 +105,49 @@ def drawn(seed: int, count: int = 60) -> Case:
     return Case(seed, drawn_workload(seed, count), server, spec, times)
 
 
+def crowded(seed: int, count: int = 40) -> Case:
+    """Requests that come one by one, always swapped, over a link so slow that others come while one is away."""
+    rng = random.Random(f"crowded {seed}")
+    server = Server(
+        block_size=BLOCK,
+        block_bytes=BLOCK_BYTES,
+        device_blocks=rng.randint(40, 60),
+        host_blocks=1000,
+        token_budget=rng.choice((64, 256, 2048)),
+        max_running=rng.choice((16, 48)),
+        max_model_len=1024,
+        prefix_caching=seed % 2 == 1,
+        asynchronous=seed // 2 % 2 == 1,
+        link=rng.choice((Link(), Link(slowdown=0.2), Link(saves_wait=False))),
+    )
+    now_s, made = 0.0, []
+    for _ in range(count):
+        now_s += rng.expovariate(40.0)
+        made.append(Request(now_s, rng.randint(20, 200), rng.randint(40, 200)))
+    times = replace(TIMES, copy_bytes_per_s=rng.choice((2e7, 5e6)))
+    return Case(seed, Workload(f"crowded {seed}", tuple(made), seed), server, "always-swap", times)
+
+
+def returned_before_newcomers(told: Account) -> set[int]:
+    """Requests that ran before others again that were admitted while they were away."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    away: dict[int, range] = {}
+    found = set()
+    for number, step in enumerate(told.scheduled):
+        order = list(step)
+        away |= {name: range(last[name] + 1, number) for name in order if last.get(name, number) < number - 1}
+        for name in order:
+            first.setdefault(name, number)
+            last[name] = number
+        found |= {
+            name
+            for index, name in enumerate(order)
+            if name in away and any(first[other] in away[name] for other in order[index + 1 :])
+        }
+    return found
+
+
 def account(engine: str, case: Case) -> Account:
     """vLLM's scheduler goes by the rules of the version that is installed, whatever the case says."""
     simulator: Simulator = Builtin(leap=False)
@@ -146,7 +189,7 @@ def _watched() -> Iterator[Scheduled]:
 def differences(one: Account, other: Account) -> list[str]:
     """The first difference of each kind; empty where the engines agree."""
     events = [
-        _first_difference("scheduled tokens, step", one.scheduled, other.scheduled),
+        _first_difference("scheduled tokens, step", _in_order(one.scheduled), _in_order(other.scheduled)),
         _rows_differ("steps", _steps(one), _steps(other)),
         _rows_differ("decisions", _decisions(one), _decisions(other)),
         _rows_differ("outcomes", _outcomes(one), _outcomes(other)),
@@ -155,6 +198,20 @@ def differences(one: Account, other: Account) -> list[str]:
         _rows_differ("summary", [_summary(one)], [_summary(other)]),
     ]
     return [difference for difference in events if difference]
+
+
+def _in_order(scheduled: Scheduled) -> list[list[tuple[int, int]]]:
+    return [list(step.items()) for step in scheduled]
+
+
+def differences_in_crowds(seeds: list[int]) -> list[str]:
+    """Of each :func:`crowded` case; the built-in simulator has the rules of one version whatever runs beside it."""
+    cases = [crowded(seed) for seed in seeds]
+    return [
+        f"seed {case.seed}: {difference}"
+        for case in cases
+        for difference in differences(account("builtin", case), account("vllm", case))
+    ]
 
 
 def _steps(told: Account) -> Rows:

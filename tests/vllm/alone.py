@@ -43,6 +43,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from tests.vllm.disturbances import Disturbances, Shares
+from tests.vllm.places import Places
 
 BLOCK = 16
 MAX_STEPS = 200_000
@@ -275,6 +276,10 @@ def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     if "refusals" in job:
         result: Any = {"messages": refusals(job)}
+    elif "crowds" in job:
+        from tests.vllm import agreement  # here: it needs the plugin, which stock vLLM does without
+
+        result = {"differences": agreement.differences_in_crowds(job["crowds"])}
     elif "mode" in job:
         from tests.vllm.pause_scheduler import pause  # here: it needs the plugin, which stock vLLM does without
 
@@ -302,10 +307,17 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     counts = watch_counts() if job.get("counts") else []
     if job.get("measured"):
         measure(scheduler.kvpolicy)
-    disturb = _disturbances(job, scheduler, worker)
-    for output in drive(scheduler, arriving, worker.execute, job["asynchronous"], disturb):
+    disturb, places = _disturbances(job, scheduler, worker), Places(scheduler)
+
+    def before_step() -> None:
+        disturb()
+        places.before_step()
+
+    for output in drive(scheduler, arriving, worker.execute, job["asynchronous"], before_step):
+        places.after_step()
         preempted = sorted(getattr(output, "preempted_req_ids", None) or ())
-        schedule.append([dict(sorted(output.num_scheduled_tokens.items())), preempted])
+        order = [request.request_id for request in scheduler.running]
+        schedule.append([dict(sorted(output.num_scheduled_tokens.items())), preempted, order])
         if len(schedule) == MAX_STEPS:
             break
     pool = scheduler.kv_cache_manager.block_pool
@@ -319,6 +331,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "unfinished": len(scheduler.requests),
         "counts": counts,
         "accounts": accounts_left(scheduler),
+        "misplaced": places.wrong,
+        "put_back": places.put_back,
     } | worker.found()
 
 

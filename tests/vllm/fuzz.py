@@ -34,6 +34,7 @@ from kvpolicy_vllm.plugin.learner import Learner
 from kvpolicy_vllm.plugin.observers import Observer
 from tests.vllm.disturbances import Disturbances, Shares, loaded_and_waiting
 from tests.vllm.models import write_llama
+from tests.vllm.places import Places
 from tests.vllm.setups import BLOCK, MAX_SHARED_TOKENS, Setup
 from tests.vllm.symbolic import Faults, SymbolicWorker
 
@@ -116,6 +117,7 @@ class Schedule:
         ]
         self._aggregator = KVOutputAggregator(setup.ranks)
         self.disturbances = Disturbances(self.scheduler, self.workers, setup.seed, _shares(setup))
+        self.places = Places(self.scheduler)
         self.stalled = ""
         self.waits: list[int] = []
         self._idle_steps = self._compiling = 0
@@ -134,6 +136,7 @@ class Schedule:
         for output in steps:
             self.steps += 1
             self.tokens += output.total_num_scheduled_tokens
+            self.places.after_step()
             self._watch(output)
             if self.stalled:
                 return
@@ -141,6 +144,7 @@ class Schedule:
     def _before_step(self) -> None:
         self._compiling = self.grammars.step(self.scheduler.requests)
         self.disturbances.before_step()
+        self.places.before_step()
         if loaded_and_waiting(self.scheduler) or self.scheduler.finished_recving_kv_req_ids:
             for name, request in self.scheduler.requests.items():
                 if _loaded(request, self.scheduler):
@@ -187,6 +191,7 @@ class Schedule:
         if self.stalled:
             yield self.stalled
             return
+        yield from self.places.wrong
         yield from _wrong_contents(self.workers)
         yield from _left_behind(self.scheduler, self.workers, self.learner)
         yield from _miscounted(self.scheduler, self.requests)

@@ -145,6 +145,23 @@ def digests(job: dict[str, Any]) -> dict[str, Any]:
     return run.result() | {"saved": run.copier.saved, "restored": run.copier.restored}
 
 
+def victims(job: dict[str, Any]) -> dict[str, Any]:
+    """Like ``plain``, with every preemption as it happens: the victim, and who runs on, in their order."""
+    run = Run(job)
+    for i, request in enumerate(job["requests"]):
+        run.add(f"r{i}", request)
+    seen: list[tuple[str, list[str]]] = []
+    preempt = run.scheduler._preempt_request
+
+    def watched(request: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append((_name(request.request_id), [_name(other.request_id) for other in run.scheduler.running]))
+        preempt(request, *args, **kwargs)
+
+    run.scheduler._preempt_request = watched
+    run.serve()
+    return run.result() | {"victims": seen}
+
+
 def aborts(job: dict[str, Any]) -> dict[str, Any]:
     """Abort one request in each stage a copy can be in, as soon as there is one; the others go on."""
     run = Run(job)

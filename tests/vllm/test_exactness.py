@@ -62,3 +62,22 @@ def test_blocks_come_back_bit_for_bit(model: str, related: list[dict[str, Any]],
     assert len(result["restored"]) >= 10
     different = [key for key, digest in result["restored"].items() if result["saved"][key] != digest]
     assert not different
+
+
+def test_a_restored_request_is_not_the_next_victim(model: str, tmp_path: Path) -> None:
+    """Equal requests, of which memory holds one and a half when they end: two run, until both grow.
+
+    The second is swapped out and comes back while the third is admitted. The next victim is the third, the younger one.
+    """
+    crowd = harness.prompts(6, (90, 90), (96, 96), seed=9)
+    engine = {"num_gpu_blocks_override": 9, "max_model_len": 256}
+    result = harness.run(job(model, crowd, engine, scenario="victims", plugin=harness.plugin("always-swap")), tmp_path)
+    victims = result["victims"]
+    assert harness.total(result["stats"], "loaded_tokens") > 0
+    names = [name for name, _ in victims]
+    assert len(names) >= 3 and len(set(names)) == len(names), names
+    restored = [(victim, others) for victim, others in victims if set(others) & set(names[: names.index(victim)])]
+    assert restored, "a restored request ran when a younger one was preempted"
+    assert all(int(other[1:]) < int(victim[1:]) for victim, others in victims for other in others)
+    assert {len(tokens) for tokens in result["tokens"].values()} == {96}
+    harness.assert_nothing_left(result)

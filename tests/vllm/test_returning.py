@@ -79,6 +79,7 @@ class Waiting:
 class Scheduler:
     """As much as decides how many may run: two adapters at once, and both are taken."""
 
+    block_size = 16
     max_num_running_reqs = 8
     finished_recving_kv_req_ids = frozenset[str]()
 

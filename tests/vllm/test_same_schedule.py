@@ -45,7 +45,7 @@ def test_always_recompute_is_stock(setting: str, asynchronous: bool, version: st
     assert ("AsyncScheduler" in ours["base"]) == asynchronous
     assert "PolicyHooks" in ours["base"] and "PolicyHooks" not in stock["base"]
     assert harness.total(ours["stats"], "preemptions") > 20
-    assert ours["schedule"] == stock["schedule"]
+    assert ours["schedule"] == stock["schedule"], "tokens, victims, and the order of the running requests"
     harness.assert_nothing_left(ours)
 
 
@@ -59,6 +59,21 @@ def test_swapping_leaves_nothing_behind(asynchronous: bool, version: str, model:
     harness.assert_nothing_left(ours)
     assert harness.total(ours["stats"], "preemptions", executed="swap") > 20
     assert harness.total(ours["stats"], "loaded_tokens") > 0
+
+
+@pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
+@versions
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_only_loaded_requests_keep_their_places(
+    asynchronous: bool, version: str, scheduling: str, model: str, tmp_path: Path
+) -> None:
+    """Newcomers arrive in every step, also while others are away. Some loads fail: these requests are recomputed."""
+    job = BASE | {"model": model, "asynchronous": asynchronous, "scheduling": scheduling, "symbolic": True}
+    ours = run_alone(job | {"plugin": harness.plugin("random:0.7")}, tmp_path, version)
+    assert ours["misplaced"] == []
+    assert ours["put_back"] > 10 if scheduling == "fcfs" else ours["put_back"] == 0
+    assert harness.total(ours["stats"], "fallbacks", reason="load_failed") > 3
+    harness.assert_nothing_left(ours)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -16,12 +16,14 @@ copy, every request, and the summary. What may differ, and why:
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
-from tests.vllm import agreement
-from tests.vllm.agreement import Account, Case, account, differences, drawn
+from tests.vllm import agreement, harness
+from tests.vllm.agreement import Account, Case, account, crowded, differences, drawn, returned_before_newcomers
+from tests.vllm.versions import quick_and_others, source_or_skip
 
 pytestmark = [
     pytest.mark.scheduler,
@@ -31,12 +33,31 @@ REQUESTS = 30
 SEEDS = (*range(16), 144, 173)
 """Every eight of the first have each combination of scheduling, prefix caching and asynchronous scheduling once; in the
 last two somebody is preempted again before it is back."""
+CROWDS = range(4)
+"""Each combination of prefix caching and asynchronous scheduling once."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_they_agree(seed: int) -> None:
     case = drawn(seed, REQUESTS)
     assert not differences(account("builtin", case), account("vllm", case))
+
+
+@pytest.mark.parametrize("seed", CROWDS)
+def test_they_agree_where_newcomers_come_while_others_are_swapped(seed: int) -> None:
+    """Who returns runs before those who came meanwhile."""
+    case = crowded(seed)
+    builtin = account("builtin", case)
+    assert not differences(builtin, account("vllm", case))
+    assert len(returned_before_newcomers(builtin)) >= 5
+
+
+@pytest.mark.parametrize("version", quick_and_others())
+def test_other_versions_agree_where_newcomers_come_while_others_are_swapped(version: str, tmp_path: Path) -> None:
+    """First come, first served, every version does what the built-in simulator does by the rules of one."""
+    environment = harness.environment() | {"KVPOLICY_VLLM_SOURCE": source_or_skip(version)}
+    result = harness.run_module("tests.vllm.alone", {"crowds": list(CROWDS)}, tmp_path, environment)
+    assert result["differences"] == []
 
 
 def test_the_cases_have_what_is_to_be_compared() -> None:

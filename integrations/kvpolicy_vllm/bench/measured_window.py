@@ -287,6 +287,8 @@ class Scene:
             for name in names:
                 driver.scheduler.resume_request(name)
             return []
+        # A window leaves memory free for its load, which must not wait for more, as it would under pressure.
+        driver.scheduler.loaded_requests.growth.forget()
         if state.cause == "memory":
             driver.leave_free(self._scarce_blocks())
         else:

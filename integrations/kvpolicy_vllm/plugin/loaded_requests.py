@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from vllm.v1.request import RequestStatus
+
+from kvpolicy.load_growth import LoadGrowth
 
 
 class LoadedRequests:
@@ -23,13 +26,23 @@ class LoadedRequests:
         self.requests: dict[str, Any] = {}
         self.configured: int | None = None
         """The configured limit while the scheduler sees a lower one; None otherwise."""
+        self.growth = LoadGrowth(int(scheduler.block_size))
+        self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Number of steps at which each load under way began."""
         self._passed_over: set[str] = set()
         """Requests that vLLM has been offered in this step, admitted or passed over, as for want of a LoRA slot."""
 
     def load_begins(self, request: Any) -> None:
         """Called while the scheduler admits: the request has its blocks and waits for their content."""
         self.requests[request.request_id] = request
+        self._began[request] = self.growth.steps
         self._lower(1)
+
+    def load_ended(self, request: Any) -> None:
+        """Called while the scheduler admits: the request's load has succeeded."""
+        began = self._began.pop(request, None)
+        if began is not None:
+            self.growth.ended(began)
 
     def hold_places(self) -> None:
         """Reserve a place for every request that is still being loaded, before the scheduler runs. Need not be called

@@ -1,8 +1,9 @@
 """The scheduler: vLLM's own, extended to ask the controller before a request loses its blocks.
 
-Only `schedule`, `update_from_output`, `_preempt_request`, `_update_waiting_for_remote_kv`, `reset_prefix_cache` and, up
-to vLLM 0.30, `_select_waiting_queue_for_scheduling` are extended, each by calling the original. None of vLLM's
-scheduling is reimplemented, so `always-recompute` schedules exactly as stock vLLM does.
+Only `schedule`, `update_from_output`, `_preempt_request`, `_update_waiting_for_remote_kv`,
+`_inflight_prefill_reserved_blocks`, `reset_prefix_cache` and, up to vLLM 0.30, `_select_waiting_queue_for_scheduling`
+are extended, each by calling the original. None of vLLM's scheduling is reimplemented. What is added concerns only
+requests that are loaded, so `always-recompute` schedules exactly as stock vLLM does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vllm.v1.request import RequestStatus
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
+from kvpolicy_vllm.plugin.running_order import RunningOrder
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_offloading
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class PolicyHooks:
         self._cause: Cause = "reset"  # outside schedule() only a reset preempts requests
         self._forced_out: list[str] = []
         self.loaded_requests = LoadedRequests(self)
+        self.running_order = RunningOrder(self)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         controller, loaded_requests = self.kvpolicy, self.loaded_requests
@@ -61,6 +64,8 @@ class PolicyHooks:
                 loaded_requests.give_places()
             for request in reversed(forced_out):
                 self.waiting.prepend_request(request)
+        self.running_order.settle(output)
+        loaded_requests.growth.steps += output.total_num_scheduled_tokens > 0
         controller.step_scheduled(output)
         return output
 
@@ -81,6 +86,7 @@ class PolicyHooks:
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.kvpolicy.preempting(request, self._cause)
+        self.running_order.preempted(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _update_waiting_for_remote_kv(self, request: Any) -> None:
@@ -89,9 +95,22 @@ class PolicyHooks:
         The next load that does not fit beside the reservation would then end the scan of waiting requests, for good
         where no request runs. So the reservation is removed.
         """
+        failed = request.request_id in self.failed_recving_kv_req_ids
         super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
         if request.num_computed_tokens == 0:
             self._inflight_prefills.discard(request)
+        if not failed:
+            self.loaded_requests.load_ended(request)
+            self.running_order.loaded(request)
+
+    def _inflight_prefill_reserved_blocks(self) -> int:
+        """Blocks that a load must leave free, which vLLM asks for before it begins one. Included are those that the
+        running requests will take while the load lasts: for want of them a request would be preempted.
+
+        Where no request runs a load must leave none for that, so it begins in the end.
+        """
+        reserved = int(super()._inflight_prefill_reserved_blocks())  # type: ignore[misc]
+        return reserved + (self.loaded_requests.growth.blocks(len(self.running)) if self.running_order.counts else 0)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Weights may have changed: nothing saved, queued or being loaded may be used again."""
@@ -122,6 +141,7 @@ class PolicyHooks:
     def _take_blocks(self, request: Any) -> None:
         self.kv_cache_manager.free(request)
         self._inflight_prefills.discard(request)
+        self.running_order.lost(request)
         request.num_computed_tokens = 0
 
     # ---- for tools that drive an engine in process ----
@@ -131,6 +151,7 @@ class PolicyHooks:
     waiting: Any
     skipped_waiting: Any
     loaded_requests: LoadedRequests
+    running_order: RunningOrder
     failed_recving_kv_req_ids: set[str]
     finished_recving_kv_req_ids: set[str]
     kv_cache_manager: Any
@@ -146,7 +167,9 @@ class PolicyHooks:
 
     def resume_request(self, request_id: str) -> None:
         """Put a paused request back at the end of the batch."""
-        self.running.append(self.requests[request_id])
+        request = self.requests[request_id]
+        self.running.append(request)
+        self.running_order.put_last(request)
 
     def _force_out(self) -> list[Any]:
         """Preempt the requests that a tool forces out, and unqueue them so that this step does not admit them."""

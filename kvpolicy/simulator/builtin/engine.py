@@ -339,6 +339,7 @@ class Engine:
             end_s=end_s,
         )
         self._steps += 1
+        self.scheduler.growth.steps += 1
         batch.step(self.scheduler.pool)
         self.note_occupancy(step)
         return step

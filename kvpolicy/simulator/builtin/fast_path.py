@@ -6,6 +6,7 @@ requests) is refused, and the plain scheduler takes it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvpolicy.arrays import Floats
 from kvpolicy.simulator.base import LOAD, Server, StepLoad
 from kvpolicy.simulator.builtin.decode_batch import DecodeBatch
 from kvpolicy.simulator.builtin.live_request import LiveRequest, Status, Step
-from kvpolicy.simulator.builtin.scheduler import Scheduler
+from kvpolicy.simulator.builtin.scheduler import TURN, Scheduler
 
 MAX_STEPS = 2048
 """Decode steps taken at once."""
@@ -46,12 +47,13 @@ class FastPath:
         batch.step(scheduler.pool)
         budget = self._server.token_budget - step.batch_requests
         if prefills:
-            budget = scheduler.run(step, budget, len(scheduler.running) - len(prefills))
+            first = bisect_left(scheduler.running, prefills[0].turn, key=TURN)
+            budget = scheduler.run(step, budget, first)
         if budget and (prefills or not scheduler.blocked):
-            before = len(scheduler.running)
-            scheduler.admit(step, budget)
-            self._outside += scheduler.running[before:]
+            # One that was loaded may stand before others.
+            self._outside = sorted([*self._outside, *scheduler.admit(step, budget)], key=TURN)
         scheduler.advance(step)
+        scheduler.growth.steps += bool(step.batch_requests or step.scheduled)
         if prefills:
             scheduler.blocked = False  # blocks reserved for prefills may now go to a load
         if not self._server.asynchronous:
@@ -62,7 +64,7 @@ class FastPath:
         """Dissolve the decode batch, so that the plain scheduler finds every request up to date."""
         asynchronous = self._server.asynchronous
         clock = self.batch.clock
-        members = sorted([*self.batch.dissolve(self._scheduler.pool), *self._finished], key=lambda live: live.turn)
+        members = sorted([*self.batch.dissolve(self._scheduler.pool), *self._finished], key=TURN)
         for step in steps_in_flight if asynchronous else ():
             listed = {live: 1 for live in members if live.joined < clock}
             step.scheduled = listed | step.scheduled

@@ -65,7 +65,9 @@ class LiveRequest:
     cached: int = 0
     """Number of its leading blocks that are in the prefix cache."""
     turn: int = 0
-    """Number that rises in the order of the running list."""
+    """Number that rises in the order of the running list, given at admission."""
+    keeps_turn: bool = False
+    """Whether it was loaded and waits for admission, which then gives it no new turn."""
     joined: int = 0
     """Clock of the decode batch when it joined."""
     ends: int = 0

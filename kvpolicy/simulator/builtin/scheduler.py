@@ -7,15 +7,20 @@ freed. The module begins with the choice of victims and the queues of waiting re
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
+from kvpolicy.load_growth import LoadGrowth
 from kvpolicy.simulator.base import NULL_BLOCK, Scheduling, Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import LiveRequest, Status, Step
+
+TURN = attrgetter("turn")
 
 
 class Victims(Protocol):
@@ -28,7 +33,7 @@ class Victims(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VllmVictims:
-    """vLLM's choice: the request admitted last; under priority scheduling the least urgent, latest request."""
+    """vLLM's choice: the last of the running requests; under priority scheduling the least urgent, latest request."""
 
     scheduling: Scheduling
 
@@ -136,6 +141,11 @@ class Scheduler:
         """Whether no waiting request can be admitted until more changes than the blocks that decodes take."""
         self._prefills: dict[LiveRequest, None] = {}
         """Admitted requests with an unfinished prefill: a load must leave them the blocks they still need."""
+        self.growth = LoadGrowth(server.block_size)
+        self._load_began: dict[LiveRequest, int] = {}
+        """Number of steps at which the load of each request in ``holding`` began."""
+        self._keeps_place = server.scheduling == "fcfs"
+        """Whether a loaded request returns to its place; under priority scheduling victims do not go by places."""
         self._server = server
         self._copies = copies
         self._victims = victims
@@ -161,6 +171,7 @@ class Scheduler:
         if not step.lost:
             self.admit(step, budget)
         self.advance(step)
+        self.growth.steps += bool(step.scheduled)
         self.blocked = False  # blocks reserved for a prefill may now go to a load
 
     # ---- running requests ----
@@ -224,10 +235,11 @@ class Scheduler:
 
     # ---- waiting requests ----
 
-    def admit(self, step: Step, budget: int) -> None:
-        """Admit waiting requests in their order until one does not fit."""
+    def admit(self, step: Step, budget: int) -> list[LiveRequest]:
+        """Admit waiting requests in their order until one does not fit; return those admitted."""
         waiting: list[LiveRequest] = []
         holding: list[LiveRequest] = []
+        admitted: list[LiveRequest] = []
         while budget > 0 and len(self.running) < self._max_running():
             queue = self.holding if len(self.holding) else self.waiting
             if not len(queue):
@@ -245,11 +257,13 @@ class Scheduler:
                 holding.append(live)
                 continue
             self._start(live, new)
+            admitted.append(live)
             step.scheduled[live] = new
             budget -= new
         self.blocked = budget > 0
         self.holding.put_back(holding)
         self.waiting.put_back(waiting)
+        return admitted
 
     def _max_running(self) -> int:
         """Requests that may run: one being loaded keeps its place; one that is loaded comes first and takes it."""
@@ -262,6 +276,8 @@ class Scheduler:
                 return False
             self.loaded.discard(live)
             self._loading -= 1
+            self.growth.ended(self._load_began.pop(live))
+            live.keeps_turn = self._keeps_place
             self.pool.cache(live, live.computed)
             live.status = Status.PREEMPTED if live.preemptions else Status.WAITING
         return live.stale == 0
@@ -270,7 +286,7 @@ class Scheduler:
         """Allocate blocks for its next chunk and return the chunk's tokens; 0 where it is to be loaded first.
 
         None where the whole sequence so far does not fit above the watermark (``scheduler_reserve_full_isl``), or a
-        load would take blocks that unfinished prefills still need.
+        load would take blocks that unfinished prefills still need or running requests will take while it lasts.
         """
         fresh = live.computed == 0
         hits = self.pool.hits(live) if fresh else ()
@@ -295,16 +311,20 @@ class Scheduler:
         if loads:
             live.status = Status.LOADING
             self._loading += 1
+            self._load_began[live] = self.growth.steps
             self._prefills[live] = None
         else:
             self._cache_chunk(live, computed + new)
         return new
 
     def _start(self, live: LiveRequest, new: int) -> None:
-        self.running.append(live)
+        """Run an admitted request: one that was loaded where it was among the running, any other one as the last."""
+        if not live.keeps_turn:
+            live.turn = self._turns
+            self._turns += 1
+        live.keeps_turn = False
+        insort(self.running, live, key=TURN)
         live.status = Status.RUNNING
-        live.turn = self._turns
-        self._turns += 1
         if live.computed + new < live.tokens:
             self._prefills[live] = None
 
@@ -312,7 +332,9 @@ class Scheduler:
         return -(-tokens // self._server.block_size)
 
     def _reserved_blocks(self) -> int:
-        return sum(max(self._blocks(live.tokens) - live.held, 0) for live in self._prefills)
+        """Blocks that a load must leave free."""
+        growth = self.growth.blocks(len(self.running)) if self._keeps_place else 0
+        return growth + sum(max(self._blocks(live.tokens) - live.held, 0) for live in self._prefills)
 
     # ---- after scheduling ----
 

@@ -34,12 +34,13 @@ def test_victims_are_a_policy_too() -> None:
 
 @pytest.mark.parametrize(("tokens", "admitted"), [(16, True), (20, False)])
 def test_a_load_leaves_prefills_the_blocks_they_still_need(tokens: int, admitted: bool) -> None:
-    """Of nine free blocks a prefill on its way will need five: a load of four fits, one of five does not."""
-    server = Server(block_size=4, block_bytes=1, device_blocks=10, host_blocks=10, token_budget=4)
+    """Of ten free blocks a prefill on its way will need five, and the loaded request its next one: a load of four fits,
+    one of five does not."""
+    server = Server(block_size=4, block_bytes=1, device_blocks=11, host_blocks=10, token_budget=4)
     copies = HostPool(server)
     events: list[int] = []
     scheduler = Scheduler(
-        server, CountedPool(10), copies, VllmVictims("fcfs"), lambda live: None, lambda *about: events.append(about[1])
+        server, CountedPool(11), copies, VllmVictims("fcfs"), lambda live: None, lambda *about: events.append(about[1])
     )
     scheduler.arrive(LiveRequest(0, Request(0.0, 24, 1), 0.0))
     scheduler.schedule(Step(0))

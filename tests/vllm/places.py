@@ -1,0 +1,63 @@
+"""Who stands where among the running requests: an account by what is seen of a scheduler from outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+WRONG_SHOWN = 5
+
+
+class Places:
+    """Follows the running requests of ``scheduler`` from step to step.
+
+    Under first come, first served a request that returns through a load stands where it was; any other one that is
+    admitted comes last. Under priority scheduling everybody who is admitted comes last.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.wrong: list[str] = []
+        self.put_back = 0
+        """Loaded requests that returned to a place before others."""
+        self._scheduler = scheduler
+        self._kept = scheduler.policy.value == "fcfs"
+        self._numbers: dict[str, int] = {}
+        self._given = 0
+        self._preemptions: dict[str, int] = {}
+        """Of every request that ran in the last step: how often it had been preempted."""
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+
+    def before_step(self) -> None:
+        scheduler = self._scheduler
+        self._failed |= scheduler.failed_recving_kv_req_ids
+        self._loaded = {name for name, request in scheduler.requests.items() if self._is_loaded(name, request)}
+
+    def _is_loaded(self, name: str, request: Any) -> bool:
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return name in self._scheduler.finished_recving_kv_req_ids and name not in self._failed
+        return (
+            request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0 and name not in self._failed
+        )
+
+    def after_step(self) -> None:
+        running = self._scheduler.running
+        for request in running:
+            name = request.request_id
+            if self._preemptions.get(name) != request.num_preemptions:
+                self._admitted(name)
+        self._preemptions = {request.request_id: request.num_preemptions for request in running}
+        numbers = [self._numbers[request.request_id] for request in running]
+        if numbers != sorted(numbers):
+            order = ", ".join(f"{request.request_id} ({self._numbers[request.request_id]})" for request in running)
+            self.wrong.append(f"running in another order than that of the numbers: {order}")
+            del self.wrong[WRONG_SHOWN:]
+
+    def _admitted(self, name: str) -> None:
+        if self._kept and name in self._loaded and name in self._numbers:
+            self.put_back += any(self._numbers[name] < self._numbers[other] for other in self._preemptions)
+        else:
+            self._numbers[name] = self._given
+            self._given += 1
+        self._failed.discard(name)
