@@ -60,6 +60,24 @@ class TestCopies:
             "what nobody wants any more may be overwritten"
         )
 
+    def test_copies_are_under_way_until_all_ranks_reported_their_end(self) -> None:
+        """A forgotten save goes on reading the device's memory, which an engine that sleeps gives up."""
+        book = CopyBook(slots=4, ranks=2, block_bytes=100)
+        copy = book.save("r", "p", 10, (1,))
+        assert not book.under_way
+        book.take_jobs(0, idle=False, taken_of=nobody)
+        book.forget("r")
+        assert book.under_way and book.acknowledge([ack(copy.copy_id, "save")]) == []
+        assert book.under_way and book.acknowledge([ack(copy.copy_id, "save", ok=False)]) == []
+        assert not book.under_way
+        copy = book.save("s", "p", 10, (1,))
+        book.take_jobs(1, idle=False, taken_of=nobody)
+        book.acknowledge([ack(copy.copy_id, "save")] * 2)
+        book.begin_load("s", 0, (2,), 10)
+        assert book.under_way
+        book.acknowledge([ack(copy.copy_id, "load")] * 2)
+        assert not book.under_way
+
     def test_all_ranks_must_finish(self) -> None:
         book = CopyBook(slots=4, ranks=2, block_bytes=100)
         copy = book.save("r", "p", 10, (1,))

@@ -189,8 +189,10 @@ class Controller:
 
     @property
     def unsettled(self) -> bool:
-        """Whether an idle or paused engine should go on stepping: loads are under way, or metrics are unreported."""
-        return self.metrics.urgent or self.copies.loading > 0
+        """Whether an idle or paused engine should go on stepping: copies are under way, or metrics are unreported.
+
+        An engine that sleeps gives the device's memory up, so no copy may be left then."""
+        return self.metrics.urgent or self.copies.under_way
 
     # ---- from the scheduler ----
 

@@ -115,6 +115,8 @@ class CopyBook:
         """Device blocks of saves that were sent and that not all ranks have confirmed, by copy id, without those that a
         step was told of. They are free on the scheduler side, so a later step may write to them while they are still
         being saved."""
+        self._missing_acks: dict[int, int] = {}
+        """Number of ranks on which a save that was sent may still read the device, by copy id; forgotten ones, too."""
         self._loads: list[Job] = []
         self._dropped: list[int] = []
         self.loading = 0
@@ -126,6 +128,11 @@ class CopyBook:
 
     def of(self, request_id: str) -> Copy | None:
         return self._of_request.get(request_id)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether workers may still be reading or writing device blocks."""
+        return self.loading > 0 or bool(self._missing_acks)
 
     def preemption_of(self, job: Job) -> str:
         """The preemption that a job just taken belongs to."""
@@ -187,6 +194,7 @@ class CopyBook:
             return NOTHING_IDLE if idle else NOTHING
         saves = tuple(self._save_job(copy_id, block_ids) for copy_id, block_ids in self._saves.items())
         self._unconfirmed |= self._saves
+        self._missing_acks |= dict.fromkeys(self._saves, self.ranks)
         overwritten = self._overwritten(taken_of)
         if not (saves or self._loads or self._dropped or overwritten):
             return NOTHING_IDLE if idle else NOTHING
@@ -215,6 +223,8 @@ class CopyBook:
         """Register transfers that workers finished; return copies that are now finished on all ranks."""
         settled = []
         for transfer in done:
+            if transfer.direction == "save":
+                self._count_ack(transfer.copy_id)
             copy = self._by_id.get(transfer.copy_id)
             if copy is None:  # forgotten while its save was under way
                 continue
@@ -224,6 +234,11 @@ class CopyBook:
                 settled.append(Settled(copy, transfer.direction, tuple(acks)))
                 self._settle(settled[-1])
         return settled
+
+    def _count_ack(self, copy_id: int) -> None:
+        missing = self._missing_acks.pop(copy_id, 0) - 1
+        if missing > 0:
+            self._missing_acks[copy_id] = missing
 
     def _settle(self, settled: Settled) -> None:
         copy = settled.copy

@@ -124,13 +124,17 @@ def test_a_load_that_ended_is_reported_after_its_save() -> None:
 
 
 def test_an_idle_engine_naps_while_only_the_device_knows() -> None:
-    """Without a simulated link nobody can tell when a load ends: a nap each time it is asked for, none when busy."""
+    """Without a simulated link nobody can tell when a copy ends: a nap each time it is asked for, none when busy."""
     clock, there = Clock(), []
 
     class Slow(IndexingCopier):
         def copied_in(self, job: Job) -> bool:
             return bool(there)
 
+        def save_span(self, job: Job, called_s: float) -> Span | None:
+            return (0.0, called_s) if saved else None
+
+    saved = [True]
     copier = Slow([torch.ones(8, 250)], 8, False, None, clock, clock.sleep)
     copier.save(Job(1, "a", (0,), (0,)))
     copier.load(Job(1, "a", (3,), (0,)))
@@ -138,6 +142,10 @@ def test_an_idle_engine_naps_while_only_the_device_knows() -> None:
     assert copier.poll(idle=True) == [] and clock.now == IDLE_NAP_S
     there.append(True)
     assert [done.ok for done in copier.poll(idle=True)] == [True] and clock.now == IDLE_NAP_S
+    saved.clear()
+    copier.save(Job(2, "b", (0,), (0,)))
+    assert copier.poll() == [] and clock.now == IDLE_NAP_S
+    assert copier.poll(idle=True) == [] and clock.now == 2 * IDLE_NAP_S, "a save, too"
 
 
 def test_a_copy_that_was_dropped_cannot_be_loaded() -> None:

@@ -19,7 +19,7 @@ from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy_vllm.plugin.messages import Direction, Job, Transfer
 
 IDLE_NAP_S = 0.001
-"""Seconds that an engine with nothing to compute waits for a load before it polls again."""
+"""Seconds that an engine with nothing to compute waits for a copy before it polls again."""
 
 Span = tuple[float, float]
 """Start and end of a copy, seconds after it was submitted."""
@@ -283,6 +283,8 @@ class Copier(ABC):
             self._loading.popleft()
         if idle and self._loading and not finished and self._loading[0][3] <= self._clock():
             self._sleep(IDLE_NAP_S)  # the end is unknown: only the device can tell
+        elif idle and self._saving and not self._loading and not finished:
+            self._sleep(IDLE_NAP_S)
         return finished
 
     def _promise(self, direction: Direction, blocks: int, now: float) -> tuple[float, float]:
