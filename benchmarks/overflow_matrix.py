@@ -291,8 +291,7 @@ def constants(machines: Sequence[str]) -> list[str]:
         *lines,
         f"share of the peaks, linear layers, attention, weights, KV: {reached}: from published kernel timings",
         f"measured by nobody: copies between host and device ({copies}); the engine's own {ASSUMED.step_s.value:g} s "
-        "per step; a layer's keys and values of a block are one contiguous piece; loads run beside steps, a step waits "
-        "for its saves",
+        "per step; a layer's keys and values of a block are one contiguous piece; copies run beside steps",
         f"the cost model of {MINWASTE} and {LEARNED} has the simulator's own constants: how far off a trained one is, "
         "is not in this table",
         f"context {CONTEXT_TOKENS} tokens, host memory {HOST_GIB:g} GiB, vLLM's scheduling rules",

@@ -33,6 +33,8 @@ class LateCopier(IndexingCopier):
         self._unread: dict[int, tuple[Job, int]] = {}
 
     def copy_out(self, job: Job, urgent: int) -> None:
+        slots = set(job.slots)  # those of a forgotten copy are written to before these of the new one
+        self.finish_copies_out([i for i, (earlier, _) in self._unread.items() if not slots.isdisjoint(earlier.slots)])
         for host in self.host_segments:
             host[torch.tensor(job.slots)] = 7.0
         if urgent:

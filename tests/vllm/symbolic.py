@@ -146,6 +146,9 @@ class SymbolicWorker:
         """The transfer where the save fails, at once; nothing where it goes on."""
         ok = self._rng.random() >= self._faults.saves_failing
         self._host[list(job.slots)] = HALF_COPIED
+        for earlier in self._saving:  # of a forgotten copy whose slots are the new one's: it is saved before that one
+            for block in [block for block, slot in earlier.unread.items() if slot in job.slots]:
+                del earlier.unread[block]
         if not ok:
             return [self._transfer(job, "save", False)]
         self._saved[job.copy_id] = job.slots

@@ -139,23 +139,23 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     monkeypatch.setattr(cuda.ops, "swap_blocks_batch", move_pieces)
     monkeypatch.setattr(cuda, "URGENT_BYTES", 400)  # two blocks of 192 bytes
-    monkeypatch.setattr(Staging, "gather", lambda self, job: device.in_steps(gather_steps(self, job)))
-    monkeypatch.setattr(Staging, "send", lambda self, job: device.in_steps(send_steps(self, job)))
+    monkeypatch.setattr(Staging, "gather", lambda self, job, at=0: device.in_steps(gather_steps(self, job, at)))
+    monkeypatch.setattr(Staging, "send", lambda self, job, at=0: device.in_steps(send_steps(self, job, at)))
     monkeypatch.setattr(Staging, "back", lambda self, job: device.in_steps(back_steps(self, job)))
     return device
 
 
-def gather_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
+def gather_steps(staging: Staging, job: Job, at: int = 0) -> Iterator[Callable[[], None]]:
     """What `Staging.gather` launches, launch by launch: between any two another stream may write into its buffer."""
     blocks = torch.tensor(job.block_ids)
-    for piece, segment in pieces_of(staging, len(job.slots)):
+    for piece, segment in pieces_of(staging, len(job.slots), at):
         yield lambda piece=piece, segment=segment: piece.copy_(segment[blocks])
 
 
-def send_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
+def send_steps(staging: Staging, job: Job, at: int = 0) -> Iterator[Callable[[], None]]:
     """The same of `Staging.send`."""
-    for at, first, count in runs_of(job.slots):
-        host, buffer = staging._arena[first : first + count], staging._buffer[at : at + count]
+    for position, first, count in runs_of(job.slots):
+        host, buffer = staging._arena[first : first + count], staging._buffer[at:][position : position + count]
         yield lambda host=host, buffer=buffer: host.copy_(buffer)
 
 
@@ -169,11 +169,11 @@ def back_steps(staging: Staging, job: Job) -> Iterator[Callable[[], None]]:
             yield lambda piece=piece, segment=segment, blocks=blocks: segment.index_copy_(0, blocks, piece)
 
 
-def pieces_of(staging: Staging, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def pieces_of(staging: Staging, count: int, at: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Of a buffer, with the segment each belongs to."""
     edges = staging._edges
     for number, segment in enumerate(staging._segments):
-        yield staging._buffer[:count, edges[number] : edges[number + 1]], segment
+        yield staging._buffer[at : at + count, edges[number] : edges[number + 1]], segment
 
 
 def filled(device: Device, segments: list[torch.Tensor], blocks: tuple[int, ...], value: float) -> None:
@@ -347,6 +347,18 @@ def test_the_schedules_find_a_forgotten_wait(forgotten: str, device: Device, mon
         test_no_schedule_of_the_device_mixes_anything_up(CudaCopier, device)
 
 
+def test_small_saves_share_the_buffer_without_waiting(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first save is under way, and the buffer has room for one more block: only the third step waits."""
+    segments = [torch.zeros(12, 16) for _ in range(3)]
+    copier, waited = CudaCopier(segments, 8, True, None), []
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: waited.append(event))
+    copier.save(Job(1, "a", (1, 2, 3), (0, 1, 2)), frozenset({1}))
+    copier.save(Job(2, "b", (4, 5), (3, 4)), frozenset({4}))
+    assert not waited
+    copier.save(Job(3, "c", (6,), (5,)), frozenset({6}))
+    assert len(waited) == 1
+
+
 WAITS = ["for what the buffer does not hold", "for the buffer", "for a save of an earlier step"]
 
 
@@ -408,6 +420,12 @@ def test_the_launches_written_out_here_are_those_of_the_staging() -> None:
             step()
     assert torch.equal(*arenas)
     assert torch.equal(segments_in(arenas[1], segments)[2][6], segments[2][1])
+    second = Job(2, "s", (5,), (7,))
+    staged[0].gather(second, 1)
+    staged[0].send(second, 1)
+    for step in (*gather_steps(staged[1], second, 1), *send_steps(staged[1], second, 1)):
+        step()
+    assert torch.equal(*arenas) and torch.equal(segments_in(arenas[0], segments)[2][7], segments[2][5])
     before = [segment.clone() for segment in segments]
     for way in range(2):
         for segment in segments:

@@ -201,7 +201,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Whether an otherwise idle engine should go on stepping, until loads have ended and metrics are reported."""
+        """Whether an otherwise idle engine should go on stepping, until copies have ended and metrics are reported."""
         return self.controller is not None and self.controller.unsettled
 
     def reset_cache(self) -> bool:

@@ -189,8 +189,10 @@ class Controller:
 
     @property
     def unsettled(self) -> bool:
-        """Whether an idle or paused engine should go on stepping: loads are under way, or metrics are unreported."""
-        return self.metrics.urgent or self.copies.loading > 0
+        """Whether an idle or paused engine should go on stepping: copies are under way, or metrics are unreported.
+
+        An engine that sleeps gives the device's memory up, so no copy may be left then."""
+        return self.metrics.urgent or self.copies.under_way
 
     # ---- from the scheduler ----
 
@@ -288,18 +290,21 @@ class Controller:
             opened.admitted_s = self.clock()
 
     def take_jobs(self, idle: bool) -> StepJobs:
-        jobs = self.copies.take_jobs(self._step.number, idle, self._is_taken)
+        jobs = self.copies.take_jobs(self._step.number, idle, self._taken_of)
         if jobs.saves or jobs.loads:
             self._step.saves, self._step.loads = len(jobs.saves), len(jobs.loads)
             preemptions = {job.copy_id: self.copies.preemption_of(job) for job in (*jobs.saves, *jobs.loads)}
             self.observers.tell("copies_begin", jobs, preemptions)
         return jobs
 
-    def _is_taken(self, block_id: int) -> bool:
-        """Whether the step being scheduled may write to the block. Where the engine clears new blocks, it does so
-        before the worker may order copies of earlier steps: there every block counts as written to at once."""
-        manager = self._scheduler.kv_cache_manager
-        return bool(manager.block_pool.blocks[block_id].ref_cnt > 0 or self._scheduler.needs_kv_cache_zeroing)
+    def _taken_of(self, block_ids: Iterable[int]) -> set[int]:
+        """Those of the blocks that the step being scheduled may write to. Where the engine clears new blocks, it may do
+        so before the worker can order copies of earlier steps: there every block counts as written to at once."""
+        scheduler = self._scheduler
+        if scheduler.needs_kv_cache_zeroing:
+            return set(block_ids)
+        blocks = scheduler.kv_cache_manager.block_pool.blocks
+        return {block_id for block_id in block_ids if blocks[block_id].ref_cnt > 0}
 
     def transferred(self, done: Iterable[Transfer]) -> None:
         """Process the copies that workers finished."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -112,8 +112,11 @@ class CopyBook:
         self._saves: dict[int, tuple[int, ...]] = {}
         """Device blocks of saves that have not been sent to the workers, by copy id."""
         self._unconfirmed: dict[int, tuple[int, ...]] = {}
-        """Device blocks of saves that were sent and that not all ranks have confirmed, by copy id. They are free on the
-        scheduler side, so a later step may write to them while they are still being saved."""
+        """Device blocks of saves that were sent and that not all ranks have confirmed, by copy id, without those that a
+        step was told of. They are free on the scheduler side, so a later step may write to them while they are still
+        being saved."""
+        self._missing_acks: dict[int, int] = {}
+        """Number of ranks on which a save that was sent may still read the device, by copy id; forgotten ones, too."""
         self._loads: list[Job] = []
         self._dropped: list[int] = []
         self.loading = 0
@@ -125,6 +128,11 @@ class CopyBook:
 
     def of(self, request_id: str) -> Copy | None:
         return self._of_request.get(request_id)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether workers may still be reading or writing device blocks."""
+        return self.loading > 0 or bool(self._missing_acks)
 
     def preemption_of(self, job: Job) -> str:
         """The preemption that a job just taken belongs to."""
@@ -179,18 +187,31 @@ class CopyBook:
         for request_id in list(self._of_request):
             self.forget(request_id)
 
-    def take_jobs(self, step: int, idle: bool, is_taken: Callable[[int], bool]) -> StepJobs:
-        """The workers' jobs in this step. ``is_taken``: whether a request has the device block after scheduling."""
+    def take_jobs(self, step: int, idle: bool, taken_of: Callable[[Iterable[int]], Set[int]]) -> StepJobs:
+        """The workers' jobs in this step. ``taken_of``: those of some device blocks that a request has after
+        scheduling."""
         if not (self._saves or self._loads or self._dropped or self._unconfirmed):  # true in nearly every step
             return NOTHING_IDLE if idle else NOTHING
         saves = tuple(self._save_job(copy_id, block_ids) for copy_id, block_ids in self._saves.items())
         self._unconfirmed |= self._saves
-        overwritten = frozenset(block for blocks in self._unconfirmed.values() for block in blocks if is_taken(block))
+        self._missing_acks |= dict.fromkeys(self._saves, self.ranks)
+        overwritten = self._overwritten(taken_of)
         if not (saves or self._loads or self._dropped or overwritten):
             return NOTHING_IDLE if idle else NOTHING
         jobs = StepJobs(step, saves, tuple(self._loads), tuple(self._dropped), idle, overwritten)
         self._saves, self._loads, self._dropped = {}, [], []
         return jobs
+
+    def _overwritten(self, taken_of: Callable[[Iterable[int]], Set[int]]) -> frozenset[int]:
+        """Blocks of unconfirmed saves that the step may write to. Each is named for its save once: it is saved before
+        that step computes, and no later step has to wait for it."""
+        overwritten: set[int] = set()
+        for copy_id, block_ids in self._unconfirmed.items():
+            taken = taken_of(block_ids)
+            if taken:
+                overwritten |= taken
+                self._unconfirmed[copy_id] = tuple(block for block in block_ids if block not in taken)
+        return frozenset(overwritten)
 
     def _save_job(self, copy_id: int, block_ids: tuple[int, ...]) -> Job:
         copy = self._by_id[copy_id]
@@ -202,6 +223,8 @@ class CopyBook:
         """Register transfers that workers finished; return copies that are now finished on all ranks."""
         settled = []
         for transfer in done:
+            if transfer.direction == "save":
+                self._count_ack(transfer.copy_id)
             copy = self._by_id.get(transfer.copy_id)
             if copy is None:  # forgotten while its save was under way
                 continue
@@ -211,6 +234,11 @@ class CopyBook:
                 settled.append(Settled(copy, transfer.direction, tuple(acks)))
                 self._settle(settled[-1])
         return settled
+
+    def _count_ack(self, copy_id: int) -> None:
+        missing = self._missing_acks.pop(copy_id, 0) - 1
+        if missing > 0:
+            self._missing_acks[copy_id] = missing
 
     def _settle(self, settled: Settled) -> None:
         copy = settled.copy

@@ -39,7 +39,8 @@ class StepJobs:
     """Whether the step computes nothing, so that waiting a moment for a load delays no request."""
     overwritten: frozenset[int] = frozenset()
     """Device blocks that this step may write to, of saves that it brings or that are not confirmed yet. They have to be
-    off the device, or gathered in a buffer, before the step computes. No step waits for other blocks."""
+    off the device, or gathered in a buffer, before the step computes, and are not named again for the same save. No
+    step waits for other blocks."""
 
 
 @dataclass(slots=True)

@@ -98,21 +98,43 @@ def test_overwritten_blocks_come_first_and_later_ones_are_finished() -> None:
     assert jobs == [(Job(1, "a", (6, 2, 4, 7), (1, 2, 0, 3)), 2)]
     copier.save(Job(2, "b", (3,), (4,)), frozenset())
     assert jobs[1] == (Job(2, "b", (3,), (4,)), 0)
-    copier.finish(frozenset({1, 5}))
-    assert finished == []
+    copier.finish(frozenset({1, 5, 6}))
+    assert finished == [], "block 6 was read when its save began"
     copier.finish(frozenset({3}))
     copier.finish(frozenset({7, 3}))
-    assert finished == [2, 1, 2]
+    copier.finish(frozenset({4, 3}))
+    assert finished == [2, 1], "nothing is waited for twice"
+
+
+def test_a_load_that_ended_is_reported_after_its_save() -> None:
+    """The save ends between being asked about and the load's being asked about."""
+
+    class Ending(IndexingCopier):
+        asked = 0
+
+        def save_span(self, job: Job, called_s: float) -> Span | None:
+            self.asked += 1
+            return None if self.asked < 3 else (0.0, called_s)
+
+    copier = Ending([torch.ones(8, 4)], 8, False, None)
+    copier.save(Job(1, "a", (0, 1), (0, 1)))
+    copier.load(Job(1, "a", (2, 3), (0, 1)))
+    assert [done.job.request_id for done in copier.poll()] == ["a"]
+    assert [transfer.direction for transfer in copier.transfers] == ["save", "load"]
 
 
 def test_an_idle_engine_naps_while_only_the_device_knows() -> None:
-    """Without a simulated link nobody can tell when a load ends: a nap each time it is asked for, none when busy."""
+    """Without a simulated link nobody can tell when a copy ends: a nap each time it is asked for, none when busy."""
     clock, there = Clock(), []
 
     class Slow(IndexingCopier):
         def copied_in(self, job: Job) -> bool:
             return bool(there)
 
+        def save_span(self, job: Job, called_s: float) -> Span | None:
+            return (0.0, called_s) if saved else None
+
+    saved = [True]
     copier = Slow([torch.ones(8, 250)], 8, False, None, clock, clock.sleep)
     copier.save(Job(1, "a", (0,), (0,)))
     copier.load(Job(1, "a", (3,), (0,)))
@@ -120,6 +142,10 @@ def test_an_idle_engine_naps_while_only_the_device_knows() -> None:
     assert copier.poll(idle=True) == [] and clock.now == IDLE_NAP_S
     there.append(True)
     assert [done.ok for done in copier.poll(idle=True)] == [True] and clock.now == IDLE_NAP_S
+    saved.clear()
+    copier.save(Job(2, "b", (0,), (0,)))
+    assert copier.poll() == [] and clock.now == IDLE_NAP_S
+    assert copier.poll(idle=True) == [] and clock.now == 2 * IDLE_NAP_S, "a save, too"
 
 
 def test_a_copy_that_was_dropped_cannot_be_loaded() -> None:

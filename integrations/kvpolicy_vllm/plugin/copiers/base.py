@@ -19,7 +19,7 @@ from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy_vllm.plugin.messages import Direction, Job, Transfer
 
 IDLE_NAP_S = 0.001
-"""Seconds that an engine with nothing to compute waits for a load before it polls again."""
+"""Seconds that an engine with nothing to compute waits for a copy before it polls again."""
 
 Span = tuple[float, float]
 """Start and end of a copy, seconds after it was submitted."""
@@ -85,6 +85,8 @@ class _Saving:
     """Duration of the call that began the copy."""
     queued_bytes: int
     """Bytes of saves that were under way before it."""
+    unordered: set[int]
+    """Device blocks whose reads are not ordered before the engine's next work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,8 @@ class Copier(ABC):
     """Executes jobs in order.
 
     ``save`` and ``load`` begin copies, which run beside the engine's steps; ``poll`` reports each load once. Of a
-    save's blocks, work that the engine launches next may overwrite those that ``save`` or a later ``finish`` is given.
+    save's blocks, work that the engine launches next, or later, may overwrite those that ``save`` or a later ``finish``
+    is given.
     Subclasses implement the copies; times, validity and the simulated link are handled here.
     """
 
@@ -171,9 +174,11 @@ class Copier(ABC):
 
     def finish(self, overwritten: Set[int]) -> None:
         """Have unfinished saves of these device blocks read them before all work that the engine launches next."""
-        copy_ids = [saving.job.copy_id for saving in self._saving if not overwritten.isdisjoint(saving.job.block_ids)]
-        if copy_ids:
-            self.finish_copies_out(copy_ids)
+        late = [saving for saving in self._saving if not overwritten.isdisjoint(saving.unordered)]
+        if late:
+            self.finish_copies_out([saving.job.copy_id for saving in late])
+        for saving in late:
+            saving.unordered.clear()
 
     def save(self, job: Job, overwritten: Set[int] = frozenset()) -> None:
         """Begin to save the job's blocks. ``overwritten``: device blocks that the engine's next work may write to.
@@ -191,7 +196,7 @@ class Copier(ABC):
         called_s = self._clock() - submit
         start, end = self._promise("save", len(job.slots), submit)
         self._saved_s[job.copy_id] = end
-        self._saving.append(_Saving(job, submit, start, end, called_s, queued))
+        self._saving.append(_Saving(job, submit, start, end, called_s, queued, set(job.block_ids[urgent:])))
         self._record_saved()
 
     def _record_saved(self) -> None:
@@ -264,6 +269,7 @@ class Copier(ABC):
             try:
                 if self._clock() < end or not self.copied_in(job):
                     break
+                self._record_saved()  # a load ends after its save, which may have ended since it was asked about
                 now, span = self._clock(), self.load_span(job)
                 if span is None or self._link is not None:
                     self._record(job, "load", True, submit, start, max(end, now), queued)
@@ -277,6 +283,8 @@ class Copier(ABC):
             self._loading.popleft()
         if idle and self._loading and not finished and self._loading[0][3] <= self._clock():
             self._sleep(IDLE_NAP_S)  # the end is unknown: only the device can tell
+        elif idle and self._saving and not self._loading and not finished:
+            self._sleep(IDLE_NAP_S)
         return finished
 
     def _promise(self, direction: Direction, blocks: int, now: float) -> tuple[float, float]:

@@ -42,8 +42,9 @@ class CudaCopier(Copier):
         # Nothing is launched on this stream, so an event on it has the time at which it was recorded.
         self._idle_stream = torch.cuda.Stream(device=device)
         self._urgent = Staging(self.device_segments, self.arena, URGENT_BYTES)
-        self._urgent_sent: torch.cuda.Event | None = None
-        """Recorded where the buffer's content has left it; None before its first use."""
+        self._urgent_next = 0
+        self._urgent_sent: list[tuple[int, int, torch.cuda.Event]] = []
+        """Ranges of the buffer that were used, with the events of their content having left it."""
         self._saves: dict[int, Events] = {}
         self._loads: dict[int, Events] = {}
         # Pointer tables in host memory must outlive the copies that read them.
@@ -61,29 +62,44 @@ class CudaCopier(Copier):
 
     def copy_out(self, job: Job, urgent: int) -> None:
         gathered = min(urgent, self._urgent.blocks)
-        if gathered:
-            self._gather(part_of(job, 0, gathered))
+        at = self._gather(part_of(job, 0, gathered)) if gathered else 0
         compute = torch.cuda.current_stream()
-        self._saves[job.copy_id] = self._on(self._save_stream, lambda: self._save_parts(job, gathered, urgent, compute))
+        self._saves[job.copy_id] = self._on(
+            self._save_stream, lambda: self._save_parts(job, gathered, at, urgent, compute)
+        )
 
     def finish_copies_out(self, copy_ids: Iterable[int]) -> None:
         for copy_id in copy_ids:
             torch.cuda.current_stream().wait_event(self._saves[copy_id][2])
 
-    def _gather(self, job: Job) -> None:
-        """Gather blocks in the buffer, on the compute stream; the buffer's former content must have left it."""
-        if self._urgent_sent is not None:
-            torch.cuda.current_stream().wait_event(self._urgent_sent)
-        self._urgent.gather(job)
+    def _gather(self, job: Job) -> int:
+        """Gather blocks in the next range of the buffer, on the compute stream, and return where it begins.
 
-    def _save_parts(self, job: Job, gathered: int, urgent: int, compute: torch.cuda.Stream) -> None:
-        """On the save stream: overwritten blocks that are not in the buffer, then the buffer, then the rest."""
+        The range's former content must have left it. It leaves behind the saves before it, so a range is used again as
+        late as can be: with one for all, a third victim's step would wait for the whole save of the first.
+        """
+        count = len(job.slots)
+        begin = self._urgent_next if self._urgent_next + count <= self._urgent.blocks else 0
+        end = self._urgent_next = begin + count
+        untouched = []
+        for used in self._urgent_sent:
+            if used[0] < end and begin < used[1]:
+                torch.cuda.current_stream().wait_event(used[2])
+            else:
+                untouched.append(used)
+        self._urgent_sent = untouched
+        self._urgent.gather(job, begin)
+        return begin
+
+    def _save_parts(self, job: Job, gathered: int, at: int, urgent: int, compute: torch.cuda.Stream) -> None:
+        """On the save stream: overwritten blocks that are not in the buffer, then those that are in it from ``at`` on,
+        then the rest."""
         if urgent > gathered:
             self.move_out(part_of(job, gathered, urgent))
             compute.wait_event(_recorded())
         if gathered:
-            self._urgent.send(part_of(job, 0, gathered))
-            self._urgent_sent = _recorded()
+            self._urgent.send(part_of(job, 0, gathered), at)
+            self._urgent_sent.append((at, at + gathered, _recorded()))
         if len(job.slots) > urgent:
             self.move_out(part_of(job, urgent, len(job.slots)))
 

@@ -71,17 +71,18 @@ class Staging:
             self.gather(part)
             self.send(part)
 
-    def gather(self, job: Job) -> None:
-        """Copy device blocks, at most as many as fit, to the buffer."""
+    def gather(self, job: Job, at: int = 0) -> None:
+        """Copy device blocks, at most as many as fit, to the buffer from block ``at`` of it on."""
         (blocks, slots) = next(self._parts(job))
         for number, segment in enumerate(self._segments):
-            piece = self._buffer[: len(slots), self._edges[number] : self._edges[number + 1]]
+            piece = self._buffer[at : at + len(slots), self._edges[number] : self._edges[number + 1]]
             torch.index_select(segment, 0, blocks, out=piece)
 
-    def send(self, job: Job) -> None:
-        """Copy the buffer, which holds the job's blocks, to host slots."""
+    def send(self, job: Job, at: int = 0) -> None:
+        """Copy the buffer, which holds the job's blocks from its block ``at`` on, to host slots."""
+        buffer = self._buffer[at:]
         for position, first, count in runs_of(job.slots):
-            self._arena[first : first + count].copy_(self._buffer[position : position + count], non_blocking=True)
+            self._arena[first : first + count].copy_(buffer[position : position + count], non_blocking=True)
 
     def back(self, job: Job) -> None:
         """Copy host slots to device blocks."""
