@@ -223,8 +223,11 @@ def _link_share(engine: EngineSpec, assumed: Assumptions) -> float:
 
 
 def _swap(sheet: DeviceSheet, link: LinkSheet, engine: EngineSpec, assumed: Assumptions) -> SwapRoofline:
-    """The swap law. A save costs its full duration, because the step that needs the blocks waits for it. A load beside
-    other requests costs them the memory bandwidth that it uses."""
+    """The swap law. A load beside other requests costs them the memory bandwidth that it uses.
+
+    A save counts with its full duration, although steps do not wait for it: this stands for what the law does not know,
+    that on a slow link a victim is away for longer, and holds memory while it is loaded. It is too dear on a fast one.
+    """
     rate = _link_share(engine, assumed) * link.bytes_per_s
     if engine.link.get("kind") == "simulated":
         rate = min(rate, float(engine.link["bytes_per_s"]))
