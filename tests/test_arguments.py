@@ -154,6 +154,30 @@ class TestACostModelOfOnesOwn:
         with pytest.raises(PolicyError, match="policy mine: cost model doubling predicts 1 costs for 2 options"):
             probabilities_of(policy, one, options_for(one), NoState())
 
+    def test_one_that_predicts_no_list_is_named(self) -> None:
+        class Forgetful(Doubling):
+            def predict(self, situation: Preemption, options: Sequence[Option]) -> Any:
+                return None
+
+        one = situation(500)
+        with pytest.raises(PolicyError, match="policy mine: cost model doubling predicts None, should predict a Cost"):
+            probabilities_of(Cheapest[NoState]("mine", Forgetful()), one, options_for(one), NoState())
+
+    def test_a_priced_policy_without_one_is_named(self) -> None:
+        one = situation(500)
+        with pytest.raises(PolicyError, match="policy mine: has no cost model: set cost_model, or write costs"):
+            probabilities_of(Cheapest[NoState]("mine", None), one, options_for(one), NoState())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("objective", [None, 3])
+def test_what_is_no_objective_is_refused(objective: Any) -> None:
+    for call in (
+        lambda: kvpolicy.evaluate([TRACE], ["always-swap"], objective=objective),
+        lambda: explain(objective=objective),
+    ):
+        with pytest.raises(WrongValue, match=f"^objective is {objective} .*should be an Objective or engine, victim"):
+            call()
+
 
 class Stating(kvpolicy.Policy[NoState]):
     name = "stating"

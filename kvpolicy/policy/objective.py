@@ -7,7 +7,7 @@ from math import isfinite
 
 from kvpolicy.errors import InputError
 from kvpolicy.events import Cost
-from kvpolicy.fields import WrongValue
+from kvpolicy.fields import WrongValue, parsed, refuse_other
 
 QUANTITIES = ("engine", "victim", "others")
 FORM = "engine, victim, others, or a sum of these with weights, as in engine+0.5*victim+0.1*others"
@@ -53,6 +53,13 @@ class Objective:
                 raise WrongValue("objective", message)
             weights[name] = _weight(text, weight) if star else 1.0
         return cls(**weights)
+
+
+def objective_of(objective: Objective | str) -> Objective:
+    """The objective itself, or the one that a text gives. Raises WrongValue for anything else."""
+    parsed_objective = parsed("objective", objective, Objective)
+    refuse_other("objective", parsed_objective, Objective, f"an Objective or {FORM}")
+    return parsed_objective  # type: ignore[no-any-return]
 
 
 def _weight(text: str, weight_text: str) -> float:
