@@ -40,15 +40,32 @@ def refuse_single(**sequences: Any) -> None:
             raise WrongValue(name, f"is {value!r}, should be a list, as [{value!r}]")
 
 
+def refuse_class(name: str, value: Any) -> None:
+    """Raise WrongValue, with how to give its instance, for an argument that is a class."""
+    if isinstance(value, type):
+        raise WrongValue(name, f"is {value.__name__}, a class: give {value.__name__}()")
+
+
 def refuse_other(name: str, value: Any, wanted: type[Any] | tuple[type[Any], ...], should: str) -> None:
     """Raise WrongValue for an argument that is no ``wanted``; a class in place of its instance is shown how to give it.
 
     ``should``: what it should be, in words.
     """
-    if isinstance(value, type):
-        raise WrongValue(name, f"is {value.__name__}, a class: give {value.__name__}()")
+    refuse_class(name, value)
     if not isinstance(value, wanted):
         raise WrongValue(name, f"is {reprlib.repr(value)} ({type(value).__name__}), should be {should}")
+
+
+def refuse_no_path(name: str, value: Any) -> None:
+    """Raise WrongValue for an argument that is no path."""
+    refuse_other(name, value, (str, Path), "a path")
+
+
+def refuse_no_paths(name: str, values: Any) -> None:
+    """Raise WrongValue for an argument that is no list of paths, naming the element."""
+    refuse_single(**{name: values})
+    for number, value in enumerate(values):
+        refuse_no_path(f"{name}[{number}]", value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,6 +169,40 @@ class TestACostModelOfOnesOwn:
             probabilities_of(Cheapest[NoState]("mine", None), one, options_for(one), NoState())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kvpolicy.evaluate([3], ["always-swap"]), "traces[0] is 3 (int), should be a path"),
+        (lambda: kvpolicy.train([TRACE, None]), "traces[1] is None (NoneType), should be a path"),
+        (lambda: kvpolicy.train([TRACE], out=3), "out is 3 (int), should be a path"),
+        (lambda: kvpolicy.calibrate(MODEL, [3]), "traces[0] is 3 (int), should be a path"),
+        (lambda: kvpolicy.calibrate(None, [TRACE]), "cost_model is None (NoneType), should be a CostModel, a folder"),
+        (lambda: kvpolicy.report([3]), "traces[0] is 3 (int), should be a path"),
+        (lambda: kvpolicy.report("trace"), "traces is 'trace', should be a list"),
+        (lambda: kvpolicy.read_trace(None), "folders[0] is None (NoneType), should be a path"),
+        (lambda: kvpolicy.load_cost_model(CostModel), "cost_model is CostModel, a class: give CostModel()"),
+        (lambda: kvpolicy.open_workload(Path("a.csv")), "workload is PosixPath('a.csv') (PosixPath), should be a text"),
+        (lambda: explain(plot=3), "plot is 3 (int), should be a path"),
+        (lambda: simulate(), "policies are none, should be at least one"),
+        (lambda: simulate("always-swap", links=[]), "links are none, should be at least one"),
+        (lambda: simulate("always-swap", links=[None]), "links[0] is None (NoneType), should be a text"),
+        (lambda: recommend(link=["native"]), "link is ['native'] (list), should be a text"),
+        (
+            lambda: kvpolicy.simulate([kvpolicy.Workload], ["always-swap"], [200], MODEL),
+            "workloads is Workload, a class: give Workload()",
+        ),
+        (
+            lambda: kvpolicy.simulate([WORKLOAD], ["always-swap"], [200], kvpolicy.HardwareModel),
+            "hardware is HardwareModel, a class: give HardwareModel()",
+        ),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_refused_by_name(call: Any, message: str) -> None:
+    with pytest.raises(WrongValue) as error:
+        call()
+    assert str(error.value).startswith(message)
+
+
 @pytest.mark.parametrize("objective", [None, 3])
 def test_what_is_no_objective_is_refused(objective: Any) -> None:
     for call in (

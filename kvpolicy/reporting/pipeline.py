@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
-from kvpolicy.fields import AMOUNT, WrongValue
+from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths
 from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import PAPER, findings, missing
@@ -68,6 +68,8 @@ def report(
     Raises TraceError for traces that cannot be read, InputError where matplotlib or Jinja is missing, WrongValue for
     ``out`` in a folder that does not exist.
     """
+    refuse_no_paths("traces", traces)
+    refuse_no_path("out", out)
     page = _page()
     out = Path(out)
     if out.suffix.lower() not in (".html", ".htm"):
