@@ -203,6 +203,16 @@ def test_an_argument_of_the_wrong_type_is_refused_by_name(call: Any, message: st
     assert str(error.value).startswith(message)
 
 
+def test_a_module_path_is_no_model_with_laws() -> None:
+    message = "cost model 'python:tests.own:Model': names a module, should be a model with laws"
+    for call in (
+        lambda: explain(cost_model="python:tests.own:Model"),
+        lambda: kvpolicy.calibrate("python:tests.own:Model", [TRACE]),
+    ):
+        with pytest.raises(ModelError, match=message):
+            call()
+
+
 @pytest.mark.parametrize("objective", [None, 3])
 def test_what_is_no_objective_is_refused(objective: Any) -> None:
     for call in (

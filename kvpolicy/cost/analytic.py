@@ -272,6 +272,11 @@ def load(name: str | Path) -> FittedModel:
     WrongValue for anything but a text and a path.
     """
     refuse_other("cost_model", name, (str, Path), "a CostModel, a folder or a name")
+    if isinstance(name, str) and extensions.is_module_path(name):
+        raise ModelError(
+            f"cost model {name!r}: names a module, should be a model with laws; a cost model of your own decides in a "
+            f"policy, as cheapest:{name}"
+        )
     return _load(name, UNKNOWN_ENGINE, "auto")
 
 
