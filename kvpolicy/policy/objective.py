@@ -21,6 +21,14 @@ class Objective:
     victim: float = 0.0
     others: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in QUANTITIES:
+            weight = getattr(self, name)
+            if not (isinstance(weight, int | float) and isfinite(weight) and weight >= 0):
+                raise WrongValue("objective", f"has the weight {name}={weight!r}, should be a number, 0 or above")
+        if not (self.engine or self.victim or self.others):
+            raise WrongValue("objective", "has no weight above 0, should have at least one")
+
     def of(self, cost: Cost) -> float:
         """Weighted sum of a prediction. Raises InputError if it needs a victim delay that was not predicted."""
         return self.weigh(cost.engine_s, cost.victim_delay_s, cost.stall_s)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
-from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths
+from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths, refuse_non_integer
 from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import PAPER, findings, missing
@@ -76,7 +76,7 @@ def report(
         raise WrongValue("out", f"is {out}, should end in .html")
     if not out.parent.is_dir():
         raise WrongValue("out", f"is {out}: there is no folder {out.parent}")
-    AMOUNT.refuse("seed", seed)
+    refuse_non_integer("seed", seed, AMOUNT)
     groups = tuple(_group(name, folders, cost_model, seed) for name, folders in _grouped(traces).items())
     if figures is not None:
         Path(figures).mkdir(parents=True, exist_ok=True)

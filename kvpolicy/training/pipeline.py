@@ -259,6 +259,8 @@ def calibrate(
     if out is not None:
         refuse_no_path("out", out)
     refuse_non_integer("seed", seed, AMOUNT)
+    if states is not None:
+        refuse_non_integer("states", states)
     model = with_laws(cost_model, "carried") if isinstance(cost_model, CostModel | type) else load(cost_model)
     forests = store.forest_texts(model)
     dataset = read_dataset(traces)
