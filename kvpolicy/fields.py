@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from math import inf
 from pathlib import Path
@@ -37,7 +37,8 @@ def refuse_single(**sequences: Any) -> None:
     by letter."""
     for name, value in sequences.items():
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise WrongValue(name, f"is {value!r}, should be a list, as [{value!r}]")
+            single = isinstance(value, str) or not (value is None or isinstance(value, Iterable))
+            raise WrongValue(name, f"is {value!r}, should be a list" + (f", as [{value!r}]" if single else ""))
 
 
 def refuse_class(name: str, value: Any) -> None:

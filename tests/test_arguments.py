@@ -191,6 +191,8 @@ class TestACostModelOfOnesOwn:
         (lambda: kvpolicy.Objective(-1.0), "objective has the weight engine=-1.0, should be a number, 0 or above"),
         (lambda: kvpolicy.Objective(victim="x"), "objective has the weight victim='x', should be a number"),
         (lambda: kvpolicy.Objective(0.0), "objective has no weight above 0"),
+        (lambda: kvpolicy.report([TRACE], cost_model=Doubling()), "cost_model is <tests.test_a"),
+        (lambda: Run(progress=3), "progress is 3, should be a function"),
         (lambda: explain(plot=3), "plot is 3 (int), should be a path"),
         (lambda: simulate(), "policies are none, should be at least one"),
         (lambda: simulate("always-swap", links=[]), "links are none, should be at least one"),
@@ -210,6 +212,12 @@ def test_an_argument_of_the_wrong_type_is_refused_by_name(call: Any, message: st
     with pytest.raises(WrongValue) as error:
         call()
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("policies", [None, {"always-swap"}, iter(["always-swap"])])
+def test_the_list_that_is_shown_holds_no_list(policies: Any) -> None:
+    with pytest.raises(WrongValue, match=r"^policies is .*, should be a list$"):
+        kvpolicy.evaluate([TRACE], policies)
 
 
 def test_a_module_path_is_no_model_with_laws() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
-from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths, refuse_non_integer
+from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths, refuse_non_integer, refuse_other
 from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import PAPER, findings, missing
@@ -57,7 +57,7 @@ def report(
     traces: Sequence[Path | str],
     out: Path | str = Path("report.html"),
     figures: Path | str | None = None,
-    cost_model: str | None = None,
+    cost_model: str | Path | None = None,
     seed: int = 0,
 ) -> StudyReport:
     """Test the study's findings on ``traces``, draw its figures, and write one page that needs nothing else.
@@ -70,6 +70,9 @@ def report(
     """
     refuse_no_paths("traces", traces)
     refuse_no_path("out", out)
+    if cost_model is not None:
+        refuse_other("cost_model", cost_model, (str, Path), "a folder or a name")
+        cost_model = str(cost_model)
     page = _page()
     out = Path(out)
     if out.suffix.lower() not in (".html", ".htm"):
