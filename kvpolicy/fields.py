@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from math import inf
 from pathlib import Path
@@ -37,7 +37,14 @@ def refuse_single(**sequences: Any) -> None:
     by letter."""
     for name, value in sequences.items():
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise WrongValue(name, f"is {value!r}, should be a list, as [{value!r}]")
+            single = isinstance(value, str) or not (value is None or isinstance(value, Iterable))
+            raise WrongValue(name, f"is {value!r}, should be a list" + (f", as [{value!r}]" if single else ""))
+
+
+def refuse_class(name: str, value: Any) -> None:
+    """Raise WrongValue, with how to give its instance, for an argument that is a class."""
+    if isinstance(value, type):
+        raise WrongValue(name, f"is {value.__name__}, a class: give {value.__name__}()")
 
 
 def refuse_other(name: str, value: Any, wanted: type[Any] | tuple[type[Any], ...], should: str) -> None:
@@ -45,10 +52,21 @@ def refuse_other(name: str, value: Any, wanted: type[Any] | tuple[type[Any], ...
 
     ``should``: what it should be, in words.
     """
-    if isinstance(value, type):
-        raise WrongValue(name, f"is {value.__name__}, a class: give {value.__name__}()")
+    refuse_class(name, value)
     if not isinstance(value, wanted):
         raise WrongValue(name, f"is {reprlib.repr(value)} ({type(value).__name__}), should be {should}")
+
+
+def refuse_no_path(name: str, value: Any) -> None:
+    """Raise WrongValue for an argument that is no path."""
+    refuse_other(name, value, (str, Path), "a path")
+
+
+def refuse_no_paths(name: str, values: Any) -> None:
+    """Raise WrongValue for an argument that is no list of paths, naming the element."""
+    refuse_single(**{name: values})
+    for number, value in enumerate(values):
+        refuse_no_path(f"{name}[{number}]", value)
 
 
 @dataclass(frozen=True, slots=True)

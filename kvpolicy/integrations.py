@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpolicy import overflow
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.fields import AMOUNT, refuse_other, refuse_single
+from kvpolicy.fields import AMOUNT, refuse_no_path, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.policy import Policy
 from kvpolicy.settings import Measurement, ServerSettings
 
@@ -119,6 +119,7 @@ def serve_command(llm: str, settings: ServerSettings | str, vllm_flags: Sequence
     if isinstance(settings, str | Policy) or (isinstance(settings, type) and issubclass(settings, Policy)):
         settings = ServerSettings(settings)  # which refuses an object, with its path
     refuse_other("settings", settings, ServerSettings, "a policy's name or ServerSettings")
+    refuse_other("llm", llm, str, "a model's name or folder, as a text")
     refuse_single(vllm_flags=vllm_flags)
     for number, flag in enumerate(vllm_flags):
         refuse_other(f"vllm_flags[{number}]", flag, str, "a text")
@@ -148,13 +149,15 @@ def profile(out: Path | str, how: Measurement = Measurement()) -> Report:
     An unfinished profile in ``out`` is resumed. Raises WrongValue for a wrong argument, :class:`EngineMissing` without
     an engine.
     """
+    refuse_no_path("out", out)
     refuse_other("how", how, Measurement, "a Measurement")
     return engine().profile(Path(out), how)
 
 
 def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0) -> Report:
     """Run the whole loop and an overload with four arms on a small model; writes ``out/demo.json``."""
-    AMOUNT.refuse("seed", seed)
+    refuse_no_path("out", out)
+    refuse_non_integer("seed", seed, AMOUNT)
     return engine().demo(Path(out), quick=quick, seed=seed)
 
 
@@ -164,6 +167,7 @@ def characterize(out: Path | str, figures: Sequence[str] = ("all",), how: Measur
     ``figures``: names of figures, or ``all``; the rest as for :func:`profile`. Raises WrongValue for a wrong argument,
     :class:`EngineMissing` without an engine.
     """
+    refuse_no_path("out", out)
     refuse_single(figures=figures)
     refuse_other("how", how, Measurement, "a Measurement")
     return engine().characterize(Path(out), overflow.named(figures), how)

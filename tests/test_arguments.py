@@ -154,6 +154,91 @@ class TestACostModelOfOnesOwn:
         with pytest.raises(PolicyError, match="policy mine: cost model doubling predicts 1 costs for 2 options"):
             probabilities_of(policy, one, options_for(one), NoState())
 
+    def test_one_that_predicts_no_list_is_named(self) -> None:
+        class Forgetful(Doubling):
+            def predict(self, situation: Preemption, options: Sequence[Option]) -> Any:
+                return None
+
+        one = situation(500)
+        with pytest.raises(PolicyError, match="policy mine: cost model doubling predicts None, should predict a Cost"):
+            probabilities_of(Cheapest[NoState]("mine", Forgetful()), one, options_for(one), NoState())
+
+    def test_a_priced_policy_without_one_is_named(self) -> None:
+        one = situation(500)
+        with pytest.raises(PolicyError, match="policy mine: has no cost model: set cost_model, or write costs"):
+            probabilities_of(Cheapest[NoState]("mine", None), one, options_for(one), NoState())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kvpolicy.evaluate([3], ["always-swap"]), "traces[0] is 3 (int), should be a path"),
+        (lambda: kvpolicy.train([TRACE, None]), "traces[1] is None (NoneType), should be a path"),
+        (lambda: kvpolicy.train([TRACE], out=3), "out is 3 (int), should be a path"),
+        (lambda: kvpolicy.calibrate(MODEL, [3]), "traces[0] is 3 (int), should be a path"),
+        (lambda: kvpolicy.calibrate(None, [TRACE]), "cost_model is None (NoneType), should be a CostModel, a folder"),
+        (lambda: kvpolicy.report([3]), "traces[0] is 3 (int), should be a path"),
+        (lambda: kvpolicy.report("trace"), "traces is 'trace', should be a list"),
+        (lambda: kvpolicy.read_trace(None), "folders[0] is None (NoneType), should be a path"),
+        (lambda: kvpolicy.load_cost_model(CostModel), "cost_model is CostModel, a class: give CostModel()"),
+        (lambda: kvpolicy.open_workload(Path("a.csv")), "workload is PosixPath('a.csv') (PosixPath), should be a text"),
+        (lambda: kvpolicy.calibrate(MODEL, [TRACE], states="5"), "states is '5', should be a whole number"),
+        (lambda: kvpolicy.report([TRACE], seed="1"), "seed is '1', should be a whole number"),
+        (lambda: kvpolicy.demo(seed="1"), "seed is '1', should be a whole number"),
+        (lambda: kvpolicy.profile(None), "out is None (NoneType), should be a path"),
+        (lambda: kvpolicy.characterize(3), "out is 3 (int), should be a path"),
+        (lambda: kvpolicy.serve(3, "always-swap"), "llm is 3 (int), should be a model's name"),
+        (lambda: kvpolicy.Objective(-1.0), "objective has the weight engine=-1.0, should be a number, 0 or above"),
+        (lambda: kvpolicy.Objective(victim="x"), "objective has the weight victim='x', should be a number"),
+        (lambda: kvpolicy.Objective(0.0), "objective has no weight above 0"),
+        (lambda: kvpolicy.report([TRACE], cost_model=Doubling()), "cost_model is <tests.test_a"),
+        (lambda: Run(progress=3), "progress is 3, should be a function"),
+        (lambda: explain(plot=3), "plot is 3 (int), should be a path"),
+        (lambda: simulate(), "policies are none, should be at least one"),
+        (lambda: simulate("always-swap", links=[]), "links are none, should be at least one"),
+        (lambda: simulate("always-swap", links=[None]), "links[0] is None (NoneType), should be a text"),
+        (lambda: recommend(link=["native"]), "link is ['native'] (list), should be a text"),
+        (
+            lambda: kvpolicy.simulate([kvpolicy.Workload], ["always-swap"], [200], MODEL),
+            "workloads is Workload, a class: give Workload()",
+        ),
+        (
+            lambda: kvpolicy.simulate([WORKLOAD], ["always-swap"], [200], kvpolicy.HardwareModel),
+            "hardware is HardwareModel, a class: give HardwareModel()",
+        ),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_refused_by_name(call: Any, message: str) -> None:
+    with pytest.raises(WrongValue) as error:
+        call()
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("policies", [None, {"always-swap"}, iter(["always-swap"])])
+def test_the_list_that_is_shown_holds_no_list(policies: Any) -> None:
+    with pytest.raises(WrongValue, match=r"^policies is .*, should be a list$"):
+        kvpolicy.evaluate([TRACE], policies)
+
+
+def test_a_module_path_is_no_model_with_laws() -> None:
+    message = "cost model 'python:tests.own:Model': names a module, should be a model with laws"
+    for call in (
+        lambda: explain(cost_model="python:tests.own:Model"),
+        lambda: kvpolicy.calibrate("python:tests.own:Model", [TRACE]),
+    ):
+        with pytest.raises(ModelError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("objective", [None, 3])
+def test_what_is_no_objective_is_refused(objective: Any) -> None:
+    for call in (
+        lambda: kvpolicy.evaluate([TRACE], ["always-swap"], objective=objective),
+        lambda: explain(objective=objective),
+    ):
+        with pytest.raises(WrongValue, match=f"^objective is {objective} .*should be an Objective or engine, victim"):
+            call()
+
 
 class Stating(kvpolicy.Policy[NoState]):
     name = "stating"

@@ -92,6 +92,19 @@ def test_files_that_are_named_exist(document: str) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+ELSEWHERE = {"mine.py", "kv_offload/cpu/swap_blocks_triton.py"}
+"""A reader's own module, and a file of vLLM."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_modules_that_are_named_exist(page: str) -> None:
+    """With or without the folder that they are in."""
+    folders = ("kvpolicy", "integrations", "tests", "benchmarks", "tools")
+    modules = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text())) - ELSEWHERE
+    assert [name for name in sorted(named) if not any(module.endswith(f"/{name}") for module in modules)] == []
+
+
 GROUPS = {"kvpolicy.policies", "kvpolicy.families", "kvpolicy.yaml"}
 """Groups of entry points, and a file: no names of Python."""
 

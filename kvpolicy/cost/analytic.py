@@ -21,6 +21,7 @@ from kvpolicy.cost.laws import Channel, Law, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.model import CostModel, FittedModel, ModelError, Provenance
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
+from kvpolicy.fields import refuse_other
 from kvpolicy.hardware import EngineSpec, Geometry
 from kvpolicy.hardware.link import header_link
 from kvpolicy.hardware.sheets import DeviceSheet, LinkSheet, SheetError, device_sheet, known_sheet, link_sheet
@@ -270,8 +271,15 @@ def load(name: str | Path) -> FittedModel:
     """Load a cost model by name or folder, as :func:`kvpolicy.cost.store.load`, or build an untrained one.
 
     The name of an untrained model is ``analytic:DEVICE[@LINK]:CONFIG``, where CONFIG is a config.json or its folder.
-    Raises ModelError for a model that cannot be loaded, and for plain ``analytic``, which needs a running engine.
+    Raises ModelError for a model that cannot be loaded, and for plain ``analytic``, which needs a running engine;
+    WrongValue for anything but a text and a path.
     """
+    refuse_other("cost_model", name, (str, Path), "a CostModel, a folder or a name")
+    if isinstance(name, str) and extensions.is_module_path(name):
+        raise ModelError(
+            f"cost model {name!r}: names a module, should be a model with laws; a cost model of your own decides in a "
+            f"policy, as cheapest:{name}"
+        )
     return _load(name, UNKNOWN_ENGINE, "auto")
 
 

@@ -11,7 +11,7 @@ from kvpolicy.evaluation import offpolicy, replay
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.offpolicy import OffPolicyReport
 from kvpolicy.evaluation.replay import EvaluationReport
-from kvpolicy.fields import AMOUNT, refuse_non_integer, refuse_other, refuse_single
+from kvpolicy.fields import AMOUNT, refuse_no_paths, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.policy import Policy
 from kvpolicy.policy.objective import ENGINE, Objective
 
@@ -29,7 +29,8 @@ def evaluate(
     off-policy estimates (:func:`kvpolicy.evaluation.offpolicy.estimate`); ``how`` applies to these only.
     Raises TraceError for both kinds together, and the errors of these two functions.
     """
-    refuse_single(traces=traces, policies=policies)
+    refuse_no_paths("traces", traces)
+    refuse_single(policies=policies)
     refuse_non_integer("seed", seed, AMOUNT)
     refuse_other("how", how, Estimation, "an Estimation")
     if traces and holds_logs(traces):

@@ -18,10 +18,10 @@ from kvpolicy.evaluation.direct_model import Design, DirectCosts, folds_of
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, TunedTerms, importance_weights
 from kvpolicy.events import KINDS
-from kvpolicy.fields import WrongValue, parsed
+from kvpolicy.fields import WrongValue
 from kvpolicy.json_values import finite
 from kvpolicy.policy import Policy, PolicyState, load_policies
-from kvpolicy.policy.objective import ENGINE, Objective
+from kvpolicy.policy.objective import ENGINE, Objective, objective_of
 
 BOUNDED = frozenset({"ips", "dr", "cross-fitted-dr", "switch-dr", "dros"})
 """Estimators whose terms have known limits; the ratio of SNIPS and the fit of the direct method have none."""
@@ -148,7 +148,7 @@ def estimate(
     """
     if seed < 0:
         raise WrongValue("seed", f"is {seed}, should be 0 or above")
-    parsed_objective = parsed("objective", objective, Objective)
+    parsed_objective = objective_of(objective)
     loaded = load_policies(policies)
     trained_on = frozenset().union(*(policy.cost_model.state_ids for policy in loaded if policy.cost_model is not None))
     log = read_log(traces, parsed_objective, how.cluster).without(

@@ -21,9 +21,9 @@ from kvpolicy.datasets.profiles import Dataset, Sample, State, one_option_always
 from kvpolicy.datasets.quality import DataQuality
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.fields import WrongValue, parsed
+from kvpolicy.fields import WrongValue
 from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load_policies, probabilities_of
-from kvpolicy.policy.objective import ENGINE, Objective
+from kvpolicy.policy.objective import ENGINE, Objective, objective_of
 from kvpolicy.trace import TraceError
 
 MIN_STATES = 20
@@ -139,7 +139,7 @@ def evaluate(
     """
     if seed < 0:
         raise WrongValue("seed", f"is {seed}, should be 0 or above")
-    parsed_objective = parsed("objective", objective, Objective)
+    parsed_objective = objective_of(objective)
     loaded = load_policies(policies)
     dataset = read_dataset(traces)
     _check_fit(loaded, dataset)

@@ -13,9 +13,9 @@ from kvpolicy.explanation.breakdown import Breakdown, breakdowns_of
 from kvpolicy.explanation.choice import choice_of
 from kvpolicy.explanation.question import Question, ResolvedQuestion, resolve
 from kvpolicy.explanation.report import Explanation
-from kvpolicy.fields import WrongValue, parsed, refuse_other
+from kvpolicy.fields import WrongValue, refuse_no_path, refuse_other
 from kvpolicy.policy import Objective, Policy, load_policy
-from kvpolicy.policy.objective import ENGINE
+from kvpolicy.policy.objective import ENGINE, objective_of
 
 __all__ = ["Breakdown", "Explanation", "Grid", "Question", "ResolvedQuestion", "breakdowns_of", "explain"]
 
@@ -39,8 +39,10 @@ def explain(
     Raises WrongValue, naming the argument; ModelError for a model that cannot be loaded or has no laws. Without
     matplotlib nothing is drawn and the explanation's ``not_drawn`` says so; its text shows the boundary in letters.
     """
+    if plot is not None:
+        refuse_no_path("plot", plot)
     file = None if plot is None else _plot_file(Path(plot))
-    parsed_objective = parsed("objective", objective, Objective)
+    parsed_objective = objective_of(objective)
     refuse_other("question", question, Question, "a Question")
     model = load(cost_model) if isinstance(cost_model, str | Path) else with_laws(cost_model, "explained")
     chooser = None if policy is None else load_policy(policy)

@@ -138,10 +138,16 @@ class PricedPolicy(Policy[S]):
         """Return the probability of each option. ``costs``: one per option."""
 
     def costs(self, situation: Preemption, options: Sequence[Option], state: S) -> tuple[Cost, ...]:
-        """Return the costs that the policy's cost model predicts, one per option. Raises PolicyError for another
-        number of them."""
-        assert self.cost_model is not None
+        """Return the costs that the policy's cost model predicts, one per option. Raises PolicyError without a
+        cost model, and for another number of costs."""
+        if self.cost_model is None:
+            raise PolicyError(f"policy {self.name}: has no cost model: set cost_model, or write costs")
         costs = self.cost_model.predict(situation, options)
+        if not isinstance(costs, Sequence):
+            raise PolicyError(
+                f"policy {self.name}: cost model {self.cost_model.name} predicts {costs!r}, should predict a Cost for "
+                f"each of the {len(options)} options"
+            )
         if len(costs) != len(options):
             raise PolicyError(
                 f"policy {self.name}: cost model {self.cost_model.name} predicts {len(costs)} costs for {len(options)} "

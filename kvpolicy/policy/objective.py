@@ -7,7 +7,7 @@ from math import isfinite
 
 from kvpolicy.errors import InputError
 from kvpolicy.events import Cost
-from kvpolicy.fields import WrongValue
+from kvpolicy.fields import WrongValue, parsed, refuse_other
 
 QUANTITIES = ("engine", "victim", "others")
 FORM = "engine, victim, others, or a sum of these with weights, as in engine+0.5*victim+0.1*others"
@@ -20,6 +20,14 @@ class Objective:
     engine: float = 1.0
     victim: float = 0.0
     others: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in QUANTITIES:
+            weight = getattr(self, name)
+            if not (isinstance(weight, int | float) and isfinite(weight) and weight >= 0):
+                raise WrongValue("objective", f"has the weight {name}={weight!r}, should be a number, 0 or above")
+        if not (self.engine or self.victim or self.others):
+            raise WrongValue("objective", "has no weight above 0, should have at least one")
 
     def of(self, cost: Cost) -> float:
         """Weighted sum of a prediction. Raises InputError if it needs a victim delay that was not predicted."""
@@ -53,6 +61,13 @@ class Objective:
                 raise WrongValue("objective", message)
             weights[name] = _weight(text, weight) if star else 1.0
         return cls(**weights)
+
+
+def objective_of(objective: Objective | str) -> Objective:
+    """The objective itself, or the one that a text gives. Raises WrongValue for anything else."""
+    parsed_objective = parsed("objective", objective, Objective)
+    refuse_other("objective", parsed_objective, Objective, f"an Objective or {FORM}")
+    return parsed_objective  # type: ignore[no-any-return]
 
 
 def _weight(text: str, weight_text: str) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
-from kvpolicy.fields import AMOUNT, WrongValue
+from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths, refuse_non_integer, refuse_other
 from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import PAPER, findings, missing
@@ -57,7 +57,7 @@ def report(
     traces: Sequence[Path | str],
     out: Path | str = Path("report.html"),
     figures: Path | str | None = None,
-    cost_model: str | None = None,
+    cost_model: str | Path | None = None,
     seed: int = 0,
 ) -> StudyReport:
     """Test the study's findings on ``traces``, draw its figures, and write one page that needs nothing else.
@@ -68,13 +68,18 @@ def report(
     Raises TraceError for traces that cannot be read, InputError where matplotlib or Jinja is missing, WrongValue for
     ``out`` in a folder that does not exist.
     """
+    refuse_no_paths("traces", traces)
+    refuse_no_path("out", out)
+    if cost_model is not None:
+        refuse_other("cost_model", cost_model, (str, Path), "a folder or a name")
+        cost_model = str(cost_model)
     page = _page()
     out = Path(out)
     if out.suffix.lower() not in (".html", ".htm"):
         raise WrongValue("out", f"is {out}, should end in .html")
     if not out.parent.is_dir():
         raise WrongValue("out", f"is {out}: there is no folder {out.parent}")
-    AMOUNT.refuse("seed", seed)
+    refuse_non_integer("seed", seed, AMOUNT)
     groups = tuple(_group(name, folders, cost_model, seed) for name, folders in _grouped(traces).items())
     if figures is not None:
         Path(figures).mkdir(parents=True, exist_ok=True)

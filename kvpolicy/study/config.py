@@ -132,6 +132,8 @@ class Run:
 
     def __post_init__(self) -> None:
         validate(self)
+        if not callable(self.progress):
+            raise WrongValue("progress", f"is {self.progress!r}, should be a function of finished, all and words")
 
 
 JUDGED: Mapping[str, tuple[str, str | None]] = {

@@ -50,16 +50,17 @@ def simulate(
     finished; raises KVPolicyError, the first cell's, where no cell can begin.
     """
     refuse_single(workloads=workloads, policies=policies, kv_blocks=kv_blocks, links=links)
-    if not kv_blocks:
-        raise WrongValue("kv_blocks", "are none, should be at least one")
+    for name, values in (("workloads", workloads), ("policies", policies), ("kv_blocks", kv_blocks), ("links", links)):
+        if not values:
+            raise WrongValue(name, "are none, should be at least one")
+    for number, link in enumerate(links):
+        refuse_other(f"links[{number}]", link, str, "a text, as in native")
     for number, blocks in enumerate(kv_blocks):
         refuse_non_integer(f"kv_blocks[{number}]", blocks)
     refuse_other("serving", serving, Serving, "a Serving")
     refuse_other("run", run, Run, "a Run")
     named_hardware = hardware_named(hardware)
     serving = serving.on(machine_named(named_hardware).device)
-    if not workloads:
-        raise WrongValue("workloads", "are none, should be at least one")
     cells = [
         Cell(
             workload=workload.label,

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from kvpolicy.code_digest import LABEL_DIGITS, digest_of
 from kvpolicy.cost import FittedModel
-from kvpolicy.fields import WrongValue
+from kvpolicy.fields import WrongValue, refuse_class
 from kvpolicy.simulator.hardware.table_times import HardwareModel
 from kvpolicy.study.config import HARDWARE_FORMS
 from kvpolicy.workload import Workload
@@ -31,6 +31,7 @@ def workload_named(workload: str | Workload) -> Named[Workload]:
     """A workload with its label. Raises WrongValue, naming it, for an object without a digest: a mutable one."""
     if isinstance(workload, str):
         return Named(workload)
+    refuse_class("workloads", workload)
     if type(workload) is not Workload:
         raise WrongValue(
             "workloads",
@@ -43,6 +44,7 @@ def workload_named(workload: str | Workload) -> Named[Workload]:
 
 def hardware_named(hardware: str | HardwareObject) -> Named[HardwareObject]:
     """Hardware with its label. Raises WrongValue, naming it, for an object of another kind."""
+    refuse_class("hardware", hardware)
     if isinstance(hardware, str):
         return Named(hardware)
     if isinstance(hardware, HardwareModel):

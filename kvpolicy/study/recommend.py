@@ -166,6 +166,7 @@ def recommend(
     """
     refuse_non_integer("kv_blocks", kv_blocks)
     refuse_single(policies=policies)
+    refuse_other("link", link, str, "a text, as in native")
     by_label = {contender_of(policy, f"policies[{number}]").label: policy for number, policy in enumerate(policies)}
     refuse_other("serving", serving, Serving, "a Serving")
     refuse_other("run", run, Run, "a Run")

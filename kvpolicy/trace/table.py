@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.extensions import names_module
+from kvpolicy.fields import refuse_no_paths
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.hardware.link import header_link
 from kvpolicy.trace.digest import row_texts
@@ -329,7 +330,9 @@ def _first_row(mask: pa.ChunkedArray | pa.Array) -> int:
 
 
 def read(folder: Path | str, *more_folders: Path | str) -> Trace:
-    """Read one or more traces into one. Raises :class:`TraceError` for anything missing or invalid."""
+    """Read one or more traces into one. Raises :class:`TraceError` for anything missing or invalid,
+    WrongValue for what is no path."""
+    refuse_no_paths("folders", (folder, *more_folders))
     headers: dict[str, Header] = {}
     parts: dict[str, list[pa.Table]] = {name: [] for name in SCHEMAS}
     for core in [core for trace_folder in (folder, *more_folders) for core in core_folders(Path(trace_folder))]:

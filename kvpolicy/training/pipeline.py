@@ -18,7 +18,7 @@ from kvpolicy.datasets.profiles import Dataset, State, one_option_always_wins, r
 from kvpolicy.datasets.tables import Situations
 from kvpolicy.events import KINDS, Preemption
 from kvpolicy.features import FEATURES
-from kvpolicy.fields import AMOUNT, WrongValue, refuse_non_integer, refuse_single
+from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths, refuse_non_integer
 from kvpolicy.hardware import fingerprint
 from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.trace import TraceError
@@ -68,7 +68,9 @@ def train(
     fewer than 12 states, impossible values, all states of one length, different machines unless ``mixed_hardware``,
     over 30% noise unless ``force``; FileExistsError if ``out`` holds something other than a cost model.
     """
-    refuse_single(traces=traces)
+    refuse_no_paths("traces", traces)
+    if out is not None:
+        refuse_no_path("out", out)
     family = family_of(family)
     refuse_non_integer("seed", seed, AMOUNT)
     replaced = out is not None and store.holds_model(Path(out))
@@ -253,8 +255,12 @@ def calibrate(
     Raises ModelError for the model, TraceError as :func:`train` for the traces (for over 30% noise too, unless
     ``force``), WrongValue for more states than there are.
     """
-    refuse_single(traces=traces)
+    refuse_no_paths("traces", traces)
+    if out is not None:
+        refuse_no_path("out", out)
     refuse_non_integer("seed", seed, AMOUNT)
+    if states is not None:
+        refuse_non_integer("states", states)
     model = with_laws(cost_model, "carried") if isinstance(cost_model, CostModel | type) else load(cost_model)
     forests = store.forest_texts(model)
     dataset = read_dataset(traces)

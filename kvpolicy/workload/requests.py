@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
+from numbers import Integral, Real
 from typing import Protocol
 
 from kvpolicy.errors import KVPolicyError
@@ -69,14 +71,22 @@ class Workload:
     """Where the lengths come from, with licence."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.requests, Sequence):
+            raise WorkloadError(f"workload {self.name}: requests are {self.requests!r}, should be a tuple of Request")
+        for number, request in enumerate(self.requests):
+            if not isinstance(request, Request):
+                raise WorkloadError(f"workload {self.name}, request {number}: is {request!r}, should be a Request")
+            if not (isinstance(request.arrival_s, Real) and isfinite(request.arrival_s)):
+                raise WorkloadError(f"workload {self.name}, request {number}: {request}: arrival_s should be a number")
+            for tokens in (request.prompt_tokens, request.output_tokens):
+                if not isinstance(tokens, Integral) or tokens < 1:
+                    raise WorkloadError(
+                        f"workload {self.name}, request {number}: {request}: both lengths should be whole numbers, "
+                        "1 or more"
+                    )
         arrivals = [request.arrival_s for request in self.requests]
         if arrivals != sorted(arrivals) or (arrivals and arrivals[0] < 0):
             raise WorkloadError(f"workload {self.name}: arrival_s should rise and not be negative")
-        for number, request in enumerate(self.requests):
-            if request.prompt_tokens < 1 or request.output_tokens < 1:
-                raise WorkloadError(
-                    f"workload {self.name}, request {number}: {request}: both lengths should be 1 or more"
-                )
 
     @property
     def digest(self) -> str:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpolicy.fields import refuse_other
 from kvpolicy.workload.agentic import FIELDS as AGENTIC_FIELDS
 from kvpolicy.workload.agentic import AgentSessions
 from kvpolicy.workload.arrivals import Arrivals, AtOnce, Bursts, Even, Gamma, Poisson, Think, Weibull
@@ -60,6 +61,7 @@ def open_workload(text: str, more: Mapping[str, Format] | None = None) -> Source
     Raises :class:`WorkloadError` for an unknown name, listing the known ones. Requests are read only when they are
     iterated over, but ``rate`` on a file reads all its arrivals at once.
     """
+    refuse_other("workload", text, str, "a text, as in azure:FILE")
     formats = {**FORMATS, **(more or {})}
     place, _, tail = text.partition("?")
     options = Options(text, tail)

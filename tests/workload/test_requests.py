@@ -37,6 +37,13 @@ def test_sums_and_first() -> None:
         ((Request(-1.0, 1, 1),), "not be negative"),
         ((Request(0.0, 0, 1),), "request 0"),
         ((Request(0.0, 1, 1), Request(0.0, 1, 0)), "request 1"),
+        ((Request(float("nan"), 1, 1),), "request 0: .* arrival_s should be a number"),
+        ((Request(float("inf"), 1, 1),), "request 0: .* arrival_s should be a number"),
+        ((Request("now", 1, 1),), "request 0: .* arrival_s should be a number"),  # type: ignore[arg-type]
+        ((Request(0.0, "long", 1),), "request 0: .* should be whole numbers"),  # type: ignore[arg-type]
+        ((Request(0.0, 1, 1.5),), "request 0: .* should be whole numbers"),  # type: ignore[arg-type]
+        ((3,), "request 0: is 3, should be a Request"),
+        (None, "requests are None, should be a tuple of Request"),
     ],
 )
 def test_impossible_workloads_are_refused(requests: tuple[Request, ...], message: str) -> None:
