@@ -163,6 +163,32 @@ class TestACostModelOfOnesOwn:
         with pytest.raises(PolicyError, match="policy mine: cost model doubling predicts None, should predict a Cost"):
             probabilities_of(Cheapest[NoState]("mine", Forgetful()), one, options_for(one), NoState())
 
+    def test_one_that_predicts_numbers_is_named(self) -> None:
+        class Numbers(Doubling):
+            def predict(self, situation: Preemption, options: Sequence[Option]) -> Any:
+                return [1.0 for _ in options]
+
+        one = situation(500)
+        with pytest.raises(PolicyError, match=r"doubling predicts \[1\.0, 1\.0\], should predict a Cost for"):
+            probabilities_of(Cheapest[NoState]("mine", Numbers()), one, options_for(one), NoState())
+
+    def test_one_without_a_name_is_refused(self) -> None:
+        class Nameless(Doubling):
+            name = None  # type: ignore[assignment]  # what is wrong
+
+        with pytest.raises(KVPolicyError, match="policy mine: cost model Nameless: its name is None"):
+            kvpolicy.load_policy(Cheapest("mine", Nameless()))
+
+    def test_a_policy_that_takes_other_arguments_is_refused(self) -> None:
+        class Short(kvpolicy.Policy[NoState]):
+            name = "short"
+
+            def probabilities(self, situation: Preemption) -> Any:  # type: ignore[override]
+                return [1.0]
+
+        with pytest.raises(KVPolicyError, match=r"policy short: probabilities\(situation.*\).* cannot be called"):
+            kvpolicy.load_policy(Short())
+
     def test_a_priced_policy_without_one_is_named(self) -> None:
         one = situation(500)
         with pytest.raises(PolicyError, match="policy mine: has no cost model: set cost_model, or write costs"):

@@ -143,7 +143,7 @@ class PricedPolicy(Policy[S]):
         if self.cost_model is None:
             raise PolicyError(f"policy {self.name}: has no cost model: set cost_model, or write costs")
         costs = self.cost_model.predict(situation, options)
-        if not isinstance(costs, Sequence):
+        if not isinstance(costs, Sequence) or any(not isinstance(cost, Cost) for cost in costs):
             raise PolicyError(
                 f"policy {self.name}: cost model {self.cost_model.name} predicts {costs!r}, should predict a Cost for "
                 f"each of the {len(options)} options"

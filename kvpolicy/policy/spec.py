@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from math import inf
 from pathlib import Path
 
@@ -139,6 +140,14 @@ def checked(policy: Policy) -> Policy:
     extensions.refuse_unnamed(policy, "policy")
     if policy.cost_model is not None:
         refuse_other(f"policy {policy.name}: cost_model", policy.cost_model, CostModel, "a CostModel")
+        extensions.refuse_unnamed(policy.cost_model, f"policy {policy.name}: cost model")
+    try:
+        signature(policy.probabilities).bind("situation", "options", "state")
+    except TypeError as error:
+        raise extensions.ExtensionError(
+            f"policy {policy.name}: probabilities{signature(policy.probabilities)} cannot be called with a situation, "
+            f"options and a state: {error}"
+        ) from error
     state: object = policy.initial_state()
     if not callable(getattr(state, "to_json", None)):
         raise extensions.ExtensionError(
