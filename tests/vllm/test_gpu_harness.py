@@ -120,9 +120,9 @@ def test_page_locking_is_tried_first_and_its_refusal_said() -> None:
     def refuse(owner: object, memory: object) -> None:
         raise RuntimeError("CUDA error 2")
 
-    assert pagelock.tried(lambda owner, memory: None) is None
+    assert pagelock.try_lock(lambda owner, memory: None) is None
     events: list[str] = []
-    assert page_locking(lambda: pagelock.tried(refuse), events.append) == "RuntimeError: CUDA error 2"
+    assert page_locking(lambda: pagelock.try_lock(refuse), events.append) == "RuntimeError: CUDA error 2"
     assert "PAGE-LOCKING FAILS" in events[0] and "CUDA error 2" in events[0]
 
 

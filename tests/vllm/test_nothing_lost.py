@@ -14,7 +14,7 @@ def test_five_hundred_preemptions(model: str, tmp_path: Path) -> None:
     requests = harness.prompts(64, (20, 60), (150, 250), seed=4)
     folder = tmp_path / "trace"
     work = job(
-        model, requests, {"num_gpu_blocks_override": 24, "max_model_len": 512},
+        model, requests, {"num_gpu_blocks_override": 18, "max_model_len": 512},
         plugin=harness.alternating(trace=str(folder)),
     )  # fmt: skip
     result = harness.run(work | {"scenario": "harried"}, tmp_path)
@@ -23,7 +23,7 @@ def test_five_hundred_preemptions(model: str, tmp_path: Path) -> None:
     stats = result["stats"]
     preempted = harness.total(stats, "preemptions")
     assert preempted >= 500
-    assert harness.total(stats, "preemptions", cause="memory") >= 50
+    assert harness.total(stats, "preemptions", cause="memory") >= 15
     recorded = trace.read(folder)
     decided = {row["preemption_id"] for row in recorded.rows("decisions")}
     closed = {row["preemption_id"] for row in recorded.rows("outcomes")}
