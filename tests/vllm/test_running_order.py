@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -14,6 +16,7 @@ pytest.importorskip("vllm")
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.load_growth import LoadGrowth
+from kvpolicy_vllm.plugin.running_order import RunningOrder
 from tests.vllm import alone, harness
 from tests.vllm.symbolic import Faults, SymbolicWorker
 from tests.vllm.test_returning import asking_for
@@ -62,6 +65,38 @@ def test_one_whose_load_failed_is_recomputed_and_comes_last(model: str) -> None:
 
 def test_under_priority_everybody_comes_last(model: str) -> None:
     assert order_after_a_load(model, fails=False, scheduling="priority") == ["r0", "r2", "r3", "r1"]
+
+
+class Lookups(WeakKeyDictionary[Any, int]):
+    """Counts its own look-ups."""
+
+    count = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.count += 1
+        return super().get(key, default)
+
+
+class Running:
+    """Can be referenced weakly, as vLLM's requests can."""
+
+
+def test_a_place_among_thousands_is_found_with_few_lookups() -> None:
+    """The step that admits a loaded request does not look at every running one."""
+    scheduler = SimpleNamespace(policy=SimpleNamespace(value="fcfs"), running=[Running() for _ in range(4096)])
+    order = RunningOrder(scheduler)
+    order._numbers = lookups = Lookups()
+    for request in scheduler.running:
+        order.put_last(request)
+    was_running = list(scheduler.running)
+    order.preempted(was_running[0])
+    scheduler.running = [*was_running[1:], was_running[0]]
+    order.loaded(was_running[0])
+    lookups.count = 0
+    resumed = SimpleNamespace(resumed_req_ids={"first"})
+    order.settle(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=resumed))
+    assert scheduler.running == was_running
+    assert lookups.count < 20
 
 
 def loads_of(model: str, scheduling: str, expected_steps: int, steps: int = 16) -> list[tuple[int, int]]:
