@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.load_growth import LoadGrowth
@@ -133,6 +134,24 @@ def test_a_load_that_would_leave_too_little_begins_when_nobody_runs(model: str) 
     """However long it is expected to take; :func:`loads_of` asserts that all requests end."""
     loads = loads_of(model, "fcfs", expected_steps=10**6)
     assert loads[0][0] == 0 and len(loads) > 5
+
+
+def test_steps_of_a_pause_are_not_taken_for_those_of_a_load(model: str) -> None:
+    """Up to vLLM 0.31 no loaded request is admitted in a pause that lets the running ones go on. Loads after it would
+    wait for as much memory as these take in a whole pause."""
+    job = BASE | {"model": model, "plugin": harness.plugin("always-swap"), "requests": 2}
+    scheduler, worker = alone.scheduler_for(job), alone.Worker(late=1)
+    growth, counted, scheduled = scheduler.loaded_requests.growth, [], []
+    states = [*[PauseState.UNPAUSED] * 3, *[PauseState.PAUSED_NEW] * 3, *[PauseState.UNPAUSED] * 1000]
+
+    def before_step() -> None:
+        scheduler.set_pause_state(states[len(counted)])
+        counted.append(growth.steps)
+
+    for output in alone.drive(scheduler, deque(alone.made_requests(job)), worker.execute, False, before_step):
+        scheduled.append(output.total_num_scheduled_tokens)
+    assert all(scheduled[:8])
+    assert counted[:8] == [0, 1, 2, 3, 3, 3, 3, 4]
 
 
 def test_under_priority_a_load_begins_as_vllm_has_it(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
