@@ -42,7 +42,7 @@ CODE = (
     "integrations/kvpolicy_vllm/plugin",
     "integrations/kvpolicy_vllm/connector.py",
     "kvpolicy",
-    *(f"tests/vllm/{name}.py" for name in ("alone", "disturbances", "fuzz", "harness", "setups", "symbolic")),
+    *(f"tests/vllm/{name}.py" for name in ("alone", "disturbances", "fuzz", "harness", "places", "setups", "symbolic")),
 )
 
 

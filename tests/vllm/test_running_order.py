@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import deque
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.load_growth import LoadGrowth
+from kvpolicy_vllm.plugin.running_order import RunningOrder
 from tests.vllm import alone, harness
 from tests.vllm.symbolic import Faults, SymbolicWorker
 from tests.vllm.test_returning import asking_for
@@ -64,6 +68,38 @@ def test_under_priority_everybody_comes_last(model: str) -> None:
     assert order_after_a_load(model, fails=False, scheduling="priority") == ["r0", "r2", "r3", "r1"]
 
 
+class Lookups(WeakKeyDictionary[Any, int]):
+    """Counts its own look-ups."""
+
+    count = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.count += 1
+        return super().get(key, default)
+
+
+class Running:
+    """Can be referenced weakly, as vLLM's requests can."""
+
+
+def test_a_place_among_thousands_is_found_with_few_lookups() -> None:
+    """The step that admits a loaded request does not look at every running one."""
+    scheduler = SimpleNamespace(policy=SimpleNamespace(value="fcfs"), running=[Running() for _ in range(4096)])
+    order = RunningOrder(scheduler)
+    order._numbers = lookups = Lookups()
+    for request in scheduler.running:
+        order.put_last(request)
+    was_running = list(scheduler.running)
+    order.preempted(was_running[0])
+    scheduler.running = [*was_running[1:], was_running[0]]
+    order.loaded(was_running[0])
+    lookups.count = 0
+    resumed = SimpleNamespace(resumed_req_ids={"first"})
+    order.settle(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=resumed))
+    assert scheduler.running == was_running
+    assert lookups.count < 20
+
+
 def loads_of(model: str, scheduling: str, expected_steps: int, steps: int = 16) -> list[tuple[int, int]]:
     """Of every load, as it begins: requests that run, and blocks that it leaves free. Each load takes ``steps`` steps,
     and before the first one ``expected_steps`` are expected."""
@@ -98,6 +134,24 @@ def test_a_load_that_would_leave_too_little_begins_when_nobody_runs(model: str) 
     """However long it is expected to take; :func:`loads_of` asserts that all requests end."""
     loads = loads_of(model, "fcfs", expected_steps=10**6)
     assert loads[0][0] == 0 and len(loads) > 5
+
+
+def test_steps_of_a_pause_are_not_taken_for_those_of_a_load(model: str) -> None:
+    """Up to vLLM 0.31 no loaded request is admitted in a pause that lets the running ones go on. Loads after it would
+    wait for as much memory as these take in a whole pause."""
+    job = BASE | {"model": model, "plugin": harness.plugin("always-swap"), "requests": 2}
+    scheduler, worker = alone.scheduler_for(job), alone.Worker(late=1)
+    growth, counted, scheduled = scheduler.loaded_requests.growth, [], []
+    states = [*[PauseState.UNPAUSED] * 3, *[PauseState.PAUSED_NEW] * 3, *[PauseState.UNPAUSED] * 1000]
+
+    def before_step() -> None:
+        scheduler.set_pause_state(states[len(counted)])
+        counted.append(growth.steps)
+
+    for output in alone.drive(scheduler, deque(alone.made_requests(job)), worker.execute, False, before_step):
+        scheduled.append(output.total_num_scheduled_tokens)
+    assert all(scheduled[:8])
+    assert counted[:8] == [0, 1, 2, 3, 3, 3, 3, 4]
 
 
 def test_under_priority_a_load_begins_as_vllm_has_it(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

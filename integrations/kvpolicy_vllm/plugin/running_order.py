@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -59,12 +60,9 @@ class RunningOrder:
     def _place_of(self, request: Any) -> int:
         """Index of an admitted request among the running ones; its number is set."""
         running, number = self._scheduler.running, self._left.get(request)
-        index = len(running)
         if number is None or request not in self._loaded:
             self.put_last(request)
-            return index
+            return len(running)
         self._loaded.discard(request)
         self._numbers[request] = number
-        while index and self._numbers.get(running[index - 1], 0) > number:
-            index -= 1
-        return index
+        return bisect_right(running, number, key=lambda other: self._numbers.get(other, 0))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
@@ -65,7 +66,9 @@ class PolicyHooks:
             for request in reversed(forced_out):
                 self.waiting.prepend_request(request)
         self.running_order.settle(output)
-        loaded_requests.growth.steps += output.total_num_scheduled_tokens > 0
+        # Up to vLLM 0.31 no loaded request is admitted in a pause: a load would seem to last as long as the pause.
+        if self.pause_state == PauseState.UNPAUSED:
+            loaded_requests.growth.steps += output.total_num_scheduled_tokens > 0
         controller.step_scheduled(output)
         return output
 
@@ -147,6 +150,7 @@ class PolicyHooks:
     # ---- for tools that drive an engine in process ----
 
     requests: dict[str, Any]
+    pause_state: PauseState
     running: list[Any]
     waiting: Any
     skipped_waiting: Any
