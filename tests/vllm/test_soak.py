@@ -16,7 +16,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.host_copies import SlotPool
+from kvpolicy_vllm.plugin.messages import Job
 from kvpolicy_vllm.plugin.observers import MetricsCounter
 from kvpolicy_vllm.plugin.versions import NEWEST, OLDEST
 from tests.vllm import fuzz, soak
@@ -122,14 +124,16 @@ def lose_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def save_in_reverse(patch: pytest.MonkeyPatch) -> None:
-    save = SymbolicWorker._save
+    begin_save = SymbolicWorker._begin_save
 
-    def reversed_save(worker: SymbolicWorker, job: Any) -> Any:
-        done = save(worker, job)
-        worker._host[list(job.slots)] = worker._host[list(reversed(job.slots))]
-        return done
+    def reversed_save(worker: SymbolicWorker, job: Job) -> Any:
+        return begin_save(worker, replace(job, slots=job.slots[::-1]))
 
-    patch.setattr(SymbolicWorker, "_save", reversed_save)
+    patch.setattr(SymbolicWorker, "_begin_save", reversed_save)
+
+
+def name_no_overwritten_block(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Controller, "_taken_of", lambda controller, blocks: set())
 
 
 def count_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -152,6 +156,7 @@ def never_say_that_a_load_is_done(patch: pytest.MonkeyPatch) -> None:
     [
         (lose_slots, "host slots left"),
         (save_in_reverse, "read a wrong position"),
+        (name_no_overwritten_block, "read a wrong position"),
         (count_nothing, "preemptions, 0 counted"),
         (never_say_that_a_load_is_done, "nothing scheduled for"),
     ],
