@@ -143,17 +143,24 @@ class PricedPolicy(Policy[S]):
         if self.cost_model is None:
             raise PolicyError(f"policy {self.name}: has no cost model: set cost_model, or write costs")
         costs = self.cost_model.predict(situation, options)
-        if not isinstance(costs, Sequence) or any(not isinstance(cost, Cost) for cost in costs):
-            raise PolicyError(
-                f"policy {self.name}: cost model {self.cost_model.name} predicts {costs!r}, should predict a Cost for "
-                f"each of the {len(options)} options"
-            )
+        if not isinstance(costs, Sequence):
+            raise self._no_costs(costs, options)
+        for cost in costs:
+            if not isinstance(cost, Cost):
+                raise self._no_costs(costs, options)
         if len(costs) != len(options):
             raise PolicyError(
                 f"policy {self.name}: cost model {self.cost_model.name} predicts {len(costs)} costs for {len(options)} "
                 "options, should predict one each"
             )
         return costs
+
+    def _no_costs(self, predicted: object, options: Sequence[Option]) -> PolicyError:
+        name = "none" if self.cost_model is None else self.cost_model.name
+        return PolicyError(
+            f"policy {self.name}: cost model {name} predicts {predicted!r}, should predict a Cost for each of the "
+            f"{len(options)} options"
+        )
 
     def assess(self, situation: Preemption, options: Sequence[Option], state: S) -> Assessment:
         costs = self.costs(situation, options, state)
