@@ -29,7 +29,7 @@ from math import exp, inf, isfinite, log, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
-from kvpolicy.cost import store
+from kvpolicy.cost.card import loads
 from kvpolicy.cost.kernel import times_exp
 from kvpolicy.cost.model import ModelError
 from kvpolicy.events import KINDS, Cost, Kind, Option
@@ -356,7 +356,7 @@ def _was_state(path: Path) -> bool:
 def _read(path: Path) -> tuple[str, Online]:
     """(digest of the cost model it was learned with, the state)"""
     try:
-        card = store.loads(path.read_text(encoding="utf-8"))
+        card = loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as a state learned online: {error}") from error
     if not isinstance(card, dict) or card.get("schema_version") != SCHEMA_VERSION:

@@ -15,8 +15,8 @@ from sklearn.base import BaseEstimator
 
 from kvpolicy import extensions
 from kvpolicy.code_digest import digest_of, label_of
+from kvpolicy.cost.card import LAWS
 from kvpolicy.cost.laws import Law, law_from_dict
-from kvpolicy.cost.store import LAWS
 from kvpolicy.datasets.examples import Examples
 from kvpolicy.datasets.tables import TransferRecord
 from kvpolicy.errors import InputError
