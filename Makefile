@@ -40,8 +40,8 @@ RESUMED = -p tests.resume --durations=25 $(PYTEST_FLAGS) || test $$? -eq 5
 demo: .venv/.made
 	.venv/bin/kvpolicy demo --out $(OUT)
 
-# Interrupted, it goes on where it was: each study is taken up in its own folder. The simulated link is the one that
-# `make demo` was shown with: there break-even lay within the measured lengths.
+# Interrupted, it goes on where it was: each study is taken up in its own folder. The simulated link is one that
+# `make demo` derived.
 characterize: .venv/.made
 	.venv/bin/kvpolicy characterize --quick --out $(STUDY)/native
 	.venv/bin/kvpolicy report $(STUDY)/native --out $(STUDY)/native.html --figures $(STUDY)/native-figures \

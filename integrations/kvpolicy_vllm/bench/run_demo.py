@@ -1,7 +1,8 @@
 """`kvpolicy demo`: measures, trains and evaluates, then serves the same overload with and without the plugin.
 
-Everything is done twice: over the native link, and over a simulated one whose break-even lies inside the measured
-lengths. (Without an accelerator copies are so cheap that swap nearly always wins: the best policy is then a constant.)
+Everything is done twice: over the native link, and over a simulated one on which a copy takes about as long as what
+swap saves. (Without an accelerator copies are so cheap that swap nearly always wins: the best policy is then a
+constant.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from kvpolicy.settings import Measurement
 from kvpolicy.stats import mean_and_percentiles
 from kvpolicy.training import train
 from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
-from kvpolicy_vllm.bench.breakeven import Costs, break_even_link
 from kvpolicy_vllm.bench.demo_report import DemoReport, LinkReport
 from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.exactness import Comparison, compare
@@ -46,6 +46,7 @@ from kvpolicy_vllm.bench.overload import (
 from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.progress import Bar
 from kvpolicy_vllm.bench.run_profile import profile
+from kvpolicy_vllm.bench.slow_link import Costs, slow_link
 
 FIXED = ("always-recompute", "always-swap")
 LEARNED = "learned"
@@ -194,12 +195,12 @@ class Loop:
         return LinkResult(name, link, header_link(link), learned, trained.to_dict(), evaluated.to_dict())
 
     def simulated_link(self) -> SimulatedLink | None:
-        """A link with break-even inside the measured lengths; None where swap does not win over the native link."""
+        """A link on which a copy takes as long as what swap saves; None where it saves nothing over the native link."""
         native = read_dataset([self._out / "traces" / "native"])
         costs = [
             Costs(state.computed_tokens, state.mean_s["recompute"], state.mean_s["swap"]) for state in native.states
         ]
-        return break_even_link(costs, native.kv_bytes_per_token)
+        return slow_link(costs, native.kv_bytes_per_token)
 
     def overload(self, links: Sequence[LinkResult]) -> list[LinkReport]:
         """Serve the same blocks by every arm of every link, and pairs of runs without memory pressure."""

@@ -1,4 +1,4 @@
-"""Derives a simulated link whose break-even lies inside the measured lengths, from costs over the native link. Pure."""
+"""Derives a simulated link that takes from a swap what it wins over the native link. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvpolicy.errors import InputError
 from kvpolicy.hardware.link import SimulatedLink
 
 LATENCY_SHARE = 0.5
-"""Share of latency in the link's time at break-even; the rest is transfer time of the bytes.
+"""Share of latency in the time of a copy at the median length; the rest is transfer time of the bytes.
 
 With latency alone, the choice would depend on nothing but length.
 """
 NEAREST_SHARE = 0.4
-"""Share of the states, those nearest to the median length, that the costs at break-even are averaged over."""
+"""Share of the states, those nearest to the median length, that the costs there are averaged over."""
 MIN_STATES = 5
 
 
@@ -29,16 +29,16 @@ class Costs:
     swap_s: float
 
 
-def break_even_link(states: Sequence[Costs], bytes_per_token: float) -> SimulatedLink | None:
-    """The link on which swap costs as much as recompute at the median measured length.
+def slow_link(states: Sequence[Costs], bytes_per_token: float) -> SimulatedLink | None:
+    """The link on which one copy takes as long as what recompute costs more than swap, at the median measured length.
 
-    At that length recompute costs ``extra`` seconds more than swap over the native link. A save over a simulated link
-    stalls the engine for ``latency_s + bytes / bytes_per_s``, which is set equal to ``extra``, half of it latency.
-    (Loads overlap the engine's steps.) None where swap is not cheaper over the native link. Both numbers are rounded
-    to two digits. Raises InputError for fewer than 5 states.
+    At that length recompute costs ``extra`` seconds more than swap over the native link; ``latency_s + bytes /
+    bytes_per_s`` is set equal to that, half of it latency. It is no break-even: a swap copies twice, and the engine
+    computes other requests meanwhile. None where swap is not cheaper over the native link. Both numbers are rounded to
+    two digits. Raises InputError for fewer than 5 states.
     """
     if len(states) < MIN_STATES:
-        raise InputError(f"{len(states)} states: a break-even needs at least {MIN_STATES}")
+        raise InputError(f"{len(states)} states: to derive a link takes at least {MIN_STATES}")
     tokens = median(state.computed_tokens for state in states)
     near = sorted(states, key=lambda state: abs(math.log(state.computed_tokens / tokens)))
     near = near[: max(MIN_STATES, round(NEAREST_SHARE * len(states)))]
