@@ -189,6 +189,14 @@ class TestACostModelOfOnesOwn:
         with pytest.raises(KVPolicyError, match=r"policy short: probabilities\(situation.*\).* cannot be called"):
             kvpolicy.load_policy(Short())
 
+    def test_a_policy_whose_probabilities_are_no_method_is_refused(self) -> None:
+        class Table(kvpolicy.Policy[NoState]):
+            name = "table"
+            probabilities = (0.5, 0.5)  # type: ignore[assignment]  # what is wrong
+
+        with pytest.raises(KVPolicyError, match=r"policy table: probabilities is \(0\.5, 0\.5\), should be a method"):
+            kvpolicy.load_policy(Table())
+
     def test_a_priced_policy_without_one_is_named(self) -> None:
         one = situation(500)
         with pytest.raises(PolicyError, match="policy mine: has no cost model: set cost_model, or write costs"):

@@ -170,9 +170,9 @@ class Checks:
         settings |= {} if case.runner is None else {"runner": case.runner}
         facts = started | {"runner": runner_of(started)}
         other = [name for name, value in settings.items() if facts[name] != value]
-        wrong = [f"{name} is {facts[name]}, asked for was {settings[name]}" for name in other]
+        wrong = [f"{name} is {facts[name]}, should be {settings[name]}" for name in other]
         if case.graphs == started["graphs"].endswith("NONE"):
-            wrong.append(f"CUDA graphs: {started['graphs']}, asked for was {'some' if case.graphs else 'none'}")
+            wrong.append(f"CUDA graphs: {started['graphs']}, should be {'some' if case.graphs else 'none'}")
         return wrong
 
     def engine(self, case: Case) -> dict[str, Any]:

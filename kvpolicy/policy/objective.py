@@ -65,9 +65,9 @@ class Objective:
 
 def objective_of(objective: Objective | str) -> Objective:
     """The objective itself, or the one that a text gives. Raises WrongValue for anything else."""
-    parsed_objective = parsed("objective", objective, Objective)
+    parsed_objective: Objective = parsed("objective", objective, Objective)
     refuse_other("objective", parsed_objective, Objective, f"an Objective or {FORM}")
-    return parsed_objective  # type: ignore[no-any-return]
+    return parsed_objective
 
 
 def _weight(text: str, weight_text: str) -> float:

@@ -141,12 +141,19 @@ def checked(policy: Policy) -> Policy:
     if policy.cost_model is not None:
         refuse_other(f"policy {policy.name}: cost_model", policy.cost_model, CostModel, "a CostModel")
         extensions.refuse_unnamed(policy.cost_model, f"policy {policy.name}: cost model")
+    probabilities: object = policy.probabilities
+    if not callable(probabilities):
+        raise extensions.ExtensionError(
+            f"policy {policy.name}: probabilities is {probabilities!r}, should be a method of a situation, options "
+            "and a state"
+        )
+    shape = signature(probabilities)
     try:
-        signature(policy.probabilities).bind("situation", "options", "state")
+        shape.bind("situation", "options", "state")
     except TypeError as error:
         raise extensions.ExtensionError(
-            f"policy {policy.name}: probabilities{signature(policy.probabilities)} cannot be called with a situation, "
-            f"options and a state: {error}"
+            f"policy {policy.name}: probabilities{shape} cannot be called with a situation, options and a state: "
+            f"{error}"
         ) from error
     state: object = policy.initial_state()
     if not callable(getattr(state, "to_json", None)):

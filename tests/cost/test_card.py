@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvpolicy import cost
-from kvpolicy.cost import ModelError, card, store
+from kvpolicy.cost import ModelError, store
+from kvpolicy.cost import card as card_module
 from kvpolicy.cost.intervals import Intervals
 from kvpolicy.training import train
 from tests.cost.model_folders import edit
@@ -190,7 +191,8 @@ def outcome(folder: Path, card: dict[str, Any], path: tuple[Any, ...], wrong: An
 
 @pytest.mark.parametrize("fault", [TypeError, KeyError, AttributeError, ValueError])
 @pytest.mark.parametrize(
-    ("owner", "method"), [(Intervals, "from_dict"), (card, "law_from_dict"), (card, "_floor"), (card, "_features")]
+    ("owner", "method"),
+    [(Intervals, "from_dict"), (card_module, "law_from_dict"), (card_module, "_floor"), (card_module, "_features")],
 )
 def test_a_fault_of_the_code_is_not_blamed_on_the_file(
     trained: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, fault: type[Exception]

@@ -39,7 +39,11 @@ def test_a_link_that_is_named_with_the_device_counts(hardware: str, tmp_path: Pa
     """For the simulated copies, and for the cost model that is asked about them."""
     slow = hardware.replace("H100-SXM:", "H100-SXM@pcie3:")
     results = [simulate(where, tmp_path / "c", policies=["always-swap"]).results[0] for where in (hardware, slow)]
+    assert all(result["preemptions"]["swap"] > 0 for result in results)
     assert results[0]["e2e_s"] != results[1]["e2e_s"]
+    times = [run_cell.machine_of(_priced(where)).times for where in (hardware, slow)]
+    fast_s, slow_s = (each.copy_s("load", 1 << 30, 1, 1 << 30) for each in times)
+    assert fast_s < slow_s
     models = [run_cell.policy_of(cell)[0].cost_model for cell in (_priced(hardware), _priced(slow))]
     costs = [model.predict(situation(2000, 16), options_for(situation(2000, 16)))[1] for model in models if model]
     assert costs[0].engine_s < costs[1].engine_s

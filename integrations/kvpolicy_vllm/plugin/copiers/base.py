@@ -111,8 +111,7 @@ class Copier(ABC):
 
     ``save`` and ``load`` begin copies, which run beside the engine's steps; ``poll`` reports each load once. Of a
     save's blocks, work that the engine launches next, or later, may overwrite those that ``save`` or a later ``finish``
-    is given.
-    Subclasses implement the copies; times, validity and the simulated link are handled here.
+    is given. Subclasses implement the copies; times, validity and the simulated link are handled here.
     """
 
     def __init__(
@@ -146,8 +145,10 @@ class Copier(ABC):
 
     @abstractmethod
     def copy_out(self, job: Job, urgent: int) -> None:
-        """Copy device blocks to host slots. The first ``urgent`` blocks are read before all work that the engine
-        launches next; the others may be read later."""
+        """Copy device blocks to host slots.
+
+        The first ``urgent`` blocks are read before all work that the engine launches next, the others perhaps later.
+        """
 
     def finish_copies_out(self, copy_ids: Iterable[int]) -> None:  # noqa: B027  # nothing where copies are synchronous
         """Order the reads of these unfinished copies before all work that the engine launches next."""
