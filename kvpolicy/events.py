@@ -170,7 +170,7 @@ class Transfer:
     """One finished direction of a copy on one rank; times on the clock of the engine core's machine."""
 
     copy_id: int
-    """Id of the copy; never reused, so that a request preempted again is not confused with its earlier copy."""
+    """Id of the copy in this direction; never reused. A save in several parts has one for each."""
     direction: Direction
     ok: bool
     bytes: int

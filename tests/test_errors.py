@@ -30,7 +30,6 @@ BARE = {
     "integrations/kvpolicy_vllm/bench/serve_engine.py",
     "integrations/kvpolicy_vllm/bench/plugin_switch.py",
     "integrations/kvpolicy_vllm/plugin/copiers/base.py",
-    "integrations/kvpolicy_vllm/plugin/host_copies.py",
 }
 """Where ValueError is raised for what no user gives: a caller's mistake in Python, or scikit-learn's contract."""
 PLAIN_BY_OTHERS = {

@@ -38,27 +38,25 @@ def block_digests(segments: list[torch.Tensor], block_ids: tuple[int, ...]) -> t
 
 
 class Digests:
-    """Before whichever copier: what was saved and whether that came back, by copy and host slot; numbers stay on the
-    device. A load may ask for a part of what was saved: what is still in the prefix cache need not come back."""
+    """Before whichever copier: what was saved and whether that came back, by host slot; numbers stay on the device."""
 
     device_segments: list[torch.Tensor]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.saved: dict[int, tuple[Job, torch.Tensor]] = {}
+        self.saved: dict[int, torch.Tensor] = {}
         self.compared: list[torch.Tensor] = []
 
     def copy_out(self, job: Job, urgent: int) -> None:
-        self.saved[job.copy_id] = (job, block_digests(self.device_segments, job.block_ids))
+        self.saved.update(zip(job.slots, block_digests(self.device_segments, job.block_ids), strict=True))
         super().copy_out(job, urgent)  # a mixin's super is a copier
 
     def copied_in(self, job: Job) -> bool:
         """The blocks are not reported as loaded yet, so no step has written into them."""
         there = bool(super().copied_in(job))
         if there:
-            was, digests = self.saved[job.copy_id]
-            places = numbers_on([was.slots.index(slot) for slot in job.slots], digests.device)
-            self.compared.append(block_digests(self.device_segments, job.block_ids) == digests[places])
+            digests = torch.stack([self.saved[slot] for slot in job.slots])
+            self.compared.append(block_digests(self.device_segments, job.block_ids) == digests)
         return there
 
     def told(self) -> dict[str, int]:

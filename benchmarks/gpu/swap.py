@@ -116,7 +116,6 @@ class Bench:
             raise RuntimeError(f"{name}: the load did not end well: {copier.transfers[-1].error}")
         if not all(torch.equal(segment[ids], was) for segment, was in zip(self.segments, before, strict=True)):
             raise RuntimeError(f"{name}: blocks came back different")
-        copier.drop([job.copy_id])
         return times
 
 

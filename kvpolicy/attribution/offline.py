@@ -185,11 +185,17 @@ def _with_request_record(decisions: pa.Table, requests: pa.Table) -> pa.Array:
 
 
 def _save_missing(outcomes: pa.Table, decisions: pa.Table, transfers: pa.Table) -> Flags:
-    """Whether each outcome was swapped but has no recorded save."""
+    """Whether each outcome was swapped, lost a block that has to be saved at once, and has no recorded save.
+
+    Hashed blocks may all survive on the device, or be saved with another preemption's.
+    """
     ids = outcomes["preemption_id"].combine_chunks()
     swaps = decisions.filter(pc.equal(decisions["executed"], "swap"))["preemption_id"].combine_chunks()
+    survivors = decisions.filter(pc.equal(decisions["hashed_blocks"], decisions["held_blocks"]))
     swapped = (_index_in(ids, swaps) >= 0) | (_ints(outcomes, "loaded_tokens") > 0)
-    return np.asarray(swapped & (_index_in(ids, _with_transfer(transfers, "save")) < 0), dtype=np.bool_)
+    unhashed = _index_in(ids, survivors["preemption_id"].combine_chunks()) < 0
+    unsaved = _index_in(ids, _with_transfer(transfers, "save")) < 0
+    return np.asarray(swapped & unhashed & unsaved, dtype=np.bool_)
 
 
 def _with_transfer(transfers: pa.Table, direction: str) -> pa.Array:

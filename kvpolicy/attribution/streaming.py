@@ -98,8 +98,8 @@ class LiveCosts:
     _aftermath: float = 0.0
     _second_aftermath: float = 0.0
     _unsettled: deque[_Step] = field(default_factory=deque, repr=False)
-    _in_flight: dict[tuple[str, str], int] = field(default_factory=dict, repr=False)
-    """First step that each copy in flight may overlap."""
+    _in_flight: dict[int, tuple[str, int]] = field(default_factory=dict, repr=False)
+    """Preemption of each copy in flight, and the first step that it may overlap, by the copy's id."""
     _finished_copies: list[_Copy] = field(default_factory=list, repr=False)
     """Finished copies that may overlap unsettled steps."""
     _accounts: dict[str, _Account] = field(default_factory=dict, repr=False)
@@ -112,22 +112,17 @@ class LiveCosts:
 
     # ---- events ----
 
-    def copy_begins(self, preemption_id: str, direction: str) -> None:
+    def copy_begins(self, copy_id: int, preemption_id: str) -> None:
         """A copy is handed to the workers. Steps from now on wait until its times are reported."""
-        self._in_flight[preemption_id, direction] = self._step_count
+        self._in_flight[copy_id] = preemption_id, self._step_count
         self._undisturbed = False
 
-    def copy_ends(self, preemption_id: str, direction: str, start_s: float, end_s: float) -> None:
+    def copy_ends(self, copy_id: int, preemption_id: str, start_s: float, end_s: float) -> None:
         """A copy ran from ``start_s`` to ``end_s``, on the same clock as steps."""
-        self._in_flight.pop((preemption_id, direction), None)
+        self._in_flight.pop(copy_id, None)
         self._finished_copies.append(_Copy(preemption_id, start_s, end_s))
         del self._finished_copies[:-MAX_WAITING]  # stays bounded even if a worker's clock is wrong
         self._undisturbed = False
-
-    def copy_lost(self, preemption_id: str, direction: str) -> None:
-        """The times of a copy will never be reported. Its preemption's cost stays unknown."""
-        if self._in_flight.pop((preemption_id, direction), None) is not None:
-            self._discard(preemption_id)
 
     def closed(self, preemption_id: str, executed: Kind | None, ended: Ending) -> None:
         """The outcome closed in the next reported step, which may be the one in which it lost its blocks."""
@@ -196,7 +191,7 @@ class LiveCosts:
         grows beyond :data:`IDLE_S`, so that hardly any time without a copy is attributed to one.
         """
         unsettled = self._unsettled
-        if parts != NOTHING or len(unsettled) < AFTERMATH_STEPS or self._step_count in self._in_flight.values():
+        if parts != NOTHING or len(unsettled) < AFTERMATH_STEPS or self._step_count in self._first_steps():
             return False
         last = unsettled[-1]
         if not self._may_be_overlapped(last.number) or last.end_s != start_s or end_s - last.start_s > IDLE_S:
@@ -210,13 +205,17 @@ class LiveCosts:
         return True
 
     def _may_be_overlapped(self, number: int) -> bool:
-        return bool(self._in_flight) and min(self._in_flight.values()) <= number
+        return bool(self._in_flight) and min(self._first_steps()) <= number
+
+    def _first_steps(self) -> list[int]:
+        return [first for _, first in self._in_flight.values()]
 
     def _give_up(self, number: int) -> None:
         """Treat copies in flight that may overlap step ``number`` as lost, and their preemptions' costs as unknown."""
-        for name, direction in [key for key, first in self._in_flight.items() if first <= number]:
-            del self._in_flight[name, direction]
-            self._discard(name)
+        for copy_id, (name, first) in list(self._in_flight.items()):
+            if first <= number:
+                del self._in_flight[copy_id]
+                self._discard(name)
 
     def _discard(self, name: str) -> None:
         self.given_up += self._accounts.pop(name, None) is not None
@@ -278,7 +277,7 @@ class LiveCosts:
         return step.end_s - step.start_s - pace * expected, prices
 
     def _complete_costs(self) -> Iterable[LiveCost]:
-        in_flight = {name for name, _ in self._in_flight}
+        in_flight = {name for name, _ in self._in_flight.values()}
         for name, (executed, ended, number) in list(self._closed.items()):
             account = self._accounts[name]
             if name not in in_flight and self._settled >= max(number, account.last + AFTERMATH_STEPS):

@@ -13,10 +13,15 @@ from kvpolicy.simulator.base import Server, Times
 
 
 class Numbered(Protocol):
-    """A copy as the link sees it. A save and the load of the same content have the same number."""
+    """A copy in one direction, as the link sees it."""
 
     @property
     def copy_id(self) -> int: ...
+
+    @property
+    def saved_by(self) -> int:
+        """For a load: number of the last save that it needs; saves run in the order of their numbers."""
+        ...
 
 
 Copied = TypeVar("Copied", bound=Numbered)
@@ -93,9 +98,9 @@ class LinkQueues(Generic[Copied]):
         return ends_s
 
     def _saved_s(self, copy: Copied) -> float:
-        """When the save of the same content ends; 0 where it is no longer under way."""
+        """When the last save that the load needs ends; 0 where it is no longer under way."""
         saving = (
-            running_copy.transfer.end_s for running_copy in self.running if running_copy.copy.copy_id == copy.copy_id
+            running_copy.transfer.end_s for running_copy in self.running if running_copy.copy.copy_id == copy.saved_by
         )
         return max(saving, default=0.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from statistics import fmean, median
+from typing import Any
 
 import pytest
 
@@ -66,15 +67,15 @@ def test_a_recompute_worked_by_hand_aftermath_included() -> None:
 def test_a_swap_is_charged_for_its_copies_even_if_they_are_reported_late() -> None:
     engine = Engine()
     engine.calm()
-    engine.live.copy_begins("p", "save")
+    engine.live.copy_begins(1, "p")
     at = engine.now_s
     engine.step((2, 2, 500, 0), 4e-3, preempted=("p",), requests=2)
-    engine.live.copy_ends("p", "save", at, at + 4e-3)
-    engine.live.copy_begins("p", "load")
+    engine.live.copy_ends(1, "p", at, at + 4e-3)
+    engine.live.copy_begins(2, "p")
     began = engine.now_s
     for extra_s in (5e-4, 2e-4):
         assert engine.step((2, 2, 502, 0), extra_s, requests=2) == ()
-    engine.live.copy_ends("p", "load", began + 1e-4, engine.now_s - 1e-4)
+    engine.live.copy_ends(2, "p", began + 1e-4, engine.now_s - 1e-4)
     engine.live.closed("p", "swap", "resumed")
     assert engine.step((3, 3, 900, 0), requests=3) == ()
     (cost,) = engine.step((3, 3, 903, 0), requests=3)
@@ -89,8 +90,8 @@ def test_a_shared_step_is_split_by_what_each_did_in_it() -> None:
     engine.step((3, 3, 600, 0), preempted=("p",), requests=3)
     engine.calm(3)
     at = engine.now_s
-    engine.live.copy_begins("q", "save")
-    engine.live.copy_ends("q", "save", at, at + 1e-3)
+    engine.live.copy_begins(3, "q")
+    engine.live.copy_ends(3, "q", at, at + 1e-3)
     for name in ("p", "q"):
         engine.live.closed(name, "recompute", "resumed")
     engine.step((103, 3, 600, 0), 1e-3, preempted=("q",), repeated=(("p", (100, 0, 0, 0)),))
@@ -115,7 +116,7 @@ def test_a_slower_machine_is_no_cost() -> None:
 def test_a_copy_without_a_reported_end_is_given_up_and_costs_nothing() -> None:
     engine = Engine()
     engine.calm()
-    engine.live.copy_begins("p", "save")
+    engine.live.copy_begins(1, "p")
     engine.step(preempted=("p",))
     engine.live.closed("p", "swap", "resumed")
     for _ in range(MAX_WAITING + 5):
@@ -132,11 +133,11 @@ def test_an_idle_engine_waits_for_a_load_however_long(steps: int) -> None:
     engine = Engine()
     engine.calm()
     engine.step(preempted=("p",))
-    engine.live.copy_begins("p", "load")
+    engine.live.copy_begins(2, "p")
     began = engine.now_s
     for _ in range(steps):
         assert engine.step((0, 0, 0, 0), extra_s=1e-3, requests=0) == ()
-    engine.live.copy_ends("p", "load", began, engine.now_s)
+    engine.live.copy_ends(2, "p", began, engine.now_s)
     engine.live.closed("p", "swap", "resumed")
     (cost,) = engine.until_told()
     assert engine.live.given_up == 0
@@ -163,7 +164,7 @@ def live_costs(trace: Trace, model: StepTimeModel) -> dict[str, LiveCost]:
     return values
 
 
-def _live_costs_of_core(rows: dict[str, list[dict[str, object]]], live: LiveCosts) -> dict[str, LiveCost]:
+def _live_costs_of_core(rows: dict[str, list[dict[str, Any]]], live: LiveCosts) -> dict[str, LiveCost]:
     lost, executed = defaultdict(list), {row["preemption_id"]: row["executed"] for row in rows["decisions"]}
     for row in rows["outcomes"]:
         lost[row["first_step"]].append(row["preemption_id"])
@@ -175,10 +176,10 @@ def _live_costs_of_core(rows: dict[str, list[dict[str, object]]], live: LiveCost
         end_s = step["start_s"] + step["duration_s"]
         while begins and begins[0]["start_s"] < end_s:
             row = begins.pop(0)
-            live.copy_begins(row["preemption_id"], row["direction"])
+            live.copy_begins(_copy_id(row), row["preemption_id"])
         while ends and ends[0]["end_s"] <= end_s:
             row = ends.pop(0)
-            live.copy_ends(row["preemption_id"], row["direction"], row["start_s"], row["end_s"])
+            live.copy_ends(_copy_id(row), row["preemption_id"], row["start_s"], row["end_s"])
         while closes and closes[0]["closed_s"] <= end_s + 1e-9:
             row = closes.pop(0)
             live.closed(row["preemption_id"], executed[row["preemption_id"]], row["ended"])
@@ -187,6 +188,11 @@ def _live_costs_of_core(rows: dict[str, list[dict[str, object]]], live: LiveCost
         for cost in live.step(parts, step["scheduled_requests"], step["start_s"], end_s, lost[step["step"]], again):
             values[cost.preemption_id] = cost
     return values
+
+
+def _copy_id(row: dict[str, Any]) -> int:
+    """In earlier traces a save and its load have the same generation."""
+    return int(2 * row["generation"] + (row["direction"] == "load"))
 
 
 @pytest.mark.parametrize("name", ["cpu-llama-native", "cpu-llama-simulated-link"])
@@ -206,18 +212,6 @@ def test_the_traces_that_ship_cost_live_what_they_cost_offline(name: str) -> Non
     assert fmean(here for here, _ in delays) == pytest.approx(fmean(there for _, there in delays), rel=0.1)
 
 
-def test_a_lost_copy_leaves_only_its_own_cost_unknown() -> None:
-    engine = Engine()
-    engine.calm()
-    engine.live.copy_begins("p", "save")
-    engine.step((3, 3, 600, 0), preempted=("p", "q"), requests=3)
-    engine.live.copy_lost("p", "save")
-    engine.live.closed("p", "swap", "aborted")
-    engine.live.closed("q", "recompute", "aborted")
-    assert [cost.preemption_id for cost in engine.until_told()] == ["q"]
-    assert engine.live.given_up == 1
-
-
 def test_an_outcome_may_close_before_the_step_that_lost_the_blocks_is_reported() -> None:
     """As after a reset, when the victim is back with the very next step, or an abort while a step is in flight."""
     engine = Engine()
@@ -232,6 +226,6 @@ def test_memory_of_unreported_events_is_bounded() -> None:
     engine = Engine()
     for number in range(3 * MAX_WAITING):
         engine.live.closed(f"never-{number}", "recompute", "aborted")
-        engine.live.copy_ends(f"ahead-{number}", "save", 1e9, 1e9 + 1)
+        engine.live.copy_ends(-number - 1, f"ahead-{number}", 1e9, 1e9 + 1)
     engine.calm(0)
     assert len(engine.live._early) <= MAX_WAITING and len(engine.live._finished_copies) <= MAX_WAITING

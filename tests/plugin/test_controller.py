@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +35,6 @@ class Request(SimpleNamespace):
 
 class Pool(SimpleNamespace):
     num_gpu_blocks = 100
-    blocks = tuple(SimpleNamespace(ref_cnt=int(block_id == 8)) for block_id in range(10))
 
     def get_num_free_blocks(self) -> int:
         return 0
@@ -50,13 +49,16 @@ class Scheduler:
     def __init__(self, request: Request) -> None:
         self.requests: dict[str, Any] = {"r": request}
         self.running: list[Any] = []
-        blocks = [SimpleNamespace(ref_cnt=1, block_hash=None) for _ in range(BLOCKS)]
-        self.kv_cache_manager = SimpleNamespace(
-            block_pool=Pool(),
-            get_blocks=lambda _: SimpleNamespace(blocks=[blocks]),
-            get_block_ids=lambda _: ([7, 8, 9],),
-        )
+        self.blocks = [SimpleNamespace(ref_cnt=int(at == 8), block_hash=None, block_id=at) for at in range(20)]
+        self.blocks_of: dict[str, list[int]] = {"r": [7, 8, 9]}
+        self.kv_cache_manager = SimpleNamespace(block_pool=Pool(blocks=self.blocks), get_blocks=self._get_blocks)
         self.loaded_requests = SimpleNamespace(load_begins=lambda request: None)
+
+    def _get_blocks(self, request_id: str) -> Any:
+        return SimpleNamespace(blocks=[[self.blocks[block_id] for block_id in self.blocks_of[request_id]]])
+
+    def hash_block(self, block_id: int, value: str | None) -> None:
+        self.blocks[block_id].block_hash = value
 
     def get_num_unfinished_requests(self) -> int:
         return 0 if self.paused else len(self.requests)
@@ -105,9 +107,6 @@ class Events(Observer):
     def idle(self) -> None:
         self.told.append(("idle", ""))
 
-    def copy_lost(self, preemption_id: str) -> None:
-        self.told.append(("copy_lost", preemption_id))
-
     def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         self.told.append((outcome.ended, opened.executed))
 
@@ -136,21 +135,27 @@ class World:
         self.controller.preempting(self.request, cause)
         self.request.num_computed_tokens = 0
         self.request.num_preemptions += 1
-        self._rest_of_step({})
+        self.rest_of_step({})
 
-    def step(self, tokens: int = 0) -> None:
+    def step(self, tokens: int = 0, taken: Sequence[int] = (), kept: Sequence[int] = ()) -> None:
+        """``taken``: blocks that a new request gets, of which ``kept`` keep their content."""
         self.controller.step_begins(self.scheduler)
-        self._rest_of_step({"r": tokens} if tokens else {})
+        for block_id in taken:
+            if block_id not in kept:
+                self.scheduler.hash_block(block_id, None)
+        self.rest_of_step({"r": tokens} if tokens else {}, taken)
 
-    def _rest_of_step(self, scheduled: dict[str, int]) -> None:
+    def rest_of_step(self, scheduled: dict[str, int], taken: Sequence[int] = ()) -> None:
         begin = self.request.num_computed_tokens
         self.request.num_computed_tokens += sum(scheduled.values())
-        cached = SimpleNamespace(req_ids=list(scheduled), num_computed_tokens=[begin] * len(scheduled))
+        cached = SimpleNamespace(
+            req_ids=list(scheduled), num_computed_tokens=[begin] * len(scheduled), new_block_ids=[None, (list(taken),)]
+        )
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()),
             scheduled_new_reqs=[], scheduled_cached_reqs=cached,
         )  # fmt: skip
-        self.jobs.append(self.controller.take_jobs(idle=not scheduled))
+        self.jobs.append(self.controller.take_jobs(output))
         self.controller.step_scheduled(output)
         self.controller.step_done(output)
 
@@ -235,9 +240,79 @@ def test_a_load_that_fails_makes_a_recompute_of_it(world: World) -> None:
 def test_a_request_that_leaves_before_its_save_is_confirmed_leaves_nothing(world: World) -> None:
     world.preempt()
     world.controller.finished(world.request)
-    assert world.events.told[1:] == [("executed", "swap"), ("copy_lost", "core-1"), ("aborted", "swap")]
+    assert world.events.told[1:] == [("executed", "swap"), ("aborted", "swap")]
     world.finish_copies("save")
-    assert len(world.events.told) == 4 and world.controller.stats()["host_slots_used"] == 0
+    assert len(world.events.told) == 3 and world.controller.stats()["host_slots_used"] == 0
+
+
+class TestBlocksThatSurvive:
+    """The two full blocks, 7 and 8, are in the prefix cache; the third one, 9, is not."""
+
+    @pytest.fixture
+    def world(self) -> World:
+        made = World()
+        for block_id in (7, 8):
+            made.scheduler.hash_block(block_id, f"hash {block_id}")
+        return made
+
+    def saved(self, world: World) -> list[tuple[int, ...]]:
+        return [job.block_ids for step in world.jobs for job in step.saves]
+
+    def test_they_are_saved_when_a_step_takes_them(self, world: World) -> None:
+        world.preempt()
+        assert self.saved(world) == [(9,)]
+        world.step(taken=[5, 7, 8], kept=(7,))
+        assert self.saved(world) == [(9,), (8,)], "7 is taken by a hit and keeps its content"
+        world.step(taken=[8])
+        assert len(self.saved(world)) == 2
+
+    def test_also_where_a_load_takes_them(self, world: World) -> None:
+        world.preempt()
+        world.scheduler.hash_block(8, None)
+        world.controller.admitted(world.request, [7, 5, 6], 24)
+        world.step()
+        assert self.saved(world) == [(9,), (8,)] and [job.block_ids for job in world.jobs[-1].loads] == [(5, 6)]
+
+    def test_also_where_a_request_that_took_them_is_preempted_in_the_same_step(self, world: World) -> None:
+        world.preempt()
+        world.controller.step_begins(world.scheduler)
+        other = Request()
+        other.request_id, other.num_computed_tokens = "other", 16
+        world.scheduler.requests["other"] = other
+        world.scheduler.hash_block(8, None)
+        world.scheduler.blocks_of["other"] = [5, 8]
+        world.controller.preempting(other, "memory")
+        world.rest_of_step({})
+        assert self.saved(world) == [(9,), (8,), (5,)]
+
+    def test_where_the_engine_clears_blocks_all_are_saved_at_once(self, world: World) -> None:
+        world.scheduler.needs_kv_cache_zeroing = True
+        world.preempt()
+        assert self.saved(world) == [(7, 8, 9)]
+
+    def test_a_swap_that_copies_nothing_is_settled_in_its_step(self, world: World) -> None:
+        world.request.num_computed_tokens = 32
+        world.preempt()
+        assert self.saved(world) == [] and world.events.told == [("decided", "swap"), ("executed", "swap")]
+        world.controller.admitted(world.request, [7, 8, 5], 0)
+        world.request.num_computed_tokens = 32
+        world.step(1)
+        assert world.events.told[2:] == [("resumed", "swap")] and world.controller.stats()["host_slots_used"] == 0
+
+    def test_a_copy_that_is_given_up_is_counted_and_recomputed(self, world: World) -> None:
+        """Of eight slots it has one when a longer request takes all."""
+        world.preempt()
+        other = Request()
+        other.request_id, other.num_computed_tokens, other.num_tokens = "other", 128, 129
+        world.scheduler.requests["other"] = other
+        world.scheduler.blocks_of["other"] = list(range(10, 18))
+        world.controller.step_begins(world.scheduler)
+        world.controller.preempting(other, "memory")
+        world.rest_of_step({})
+        assert ("executed", "recompute") in world.events.told
+        assert world.stats("fallbacks") == {"fallbacks|reason=host_full": 1}
+        assert world.rows.rows["decisions"][0]["reason"] == "host_full"
+        assert world.controller.loadable_tokens(world.request, 0) == 0
 
 
 def test_a_reset_forgets_what_was_saved_and_swaps_nobody(world: World) -> None:

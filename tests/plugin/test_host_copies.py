@@ -14,10 +14,11 @@ from kvpolicy_vllm.plugin.host_copies import (
     MAX_FAILURES_IN_A_ROW,
     MAX_SUSPENSION_S,
     WARNING_EVERY_S,
+    Copy,
     CopyBook,
     CopyHealth,
 )
-from kvpolicy_vllm.plugin.messages import Job, Transfer
+from kvpolicy_vllm.plugin.messages import NO_SLOT, Transfer
 
 
 def ack(copy_id: int, direction: Any, ok: bool = True) -> Transfer:
@@ -28,99 +29,168 @@ def nobody(block_ids: Iterable[int]) -> set[int]:
     return set()
 
 
+def unhashed(*block_ids: int) -> list[tuple[None, int]]:
+    return [(None, block_id) for block_id in block_ids]
+
+
+def slots_of(copy: Copy) -> tuple[int | None, ...]:
+    return tuple(block.slot for block in copy.blocks)
+
+
 class TestCopies:
     def test_a_whole_life(self) -> None:
         book = CopyBook(slots=4, ranks=1, block_bytes=100)
-        copy = book.save("r", "p", 40, (7, 8, 9))
+        copy = book.keep("r", "p", 40, unhashed(7, 8, 9))
+        slots = slots_of(copy)
         assert book.pool.used == 3 and book.queued_bytes("save") == 300
-        jobs = book.take_jobs(0, idle=False, taken_of=nobody)
-        assert jobs.saves == (Job(copy.copy_id, "r", (7, 8, 9), copy.slots),)
-        assert [settled.ok for settled in book.acknowledge([ack(copy.copy_id, "save")])] == [True]
+        (save,) = book.take_jobs(0, idle=False, taken_of=nobody).saves
+        assert (save.request_id, save.block_ids, save.slots, book.preemption_of(save)) == ("r", (7, 8, 9), slots, "p")
+        assert [settled.ok for settled in book.acknowledge([ack(save.copy_id, "save")])] == [True]
         assert book.queued_bytes("save") == 0
         assert book.loadable_tokens("r", 100, 16) == 24
         book.begin_load("r", 1, (1, 2), 24)
-        assert book.loadable_tokens("r", 100, 0) == 0
-        assert book.take_jobs(1, idle=False, taken_of=nobody).loads == (Job(copy.copy_id, "r", (1, 2), copy.slots[1:]),)
-        assert book.pool.used == 3
-        book.acknowledge([ack(copy.copy_id, "load")])
-        assert book.pool.used == 0 and len(book) == 0
+        assert book.loadable_tokens("r", 100, 0) == 0 and book.queued_bytes("load") == 200
+        (load,) = book.take_jobs(1, idle=False, taken_of=nobody).loads
+        assert (load.request_id, load.block_ids, load.slots, load.saved_by) == ("r", (1, 2), slots[1:], save.copy_id)
+        assert book.pool.used == 2, "what is not loaded is not needed"
+        book.acknowledge([ack(load.copy_id, "load")])
+        assert book.pool.used == 0 and book.of("r") is None and book.queued_bytes("load") == 0
+
+    def test_blocks_that_survive_are_never_copied(self) -> None:
+        book = CopyBook(slots=4, ranks=1, block_bytes=100)
+        copy = book.keep("r", "p", 40, [("h1", 7), ("h2", 8), (None, 9)])
+        (first,) = book.take_jobs(0, False, nobody).saves
+        assert first.block_ids == (9,) and book.take_begun() == []
+        book.lost([8, 3])
+        (second,) = book.take_jobs(1, False, {8, 9}.intersection).saves
+        assert second.block_ids == (8,), "when the device gives it away"
+        assert book.take_jobs(2, False, {8}.intersection) is book.take_jobs(3, False, nobody), "named once"
+        book.begin_load("r", 1, (4, 5), 24)
+        (load,) = book.take_jobs(4, False, nobody).loads
+        assert load.slots == slots_of(copy) and load.saved_by == second.copy_id and not book.pool.watching
+
+    def test_a_copy_of_what_is_all_on_the_device_needs_no_save(self) -> None:
+        book = CopyBook(slots=4, ranks=1, block_bytes=100)
+        copy = book.keep("r", "p", 32, [("h1", 7), ("h2", 8)])
+        assert book.take_jobs(0, False, nobody).saves == ()
+        assert book.take_begun() == [copy] and book.take_begun() == []
+
+    def test_what_several_requests_need_is_saved_once(self) -> None:
+        book = CopyBook(slots=4, ranks=1, block_bytes=100)
+        book.keep("r", "p1", 32, [("h1", 7), ("h2", 8)])
+        book.keep("s", "p2", 32, [("h1", 7), ("h3", 9)])
+        book.lost([7, 9])
+        jobs = book.take_jobs(0, False, nobody).saves
+        assert [(job.request_id, job.block_ids) for job in jobs] == [("r", (7,)), ("s", (9,))]
+        book.forget("r")
+        book.acknowledge([ack(jobs[0].copy_id, "save", ok=False)])
+        assert book.of("s") is None and book.pool.used == 0, "it needed the block whose save failed"
+
+    def test_a_copy_that_is_given_up_is_gone_and_reported(self) -> None:
+        book = CopyBook(slots=2, ranks=1, block_bytes=100)
+        short = book.keep("r", "p1", 16, unhashed(1))
+        book.keep("s", "p2", 32, unhashed(2, 3))
+        assert book.of("r") is None and book.take_given_up() == [short] and book.take_given_up() == []
+        (job,) = book.take_jobs(0, False, nobody).saves
+        assert job.request_id == "s" and book.queued_bytes("save") == 200
+
+    def test_what_can_have_no_slot_is_sent_without_one(self) -> None:
+        book = CopyBook(slots=1, ranks=1, block_bytes=100)
+        book.keep("r", "p1", 16, unhashed(1))
+        book.keep("s", "p2", 32, [("h", 2)])
+        book.begin_load("r", 0, (5,), 16)
+        book.begin_load("s", 0, (6,), 16)
+        assert book.take_jobs(0, False, nobody).loads[1].slots == (NO_SLOT,), "the worker fails it"
+
+    def test_nothing_is_found_by_its_hash_after_a_reset(self) -> None:
+        book = CopyBook(slots=2, ranks=1, block_bytes=100)
+        book.keep("r", "p1", 16, [("h", 1)])
+        book.lost([1])
+        book.begin_load("r", 0, (5,), 16)
+        book.take_jobs(0, False, nobody)
+        book.forget_all()
+        book.keep("s", "p2", 16, [("h", 2)])
+        assert book.pool.key_at(2) == "h"
 
     def test_blocks_are_named_that_a_step_overwrites_until_their_save_is_confirmed(self) -> None:
         book = CopyBook(slots=8, ranks=1, block_bytes=100)
-        first = book.save("r", "p", 48, (6, 7, 8, 9))
-        assert book.take_jobs(0, False, {8, 5}.intersection).overwritten == {8}
-        second = book.save("s", "q", 20, (3, 4))
+        book.keep("r", "p", 48, unhashed(6, 7, 8, 9))
+        first = book.take_jobs(0, False, {8, 5}.intersection)
+        assert first.overwritten == {8}
+        book.keep("s", "q", 20, unhashed(3, 4))
         assert book.take_jobs(1, False, {3, 8, 9}.intersection).overwritten == {3, 9}, "a block is named once"
-        book.acknowledge([ack(first.copy_id, "save")])
+        book.acknowledge([ack(first.saves[0].copy_id, "save")])
         assert book.take_jobs(2, False, {6, 9}.intersection).overwritten == set()
         assert book.take_jobs(3, False, nobody) is book.take_jobs(4, False, nobody), "no message where there is no work"
         book.forget("s")
         jobs = book.take_jobs(5, False, {3, 4}.intersection)
-        assert jobs.dropped == (second.copy_id,) and not jobs.overwritten, (
-            "what nobody wants any more may be overwritten"
-        )
+        assert not jobs.overwritten, "what nobody wants any more may be overwritten"
 
     def test_copies_are_under_way_until_all_ranks_reported_their_end(self) -> None:
         """A forgotten save goes on reading the device's memory, which an engine that sleeps gives up."""
         book = CopyBook(slots=4, ranks=2, block_bytes=100)
-        copy = book.save("r", "p", 10, (1,))
+        book.keep("r", "p", 10, unhashed(1))
         assert not book.under_way
-        book.take_jobs(0, idle=False, taken_of=nobody)
+        (save,) = book.take_jobs(0, idle=False, taken_of=nobody).saves
         book.forget("r")
-        assert book.under_way and book.acknowledge([ack(copy.copy_id, "save")]) == []
-        assert book.under_way and book.acknowledge([ack(copy.copy_id, "save", ok=False)]) == []
-        assert not book.under_way
-        copy = book.save("s", "p", 10, (1,))
-        book.take_jobs(1, idle=False, taken_of=nobody)
-        book.acknowledge([ack(copy.copy_id, "save")] * 2)
+        assert book.under_way and book.acknowledge([ack(save.copy_id, "save")]) == []
+        assert book.under_way
+        (settled,) = book.acknowledge([ack(save.copy_id, "save", ok=False)])
+        assert not book.under_way and settled.copy.preemption_id == "p"
+        book.keep("s", "p", 10, unhashed(1))
+        (save,) = book.take_jobs(1, idle=False, taken_of=nobody).saves
+        book.acknowledge([ack(save.copy_id, "save")] * 2)
         book.begin_load("s", 0, (2,), 10)
         assert book.under_way
-        book.acknowledge([ack(copy.copy_id, "load")] * 2)
+        (load,) = book.take_jobs(2, idle=False, taken_of=nobody).loads
+        book.acknowledge([ack(load.copy_id, "load")] * 2)
         assert not book.under_way
 
     def test_all_ranks_must_finish(self) -> None:
         book = CopyBook(slots=4, ranks=2, block_bytes=100)
-        copy = book.save("r", "p", 10, (1,))
-        book.take_jobs(0, idle=False, taken_of=nobody)
-        assert book.acknowledge([ack(copy.copy_id, "save")]) == []
-        assert [settled.ok for settled in book.acknowledge([ack(copy.copy_id, "save", ok=False)])] == [False]
+        book.keep("r", "p", 10, unhashed(1))
+        (save,) = book.take_jobs(0, idle=False, taken_of=nobody).saves
+        assert book.acknowledge([ack(save.copy_id, "save")]) == []
+        assert [settled.ok for settled in book.acknowledge([ack(save.copy_id, "save", ok=False)])] == [False]
         assert book.of("r") is None and book.pool.used == 0
 
     def test_a_forgotten_load_keeps_its_slots_until_it_is_done(self) -> None:
         book = CopyBook(slots=1, ranks=1, block_bytes=100)
-        copy = book.save("r", "p", 10, (1,))
+        book.keep("r", "p", 10, unhashed(1))
         book.take_jobs(0, idle=False, taken_of=nobody)
         book.begin_load("r", 0, (2,), 10)
         book.forget("r")
         assert book.of("r") is None and book.pool.free == 0
-        book.acknowledge([ack(copy.copy_id, "load")])
-        assert book.pool.free == 1
+        (load,) = book.take_jobs(1, idle=False, taken_of=nobody).loads
+        (settled,) = book.acknowledge([ack(load.copy_id, "load")])
+        assert book.pool.free == 1 and settled.copy.orphan
 
     def test_a_save_that_is_forgotten_before_it_is_handed_over_is_not_made(self) -> None:
         book = CopyBook(slots=1, ranks=1, block_bytes=100)
-        book.save("r", "p", 10, (1,))
+        book.keep("r", "p", 10, unhashed(1))
         book.forget("r")
-        assert book.take_jobs(0, idle=False, taken_of=nobody).saves == ()
+        assert book.take_jobs(0, idle=False, taken_of=nobody).saves == () and book.queued_bytes("save") == 0
 
-    def test_a_request_that_comes_back_gets_another_generation(self) -> None:
+    def test_a_request_that_comes_back_gets_another_copy(self) -> None:
         book = CopyBook(slots=4, ranks=1, block_bytes=100)
-        first = book.save("r", "p1", 10, (1,))
-        book.take_jobs(0, idle=False, taken_of=nobody)
+        book.keep("r", "p1", 10, unhashed(1))
+        (first,) = book.take_jobs(0, idle=False, taken_of=nobody).saves
         book.forget("r")
-        second = book.save("r", "p2", 12, (1,))
-        assert second.copy_id != first.copy_id
-        assert book.acknowledge([ack(first.copy_id, "save", ok=False)]) == []
+        second = book.keep("r", "p2", 12, unhashed(1))
+        book.acknowledge([ack(first.copy_id, "save", ok=False)])
         assert book.of("r") is second
+        (save,) = book.take_jobs(1, idle=False, taken_of=nobody).saves
+        assert save.copy_id > first.copy_id
 
     def test_a_load_that_begins_before_its_save_is_handed_over_keeps_its_slots(self) -> None:
         book = CopyBook(slots=1, ranks=1, block_bytes=100)
-        copy = book.save("r", "p", 10, (1,))
+        book.keep("r", "p", 10, unhashed(1))
         book.begin_load("r", 0, (2,), 10)
         jobs = book.take_jobs(0, idle=False, taken_of=nobody)
-        assert [job.copy_id for job in jobs.saves] == [job.copy_id for job in jobs.loads] == [copy.copy_id]
+        assert [job.saved_by for job in jobs.loads] == [job.copy_id for job in jobs.saves]
         book.forget("r")
         assert book.pool.free == 0
-        book.acknowledge([ack(copy.copy_id, "save"), ack(copy.copy_id, "load")])
+        book.acknowledge([ack(jobs.saves[0].copy_id, "save"), ack(jobs.loads[0].copy_id, "load")])
         assert book.pool.free == 1
 
 

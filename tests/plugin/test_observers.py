@@ -127,7 +127,7 @@ def test_gauges_follow_slots_and_open_preemptions() -> None:
         "host_slots_used": 0, "host_slots_total": 4, "open_preemptions": 0,
     }  # fmt: skip
     assert counter.report() is None and not counter.urgent
-    copies.save("r", "p", 40, (7, 8, 9))
+    copies.keep("r", "p", 40, [(None, 7), (None, 8), (None, 9)])
     ledger.add(OpenPreemption("p", "r", "swap", 40, 0.0, 0))
     assert counter.urgent
     assert counter.stats()["host_slots_used"] == 3 and counter.stats()["open_preemptions"] == 1

@@ -17,6 +17,7 @@ TIMES = ConstantTimes(1.0, (0.0,) * 6, 0.0, 100.0, 0.0)
 @dataclass(frozen=True)
 class Copy:
     copy_id: int
+    saved_by: int = 0
 
 
 def queues(link: Link) -> LinkQueues[Copy]:
@@ -48,7 +49,7 @@ def test_without_overlap_the_step_waits_for_all_of_them() -> None:
 def test_one_at_a_time_per_direction_and_a_load_after_its_own_save() -> None:
     link = queues(Link(saves_wait=False))
     assert link.step([(Copy(1), 5), (Copy(2), 5)], [], 0.0, 1.0) == 1.0
-    link.step([], [(Copy(2), 1), (Copy(1), 1)], 1.0, 1.0)
+    link.step([], [(Copy(3, 2), 1), (Copy(4, 1), 1)], 1.0, 1.0)
     assert spans(link)[:2] == [("save", 0.0, 5.0), ("save", 5.0, 10.0)]
     assert spans(link)[2:] == [("load", 10.0, 11.0), ("load", 11.0, 12.0)]
     queued = [(copy.transfer.submit_s, copy.transfer.queued_bytes) for copy in link.running]

@@ -25,6 +25,7 @@ def test_nothing_is_lost_and_nothing_is_left(world: World) -> None:
     assert pool.free == server.device_blocks
     assert getattr(pool, "references", 0) == 0
     assert engine.copies.free == server.host_blocks and not engine.link.running
+    assert not engine.copies.watching and not engine.copies.waiting
     assert engine.copies.queued_bytes("save") == engine.copies.queued_bytes("load") == 0
     assert engine.present == 0 and not engine.scheduler.running and not engine.scheduler.waiting_requests
     assert not engine.scheduler._prefills and not engine.preemptions._closing and not len(engine.fast_path.batch)

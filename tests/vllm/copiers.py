@@ -94,26 +94,29 @@ class FaultyCopier(LateCopier):
 
 
 class DigestCopier(IndexingCopier):
-    """Keeps a digest of every block it saves and of every block it brings back, by (copy, host slot)."""
+    """Keeps a digest of every block it brings back, and what the digest was when it was saved, by (copy, host slot)."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.saved: dict[str, str] = {}
         self.restored: dict[str, str] = {}
+        self._by_slot: dict[int, str] = {}
 
     def copy_out(self, job: Job, urgent: int) -> None:
-        self.saved |= self._digests(job)
+        self._by_slot |= self._digests(job)
         super().copy_out(job, urgent)
 
     def copy_in(self, job: Job) -> None:
         super().copy_in(job)
-        self.restored |= self._digests(job)
+        for slot, digest in self._digests(job).items():
+            self.saved[f"{job.copy_id}/{slot}"] = self._by_slot[slot]
+            self.restored[f"{job.copy_id}/{slot}"] = digest
 
-    def _digests(self, job: Job) -> dict[str, str]:
+    def _digests(self, job: Job) -> dict[int, str]:
         values = {}
         for block, slot in zip(job.block_ids, job.slots, strict=True):
             state = hashlib.sha256()
             for device in self.device_segments:
                 state.update(device[block].contiguous().view(torch.uint8).numpy().tobytes())
-            values[f"{job.copy_id}/{slot}"] = state.hexdigest()
+            values[slot] = state.hexdigest()
         return values

@@ -297,14 +297,15 @@ def _wrong_contents(workers: list[SymbolicWorker]) -> Iterator[str]:
 def _left_behind(scheduler: Any, workers: list[SymbolicWorker], learner: Learner) -> Iterator[str]:
     """Blocks, slots, copies and accounts that nobody gave back."""
     controller, pool = scheduler.kvpolicy, scheduler.kv_cache_manager.block_pool
-    # A copy forgotten last is dropped by the workers in a step that does not come any more.
-    to_drop = len(controller.copies._dropped)
     accounts = alone.accounts_left(scheduler)
     left = {
         "device blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # one is vLLM's null block
         "host slots": controller.copies.pool.used,
-        "copies": len(controller.copies._by_id) + len(controller.copies._of_request),
-        "copies in a worker": max(max(0, worker.copies - to_drop) for worker in workers),
+        "copies": len(controller.copies._of_request) + len(controller.copies.pool._copies),
+        "contents by key": len(controller.copies.pool._by_key),
+        "watched blocks": len(controller.copies.pool._watched),
+        "copies under way": len(controller.copies._sent),
+        "queued blocks": sum(controller.copies._queued_blocks.values()),
         "copies loading": controller.copies.loading,
         "open preemptions": len(controller.ledger),
         "decisions awaited": len(learner._awaited.keys() - alone.open_accounts(scheduler)),

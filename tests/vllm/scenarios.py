@@ -10,6 +10,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvpolicy import load_policy
+from kvpolicy_vllm.plugin.host_copies import Copy
 
 Hook = Callable[["Run", int], None]
 
@@ -174,7 +175,7 @@ def aborts(job: dict[str, Any]) -> dict[str, Any]:
         for stage in ("saved", "loading"):
             for request_id in list(run.scheduler.requests):
                 copy = controller.copies.of(request_id)
-                if stage not in aborted and copy is not None and copy.stage.value == stage:
+                if stage not in aborted and copy is not None and _stage(copy) == stage:
                     aborted[stage] = request_id
                     run.engine.abort_request([_external(run, request_id)])
         if step in (20, 21, 22) and run.scheduler.running:
@@ -185,6 +186,12 @@ def aborts(job: dict[str, Any]) -> dict[str, Any]:
 
     run.serve(hook)
     return run.result() | {"aborted": {stage: _name(request_id) for stage, request_id in aborted.items()}}
+
+
+def _stage(copy: Copy) -> str:
+    if copy.loading:
+        return "loading"
+    return "saved" if copy.saved else "kept"
 
 
 def _name(request_id: str) -> str:
@@ -208,7 +215,7 @@ def reset(job: dict[str, Any]) -> dict[str, Any]:
     raised: list[str] = []
 
     def hook(run: Run, step: int) -> None:
-        stages = [copy.stage.value for copy in run.scheduler.kvpolicy.copies._of_request.values()]
+        stages = [_stage(copy) for copy in run.scheduler.kvpolicy.copies._of_request.values()]
         if before:
             return
         if step >= 20 and len(run.scheduler.running) > 1:

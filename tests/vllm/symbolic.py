@@ -64,8 +64,8 @@ class SymbolicWorker:
         self._texts = {request.request_id: _text(request) for request in requests}
         self._device = np.full((scheduler.kv_cache_manager.block_pool.num_gpu_blocks, block), NOTHING)
         self._host = np.full((scheduler.kvpolicy.copies.pool.total, block), NOTHING)
-        self._saved: dict[int, tuple[int, ...]] = {}
-        """Slots of every whole copy, by ``copy_id``."""
+        self._saved: set[int] = set()
+        """Slots that hold a whole block."""
         self._loading: deque[tuple[int, int, Job, bool]] = deque()
         """Steps in which each load began and ends, the load, and whether it succeeds."""
         self._saving: deque[Saving] = deque()
@@ -84,11 +84,6 @@ class SymbolicWorker:
     def loading(self) -> int:
         """Loads that are not yet reported."""
         return len(self._loading)
-
-    @property
-    def copies(self) -> int:
-        """Whole copies that may still be loaded."""
-        return len(self._saved)
 
     def found(self) -> dict[str, Any]:
         """What was wrong, and how often something worth testing came about."""
@@ -111,8 +106,6 @@ class SymbolicWorker:
         ends = {name: self._compute(name, count) for name, count in output.num_scheduled_tokens.items()}
         for job in jobs.loads:
             self._begin_load(job)
-        for copy_id in jobs.dropped:
-            self._saved.pop(copy_id, None)
         return ModelRunnerOutput(
             req_ids=list(ends),
             req_id_to_index={name: i for i, name in enumerate(ends)},
@@ -150,8 +143,9 @@ class SymbolicWorker:
             for block in [block for block, slot in earlier.unread.items() if slot in job.slots]:
                 del earlier.unread[block]
         if not ok:
+            self._saved -= set(job.slots)
             return [self._transfer(job, "save", False)]
-        self._saved[job.copy_id] = job.slots
+        self._saved |= set(job.slots)
         late = self._rng.randint(0, self._faults.max_late_steps)
         self._saving.append(
             Saving(job, self._steps, self._steps + late, dict(zip(job.block_ids, job.slots, strict=True)))
@@ -172,9 +166,9 @@ class SymbolicWorker:
         return done
 
     def _begin_load(self, job: Job) -> None:
-        whole = self._saved.get(job.copy_id)
-        self._counts["partial_loads"] += whole is not None and whole[0] != job.slots[0]
-        ok = whole is not None and self._rng.random() >= self._faults.loads_failing
+        first = self._scheduler.kv_cache_manager.get_block_ids(job.request_id)[0][0]
+        self._counts["partial_loads"] += first != job.block_ids[0]
+        ok = self._saved.issuperset(job.slots) and self._rng.random() >= self._faults.loads_failing
         self._loading.append((self._steps, self._steps + self._rng.randint(0, self._faults.max_late_steps), job, ok))
 
     def _finished(self, done: list[Transfer]) -> KVConnectorOutput:

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvpolicy.host_store import HostStore
 from kvpolicy_vllm.plugin.controller import Controller
-from kvpolicy_vllm.plugin.host_copies import SlotPool
 from kvpolicy_vllm.plugin.messages import Job
 from kvpolicy_vllm.plugin.observers import MetricsCounter
 from kvpolicy_vllm.plugin.versions import NEWEST, OLDEST
@@ -120,7 +120,7 @@ def test_a_schedule_comes_out_alike_when_it_is_replayed(tmp_path: Path) -> None:
 
 
 def lose_slots(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotPool, "give_back", lambda pool, slots: None)
+    patch.setattr(HostStore, "release", lambda store, copy: store._copies.pop(copy, None))
 
 
 def save_in_reverse(patch: pytest.MonkeyPatch) -> None:

@@ -103,8 +103,6 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(jobs, StepJobs)
         for job in jobs.loads:
             self._working_copier.load(job)
-        if jobs.dropped:  # after the loads: no load of this step asks for a copy that it drops
-            self._working_copier.drop(jobs.dropped)
 
     def _save(self, jobs: KVConnectorMetadata) -> None:
         assert isinstance(jobs, StepJobs)
@@ -180,7 +178,7 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         controller = self.controller
         assert controller is not None
-        return controller.take_jobs(scheduler_output.total_num_scheduled_tokens == 0)
+        return controller.take_jobs(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         done = connector_output.kv_connector_worker_meta

@@ -1,6 +1,7 @@
 """The state machine on the scheduler side: has each preemption decided and follows it until it is closed.
 
-    preempted -> decided -> executed: a recompute at once; a swap when its save is confirmed, has failed or is forgotten
+    preempted -> decided -> executed: a recompute at once; a swap when its first save is confirmed, has failed or is
+                            forgotten, or when it needs none
               -> admitted -> loaded -> closed: resumed, preempted again or gone
 
 Nothing here may stop a request or change a token. If deciding fails, the request is recomputed, as vLLM alone would
@@ -10,7 +11,7 @@ have done, and the reason is counted. Counting, recording, measuring and learnin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
 from kvpolicy.events import Cause, Kind, copy_was_used
 from kvpolicy.policy import Decider, Policy
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
-from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
+from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook, Settled
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
 from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending
@@ -28,33 +29,33 @@ from kvpolicy_vllm.plugin.trace_writer import RowWriter, TraceRecorder
 
 
 class Swaps:
-    """Swapped preemptions, from the queued save to the end of the load.
+    """Swapped preemptions, from the decision to the end of the load.
 
-    What is executed is final only when the save is confirmed, has failed or is forgotten.
+    What is executed is final only when the first save is confirmed, has failed or is forgotten, or when the step that
+    preempts had nothing to save.
     """
 
     def __init__(self, copies: CopyBook, ledger: Ledger[OpenPreemption], observers: Observers) -> None:
         self._copies, self._ledger, self._observers = copies, ledger, observers
-        self.undecided: dict[int, Pending] = {}
-        """Decisions whose execution is not yet final, by copy id."""
+        self.undecided: dict[str, Pending] = {}
+        """Decisions whose execution is not yet final, by preemption."""
 
-    def begin(self, pending: Pending, block_ids: Sequence[int]) -> None:
-        """Queue the save. ``block_ids``: all blocks of the request."""
-        identity, situation = pending.identity, pending.situation
+    def begin(self, pending: Pending, contents: Iterable[tuple[Hashable | None, int]]) -> None:
+        """Keep what the request loses. ``contents``: hash and device block of each of its blocks."""
+        identity = pending.identity
         self.forget(identity.request_id)
-        held_blocks = tuple(block_ids[: situation.held_blocks])
-        copy = self._copies.save(identity.request_id, identity.preemption_id, situation.computed_tokens, held_blocks)
-        self.undecided[copy.copy_id] = pending
+        tokens = pending.situation.computed_tokens
+        self._copies.keep(identity.request_id, identity.preemption_id, tokens, contents)
+        self.undecided[identity.preemption_id] = pending
 
     def settled(self, settled: Settled) -> None:
-        """One direction of a copy is finished on all ranks."""
+        """A copy is finished in one direction on all ranks."""
         copy = settled.copy
         opened = self._ledger.open_preemption(copy.request_id)
         if settled.direction == "save":
-            self._saved(copy.copy_id, settled.ok, opened)
+            self._saved(copy.preemption_id, settled.ok, opened)
             return
-        if copy.copy_id in self.undecided:  # the load has ended before all ranks confirmed the save
-            self._settle_early(copy.copy_id)
+        self._settle(copy.preemption_id)  # where the load has ended before all ranks confirmed the save
         if copy.orphan:
             return
         if not settled.ok:
@@ -64,18 +65,38 @@ class Swaps:
         if opened is not None:
             opened.loaded_tokens = copy.load_tokens
 
-    def _saved(self, copy_id: int, ok: bool, opened: OpenPreemption | None) -> None:
-        pending = self.undecided.pop(copy_id, None)
-        if pending is None:  # settled early: the copy was forgotten, or its load has ended
+    def step_taken(self) -> None:
+        """The jobs of a step were taken: settle what had nothing to save, and what was given up for want of slots."""
+        for copy in self._copies.take_begun():
+            self._settle(copy.preemption_id)
+        for copy in self._copies.take_given_up():
+            self._given_up(copy)
+
+    def _saved(self, preemption_id: str, ok: bool, opened: OpenPreemption | None) -> None:
+        pending = self.undecided.pop(preemption_id, None)
+        if pending is None:  # settled before
             return
         if not ok:
-            pending.decision = replace(pending.decision, executed="recompute", reason="save_failed")
-            if opened is not None and opened.preemption_id == pending.identity.preemption_id:
-                opened.executed, opened.mixed = "recompute", True
+            self._execute_recompute(pending, "save_failed", opened)
         self._observers.tell("executed", pending)
 
+    def _given_up(self, copy: Copy) -> None:
+        opened = self._ledger.open_preemption(copy.request_id)
+        pending = self.undecided.pop(copy.preemption_id, None)
+        if pending is not None:
+            self._execute_recompute(pending, "host_full", opened)
+            self._observers.tell("executed", pending)
+        elif opened is not None and opened.preemption_id == copy.preemption_id:
+            self.recomputed_after_all(opened, "host_full")
+
+    def _execute_recompute(self, pending: Pending, reason: str, opened: OpenPreemption | None) -> None:
+        pending.decision = replace(pending.decision, executed="recompute", reason=reason)
+        if opened is not None and opened.preemption_id == pending.identity.preemption_id:
+            opened.executed, opened.mixed = "recompute", True
+
     def recomputed_after_all(self, opened: OpenPreemption | None, reason: str) -> None:
-        """The copy was not loaded, because loading failed or vLLM did not load. The cost is neither option's."""
+        """The copy was not loaded: loading failed, vLLM did not load, or the copy was given up. The cost is neither
+        option's."""
         self._observers.tell("fell_back", reason)
         if opened is not None:
             opened.executed, opened.mixed = "recompute", True
@@ -83,13 +104,13 @@ class Swaps:
     def forget(self, request_id: str) -> None:
         """The request no longer needs its copy."""
         copy = self._copies.forget(request_id)
-        if copy is not None and copy.copy_id in self.undecided:
-            self._settle_early(copy.copy_id)
+        if copy is not None:
+            self._settle(copy.preemption_id)
 
     def forget_all(self) -> None:
         """Everything saved or queued is stale, as after a change of weights."""
-        for copy_id in list(self.undecided):
-            self._settle_early(copy_id)
+        for preemption_id in list(self.undecided):
+            self._settle(preemption_id)
         self._copies.forget_all()
 
     def close(self) -> None:
@@ -98,11 +119,11 @@ class Swaps:
             self._observers.tell("executed", pending)
         self.undecided.clear()
 
-    def _settle_early(self, copy_id: int) -> None:
-        """The copy was forgotten, or its load has ended, before its save was confirmed: the decision becomes final."""
-        pending = self.undecided.pop(copy_id)
-        self._observers.tell("executed", pending)
-        self._observers.tell("copy_lost", pending.identity.preemption_id)
+    def _settle(self, preemption_id: str) -> None:
+        """The decision is final, if it was not before."""
+        pending = self.undecided.pop(preemption_id, None)
+        if pending is not None:
+            self._observers.tell("executed", pending)
 
 
 class Controller:
@@ -146,6 +167,9 @@ class Controller:
         """Number of the step that a preemption belongs to; between two steps, as at a reset, the next one."""
         self._lost: list[str] = []
         """Ids of that step's preemptions."""
+        self._unlisted_blocks: list[int] = []
+        """Device blocks that the step being scheduled takes and its output does not list: those of loads, and those of
+        requests that it preempts after all."""
         self._preemptions = 0
         self.swaps = Swaps(copies, self.ledger, self.observers)
         # Some versions of vLLM do not shut down an engine in a script's own process: its records would be lost.
@@ -282,6 +306,7 @@ class Controller:
             total = restorable_tokens(request, self._scheduler, self.copies)
             first, last = (total - load_tokens) // size, -(-total // size)
             self.copies.begin_load(request_id, first, tuple(block_ids[first:last]), load_tokens)
+            self._unlisted_blocks += block_ids[first:last]
             self._scheduler.loaded_requests.load_begins(request)
         elif copy is not None and copy.load_tokens == 0:
             # The prefix cache has all its tokens, or vLLM does not load: the copy is no longer needed.
@@ -289,13 +314,34 @@ class Controller:
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.clock()
 
-    def take_jobs(self, idle: bool) -> StepJobs:
+    def take_jobs(self, output: Any) -> StepJobs:
+        """The workers' jobs in the step that vLLM has just scheduled. ``output``: what it schedules."""
+        if self.copies.pool.watching:
+            self.copies.lost(self._given_away(output))
+        self._unlisted_blocks = []
+        idle = output.total_num_scheduled_tokens == 0
         jobs = self.copies.take_jobs(self._step.number, idle, self._taken_of)
+        self.swaps.step_taken()
         if jobs.saves or jobs.loads:
             self._step.saves, self._step.loads = len(jobs.saves), len(jobs.loads)
             preemptions = {job.copy_id: self.copies.preemption_of(job) for job in (*jobs.saves, *jobs.loads)}
             self.observers.tell("copies_begin", jobs, preemptions)
         return jobs
+
+    def _given_away(self, output: Any) -> Iterator[int]:
+        """Blocks that the step takes and whose watched content the prefix cache has dropped.
+
+        A block may have been taken and given back by an earlier step, unwritten: it still has its content then. A hit
+        takes blocks and leaves them their content.
+        """
+        key_at, blocks = self.copies.pool.key_at, self._scheduler.kv_cache_manager.block_pool.blocks
+        taken = [self._unlisted_blocks, *(request.block_ids[0] for request in output.scheduled_new_reqs)]
+        taken += [groups[0] for groups in output.scheduled_cached_reqs.new_block_ids if groups]
+        for block_ids in taken:
+            for block_id in block_ids:
+                key = key_at(block_id)
+                if key is not None and key != blocks[block_id].block_hash:
+                    yield block_id
 
     def _taken_of(self, block_ids: Iterable[int]) -> set[int]:
         """Those of the blocks that the step being scheduled may write to. Where the engine clears new blocks, it may do
@@ -333,6 +379,10 @@ class Controller:
     # ---- from one state to the next ----
 
     def _decide(self, request: Any, cause: Cause, preemption_id: str) -> Kind:
+        if self.copies.pool.watching:
+            blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+            computed_blocks = -(-request.num_computed_tokens // self._scheduler.block_size)
+            self._unlisted_blocks += [block.block_id for block in blocks[computed_blocks:]]
         if self._running_view is None:
             self._running_view = RunningView(self._scheduler, request)
         view, scheduler, now = self._running_view, self._scheduler, self.clock()
@@ -343,8 +393,18 @@ class Controller:
         pending = Pending(situation, decision, identity)
         executed: Kind = "swap" if decision.executed == "swap" else "recompute"
         if executed == "swap":
-            self.swaps.begin(pending, scheduler.kv_cache_manager.get_block_ids(request.request_id)[0])
+            self.swaps.begin(pending, self._contents(request.request_id, situation.held_blocks))
         else:
             self.observers.tell("executed", pending)
         self.observers.tell("decided", pending)
         return executed
+
+    def _contents(self, request_id: str, held_blocks: int) -> list[tuple[Hashable | None, int]]:
+        """Hash and number of each block that a request loses, in order.
+
+        Where the engine clears new blocks, it may do so before the worker can save what they held. There no block can
+        be left on the device, and none has a hash here.
+        """
+        manager, leave = self._scheduler.kv_cache_manager, not self._scheduler.needs_kv_cache_zeroing
+        blocks = manager.get_blocks(request_id).blocks[0][:held_blocks]
+        return [(block.block_hash if leave else None, block.block_id) for block in blocks]

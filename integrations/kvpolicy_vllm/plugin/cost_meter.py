@@ -29,17 +29,12 @@ class CostMeter(Observer):
         self._tally = tally
 
     def copies_begin(self, jobs: StepJobs, preemptions: Mapping[int, str]) -> None:
-        for job in jobs.saves:
-            self._live.copy_begins(preemptions[job.copy_id], "save")
-        for job in jobs.loads:
-            self._live.copy_begins(preemptions[job.copy_id], "load")
+        for copy_id, preemption_id in preemptions.items():
+            self._live.copy_begins(copy_id, preemption_id)
 
     def copied(self, settled: Settled, step: int) -> None:
         slowest = settled.slowest
-        self._live.copy_ends(settled.copy.preemption_id, settled.direction, slowest.start_s, slowest.end_s)
-
-    def copy_lost(self, preemption_id: str) -> None:
-        self._live.copy_lost(preemption_id, "save")
+        self._live.copy_ends(slowest.copy_id, settled.copy.preemption_id, slowest.start_s, slowest.end_s)
 
     def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         self._live.closed(opened.preemption_id, None if opened.mixed else opened.executed, outcome.ended)

@@ -1,4 +1,4 @@
-"""Saved copies on the scheduler side: their slots, their stages (queued, saved, loading, gone) and their failures.
+"""Copies of preempted requests on the scheduler side: what is kept for each, the workers' jobs, and their failures.
 
 Each rank's worker executes jobs in order. Therefore the slots of a forgotten copy may be reused at once: the new save
 comes after all jobs of the old copy. Only a copy that is being *loaded* keeps its slots until every rank has reported
@@ -8,12 +8,11 @@ that the load has ended.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
-from enum import Enum
 
-from kvpolicy_vllm.plugin.messages import Direction, Job, StepJobs, Transfer
+from kvpolicy.host_store import HostBlock, HostCopy, HostStore
+from kvpolicy_vllm.plugin.messages import NO_SLOT, Direction, Job, StepJobs, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -26,60 +25,28 @@ NOTHING, NOTHING_IDLE = StepJobs(-1), StepJobs(-1, idle=True)
 """Shared jobs of steps without work for the workers: NOTHING, and NOTHING_IDLE where the step computes nothing."""
 
 
-class SlotPool:
-    """The free list of host slots, one KV block each. The memory itself is in the workers.
-
-    Freed slots are reused last, so that stale data stays intact as long as possible.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self.total = self.free = slots
-        self.used = 0
-        self._unused = deque(range(slots))
-
-    def take(self, count: int) -> tuple[int, ...]:
-        """Take ``count`` slots. Raises ValueError where fewer are free; check :attr:`free` first."""
-        if count > self.free:
-            raise ValueError(f"{count} host slots asked for, {self.free} free")
-        self._count(count)
-        return tuple(self._unused.popleft() for _ in range(count))
-
-    def give_back(self, slots: tuple[int, ...]) -> None:
-        self._count(-len(slots))
-        self._unused.extend(slots)
-
-    def _count(self, change: int) -> None:
-        self.free, self.used = self.free - change, self.used + change
-
-
-class Stage(Enum):
-    QUEUED = "queued"  # the save has not been sent to the workers
-    SAVED = "saved"  # sent; later jobs for the workers find the save done
-    LOADING = "loading"
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Copy(HostCopy):
     """Saved KV of one request, from one preemption."""
 
-    copy_id: int
+    number: int
     request_id: str
     preemption_id: str
-    tokens: int
-    slots: tuple[int, ...]
-    stage: Stage = Stage.QUEUED
+    saved: bool = False
+    """Whether any save of its own was made."""
+    load_into: tuple[int, ...] = ()
+    """Device blocks for its load."""
     load_tokens: int = 0
-    load_blocks: int = 0
     orphan: bool = False
     """Its request is gone or its content stale. It is released as soon as no worker reads its slots."""
-    acks: dict[Direction, list[Transfer]] = field(default_factory=lambda: {"save": [], "load": []})
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """All ranks have finished one direction of one copy."""
+    """All ranks have finished one job."""
 
     copy: Copy
+    """The copy that the job is accounted to."""
     direction: Direction
     transfers: tuple[Transfer, ...]
 
@@ -98,33 +65,43 @@ class Settled:
         return sum(transfer.bytes for transfer in self.transfers if transfer.ok)
 
 
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A job that was sent to the workers and that not all ranks have reported as finished."""
+
+    copy: Copy
+    direction: Direction
+    blocks: list[HostBlock]
+    unread: set[int] = field(default_factory=set)
+    """Device blocks of a save that no step was told of. They are free on the scheduler side, so a later step may write
+    to them while they are still being saved."""
+    acks: list[Transfer] = field(default_factory=list)
+
+
 class CopyBook:
     """All copies of one engine core. ``ranks``: how many workers must finish a transfer."""
 
     def __init__(self, slots: int, ranks: int, block_bytes: int) -> None:
-        self.pool = SlotPool(slots)
+        self.pool: HostStore = HostStore(slots)
         self.ranks = ranks
         self.block_bytes = block_bytes
         self.health = CopyHealth()
         self._next_id = 0
         self._of_request: dict[str, Copy] = {}
-        self._by_id: dict[int, Copy] = {}
-        self._saves: dict[int, tuple[int, ...]] = {}
-        """Device blocks of saves that have not been sent to the workers, by copy id."""
-        self._unconfirmed: dict[int, tuple[int, ...]] = {}
-        """Device blocks of saves that were sent and that not all ranks have confirmed, by copy id, without those that a
-        step was told of. They are free on the scheduler side, so a later step may write to them while they are still
-        being saved."""
-        self._missing_acks: dict[int, int] = {}
-        """Number of ranks on which a save that was sent may still read the device, by copy id; forgotten ones, too."""
-        self._loads: list[Job] = []
-        self._dropped: list[int] = []
+        self._saves: list[HostBlock] = []
+        """Blocks whose save has not been sent to the workers."""
+        self._loads: list[Copy] = []
+        """Copies whose load has not been sent to the workers."""
+        self._sent: dict[int, Sent] = {}
+        """Jobs under way, by number."""
+        self._unread_saves: dict[int, Sent] = {}
+        """Those that are saves with blocks that no step was told of."""
+        self._begun: list[Copy] = []
+        """Copies made since jobs were taken last."""
+        self._given_up: list[Copy] = []
         self.loading = 0
         """Number of copies being loaded, including those of requests that are gone: their end must be waited for."""
         self._queued_blocks: dict[Direction, int] = {"save": 0, "load": 0}
-
-    def __len__(self) -> int:
-        return len(self._by_id)
 
     def of(self, request_id: str) -> Copy | None:
         return self._of_request.get(request_id)
@@ -132,53 +109,58 @@ class CopyBook:
     @property
     def under_way(self) -> bool:
         """Whether workers may still be reading or writing device blocks."""
-        return self.loading > 0 or bool(self._missing_acks)
-
-    def preemption_of(self, job: Job) -> str:
-        """The preemption that a job just taken belongs to."""
-        return self._by_id[job.copy_id].preemption_id
+        return self.loading > 0 or bool(self._sent)
 
     def queued_bytes(self, direction: Direction) -> int:
         """Bytes of one rank that are being copied or wait for the link."""
         return self._queued_blocks[direction] * self.block_bytes
 
-    def save(self, request_id: str, preemption_id: str, tokens: int, block_ids: tuple[int, ...]) -> Copy:
-        """Queue a save. The caller has checked that enough slots are free."""
+    def keep(
+        self, request_id: str, preemption_id: str, tokens: int, contents: Iterable[tuple[Hashable | None, int]]
+    ) -> Copy:
+        """Keep what a request is about to lose. ``contents``: hash and device block of each of its blocks, in order;
+        without a hash a block is saved at once, for which the caller has checked that slots can be had."""
         self.forget(request_id)
-        self._next_id += 1
-        copy = Copy(self._next_id, request_id, preemption_id, tokens, self.pool.take(len(block_ids)))
+        copy = Copy(tokens, number=self._number(), request_id=request_id, preemption_id=preemption_id)
         self._of_request[request_id] = copy
-        self._by_id[copy.copy_id] = copy
-        self._queued_blocks["save"] += len(copy.slots)
-        self._saves[copy.copy_id] = block_ids
+        self._begun.append(copy)
+        self._queue_saves(self.pool.add(copy, contents))
         return copy
+
+    def lost(self, block_ids: Iterable[int]) -> None:
+        """These device blocks are given away: what copies need of them is saved before the next step computes."""
+        self._queue_saves(self.pool.lost(block_ids))
+
+    def take_given_up(self) -> list[Copy]:
+        """Copies that were given up since the last call, because slots were short."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def loadable_tokens(self, request_id: str, wanted: int, local: int) -> int:
         """Number of tokens between ``local`` and ``wanted`` that a load would bring back. Changes nothing."""
         copy = self._of_request.get(request_id)
-        if copy is None or copy.stage is Stage.LOADING:
+        if copy is None or copy.loading:
             return 0
         return max(0, min(copy.tokens, wanted) - local)
 
     def begin_load(self, request_id: str, first_block: int, block_ids: tuple[int, ...], tokens: int) -> None:
         """Queue the load of ``tokens`` tokens into ``block_ids``, from block ``first_block`` of the copy on."""
         copy = self._of_request[request_id]
-        copy.stage = Stage.LOADING
+        self._queue_saves(self.pool.begin_load(copy, first_block, first_block + len(block_ids)))
         self.loading += 1
-        copy.load_tokens, copy.load_blocks = tokens, len(block_ids)
-        self._queued_blocks["load"] += copy.load_blocks
-        slots = copy.slots[first_block : first_block + len(block_ids)]
-        self._loads.append(Job(copy.copy_id, request_id, block_ids, slots))
+        copy.load_tokens, copy.load_into = tokens, block_ids
+        self._queued_blocks["load"] += len(block_ids)
+        self._loads.append(copy)
 
     def forget(self, request_id: str) -> Copy | None:
         """The request no longer needs its copy: resumed without it, finished or aborted."""
         copy = self._of_request.pop(request_id, None)
         if copy is None:
             return None
-        if copy.stage is Stage.LOADING:
+        if copy.loading:
             copy.orphan = True
         else:
-            self._release(copy)
+            self.pool.release(copy)
         return copy
 
     def forget_all(self) -> None:
@@ -186,85 +168,122 @@ class CopyBook:
         # Loads that have not been sent are still sent, since vLLM waits for their completion.
         for request_id in list(self._of_request):
             self.forget(request_id)
+        self.pool.forget_keys()
 
     def take_jobs(self, step: int, idle: bool, taken_of: Callable[[Iterable[int]], Set[int]]) -> StepJobs:
         """The workers' jobs in this step. ``taken_of``: those of some device blocks that a request has after
         scheduling."""
-        if not (self._saves or self._loads or self._dropped or self._unconfirmed):  # true in nearly every step
+        if not (self._saves or self._loads or self._unread_saves):  # true in nearly every step
             return NOTHING_IDLE if idle else NOTHING
-        saves = tuple(self._save_job(copy_id, block_ids) for copy_id, block_ids in self._saves.items())
-        self._unconfirmed |= self._saves
-        self._missing_acks |= dict.fromkeys(self._saves, self.ranks)
+        saves = tuple(self._save_jobs())
+        loads = tuple(self._load_job(copy) for copy in self._loads)
+        self._loads = []
         overwritten = self._overwritten(taken_of)
-        if not (saves or self._loads or self._dropped or overwritten):
+        if not (saves or loads or overwritten):
             return NOTHING_IDLE if idle else NOTHING
-        jobs = StepJobs(step, saves, tuple(self._loads), tuple(self._dropped), idle, overwritten)
-        self._saves, self._loads, self._dropped = {}, [], []
-        return jobs
+        return StepJobs(step, saves, loads, idle, overwritten)
 
-    def _overwritten(self, taken_of: Callable[[Iterable[int]], Set[int]]) -> frozenset[int]:
-        """Blocks of unconfirmed saves that the step may write to. Each is named for its save once: it is saved before
-        that step computes, and no later step has to wait for it."""
-        overwritten: set[int] = set()
-        for copy_id, block_ids in self._unconfirmed.items():
-            taken = taken_of(block_ids)
-            if taken:
-                overwritten |= taken
-                self._unconfirmed[copy_id] = tuple(block for block in block_ids if block not in taken)
-        return frozenset(overwritten)
+    def take_begun(self) -> list[Copy]:
+        """Copies made since the last call that needed no save yet. Call after :meth:`take_jobs`."""
+        if not self._begun:
+            return []
+        begun, self._begun = self._begun, []
+        return [copy for copy in begun if not copy.saved]
 
-    def _save_job(self, copy_id: int, block_ids: tuple[int, ...]) -> Job:
-        copy = self._by_id[copy_id]
-        if copy.stage is Stage.QUEUED:
-            copy.stage = Stage.SAVED
-        return Job(copy_id, copy.request_id, block_ids, copy.slots)
+    def preemption_of(self, job: Job) -> str:
+        """The preemption that a job under way is accounted to."""
+        return self._sent[job.copy_id].copy.preemption_id
 
     def acknowledge(self, done: Iterable[Transfer]) -> list[Settled]:
-        """Register transfers that workers finished; return copies that are now finished on all ranks."""
+        """Register transfers that workers finished; return jobs that are now finished on all ranks."""
         settled = []
         for transfer in done:
-            if transfer.direction == "save":
-                self._count_ack(transfer.copy_id)
-            copy = self._by_id.get(transfer.copy_id)
-            if copy is None:  # forgotten while its save was under way
+            sent = self._sent.get(transfer.copy_id)
+            if sent is None:
                 continue
-            acks = copy.acks[transfer.direction]
-            acks.append(transfer)
-            if len(acks) == self.ranks:
-                settled.append(Settled(copy, transfer.direction, tuple(acks)))
-                self._settle(settled[-1])
+            sent.acks.append(transfer)
+            if len(sent.acks) == self.ranks:
+                del self._sent[transfer.copy_id]
+                self._unread_saves.pop(transfer.copy_id, None)
+                settled.append(Settled(sent.copy, sent.direction, tuple(sent.acks)))
+                self._settle(sent, settled[-1].ok)
         return settled
 
-    def _count_ack(self, copy_id: int) -> None:
-        missing = self._missing_acks.pop(copy_id, 0) - 1
-        if missing > 0:
-            self._missing_acks[copy_id] = missing
-
-    def _settle(self, settled: Settled) -> None:
-        copy = settled.copy
-        current = self._of_request.get(copy.request_id) is copy
-        if settled.direction == "save":
-            self._queued_blocks["save"] -= len(copy.slots)
-            self._unconfirmed.pop(copy.copy_id, None)
-            if current and not settled.ok and copy.stage is not Stage.LOADING:
-                self.forget(copy.request_id)
-        else:
-            if current:
-                del self._of_request[copy.request_id]
+    def _settle(self, sent: Sent, ok: bool) -> None:
+        self._queued_blocks[sent.direction] -= len(sent.blocks)
+        if sent.direction == "load":
+            if self._of_request.get(sent.copy.request_id) is sent.copy:
+                del self._of_request[sent.copy.request_id]
             self.loading -= 1
-            self._queued_blocks["load"] -= copy.load_blocks
-            self._release(copy)
+            self.pool.release(sent.copy)
+        elif not ok:
+            for block in sent.blocks:
+                self._damage(block)
 
-    def _release(self, copy: Copy) -> None:
-        del self._by_id[copy.copy_id]
-        self.pool.give_back(copy.slots)
-        if len(copy.acks["save"]) < self.ranks:  # its save will not be confirmed any more
-            self._queued_blocks["save"] -= len(copy.slots)
-            self._unconfirmed.pop(copy.copy_id, None)
-        if copy.stage is Stage.QUEUED:
-            del self._saves[copy.copy_id]
-        else:
-            self._dropped.append(copy.copy_id)
+    def _damage(self, block: HostBlock) -> None:
+        """The block's save has failed: copies that need it are forgotten. One that is being loaded fails to load."""
+        for copy in list(block.holders):
+            if not copy.loading:
+                self.forget(copy.request_id)
+
+    def _queue_saves(self, blocks: list[HostBlock]) -> None:
+        self._saves += blocks
+        self._queued_blocks["save"] += len(blocks)
+        if self.pool.given_up:
+            copy: Copy
+            for copy in self.pool.given_up:
+                if self._of_request.get(copy.request_id) is copy:
+                    del self._of_request[copy.request_id]
+                    self._given_up.append(copy)
+            self.pool.given_up = []
+
+    def _save_jobs(self) -> Iterator[Job]:
+        """One job for each copy that a save is accounted to."""
+        needed: dict[Copy, list[HostBlock]] = {}
+        for block in self._saves:
+            if block.holders:
+                needed.setdefault(block.owner, []).append(block)
+            else:  # forgotten meanwhile
+                self._queued_blocks["save"] -= 1
+        self._saves = []
+        for copy in sorted(needed, key=lambda copy: copy.number):
+            blocks, copy.saved = needed[copy], True
+            job = self._job(copy, blocks, tuple(block.place for block in blocks))
+            for block in blocks:
+                block.saved_by = job.copy_id
+            self._sent[job.copy_id] = sent = Sent(copy, "save", blocks, set(job.block_ids))
+            self._unread_saves[job.copy_id] = sent
+            yield job
+
+    def _load_job(self, copy: Copy) -> Job:
+        job = self._job(copy, copy.blocks, copy.load_into)
+        self._sent[job.copy_id] = Sent(copy, "load", copy.blocks)
+        return job
+
+    def _job(self, copy: Copy, blocks: list[HostBlock], block_ids: tuple[int, ...]) -> Job:
+        # A worker refuses to load what has no slot; vLLM then recomputes the request.
+        slots = tuple(NO_SLOT if block.slot is None else block.slot for block in blocks)
+        saved_by = max((block.saved_by for block in blocks), default=0)
+        return Job(self._number(), copy.request_id, block_ids, slots, saved_by)
+
+    def _number(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _overwritten(self, taken_of: Callable[[Iterable[int]], Set[int]]) -> frozenset[int]:
+        """Blocks of unfinished saves that the step may write to. Each is named for its save once: it is saved before
+        that step computes, and no later step has to wait for it."""
+        overwritten: set[int] = set()
+        for copy_id, sent in list(self._unread_saves.items()):
+            if any(block.holders for block in sent.blocks):
+                taken = taken_of(sent.unread)
+                overwritten |= taken
+                sent.unread -= taken
+            else:  # forgotten
+                sent.unread.clear()
+            if not sent.unread:
+                del self._unread_saves[copy_id]
+        return frozenset(overwritten)
 
 
 class CopyHealth:

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 
 from kvpolicy.events import Direction, Transfer
 
-__all__ = ["Direction", "Job", "StepJobs", "Transfer", "Transfers"]
+__all__ = ["NO_SLOT", "Direction", "Job", "StepJobs", "Transfer", "Transfers"]
+
+NO_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One copy of whole blocks between the device and the host pool, the same on every rank.
 
-    ``copy_id`` is never reused, so that a reused request id or slot cannot be mistaken for an earlier one.
+    ``copy_id`` is never reused, so that a reused request id or slot cannot be mistaken for an earlier one. It rises in
+    the order of the jobs.
     """
 
     copy_id: int
@@ -24,17 +27,18 @@ class Job:
     block_ids: tuple[int, ...]
     """Device blocks, in the order of ``slots``."""
     slots: tuple[int, ...]
-    """Host slots, one block each."""
+    """Host slots, one block each; :data:`NO_SLOT` for a block that is not in host memory, so that its load fails."""
+    saved_by: int = 0
+    """For a load: ``copy_id`` of the last save that it needs."""
 
 
 @dataclass(slots=True)
 class StepJobs:
-    """From scheduler to workers. Saves come before loads; ``dropped`` copies can no longer be loaded."""
+    """From scheduler to workers. Saves come before loads."""
 
     step: int
     saves: tuple[Job, ...] = ()
     loads: tuple[Job, ...] = ()
-    dropped: tuple[int, ...] = ()
     idle: bool = False
     """Whether the step computes nothing, so that waiting a moment for a load delays no request."""
     overwritten: frozenset[int] = frozenset()

@@ -68,19 +68,17 @@ class Observer:
         """Deciding failed: the request is recomputed."""
 
     def executed(self, pending: Pending) -> None:
-        """What is executed is final: a recompute was chosen, or a save was confirmed, failed or forgotten."""
+        """What is executed is final: a recompute was chosen, or the first save was confirmed, failed or forgotten, or
+        nothing had to be saved."""
 
     def fell_back(self, reason: str) -> None:
         """A swap became a recompute after all."""
 
     def copies_begin(self, jobs: StepJobs, preemptions: Mapping[int, str]) -> None:
-        """Copies are handed to the workers. ``preemptions``: by copy."""
+        """Copies are handed to the workers. ``preemptions``: by ``copy_id`` of the jobs."""
 
     def copied(self, settled: Settled, step: int) -> None:
-        """All ranks have finished one direction of a copy."""
-
-    def copy_lost(self, preemption_id: str) -> None:
-        """A save was forgotten before it was confirmed, so that its duration will not be known."""
+        """All ranks have finished a job."""
 
     def loaded(self, request_id: str, tokens: int) -> None:
         """Tokens of a request are back from the host pool."""

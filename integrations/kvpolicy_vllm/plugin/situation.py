@@ -98,7 +98,7 @@ def situation_of(
         free_blocks=pool.get_num_free_blocks(),
         short_blocks=running.short_blocks(request) if cause == "memory" else 0,
         host_blocks=copies.pool.total,
-        free_host_blocks=copies.pool.free,
+        free_host_blocks=copies.pool.obtainable(computed, len(held)),
         running_requests=len(scheduler.running),
         waiting_requests=max(0, waiting),
         batch_tokens=running.take_out(request),

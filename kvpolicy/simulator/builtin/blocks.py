@@ -9,7 +9,7 @@ saves the work for all requests that never are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -21,10 +21,16 @@ PRIVATE_BITS = 24
 """Bits of a private key that hold the index of the block in its request."""
 
 
+Contents = list[tuple[int | None, KeyedBlock | None]]
+"""Key of each block of a request, in order, and the block itself; both None for one without a key."""
+
+
 class Pool(Protocol):
-    """``free``: blocks that can be allocated, among them cached blocks that no request holds."""
+    """``free``: blocks that can be allocated, among them cached blocks that no request holds. ``evicted``: blocks whose
+    content was given away; the caller empties it."""
 
     free: int
+    evicted: list[KeyedBlock]
 
     def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
         """Cached blocks that hold the request's leading tokens, up to the last token but one. Changes nothing."""
@@ -54,12 +60,21 @@ class Pool(Protocol):
         """Number of its first ``count`` blocks that other requests hold too."""
         ...
 
+    def contents(self, live: LiveRequest, count: int) -> Contents:
+        """What its first ``count`` blocks hold, for a request that is about to be preempted."""
+        ...
+
+    def unevicting(self, count: int, keep: Callable[[KeyedBlock], bool]) -> int:
+        """How many blocks, up to ``count``, can be allocated before one that satisfies ``keep`` is evicted."""
+        ...
+
 
 class CountedPool:
     """Blocks without prefix caching: interchangeable, so a count suffices."""
 
     def __init__(self, blocks: int) -> None:
         self.free = blocks
+        self.evicted: list[KeyedBlock] = []
 
     def hits(self, live: LiveRequest) -> Sequence[KeyedBlock]:
         return ()
@@ -84,6 +99,12 @@ class CountedPool:
     def shared(self, live: LiveRequest, count: int) -> int:
         return 0
 
+    def contents(self, live: LiveRequest, count: int) -> Contents:
+        return [(None, None)] * count
+
+    def unevicting(self, count: int, keep: Callable[[KeyedBlock], bool]) -> int:
+        return count
+
 
 class CachingPool:
     """Reference counts, contents, and the queue of free blocks: least recently used first, tails before heads,
@@ -94,6 +115,7 @@ class CachingPool:
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.free = blocks
+        self.evicted: list[KeyedBlock] = []
         self._size = block_size
         self._blocks = blocks
         self._blocks_by_key: dict[int, list[KeyedBlock]] = {}
@@ -150,9 +172,7 @@ class CachingPool:
 
     def release(self, live: LiveRequest, preempted: bool) -> None:
         if preempted:
-            live.keyed_blocks += [
-                self._keyed_block(self._key(live, index)) for index in range(len(live.keyed_blocks), live.cached)
-            ]
+            self._give_keys(live)
         self._put_first(live.held - live.cached)
         self._put_last(live.cached - len(live.keyed_blocks))
         for block in reversed(live.keyed_blocks):
@@ -169,10 +189,34 @@ class CachingPool:
     def shared(self, live: LiveRequest, count: int) -> int:
         return sum(block.holders > 1 for block in live.keyed_blocks[:count])
 
+    def contents(self, live: LiveRequest, count: int) -> Contents:
+        self._give_keys(live)
+        keyed: Contents = [(block.key, block) for block in live.keyed_blocks[:count]]
+        return keyed + [(None, None)] * (count - len(keyed))
+
+    def unevicting(self, count: int, keep: Callable[[KeyedBlock], bool]) -> int:
+        blocks = 0
+        for entry in self._queue:
+            if blocks >= count:
+                return count
+            if isinstance(entry, int):
+                blocks += entry
+            elif entry[1].place == entry[0]:
+                if keep(entry[1]):
+                    return blocks
+                blocks += 1
+        return min(blocks, count)
+
     @property
     def references(self) -> int:
         """Holders of keyed blocks, all together."""
         return sum(block.holders for blocks in self._blocks_by_key.values() for block in blocks)
+
+    def _give_keys(self, live: LiveRequest) -> None:
+        """Give keys to those cached blocks of a request that have none, since it will look for them."""
+        live.keyed_blocks += [
+            self._keyed_block(self._key(live, index)) for index in range(len(live.keyed_blocks), live.cached)
+        ]
 
     def _put_first(self, count: int) -> None:
         self.free += count
@@ -196,6 +240,7 @@ class CachingPool:
         return block
 
     def _evict(self, block: KeyedBlock) -> None:
+        self.evicted.append(block)
         blocks = self._blocks_by_key[block.key]
         if len(blocks) == 1:
             del self._blocks_by_key[block.key]

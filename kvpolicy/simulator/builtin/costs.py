@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from kvpolicy.attribution.ledger import Repeated
 from kvpolicy.simulator.base import StepLoad, Times, load_of
-from kvpolicy.simulator.builtin.live_request import Account, Copy, Step
+from kvpolicy.simulator.builtin.live_request import Account, CopyJob, Step
 from kvpolicy.simulator.link_queues import RunningCopy
 
 
@@ -33,17 +33,18 @@ def seconds(times: Times, load: StepLoad) -> float:
     return times.step_s(load) if load.scheduled_tokens else 0.0
 
 
-def charge(step: Step, running_copies: Iterable[RunningCopy[Copy]], times: Times) -> None:
+def charge(step: Step, running_copies: Iterable[RunningCopy[CopyJob]], times: Times) -> None:
     """Charge the step's extra time to the preemptions that caused it.
 
     Several preemptions share it in proportion to the seconds that their copies overlapped the step plus the seconds of
     their repeated tokens; equally where these are 0 for all of them.
     """
     weights: dict[Account, float] = {}
-    for copy, transfer in running_copies:
+    for job, transfer in running_copies:
         overlap_s = min(transfer.end_s, step.end_s) - max(transfer.start_s, step.began_s)
         if overlap_s > 0:
-            weights[copy.account] = weights.get(copy.account, 0.0) + overlap_s
+            account = job.copy.account
+            weights[account] = weights.get(account, 0.0) + overlap_s
     load = load_of(step)
     parts_by_account: dict[Account, list[Repeated[Account]]] = {}
     for part in step.repeated:

@@ -20,7 +20,7 @@ from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
 from kvpolicy.simulator.builtin.fast_path import FastPath
 from kvpolicy.simulator.builtin.host_copies import HostPool
-from kvpolicy.simulator.builtin.live_request import Copy, LiveRequest, Status, Step
+from kvpolicy.simulator.builtin.live_request import CopyJob, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.preemption import Preemptions
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims, VllmVictims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
@@ -52,7 +52,7 @@ class Engine:
         self.now_s = 0.0
         self.arrivals = ArrivalQueue(identity.requests, self._refuse)
         self.copies = HostPool(server)
-        self.link: LinkQueues[Copy] = LinkQueues(server, times)
+        self.link: LinkQueues[CopyJob] = LinkQueues(server, times)
         self.preemptions = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted)
@@ -138,16 +138,21 @@ class Engine:
 
     def launch(self, step: Step) -> None:
         """Set when the step begins and ends, with the copies that it brings."""
+        evicted = self.scheduler.pool.evicted
+        if evicted:
+            self.copies.lost(evicted)
+            evicted.clear()
         if self.copies.waiting:
             step.to_save, step.to_load = self.copies.take()
             step.saves, step.loads = len(step.to_save), len(step.to_load)
+            self.preemptions.jobs_taken(self.copies)
         self.note_occupancy(step)
         begins_s = max(self.now_s, self._device_free_s)
         computes_s = costs.seconds(self.times, load_of(step))
         step.began_s = begins_s
         if step.saves or step.loads or self.link.running:
-            saves = [(copy, copy.blocks) for copy in step.to_save]
-            loads = [(copy, copy.load_blocks) for copy in step.to_load]
+            saves = [(job, len(job.blocks)) for job in step.to_save]
+            loads = [(job, len(job.blocks)) for job in step.to_load]
             step.end_s = self.link.step(saves, loads, begins_s, computes_s)
         else:
             step.end_s = begins_s + computes_s
@@ -247,15 +252,15 @@ class Engine:
             self.arrivals.finished(live.number, live.request, self.now_s)
 
     def _take_copies(self) -> None:
-        for copy, transfer in self.link.ended(self.now_s):
-            if not copy.forgotten:  # as in the plugin, which gets no report on a forgotten copy
-                self.tallied.moved_bytes += transfer.bytes
-                self.trace_writer.transfer(copy, transfer, self._step.number)
+        for job, transfer in self.link.ended(self.now_s):
+            copy = job.copy
+            self.tallied.moved_bytes += transfer.bytes
+            self.trace_writer.transfer(copy, transfer, self._step.number)
+            self.preemptions.copied(job)
             if transfer.direction == "save":
-                self.preemptions.saved(copy)
-                self.copies.saved(copy)
+                self.copies.saved(job)
             else:
-                self.copies.loaded(copy)
+                self.copies.loaded(job)
                 copy.live.loaded += copy.load_tokens
                 opened = self.preemptions.ledger.open_preemption(copy.live)
                 if opened is not None:
@@ -277,7 +282,7 @@ class Engine:
         """Take all coming steps in which nothing but decoding happens at once; False where there are none."""
         if len(self.steps_in_flight) != self._asynchronous or (self.link.running and self.server.link.slowdown):
             return False
-        max_steps = self.fast_path.leap_steps(self.steps_in_flight)
+        max_steps = self.fast_path.leap_steps(self.steps_in_flight, self.copies)
         if max_steps < 2:
             return False
         events_s = [at_s for at_s in (self.link.next_end_s(), self.arrivals.next_s) if at_s is not None]

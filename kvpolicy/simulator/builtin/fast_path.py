@@ -14,6 +14,7 @@ import numpy as np
 from kvpolicy.arrays import Floats
 from kvpolicy.simulator.base import LOAD, Server, StepLoad
 from kvpolicy.simulator.builtin.decode_batch import DecodeBatch
+from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.scheduler import TURN, Scheduler
 
@@ -116,8 +117,11 @@ class FastPath:
 
     # ---- many steps at once ----
 
-    def leap_steps(self, steps_in_flight: Sequence[Step]) -> int:
-        """Number of steps in which nothing but decoding happens, events in time left out of account; 0 for none."""
+    def leap_steps(self, steps_in_flight: Sequence[Step], copies: HostPool) -> int:
+        """Number of steps in which nothing but decoding happens, events in time left out of account; 0 for none.
+
+        A block that has to be saved before it is evicted ends them.
+        """
         if self._outside or not len(self.batch) or len(self.batch) > self._server.token_budget:
             return 0
         scheduler = self._scheduler
@@ -126,7 +130,13 @@ class FastPath:
         if any(step.scheduled or step.finished or step.saves or step.loads for step in steps_in_flight):
             return 0
         max_steps = min(self.batch.next_end(), MAX_STEPS)
-        return self.batch.steps_within(scheduler.pool.free, max_steps) if max_steps > 1 else 0
+        if max_steps < 2:
+            return 0
+        blocks = scheduler.pool.free
+        if copies.watching:
+            wanted = len(self.batch) * (max_steps // self._server.block_size + 1)
+            blocks = scheduler.pool.unevicting(min(blocks, wanted), copies.watches)
+        return self.batch.steps_within(blocks, max_steps)
 
     def load(self, ahead: int) -> StepLoad:
         """What the batch computes in the step that is ``ahead`` steps after the next one."""

@@ -1,39 +1,66 @@
-"""The host pool: the copies it holds, and the progress of each."""
+"""The host pool: what is kept of preempted requests, and the copies that a step brings to the worker."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvpolicy.events import Direction
+from kvpolicy.host_store import HostBlock, HostStore
 from kvpolicy.simulator.base import Server
-from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest
+from kvpolicy.simulator.builtin.blocks import Contents
+from kvpolicy.simulator.builtin.live_request import Account, Copy, CopyJob, KeyedBlock, LiveRequest
 
 
 class HostPool:
     """Host slots and the copies in them, at most one copy per request."""
 
     def __init__(self, server: Server) -> None:
-        self.total = server.host_blocks
-        self.free = server.host_blocks
+        self._store = HostStore(server.host_blocks)
         self._block_bytes = server.block_bytes
-        self._saves: list[Copy] = []
+        self._saves: list[HostBlock] = []
         self._loads: list[Copy] = []
-        self._unsaved_blocks = 0
-        self._loading_blocks = 0
-        self._copy_count = 0
+        self._queued_blocks: dict[Direction, int] = {"save": 0, "load": 0}
+        self._count = 0
+        self._begun: list[Copy] = []
+        """Copies made since jobs were taken last."""
+        self._given_up: list[Copy] = []
+
+    @property
+    def total(self) -> int:
+        return self._store.total
+
+    @property
+    def free(self) -> int:
+        return self._store.free
+
+    @property
+    def watching(self) -> bool:
+        """Whether any block has to be saved before the device gives it away."""
+        return self._store.watching
+
+    def watches(self, block: KeyedBlock) -> bool:
+        """Whether the block has to be saved before the device gives it away."""
+        return self._store.key_at(block) is not None
+
+    def obtainable(self, tokens: int, wanted: int) -> int:
+        """See :meth:`kvpolicy.host_store.HostStore.obtainable`."""
+        return self._store.obtainable(tokens, wanted)
 
     def queued_bytes(self, direction: Direction) -> int:
         """Bytes of copies that are under way or not yet sent to the worker."""
-        return (self._unsaved_blocks if direction == "save" else self._loading_blocks) * self._block_bytes
+        return self._queued_blocks[direction] * self._block_bytes
 
-    def save(self, live: LiveRequest, account: Account, blocks: int) -> Copy:
-        """Queue a save of the request's first ``blocks`` blocks. The caller has checked that as many slots are free."""
+    def keep(self, live: LiveRequest, account: Account, contents: Contents) -> Copy:
+        """Keep what the request is about to lose. The caller has checked that enough slots can be had."""
         self.forget(live)
-        self._copy_count += 1
-        copy = live.copy = Copy(self._copy_count, live, account, account.tokens, blocks)
-        self.free -= blocks
-        self._unsaved_blocks += blocks
-        account.busy += 1
-        self._saves.append(copy)
+        copy = live.copy = Copy(account.tokens, number=self._number(), live=live, account=account)
+        self._begun.append(copy)
+        self._queue_saves(self._store.add(copy, contents))
         return copy
+
+    def lost(self, blocks: Iterable[KeyedBlock]) -> None:
+        """The device gives these blocks away: save what copies need of them."""
+        self._queue_saves(self._store.lost(blocks))
 
     def loadable_tokens(self, live: LiveRequest, local: int) -> int:
         """Tokens a load would bring beyond the local hit. Changes nothing."""
@@ -47,54 +74,86 @@ class HostPool:
         copy = live.copy
         assert copy is not None
         total = min(copy.tokens, live.tokens - 1)
-        copy.loading, copy.load_tokens = True, tokens
-        copy.load_blocks = -(-total // block_size) - (total - tokens) // block_size
-        copy.account.busy += 1
-        self._loading_blocks += copy.load_blocks
+        copy.load_tokens = tokens
+        self._queue_saves(self._store.begin_load(copy, (total - tokens) // block_size, -(-total // block_size)))
+        self._queued_blocks["load"] += len(copy.blocks)
         self._loads.append(copy)
 
     def forget(self, live: LiveRequest) -> Copy | None:
-        """Drop the request's copy. Its slots are free at once, since any later save follows this one in order.
-
-        Return the copy where its save was not yet reported as done.
-        """
+        """Drop and return the request's copy. Its slots are free at once, since any later save follows in order."""
         copy = live.copy
         if copy is None:
             return None
         assert not copy.loading, "a request that is being loaded can neither run nor end"
         live.copy = None
-        copy.forgotten = True
-        self.free += copy.blocks
-        if copy.saved:
-            return None
-        self._unsaved_blocks -= copy.blocks
-        if not copy.sent:
-            self._saves.remove(copy)
-            copy.account.busy -= 1
+        self._store.release(copy)
         return copy
 
     @property
     def waiting(self) -> bool:
-        """Whether copies wait to be sent to the worker."""
-        return bool(self._saves or self._loads)
+        """Whether there is anything to :meth:`take`."""
+        return bool(self._saves or self._loads or self._begun or self._given_up)
 
-    def take(self) -> tuple[list[Copy], list[Copy]]:
+    def take(self) -> tuple[list[CopyJob], list[CopyJob]]:
         """Remove and return the saves and loads that the step being scheduled brings to the worker."""
-        saves, loads, self._saves, self._loads = self._saves, self._loads, [], []
-        for copy in saves:
-            copy.sent = True
+        saves = self._save_jobs()
+        loads = [self._job(copy, copy.blocks) for copy in self._loads]
+        self._loads = []
         return saves, loads
 
-    def saved(self, copy: Copy) -> None:
-        """Note that the worker has completed the save."""
-        copy.account.busy -= 1
-        copy.saved = True
-        if not copy.forgotten:
-            self._unsaved_blocks -= copy.blocks
+    def take_begun(self) -> list[Copy]:
+        """Copies made since the last call that needed no save yet. Call after :meth:`take`."""
+        begun, self._begun = self._begun, []
+        return [copy for copy in begun if not copy.saved]
 
-    def loaded(self, copy: Copy) -> None:
-        """Note that the worker has completed the load, and free the slots."""
+    def take_given_up(self) -> list[Copy]:
+        """Copies that were given up since the last call, because slots were short."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
+    def saved(self, job: CopyJob) -> None:
+        """Note that the worker has completed a save."""
+        job.copy.account.busy -= 1
+        self._queued_blocks["save"] -= len(job.blocks)
+
+    def loaded(self, job: CopyJob) -> None:
+        """Note that the worker has completed a load, and free the slots."""
+        copy = job.copy
         copy.account.busy -= 1
         copy.live.copy = None
-        self._loading_blocks -= copy.load_blocks
-        self.free += copy.blocks
+        self._queued_blocks["load"] -= len(job.blocks)
+        self._store.release(copy)
+
+    def _queue_saves(self, blocks: list[HostBlock]) -> None:
+        self._saves += blocks
+        self._queued_blocks["save"] += len(blocks)
+        for copy in self._store.given_up:
+            if copy.live.copy is copy:
+                copy.live.copy = None
+                self._given_up.append(copy)
+        self._store.given_up = []
+
+    def _save_jobs(self) -> list[CopyJob]:
+        """One save for each copy that blocks are saved for."""
+        needed: dict[Copy, list[HostBlock]] = {}
+        for block in self._saves:
+            if block.holders:
+                needed.setdefault(block.owner, []).append(block)
+            else:  # forgotten meanwhile
+                self._queued_blocks["save"] -= 1
+        self._saves = []
+        jobs = []
+        for copy in sorted(needed, key=lambda copy: copy.number):
+            copy.saved = True
+            jobs.append(self._job(copy, needed[copy]))
+            for block in needed[copy]:
+                block.saved_by = jobs[-1].copy_id
+        return jobs
+
+    def _job(self, copy: Copy, blocks: list[HostBlock]) -> CopyJob:
+        copy.account.busy += 1
+        return CopyJob(self._number(), copy, blocks, max((block.saved_by for block in blocks), default=0))
+
+    def _number(self) -> int:
+        self._count += 1
+        return self._count

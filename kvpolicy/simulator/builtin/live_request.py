@@ -9,6 +9,7 @@ from enum import IntEnum
 from kvpolicy.attribution import ledger
 from kvpolicy.attribution.ledger import OpenPreemption
 from kvpolicy.events import Decision, Option, Outcome, Preemption
+from kvpolicy.host_store import HostBlock, HostCopy
 from kvpolicy.workload import Request
 
 
@@ -90,23 +91,28 @@ class LiveRequest:
         return self.request.priority, self.arrival_s, self.number
 
 
-@dataclass(slots=True, eq=False)
-class Copy:
-    """A request's KV in host memory, as it was at one preemption."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Copy(HostCopy):
+    """What is kept of a request's KV, as it was at one preemption."""
 
-    copy_id: int
+    number: int
     live: LiveRequest
     account: Account
-    tokens: int
-    blocks: int
-    load_tokens: int = 0
-    load_blocks: int = 0
-    loading: bool = False
-    sent: bool = False
-    """Whether a step has brought the save to the worker."""
     saved: bool = False
-    """Whether the worker has reported the save as done."""
-    forgotten: bool = False
+    """Whether any save of its own was made."""
+    load_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyJob:
+    """A save or load that a step brings to the worker."""
+
+    copy_id: int
+    copy: Copy
+    """The copy that it is accounted to."""
+    blocks: list[HostBlock]
+    saved_by: int = 0
+    """For a load: ``copy_id`` of the last save that it needs."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -122,7 +128,9 @@ class Account(OpenPreemption):
     engine_s: float = 0.0
     others_s: float = 0.0
     busy: int = 0
-    """Copies queued or under way."""
+    """Copies under way."""
+    recorded: bool = False
+    """Whether what is executed is final, and the decision recorded."""
     outcome: Outcome | None = None
     """As of its closing, without engine time, to which later steps may add."""
 
@@ -141,6 +149,6 @@ class Step(ledger.Step[Account]):
     """Requests of the decode batch whose last token this step schedules; scheduling ahead, the step before it."""
     sampling: set[LiveRequest] = field(default_factory=set)
     """Requests in ``scheduled`` that get a token from the step."""
-    to_save: Sequence[Copy] = ()
-    to_load: Sequence[Copy] = ()
+    to_save: Sequence[CopyJob] = ()
+    to_load: Sequence[CopyJob] = ()
     end_s: float = 0.0

@@ -13,7 +13,7 @@ from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Decider, Feedback, Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Server
 from kvpolicy.simulator.builtin.host_copies import HostPool
-from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest, Step
+from kvpolicy.simulator.builtin.live_request import Account, CopyJob, LiveRequest, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.summary import SummaryBuilder
@@ -63,28 +63,42 @@ class Preemptions:
         )
         if option.kind == "swap":
             self.forget(live, copies)
-            copies.save(live, account, situation.held_blocks)
+            copies.keep(live, account, scheduler.pool.contents(live, situation.held_blocks))
         else:
-            self._record_decision(account)
+            self._settle(account)
         step.lost.append(preemption_id)
         earlier = self.ledger.open_preemption(live)
         self._close(earlier, self.ledger.add(account))
 
-    def _record_decision(self, account: Account) -> None:
+    def _settle(self, account: Account) -> None:
         """Count and record the decision, once what is executed is final."""
-        self._tallied.preemptions[account.executed] += 1
-        self._trace_writer.decision(account)
+        if not account.recorded:
+            account.recorded = True
+            self._tallied.preemptions[account.executed] += 1
+            self._trace_writer.decision(account)
 
-    def saved(self, copy: Copy) -> None:
-        """Record the decision of a swap once its save is complete, as a server does."""
-        if not copy.forgotten:
-            self._record_decision(copy.account)
+    def copied(self, job: CopyJob) -> None:
+        """A save or load is complete: what its preemption executed is final, as in a server."""
+        self._settle(job.copy.account)
+
+    def jobs_taken(self, copies: HostPool) -> None:
+        """The copies of a step were taken: settle what had nothing to save, and what was given up for want of slots."""
+        for copy in copies.take_begun():
+            self._settle(copy.account)
+        for copy in copies.take_given_up():
+            self._recompute_after_all(copy.account)
+
+    def _recompute_after_all(self, account: Account) -> None:
+        account.executed, account.mixed = "recompute", True
+        if not account.recorded:
+            account.decision = replace(account.decision, executed="recompute", reason="host_full")
+        self._settle(account)
 
     def forget(self, live: LiveRequest, copies: HostPool) -> None:
-        """Drop the request's copy; where its save was not complete, the decision is recorded now."""
-        unsaved = copies.forget(live)
-        if unsaved is not None:
-            self._record_decision(unsaved.account)
+        """Drop the request's copy; what is executed is final then."""
+        copy = copies.forget(live)
+        if copy is not None:
+            self._settle(copy.account)
 
     def count(self, step: Step) -> None:
         """Count the step's repeated tokens. Computed tokens must already include the step."""
@@ -130,7 +144,7 @@ class Preemptions:
             self._closing.append(account)
 
     def _learn(self, account: Account, outcome: Outcome) -> None:
-        if outcome.ended == "resumed" and self._decider.learns:
+        if outcome.ended == "resumed" and not account.mixed and self._decider.learns:
             self._decider.learn(Feedback(account.situation, account.option, outcome.engine_s, outcome.victim_delay_s))
 
 
@@ -153,7 +167,7 @@ def situation_of(live: LiveRequest, scheduler: Scheduler, copies: HostPool, serv
         free_blocks=scheduler.pool.free,
         short_blocks=short_blocks(_lacking_by_request(live, scheduler, server), scheduler.pool.free),
         host_blocks=copies.total,
-        free_host_blocks=copies.free,
+        free_host_blocks=copies.obtainable(live.computed, held),
         running_requests=len(scheduler.running),
         waiting_requests=scheduler.waiting_requests,
         batch_tokens=sum(other.computed for other in scheduler.running),

@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 import torch
 
 from kvpolicy.hardware.link import SimulatedLink
-from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, Span, segments_of, unique_segments
+from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, CopyError, Span, segments_of, unique_segments
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
-from kvpolicy_vllm.plugin.messages import Job
+from kvpolicy_vllm.plugin.messages import NO_SLOT, Job
 
 
 @pytest.mark.parametrize(("shape", "permuted"), [((6, 4, 8, 16), (0, 1, 2, 3)), ((2, 6, 8, 4, 16), (0, 1, 2, 3, 4))])
@@ -148,9 +148,22 @@ def test_an_idle_engine_naps_while_only_the_device_knows() -> None:
     assert copier.poll(idle=True) == [] and clock.now == 2 * IDLE_NAP_S, "a save, too"
 
 
-def test_a_copy_that_was_dropped_cannot_be_loaded() -> None:
-    copier = IndexingCopier([torch.ones(8, 250)], 8, False, None)
-    copier.save(Job(1, "a", (0,), (0,)))
-    copier.drop([1])
-    copier.load(Job(1, "a", (3,), (0,)))
-    assert [done.ok for done in copier.poll()] == [False]
+def test_only_slots_that_hold_a_whole_block_are_loaded() -> None:
+    class Failing(IndexingCopier):
+        failing = False
+
+        def copy_out(self, job: Job, urgent: int) -> None:
+            if self.failing:
+                raise CopyError("made to fail")
+            super().copy_out(job, urgent)
+
+    copier = Failing([torch.ones(8, 250)], 8, False, None)
+    copier.save(Job(1, "a", (0, 1), (0, 1)))
+    copier.load(Job(2, "a", (3, 4), (1, 2)))
+    copier.load(Job(3, "a", (3,), (NO_SLOT,)))
+    copier.load(Job(4, "a", (3, 4), (0, 1)))
+    assert {done.job.copy_id: done.ok for done in copier.poll()} == {2: False, 3: False, 4: True}
+    copier.failing = True
+    copier.save(Job(5, "b", (5,), (1,)))
+    copier.load(Job(6, "a", (3,), (1,)))
+    assert [done.ok for done in copier.poll()] == [False], "half a block may be there"

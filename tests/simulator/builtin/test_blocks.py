@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpolicy.simulator.builtin.blocks import CachingPool, shared_keys
+from kvpolicy.simulator.builtin.blocks import CachingPool, CountedPool, shared_keys
 from kvpolicy.simulator.builtin.live_request import LiveRequest
 from kvpolicy.workload import Request
 
@@ -48,6 +48,29 @@ def test_what_was_used_last_goes_last_even_where_nobody_can_look_for_it() -> Non
     assert len(pool.hits(victim)) == 2
     pool.grow(new, 2)
     assert pool.hits(victim) == []
+
+
+def test_evicted_blocks_are_noted_and_can_be_foreseen() -> None:
+    """Of six blocks three are free and one more has no content; then come the victim's two, its last one first."""
+    pool = CachingPool(6, 4)
+    live = LiveRequest(0, Request(0.0, 10, 5), 0.0, computed=10)
+    pool.grow(live, 3)
+    pool.cache(live, 10)
+    contents = pool.contents(live, 3)
+    blocks = [block for _, block in contents]
+    assert [key is None for key, _ in contents] == [False, False, True] and blocks[2] is None
+    assert pool.contents(live, 3) == contents and pool.contents(live, 1) == contents[:1]
+    pool.release(live, preempted=True)
+    assert [pool.unevicting(count, lambda block: block is blocks[0]) for count in (3, 9)] == [3, 5]
+    assert pool.unevicting(9, lambda block: False) == 6 and pool.unevicting(9, lambda block: True) == 4
+    pool.grow(LiveRequest(1, Request(0.0, 30, 5), 0.0), 5)
+    assert pool.evicted == [blocks[1]]
+
+
+def test_without_prefix_caching_nothing_is_known_of_a_content() -> None:
+    pool = CountedPool(6)
+    assert pool.contents(LiveRequest(0, Request(0.0, 10, 5), 0.0), 2) == [(None, None)] * 2
+    assert pool.unevicting(9, lambda block: True) == 9 and pool.evicted == []
 
 
 def test_blocks_of_equal_content_are_found_first_come_first() -> None:

@@ -7,8 +7,9 @@ from typing import Any, cast
 
 import pytest
 
+from kvpolicy.simulator.builtin.blocks import Contents
 from kvpolicy.simulator.builtin.host_copies import HostPool
-from kvpolicy.simulator.builtin.live_request import Account, LiveRequest
+from kvpolicy.simulator.builtin.live_request import Account, KeyedBlock, LiveRequest
 from kvpolicy.workload import Request
 from tests.simulator.worlds import SMALL
 
@@ -24,52 +25,72 @@ def victim(tokens: int = 10) -> tuple[LiveRequest, Account]:
     return live, cast(Account, account)
 
 
+UNKEYED: Contents = [(None, None)] * 3
+
+
 def test_a_copy_from_save_to_load(pool: HostPool) -> None:
     live, account = victim()
-    copy = pool.save(live, account, 3)
-    assert (pool.free, pool.queued_bytes("save"), pool.waiting, account.busy) == (5, 3, True, 1)
-    assert pool.take() == ([copy], []) and copy.sent and not pool.waiting
-    pool.saved(copy)
-    assert (pool.queued_bytes("save"), account.busy, copy.saved) == (0, 0, True)
+    copy = pool.keep(live, account, UNKEYED)
+    assert (pool.free, pool.queued_bytes("save"), pool.waiting) == (5, 3, True)
+    (save,), loads = pool.take()
+    assert (save.copy, len(save.blocks), loads, account.busy) == (copy, 3, [], 1)
+    assert pool.take_begun() == [] and not pool.waiting
+    pool.saved(save)
+    assert (pool.queued_bytes("save"), account.busy) == (0, 0)
     assert pool.loadable_tokens(live, 4) == 6
     pool.begin_load(live, 6, 4)
-    assert (copy.load_blocks, pool.queued_bytes("load"), account.busy) == (2, 2, 1)
+    assert (pool.queued_bytes("load"), pool.free) == (2, 6), "the first block is not needed"
     assert pool.loadable_tokens(live, 0) == 0, "it is being loaded"
-    assert pool.take() == ([], [copy])
-    pool.loaded(copy)
+    saves, (load,) = pool.take()
+    assert (saves, len(load.blocks), load.saved_by, account.busy) == ([], 2, save.copy_id, 1)
+    pool.loaded(load)
     assert (pool.free, pool.queued_bytes("load"), account.busy, live.copy) == (8, 0, 0, None)
+
+
+def test_a_cached_block_is_saved_when_it_is_evicted(pool: HostPool) -> None:
+    live, account = victim()
+    blocks = [KeyedBlock(2), KeyedBlock(4)]
+    copy = pool.keep(live, account, [(2, blocks[0]), (4, blocks[1])])
+    assert pool.take() == ([], []) and pool.take_begun() == [copy]
+    assert pool.watches(blocks[1]) and not pool.watches(KeyedBlock(4))
+    pool.lost([KeyedBlock(6), blocks[1]])
+    (save,), _ = pool.take()
+    assert [block.key for block in save.blocks] == [4] and pool.free == 7 and pool.watching
+    assert pool.forget(live) is copy and pool.free == 8 and not pool.watching
+
+
+def test_the_copy_of_the_shortest_request_is_given_up(pool: HostPool) -> None:
+    (short, short_account), (long, long_account) = victim(10), victim(20)
+    copy = pool.keep(short, short_account, UNKEYED)
+    assert (pool.obtainable(5, 8), pool.obtainable(20, 8)) == (5, 8)
+    pool.keep(long, long_account, UNKEYED * 2)
+    assert short.copy is None and pool.take_given_up() == [copy] and pool.free == 2
+    (save,), _ = pool.take()
+    assert save.copy is long.copy and pool.queued_bytes("save") == 6
 
 
 def test_the_last_known_token_is_never_loaded(pool: HostPool) -> None:
     live, account = victim(10)
     live.outputs = 0
-    pool.save(live, account, 3)
+    pool.keep(live, account, UNKEYED)
     assert pool.loadable_tokens(live, 0) == 9
     assert pool.loadable_tokens(live, 12) == 0
 
 
 def test_a_save_that_is_forgotten_before_it_is_sent_is_none(pool: HostPool) -> None:
     live, account = victim()
-    copy = pool.save(live, account, 3)
+    copy = pool.keep(live, account, UNKEYED)
     assert pool.forget(live) is copy
-    assert (pool.free, pool.queued_bytes("save"), account.busy) == (8, 0, 0)
     assert pool.take() == ([], [])
+    assert (pool.free, pool.queued_bytes("save"), account.busy) == (8, 0, 0)
     assert pool.forget(live) is None
 
 
 def test_a_save_that_is_forgotten_under_way_still_ends(pool: HostPool) -> None:
     live, account = victim()
-    copy = pool.save(live, account, 3)
-    pool.take()
+    copy = pool.keep(live, account, UNKEYED)
+    (save,), _ = pool.take()
     assert pool.forget(live) is copy
-    assert (pool.free, pool.queued_bytes("save"), account.busy) == (8, 0, 1)
-    pool.saved(copy)
+    assert (pool.free, pool.queued_bytes("save"), account.busy) == (8, 3, 1), "the link is busy with it"
+    pool.saved(save)
     assert (pool.queued_bytes("save"), account.busy) == (0, 0)
-
-
-def test_a_saved_copy_is_forgotten_without_a_word(pool: HostPool) -> None:
-    live, account = victim()
-    copy = pool.save(live, account, 3)
-    pool.take()
-    pool.saved(copy)
-    assert pool.forget(live) is None and copy.forgotten and pool.free == 8

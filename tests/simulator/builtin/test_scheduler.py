@@ -12,7 +12,7 @@ import pytest
 from kvpolicy.simulator import Server
 from kvpolicy.simulator.builtin.blocks import CountedPool
 from kvpolicy.simulator.builtin.host_copies import HostPool
-from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest, Status, Step
+from kvpolicy.simulator.builtin.live_request import Account, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.scheduler import Scheduler, VllmVictims
 from kvpolicy.workload import Request
 from tests.simulator.worlds import SMALL, run, workload
@@ -45,7 +45,7 @@ def test_a_load_leaves_prefills_the_blocks_they_still_need(tokens: int, admitted
     scheduler.arrive(LiveRequest(0, Request(0.0, 24, 1), 0.0))
     scheduler.schedule(Step(0))
     victim = LiveRequest(1, Request(0.0, tokens, 5), 0.0, status=Status.PREEMPTED, outputs=1, preemptions=1)
-    victim.copy = Copy(1, victim, cast(Account, SimpleNamespace(busy=0)), tokens, tokens // 4)
+    copies.keep(victim, cast(Account, SimpleNamespace(busy=0, tokens=tokens)), [(None, None)] * (tokens // 4))
     scheduler.waiting.append(victim)
     scheduler.admit(Step(1), 4)
     assert (victim.status is Status.LOADING) is admitted

@@ -134,7 +134,7 @@ class Copier(ABC):
         self._clock = clock
         self._sleep = sleep
         self._saved_s: dict[int, float] = {}
-        """By whole copy that can be loaded: when its save ends on the simulated link."""
+        """By host slot that holds a whole block: when its save ends on the simulated link."""
         self._loading: deque[tuple[Job, float, float, float, int]] = deque()
         self._saving: deque[_Saving] = deque()
         self._failed_loads: list[Job] = []
@@ -192,11 +192,13 @@ class Copier(ABC):
         try:
             self.copy_out(job, urgent)
         except RuntimeError as error:
+            for slot in job.slots:
+                self._saved_s.pop(slot, None)
             self._record(job, "save", False, submit, submit, self._clock(), queued, str(error))
             return
         called_s = self._clock() - submit
         start, end = self._promise("save", len(job.slots), submit)
-        self._saved_s[job.copy_id] = end
+        self._saved_s.update(dict.fromkeys(job.slots, end))
         self._saving.append(_Saving(job, submit, start, end, called_s, queued, set(job.block_ids[urgent:])))
         self._record_saved()
 
@@ -216,23 +218,23 @@ class Copier(ABC):
             self._saving.popleft()
 
     def load(self, job: Job) -> None:
-        """Begin to load a copy. A copy that was never saved fails at once."""
+        """Begin to load blocks. Where one of them was never saved, the load fails at once."""
         submit = self._clock()
         queued = sum(len(waiting[0].slots) for waiting in self._loading) * self.block_bytes
         try:
-            if job.copy_id not in self._saved_s:
-                raise CopyError("there is no whole copy to load")
+            saved_s = max(map(self._saved_until, job.slots))
             self.copy_in(job)
         except RuntimeError as error:
             self._failed_loads.append(job)
             self._record(job, "load", False, submit, submit, self._clock(), queued, str(error))
             return
-        start, end = self._promise("load", len(job.slots), max(submit, self._saved_s[job.copy_id]))
+        start, end = self._promise("load", len(job.slots), max(submit, saved_s))
         self._loading.append((job, submit, start, end, queued))
 
-    def drop(self, copy_ids: Iterable[int]) -> None:
-        for copy_id in copy_ids:
-            self._saved_s.pop(copy_id, None)
+    def _saved_until(self, slot: int) -> float:
+        if slot not in self._saved_s:
+            raise CopyError("a block to load was never saved whole")
+        return self._saved_s[slot]
 
     def copies_on(self, device_segments: list[torch.Tensor]) -> bool:
         """Whether these are the same pieces of memory that this copier copies from and to."""
