@@ -74,7 +74,7 @@ class Link:
     """Whether copies run beside the steps, one at a time per direction. Otherwise a step waits for the copies that it
     brings, as in vLLM's CPU engine. A load begins when the step that brings it has computed, as in vLLM 0.32."""
     slowdown: float = 0.0
-    """Share by which a step is slower while a copy runs beside it."""
+    """Share by which a step is slower while a copy runs beside it: so many seconds more for each second of the copy."""
     saves_wait: bool = False
     """Whether a step waits for its saves even where loads overlap. The plugin's copiers do not: what the step
     overwrites is gathered in a buffer on the device first. The time that this takes, and steps that overwrite more than

@@ -77,14 +77,20 @@ class LinkQueues(Generic[Copied]):
             if self._link.saves_wait:
                 begins_s = saved_s
         ends_s = begins_s + computes_s
-        busy = any(
-            running_copy.transfer.start_s < ends_s and running_copy.transfer.end_s > begins_s
-            for running_copy in self.running
-        )
-        ends_s = begins_s + computes_s * (1.0 + self._link.slowdown * busy)
+        if self._link.slowdown and self.running:
+            ends_s += self._link.slowdown * self._busy_s(begins_s, ends_s)
         for copy, blocks in loads:
             self._send(copy, "load", blocks, ends_s, max(ends_s, self._free_s["load"], self._saved_s(copy)))
         return ends_s
+
+    def _busy_s(self, begins_s: float, ends_s: float) -> float:
+        """Seconds between two times in which a copy runs, in one direction or both."""
+        busy_s, until_s = 0.0, begins_s
+        for start_s, end_s in sorted((copy.transfer.start_s, copy.transfer.end_s) for copy in self.running):
+            start_s, end_s = max(start_s, until_s), min(end_s, ends_s)
+            if end_s > start_s:
+                busy_s, until_s = busy_s + end_s - start_s, end_s
+        return busy_s
 
     def _blocking_step(
         self, saves: Brought[Copied], loads: Brought[Copied], begins_s: float, computes_s: float

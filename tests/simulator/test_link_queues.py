@@ -36,8 +36,10 @@ def test_a_step_waits_for_its_saves_and_a_load_begins_when_it_has_computed() -> 
 
 def test_where_saves_are_not_waited_for_they_run_beside_the_step_and_slow_it() -> None:
     link = queues(Link(saves_wait=False, slowdown=0.5))
-    assert link.step([(Copy(1), 2)], [], 10.0, 4.0) == 16.0
-    assert spans(link) == [("save", 10.0, 12.0)]
+    assert link.step([(Copy(1), 2)], [(Copy(2), 3)], 10.0, 4.0) == 15.0, "for two of its four seconds"
+    assert spans(link) == [("save", 10.0, 12.0), ("load", 15.0, 18.0)]
+    assert link.step([(Copy(3), 4)], [], 15.0, 2.0) == 18.0, "two copies at once slow it once"
+    assert link.step([], [], 18.0, 2.0) == 18.0 + 2.0 + 0.5, "what is left of a copy"
 
 
 def test_without_overlap_the_step_waits_for_all_of_them() -> None:
