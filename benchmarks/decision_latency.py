@@ -127,13 +127,14 @@ def made_up(model: FittedModel, rng: random.Random) -> Preemption:
         return round(rng.uniform(low, max(low, high) * beyond))
 
     tokens = max(1, draw("computed_tokens", 1.2))
-    running = draw("running_requests")
+    held, running = -(-tokens // size), draw("running_requests")
     queued = [rng.randrange(1, 64) * block_bytes if rng.random() < BUSY_LINK else 0 for _ in range(2)]
     return Preemption(
         time_s=0.0, computed_tokens=tokens, prompt_tokens=tokens, output_tokens=0, block_size=size,
-        block_bytes=block_bytes, segment_bytes=_segment(model, block_bytes), held_blocks=-(-tokens // size),
-        shared_blocks=rng.choice((0, 0, 0, 1)), hashed_blocks=0, device_blocks=4096, free_blocks=draw("free_blocks"),
-        short_blocks=1, host_blocks=1 << 20, free_host_blocks=1 << 20, running_requests=running, waiting_requests=0,
+        block_bytes=block_bytes, segment_bytes=_segment(model, block_bytes), held_blocks=held,
+        shared_blocks=rng.choice((0, 0, 0, 1)), hashed_blocks=0, hit_blocks=0.0, save_blocks=float(held),
+        device_blocks=4096, free_blocks=draw("free_blocks"), short_blocks=1, host_blocks=1 << 20,
+        free_host_blocks=1 << 20, running_requests=running, waiting_requests=0,
         batch_tokens=draw("batch_tokens") if running else 0, queued_save_bytes=queued[0],
         queued_load_bytes=queued[1],
         earlier_preemptions=0, priority=0, cause="memory",

@@ -51,6 +51,10 @@ class Preemption:
     """Held blocks that other requests hold too; they survive the preemption."""
     hashed_blocks: int
     """Held blocks in the prefix cache; they may survive until they are needed."""
+    hit_blocks: float
+    """Held blocks expected to be found on the device at resume, including those that other requests hold."""
+    save_blocks: float
+    """Held blocks that a swap is expected to copy out."""
     device_blocks: int
     """Total KV blocks of the device."""
     free_blocks: int
@@ -72,7 +76,7 @@ class Preemption:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes that one direction of a swap moves: all held blocks, including a partial last one."""
+        """Bytes of all held blocks, including a partial last one: the most that one direction of a swap moves."""
         return self.held_blocks * self.block_bytes
 
     @property

@@ -6,7 +6,7 @@ They are computed for one situation as plain numbers, inside a scheduling step, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +21,14 @@ class Features(NamedTuple):
 
     computed_tokens: float
     recomputed_tokens: float
-    """Tokens that a recompute prefills again: all except those in blocks shared with other requests. 0 for a swap."""
+    """Tokens that a recompute is expected to prefill again: all except those in blocks that survive on the device. 0
+    for a swap."""
     recomputed_pairs: float
     """(token, earlier token) pairs of that prefill's attention. 0 for a swap."""
     save_bytes: float
-    """0 for a recompute, like all features of copies."""
+    """Bytes expected to be copied out. 0 for a recompute, like all features of copies."""
     load_bytes: float
-    """Less than ``save_bytes`` if blocks are shared, because those stay on the device."""
+    """Bytes expected to be copied back: those of blocks that do not survive on the device."""
     save_segments: float
     load_segments: float
     segment_bytes: float
@@ -70,11 +71,6 @@ def short_blocks(lacking: Iterable[int], free_blocks: int) -> int:
     return next((blocks - free_blocks for blocks in lacking if blocks > free_blocks), 0)
 
 
-def blocks_to_load(held_blocks: int, shared_blocks: int) -> int:
-    """Blocks that a load brings back: those not shared with other requests."""
-    return max(0, held_blocks - shared_blocks)
-
-
 Row = tuple[
     float, float, float, float, float, float, float, float, float, float, float, float, float, float,
 ]  # fmt: skip
@@ -84,20 +80,20 @@ Row = tuple[
 def features_of(situation: Preemption, option: Option) -> Features:
     """The features of ``option`` in ``situation``.
 
-    A swap saves every held block and loads those that are not shared. Raises InputError, naming the feature, for one
-    that is not finite or below 0.
+    What is lost, saved and loaded is what the situation expects (``hit_blocks``, ``save_blocks``). Shared blocks always
+    survive. Raises InputError, naming the feature, for one that is not finite or below 0.
     """
     known = situation
     if option.kind == "recompute":
         row = recompute_row(
-            known.computed_tokens, known.shared_blocks, known.block_size, known.running_requests, known.batch_tokens,
-            known.free_blocks, known.waiting_requests,
+            known.computed_tokens, known.shared_blocks, known.hit_blocks, known.block_size, known.running_requests,
+            known.batch_tokens, known.free_blocks, known.waiting_requests,
         )  # fmt: skip
     else:
         row = swap_row(
-            known.computed_tokens, known.shared_blocks, known.held_blocks, known.block_bytes, known.segment_bytes,
-            known.queued_save_bytes, known.queued_load_bytes, known.running_requests, known.batch_tokens,
-            known.free_blocks, known.waiting_requests,
+            known.computed_tokens, known.shared_blocks, known.hit_blocks, known.save_blocks, known.held_blocks,
+            known.block_bytes, known.segment_bytes, known.queued_save_bytes, known.queued_load_bytes,
+            known.running_requests, known.batch_tokens, known.free_blocks, known.waiting_requests,
         )  # fmt: skip
     if not usable(row):
         raise InputError(_what_is_wrong(row))
@@ -107,9 +103,19 @@ def features_of(situation: Preemption, option: Option) -> Features:
 # ---- arithmetic that can be compiled: functions of numbers; explicit comparisons, because they decide on NaN ----
 
 
+def surviving_blocks(hit_blocks: float, shared_blocks: float) -> float:
+    """Blocks that survive on the device: the hits, and never fewer than the shared ones; NaN where either is NaN."""
+    if hit_blocks > shared_blocks:
+        return hit_blocks
+    if shared_blocks >= hit_blocks:
+        return shared_blocks
+    return nan
+
+
 def recompute_row(
     computed_tokens: float,
     shared_blocks: float,
+    hit_blocks: float,
     block_size: float,
     running_requests: float,
     batch_tokens: float,
@@ -117,7 +123,7 @@ def recompute_row(
     waiting_requests: float,
 ) -> Row:
     """The features of a recompute."""
-    cached = shared_blocks * block_size
+    cached = surviving_blocks(hit_blocks, shared_blocks) * block_size
     if cached > computed_tokens:
         cached = computed_tokens
     pairs = (computed_tokens * (computed_tokens + 1) - cached * (cached + 1)) / 2
@@ -130,6 +136,8 @@ def recompute_row(
 def swap_row(
     computed_tokens: float,
     shared_blocks: float,
+    hit_blocks: float,
+    save_blocks: float,
     held_blocks: float,
     block_bytes: float,
     segment_bytes: float,
@@ -147,12 +155,12 @@ def swap_row(
     pieces = block_bytes // piece
     if pieces < 1:
         pieces = 1
-    loaded_blocks = held_blocks - shared_blocks
+    loaded_blocks = held_blocks - surviving_blocks(hit_blocks, shared_blocks)
     if loaded_blocks < 0:
         loaded_blocks = 0
     return (
-        float(computed_tokens), 0.0, 0.0, float(held_blocks * block_bytes), float(loaded_blocks * block_bytes),
-        float(held_blocks * pieces), float(loaded_blocks * pieces), float(segment_bytes), float(queued_save_bytes),
+        float(computed_tokens), 0.0, 0.0, float(save_blocks * block_bytes), float(loaded_blocks * block_bytes),
+        float(save_blocks * pieces), float(loaded_blocks * pieces), float(segment_bytes), float(queued_save_bytes),
         float(queued_load_bytes), float(running_requests), float(batch_tokens), float(free_blocks),
         float(waiting_requests),
     )  # fmt: skip
@@ -169,8 +177,9 @@ def usable(row: Sequence[float]) -> bool:
 # ---- features of many situations ----
 
 COLUMNS = (
-    "computed_tokens", "shared_blocks", "held_blocks", "block_size", "block_bytes", "segment_bytes",
-    "queued_save_bytes", "queued_load_bytes", "running_requests", "batch_tokens", "free_blocks", "waiting_requests",
+    "computed_tokens", "shared_blocks", "hit_blocks", "save_blocks", "held_blocks", "block_size", "block_bytes",
+    "segment_bytes", "queued_save_bytes", "queued_load_bytes", "running_requests", "batch_tokens", "free_blocks",
+    "waiting_requests",
 )  # fmt: skip
 """Fields of a :class:`~kvpolicy.events.Preemption` that features are computed from."""
 _OF_COPIES = (
@@ -187,19 +196,20 @@ def feature_columns(columns: Mapping[str, Floats], kind: Kind) -> dict[str, Floa
     """
     zeros = np.zeros(len(columns["computed_tokens"]))
     surroundings = {name: columns[name] for name in _SURROUNDINGS}
+    survives = np.maximum(columns["hit_blocks"], columns["shared_blocks"])
     if kind == "recompute":
-        cached = np.minimum(columns["shared_blocks"] * columns["block_size"], columns["computed_tokens"])
+        cached = np.minimum(survives * columns["block_size"], columns["computed_tokens"])
         lost = {
             "recomputed_tokens": columns["computed_tokens"] - cached,
             "recomputed_pairs": causal_pairs(cached, columns["computed_tokens"]),
         }
         return lost | dict.fromkeys(_OF_COPIES, zeros) | surroundings
     pieces = np.maximum(columns["block_bytes"] // np.maximum(columns["segment_bytes"], 1.0), 1.0)
-    held, loaded_blocks = columns["held_blocks"], np.maximum(columns["held_blocks"] - columns["shared_blocks"], 0.0)
+    saved, loaded_blocks = columns["save_blocks"], np.maximum(columns["held_blocks"] - survives, 0.0)
     copied = {
-        "save_bytes": held * columns["block_bytes"],
+        "save_bytes": saved * columns["block_bytes"],
         "load_bytes": loaded_blocks * columns["block_bytes"],
-        "save_segments": held * pieces,
+        "save_segments": saved * pieces,
         "load_segments": loaded_blocks * pieces,
     }
     queued = {name: columns[name] for name in ("segment_bytes", "queued_save_bytes", "queued_load_bytes")}

@@ -87,12 +87,13 @@ def situation(computed_tokens: int = 500, block_size: int = 32, running_requests
     preemption = Preemption(
         time_s=1000.0, computed_tokens=computed_tokens, prompt_tokens=max(1, computed_tokens - 8), output_tokens=8,
         block_size=block_size, block_bytes=block_bytes, segment_bytes=block_bytes // GEOMETRY.layers,
-        held_blocks=held, shared_blocks=0, hashed_blocks=max(0, held - 1), device_blocks=4096, free_blocks=0,
-        short_blocks=1, host_blocks=4096, free_host_blocks=4096, running_requests=running_requests, waiting_requests=0,
-        batch_tokens=running_requests * 300, queued_save_bytes=0, queued_load_bytes=0, earlier_preemptions=0,
-        priority=0, cause="memory",
+        held_blocks=held, shared_blocks=0, hashed_blocks=max(0, held - 1), hit_blocks=0.0, save_blocks=float(held),
+        device_blocks=4096, free_blocks=0, short_blocks=1, host_blocks=4096, free_host_blocks=4096,
+        running_requests=running_requests, waiting_requests=0, batch_tokens=running_requests * 300,
+        queued_save_bytes=0, queued_load_bytes=0, earlier_preemptions=0, priority=0, cause="memory",
     )  # fmt: skip
-    return replace(preemption, **more)
+    given = replace(preemption, **more)
+    return given if "save_blocks" in more else replace(given, save_blocks=float(given.held_blocks))
 
 
 def swap_of(one: Preemption) -> Option:

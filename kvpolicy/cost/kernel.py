@@ -260,6 +260,8 @@ def pair(
     c: MutableSequence[float],
     computed_tokens: float,
     shared_blocks: float,
+    hit_blocks: float,
+    save_blocks: float,
     held_blocks: float,
     block_size: float,
     block_bytes: float,
@@ -278,16 +280,17 @@ def pair(
     fill_row(
         row,
         recompute_row(
-            computed_tokens, shared_blocks, block_size, running_requests, batch_tokens, free_blocks, waiting_requests
+            computed_tokens, shared_blocks, hit_blocks, block_size, running_requests, batch_tokens, free_blocks,
+            waiting_requests,
         ),
-    )
+    )  # fmt: skip
     valid = usable(row)
     recompute = option_cost(n, c, RECOMPUTE, bin_index, running_requests, row, edge) if valid else NO_COST
     fill_row(
         row,
         swap_row(
-            computed_tokens, shared_blocks, held_blocks, block_bytes, segment_bytes, queued_save_bytes,
-            queued_load_bytes, running_requests, batch_tokens, free_blocks, waiting_requests,
+            computed_tokens, shared_blocks, hit_blocks, save_blocks, held_blocks, block_bytes, segment_bytes,
+            queued_save_bytes, queued_load_bytes, running_requests, batch_tokens, free_blocks, waiting_requests,
         ),
     )  # fmt: skip
     valid = valid and usable(row)

@@ -28,8 +28,8 @@ IDENTITY: Mapping[str, tuple[str, ...]] = {
 
 COUNTS = (
     "computed_tokens", "prompt_tokens", "output_tokens", "block_size", "block_bytes", "segment_bytes", "held_blocks",
-    "shared_blocks", "hashed_blocks", "device_blocks", "free_blocks", "short_blocks", "host_blocks",
-    "free_host_blocks", "running_requests", "waiting_requests", "batch_tokens", "queued_save_bytes",
+    "shared_blocks", "hashed_blocks", "hit_blocks", "save_blocks", "device_blocks", "free_blocks", "short_blocks",
+    "host_blocks", "free_host_blocks", "running_requests", "waiting_requests", "batch_tokens", "queued_save_bytes",
     "queued_load_bytes", "earlier_preemptions",
 )  # fmt: skip
 """Fields of a situation that are never below 0."""
@@ -77,7 +77,7 @@ def refuse_situation(folder: str, number: int, row: Row) -> None:
     """Raises TraceError for a row of ``decisions`` that is no valid situation."""
     for name in COUNTS:
         if row[name] < 0:
-            raise TraceError(f"{folder}: table decisions, row {number}: {name} is {row[name]}, should be 0 or above")
+            raise TraceError(f"{folder}: table decisions, row {number}: {name} is {row[name]:g}, should be 0 or above")
     if row["state_id"] is not None and (row["arm"] not in KINDS or row["repeat"] is None):
         raise TraceError(
             f"{folder}: table decisions, row {number}: arm is {row['arm']!r}, repeat {row['repeat']!r}; "

@@ -19,6 +19,10 @@ class Question:
     waiting: int = option("Waiting requests.", 0, AMOUNT)
     block_size: int | None = option("Tokens per block. Default: the first size of the model.", None, COUNT)
     shared: int = option("Blocks that the victim shares with other requests.", 0, AMOUNT)
+    hit: float | None = option(
+        "Blocks expected on the device when the victim returns. Default: the shared ones.", None, AMOUNT
+    )
+    save: float | None = option("Blocks that a swap is expected to copy out. Default: all it holds.", None, AMOUNT)
     batch_tokens: int | None = option(
         "Total tokens of the other running requests. Default: each as long as the victim.", None, AMOUNT
     )
@@ -46,7 +50,8 @@ def resolve(model: FittedModel, question: Question) -> ResolvedQuestion:
 
     ``block_size`` defaults to the first that the model was measured on; ``batch_tokens`` to others as long as the
     victim, up to the trained maximum; ``segment_bytes`` to that of the model's traces, or one layer's part of a block.
-    Raises WrongValue for more shared blocks than the victim has, and for segments larger than a block.
+    Raises WrongValue for more shared, surviving or saved blocks than the victim has, for fewer surviving than shared
+    ones, and for segments larger than a block.
     """
     sizes, assumed = model.provenance.block_sizes, []
     size = sizes[0] if question.block_size is None else question.block_size
@@ -56,6 +61,11 @@ def resolve(model: FittedModel, question: Question) -> ResolvedQuestion:
     held = -(-tokens // size)
     if shared > held:
         raise WrongValue("shared", f"is {shared}, should be at most the {held} blocks that {tokens} tokens take")
+    hit, save = float(shared if question.hit is None else question.hit), question.save
+    if not shared <= hit <= held:
+        raise WrongValue("hit", f"is {hit:g}, should be from the {shared} shared blocks to the {held} that it holds")
+    if save is not None and save > held:
+        raise WrongValue("save", f"is {save:g}, should be at most the {held} blocks that {tokens} tokens take")
     block_bytes = round(size * model.provenance.kv_bytes_per_token)
     segment_bytes, batch_tokens = question.segment_bytes, question.batch_tokens
     if segment_bytes is None:
@@ -70,19 +80,28 @@ def resolve(model: FittedModel, question: Question) -> ResolvedQuestion:
     situation = Preemption(
         time_s=0.0, computed_tokens=tokens, prompt_tokens=tokens, output_tokens=0, block_size=size,
         block_bytes=block_bytes, segment_bytes=segment_bytes, held_blocks=held, shared_blocks=shared, hashed_blocks=0,
-        device_blocks=held + question.free, free_blocks=question.free, short_blocks=0 if question.free else 1,
-        host_blocks=held, free_host_blocks=held, running_requests=running, waiting_requests=question.waiting,
-        batch_tokens=batch_tokens, queued_save_bytes=question.queued_save, queued_load_bytes=question.queued_load,
+        hit_blocks=hit, save_blocks=float(held if save is None else save), device_blocks=held + question.free,
+        free_blocks=question.free, short_blocks=0 if question.free else 1, host_blocks=held, free_host_blocks=held,
+        running_requests=running, waiting_requests=question.waiting, batch_tokens=batch_tokens,
+        queued_save_bytes=question.queued_save, queued_load_bytes=question.queued_load,
         earlier_preemptions=0, priority=0, cause="memory",
     )  # fmt: skip
     return ResolvedQuestion(situation, tuple(assumed))
 
 
 def with_length(situation: Preemption, tokens: int) -> Preemption:
-    """The same situation with a victim of ``tokens`` tokens."""
+    """The same situation with a victim of ``tokens`` tokens. Of its blocks the same share is saved, and of those that
+    are not shared the same share survives."""
+    held_before, shared_before = situation.held_blocks, situation.shared_blocks
     held = -(-tokens // situation.block_size)
-    shared = min(situation.shared_blocks, held)
-    return replace(situation, computed_tokens=tokens, prompt_tokens=tokens, held_blocks=held, shared_blocks=shared)
+    shared = min(shared_before, held)
+    survive = max(0.0, situation.hit_blocks - shared_before)
+    if survive:
+        survive = (held - shared) * survive / (held_before - shared_before)
+    return replace(
+        situation, computed_tokens=tokens, prompt_tokens=tokens, held_blocks=held, shared_blocks=shared,
+        hit_blocks=shared + survive, save_blocks=held * situation.save_blocks / held_before,
+    )  # fmt: skip
 
 
 def with_running(situation: Preemption, running: int) -> Preemption:

@@ -90,7 +90,8 @@ class Explanation:
         )
         return [
             f"{situation.computed_tokens} tokens in {situation.held_blocks} blocks of {situation.block_size} "
-            f"({situation.copy_bytes / 2**20:.3g} MiB, {situation.shared_blocks} shared), {load_text}, "
+            f"({situation.copy_bytes / 2**20:.3g} MiB, {situation.shared_blocks} shared{_expected(situation)}), "
+            f"{load_text}, "
             f"{situation.free_blocks} blocks free{_queued(situation)}",
             f"cost model {self.cost_model} ({self.family}); minimised: {self.objective.text}",
             f"choice: {self.chosen}",
@@ -118,6 +119,15 @@ class Explanation:
         first, last = str(grid.tokens[0]), f"{grid.tokens[-1]} tokens"
         lines.append(f"{'':>{width}}  {first}{last:>{max(len(last) + 1, len(grid.tokens) - len(first))}}")
         return lines
+
+
+def _expected(situation: Preemption) -> str:
+    """What survives beyond the shared blocks, and what is saved unless it is all."""
+    survive = (
+        f", {situation.hit_blocks:g} expected to survive" if situation.hit_blocks > situation.shared_blocks else ""
+    )
+    save = f", {situation.save_blocks:g} to be saved" if situation.save_blocks != situation.held_blocks else ""
+    return survive + save
 
 
 def _break_even_lines(even: BreakEven) -> list[str]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvpolicy.arrays import causal_pairs
 from kvpolicy.errors import InputError
-from kvpolicy.events import Cost, Decision, Kind, Option, Preemption, copy_pieces
-from kvpolicy.features import blocks_to_load
+from kvpolicy.events import Cost, Decision, Kind, Option, Preemption
+from kvpolicy.features import features_of
 from kvpolicy.policy import NoState, Objective, Policy, PricedPolicy
 from kvpolicy.policy.base import certain_choice, first_option_of
 from kvpolicy.policy.cheapest import lowest
@@ -54,10 +54,8 @@ class Oracle(PricedPolicy[NoState]):
 
 def recompute_s_of(situation: Preemption, server: Server, times: Times) -> float:
     """Seconds that recomputing the victim, chunk by chunk, adds to steps; or that its own steps take."""
-    others, done = (
-        situation.running_requests,
-        min(situation.shared_blocks * situation.block_size, situation.computed_tokens),
-    )
+    others = situation.running_requests
+    done = situation.computed_tokens - round(features_of(situation, Option("recompute")).recomputed_tokens)
     read_tokens = situation.batch_tokens + others
     undisturbed_s = times.step_s(StepLoad(others, others, read_tokens, 0, 0, 0)) if others else 0.0
     chunk_budget = max(1, server.token_budget - others)
@@ -76,10 +74,9 @@ def swap_s_of(situation: Preemption, server: Server, times: Times) -> tuple[floa
     A copy counts in full where a step waits for it or no other request runs; otherwise by how much it slows the steps.
     """
     segment = max(1, situation.segment_bytes)
-    pieces = copy_pieces(situation.block_bytes, segment)
-    loaded_blocks = blocks_to_load(situation.held_blocks, situation.shared_blocks)
-    save_s = times.copy_s("save", situation.copy_bytes, situation.copy_segments, segment)
-    load_s = times.copy_s("load", loaded_blocks * situation.block_bytes, loaded_blocks * pieces, segment)
+    x = features_of(situation, Option("swap", situation.computed_tokens))
+    save_s = times.copy_s("save", round(x.save_bytes), round(x.save_segments), segment)
+    load_s = times.copy_s("load", round(x.load_bytes), round(x.load_segments), segment)
     link = server.link
     if link.overlapped and situation.running_requests:
         return save_s * (1.0 if link.saves_wait else link.slowdown), load_s * link.slowdown

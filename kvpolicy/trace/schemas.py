@@ -31,6 +31,9 @@ _COST = pa.struct(
 )
 LATER_FIELDS = {("decisions", "costs"): ("victim_delay_s",)}
 """Fields of a record that older traces of the same schema version lack; they are read as empty."""
+LATER_COLUMNS = {"decisions": {"hit_blocks": "shared_blocks", "save_blocks": "held_blocks"}}
+"""Columns that older traces of the same schema version lack, by table. Each is read as the column after it, which is
+what it would have held when it was recorded. A table that lacks only some of them is damaged."""
 _REPEATED = pa.struct(
     [("preemption_id", _TEXT), ("tokens", _INT), ("kv_read_tokens", _INT), ("chunk_context", _INT), ("decodes", _INT)]
 )

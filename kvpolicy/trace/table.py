@@ -5,7 +5,8 @@
 
 There is one ``CORE`` sub-folder per engine core, so that several servers can write into one trace. Part files are
 renamed into place when they are complete. Unknown columns are preserved. A missing column, a wrong type or an empty
-value in a required column raises a :class:`TraceError` that names file, column and row.
+value in a required column raises a :class:`TraceError` that names file, column and row. Columns that were added later
+(:data:`~kvpolicy.trace.schemas.LATER_COLUMNS`) are filled in where an older trace lacks them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvpolicy.fields import refuse_no_paths
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.hardware.link import header_link
 from kvpolicy.trace.digest import row_texts
-from kvpolicy.trace.schemas import ALLOWED_WORDS, LATER_FIELDS, SCHEMA_VERSION, SCHEMAS
+from kvpolicy.trace.schemas import ALLOWED_WORDS, LATER_COLUMNS, LATER_FIELDS, SCHEMA_VERSION, SCHEMAS
 
 
 class TraceError(KVPolicyError):
@@ -270,6 +271,7 @@ def read_part(path: Path, name: str) -> pa.Table:
         table = pq.read_table(path, partitioning=None)
     except (OSError, pa.ArrowException) as error:
         raise TraceError(f"{path}: damaged or not a Parquet file: {error}") from error
+    table = _with_later_columns(table, name)
     for column in SCHEMAS[name]:
         if column.name not in table.column_names:
             raise TraceError(f"{path}: column {column.name} is missing; {name} needs it as {column.type}")
@@ -281,6 +283,18 @@ def read_part(path: Path, name: str) -> pa.Table:
     known = SCHEMAS[name].names
     unknown = [column for column in table.column_names if column not in known]
     return table.select([*known, *unknown])
+
+
+def _with_later_columns(table: pa.Table, name: str) -> pa.Table:
+    """Add the columns that the table lacks because it is older, with the values of those that had their meaning."""
+    later = LATER_COLUMNS.get(name, {})
+    if not later or not later.keys().isdisjoint(table.column_names) or not set(later.values()) <= {*table.column_names}:
+        return table
+    for column, source in later.items():
+        if not pa.types.is_integer(table[source].type):
+            return table
+        table = table.append_column(column, pc.cast(table[source], SCHEMAS[name].field(column).type))
+    return table
 
 
 def _completed(table: pa.Table, column: pa.Field, later: Sequence[str]) -> pa.Table:

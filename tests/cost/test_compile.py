@@ -34,10 +34,10 @@ NUMBERS = [field.name for field in fields(Cost)]
 
 
 situations = st.builds(
-    lambda tokens, size, running, batch, free, waiting, queued, shared, segment: situation(
+    lambda tokens, size, running, batch, free, waiting, queued, shared, hit, saved, segment: situation(
         tokens, size, running, batch_tokens=batch, free_blocks=free, waiting_requests=waiting,
         queued_save_bytes=queued, queued_load_bytes=queued // 3, shared_blocks=min(shared, -(-tokens // size)),
-        segment_bytes=segment,
+        hit_blocks=hit * -(-tokens // size), save_blocks=saved * -(-tokens // size), segment_bytes=segment,
     ),
     tokens=st.integers(1, 200_000) | st.integers(1, 3000),
     size=st.sampled_from([1, 16, 32, 64, 128]),
@@ -47,6 +47,8 @@ situations = st.builds(
     waiting=st.integers(0, 10**4),
     queued=st.integers(0, 10**9) | st.just(0),
     shared=st.integers(0, 40),
+    hit=st.floats(0, 1),
+    saved=st.floats(0, 1),
     segment=st.sampled_from([0, 1, 512, 4096, 10**7]),
 )  # fmt: skip
 
@@ -82,7 +84,10 @@ def test_trees_that_are_too_large_for_a_table_are_walked(one: Preemption, seed: 
     assert_same(fast.predict(one, options_for(one)), plain.predict(one, options_for(one)))
 
 
-@pytest.mark.parametrize("name", ["batch_tokens", "computed_tokens", "shared_blocks", "block_bytes", "held_blocks"])
+@pytest.mark.parametrize(
+    "name",
+    ["batch_tokens", "computed_tokens", "shared_blocks", "hit_blocks", "save_blocks", "block_bytes", "held_blocks"],
+)
 @pytest.mark.parametrize("value", [float("nan"), inf, -1e9])
 def test_nan_and_infinity_are_refused_compiled_as_plain(name: str, value: float) -> None:
     plain, fast = plain_and_compiled(1)
@@ -132,7 +137,7 @@ assert policy.cost_model.warm()
 from kvpolicy.cost.compile import compiled_pair
 assert len(compiled_pair().signatures) == 1
 one = Preemption(
-    1.0, 500, 492, 8, 32, 65536, 16384, 16, 0, 15, 4096, 0, 1, 4096, 4096, 3, 0, 900, 0, 0, 0, 0, "memory"
+    1.0, 500, 492, 8, 32, 65536, 16384, 16, 0, 15, 0.0, 16.0, 4096, 0, 1, 4096, 4096, 3, 0, 900, 0, 0, 0, 0, "memory"
 )
 before = set(sys.modules)
 decision = decide(policy, one, feasible_options(one), policy.initial_state(), random.Random(0))

@@ -17,7 +17,8 @@ def random_situation(rng: random.Random) -> Preemption:
     held = rng.randrange(1, 200)
     return situation(
         computed_tokens=rng.randrange(1, 200_000), block_size=rng.choice((16, 64)), held_blocks=held,
-        shared_blocks=rng.choice((0, 3, held, held + 5)), block_bytes=rng.randrange(1, 1 << 22),
+        shared_blocks=rng.choice((0, 3, held, held + 5)), hit_blocks=rng.choice((0.0, 0.75 * held, held + 2.5)),
+        save_blocks=rng.choice((0.0, held / 3, float(held))), block_bytes=rng.randrange(1, 1 << 22),
         segment_bytes=rng.choice((0, 1, 4096, 1 << 23)), running_requests=rng.randrange(4),
         queued_save_bytes=rng.randrange(1 << 30), queued_load_bytes=rng.randrange(1 << 30),
         batch_tokens=rng.randrange(9999), free_blocks=rng.randrange(99), waiting_requests=rng.randrange(9),

@@ -9,12 +9,18 @@ import pytest
 
 from kvpolicy import cost
 from kvpolicy.cost import FittedModel
-from kvpolicy.explanation import Question, breakdowns_of
+from kvpolicy.events import Cost
+from kvpolicy.explanation import Explanation, Question, breakdowns_of
 from kvpolicy.explanation.boundary import break_even, grid, longest
 from kvpolicy.explanation.question import resolve, with_length, with_running
 from kvpolicy.policy import Objective
 from tests.explanation.models import explain
 from tests.synthetic import CostLaw, fitted_model
+
+
+def costs_of(explanation: Explanation) -> tuple[Cost, Cost]:
+    recompute, swap = explanation.breakdowns
+    return recompute.cost, swap.cost
 
 
 def turning_model() -> FittedModel:
@@ -46,6 +52,27 @@ def test_every_turn_of_the_staircase_is_listed(name: str, block_size: int) -> No
     swaps = [swap.cost.engine_s < again.cost.engine_s for again, swap in breakdowns]
     real = [tokens for tokens, (before, after) in enumerate(pairwise(swaps), 2) if before != after]
     assert [turn.tokens for turn in even.turns] == real
+
+
+def test_another_length_keeps_the_shares_that_survive_and_are_saved() -> None:
+    """Of 16 blocks 4 are shared, 3 of the other 12 survive and 8 are saved."""
+    model = turning_model()
+    one = resolve(model, Question(500, block_size=32, shared=4, hit=7.0, save=8)).situation
+    assert (one.hit_blocks, one.save_blocks) == (7.0, 8.0)
+    long, short = with_length(one, 1024), with_length(one, 64)
+    assert (long.held_blocks, long.shared_blocks, long.hit_blocks, long.save_blocks) == (32, 4, 11.0, 16.0)
+    assert (short.held_blocks, short.shared_blocks, short.hit_blocks, short.save_blocks) == (2, 2, 2.0, 1.0)
+    plain = resolve(model, Question(500, block_size=32, shared=4)).situation
+    assert (plain.hit_blocks, plain.save_blocks) == (4.0, 16.0)
+    assert (with_length(plain, 777).hit_blocks, with_length(plain, 777).save_blocks) == (4.0, 25.0)
+
+
+def test_what_survives_makes_a_recompute_cheaper_and_is_said() -> None:
+    lost, kept = (explain(cost_model="analytic", **more) for more in ({}, {"hit": 12, "save": 5}))
+    recomputes, swaps = zip(*((cost.engine_s for cost in costs_of(one)) for one in (lost, kept)), strict=True)
+    assert recomputes[1] < recomputes[0] / 2 and swaps[1] < swaps[0]
+    assert "0 shared, 12 expected to survive, 5 to be saved)" in kept.text()
+    assert "0 shared)" in lost.text()
 
 
 def test_long_lengths_are_evaluated_at_block_edges_which_is_noted() -> None:

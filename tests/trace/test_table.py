@@ -46,6 +46,8 @@ SITUATION = Preemption(
     held_blocks=3,
     shared_blocks=0,
     hashed_blocks=2,
+    hit_blocks=0.5,
+    save_blocks=3.0,
     device_blocks=128,
     free_blocks=0,
     short_blocks=1,
@@ -261,6 +263,20 @@ def test_costs_recorded_before_the_victims_delay_was_predicted_are_read(tmp_path
     pq.write_table(table.set_column(at, pa.field("costs", was, nullable=False), pa.array(older, was)), path)
     expected = [[cost | {"victim_delay_s": None} for cost in some] for some in older]
     assert [row["costs"] for row in read(tmp_path).rows("decisions")] == expected
+
+
+def test_traces_recorded_before_survival_was_expected_are_read_as_features_meant_then(folder: Path) -> None:
+    """Only shared blocks survive, and a swap saves all. A table that lacks but one of the columns is damaged."""
+    (part,) = folder.glob("*/decisions/part-*.parquet")
+    table = pq.read_table(part)
+    pq.write_table(table.drop_columns(["hit_blocks", "save_blocks"]), part)
+    for row in read(folder).rows("decisions"):
+        assert (row["hit_blocks"], row["save_blocks"]) == (row["shared_blocks"], row["held_blocks"]) == (0, 3)
+        assert type(row["hit_blocks"]) is type(row["save_blocks"]) is float
+    for name in ("hit_blocks", "save_blocks"):
+        pq.write_table(table.drop_columns([name]), part)
+        with pytest.raises(TraceError, match=f"column {name} is missing; decisions needs it as double"):
+            read(folder)
 
 
 def test_a_header_from_before_the_token_budget_reads(tmp_path: Path) -> None:

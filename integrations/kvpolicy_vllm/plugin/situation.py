@@ -82,6 +82,7 @@ def situation_of(
     size = scheduler.block_size
     computed = request.num_computed_tokens
     held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
+    shared = len(held) - [block.ref_cnt for block in held].count(1)
     waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
     return Preemption(
         time_s=now,
@@ -92,8 +93,10 @@ def situation_of(
         block_bytes=copies.block_bytes,
         segment_bytes=segment_bytes,
         held_blocks=len(held),
-        shared_blocks=len(held) - [block.ref_cnt for block in held].count(1),
+        shared_blocks=shared,
         hashed_blocks=bisect_left(held, True, key=_is_unhashed),
+        hit_blocks=float(shared),
+        save_blocks=float(len(held)),
         device_blocks=pool.num_gpu_blocks,
         free_blocks=pool.get_num_free_blocks(),
         short_blocks=running.short_blocks(request) if cause == "memory" else 0,

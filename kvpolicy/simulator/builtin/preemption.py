@@ -152,6 +152,7 @@ def situation_of(live: LiveRequest, scheduler: Scheduler, copies: HostPool, serv
     """The situation of ``live``, which has left the running list. Time: O(its blocks + running requests)."""
     size = server.block_size
     held = -(-live.computed // size)
+    shared = scheduler.pool.shared(live, held)
     return Preemption(
         time_s=now_s,
         computed_tokens=live.computed,
@@ -161,8 +162,10 @@ def situation_of(live: LiveRequest, scheduler: Scheduler, copies: HostPool, serv
         block_bytes=server.block_bytes,
         segment_bytes=server.segment_bytes or server.block_bytes,
         held_blocks=held,
-        shared_blocks=scheduler.pool.shared(live, held),
+        shared_blocks=shared,
         hashed_blocks=min(live.cached, held),
+        hit_blocks=float(shared),
+        save_blocks=float(held),
         device_blocks=server.device_blocks + NULL_BLOCK,
         free_blocks=scheduler.pool.free,
         short_blocks=short_blocks(_lacking_by_request(live, scheduler, server), scheduler.pool.free),
