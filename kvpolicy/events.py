@@ -54,7 +54,7 @@ class Preemption:
     hit_blocks: float
     """Held blocks expected to be found on the device at resume, including those that other requests hold."""
     save_blocks: float
-    """Held blocks that a swap is expected to copy out."""
+    """Held blocks that a swap is expected to copy out: those that will be lost and are not in host memory."""
     device_blocks: int
     """Total KV blocks of the device."""
     free_blocks: int
@@ -62,6 +62,8 @@ class Preemption:
     """Blocks that the failed allocation lacked; 0 if no allocation failed."""
     host_blocks: int
     free_host_blocks: int
+    """Host blocks that a copy of the request could have: those that are free and, where these are fewer than it needs,
+    those that only copies of shorter requests use."""
     running_requests: int
     """Running requests other than the victim."""
     waiting_requests: int

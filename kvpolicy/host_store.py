@@ -76,7 +76,7 @@ class HostStore:
         """Whether any block has to be saved before its place on the device is given away."""
         return bool(self._watched)
 
-    def obtainable(self, tokens: int, wanted: int) -> int:
+    def obtainable(self, tokens: int, wanted: float) -> int:
         """Slots that a copy of a request of ``tokens`` computed tokens can have: those that are free and, where these
         are fewer than ``wanted``, those that only copies of shorter requests use."""
         if self.free >= wanted:
@@ -85,6 +85,11 @@ class HostStore:
             block.slot is not None and all(holder.tokens < tokens and not holder.loading for holder in block.holders)
             for block in {block: None for copy in self._copies if copy.tokens < tokens for block in copy.blocks}
         )
+
+    def stored(self, keys: Iterable[Hashable | None]) -> int:
+        """How many contents with these keys have a slot."""
+        found = map(self._by_key.get, keys)
+        return sum(block is not None and block.slot is not None for block in found)
 
     def add(self, copy: HostCopy, contents: Iterable[tuple[Hashable | None, Hashable]]) -> list[HostBlock]:
         """Keep the contents for a new copy; return the blocks that must be saved now, with slots.

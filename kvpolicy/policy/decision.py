@@ -26,12 +26,12 @@ _draft_decision = fast_constructor(Decision)
 
 
 def feasible_options(situation: Preemption, swap_possible: bool = True) -> tuple[Option, ...]:
-    """Recompute, always and first; swap if the host pool has free slots for all held blocks and the engine allows it.
+    """Recompute, always and first; swap if the host pool has room for what it would copy and the engine allows it.
 
     ``swap_possible``: whether the engine would load the blocks back. A victim without computed tokens has nothing to
     swap.
     """
-    if swap_possible and 0 < situation.held_blocks <= situation.free_host_blocks and situation.computed_tokens > 0:
+    if swap_possible and situation.computed_tokens > 0 and _has_room(situation):
         return RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
     return (RECOMPUTE,)
 
@@ -47,7 +47,12 @@ def why_no_swap(situation: Preemption, refused: str = "") -> str:
         return "nothing_computed"
     if refused:
         return refused
-    return "host_full" if situation.free_host_blocks < situation.held_blocks else ""
+    return "" if _has_room(situation) else "host_full"
+
+
+def _has_room(situation: Preemption) -> bool:
+    """Whether host memory has room for what a swap is expected to copy."""
+    return situation.held_blocks > 0 and situation.save_blocks <= situation.free_host_blocks
 
 
 def probabilities_of(

@@ -84,6 +84,10 @@ def situation_of(
     held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
     shared = len(held) - [block.ref_cnt for block in held].count(1)
     waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
+    hit_blocks = float(shared)
+    save_blocks = float(len(held))
+    if not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
+        save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in held[int(hit_blocks) :])
     return Preemption(
         time_s=now,
         computed_tokens=computed,
@@ -95,13 +99,13 @@ def situation_of(
         held_blocks=len(held),
         shared_blocks=shared,
         hashed_blocks=bisect_left(held, True, key=_is_unhashed),
-        hit_blocks=float(shared),
-        save_blocks=float(len(held)),
+        hit_blocks=hit_blocks,
+        save_blocks=save_blocks,
         device_blocks=pool.num_gpu_blocks,
         free_blocks=pool.get_num_free_blocks(),
         short_blocks=running.short_blocks(request) if cause == "memory" else 0,
         host_blocks=copies.pool.total,
-        free_host_blocks=copies.pool.obtainable(computed, len(held)),
+        free_host_blocks=copies.pool.obtainable(computed, save_blocks),
         running_requests=len(scheduler.running),
         waiting_requests=max(0, waiting),
         batch_tokens=running.take_out(request),

@@ -42,9 +42,13 @@ class HostPool:
         """Whether the block has to be saved before the device gives it away."""
         return self._store.key_at(block) is not None
 
-    def obtainable(self, tokens: int, wanted: int) -> int:
+    def obtainable(self, tokens: int, wanted: float) -> int:
         """See :meth:`kvpolicy.host_store.HostStore.obtainable`."""
         return self._store.obtainable(tokens, wanted)
+
+    def stored(self, blocks: Iterable[KeyedBlock]) -> int:
+        """How many of these blocks' contents are in host memory."""
+        return self._store.stored(block.key for block in blocks)
 
     def queued_bytes(self, direction: Direction) -> int:
         """Bytes of copies that are under way or not yet sent to the worker."""

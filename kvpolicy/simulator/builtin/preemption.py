@@ -153,6 +153,8 @@ def situation_of(live: LiveRequest, scheduler: Scheduler, copies: HostPool, serv
     size = server.block_size
     held = -(-live.computed // size)
     shared = scheduler.pool.shared(live, held)
+    hit_blocks = float(shared)
+    save_blocks = held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : held])
     return Preemption(
         time_s=now_s,
         computed_tokens=live.computed,
@@ -164,13 +166,13 @@ def situation_of(live: LiveRequest, scheduler: Scheduler, copies: HostPool, serv
         held_blocks=held,
         shared_blocks=shared,
         hashed_blocks=min(live.cached, held),
-        hit_blocks=float(shared),
-        save_blocks=float(held),
+        hit_blocks=hit_blocks,
+        save_blocks=save_blocks,
         device_blocks=server.device_blocks + NULL_BLOCK,
         free_blocks=scheduler.pool.free,
         short_blocks=short_blocks(_lacking_by_request(live, scheduler, server), scheduler.pool.free),
         host_blocks=copies.total,
-        free_host_blocks=copies.obtainable(live.computed, held),
+        free_host_blocks=copies.obtainable(live.computed, save_blocks),
         running_requests=len(scheduler.running),
         waiting_requests=scheduler.waiting_requests,
         batch_tokens=sum(other.computed for other in scheduler.running),
