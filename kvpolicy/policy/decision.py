@@ -55,6 +55,40 @@ def _has_room(situation: Preemption) -> bool:
     return situation.held_blocks > 0 and situation.save_blocks <= situation.free_host_blocks
 
 
+def at_resume(
+    situation: Preemption,
+    total_tokens: int,
+    hit_tokens: int,
+    free_blocks: int,
+    running_requests: int,
+    queued_save_bytes: int,
+    queued_load_bytes: int,
+) -> Preemption:
+    """The situation when a swapped request is about to come back, made from that at its preemption.
+
+    ``total_tokens``: those that it has if all is loaded, of which ``hit_tokens`` are on the device; the others are in
+    host memory. The batch is taken to have grown with the number of its requests.
+    """
+    size = situation.block_size
+    hit_blocks = hit_tokens // size
+    batch_tokens = situation.batch_tokens * running_requests // max(1, situation.running_requests)
+    return replace(
+        situation,
+        computed_tokens=total_tokens,
+        held_blocks=-(-total_tokens // size),
+        shared_blocks=0,
+        hashed_blocks=hit_blocks,
+        hit_blocks=float(hit_blocks),
+        save_blocks=0.0,
+        free_blocks=free_blocks,
+        short_blocks=0,
+        running_requests=running_requests,
+        batch_tokens=batch_tokens,
+        queued_save_bytes=queued_save_bytes,
+        queued_load_bytes=queued_load_bytes,
+    )
+
+
 def probabilities_of(
     policy: Policy, situation: Preemption, options: Sequence[Option], state: PolicyState
 ) -> tuple[float, ...]:
@@ -107,6 +141,18 @@ class Decider:
         if self._shadow and decision.intended == "swap":
             return replace(decision, executed="recompute", reason="shadow")
         return replace(decision, executed=decision.intended)
+
+    def loads(self, situation: Preemption) -> bool:
+        """Whether a swapped request that is about to come back loads what it lacks. ``situation``: see
+        :func:`at_resume`.
+
+        The policy is asked again, now that it is known what the device still has. Where it is certain of a recompute,
+        the rest is computed again; where it would draw, the earlier draw stands. Pure.
+        """
+        if self._pinned is not None:
+            return True
+        options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
+        return probabilities_of(self.policy, situation, options, self.state)[0] < 1.0
 
     def pin(self, kind: Kind | None) -> None:
         """Take ``kind`` whenever it is feasible, recorded as the policy :data:`PINNED`; None to unpin.

@@ -119,7 +119,13 @@ class World:
         self.request = Request()
         self.scheduler = Scheduler(self.request)
         self.controller = Controller(
-            "core", Decider(load(policy), random.Random(0)), CopyBook(8, 1, 100), 100, self._clock, complain, load
+            "core",
+            Decider(load(policy, allow_python=True), random.Random(0)),
+            CopyBook(8, 1, 100),
+            100,
+            self._clock,
+            complain,
+            load,
         )
         self.controller.record_into(self.rows, lambda request_id: f"anonymous {request_id}")
         self.controller.observers.add(self.events)
@@ -243,6 +249,30 @@ def test_a_request_that_leaves_before_its_save_is_confirmed_leaves_nothing(world
     assert world.events.told[1:] == [("executed", "swap"), ("aborted", "swap")]
     world.finish_copies("save")
     assert len(world.events.told) == 3 and world.controller.stats()["host_slots_used"] == 0
+
+
+def test_a_policy_that_is_certain_at_resume_has_the_rest_computed() -> None:
+    """Nothing of it is on the device, so the hit has an even number of blocks; then one, which is odd."""
+    world = World("python:tests.fickle:Fickle")
+    world.preempt()
+    world.finish_copies("save")
+    assert [world.controller.loadable_tokens(world.request, hit) for hit in (0, 16, 0)] == [40, 0, 40]
+    assert world.controller.loadable_tokens(world.request, 16) == 0
+    world.controller.admitted(world.request, [1, 2, 3], 0)
+    world.request.num_computed_tokens = 16
+    world.step(world.request.num_tokens - 16)
+    assert world.events.told[-2:] == [("fell_back", "cheaper_at_resume"), ("resumed", "recompute")]
+    assert world.controller.stats()["host_slots_used"] == 0
+    assert world.rows.rows["decisions"][0]["executed"] == "swap"
+
+
+def test_a_policy_that_fails_at_resume_has_the_copy_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    complaints: list[str] = []
+    world = World(complain=complaints.append)
+    world.preempt()
+    monkeypatch.setattr(world.controller.decider, "loads", lambda situation: 1 / 0)
+    assert [world.controller.loadable_tokens(world.request, 0) for _ in range(3)] == [40, 40, 40]
+    assert len(complaints) == 1, "not in every step"
 
 
 class TestBlocksThatSurvive:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvpolicy.events import Cause, Decision, Option, Preemption
+from kvpolicy.features import features_of
 from kvpolicy.policy import (
     Decider,
     Feedback,
@@ -18,6 +19,7 @@ from kvpolicy.policy import (
     why_no_swap,
 )
 from kvpolicy.policy.cheapest import Always
+from kvpolicy.policy.decision import at_resume
 from tests.synthetic import situation
 
 VICTIM = replace(situation(100, 32), cause="memory", free_host_blocks=4)
@@ -47,6 +49,38 @@ def test_a_swap_is_an_option_where_nothing_speaks_against_it(free_host_blocks: i
     one = replace(VICTIM, free_host_blocks=free_host_blocks, computed_tokens=computed_tokens)
     kinds = [option.kind for option in feasible_options(one)]
     assert kinds == (["recompute"] if why_no_swap(one) else ["recompute", "swap"])
+
+
+class TestAtResume:
+    """Of 100 tokens in blocks of 32, two blocks are still there."""
+
+    RESUMED = at_resume(VICTIM, 100, 64, 7, 5, 11, 13)
+
+    def test_what_is_known_then_takes_the_place_of_what_was_expected(self) -> None:
+        known = self.RESUMED
+        assert (known.computed_tokens, known.held_blocks, known.hit_blocks, known.save_blocks) == (100, 4, 2.0, 0.0)
+        assert (known.free_blocks, known.running_requests, known.queued_save_bytes, known.queued_load_bytes) == (
+            7, 5, 11, 13,
+        )  # fmt: skip
+        assert known.batch_tokens == VICTIM.batch_tokens * 5 // VICTIM.running_requests
+        recompute, swap = (features_of(known, option) for option in feasible_options(known))
+        assert (recompute.recomputed_tokens, swap.save_bytes) == (36, 0)
+        assert swap.load_bytes == 2 * VICTIM.block_bytes
+
+    @pytest.mark.parametrize(
+        ("name", "loads"),
+        [("always-swap", True), ("always-recompute", False), ("threshold:101", False), ("random:0.01", True)],
+    )
+    def test_the_policy_is_asked_again_and_an_earlier_draw_stands(self, name: str, loads: bool) -> None:
+        decider = Decider(load(name), random.Random(0))
+        before = decider._rng.getstate()
+        assert decider.loads(self.RESUMED) is loads
+        assert decider._rng.getstate() == before, "vLLM may ask any number of times"
+
+    def test_what_was_pinned_is_loaded(self) -> None:
+        decider = Decider(load("always-recompute"), random.Random(0))
+        decider.pin("swap")
+        assert decider.loads(self.RESUMED)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ def workload(*requests: Request) -> Workload:
 def run(
     source: Workload, server: Server, name: str = "always-recompute", times: ConstantTimes = LINEAR, **how: Any
 ) -> tuple[Run, Trace]:
-    outcome = Builtin(wall=lambda: 0.0, **how).run(source, policy.load(name), server, times, seed=1, sink=MemorySink())
+    outcome = Builtin(wall=lambda: 0.0, **how).run(
+        source, policy.load(name, allow_python=True), server, times, seed=1, sink=MemorySink()
+    )
     assert outcome.trace is not None
     return outcome, outcome.trace
 

@@ -24,6 +24,7 @@ from kvpolicy_vllm.simulator.engine import VllmScheduler
 
 BLOCK, BLOCK_BYTES = 16, 65536
 TIMES = ConstantTimes(2e-3, (1e-5, 2e-6, 1e-7, 1e-9, 1e-4, 1e-8), 1e-4, 2e9, 1e-6)
+FICKLE = "python:tests.fickle:Fickle"
 SAME_S = 1e-9
 """Times are sums of the same numbers in another order."""
 
@@ -100,7 +101,7 @@ def drawn(seed: int, count: int = 60) -> Case:
         segment_bytes=rng.choice((None, 8192)),
         link=rng.choice((Link(), Link(slowdown=0.2), Link(overlapped=False), Link(slowdown=0.1, saves_wait=False))),
     )
-    spec = rng.choice(("always-recompute", "always-swap", "always-swap", "threshold:100", "random:0.5"))
+    spec = rng.choice(("always-recompute", "always-swap", "always-swap", "threshold:100", "random:0.5", FICKLE))
     times = replace(TIMES, copy_bytes_per_s=rng.choice((2e9, 2e8, 2e7)))
     return Case(seed, drawn_workload(seed, count), server, spec, times)
 
@@ -156,7 +157,9 @@ def account(engine: str, case: Case) -> Account:
         simulator = VllmScheduler()
         server = replace(server, rules=simulator.rules)
     with _watched() as scheduled:
-        run = simulator.run(case.work, policy.load(case.policy), server, case.times, case.seed, MemorySink())
+        run = simulator.run(
+            case.work, policy.load(case.policy, allow_python=True), server, case.times, case.seed, MemorySink()
+        )
     return Account(run, scheduled)
 
 

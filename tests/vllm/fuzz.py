@@ -246,7 +246,7 @@ def _job(setup: Setup, model: Path) -> dict[str, Any]:
         "blocks": setup.blocks,
         "asynchronous": setup.asynchronous,
         "engine": engine,
-        "plugin": harness.plugin(setup.policy, seed=setup.seed, host_gib=setup.host_gib),
+        "plugin": harness.plugin(setup.policy, seed=setup.seed, host_gib=setup.host_gib, allow_python_policies=True),
     }
 
 

@@ -12,6 +12,9 @@ MAX_SHARED_TOKENS = 96
 """Prompts begin alike up to here."""
 
 
+FICKLE = "python:tests.fickle:Fickle"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """One schedule. Its `repr` is one line that :meth:`parse` makes it from again."""
@@ -91,7 +94,7 @@ _DRAWS = {
     # Two of three have memory for one or two of the longest requests.
     "spare_blocks": lambda rng: rng.randint(0, 8) if rng.random() < 2 / 3 else rng.randint(20, 140),
     "ranks": lambda rng: rng.choice([1, 1, 2]),
-    "policy": lambda rng: rng.choice(["always-swap", "random:0.7"]),
+    "policy": lambda rng: rng.choice(["always-swap", "random:0.7", FICKLE]),
     "host_gib": lambda rng: rng.choice([0.25, 0.25, 0.02, 0.005]),
     "requests": lambda rng: rng.choice([12, 60]),
     "max_prompt_tokens": lambda rng: rng.choice([100, 300]),

@@ -19,6 +19,7 @@ from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
 from kvpolicy.events import Cause, Kind, copy_was_used
 from kvpolicy.policy import Decider, Policy
+from kvpolicy.policy.decision import at_resume
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
 from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook, Settled
 from kvpolicy_vllm.plugin.learner import Learner, Memory
@@ -45,7 +46,8 @@ class Swaps:
         identity = pending.identity
         self.forget(identity.request_id)
         tokens = pending.situation.computed_tokens
-        self._copies.keep(identity.request_id, identity.preemption_id, tokens, contents)
+        copy = self._copies.keep(identity.request_id, identity.preemption_id, tokens, contents)
+        copy.situation = pending.situation
         self.undecided[identity.preemption_id] = pending
 
     def settled(self, settled: Settled) -> None:
@@ -291,11 +293,35 @@ class Controller:
         self.observers.tell("arrived", request, self.clock())
 
     def loadable_tokens(self, request: Any, local_tokens: int) -> int:
-        """Tokens to load beyond the local hit. Called at every admission attempt; changes nothing."""
+        """Tokens to load beyond the local hit; 0 where it is better to compute them again. Called at every admission
+        attempt; changes nothing that is recorded."""
         if request.skip_reading_prefix_cache:
             return 0
         total = restorable_tokens(request, self._scheduler, self.copies)
-        return self.copies.loadable_tokens(request.request_id, total, local_tokens)
+        tokens = self.copies.loadable_tokens(request.request_id, total, local_tokens)
+        return tokens if tokens == 0 or self._loads(request, total, local_tokens) else 0
+
+    def _loads(self, request: Any, total_tokens: int, local_tokens: int) -> bool:
+        """Whether a request that is about to come back loads what it lacks. The policy is asked anew when the local hit
+        or the loads before it change."""
+        copies, copy = self.copies, self.copies.of(request.request_id)
+        assert copy is not None
+        asked = local_tokens, copies.queued_bytes("load")
+        if copy.asked_at_resume == asked or copy.situation is None:
+            return copy.loads
+        copy.asked_at_resume, scheduler = asked, self._scheduler
+        try:
+            situation = at_resume(
+                copy.situation, total_tokens, local_tokens,
+                scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), len(scheduler.running),
+                copies.queued_bytes("save"), copies.queued_bytes("load"),
+            )  # fmt: skip
+            copy.loads = self.decider.loads(situation)
+        # The boundary between a policy and a server: what was saved can be loaded.
+        except Exception:  # noqa: BLE001
+            copy.loads = True
+            self._complain("deciding at resume failed; the copy is loaded")
+        return copy.loads
 
     def admitted(self, request: Any, block_ids: list[int], load_tokens: int) -> None:
         """The request has blocks again; ``load_tokens`` of them are to be loaded (0: none)."""
@@ -309,8 +335,10 @@ class Controller:
             self._unlisted_blocks += block_ids[first:last]
             self._scheduler.loaded_requests.load_begins(request)
         elif copy is not None and copy.load_tokens == 0:
-            # The prefix cache has all its tokens, or vLLM does not load: the copy is no longer needed.
+            # The prefix cache has all its tokens, it is better to compute them, or vLLM does not load.
             self.swaps.forget(request_id)
+            if not copy.loads:
+                self.swaps.recomputed_after_all(opened, "cheaper_at_resume")
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.clock()
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
+from kvpolicy.events import Preemption
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore
 from kvpolicy_vllm.plugin.messages import NO_SLOT, Direction, Job, StepJobs, Transfer
 
@@ -37,6 +38,12 @@ class Copy(HostCopy):
     load_into: tuple[int, ...] = ()
     """Device blocks for its load."""
     load_tokens: int = 0
+    situation: Preemption | None = None
+    """At its preemption."""
+    asked_at_resume: tuple[int, int] | None = None
+    """Local hit and bytes of loads under way when the policy was last asked whether to load it."""
+    loads: bool = True
+    """Its answer."""
     orphan: bool = False
     """Its request is gone or its content stale. It is released as soon as no worker reads its slots."""
 

@@ -44,6 +44,7 @@ class Engine:
         victims: Victims,
         leap: bool,
         on_decision: DecisionObserver | None = None,
+        load_share: float = 1.0,
     ) -> None:
         self.server = server = identity.server
         self.times = times = identity.times
@@ -56,6 +57,8 @@ class Engine:
         self.preemptions = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted)
+        self.copies.loads = self._loads
+        self.copies.load_share = load_share
         self.present = 0
         """Requests that have arrived and not finished."""
         self.steps_in_flight: deque[Step] = deque()
@@ -354,11 +357,14 @@ class Engine:
     def _preempting(self, live: LiveRequest) -> None:
         self.preemptions.preempting(live, self.scheduler, self.copies, self._step, self.now_s)
 
+    def _loads(self, live: LiveRequest, total_tokens: int, local: int) -> bool:
+        return self.preemptions.loads(live, total_tokens, local, self.scheduler, self.copies)
+
     def _admitted(self, live: LiveRequest, load_tokens: int) -> None:
         if load_tokens:
-            self.copies.begin_load(live, load_tokens, self.server.block_size)
-        elif live.copy is not None:  # all of it is in the prefix cache: the copy is not needed
-            self.preemptions.forget(live, self.copies)
+            self.copies.begin_load(live, live.computed - load_tokens, load_tokens)
+        elif live.copy is not None:
+            self.preemptions.not_loaded(live, self.copies)
         opened = self.preemptions.ledger.open_preemption(live)
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.now_s
@@ -375,6 +381,9 @@ class Builtin:
     """Whether runs of pure decode steps are taken at once. The results are the same."""
     victims: Victims | None = None
     """How victims are chosen; None: as vLLM does."""
+    load_share: float = 1.0
+    """Share of what a swapped request lacks that is loaded, in whole blocks from the front; the rest is computed again.
+    For experiments: the plugin loads everything."""
     wall: Callable[[], float] = time.perf_counter
     created: str = FIXED_DAY
     """Creation time in the trace's header; fixed, so that equal runs give equal traces."""
@@ -404,7 +413,7 @@ class Builtin:
             sink.begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
         trace_writer = TraceWriter(core, sink)
         victims = self.victims or VllmVictims(server.scheduling)
-        engine = Engine(identity, trace_writer, victims, self.leap, on_decision)
+        engine = Engine(identity, trace_writer, victims, self.leap, on_decision, self.load_share)
         engine.run()
         trace_writer.flush()
         trace = None if sink is None else sink.finish()

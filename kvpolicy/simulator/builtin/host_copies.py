@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvpolicy.events import Direction
 from kvpolicy.host_store import HostBlock, HostStore
@@ -16,7 +16,7 @@ class HostPool:
 
     def __init__(self, server: Server) -> None:
         self._store = HostStore(server.host_blocks)
-        self._block_bytes = server.block_bytes
+        self._block_bytes, self._block_size = server.block_bytes, server.block_size
         self._saves: list[HostBlock] = []
         self._loads: list[Copy] = []
         self._queued_blocks: dict[Direction, int] = {"save": 0, "load": 0}
@@ -24,6 +24,10 @@ class HostPool:
         self._begun: list[Copy] = []
         """Copies made since jobs were taken last."""
         self._given_up: list[Copy] = []
+        self.loads: Callable[[LiveRequest, int, int], bool] = lambda live, total_tokens, local: True
+        """Whether a request loads what it lacks of its tokens beyond the local hit."""
+        self.load_share = 1.0
+        """Share of what is lacking that is loaded, in blocks from the front; the rest is computed again."""
 
     @property
     def total(self) -> int:
@@ -67,19 +71,24 @@ class HostPool:
         self._queue_saves(self._store.lost(blocks))
 
     def loadable_tokens(self, live: LiveRequest, local: int) -> int:
-        """Tokens a load would bring beyond the local hit. Changes nothing."""
+        """Tokens a load would bring beyond the local hit; 0 where it is better to compute them again."""
         copy = live.copy
         if copy is None or copy.loading:
             return 0
-        return max(0, min(copy.tokens, live.tokens - 1) - local)
+        total_tokens = min(copy.tokens, live.tokens - 1)
+        if total_tokens <= local or not self.loads(live, total_tokens, local):
+            return 0
+        if self.load_share < 1.0:
+            blocks = round((self._blocks(total_tokens) - self._blocks(local)) * self.load_share)
+            total_tokens = min(total_tokens, local + blocks * self._block_size)
+        return total_tokens - local
 
-    def begin_load(self, live: LiveRequest, tokens: int, block_size: int) -> None:
-        """Queue a load of the last ``tokens`` tokens that can be loaded."""
+    def begin_load(self, live: LiveRequest, local: int, tokens: int) -> None:
+        """Queue a load of ``tokens`` tokens beyond the local hit."""
         copy = live.copy
         assert copy is not None
-        total = min(copy.tokens, live.tokens - 1)
         copy.load_tokens = tokens
-        self._queue_saves(self._store.begin_load(copy, (total - tokens) // block_size, -(-total // block_size)))
+        self._queue_saves(self._store.begin_load(copy, self._blocks(local), self._blocks(local + tokens)))
         self._queued_blocks["load"] += len(copy.blocks)
         self._loads.append(copy)
 
@@ -157,6 +166,9 @@ class HostPool:
     def _job(self, copy: Copy, blocks: list[HostBlock]) -> CopyJob:
         copy.account.busy += 1
         return CopyJob(self._number(), copy, blocks, max((block.saved_by for block in blocks), default=0))
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
 
     def _number(self) -> int:
         self._count += 1

@@ -101,6 +101,10 @@ class Copy(HostCopy):
     saved: bool = False
     """Whether any save of its own was made."""
     load_tokens: int = 0
+    asked_at_resume: tuple[int, int] | None = None
+    """Local hit and bytes of loads under way when the policy was last asked whether to load it."""
+    loads: bool = True
+    """Its answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from kvpolicy.attribution.ledger import Ledger
 from kvpolicy.events import Outcome, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Decider, Feedback, Policy
+from kvpolicy.policy.decision import at_resume
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Server
 from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import Account, CopyJob, LiveRequest, Step
@@ -80,6 +81,28 @@ class Preemptions:
     def copied(self, job: CopyJob) -> None:
         """A save or load is complete: what its preemption executed is final, as in a server."""
         self._settle(job.copy.account)
+
+    def loads(self, live: LiveRequest, total_tokens: int, local: int, scheduler: Scheduler, copies: HostPool) -> bool:
+        """Whether the request, which is about to come back, loads what it lacks. Asked anew when its local hit or the
+        loads before it change."""
+        copy = live.copy
+        assert copy is not None
+        asked = local, copies.queued_bytes("load")
+        if copy.asked_at_resume != asked:
+            situation = at_resume(
+                copy.account.situation, total_tokens, local, scheduler.pool.free, len(scheduler.running),
+                copies.queued_bytes("save"), copies.queued_bytes("load"),
+            )  # fmt: skip
+            copy.asked_at_resume, copy.loads = asked, self._decider.loads(situation)
+        return copy.loads
+
+    def not_loaded(self, live: LiveRequest, copies: HostPool) -> None:
+        """The request was admitted without a load: its copy is not needed, or it is better to compute the rest."""
+        copy = live.copy
+        assert copy is not None
+        self.forget(live, copies)
+        if not copy.loads:
+            copy.account.executed, copy.account.mixed = "recompute", True
 
     def jobs_taken(self, copies: HostPool) -> None:
         """The copies of a step were taken: settle what had nothing to save, and what was given up for want of slots."""

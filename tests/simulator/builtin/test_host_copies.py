@@ -38,7 +38,7 @@ def test_a_copy_from_save_to_load(pool: HostPool) -> None:
     pool.saved(save)
     assert (pool.queued_bytes("save"), account.busy) == (0, 0)
     assert pool.loadable_tokens(live, 4) == 6
-    pool.begin_load(live, 6, 4)
+    pool.begin_load(live, 4, 6)
     assert (pool.queued_bytes("load"), pool.free) == (2, 6), "the first block is not needed"
     assert pool.loadable_tokens(live, 0) == 0, "it is being loaded"
     saves, (load,) = pool.take()

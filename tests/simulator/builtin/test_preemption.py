@@ -50,6 +50,28 @@ def test_every_decision_is_reported_and_recorded_once(name: str) -> None:
     assert sum(done.summary.preemptions.values()) == len(rows) == done.trace.table("outcomes").num_rows > 0
 
 
+@pytest.mark.parametrize(("blocks", "hit", "loaded", "recomputed"), [(5, 4, 0, 4), (6, 8, 3, 0)])
+def test_a_policy_may_think_better_of_a_load(blocks: int, hit: int, loaded: int, recomputed: int) -> None:
+    """Of the victim one block survives, which is odd, or two."""
+    server = replace(SMALL, prefix_caching=True, device_blocks=blocks)
+    _, trace = run(BOTH, server, "python:tests.fickle:Fickle", SECONDS)
+    (row,) = trace.rows("outcomes")
+    assert trace.rows("decisions")[0]["executed"] == "swap"
+    assert (row["local_hit_tokens"], row["loaded_tokens"], row["recomputed_tokens"]) == (hit, loaded, recomputed)
+
+
+@pytest.mark.parametrize(("share", "loaded"), [(1.0, "all"), (0.5, "a part"), (0.0, "nothing")])
+def test_a_share_of_what_is_lacking_is_loaded(share: float, loaded: str) -> None:
+    _, trace = run(BOTH, SMALL, "always-swap", SECONDS, load_share=share)
+    (row,) = [row for row in trace.rows("outcomes") if row["ended"] == "resumed"][:1]
+    if loaded == "all":
+        assert row["loaded_tokens"] > 0 and row["recomputed_tokens"] <= 1
+    elif loaded == "nothing":
+        assert row["loaded_tokens"] == 0 and row["recomputed_tokens"] > 0
+    else:
+        assert row["loaded_tokens"] > 0 and row["recomputed_tokens"] > 1
+
+
 def test_ids_of_preemptions_are_numbered_and_name_their_core() -> None:
     _, trace = run(BOTH, SMALL, "always-swap", SECONDS)
     ids = [row["preemption_id"] for row in trace.rows("decisions")]
