@@ -16,7 +16,7 @@ LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
     ("fields", "stats", "stored_values"),
     ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
-    ("features", "hardware", "host_store", "load_growth", "workload"),
+    ("features", "hardware", "host_store", "load_growth", "survival", "workload"),
     ("trace",),
     ("attribution",),
     ("cost", "datasets"),
@@ -30,7 +30,7 @@ LAYERS = (
 
 _DECIDE = {
     "errors", "arrays", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution",
-    "cost", "policy", "settings", "host_store", "load_growth",
+    "cost", "policy", "settings", "host_store", "load_growth", "survival",
 }  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},
@@ -62,6 +62,7 @@ ENGINE_PACKAGES = {"vllm", "transformers", "tokenizers"}
 LIVE_PATH = (
     "kvpolicy.events",
     "kvpolicy.features",
+    "kvpolicy.survival",
     "kvpolicy.attribution",
     "kvpolicy.cost.forest",
     "kvpolicy.policy",

@@ -7,8 +7,21 @@ from typing import Any
 import pytest
 
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption
+from kvpolicy.events import Decision, Ending, Option
+from kvpolicy.survival import Survival
 from kvpolicy_vllm.plugin.host_copies import CopyBook
-from kvpolicy_vllm.plugin.observers import EVENTS, MAX_FAILURES, MetricsCounter, Observer, Observers, Tally
+from kvpolicy_vllm.plugin.observers import (
+    EVENTS,
+    MAX_FAILURES,
+    Identity,
+    MetricsCounter,
+    Observer,
+    Observers,
+    Pending,
+    SurvivalLearner,
+    Tally,
+)
+from tests.synthetic import situation
 
 
 class Follower(Observer):
@@ -171,3 +184,48 @@ def test_an_observer_that_was_given_up_is_closed_when_replaced() -> None:
     observers.replace(Follower, None)
     observers.close()
     assert broken.closed_times == 1
+
+
+# ---- what survives on the device ----
+
+
+@pytest.mark.parametrize(
+    ("resumed", "mixed", "ended", "learned"),
+    [
+        (True, False, "resumed", True),
+        (True, False, "superseded", True),
+        (True, True, "resumed", False),
+        (False, False, "aborted", False),
+    ],
+)
+def test_what_was_found_on_the_device_is_learned_if_it_is_known(
+    resumed: bool, mixed: bool, ended: Ending, learned: bool
+) -> None:
+    """Not of a request that never came back, nor of one whose load failed."""
+    survival, observers = Survival(), Observers(lambda message: None)
+    observers.add(SurvivalLearner(survival))
+    victim = situation(computed_tokens=320, hashed_blocks=9)
+    decision = Decision((Option("recompute"),), (1.0,), 0, (), "p", "{}", "recompute")
+    observers.tell("decided", Pending(victim, decision, Identity("p", "r", 0, 0, {})))
+    opened = OpenPreemption("p", "r", "recompute", 320, 0.0, 0, resumed=resumed, mixed=mixed, local_hit_tokens=96)
+    observers.tell("closed", opened, opened.close(ended, 3.0))
+    expected = Survival()
+    if learned:
+        expected.preempted("p", victim)
+        expected.closed("p", 96)
+        assert expected != Survival()
+    assert survival == expected
+
+
+def test_after_a_failure_what_waits_is_forgotten_and_learning_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    survival, complaints = Survival(), list[str]()
+    observers = Observers(complaints.append)
+    observers.add(SurvivalLearner(survival))
+    survival.preempted("waits", situation())
+    monkeypatch.setattr(Survival, "closed", lambda *arguments: 1 / 0)
+    opened = OpenPreemption("p", "r", "recompute", 320, 0.0, 0)
+    observers.tell("closed", opened, opened.close("resumed", 3.0))
+    assert complaints == [SurvivalLearner.trouble] and survival == Survival()
+    monkeypatch.undo()
+    observers.tell("closed", opened, opened.close("resumed", 3.0))
+    assert len(complaints) == 1

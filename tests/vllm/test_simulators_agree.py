@@ -67,6 +67,7 @@ def test_the_cases_have_what_is_to_be_compared() -> None:
     assert {"recompute", "swap"} == {row["executed"] for row in decisions}
     assert {"", "host_full"} <= {row["reason"] for row in decisions}
     assert any(row["shared_blocks"] for row in decisions) and any(row["hashed_blocks"] for row in decisions)
+    assert any(row["shared_blocks"] < row["hit_blocks"] < row["hashed_blocks"] - 1 for row in decisions)
     outcomes = [row for one in told for row in one.rows("outcomes")]
     assert any(row["local_hit_tokens"] and row["loaded_tokens"] for row in outcomes)
     assert any(row["recomputed_tokens"] for row in outcomes) and any(row["ended"] == "superseded" for row in outcomes)

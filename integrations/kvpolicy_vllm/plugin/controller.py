@@ -20,11 +20,12 @@ from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
 from kvpolicy.events import Cause, Kind, copy_was_used
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
+from kvpolicy.survival import Survival
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
 from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook, Settled
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
-from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending
+from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending, SurvivalLearner
 from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_not_loadable
 from kvpolicy_vllm.plugin.trace_writer import RowWriter, TraceRecorder
 
@@ -151,7 +152,8 @@ class Controller:
         self.ledger: Ledger[OpenPreemption] = Ledger()
         self.metrics = MetricsCounter(copies, self.ledger)
         self.observers = Observers(complain)
-        self.observers.add(self.metrics)
+        self.survival = Survival()
+        self.observers.add(self.metrics, SurvivalLearner(self.survival))
         self.recorder: RowWriter | None = None
         """Takes the trace's rows; None where no trace is recorded."""
         self.next_step = 0
@@ -286,6 +288,7 @@ class Controller:
     def forget_saved(self) -> None:
         """Everything saved or queued is stale, as after a change of weights."""
         self.swaps.forget_all()
+        self.survival.forget()
 
     # ---- from the connector ----
 
@@ -341,6 +344,7 @@ class Controller:
                 self.swaps.recomputed_after_all(opened, "cheaper_at_resume")
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.clock()
+            self.survival.admitted(opened.preemption_id)
 
     def take_jobs(self, output: Any) -> StepJobs:
         """The workers' jobs in the step that vLLM has just scheduled. ``output``: what it schedules."""
@@ -414,7 +418,7 @@ class Controller:
         if self._running_view is None:
             self._running_view = RunningView(self._scheduler, request)
         view, scheduler, now = self._running_view, self._scheduler, self.clock()
-        situation = situation_of(request, scheduler, view, cause, self.copies, self._segment_bytes, now)
+        situation = situation_of(request, scheduler, view, cause, self.copies, self._segment_bytes, self.survival, now)
         refusal = why_not_loadable(request, self.copies, now)
         decision = self.decider.decide(situation, policies.why_no_swap(situation, refusal))
         identity = Identity(preemption_id, request.request_id, request.num_preemptions, self._belongs_to, self._labels)

@@ -1,4 +1,4 @@
-"""Observers of preemptions, the dispatch of events to them, and the counter of metrics.
+"""Observers of preemptions, the dispatch of events to them, and two observers: of what survives, and of metrics.
 
 The controller reports events; an observer has a method for each event it follows. A disabled observer is not added. An
 observer that fails starts afresh or, after repeated failures, is dropped, without an effect on steps or requests.
@@ -15,6 +15,7 @@ from kvpolicy.attribution import LiveCost
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step
 from kvpolicy.events import Cause, Decision, Outcome, Preemption
 from kvpolicy.policy import Policy
+from kvpolicy.survival import Survival
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
 from kvpolicy_vllm.plugin.messages import StepJobs
 
@@ -175,6 +176,32 @@ class Observers:
             self._complain(observer.given_up)
             self._given_up += (observer,)
             self._follow(tuple(other for other in self._all if other is not observer))
+
+
+# ---- what survives on the device ----
+
+
+class SurvivalLearner(Observer):
+    """Teaches what is expected to survive on the device what was found there."""
+
+    trouble = "what survived of a preempted request could not be learned from"
+    given_up = "learning what survives failed too often in a row: it is expected as before"
+
+    def __init__(self, survival: Survival) -> None:
+        self._survival = survival
+
+    def decided(self, pending: Pending) -> None:
+        self._survival.preempted(pending.identity.preemption_id, pending.situation)
+
+    def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
+        # After a failed load, the tokens that were found are not known.
+        known = opened.resumed and not opened.mixed
+        self._survival.closed(outcome.preemption_id, outcome.local_hit_tokens if known else None)
+        self.failures = 0
+
+    def begin_afresh(self) -> bool:
+        self._survival.forget()
+        return super().begin_afresh()
 
 
 # ---- counting ----

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
+from kvpolicy.survival import Survival
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 
 
@@ -75,6 +76,7 @@ def situation_of(
     cause: Cause,
     copies: CopyBook,
     segment_bytes: int,
+    survival: Survival,
     now: float,
 ) -> Preemption:
     """The situation of ``request``, already removed from ``scheduler.running``. O(its blocks), apart from the view."""
@@ -83,8 +85,9 @@ def situation_of(
     computed = request.num_computed_tokens
     held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
     shared = len(held) - [block.ref_cnt for block in held].count(1)
+    hashed, free = bisect_left(held, True, key=_is_unhashed), pool.get_num_free_blocks()
     waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
-    hit_blocks = float(shared)
+    hit_blocks = survival.hit_blocks(len(held), shared, hashed, free, size, cause)
     save_blocks = float(len(held))
     if not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
         save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in held[int(hit_blocks) :])
@@ -98,11 +101,11 @@ def situation_of(
         segment_bytes=segment_bytes,
         held_blocks=len(held),
         shared_blocks=shared,
-        hashed_blocks=bisect_left(held, True, key=_is_unhashed),
+        hashed_blocks=hashed,
         hit_blocks=hit_blocks,
         save_blocks=save_blocks,
         device_blocks=pool.num_gpu_blocks,
-        free_blocks=pool.get_num_free_blocks(),
+        free_blocks=free,
         short_blocks=running.short_blocks(request) if cause == "memory" else 0,
         host_blocks=copies.pool.total,
         free_host_blocks=copies.pool.obtainable(computed, save_blocks),

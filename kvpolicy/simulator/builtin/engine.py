@@ -368,6 +368,7 @@ class Engine:
         opened = self.preemptions.ledger.open_preemption(live)
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.now_s
+            self.preemptions.survival.admitted(opened.preemption_id)
 
 
 RULES = ("0.32",)

@@ -18,6 +18,7 @@ from kvpolicy.simulator.builtin.live_request import Account, CopyJob, LiveReques
 from kvpolicy.simulator.builtin.scheduler import Scheduler
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.summary import SummaryBuilder
+from kvpolicy.survival import Survival
 
 
 class Preemptions:
@@ -38,6 +39,7 @@ class Preemptions:
         self._tallied = tallied
         self._on_decision = on_decision
         self.ledger: Ledger[Account] = Ledger()
+        self.survival = Survival()
         self._count = 0
         self._closing: list[Account] = []
 
@@ -45,7 +47,7 @@ class Preemptions:
         """Decide for a request that has left the running list and still holds its blocks; queue a save for a swap."""
         self._count += 1
         preemption_id = f"{self._trace_writer.core}-{self._count}"
-        situation = situation_of(live, scheduler, copies, self._server, now_s)
+        situation = situation_of(live, scheduler, copies, self._server, self.survival, now_s)
         decision = self._decider.decide(situation, policies.why_no_swap(situation))
         if self._on_decision is not None:
             self._on_decision(decision)
@@ -67,6 +69,7 @@ class Preemptions:
             copies.keep(live, account, scheduler.pool.contents(live, situation.held_blocks))
         else:
             self._settle(account)
+        self.survival.preempted(preemption_id, situation)
         step.lost.append(preemption_id)
         earlier = self.ledger.open_preemption(live)
         self._close(earlier, self.ledger.add(account))
@@ -125,12 +128,9 @@ class Preemptions:
 
     def count(self, step: Step) -> None:
         """Count the step's repeated tokens. Computed tokens must already include the step."""
-        lost = self.ledger.lost
-        if lost.keys().isdisjoint(step.scheduled.keys()):
-            return
-        for live, new in step.scheduled.items():
-            if live in lost:
-                self.ledger.count(step, live, live.computed - new, live.computed)
+        scheduled = step.scheduled
+        for live in [live for live in self.ledger.lost if live in scheduled]:
+            self.ledger.count(step, live, live.computed - scheduled[live], live.computed)
         for part in step.repeated:
             part.opened.request.recomputed += part.tokens
 
@@ -164,6 +164,8 @@ class Preemptions:
     def _close(self, account: Account | None, outcome: Outcome | None) -> None:
         if account is not None:
             account.outcome = outcome
+            known = account.resumed and not account.mixed
+            self.survival.closed(account.preemption_id, account.local_hit_tokens if known else None)
             self._closing.append(account)
 
     def _learn(self, account: Account, outcome: Outcome) -> None:
@@ -171,12 +173,14 @@ class Preemptions:
             self._decider.learn(Feedback(account.situation, account.option, outcome.engine_s, outcome.victim_delay_s))
 
 
-def situation_of(live: LiveRequest, scheduler: Scheduler, copies: HostPool, server: Server, now_s: float) -> Preemption:
+def situation_of(
+    live: LiveRequest, scheduler: Scheduler, copies: HostPool, server: Server, survival: Survival, now_s: float
+) -> Preemption:
     """The situation of ``live``, which has left the running list. Time: O(its blocks + running requests)."""
     size = server.block_size
     held = -(-live.computed // size)
-    shared = scheduler.pool.shared(live, held)
-    hit_blocks = float(shared)
+    shared, hashed = scheduler.pool.shared(live, held), min(live.cached, held)
+    hit_blocks = survival.hit_blocks(held, shared, hashed, scheduler.pool.free, size, "memory")
     save_blocks = held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : held])
     return Preemption(
         time_s=now_s,
@@ -188,7 +192,7 @@ def situation_of(live: LiveRequest, scheduler: Scheduler, copies: HostPool, serv
         segment_bytes=server.segment_bytes or server.block_bytes,
         held_blocks=held,
         shared_blocks=shared,
-        hashed_blocks=min(live.cached, held),
+        hashed_blocks=hashed,
         hit_blocks=hit_blocks,
         save_blocks=save_blocks,
         device_blocks=server.device_blocks + NULL_BLOCK,

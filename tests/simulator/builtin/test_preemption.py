@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import LiveRequest
 from kvpolicy.simulator.builtin.preemption import situation_of
 from kvpolicy.simulator.builtin.scheduler import Scheduler, VllmVictims
+from kvpolicy.survival import Survival
 from kvpolicy.workload import Request
 from tests.simulator.worlds import SECONDS, SMALL, run, workload
 
@@ -30,7 +32,7 @@ def test_a_situation_counts_blocks_and_the_others() -> None:
     for live, blocks in ((others[0], 2), (others[1], 3), (victim, 3)):
         pool.grow(live, blocks)
     scheduler.running = others
-    result = situation_of(victim, scheduler, copies, server, 5.0)
+    result = situation_of(victim, scheduler, copies, server, Survival(), 5.0)
     assert (result.computed_tokens, result.held_blocks, result.shared_blocks, result.hashed_blocks) == (10, 3, 0, 0)
     assert (result.running_requests, result.batch_tokens, result.waiting_requests) == (2, 16, 0)
     assert (result.free_blocks, result.short_blocks, result.device_blocks) == (0, 1, 9)
@@ -70,6 +72,24 @@ def test_a_share_of_what_is_lacking_is_loaded(share: float, loaded: str) -> None
         assert row["loaded_tokens"] == 0 and row["recomputed_tokens"] > 0
     else:
         assert row["loaded_tokens"] > 0 and row["recomputed_tokens"] > 1
+
+
+def test_what_survives_is_expected_from_what_survived_before() -> None:
+    """The first victim by the prior, later ones by what was found of earlier ones; without caching, nothing."""
+    crowd = workload(*(Request(0.1 * number, 40, 90) for number in range(12)))
+    server = replace(SMALL, device_blocks=120, prefix_caching=True)
+    _, trace = run(crowd, server, "always-recompute", SECONDS)
+    first, *later = sorted(trace.rows("decisions"), key=lambda row: int(row["preemption_id"].rsplit("-", 1)[1]))
+    names = ("held_blocks", "shared_blocks", "hashed_blocks", "free_blocks", "block_size", "cause")
+
+    def untaught(row: dict[str, Any]) -> float:
+        return Survival().hit_blocks(*(row[name] for name in names))
+
+    assert first["hit_blocks"] == untaught(first) > 0
+    assert later and all(0 <= row["hit_blocks"] <= row["hashed_blocks"] for row in later)
+    assert any(abs(row["hit_blocks"] - untaught(row)) > 1 for row in later)
+    _, trace = run(crowd, replace(server, prefix_caching=False), "always-recompute", SECONDS)
+    assert {row["hit_blocks"] for row in trace.rows("decisions")} == {0.0}
 
 
 def test_ids_of_preemptions_are_numbered_and_name_their_core() -> None:

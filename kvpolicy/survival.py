@@ -1,0 +1,148 @@
+"""How many of a victim's blocks are still on the device when it is resumed: expected at its preemption, learned from
+what was found. The plugin and the built-in simulator have one :class:`Survival` per engine core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import exp, expm1
+from typing import NamedTuple
+
+from kvpolicy.events import Cause, Preemption
+
+PRIOR_TOKENS = 256.0
+"""Tokens written during an absence, before any was observed: about the length of an answer."""
+PRIOR_WEIGHT = 2.0
+"""Number of absences that the prior counts for."""
+DECAY = 0.97
+"""Weight of an absence over that of the next one: about the last 33 count."""
+MIN_TOKENS = 1.0
+"""The mean stays above 0 even where every victim is resumed at once."""
+MIN_ENDS = 0.01
+"""Where no absence has ended for long, the mean is bounded as if this share of one had."""
+SMALL_RATIO, LARGE_RATIO = 1e-6, 600.0
+"""Ratios beyond which a limit makes the mean half of itself, or no difference."""
+
+
+@dataclass(slots=True)
+class Absences:
+    """Maximum likelihood estimate of the mean of exponentially distributed tokens, some of them cut off."""
+
+    tokens: float = PRIOR_WEIGHT * PRIOR_TOKENS
+    ends: float = PRIOR_WEIGHT
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens that are written until a victim is resumed."""
+        return self.tokens / max(self.ends, MIN_ENDS)
+
+    def mean_below(self, limit_tokens: float) -> float:
+        """Mean of the absences that last less than ``limit_tokens``."""
+        mean = self.mean_tokens
+        ratio = limit_tokens / mean
+        if ratio < SMALL_RATIO:
+            return limit_tokens / 2
+        return mean if ratio > LARGE_RATIO else mean - limit_tokens / expm1(ratio)
+
+    def add(self, tokens: float, ended: bool) -> None:
+        """``ended``: whether the absence ended after ``tokens``; otherwise it is only known that it lasted longer."""
+        self.tokens = max(DECAY * self.tokens + tokens, MIN_TOKENS)
+        self.ends = DECAY * self.ends + ended
+
+
+class AtRisk(NamedTuple):
+    """A preempted request's blocks in the queue of free blocks."""
+
+    cause: Cause
+    block_size: int
+    hashed_blocks: int
+    first_tokens: int
+    """Tokens that can be written before the first of the blocks that may be lost is taken."""
+    all_tokens: int
+    """Tokens after which all of them are."""
+
+
+@dataclass(slots=True)
+class Survival:
+    """Expects and learns how many blocks survive. Every call takes constant time, on average.
+
+    The blocks of a victim go to the end of the queue of free blocks, its last block first; those without a hash go to
+    its beginning. Blocks are taken from the beginning: by the requests that go on running, one for as many tokens as
+    fit into it. The victim is resumed when other requests end and leave it memory. The more requests run, the faster
+    they take blocks, and the sooner one of them ends: what matters is the number of tokens written in between. That
+    number is taken as exponentially distributed with the mean of recent absences, so that
+
+        expected loss = integral of exp(-t / mean) over the tokens t that take the victim's blocks.
+
+    Where nothing survived, the absence is known only to have lasted longer than the blocks did. That is clear once the
+    queue is empty while the victim still waits, often long before it is resumed.
+
+    Preemptions by tools are learned from by themselves. After a reset nothing is in the prefix cache.
+    """
+
+    absences: dict[Cause, Absences] = field(default_factory=lambda: {"memory": Absences(), "forced": Absences()})
+    _at_risk: dict[str, AtRisk] = field(default_factory=dict)
+    """By preemption, as long as its outcome is of interest."""
+    _waiting: dict[str, None] = field(default_factory=dict)
+    """The preemptions among them whose requests are not admitted yet."""
+
+    def hit_blocks(
+        self, held_blocks: int, shared_blocks: int, hashed_blocks: int, free_blocks: int, block_size: int, cause: Cause
+    ) -> float:
+        """Held blocks expected to be found on the device at resume; never fewer than the shared ones. Pure."""
+        if cause == "reset":
+            return float(shared_blocks)
+        first_tokens, all_tokens = _span(held_blocks, shared_blocks, hashed_blocks, free_blocks, block_size)
+        mean = self.absences[cause].mean_tokens
+        lost_tokens = mean * (exp(-first_tokens / mean) - exp(-all_tokens / mean))
+        return max(float(shared_blocks), hashed_blocks - lost_tokens / block_size)
+
+    def preempted(self, preemption_id: str, situation: Preemption) -> None:
+        """A request was preempted. Without a free block, those that still wait have lost all that could be lost."""
+        if situation.free_blocks == 0:
+            for waiting in self._waiting:
+                self._learn(waiting, 0)
+            self._waiting.clear()
+        if situation.cause == "reset":
+            return
+        size, hashed = situation.block_size, situation.hashed_blocks
+        span = _span(situation.held_blocks, situation.shared_blocks, hashed, situation.free_blocks, size)
+        self._at_risk[preemption_id] = AtRisk(situation.cause, size, hashed, *span)
+        self._waiting[preemption_id] = None
+
+    def admitted(self, preemption_id: str) -> None:
+        """The request has blocks again, so that nothing more of it is lost."""
+        self._waiting.pop(preemption_id, None)
+
+    def closed(self, preemption_id: str, hit_tokens: int | None) -> None:
+        """The preemption ended. ``hit_tokens``: found on the device at resume; None where that is not known."""
+        self._waiting.pop(preemption_id, None)
+        if hit_tokens is None:
+            self._at_risk.pop(preemption_id, None)
+        else:
+            self._learn(preemption_id, hit_tokens)
+
+    def forget(self) -> None:
+        """The prefix cache was emptied: what will be found there says nothing of absences."""
+        self._at_risk.clear()
+        self._waiting.clear()
+
+    def _learn(self, preemption_id: str, hit_tokens: int) -> None:
+        risk = self._at_risk.pop(preemption_id, None)
+        if risk is None or risk.first_tokens == risk.all_tokens:
+            return
+        lost_tokens = (risk.hashed_blocks - hit_tokens // risk.block_size) * risk.block_size
+        absences = self.absences[risk.cause]
+        if lost_tokens >= risk.all_tokens - risk.first_tokens:
+            absences.add(risk.all_tokens, ended=False)
+        elif lost_tokens > 0:
+            absences.add(risk.first_tokens + lost_tokens, ended=True)
+        else:
+            absences.add(absences.mean_below(risk.first_tokens), ended=True)
+
+
+def _span(
+    held_blocks: int, shared_blocks: int, hashed_blocks: int, free_blocks: int, block_size: int
+) -> tuple[int, int]:
+    """Tokens that can be written before the first of the blocks at risk is taken, and after which all of them are."""
+    ahead_blocks = free_blocks + held_blocks - hashed_blocks
+    return ahead_blocks * block_size, (ahead_blocks + max(0, hashed_blocks - shared_blocks)) * block_size
