@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
     ("fields", "stats", "stored_values"),
-    ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
+    ("events", "headroom", "overflow", "shape", "regression", "extensions", "code_digest"),
     ("features", "hardware", "load_growth", "workload"),
     ("trace",),
     ("attribution",),
