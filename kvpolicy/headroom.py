@@ -76,8 +76,9 @@ class Work:
 
 def total(works: Iterable[Work]) -> Work:
     """The work of several cores or runs together; a number that one of them does not know is unknown."""
-    columns = list(zip(*(tuple(getattr(work, f.name) for f in fields(Work)) for work in works), strict=True))
-    return Work(*(None if None in column else sum(column) for column in columns)) if columns else Work()
+    numbers: list[tuple[Any, ...]] = [tuple(getattr(work, f.name) for f in fields(Work)) for work in works]
+    sums: list[Any] = [None if None in column else sum(column) for column in zip(*numbers, strict=True)]
+    return Work(*sums)
 
 
 def saving_s(spent_s: Sequence[float], other_s: Sequence[float]) -> float:
@@ -164,6 +165,44 @@ def headroom(work: Work, saved_s: float | None, unknown: str = "") -> Headroom:
         forecast=forecast,
         unknown=unknown,
     )
+
+
+def mean(runs: Sequence[Headroom]) -> Headroom:
+    """The mean bound and forecast of several runs, and sums of tokens; what one of them does not know is unknown.
+
+    Prices are means over the tokens. Raises InputError without runs.
+    """
+    if not runs:
+        raise InputError("no runs: what there is to win is a mean over one at least")
+    decoded, recomputed = (
+        sum(column) for column in zip(*((r.decoded_tokens, r.recomputed_tokens) for r in runs), strict=True)
+    )
+    p = _mean_price([(run.recompute_token_s, run.recomputed_tokens) for run in runs])
+    d = _mean_price([(run.decode_token_s, run.decoded_tokens) for run in runs])
+    bounds, forecasts = [run.bound for run in runs], [run.forecast for run in runs]
+    return Headroom(
+        decoded_tokens=decoded,
+        recomputed_tokens=recomputed,
+        tax=recomputed / decoded if decoded else None,
+        recompute_token_s=p,
+        decode_token_s=d,
+        price_ratio=None if p is None or not d else p / d,
+        bound=_mean(bounds),
+        forecast=_mean(forecasts),
+        unknown=next((run.unknown for run in runs if run.unknown), ""),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fsum(known) / len(known) if len(known) == len(values) else None
+
+
+def _mean_price(prices: Sequence[tuple[float | None, int]]) -> float | None:
+    """Seconds per token over all tokens; None where there are none, or the price of some is not known."""
+    priced = [(seconds, tokens) for seconds, tokens in prices if tokens]
+    known = [seconds * tokens for seconds, tokens in priced if seconds is not None]
+    return fsum(known) / sum(tokens for _, tokens in priced) if priced and len(known) == len(priced) else None
 
 
 def _bound(work: Work) -> float | None:

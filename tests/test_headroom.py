@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
-from kvpolicy.headroom import NO_DECODES, NO_PRICES, NO_STEP_TIMES, Work, headroom, saving_s, share_text, total
+from kvpolicy.headroom import NO_DECODES, NO_PRICES, NO_STEP_TIMES, Work, headroom, mean, saving_s, share_text, total
 
 RUN = Work(decoded_tokens=1000, recomputed_tokens=200, decode_s=10.0, recompute_s=0.4, busy_s=12.4)
 """A decoded token takes 10 ms, one that is recomputed beside it 2 ms; prompts took another 2 s."""
@@ -133,3 +133,16 @@ def test_dearer_alternatives_never_save_more(costs: list[tuple[float, float]], e
     spent_s, other_s = [spent for spent, _ in costs], [other for _, other in costs]
     saved_s = saving_s(spent_s, other_s)
     assert saving_s(spent_s, [other + extra_s for other in other_s]) <= saved_s <= sum(spent_s) * (1 + 1e-9)
+
+
+def test_the_mean_of_several_runs() -> None:
+    """Prices per token go by the tokens, shares by the runs."""
+    runs = [headroom(RUN, 0.4), headroom(Work(3000, 0, 60.0, 0.0, 60.0), 0.0)]
+    found = mean(runs)
+    assert (found.decoded_tokens, found.recomputed_tokens, found.tax) == (4000, 200, pytest.approx(0.05))
+    assert found.recompute_token_s == pytest.approx(0.002) and found.decode_token_s == pytest.approx(70 / 4000)
+    assert found.bound == pytest.approx(0.02) and found.forecast == pytest.approx(0.4 / 12.0 / 2)
+    found = mean([headroom(RUN, 0.4), headroom(RUN, None)])
+    assert found.bound == pytest.approx(0.04) and (found.forecast, found.unknown) == (None, NO_PRICES)
+    with pytest.raises(InputError, match="no runs"):
+        mean([])
