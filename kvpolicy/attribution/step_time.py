@@ -62,6 +62,15 @@ class StepTimeModel:
         """Seconds that the parts alone add, without the aftermath of earlier steps."""
         return np.asarray(parts @ np.asarray(self.per_part_s[: len(PARTS)]), dtype=np.float64)
 
+    def own_s(self, tokens: Any, decodes: Any, reads: Any, pairs: Any) -> Any:
+        """Seconds of steps that compute something, each with the aftermath that it leaves in later ones.
+
+        Arguments are the parts, in the order of :data:`PARTS`: numbers, or columns.
+        """
+        a, b, c, d, *after = self.per_part_s
+        total = self.fixed_s + a * tokens + b * decodes + c * reads + d * pairs
+        return total + sum(after) * np.minimum(1.0, (tokens - decodes) / FULL_AFTERMATH_TOKENS)
+
     def pace(self, undisturbed: Ints, parts: Floats, duration_s: Floats, row: Ints) -> Floats:
         """How many times longer than predicted steps took around each step ``row``; 1 where the prediction held.
 
