@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from kvpolicy.arrays import Floats, Ints, causal_pairs
 from kvpolicy.attribution.offline import REPEATED_PARTS
-from kvpolicy.attribution.step_time import PARTS, StepTimeModel
+from kvpolicy.attribution.step_time import PARTS, StepTimeModel, recompute_prices
 from kvpolicy.events import Preemption
 from kvpolicy.headroom import NO_STEP_TIMES, Work, share_text
 from kvpolicy.trace import TraceError
@@ -52,10 +52,9 @@ def step_work(steps: pa.Table, model: StepTimeModel | None) -> StepWork:
     decoded, recomputed = int(rest[:, 1].sum()), int(tokens.sum())
     if model is None:
         return StepWork(Work(decoded, recomputed, None, None if recomputed else 0.0, busy_s), {})
-    decodes = np.column_stack([rest[:, 1], rest[:, 1], rest[:, 2], np.zeros(len(rest))])
-    added_s = np.maximum(0.0, _seconds(model, parts) - _seconds(model, rest))
+    added_s, decodes_s = recompute_prices(model, tuple(parts.T), tuple(rest.T))
     share_s = added_s[row] * tokens / np.bincount(row, tokens, len(parts))[row]
-    work = Work(decoded, recomputed, float(_seconds(model, decodes).sum()), float(share_s.sum()), busy_s)
+    work = Work(decoded, recomputed, float(decodes_s.sum()), float(share_s.sum()), busy_s)
     names, index = np.unique(ids, return_inverse=True)
     return StepWork(work, dict(zip(names.tolist(), np.bincount(index, share_s, len(names)).tolist(), strict=True)))
 
@@ -67,10 +66,6 @@ def _repeated(steps: pa.Table) -> tuple[Ints, Any, Floats]:
     row = np.asarray(pc.list_parent_indices(lists), dtype=np.int64)
     parts = [np.asarray(flat.field(name), dtype=np.float64) for name in REPEATED_PARTS]
     return row, np.asarray(flat.field("preemption_id").to_pylist(), dtype=np.str_), np.column_stack(parts)
-
-
-def _seconds(model: StepTimeModel, parts: Floats) -> Floats:
-    return np.where(parts[:, 0] > 0, model.own_s(*parts.T), 0.0)
 
 
 def _reals(table: pa.Table, column: str) -> Floats:
