@@ -43,7 +43,8 @@ INTEGRATION = {
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
     "bench.run_demo": _DECIDE | {"datasets", "stats", "workload", "simulator", "training", "evaluation"},
     # The learned policy it serves with is trained on the way.
-    "bench.run_characterize": _DECIDE | {"datasets", "overflow", "workload", "simulator", "training"},
+    "bench.run_characterize": _DECIDE
+    | {"datasets", "overflow", "workload", "simulator", "training", "evaluation", "headroom"},
 }
 """Parts of kvpolicy_vllm, and the parts of kvpolicy each may import."""
 

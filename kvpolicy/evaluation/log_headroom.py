@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from kvpolicy.attribution.offline import step_time_models
@@ -19,11 +20,17 @@ from kvpolicy.attribution.step_work import StepWork, step_work
 from kvpolicy.cost import CostModel
 from kvpolicy.events import Option, situation_of
 from kvpolicy.headroom import NO_PRICES, Headroom, Work, headroom, saving_s, total
+from kvpolicy.overflow import SERVED, figure_and_level, state_id
 from kvpolicy.trace import Trace, TraceError
 
 NO_STEPS = "the trace holds no steps"
 NO_SWAP_COSTS = "what the executed swaps cost could not be attributed"
 Row = Mapping[str, Any]
+NO_RUNS = (
+    "how much of throughput is to be won by choosing better is not known: no whole run was served under recompute "
+    "(figures memory and timeline), and forced overflows do not say how often memory runs out."
+)
+WINDOWS = ("core", "state_id", "arm", "preemption_id", "discarded", "first_step", "last_step")
 OUTCOMES = ("core", "preemption_id", "engine_s")
 
 
@@ -34,11 +41,61 @@ def log_headroom(traces: Sequence[Trace], cost_model: CostModel | None = None) -
     undisturbed steps for one of their own. Raises TraceError where a trace contradicts itself.
     """
     fallback = None if cost_model is None else cost_model.step_time
+    return _headroom([(trace, *step_times_of(trace, fallback)) for trace in traces], cost_model)
+
+
+def served_headrooms(trace: Trace, cost_model: CostModel | None = None) -> dict[str, Headroom]:
+    """What there was to win in the whole runs of an overflow study that were served under recompute, by state.
+
+    Step times are those of the whole trace. See :func:`log_headroom`.
+    """
+    windows: dict[tuple[str, int], list[Row]] = {}
+    for row in trace.rows("windows", WINDOWS):
+        figure_level = figure_and_level(row["state_id"])
+        whole = row["preemption_id"] is None and not row["discarded"] and row["arm"] == "recompute"
+        if whole and figure_level is not None and figure_level[0] in SERVED:
+            windows.setdefault(figure_level, []).append(row)
+    if not windows:
+        return {}
+    models, why = step_times_of(trace, None if cost_model is None else cost_model.step_time)
+    return {
+        state_id(*figure_level): _headroom([(_within(trace, windows[figure_level]), models, why)], cost_model)
+        for figure_level in sorted(windows)
+    }
+
+
+def served_lines(headrooms: Mapping[str, Headroom]) -> list[str]:
+    """The result of :func:`served_headrooms` in words, a line a state."""
+    if not headrooms:
+        return [NO_RUNS]
+    names = {state: figure_and_level(state) or (state, 0) for state in headrooms}
+    return [f"{names[state][0]} {names[state][1]}%, recomputed: {won.sentence()}" for state, won in headrooms.items()]
+
+
+def _within(trace: Trace, windows: Sequence[Row]) -> Trace:
+    """Steps of these windows and the preemptions in them; all outcomes stay."""
+    tables = dict(trace.tables)
+    for name in ("steps", "decisions"):
+        table = trace.table(name)
+        inside = pa.chunked_array([pa.repeat(pa.scalar(False), table.num_rows)])
+        for row in windows:
+            steps = pc.and_(
+                pc.greater_equal(table["step"], row["first_step"]), pc.less_equal(table["step"], row["last_step"])
+            )
+            inside = pc.or_(inside, pc.and_(steps, pc.equal(table["core"], row["core"])))
+        tables[name] = table.filter(inside)
+    cores = {row["core"] for row in windows}
+    return Trace({core: header for core, header in trace.headers.items() if core in cores}, tables)
+
+
+def _headroom(
+    priced: Sequence[tuple[Trace, Mapping[str, StepTimeModel], str]], cost_model: CostModel | None
+) -> Headroom:
+    """``priced``: traces, step-time models of their cores, and why a core has none."""
     works: list[Work] = []
     prices = _Prices()
     reasons: list[str] = []
-    for trace in traces:
-        models, why = step_times_of(trace, fallback)
+    for trace, models, why in priced:
         for core in trace.headers:
             works.append(_core(trace, core, models.get(core), why, cost_model, prices, reasons))
     saved_s = None if prices.missing else saving_s(prices.spent_s, prices.other_s)

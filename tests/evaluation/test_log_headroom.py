@@ -11,7 +11,7 @@ import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.cost import CostModel
-from kvpolicy.evaluation.log_headroom import NO_STEPS, NO_SWAP_COSTS, log_headroom
+from kvpolicy.evaluation.log_headroom import NO_STEPS, NO_SWAP_COSTS, log_headroom, served_headrooms, served_lines
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.headroom import NO_PRICES, Headroom
 from kvpolicy.simulator import Link, Server
@@ -97,6 +97,47 @@ def test_what_the_trace_lacks_is_said() -> None:
     few = Trace(trace.headers, dict(trace.tables) | {"steps": steps.filter(pc.greater(steps["recomputed_tokens"], 0))})
     found = log_headroom([few], Rates())
     assert found.bound is None and "undisturbed steps" in found.unknown and found.tax is not None
+
+
+def with_windows(trace: Trace, *windows: tuple[str, str, int, int]) -> Trace:
+    (core,) = trace.headers
+    rows = [
+        {
+            "state_id": state, "arm": arm, "repeat": 0, "cause": "memory", "first_step": first, "last_step": last,
+            "duration_s": 1.0, "preemption_id": None, "discarded": "",
+        }
+        for state, arm, first, last in windows
+    ]  # fmt: skip
+    return Trace(
+        trace.headers, dict(trace.tables) | {"windows": traces.with_core(traces.from_rows("windows", rows), core)}
+    )
+
+
+def test_served_runs_are_told_apart_by_their_memory() -> None:
+    """Two runs of one level, one of another, one under swap; each with the steps and preemptions in its window."""
+    _, trace = simulated()
+    last = max(row["step"] for row in trace.rows("steps"))
+    third = last // 3
+    served = with_windows(
+        trace, ("memory/20", "recompute", 0, third), ("memory/20", "recompute", third + 1, 2 * third),
+        ("memory/5", "recompute", 2 * third + 1, last), ("memory/5", "swap", 0, last),
+        ("b16-000", "recompute", 0, last),
+    )  # fmt: skip
+    found, whole = served_headrooms(served, Rates()), log_headroom([trace], Rates())
+    assert list(found) == ["memory/5", "memory/20"], "by level"
+    assert sum(one.recomputed_tokens for one in found.values()) == whole.recomputed_tokens
+    assert sum(one.decoded_tokens for one in found.values()) == whole.decoded_tokens
+    low, high = sorted(one.bound or 0.0 for one in found.values())
+    assert whole.bound is not None and low <= whole.bound <= high
+    lines = served_lines(found)
+    assert lines[1] == f"memory 20%, recomputed: {found['memory/20'].sentence()}"
+
+
+def test_forced_overflows_do_not_say_how_often_memory_runs_out() -> None:
+    _, trace = simulated()
+    assert served_headrooms(with_windows(trace, ("b16-000", "recompute", 0, 9)), Rates()) == {}
+    (line,) = served_lines({})
+    assert "is not known: no whole run was served under recompute" in line
 
 
 def test_swaps_without_a_known_cost_count_as_the_others_do() -> None:
