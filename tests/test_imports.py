@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
     ("fields", "stats", "stored_values"),
-    ("events", "headroom", "overflow", "shape", "regression", "extensions", "code_digest"),
-    ("features", "hardware", "load_growth", "workload"),
+    ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
+    ("features", "hardware", "headroom", "load_growth", "workload"),
     ("trace",),
     ("attribution",),
     ("cost", "datasets"),
