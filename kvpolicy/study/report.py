@@ -129,7 +129,12 @@ def to_win(groups: Mapping[str, Sequence[Result]]) -> str:
     """What there is to win by choosing better than always-recompute, or than the first policy where that did not run:
     means over the runs, in one sentence."""
     policy = BASELINE if BASELINE in groups else next(iter(groups))
-    return f"under {policy}, {mean([Headroom(**result['headroom']) for result in groups[policy]]).sentence()}"
+    return f"under {policy}, {mean_headroom(groups[policy]).sentence()}"
+
+
+def mean_headroom(results: Sequence[Result]) -> Headroom:
+    """What there was to win in these runs: their means."""
+    return mean([Headroom(**result["headroom"]) for result in results])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
