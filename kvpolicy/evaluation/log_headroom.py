@@ -18,7 +18,7 @@ from kvpolicy.attribution.offline import step_time_models
 from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.attribution.step_work import StepWork, step_work
 from kvpolicy.cost import CostModel
-from kvpolicy.events import Option, situation_of
+from kvpolicy.events import SITUATION_FIELDS, Option, situation_of
 from kvpolicy.headroom import NO_PRICES, Headroom, Work, headroom, saving_s, total
 from kvpolicy.overflow import SERVED, figure_and_level, state_id
 from kvpolicy.trace import Trace, TraceError
@@ -31,6 +31,7 @@ NO_RUNS = (
     "(figures memory and timeline), and forced overflows do not say how often memory runs out."
 )
 WINDOWS = ("core", "state_id", "arm", "preemption_id", "discarded", "first_step", "last_step")
+DECISIONS = ("preemption_id", "executed", "options", "costs", "cause")
 OUTCOMES = ("core", "preemption_id", "engine_s")
 
 
@@ -147,7 +148,8 @@ def _core(
         reasons.append(why)
     engine_s = {row["preemption_id"]: row["engine_s"] for row in outcomes.select(OUTCOMES).to_pylist()}
     swapped_s: list[float | None] = []
-    for row in decisions.to_pylist():
+    columns = dict.fromkeys(DECISIONS if cost_model is None else (*DECISIONS, *SITUATION_FIELDS))
+    for row in decisions.select(list(columns)).to_pylist():
         if row["cause"] == "reset":  # leaves no choice
             continue
         name = row["preemption_id"]
