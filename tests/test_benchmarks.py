@@ -234,6 +234,38 @@ def test_overflow_matrix_refuses_what_cannot_be(wrong: tuple[str, str], said: st
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
+def test_headroom_compares_what_was_said_with_what_was_reached(tmp_path: Path) -> None:
+    """One place, memory so short that requests are preempted."""
+    out = tmp_path / "headroom.json"
+    line = "--requests 60 --repeats 2 --machine A100-SXM-80GB --shipped deepseek-r1 --share 0.2 --jobs 0"
+    done = run("headroom.py", *line.split(), "--cache", str(tmp_path / "cache"), "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    places = json.loads(out.read_text())["places"]
+    assert [one["prefix_caching"] for one in places] == [True, False]
+    for one in places:
+        assert one["preemptions"] > 0 and set(one["reached"]) == {"always-swap", "cheapest:analytic"}
+        assert all(0 < said <= most for said, most in zip(one["forecasts"], one["bounds"], strict=True))
+    for word in ("of the bound, 95%", "forecast less reached: mean", "measured by nobody"):
+        assert word in done.stdout
+    done = run("headroom.py", "--repeats", "1")
+    assert done.returncode == 2 and "--repeats is 1: should be 2 or more" in done.stderr
+
+
+def test_headroom_judges_its_bars() -> None:
+    """More than the bound cannot be won, and less than 60% of a large one is too little."""
+    script = "import headroom; f = headroom.Figures('m', 'w', 0.2, True, 9.0, 0.5, 0.1, {bounds}, [0.0] * 3, {reached})"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{ROOT}"}
+    for bounds, reached, words in (
+        ([0.03, 0.04, 0.05], [0.029, 0.041, 0.049], "[]"),
+        ([0.01, 0.01, 0.01], [0.02, 0.021, 0.022], "above the bound of 1.00%"),
+        ([0.03, 0.04, 0.05], [0.01, 0.02, 0.02], "of the bound of 4.00%, at least 60%"),
+        ([0.01, 0.01, 0.01], [0.001, 0.002, 0.001], "[]"),
+    ):
+        code = script.format(bounds=bounds, reached={"always-swap": reached}) + "; print(f.missed())"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        assert words in done.stdout, done.stdout + done.stderr
+
+
 def test_estimator_coverage_takes_up_what_was_noted(tmp_path: Path) -> None:
     small = ["--seeds", "2", "--records", "3000", "--truth-draws", "20000", "--resume", str(tmp_path / "notes")]
     first = run("estimator_coverage.py", *small, "--json", str(tmp_path / "one.json"))

@@ -16,7 +16,7 @@ LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
     ("fields", "stats", "stored_values"),
     ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
-    ("features", "hardware", "host_store", "load_growth", "survival", "workload"),
+    ("features", "hardware", "headroom", "host_store", "load_growth", "survival", "workload"),
     ("trace",),
     ("attribution",),
     ("cost", "datasets"),
@@ -43,7 +43,8 @@ INTEGRATION = {
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
     "bench.run_demo": _DECIDE | {"datasets", "stats", "workload", "simulator", "training", "evaluation"},
     # The learned policy it serves with is trained on the way.
-    "bench.run_characterize": _DECIDE | {"datasets", "overflow", "workload", "simulator", "training"},
+    "bench.run_characterize": _DECIDE
+    | {"datasets", "overflow", "workload", "simulator", "training", "evaluation", "headroom"},
 }
 """Parts of kvpolicy_vllm, and the parts of kvpolicy each may import."""
 

@@ -6,7 +6,7 @@ code that reads traces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,6 +62,15 @@ class StepTimeModel:
         """Seconds that the parts alone add, without the aftermath of earlier steps."""
         return np.asarray(parts @ np.asarray(self.per_part_s[: len(PARTS)]), dtype=np.float64)
 
+    def own_s(self, tokens: Any, decodes: Any, reads: Any, pairs: Any) -> Any:
+        """Seconds of steps that compute something, each with the aftermath that it leaves in later ones.
+
+        Arguments are the parts, in the order of :data:`PARTS`: numbers, or columns.
+        """
+        a, b, c, d, *after = self.per_part_s
+        total = self.fixed_s + a * tokens + b * decodes + c * reads + d * pairs
+        return total + sum(after) * np.minimum(1.0, (tokens - decodes) / FULL_AFTERMATH_TOKENS)
+
     def pace(self, undisturbed: Ints, parts: Floats, duration_s: Floats, row: Ints) -> Floats:
         """How many times longer than predicted steps took around each step ``row``; 1 where the prediction held.
 
@@ -108,6 +117,18 @@ def step_seconds(
         return 0.0
     a, b, c, d, e, f = per_part_s
     return fixed_s + a * tokens + b * decodes + c * reads + d * pairs + e * before + f * second_before
+
+
+def recompute_prices(model: StepTimeModel, parts: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
+    """Seconds that recomputed tokens add to steps, and seconds of what is left with its decodes alone.
+
+    ``parts``, ``rest``: what the steps compute, and what of it is not recomputed, in the order of :data:`PARTS`:
+    numbers, or columns. A step of nothing but recomputed tokens would not have been executed and counts in full.
+    """
+    _, decodes, reads, _ = rest
+    rest_s = np.where(np.greater(rest[0], 0), model.own_s(*rest), 0.0)
+    decodes_s = np.where(np.greater(decodes, 0), model.own_s(decodes, decodes, reads, 0), 0.0)
+    return np.maximum(0.0, model.own_s(*parts) - rest_s), decodes_s
 
 
 def aftermath(tokens: float, decodes: float) -> float:

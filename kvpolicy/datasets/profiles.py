@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute, common_step_time, step_time_models
 from kvpolicy.attribution.step_time import StepTimeModel
+from kvpolicy.attribution.step_work import BatchPrices, batch_prices, batches_of
 from kvpolicy.datasets.quality import DataQuality, floor_of
 from kvpolicy.datasets.tables import Arms, Sample, Situations, TransferRecord, TransferTable, key
 from kvpolicy.datasets.validation import refuse_doubled
@@ -122,6 +123,12 @@ class Dataset:
     def transfers_of(self, states: Iterable[State]) -> TransferTable:
         """The transfers that belong to windows of these states."""
         return TransferTable.of(self.transfers).of_preemptions(name for state in states for name in state.preemptions)
+
+    @property
+    def prices(self) -> BatchPrices:
+        """What a recomputed token costs beside the batches of the states, over a decoded one."""
+        first = (state.samples[kind][0].situation for state in self.states for kind in KINDS)
+        return batch_prices(self.common_step_time, batches_of(first))
 
     @property
     def any_header(self) -> Header:

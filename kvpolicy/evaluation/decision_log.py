@@ -129,18 +129,39 @@ def read_log(folders: Sequence[Path | str], objective: Objective = ENGINE, clust
     Raises TraceError, naming folder, table and row, for missing or invalid probabilities, impossible values, duplicate
     rows, and if no decision is left.
     """
+    return attributed_log(read_traces(folders), objective, cluster)
+
+
+def read_traces(folders: Sequence[Path | str]) -> dict[str, Trace]:
+    """Traces by folder. Missing costs of their outcomes are attributed from the steps.
+
+    Raises TraceError, naming the folder, for one that is given twice, cannot be read or holds a row twice.
+    """
     traces_by_folder: dict[str, Trace] = {}
     for folder in map(str, folders):
         if folder in traces_by_folder:
             raise TraceError(f"{folder}: given twice")
-        traces_by_folder[folder] = traces.read(folder)
-    return log_from_traces(traces_by_folder, objective, cluster)
+        traces_by_folder[folder] = _attributed(folder, traces.read(folder))
+    return traces_by_folder
+
+
+def _attributed(name: str, trace: Trace) -> Trace:
+    refuse_doubled(name, trace)
+    return with_attributed_costs(trace)
 
 
 def log_from_traces(
     traces_by_name: Mapping[str, Trace], objective: Objective = ENGINE, cluster: str = "overflow"
 ) -> Log:
     """As :func:`read_log`, of traces in memory, by the name that error messages give them."""
+    by_name = {name: _attributed(name, trace) for name, trace in traces_by_name.items()}
+    return attributed_log(by_name, objective, cluster)
+
+
+def attributed_log(
+    traces_by_name: Mapping[str, Trace], objective: Objective = ENGINE, cluster: str = "overflow"
+) -> Log:
+    """As :func:`log_from_traces`, of the result of :func:`read_traces`."""
     one_of(*CLUSTERS).refuse("cluster", cluster)
     counts: Counter[str] = Counter()
     headers: dict[str, Header] = {}
@@ -151,8 +172,7 @@ def log_from_traces(
             raise TraceError(f"{name}: core {shared_cores[0]} is in another of the traces too; is one given twice?")
         headers |= trace.headers
         _count_others(headers, trace, counts)
-        refuse_doubled(name, trace)
-        parts.append(_read_one(name, with_attributed_costs(trace), objective, cluster, counts))
+        parts.append(_read_one(name, trace, objective, cluster, counts))
     names = np.concatenate([part["cluster"] for part in parts])
     if not len(names):
         raise TraceError(f"{', '.join(traces_by_name)}: table decisions holds no decision that a policy made")

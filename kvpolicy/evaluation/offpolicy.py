@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ import numpy as np
 from kvpolicy.arrays import Floats
 from kvpolicy.evaluation import bounds
 from kvpolicy.evaluation.bounds import Resamples, Terms
-from kvpolicy.evaluation.decision_log import Log, read_log
+from kvpolicy.evaluation.decision_log import Log, attributed_log, read_traces
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, known_by_action, log_refusals, support
 from kvpolicy.evaluation.direct_model import Design, DirectCosts, folds_of
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, TunedTerms, importance_weights
+from kvpolicy.evaluation.log_headroom import log_headroom
 from kvpolicy.events import KINDS
 from kvpolicy.fields import WrongValue
+from kvpolicy.headroom import Headroom
 from kvpolicy.json_values import finite
 from kvpolicy.policy import Policy, PolicyState, load_policies
 from kvpolicy.policy.objective import ENGINE, Objective, objective_of
@@ -94,6 +96,8 @@ class OffPolicyReport:
     """See :class:`kvpolicy.evaluation.decision_log.Log`."""
     learning: tuple[str, ...]
     """Policies with a state; they are evaluated in their initial state throughout."""
+    headroom: Headroom | None = None
+    """What there was to win by choosing better than the logging policy; None for a log without its traces."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: finite(value) for name, value in asdict(self).items()}
@@ -107,6 +111,7 @@ class OffPolicyReport:
             f"brackets: 95% intervals, {self.interval}",
             "",
             *self._logged_lines(),
+            *([] if self.headroom is None else [self.headroom.sentence()]),
             *(line for judgement in self.policies for line in judgement.lines()),
             "",
             *_calibration_lines(self.calibration),
@@ -151,14 +156,17 @@ def estimate(
     parsed_objective = objective_of(objective)
     loaded = load_policies(policies)
     trained_on = frozenset().union(*(policy.cost_model.state_ids for policy in loaded if policy.cost_model is not None))
-    log = read_log(traces, parsed_objective, how.cluster).without(
+    by_folder = read_traces(traces)
+    log = attributed_log(by_folder, parsed_objective, how.cluster).without(
         trained_on, "records that a policy's model was trained on"
     )
     for policy in loaded:
         _check_fit(policy, log)
     targets = {policy.label: log.targets(policy) for policy in loaded}
     learning = tuple(policy.name for policy in loaded if not _is_stateless(policy))
-    return judge(log, targets, seed, how, parsed_objective.text, learning)
+    report = judge(log, targets, seed, how, parsed_objective.text, learning)
+    cost_model = next((policy.cost_model for policy in loaded if policy.cost_model is not None), None)
+    return replace(report, headroom=log_headroom(list(by_folder.values()), cost_model))
 
 
 def judge(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvpolicy.arrays import Flags, Floats, Ints
+from kvpolicy.attribution.step_work import BatchPrices
 from kvpolicy.datasets.profiles import Dataset, Sample, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.quality import DataQuality
 from kvpolicy.errors import KVPolicyError
@@ -76,6 +77,8 @@ class EvaluationReport:
     left_out: Mapping[str, int]
     floor: DataQuality
     """Quality of the costs that the traces hold."""
+    prices: BatchPrices
+    """What a recomputed token costs beside the measured batches, over a decoded one."""
     objective: str = ENGINE.text
     """Objective that costs, regret and totals are measured by, seconds."""
     learning: tuple[str, ...] = ()
@@ -103,7 +106,7 @@ class EvaluationReport:
         lines += [
             f"{name}: a replay has no outcomes to learn from; judged as without online=on" for name in self.learning
         ]
-        lines += self.floor.lines()
+        lines += [*self.floor.lines(), self.prices.sentence()]
         return "\n".join(lines + [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count])
 
 
@@ -161,6 +164,7 @@ def evaluate(
         objective=parsed_objective.text,
         floor=dataset.floor,
         learning=tuple(policy.label for policy in loaded if isinstance(policy, LearningPolicy)),
+        prices=dataset.prices,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvpolicy.headroom import Headroom
 from kvpolicy.reporting.findings import Finding
 from kvpolicy.reporting.measurements import Material
 from kvpolicy.reporting.model_section import Learned
@@ -24,6 +26,8 @@ class Group:
     missing: tuple[tuple[str, str], ...]
     """Figures that these traces cannot fill, each with the reason."""
     learned: Learned
+    headrooms: Mapping[str, Headroom] = field(default_factory=dict)
+    """What there was to win in the runs served under recompute, by state."""
 
     def findings_of(self, figure: str) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.figure == figure)

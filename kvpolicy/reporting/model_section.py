@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
-from kvpolicy.cost import load
+from kvpolicy.cost import FittedModel, load
 from kvpolicy.datasets.profiles import Dataset, State, read_dataset
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation.replay import EvaluationReport, evaluate
@@ -48,6 +48,8 @@ class Learned:
     scores: EvaluationReport | None = None
     lacking: tuple[str, ...] = ()
     """Why parts are missing."""
+    fitted: FittedModel | None = None
+    """The model itself; None where none could be trained."""
 
 
 def learned(traces: Sequence[Path], cost_model: str | None, seed: int) -> Learned:
@@ -73,7 +75,7 @@ def _judged(traces: Sequence[Path], model: str, name: str, seed: int) -> Learned
         scores = evaluate(traces=list(traces), policies=[*FIXED, f"cheapest:{model}"], seed=seed)
     except KVPolicyError as error:
         lacking.append(f"regret: {error}")
-    return Learned(name, _boundary(dataset, model), calibration, scores, tuple(lacking))
+    return Learned(name, _boundary(dataset, model), calibration, scores, tuple(lacking), load(model))
 
 
 def _boundary(dataset: Dataset, model: str) -> Explanation:

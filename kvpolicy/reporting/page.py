@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
+from kvpolicy.evaluation.log_headroom import served_lines
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
 from kvpolicy.overflow import FIGURES, SERVED
@@ -126,6 +127,7 @@ def _section(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) 
         "verdict": group.verdict(),
         "answers": [(_counted(answer, count), CLASSES[answer]) for answer, count in group.answers.items() if count],
         "missing": dict(group.missing),
+        "to_win": served_lines(group.headrooms),
         "findings": {
             figure: [
                 {

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
+from kvpolicy.evaluation.log_headroom import served_headrooms, served_lines
 from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths, refuse_non_integer, refuse_other
 from kvpolicy.hardware import fingerprint
 from kvpolicy.overflow import FIGURES
@@ -36,6 +37,7 @@ class StudyReport:
                 "traces": [str(folder) for folder in group.folders],
                 "findings": [finding.to_dict() for finding in group.findings],
                 "missing": dict(group.missing),
+                "headroom": {state: won.to_dict() for state, won in group.headrooms.items()},
             }
             for group in self.groups
         }
@@ -49,6 +51,7 @@ class StudyReport:
                 lines += [f"    {finding.sentence()}" for finding in group.findings_of(figure)]
             lines += [f"  {figure} is not filled: {why}" for figure, why in group.missing]
             lines += [f"  {reason}" for reason in group.learned.lacking]
+            lines += [f"  {line}" for line in served_lines(group.headrooms)]
         lines.append(f"written: {self.out}" + (f" and {len(self.figures)} figure files" if self.figures else ""))
         return "\n".join(lines)
 
@@ -125,4 +128,6 @@ def _group(name: str, folders: Sequence[Path], cost_model: str | None, seed: int
     rng = np.random.default_rng(seed)
     unfilled = tuple((figure, why) for figure in FIGURES if (why := missing(measurements, figure)))
     results = tuple(finding for figure in FIGURES for finding in findings(measurements, figure, rng))
-    return Group(name, tuple(folders), measurements, results, unfilled, learned(folders, cost_model, seed))
+    judged = learned(folders, cost_model, seed)
+    headrooms = served_headrooms(measurements.trace, judged.fitted)
+    return Group(name, tuple(folders), measurements, results, unfilled, judged, headrooms)

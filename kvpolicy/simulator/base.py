@@ -11,6 +11,7 @@ from kvpolicy.attribution.ledger import Step
 from kvpolicy.events import Decision, Direction, Kind
 from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, refuse_non_integer
 from kvpolicy.hardware import EngineSpec
+from kvpolicy.headroom import Headroom
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
@@ -176,6 +177,8 @@ class Summary:
     simulator_wall_s: float
     extrapolated_steps: int | None = None
     """Steps outside the range that the hardware model was measured in; None for a model without such a range."""
+    headroom: Headroom | None = field(default=None, compare=False)
+    """What there was to win by choosing better. Left out of comparisons: its sums depend on the order of additions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import numpy as np
 
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.simulator.base import StepLoad, Summary, Tail, Times
+from kvpolicy.simulator.base import Server, StepLoad, Summary, Tail, Times
+from kvpolicy.simulator.work_count import WorkCount
 
 MIN_S = 1e-9
 MAX_S = 1e7
@@ -66,9 +67,10 @@ class Histogram:
 class SummaryBuilder:
     """Accumulates a :class:`Summary` while requests are served."""
 
-    def __init__(self, times: Times | None = None) -> None:
-        """``times``: the hardware model, for counting steps outside its measured range."""
-        self.beyond = None if times is None else beyond_of(times)
+    def __init__(self, server: Server, times: Times) -> None:
+        """``times``: the hardware model, for what there is to win and for counting steps outside its measured range."""
+        self.beyond = beyond_of(times)
+        self.work = WorkCount(server, times)
         self.steps = 0
         self.recomputed_tokens = 0
         self.moved_bytes = 0
@@ -111,6 +113,7 @@ class SummaryBuilder:
             steps=self.steps,
             simulator_wall_s=wall_s,
             extrapolated_steps=None if beyond is None else beyond.steps,
+            headroom=self.work.headroom(),
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from kvpolicy.errors import InputError
 from kvpolicy.fields import refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
+from kvpolicy.headroom import Headroom
 from kvpolicy.policy import Policy
 from kvpolicy.settings import DEFAULT_HOST_GIB
 from kvpolicy.stats import CONFIDENCE, Ratio, geometric_means, student_ratio
@@ -25,7 +26,7 @@ from kvpolicy.study.contender import contender_of
 from kvpolicy.study.grid import simulate
 from kvpolicy.study.inputs import HardwareObject, workload_named
 from kvpolicy.study.machine import open_machine
-from kvpolicy.study.report import aligned, beyond_warning, figure_text, figures, server_words
+from kvpolicy.study.report import aligned, beyond_warning, figure_text, figures, mean_headroom, server_words
 from kvpolicy.study.run_cell import ORACLE, source_named
 from kvpolicy.workload import Source, Workload
 
@@ -76,6 +77,8 @@ class Advice:
     warnings: tuple[str, ...]
     whole: str = ""
     """Figures of the workload as one run; empty where there is only one part."""
+    headroom: Headroom | None = None
+    """What there was to win in the runs under vLLM's default; None where they do not say."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,6 +102,7 @@ class Advice:
             f"lies above {1.0 + self.min_gain:g}",
             *aligned(rows),
             "",
+            *([] if self.headroom is None else [f"under {DEFAULT}, {self.headroom.sentence()}"]),
             f"deploy this: {self.deploy}: {self.reason}",
         ]
         if self.config_line:
@@ -186,6 +190,7 @@ def recommend(
     runs = {policy: [result for result in results if result["inputs"]["policy"] == policy] for policy in by_label}
     host_gib = serving.host_gib_of(machine.block_bytes(serving.block_size))
     advice = advise(runs, criterion, host_gib, run.seeds == 1 or depends_on_seed(workload))
+    advice = replace(advice, headroom=mean_headroom(runs[DEFAULT]))
     if run.parts > 1 and is_closed_loop(source):
         advice = replace(advice, warnings=(*advice.warnings, FEWER_USERS))
     if run.parts == 1:

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from kvpolicy.hardware.sheets import known_sheet
+from kvpolicy.headroom import Headroom, mean
 from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
 
@@ -59,7 +60,7 @@ class SweepReport:
     def text(self) -> str:
         lines = []
         for place, groups in _by_place(self.results).items():
-            lines += [place, *_table(groups), ""]
+            lines += [place, *_table(groups), to_win(groups), ""]
         lines += _notes(self.results)
         lines += [f"failed: {failure.text()}" for failure in self.failed]
         if self.taken_up:
@@ -119,6 +120,21 @@ def _table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
         values = figures(results)
         rows.append([policy, *(figure_text(column, values) for column in COLUMNS), str(len(results))])
     return aligned(rows)
+
+
+BASELINE = "always-recompute"
+
+
+def to_win(groups: Mapping[str, Sequence[Result]]) -> str:
+    """What there is to win by choosing better than always-recompute, or than the first policy where that did not run:
+    means over the runs, in one sentence."""
+    policy = BASELINE if BASELINE in groups else next(iter(groups))
+    return f"under {policy}, {mean_headroom(groups[policy]).sentence()}"
+
+
+def mean_headroom(results: Sequence[Result]) -> Headroom:
+    """What there was to win in these runs: their means."""
+    return mean([Headroom(**result["headroom"]) for result in results])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

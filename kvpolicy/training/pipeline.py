@@ -217,6 +217,7 @@ def _report(
         notes=fitted.notes,
         floor=dataset.floor,
         replaced=False,
+        prices=dataset.prices,
     )
 
 

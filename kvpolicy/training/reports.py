@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from kvpolicy.attribution.step_work import BatchPrices
 from kvpolicy.cost.model import FittedModel
 from kvpolicy.datasets.quality import DataQuality
 from kvpolicy.events import KINDS, Kind
@@ -49,6 +50,8 @@ class TrainReport:
     """Quality of the costs that the training traces hold."""
     replaced: bool
     """Whether the folder held a model before."""
+    prices: BatchPrices
+    """What a recomputed token costs beside the measured batches, over a decoded one."""
 
     def to_dict(self) -> dict[str, Any]:
         return report_values(self)
@@ -72,6 +75,7 @@ class TrainReport:
         lines += ["", *self._noise_lines(), *self._natural_lines()]
         if self.always_wins:
             lines.append(f"{self.always_wins} costs less in every state: here always choosing it is optimal")
+        lines.append(self.prices.sentence())
         lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from kvpolicy import trace as traces
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.reporting.measurements import material
 from kvpolicy.trace import Trace
-from kvpolicy_vllm.bench.profile_results import finish_core
+from kvpolicy_vllm.bench.profile_results import finish_core, finish_profile
 from tests.synthetic import make_trace
+
+SHIPPED = Path(__file__).resolve().parents[2] / "traces" / "cpu-llama-native"
 
 
 def overflow_of_two(made: Trace) -> Trace:
@@ -38,3 +41,12 @@ def test_an_overflow_of_two_is_one_point_with_the_cost_of_both(tmp_path: Path) -
         assert overflow.engine_s == pytest.approx(2 * other.engine_s)
     left_out = dataset_of({"made": traces.read(tmp_path)}).left_out
     assert left_out["preemptions beside the one that a window names"] == len(single.overflows)
+
+
+def test_a_finished_profile_says_what_a_recomputed_token_costs(tmp_path: Path) -> None:
+    """Beside the batches of its states; how many there will be, it does not know."""
+    shutil.copytree(SHIPPED, tmp_path / "trace")
+    report = finish_profile(tmp_path / "trace", sorted(traces.read(SHIPPED).headers))
+    prices = report.prices
+    assert prices.lowest is not None and prices.highest is not None and 0 < prices.lowest < prices.highest < 1
+    assert report.text().endswith(prices.sentence()) and "a profile cannot say" in prices.sentence()

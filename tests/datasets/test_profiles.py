@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from kvpolicy.datasets.profiles import dataset_of
+from kvpolicy.datasets.profiles import dataset_of, read_dataset
 from kvpolicy.events import situation_of
+from kvpolicy.headroom import NO_STEP_TIMES
 from kvpolicy.trace import Trace, TraceError
 from tests.datasets.changed_rows import with_change
 from tests.synthetic import changed, make_trace
 from tests.synthetic_steps import with_steps
+
+SHIPPED = Path(__file__).resolve().parents[2] / "traces" / "cpu-llama-native"
 
 
 def test_one_missing_cost_is_filled_and_the_stored_ones_stay() -> None:
@@ -72,3 +77,14 @@ def test_a_delay_of_the_others_that_is_not_known_stays_unknown() -> None:
     assert [one.preemption_id for one in results if one.others_delay_s is None] == [
         trace.rows("outcomes")[0]["preemption_id"]
     ]
+
+
+def test_a_profile_says_what_a_recomputed_token_costs_beside_its_batches() -> None:
+    """Of the shipped trace; one that was made up holds no steps to learn their duration from."""
+    shipped = read_dataset([SHIPPED])
+    found = shipped.prices
+    running = [state.samples["recompute"][0].situation.running_requests for state in shipped.states]
+    assert (found.min_requests, found.max_requests) == (min(one for one in running if one), max(running))
+    assert found.lowest is not None and found.highest is not None and 0 < found.lowest < found.highest
+    assert f"beside {found.min_requests} to {found.max_requests} requests" in found.sentence()
+    assert dataset_of({"made": make_trace()}).prices.unknown == NO_STEP_TIMES

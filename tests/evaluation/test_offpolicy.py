@@ -16,11 +16,16 @@ from kvpolicy.evaluation import OffPolicyReport, evaluate
 from kvpolicy.evaluation.decision_log import Log, log_from_traces
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS
+from kvpolicy.evaluation.log_headroom import log_headroom
 from kvpolicy.evaluation.offpolicy import Estimate, estimate, heaviest_weight, judge
 from kvpolicy.events import KINDS
 from kvpolicy.policy import feasible_options, load
+from kvpolicy.policy.cheapest import Cheapest
 from kvpolicy.trace import Trace
 from tests.evaluation.conftest import PLAN
+from tests.evaluation.test_log_headroom import SERVER as FEW_BLOCKS
+from tests.evaluation.test_log_headroom import Rates
+from tests.simulator.worlds import random_workload, run
 from tests.synthetic import fitted_model, true_cost_s
 from tests.synthetic_logs import LogPlan, make_log, reworked
 
@@ -197,3 +202,18 @@ def test_the_bias_of_tuning_widens_the_interval_on_both_sides(monkeypatch: pytes
     assert plain.low_s is not None and plain.high_s is not None
     assert (wider.value_s, wider.bias_s, plain.bias_s) == (plain.value_s, 0.25, 0.0)
     assert wider.low_s == pytest.approx(plain.low_s - 0.25) and wider.high_s == pytest.approx(plain.high_s + 0.25)
+
+
+def test_a_log_with_steps_says_what_there_was_to_win(tmp_path: Path) -> None:
+    """A simulated log of always-recompute, priced by a policy's cost model; a made-up log has no steps."""
+    _, recorded = run(random_workload(5, 200, 60.0), FEW_BLOCKS)
+    recorded.write(tmp_path / "log")
+    report = evaluate([tmp_path / "log"], ["always-recompute", Cheapest("rates", Rates())])
+    assert isinstance(report, OffPolicyReport) and report.headroom is not None
+    assert report.headroom == log_headroom([recorded], Rates())
+    assert report.headroom.sentence() in report.text()
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["headroom"]["bound"] > 0
+    unpriced = evaluate([tmp_path / "log"], ["always-recompute"])
+    assert "how much of it is likely is not known: no cost model" in unpriced.text()
+    make_log(seed=3, decisions=60).write(tmp_path / "bare")
+    assert "is not known: the trace holds no steps." in evaluate([tmp_path / "bare"], ["always-swap"]).text()

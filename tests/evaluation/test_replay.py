@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.cost import ModelError
-from kvpolicy.datasets.profiles import Sample, State, dataset_of
+from kvpolicy.datasets.profiles import Sample, State, dataset_of, read_dataset
 from kvpolicy.evaluation import evaluate
 from kvpolicy.evaluation.replay import is_tie, price
 from kvpolicy.events import KINDS, Kind
@@ -200,3 +200,10 @@ def test_a_replay_reports_the_policies_that_do_not_learn_in_it() -> None:
     assert f"{taught}: a replay has no outcomes" in report.text()
     assert report.policies[0].total_s == report.policies[1].total_s
     assert json.loads(json.dumps(report.to_dict()))["learning"] == [taught]
+
+
+def test_a_replay_says_what_a_recomputed_token_costs() -> None:
+    """How many there will be, a profile does not know."""
+    report = evaluate([SHIPPED], ["always-swap"])
+    assert report.prices == read_dataset([SHIPPED]).prices
+    assert report.prices.sentence() in report.text() and "a profile cannot say" in report.text()

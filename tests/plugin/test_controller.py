@@ -12,7 +12,7 @@ import pytest
 
 from kvpolicy.attribution.ledger import OpenPreemption
 from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
-from kvpolicy.events import Cause, Outcome
+from kvpolicy.events import Cause, Cost, Decision, Option, Outcome
 from kvpolicy.policy import Decider, load
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
@@ -435,3 +435,36 @@ def test_what_a_resumed_swap_cost_is_measured(world: World) -> None:
     for _ in range(5):
         world.step(1)
     assert world.stats("measured_preemptions") == {"measured_preemptions|executed=swap": 1} and len(meter) == 0
+    assert world.stats("recomputed_tokens") == world.stats("recompute_microseconds") == {}, "nothing was recomputed"
+
+
+def test_what_recomputed_tokens_take_is_counted_where_steps_recompute() -> None:
+    """40 tokens and a new one, alone in their step: without the 40 it would have decoded one."""
+    world = World("always-recompute")
+    controller = world.controller
+    step_time = StepTimeModel(1e-4, (1e-6, 0.0, 0.0, 0.0, 0.0, 0.0), "nothing", 100, HeldOutError(0.0, 0.0, 0.0))
+    controller.observers.replace(CostMeter, CostMeter(step_time, controller.observers.tell, controller.metrics.tally))
+    world.step(1)
+    assert "recompute_microseconds" not in controller.stats()
+    world.request.num_computed_tokens = COMPUTED
+    world.preempt()
+    world.come_back()
+    stats = controller.stats()
+    assert stats["recomputed_tokens"] == COMPUTED and stats["beside_recompute_tokens"] == 1
+    assert stats["recompute_microseconds"] == pytest.approx(COMPUTED * 1.0)
+    assert stats["beside_recompute_microseconds"] == pytest.approx(101.0)
+    for _ in range(3):
+        world.step(1)
+    assert controller.stats()["beside_recompute_tokens"] == 1, "steps without a recompute are not priced"
+
+
+def test_what_the_other_option_would_have_saved_is_counted(world: World) -> None:
+    cost, dearer = (Cost(s, 0.0, 0.0, s, 0.0, s, s) for s in (0.002, 0.005))
+    options = (Option("recompute"), Option("swap"))
+    situation = SimpleNamespace(cause="memory")
+    for costs, executed in (((dearer, cost), "recompute"), ((cost, dearer), "recompute"), ((), "recompute")):
+        decision = Decision(options, (1.0, 0.0), 0, costs, "p", "{}", executed)  # type: ignore[arg-type]
+        world.controller.metrics.executed(Pending(situation, decision, SimpleNamespace()))  # type: ignore[arg-type]
+    assert world.stats("avoidable_cost_microseconds") == {
+        "avoidable_cost_microseconds|executed=recompute": pytest.approx(3000.0)
+    }

@@ -46,5 +46,6 @@ def test_links_are_labelled_and_missing_parts_are_named(report_folder: Path) -> 
     assert "native link" in text and "simulated link, 0.1 GB/s and 5 ms" in text
     assert "at least 20 are needed" in text
     assert "Not drawn:" in text
+    assert "no whole run was served under recompute" in text
     values = json.loads((report_folder / "found.json").read_text())
     assert set(values) == {"native link", "simulated link, 0.1 GB/s and 5 ms"}

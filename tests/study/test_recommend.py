@@ -217,6 +217,7 @@ def test_the_whole_way(hardware: str, tmp_path: Path) -> None:
     assert {"minwaste:analytic", "cheapest:analytic"} <= {row.policy for row in advice.compared}
     assert all(row.gain.pairs == 2 for row in advice.compared)
     assert "deploy this:" in advice.text() and "not measured" in advice.text()
+    assert advice.headroom is not None and f"under always-recompute, {advice.headroom.sentence()}" in advice.text()
     assert set(advice.to_dict()) >= {"deploy", "reason", "config_line", "compared", "warnings"}
     alone = kvpolicy.recommend(**grouped(**values, parts=1, cache=tmp_path / "c"))
     assert alone.deploy == "always-recompute" and not alone.config_line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from kvpolicy.headroom import Headroom
 from kvpolicy.study.report import server_words
 from tests.study.grids import simulate
 
@@ -37,3 +38,14 @@ def test_an_unknown_device_is_reported(tmp_path: Path) -> None:
     serving = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
     assert "defaults of vLLM 0.32 for this device" in server_words(serving, "H100-SXM")
     assert "Some Card is unknown: defaults for the smallest GPU" in server_words(serving, "Some Card")
+
+
+def test_what_there_is_to_win_stands_below_the_table(hardware: str, tmp_path: Path) -> None:
+    report = simulate(hardware, tmp_path / "c", policies=["always-swap", "always-recompute"])
+    swapped, recomputed = report.results
+    assert swapped["headroom"]["recomputed_tokens"] < recomputed["headroom"]["recomputed_tokens"]
+    sentence = Headroom(**recomputed["headroom"]).sentence()
+    assert f"under always-recompute, {sentence}" in report.text()
+    assert "of throughput is to be won here by choosing better; about" in sentence
+    only = simulate(hardware, tmp_path / "c", policies=["always-swap"])
+    assert f"under always-swap, {Headroom(**swapped['headroom']).sentence()}" in only.text()

@@ -14,6 +14,7 @@ import pytest
 
 from kvpolicy import cost, trace
 from kvpolicy.datasets.profiles import dataset_of, read_dataset
+from kvpolicy.headroom import NO_STEP_TIMES
 from kvpolicy.trace import TraceError
 from kvpolicy.training import TrainReport, split, train
 from kvpolicy.training.family import FAMILIES
@@ -49,6 +50,7 @@ def test_coverage_is_reported_by_bin_with_what_so_few_states_can_tell(tmp_path: 
         assert result["high"] > 0.88
     assert cost.load(tmp_path / "model").provenance.held_out["coverage"] == report.held_out["coverage"]
     text = report.text()
+    assert report.prices.sentence() in text and report.prices.unknown == NO_STEP_TIMES
     assert "90% interval holds" in text
     inside, beyond = text.split("90% interval holds beyond the range")
     assert inside.count("  ratio ") == 1 + len(report.held_out["coverage"]["ratio"]["bins"])

@@ -263,7 +263,9 @@ def _summary(told: Account) -> dict[str, Any]:
         for part in ("mean", "p50", "p99")
     }
     names = ("requests", "throughput_tok_s", "recomputed_tokens", "moved_bytes", "makespan_s")
-    return tails | {name: getattr(summary, name) for name in names} | dict(summary.preemptions)
+    assert summary.headroom is not None
+    to_win = {f"headroom {name}": value for name, value in summary.headroom.to_dict().items()}
+    return tails | to_win | {name: getattr(summary, name) for name in names} | dict(summary.preemptions)
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:

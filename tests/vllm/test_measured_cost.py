@@ -11,6 +11,7 @@ import pytest
 
 from kvpolicy import cost, trace
 from kvpolicy.attribution.offline import attribute, common_step_time
+from kvpolicy.attribution.step_work import step_work
 from kvpolicy.cost import online
 from kvpolicy.cost.intervals import unbounded
 from kvpolicy.cost.online import Online
@@ -68,6 +69,13 @@ def test_costs_are_measured_while_serving(model: str, recorded: Path, tmp_path: 
         # How much is compared over recorded traces, in tests/cost/test_live.py: here it would be the clock's say.
         assert isfinite(live := stats[f"measured_cost_microseconds|executed={kind}"]) and live != 0
         assert harness.total(stats, "predicted_cost_microseconds", executed=kind) > 0
+    # What is counted while serving is what the trace's steps say, by the same step times.
+    work = step_work(afterwards.table("steps"), cost.load(learned).step_time).work
+    assert stats["recomputed_tokens"] == work.recomputed_tokens > 0 and work.recompute_s is not None
+    assert stats["recompute_microseconds"] == pytest.approx(1e6 * work.recompute_s)
+    assert 0 < stats["beside_recompute_tokens"] < work.decoded_tokens
+    assert stats["beside_recompute_microseconds"] > 0
+    assert harness.total(stats, "avoidable_cost_microseconds") > 0, "chance chose the dearer option, too"
 
 
 def test_what_is_learned_is_kept_over_a_restart(model: str, recorded: Path, tmp_path: Path) -> None:

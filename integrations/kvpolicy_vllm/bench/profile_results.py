@@ -12,8 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kvpolicy import trace as traces
-from kvpolicy.attribution.offline import attribute, step_time_models
+from kvpolicy.attribution.offline import attribute, common_step_time, step_time_models
 from kvpolicy.attribution.step_time_fit import StepTimeModel
+from kvpolicy.attribution.step_work import BatchPrices, batch_prices, batches_of
+from kvpolicy.events import situation_of
 from kvpolicy.trace import Header
 from kvpolicy_vllm.bench.selfcheck import SelfCheck, self_checks
 
@@ -34,6 +36,8 @@ class ProfileReport:
     """Noise by core; see ``Header.noise``."""
     step_times: Mapping[str, StepTimeModel]
     checks: Sequence[SelfCheck]
+    prices: BatchPrices
+    """What a recomputed token costs beside the measured batches, over a decoded one."""
 
     def text(self) -> str:
         """The summary in words."""
@@ -53,7 +57,8 @@ class ProfileReport:
                 f"{warning if noise['above_limit'] else ''}; step times (fitted on {model.fitted_on}) are missed by "
                 f"{100 * model.error.mean_relative:.1f}% or {1e3 * model.error.mean_s:.3f} ms, held out"
             )
-        return "\n".join(lines + [f"  self-check: {check.line()}" for check in self.checks])
+        lines += [f"  self-check: {check.line()}" for check in self.checks]
+        return "\n".join([*lines, self.prices.sentence()])
 
 
 def finish_core(core: Path, seed: int, noise: Mapping[str, Any], notes: str = "") -> None:
@@ -95,6 +100,7 @@ def finish_profile(out: Path, cores: Sequence[str]) -> ProfileReport:
         replace(header, noise=dict(header.noise) | {"self_check": core_checks}).write(out / core)
     windows = trace.rows("windows")
     counted = [window for window in windows if not window["discarded"]]
+    labelled = [row for row in trace.rows("decisions") if row["state_id"] is not None]
     causes = {window["state_id"]: window["cause"] for window in counted}
     reasons = Counter(window["discarded"] for window in windows) - Counter(("", "warm-up", "noise") * len(windows))
     return ProfileReport(
@@ -106,4 +112,5 @@ def finish_profile(out: Path, cores: Sequence[str]) -> ProfileReport:
         noise={core: trace.headers[core].noise for core in cores},
         step_times=models,
         checks=checks,
+        prices=batch_prices(common_step_time([trace]), batches_of(map(situation_of, labelled))),
     )

@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy import trace as traces
+from kvpolicy.cost import load
+from kvpolicy.evaluation.log_headroom import served_headrooms, served_lines
 from kvpolicy.fields import WrongValue
+from kvpolicy.headroom import Headroom
 from kvpolicy.overflow import SERVED
 from kvpolicy.settings import Measurement
 from kvpolicy.trace import Header
@@ -68,6 +71,8 @@ class CharacterizeReport:
     """Windows that are not discarded, by state."""
     discarded: Mapping[str, int]
     """Discarded windows, by reason."""
+    headrooms: Mapping[str, Headroom]
+    """What there was to win in the runs served under recompute, by state."""
 
     def text(self) -> str:
         lines = [f"{self.out}: {sum(self.windows.values())} valid windows, for {', '.join(self.figures)}"]
@@ -78,6 +83,7 @@ class CharacterizeReport:
             else []
         )
         lines += [f"  discarded: {count} x {reason}" for reason, count in self.discarded.items()]
+        lines += [f"  {line}" for line in served_lines(self.headrooms)]
         return "\n".join([*lines, f"the figures: kvpolicy report {self.out} --out report.html --figures figures"])
 
 
@@ -237,7 +243,10 @@ def _refuse_short(rig: Rig, title: str, needed_tokens: int, longest: int) -> Non
 
 
 def _report_of(out: Path, figures: tuple[str, ...]) -> CharacterizeReport:
-    windows = traces.read(out).rows("windows", ("state_id", "arm", "discarded"))
+    trace = traces.read(out)
+    windows = trace.rows("windows", ("state_id", "arm", "discarded"))
     counted = Counter(row["state_id"] for row in windows if not row["discarded"])
     reasons = Counter(row["discarded"] for row in windows) - Counter(("", "warm-up", "noise") * len(windows))
-    return CharacterizeReport(out, figures, dict(sorted(counted.items())), dict(reasons))
+    learned = load(str(out / MODEL)) if (out / MODEL).is_dir() else None
+    headrooms = served_headrooms(trace, learned)
+    return CharacterizeReport(out, figures, dict(sorted(counted.items())), dict(reasons), headrooms)

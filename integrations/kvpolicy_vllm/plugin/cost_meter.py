@@ -10,6 +10,8 @@ from typing import Any
 
 from kvpolicy.attribution import LiveCosts, StepTimeModel
 from kvpolicy.attribution.ledger import OpenPreemption, Step
+from kvpolicy.attribution.step_time import recompute_prices
+from kvpolicy.attribution.streaming import Parts
 from kvpolicy.events import Outcome
 from kvpolicy_vllm.plugin.host_copies import Settled
 from kvpolicy_vllm.plugin.messages import StepJobs
@@ -41,12 +43,24 @@ class CostMeter(Observer):
 
     def done(self, step: Step[OpenPreemption], output: Any, scheduler: Any, began_s: float, now: float) -> None:
         fill_parts(step, output)
-        repeated = [(part.preemption_id, part.parts) for part in step.repeated] if step.repeated else ()
+        repeated: list[tuple[str, Parts]] = []
+        if step.repeated:
+            repeated = [(part.preemption_id, part.parts) for part in step.repeated]
+            self._price(step.parts, [parts for _, parts in repeated])
         for cost in self._live.step(step.parts, step.scheduled_requests, began_s, now, step.lost, repeated):
             # An aborted preemption has only part of a cost; after a failed copy the cost mixes both options.
             if cost.ended == "resumed" and cost.executed is not None:
                 self.failures = 0
                 self._tell("measured", cost)
+
+    def _price(self, parts: Parts, repeated: list[Parts]) -> None:
+        """Count what the recomputed tokens of a step add to it, and what its decodes take alone: of these and the
+        tokens, :mod:`kvpolicy.headroom` says what there is to win."""
+        rest = [total - sum(again) for total, *again in zip(parts, *repeated, strict=True)]
+        added_s, decodes_s = recompute_prices(self._live.model, parts, rest)
+        self._tally.add("recompute_microseconds", 1e6 * float(added_s))
+        self._tally.add("beside_recompute_microseconds", 1e6 * float(decodes_s))
+        self._tally.add("beside_recompute_tokens", max(0, rest[1]))
 
     def begin_afresh(self) -> bool:
         """Drop all measurements under way."""

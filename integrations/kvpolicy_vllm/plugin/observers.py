@@ -313,6 +313,8 @@ class MetricsCounter(Observer):
         for option, cost in zip(decision.options, decision.costs, strict=False):
             if option.kind == decision.executed:
                 self.tally.add("predicted_cost_microseconds", cost.engine_s * 1e6, executed=decision.executed)
+                avoidable_s = cost.engine_s - min(other.engine_s for other in decision.costs)
+                self.tally.add("avoidable_cost_microseconds", avoidable_s * 1e6, executed=decision.executed)
         if any(cost.extrapolated for cost in decision.costs):
             self.tally.add("extrapolated")
 

@@ -7,8 +7,10 @@ from collections import deque
 from typing import Any
 
 from kvpolicy import policy as policies
+from kvpolicy.attribution.ledger import OpenPreemption, Repeated
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.simulator import DecisionObserver, Server, Sink
+from kvpolicy.simulator.work_count import WorkCount
 from kvpolicy.trace import Row
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.host_copies import CopyBook
@@ -66,6 +68,16 @@ class DecisionReporter(Observer):
         self._on_decision(pending.decision)
 
 
+class WorkObserver(Observer):
+    """Passes every decision with its situation to the run's count of work."""
+
+    def __init__(self, work: WorkCount) -> None:
+        self._work = work
+
+    def decided(self, pending: Pending) -> None:
+        self._work.preempted(pending.identity.preemption_id, pending.situation, pending.decision)
+
+
 class SimulatedController(Controller):
     """Names requests in traces by number, as there is nothing to anonymise, and raises all errors."""
 
@@ -92,6 +104,11 @@ class SimulatedController(Controller):
             self.record_into(SinkWriter(sink), lambda request_id: str(number_of(request_id)))
         if on_decision is not None:
             self.observers.add(DecisionReporter(on_decision))
+
+    @property
+    def repeated(self) -> list[Repeated[OpenPreemption]]:
+        """Parts of the step just scheduled that recompute lost tokens."""
+        return self._step.repeated
 
     @property
     def disturbed(self) -> bool:
@@ -121,9 +138,14 @@ def take_control(
     clock: VirtualClock,
     sink: Sink | None,
     on_decision: DecisionObserver | None,
+    work: WorkCount,
 ) -> SimulatedController:
-    """Replace the controller that scheduler and connector were made with by a simulated one, and return it."""
+    """Replace the controller that scheduler and connector were made with by a simulated one, and return it.
+
+    ``work``: counts what the run computes.
+    """
     controller = SimulatedController(core, server, policy, seed, clock, sink, on_decision)
+    controller.observers.add(WorkObserver(work))
     scheduler.connector.controller.close()
     scheduler.connector.controller = scheduler.kvpolicy = controller
     return controller

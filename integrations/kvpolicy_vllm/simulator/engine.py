@@ -20,6 +20,7 @@ from kvpolicy.events import KINDS
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import DecisionObserver, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue
+from kvpolicy.simulator.builtin.costs import without
 from kvpolicy.simulator.sinks import FIXED_DAY, Identity
 from kvpolicy.simulator.summary import SummaryBuilder
 from kvpolicy.workload import Request, Source
@@ -116,10 +117,11 @@ class Engine:
         self.server = server
         self.clock = VirtualClock()
         self.scheduler = scheduler_for(server)
-        self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink, on_decision)
+        self.tallied = SummaryBuilder(server, times)
+        work = self.tallied.work
+        self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink, on_decision, work)
         self.worker = VirtualWorker(server, times)
         self.arrivals = ArrivalQueue(requests, self._refuse)
-        self.tallied = SummaryBuilder(times)
         self._served: dict[str, Served] = {}
         self._hasher: Any = None
         if server.prefix_caching:
@@ -179,6 +181,9 @@ class Engine:
         if self.tallied.beyond is not None and load.scheduled_tokens:
             self.tallied.beyond.add(load)
         ends_s = self.worker.execute(output.kv_connector_metadata, load, self.clock.now_s)
+        if load.scheduled_tokens:
+            repeated = self.controller.repeated
+            self.tallied.work.step(load, without(load, repeated), *self.worker.last_step_s, repeated)
         sampled = {name: not requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         return Flight(output, sampled, self.controller.disturbed, ends_s)
 

@@ -28,12 +28,15 @@ class VirtualWorker:
         self._times = times
         self._free_s = 0.0
         self._link: LinkQueues[Job] = LinkQueues(server, times)
+        self.last_step_s = 0.0, 0.0
+        """Seconds that the last step takes without what copies add, and with it."""
 
     def execute(self, jobs: StepJobs, load: StepLoad, now_s: float) -> float:
         """Execute a step that is scheduled now; return the time at which its output is available."""
         begins_s = max(now_s, self._free_s)
         computes_s = self._times.step_s(load) if load.scheduled_tokens else 0.0
         self._free_s = self._link.step(_with_blocks(jobs.saves), _with_blocks(jobs.loads), begins_s, computes_s)
+        self.last_step_s = computes_s, self._free_s - begins_s
         return self._free_s
 
     def next_copied_s(self) -> float | None:

@@ -8,6 +8,7 @@ full. Step times are those of the hardware model, so nothing is fitted and there
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from kvpolicy.attribution.ledger import Repeated
 from kvpolicy.simulator.base import StepLoad, Times, load_of
@@ -15,7 +16,7 @@ from kvpolicy.simulator.builtin.live_request import Account, CopyJob, Step
 from kvpolicy.simulator.link_queues import RunningCopy
 
 
-def without(load: StepLoad, parts: Iterable[Repeated[Account]]) -> StepLoad:
+def without(load: StepLoad, parts: Iterable[Repeated[Any]]) -> StepLoad:
     """The load of a step less these repeated parts."""
     tokens, decodes, read_tokens, pairs, prefills, prefill_context = load
     for part in parts:

@@ -49,7 +49,7 @@ class Engine:
         self.server = server = identity.server
         self.times = times = identity.times
         self.trace_writer = trace_writer
-        self.tallied = SummaryBuilder(times)
+        self.tallied = SummaryBuilder(server, times)
         self.now_s = 0.0
         self.arrivals = ArrivalQueue(identity.requests, self._refuse)
         self.copies = HostPool(server)
@@ -151,7 +151,7 @@ class Engine:
             self.preemptions.jobs_taken(self.copies)
         self.note_occupancy(step)
         begins_s = max(self.now_s, self._device_free_s)
-        computes_s = costs.seconds(self.times, load_of(step))
+        computes_s = step.computes_s = costs.seconds(self.times, load_of(step))
         step.began_s = begins_s
         if step.saves or step.loads or self.link.running:
             saves = [(job, len(job.blocks)) for job in step.to_save]
@@ -187,6 +187,10 @@ class Engine:
             self._take_copies()
         self.preemptions.back(step, self.now_s)
         self.preemptions.record_outcomes()
+        if step.scheduled_tokens:
+            load = load_of(step)
+            rest = costs.without(load, step.repeated) if step.repeated else load
+            self.tallied.work.step(load, rest, step.computes_s, step.end_s - step.began_s, step.repeated)
         self._count_step(step)
         self.fast_path.batch.last_s = self.now_s
 
@@ -322,6 +326,7 @@ class Engine:
             self._count_step(step)
             last_s = step.end_s
         self.now_s = batch.last_s = last_s
+        self.tallied.work.decoded(members * (len(ends_s) - 1), ends_s[-1] - ends_s[0])
         self._device_free_s = ends_s[-1]
         if self.link.running:
             self._take_copies()

@@ -155,4 +155,6 @@ class Step(ledger.Step[Account]):
     """Requests in ``scheduled`` that get a token from the step."""
     to_save: Sequence[CopyJob] = ()
     to_load: Sequence[CopyJob] = ()
+    computes_s: float = 0.0
+    """The part of the step that copies do not add."""
     end_s: float = 0.0

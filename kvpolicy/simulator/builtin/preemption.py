@@ -51,6 +51,7 @@ class Preemptions:
         decision = self._decider.decide(situation, policies.why_no_swap(situation))
         if self._on_decision is not None:
             self._on_decision(decision)
+        self._tallied.work.preempted(preemption_id, situation, decision)
         option = next(candidate for candidate in decision.options if candidate.kind == decision.executed)
         account = Account(
             preemption_id=preemption_id,

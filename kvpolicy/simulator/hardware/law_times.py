@@ -9,7 +9,6 @@ import numpy as np
 
 from kvpolicy.arrays import Floats
 from kvpolicy.attribution import StepTimeModel
-from kvpolicy.attribution.step_time import FULL_AFTERMATH_TOKENS
 from kvpolicy.cost import FittedModel, ModelError
 from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
 from kvpolicy.events import Direction
@@ -67,10 +66,7 @@ class FittedSteps:
     model: StepTimeModel
 
     def seconds(self, parts: StepLoad | Floats) -> Any:
-        tokens, decodes, read_tokens, pairs = parts[0], parts[1], parts[2], parts[3]
-        a, b, c, d, *after = self.model.per_part_s
-        total = self.model.fixed_s + a * tokens + b * decodes + c * read_tokens + d * pairs
-        return total + sum(after) * np.minimum(1.0, (tokens - decodes) / FULL_AFTERMATH_TOKENS)
+        return self.model.own_s(parts[0], parts[1], parts[2], parts[3])
 
 
 @dataclass(frozen=True, slots=True)

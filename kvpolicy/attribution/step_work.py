@@ -1,0 +1,146 @@
+"""What the steps of a trace computed, priced by their step-time model: the input of :mod:`kvpolicy.headroom`.
+
+A step costs what the model says of its parts, with the aftermath that it leaves in the next steps charged to itself
+(:meth:`~kvpolicy.attribution.step_time.StepTimeModel.own_s`). Recomputed tokens add the difference to the same step
+without them; a step of nothing else would not have been executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kvpolicy.arrays import Floats, Ints, causal_pairs
+from kvpolicy.attribution.offline import REPEATED_PARTS
+from kvpolicy.attribution.step_time import PARTS, StepTimeModel, recompute_prices
+from kvpolicy.events import Preemption
+from kvpolicy.headroom import NO_STEP_TIMES, Work, share_text
+from kvpolicy.trace import TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The work of one engine core's steps."""
+
+    work: Work
+    """Without the cost of swaps."""
+    recompute_s: Mapping[str, float]
+    """By preemption, the seconds that its recomputed tokens added; empty without a step-time model."""
+
+
+def step_work(steps: pa.Table, model: StepTimeModel | None) -> StepWork:
+    """The work of ``steps``, rows of one core in any order. Without a ``model`` its seconds are unknown.
+
+    Raises TraceError, naming the row, for a step with more repeated tokens than scheduled ones.
+    """
+    parts = np.column_stack([_reals(steps, name) for name in PARTS])
+    row, ids, repeated = _repeated(steps)
+    rest = parts.copy()
+    np.subtract.at(rest, row, repeated)
+    for wrong in np.flatnonzero(rest[:, 0] < 0)[:1]:
+        raise TraceError(
+            f"steps, row {wrong} (step {steps['step'][int(wrong)].as_py()}): repeated holds more tokens than "
+            "scheduled_tokens"
+        )
+    busy_s = float(_reals(steps, "duration_s")[parts[:, 0] > 0].sum())
+    tokens = repeated[:, 0]
+    decoded, recomputed = int(rest[:, 1].sum()), int(tokens.sum())
+    if model is None:
+        return StepWork(Work(decoded, recomputed, None, None if recomputed else 0.0, busy_s), {})
+    added_s, decodes_s = recompute_prices(model, tuple(parts.T), tuple(rest.T))
+    share_s = added_s[row] * tokens / np.bincount(row, tokens, len(parts))[row]
+    work = Work(decoded, recomputed, float(decodes_s.sum()), float(share_s.sum()), busy_s)
+    names, index = np.unique(ids, return_inverse=True)
+    return StepWork(work, dict(zip(names.tolist(), np.bincount(index, share_s, len(names)).tolist(), strict=True)))
+
+
+def _repeated(steps: pa.Table) -> tuple[Ints, Any, Floats]:
+    """Row, preemption and parts of everything that steps recompute."""
+    lists = steps["repeated"].combine_chunks()
+    flat = lists.flatten()
+    row = np.asarray(pc.list_parent_indices(lists), dtype=np.int64)
+    parts = [np.asarray(flat.field(name), dtype=np.float64) for name in REPEATED_PARTS]
+    return row, np.asarray(flat.field("preemption_id").to_pylist(), dtype=np.str_), np.column_stack(parts)
+
+
+def _reals(table: pa.Table, column: str) -> Floats:
+    return np.asarray(table[column].to_numpy(), dtype=np.float64)
+
+
+# ---- p / d at a batch ----
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch that decodes, and a victim that is recomputed beside it."""
+
+    requests: int
+    """That decode; 1 or more."""
+    context_tokens: int
+    """Of all of them."""
+    victim_tokens: int
+    """That are recomputed, from the first one on; 1 or more."""
+
+
+def price_ratio(model: StepTimeModel, batch: Batch) -> float:
+    """p / d: the price of a recomputed token in a step that decodes ``batch``, over that of one of its decoded tokens.
+
+    See :mod:`kvpolicy.headroom`. A long victim is taken as one chunk; a token budget that splits it changes its
+    aftermath alone.
+    """
+    requests, reads, tokens = batch.requests, batch.context_tokens + batch.requests, batch.victim_tokens
+    alone_s = float(model.own_s(requests, requests, reads, 0))
+    both_s = float(model.own_s(requests + tokens, requests, reads, causal_pairs(0, tokens)))
+    return (both_s - alone_s) / tokens * requests / alone_s if alone_s else 0.0
+
+
+def batches_of(situations: Iterable[Preemption]) -> list[Batch]:
+    """The batches beside the victims; situations in which nothing ran beside the victim are left out."""
+    return [
+        Batch(situation.running_requests, situation.batch_tokens, situation.computed_tokens)
+        for situation in situations
+        if situation.running_requests and situation.computed_tokens
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPrices:
+    """p / d at the batches that were measured, where nobody knows yet how many tokens will be recomputed."""
+
+    lowest: float | None = None
+    """None if it is not known, like the others."""
+    highest: float | None = None
+    min_requests: int | None = None
+    """Size of the smallest batch."""
+    max_requests: int | None = None
+    unknown: str = ""
+    """Why nothing is known; empty if it is."""
+
+    def sentence(self) -> str:
+        if self.lowest is None or self.highest is None:
+            return f"how much of throughput is to be won by choosing better is not known: {self.unknown}."
+        low, high = share_text(self.lowest), share_text(self.highest)
+        sizes = f"{self.min_requests} to {self.max_requests} requests"
+        if self.min_requests == self.max_requests:
+            sizes = f"{self.min_requests} request{'' if self.min_requests == 1 else 's'}"
+        return (
+            f"beside {sizes} a recomputed token takes {low if low == high else f'{low} to {high}'} of the time of a "
+            f"decoded one: for every 10% of the decoded tokens that are computed again, at most "
+            f"{share_text(0.1 * self.highest)} of throughput is to be won by choosing better; how many will be, a "
+            "profile cannot say."
+        )
+
+
+def batch_prices(model: StepTimeModel | None, batches: Sequence[Batch]) -> BatchPrices:
+    """The range of :func:`price_ratio` over ``batches``."""
+    if model is None:
+        return BatchPrices(unknown=NO_STEP_TIMES)
+    if not batches:
+        return BatchPrices(unknown="nothing ran beside a victim")
+    ratios, sizes = [price_ratio(model, batch) for batch in batches], [batch.requests for batch in batches]
+    return BatchPrices(min(ratios), max(ratios), min(sizes), max(sizes))

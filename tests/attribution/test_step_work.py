@@ -1,0 +1,116 @@
+"""The work of a trace's steps under a known law, and p / d at a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from kvpolicy import trace as traces
+from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
+from kvpolicy.attribution.step_work import Batch, batch_prices, batches_of, price_ratio, step_work
+from kvpolicy.headroom import NO_STEP_TIMES
+from kvpolicy.trace import TraceError
+from tests.attribution.step_rows import DECODE_S, FIXED_S, PAIR_S, READ_S, TOKEN_S, law, one_after_another, step
+from tests.synthetic import situation
+
+MODEL = StepTimeModel(
+    FIXED_S, (TOKEN_S, DECODE_S, READ_S, PAIR_S, 0.0, 0.0), "core a", 100, HeldOutError(0.0, 0.0, 0.0)
+)
+
+
+def table(*rows: dict[str, Any]) -> pa.Table:
+    return traces.from_rows("steps", one_after_another(list(rows), 0.0))
+
+
+def again(name: str, tokens: int, reads: int = 0, pairs: int = 0, decodes: int = 0) -> dict[str, Any]:
+    return {
+        "preemption_id": name,
+        "tokens": tokens,
+        "kv_read_tokens": reads,
+        "chunk_context": pairs,
+        "decodes": decodes,
+    }
+
+
+def test_recomputed_tokens_cost_what_the_step_is_longer_for_them() -> None:
+    """4 requests decode at 400 tokens; in the second step 100 tokens of a fifth are recomputed, for it."""
+    pairs = 100 * 101 // 2
+    found = step_work(
+        table(step(0, 0.0, (4, 4, 400, 0)), step(1, 0.0, (104, 4, 404, pairs), repeated=[again("a-1", 100, 0, pairs)])),
+        MODEL,
+    )
+    assert (found.work.decoded_tokens, found.work.recomputed_tokens) == (8, 100)
+    assert found.work.recompute_s == pytest.approx(100 * TOKEN_S + pairs * PAIR_S)
+    assert found.work.decode_s == pytest.approx(law(4, 4, 400, 0) + law(4, 4, 404, 0))
+    assert found.work.busy_s == pytest.approx(law(4, 4, 400, 0) + law(104, 4, 404, pairs))
+    assert found.recompute_s == {"a-1": pytest.approx(100 * TOKEN_S + pairs * PAIR_S)}
+
+
+def test_the_victims_next_token_would_have_been_a_decode() -> None:
+    """Its chunk of 8 lost tokens and a new one counts as no decode; without the 8 it would have been one."""
+    found = step_work(table(step(0, 0.0, (9, 0, 0, 45), repeated=[again("a-1", 8, -9, 45, -1)])), MODEL)
+    assert (found.work.decoded_tokens, found.work.recomputed_tokens) == (1, 8)
+    assert found.work.decode_s == pytest.approx(law(1, 1, 9, 0))
+    assert found.work.recompute_s == pytest.approx(law(9, 0, 0, 45) - law(1, 1, 9, 0))
+
+
+def test_a_step_of_nothing_else_counts_in_full_and_is_shared_by_tokens() -> None:
+    row = step(0, 0.0, (40, 0, 0, 500), repeated=[again("a-1", 30, 0, 400), again("a-2", 10, 0, 100)])
+    found = step_work(table(row, step(1, 0.0, (0, 0, 0, 0), extra_s=1.0)), MODEL)
+    whole_s = law(40, 0, 0, 500)
+    assert found.work.recompute_s == pytest.approx(whole_s) and found.work.decode_s == 0.0
+    assert found.recompute_s == {"a-1": pytest.approx(0.75 * whole_s), "a-2": pytest.approx(0.25 * whole_s)}
+    assert found.work.busy_s == pytest.approx(whole_s), "a step that computes nothing is no work"
+
+
+def test_without_a_model_seconds_are_unknown() -> None:
+    found = step_work(table(step(0, 0.0, (9, 0, 0, 45), repeated=[again("a-1", 8, -9, 45, -1)])), None)
+    assert (found.work.decode_s, found.work.recompute_s, found.recompute_s) == (None, None, {})
+    assert step_work(table(step(0, 0.0, (4, 4, 400, 0))), None).work.recompute_s == 0.0, "nothing was recomputed"
+
+
+def test_a_step_that_repeats_more_than_it_computes_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"steps, row 1 \(step 7\): repeated holds more tokens than scheduled_tokens"):
+        step_work(
+            table(step(6, 0.0, (1, 1, 10, 0)), step(7, 0.0, (5, 0, 0, 15), repeated=[again("a-1", 6, 0, 15)])), MODEL
+        )
+
+
+def test_the_aftermath_belongs_to_the_step_that_leaves_it() -> None:
+    """Half a chunk of 256 tokens: half of 3 ms, in the two steps after it."""
+    cold = StepTimeModel(FIXED_S, (TOKEN_S, DECODE_S, READ_S, PAIR_S, 2e-3, 1e-3), "core a", 100, MODEL.error)
+    assert cold.own_s(128, 0, 0, 0) == pytest.approx(MODEL.own_s(128, 0, 0, 0) + 1.5e-3)
+    parts = np.array([[132.0, 4.0, 400.0, 9000.0], [4.0, 4.0, 404.0, 0.0], [4.0, 4.0, 408.0, 0.0]])
+    assert cold.predict(parts).sum() == pytest.approx(cold.own_s(*parts.T).sum())
+
+
+def test_a_recomputed_token_over_a_decoded_one() -> None:
+    """8 requests of 100 tokens: a step of law(8, 8, 808, 0) for 8 tokens; 50 more tokens attend to each other."""
+    ratio = price_ratio(MODEL, Batch(8, 800, 50))
+    p, d = TOKEN_S + PAIR_S * 51 / 2, law(8, 8, 808, 0) / 8
+    assert ratio == pytest.approx(p / d)
+    assert price_ratio(MODEL, Batch(64, 6400, 50)) > ratio, "a decoded token is cheaper in a larger batch"
+
+
+def test_prices_of_the_measured_batches() -> None:
+    found = batch_prices(MODEL, [Batch(8, 800, 50), Batch(64, 6400, 50), Batch(2, 200, 50)])
+    assert (found.min_requests, found.max_requests) == (2, 64)
+    assert found.lowest == price_ratio(MODEL, Batch(2, 200, 50))
+    assert found.highest == price_ratio(MODEL, Batch(64, 6400, 50))
+    told = found.sentence()
+    assert told.startswith(f"beside 2 to 64 requests a recomputed token takes {100 * found.lowest:.2g}% to ")
+    assert f"at most {10 * found.highest:.2g}% of throughput is to be won by choosing better" in told
+    assert "beside 1 request a recomputed token takes" in batch_prices(MODEL, [Batch(1, 9, 50)] * 2).sentence()
+
+
+def test_what_a_profile_lacks_is_said() -> None:
+    alone = situation(100, running_requests=0, batch_tokens=0)
+    beside = situation(100, running_requests=3, batch_tokens=600)
+    assert batches_of([alone, beside]) == [Batch(3, 600, 100)]
+    assert batch_prices(MODEL, batches_of([alone])).sentence() == (
+        "how much of throughput is to be won by choosing better is not known: nothing ran beside a victim."
+    )
+    assert NO_STEP_TIMES in batch_prices(None, [Batch(8, 800, 50)]).sentence()

@@ -1,0 +1,160 @@
+"""What recorded traces say there was to win: as the simulator that wrote them knows it, and what is said where they
+lack something."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow.compute as pc
+import pytest
+
+from kvpolicy import trace as traces
+from kvpolicy.cost import CostModel
+from kvpolicy.evaluation.log_headroom import NO_STEPS, NO_SWAP_COSTS, log_headroom, served_headrooms, served_lines
+from kvpolicy.events import Cost, Option, Preemption
+from kvpolicy.headroom import NO_PRICES, Headroom
+from kvpolicy.simulator import Link, Server
+from kvpolicy.trace import Trace
+from tests.simulator.worlds import LINEAR, random_workload, run
+from tests.synthetic_logs import make_log
+
+SERVER = Server(block_size=16, block_bytes=1, device_blocks=40, host_blocks=1000, prefix_caching=False)
+
+BESIDE = Link()
+
+
+@dataclass(frozen=True)
+class Rates(CostModel):
+    """A recompute takes 20 us a token, a swap as long as it is told."""
+
+    swap_s: float = 1e-4
+    name: str = "rates"
+
+    def predict(self, situation: Preemption, options: list[Option]) -> tuple[Cost, ...]:  # type: ignore[override]
+        seconds = {"recompute": 2e-5 * situation.computed_tokens, "swap": self.swap_s}
+        return tuple(Cost(s, 0.0, 0.0, s, 0.0, s, s) for s in (seconds[option.kind] for option in options))
+
+
+def simulated(policy: str = "always-recompute", link: Link = BESIDE) -> tuple[Headroom, Trace]:
+    """200 requests on memory for a few of them."""
+    outcome, trace = run(random_workload(5, 200, 60.0), replace(SERVER, link=link), policy, LINEAR)
+    assert outcome.summary.headroom is not None and sum(outcome.summary.preemptions.values()) > 20
+    return outcome.summary.headroom, trace
+
+
+def test_the_bound_is_what_the_simulator_knows() -> None:
+    """Its step times are linear, so that those fitted to its trace are exact."""
+    known, trace = simulated()
+    found = log_headroom([trace], Rates(0.0))
+    assert (found.decoded_tokens, found.recomputed_tokens) == (known.decoded_tokens, known.recomputed_tokens)
+    assert found.bound == pytest.approx(known.bound, rel=0.02) and found.price_ratio == pytest.approx(
+        known.price_ratio, rel=0.02
+    )
+    assert found.forecast == pytest.approx(known.forecast, rel=0.02), "copies beside the steps cost it nothing"
+
+
+def test_two_traces_are_one() -> None:
+    _, trace = simulated()
+    (core,) = trace.headers
+    other = Trace(
+        {"other": trace.headers[core]},
+        {name: traces.with_core(table.drop_columns("core"), "other") for name, table in trace.tables.items()},
+    )
+    one, both = log_headroom([trace], Rates()), log_headroom([trace, other], Rates())
+    assert both.recomputed_tokens == 2 * one.recomputed_tokens
+    assert both.bound == pytest.approx(one.bound) and both.forecast == pytest.approx(one.forecast)
+
+
+def test_a_dear_swap_wins_nothing_and_a_cheaper_one_more() -> None:
+    _, trace = simulated()
+    forecasts = [log_headroom([trace], Rates(swap_s)).forecast for swap_s in (1.0, 1e-3, 1e-4, 0.0)]
+    assert forecasts[0] == 0.0 and None not in forecasts
+    assert forecasts == sorted(forecasts, key=float)  # type: ignore[arg-type]
+    assert len(set(forecasts)) == 4
+
+
+def test_executed_swaps_cost_what_was_attributed_to_them() -> None:
+    """Every step waits for its copies; a recompute that costs nothing would have won nearly all of it."""
+    known, trace = simulated("always-swap", Link(overlapped=False))
+    spent_s = sum(row["engine_s"] for row in trace.rows("outcomes"))
+    found = log_headroom([trace], Rates(1.0))
+    assert found.recomputed_tokens == known.recomputed_tokens == 0
+    assert found.decode_token_s is not None and found.bound is not None
+    assert found.bound == pytest.approx(spent_s / (found.decode_token_s * found.decoded_tokens))
+    assert found.bound == pytest.approx(known.bound, rel=0.1), "which prices them by their situations"
+    assert found.forecast is not None and 0.5 * found.bound < found.forecast <= found.bound
+
+
+def test_what_the_trace_lacks_is_said() -> None:
+    _, trace = simulated()
+    found = log_headroom([trace])
+    assert found.bound is not None and found.forecast is None
+    assert NO_PRICES in found.unknown and f"of {trace.table('decisions').num_rows} preemptions" in found.unknown
+    found = log_headroom([make_log(seed=1, decisions=30)])
+    assert (found.tax, found.bound, found.unknown) == (None, None, NO_STEPS)
+    steps = trace.table("steps")
+    few = Trace(trace.headers, dict(trace.tables) | {"steps": steps.filter(pc.greater(steps["recomputed_tokens"], 0))})
+    found = log_headroom([few], Rates())
+    assert found.bound is None and "undisturbed steps" in found.unknown and found.tax is not None
+
+
+def with_windows(trace: Trace, *windows: tuple[str, str, int, int]) -> Trace:
+    (core,) = trace.headers
+    rows = [
+        {
+            "state_id": state, "arm": arm, "repeat": 0, "cause": "memory", "first_step": first, "last_step": last,
+            "duration_s": 1.0, "preemption_id": None, "discarded": "",
+        }
+        for state, arm, first, last in windows
+    ]  # fmt: skip
+    return Trace(
+        trace.headers, dict(trace.tables) | {"windows": traces.with_core(traces.from_rows("windows", rows), core)}
+    )
+
+
+def test_served_runs_are_told_apart_by_their_memory() -> None:
+    """Two runs of one level, one of another, one under swap; each with the steps and preemptions in its window."""
+    _, trace = simulated()
+    last = max(row["step"] for row in trace.rows("steps"))
+    third = last // 3
+    served = with_windows(
+        trace, ("memory/20", "recompute", 0, third), ("memory/20", "recompute", third + 1, 2 * third),
+        ("memory/5", "recompute", 2 * third + 1, last), ("memory/5", "swap", 0, last),
+        ("b16-000", "recompute", 0, last),
+    )  # fmt: skip
+    found, whole = served_headrooms(served, Rates()), log_headroom([trace], Rates())
+    assert list(found) == ["memory/5", "memory/20"], "by level"
+    assert sum(one.recomputed_tokens for one in found.values()) == whole.recomputed_tokens
+    assert sum(one.decoded_tokens for one in found.values()) == whole.decoded_tokens
+    low, high = sorted(one.bound or 0.0 for one in found.values())
+    assert whole.bound is not None and low <= whole.bound <= high
+    lines = served_lines(found)
+    assert lines[1] == f"memory 20%, recomputed: {found['memory/20'].sentence()}"
+
+
+def test_forced_overflows_do_not_say_how_often_memory_runs_out() -> None:
+    _, trace = simulated()
+    assert served_headrooms(with_windows(trace, ("b16-000", "recompute", 0, 9)), Rates()) == {}
+    (line,) = served_lines({})
+    assert "is not known: no whole run was served under recompute" in line
+
+
+def test_swaps_without_a_known_cost_count_as_the_others_do() -> None:
+    _, trace = simulated("always-swap", Link(overlapped=False))
+    whole = log_headroom([trace], Rates()).bound
+
+    def without(kept: int) -> Headroom:
+        rows: list[dict[str, Any]] = [
+            row | {"engine_s": row["engine_s"] if number < kept else None}
+            for number, row in enumerate(trace.rows("outcomes"))
+        ]
+        (core,) = trace.headers
+        table = traces.with_core(
+            traces.from_rows("outcomes", [{k: v for k, v in row.items() if k != "core"} for row in rows]), core
+        )
+        return log_headroom([Trace(trace.headers, dict(trace.tables) | {"outcomes": table})], Rates())
+
+    half = without(trace.table("outcomes").num_rows // 2)
+    assert half.bound == pytest.approx(whole, rel=0.3)
+    assert (without(0).bound, without(0).unknown) == (None, NO_SWAP_COSTS)
