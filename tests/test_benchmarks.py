@@ -385,3 +385,17 @@ def test_swap_place_exits_by_its_bar(tmp_path: Path) -> None:
     assert all(cell["victims"] == [1, 2, 3, 4, 5, 6, 7] for cell in cells)
     missed = run(*asked, "--bar", "0.5")
     assert missed.returncode == 1 and "bar missed: 2k H100-SXM builtin" in missed.stdout
+
+
+def test_survival_is_judged_beside_simpler_rules(tmp_path: Path) -> None:
+    out = tmp_path / "survival.json"
+    asked = ("survival.py", "--tuned", "--requests", "120", "--share", "0.1", "--json", str(out))
+    done = run(*asked, "--bar", "0.9")
+    assert done.returncode == 0 and "bar met" in done.stdout, done.stderr
+    values = json.loads(out.read_text())
+    for row in (*values["places"], values["all"]):
+        errors = row["errors"]
+        assert all(0 <= error <= 1 for error in errors.values()) and row["preemptions"] >= 20
+        assert errors["nothing"] == pytest.approx(row["found"])
+    assert values["all"]["errors"]["survival"] < values["all"]["errors"]["mean so far"]
+    assert run(*asked, "--bar", "0.01").returncode == 1

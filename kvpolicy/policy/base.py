@@ -120,6 +120,16 @@ class Policy(ABC, Generic[S]):
         """Name in reports and traces; for a class from outside this package followed by the start of its digest."""
         return label_of(self)
 
+    def loads(self, situation: Preemption, options: Sequence[Option], state: S) -> bool:
+        """Whether a swapped request that is about to come back loads what it lacks, or computes it again.
+
+        ``situation``: as of now: ``hit_blocks`` are known, and nothing is left to save. Unless overridden, the policy
+        is asked for probabilities once more. Where it is certain of a recompute, the rest is computed again; where it
+        would draw, the draw at the preemption stands.
+        """
+        probabilities, _ = self.assess(situation, options, state)
+        return probabilities[0] < 1.0
+
     def initial_state(self) -> S:
         return NoState()  # type: ignore[return-value]  # right unless S is given; a class that gives S overrides this
 

@@ -146,13 +146,12 @@ class Decider:
         """Whether a swapped request that is about to come back loads what it lacks. ``situation``: see
         :func:`at_resume`.
 
-        The policy is asked again, now that it is known what the device still has. Where it is certain of a recompute,
-        the rest is computed again; where it would draw, the earlier draw stands. Pure.
+        Pure: an engine may ask in every step. See :meth:`kvpolicy.policy.Policy.loads`.
         """
         if self._pinned is not None:
             return True
         options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
-        return probabilities_of(self.policy, situation, options, self.state)[0] < 1.0
+        return self.policy.loads(situation, options, self.state)
 
     def pin(self, kind: Kind | None) -> None:
         """Take ``kind`` whenever it is feasible, recorded as the policy :data:`PINNED`; None to unpin.

@@ -1,6 +1,10 @@
-"""Bounds on what a policy can reach: the cheaper option of every preemption by the simulator's own times, and, for
-small cases, the best of all schedules by exhaustive search. Neither can be deployed: both use what only a simulator
-knows."""
+"""Two oracles, which use what only a simulator knows.
+
+:class:`Oracle` is a rule with perfect prices: the cheaper option of every preemption by the simulator's own times. It
+is no bound. What survives on the device is expected, not known, and an option that costs less by itself may bring about
+later preemptions that cost more. :func:`best_in_hindsight` is a bound, for small cases: it tries all sequences of
+actions, each in a run of its own.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,11 @@ from kvpolicy.simulator.choice_count import ChoiceCount
 
 @dataclass(frozen=True)
 class Oracle(PricedPolicy[NoState]):
-    """Chooses the option with the lower engine time by ``times``, as of the preemption; ties recompute.
+    """Chooses the option with the lower engine time by ``times``, as of the preemption; ties recompute. No bound.
 
-    A recompute costs the victim's chunks beside the other requests' decodes, as if only its shared blocks survived in
-    the prefix cache. A swap costs the part of its copies that ``server.link`` lets the engine feel. Effects on later
-    preemptions are not included; see :func:`best_in_hindsight`.
+    A recompute costs the chunks of what is expected to be lost (``hit_blocks``), beside the other requests' decodes. A
+    swap costs the part of its copies that ``server.link`` lets the engine feel. How much of the victim really survives
+    depends on who ends next, and effects on later preemptions are not included; see :func:`best_in_hindsight`.
     """
 
     times: Times
@@ -111,13 +115,16 @@ class Scripted(Policy[ScriptState]):
         kind = self.kinds[at] if len(options) > 1 and at < len(self.kinds) else "recompute"
         return certain_choice(first_option_of(kind, options) or 0, len(options))
 
+    def loads(self, situation: Preemption, options: Sequence[Option], state: ScriptState) -> bool:
+        return True  # the script is about preemptions
+
     def next_state(self, state: ScriptState, decision: Decision) -> ScriptState:
         return ScriptState(state.choices + (len(decision.options) > 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Hindsight:
-    """The best schedule of a search, with hindsight."""
+    """The best schedule of a search, with hindsight: a bound on every policy if ``complete``."""
 
     kinds: tuple[Kind, ...]
     """What it executed at the preemptions that had a choice, in their order."""
@@ -139,6 +146,8 @@ def best_in_hindsight(
     choices: int = MAX_CHOICES,
 ) -> Hindsight:
     """Try every sequence of actions at the first ``choices`` preemptions that have a choice; the lowest ``value`` wins.
+
+    If the search is complete, no policy has a lower value in this simulation, whatever it knows.
 
     ``simulate`` runs the whole workload under a policy and calls the observer with its decisions; runs are otherwise
     equal. Which preemptions follow depends on the actions so far, so sequences are extended from what happened in a

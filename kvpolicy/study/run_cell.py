@@ -85,9 +85,9 @@ def rules_of(name: str) -> str:
 
 ORACLE = "oracle"
 """Name of a policy that exists only in simulations: the cheaper option by the simulator's own times."""
-SURVIVORS = (
-    "oracle: prices a recompute as if none of the victim's tokens stayed in the prefix cache. Those that do make it "
-    "cheaper, so the oracle may swap where a recompute would have cost less: with prefix caching it is no bound"
+NO_BOUND = (
+    "oracle: knows the simulator's own times, but what survives in the prefix cache is expected from what survived "
+    "before, and effects on later preemptions are not priced: other policies can do better"
 )
 MAX_POLICIES = 32
 """Loaded policies, with their cost models, that a process caches: successive cells often share them."""
@@ -215,8 +215,7 @@ def policy_of(cell: Cell) -> tuple[Policy, tuple[str, ...]]:
     """
     if cell.policy == ORACLE:
         machine = machine_of(cell)
-        notes = (SURVIVORS,) if cell.serving.prefix_caching else ()
-        return Oracle(times_of(cell, machine), server_of(cell, machine)), notes
+        return Oracle(times_of(cell, machine), server_of(cell, machine)), (NO_BOUND,)
     if cell.policy_object is not None:
         return _fitting(cell.policy_object, machine_of(cell), cell.link, cell.serving)
     if cell.module:

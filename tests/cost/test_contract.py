@@ -91,6 +91,16 @@ def test_costs_never_fall_with_length(any_model: CostModel, one: Preemption, mor
         assert after.engine_s >= before.engine_s * (1 - 1e-12)
 
 
+@given(one=situations | inside, less=st.floats(0, 1), more=st.floats(0, 1), saved=st.floats(0, 1))
+def test_costs_never_rise_with_what_survives_or_need_not_be_saved(
+    any_model: CostModel, one: Preemption, less: float, more: float, saved: float
+) -> None:
+    low, high = sorted((less * one.held_blocks, more * one.held_blocks))
+    kept = predicted(any_model, replace(one, hit_blocks=high, save_blocks=saved * one.held_blocks))
+    for before, after in zip(predicted(any_model, replace(one, hit_blocks=low)), kept, strict=True):
+        assert after.engine_s <= before.engine_s * (1 + 1e-12)
+
+
 def test_costs_never_fall_with_length_across_the_edges_of_the_range(model: FittedModel) -> None:
     """Every length from below the trained range to above it, one by one."""
     for running in (0, 3):

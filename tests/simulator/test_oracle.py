@@ -61,6 +61,16 @@ def test_shared_blocks_are_not_computed_again() -> None:
     assert cost.engine_s == pytest.approx(180 * PER_TOKEN_S + pairs * PER_PAIR_S)
 
 
+def test_what_is_expected_to_survive_is_neither_computed_nor_loaded() -> None:
+    """10 of 16 blocks; 4 are saved."""
+    one = replace(VICTIM, hit_blocks=10.0, save_blocks=4.0)
+    oracle = Oracle(times(1e9), replace(SERVER, link=Link(overlapped=False)))
+    recompute, swap = oracle.assess(one, options_for(one), oracle.initial_state())[1]
+    pairs = PAIRS - 320 * 321 / 2
+    assert recompute.engine_s == pytest.approx(180 * PER_TOKEN_S + pairs * PER_PAIR_S)
+    assert swap.engine_s == pytest.approx((4 + 6) * 32_000 / 1e9)
+
+
 def test_a_swap_costs_its_save_and_what_is_felt_of_its_load() -> None:
     copy_s = COPIED_BYTES / 1e9
     assert costs_of(SERVER, 1e9)[1] == pytest.approx(copy_s)
