@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvpolicy import cost
 from kvpolicy import trace as traces
+from kvpolicy.evaluation.log_headroom import served_headrooms
 from kvpolicy.overflow import EVICTED_TOKENS, FIGURES, MEMORY, TIMELINE
 from kvpolicy.reporting.measurements import material
 from kvpolicy.reporting.pipeline import report
@@ -19,7 +21,7 @@ from kvpolicy.settings import Measurement
 from kvpolicy.trace import Trace
 from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.reach import ARMS, Reach, runs_of
-from kvpolicy_vllm.bench.run_characterize import characterize
+from kvpolicy_vllm.bench.run_characterize import MODEL, characterize
 from kvpolicy_vllm.bench.run_profile import UNFINISHED
 
 TINY = Reach(
@@ -114,3 +116,12 @@ def test_all_five_figures_are_drawn_from_the_trace(study: tuple[Path, list[str],
     for figure in (MEMORY, TIMELINE):
         drawn = (tmp_path / "figures" / f"{figure}.svg").read_text()
         assert "8 requests x 47 in / 32 out" in drawn, "the scaling is printed on the figure"
+
+
+def test_it_says_what_there_was_to_win(study: tuple[Path, list[str], str], trace: Trace) -> None:
+    """For each memory that was served under recompute, priced by the model that was learned on the way."""
+    found = served_headrooms(trace, cost.load(str(study[0] / MODEL)))
+    assert list(found) == ["memory/30", "memory/60", "timeline/12"]
+    for won in found.values():
+        assert won.recomputed_tokens > 0 and won.bound is not None and won.forecast is not None
+        assert 0 <= won.forecast <= won.bound

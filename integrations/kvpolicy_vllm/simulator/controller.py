@@ -138,14 +138,9 @@ def take_control(
     clock: VirtualClock,
     sink: Sink | None,
     on_decision: DecisionObserver | None,
-    work: WorkCount,
 ) -> SimulatedController:
-    """Replace the controller that scheduler and connector were made with by a simulated one, and return it.
-
-    ``work``: counts what the run computes.
-    """
+    """Replace the controller that scheduler and connector were made with by a simulated one, and return it."""
     controller = SimulatedController(core, server, policy, seed, clock, sink, on_decision)
-    controller.observers.add(WorkObserver(work))
     scheduler.connector.controller.close()
     scheduler.connector.controller = scheduler.kvpolicy = controller
     return controller

@@ -26,7 +26,7 @@ from kvpolicy.simulator.summary import SummaryBuilder
 from kvpolicy.workload import Request, Source
 from kvpolicy_vllm.plugin.versions import engine_version
 from kvpolicy_vllm.simulator.clock import VirtualClock
-from kvpolicy_vllm.simulator.controller import name_of, take_control
+from kvpolicy_vllm.simulator.controller import WorkObserver, name_of, take_control
 from kvpolicy_vllm.simulator.deployment import scheduler_for
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
 from kvpolicy_vllm.simulator.virtual_worker import VirtualWorker, load_of_output
@@ -117,11 +117,11 @@ class Engine:
         self.server = server
         self.clock = VirtualClock()
         self.scheduler = scheduler_for(server)
-        self.tallied = SummaryBuilder(server, times)
-        work = self.tallied.work
-        self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink, on_decision, work)
+        self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink, on_decision)
         self.worker = VirtualWorker(server, times)
         self.arrivals = ArrivalQueue(requests, self._refuse)
+        self.tallied = SummaryBuilder(server, times)
+        self.controller.observers.add(WorkObserver(self.tallied.work))
         self._served: dict[str, Served] = {}
         self._hasher: Any = None
         if server.prefix_caching:
