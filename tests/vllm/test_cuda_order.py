@@ -227,7 +227,6 @@ def overwritten_at_once_and_later(
         assert (host[list(slots)] == OLD).all(), "a block was overwritten before it was saved"
         assert (host[2] == OTHER).all(), "a block was overwritten before it was saved"
         assert (segment[list(later)] == OTHER).all()
-    copier.drop([5, 6])
 
 
 @pytest.mark.parametrize("kind", [CudaCopier, StagedCudaCopier])
@@ -256,7 +255,6 @@ def test_no_schedule_of_the_device_mixes_anything_up(kind: type[CudaCopier], dev
         for segment in segments:
             assert (segment[list(loaded)] == OLD).all(), "what came back is not what was saved"
             assert (segment[list(saved)] == NEW).all()
-        copier.drop([1])
         both_ways_at_once(copier, device, segments, rng)
         copier.save(Job(2, "s", saved, slots))
         copier.load(Job(2, "s", (10, 11, 8), slots))
@@ -289,11 +287,10 @@ def test_a_load_that_fails_half_way_writes_no_more(device: Device, monkeypatch: 
     assert not copier._loads
 
 
-def test_events_of_what_is_dropped_or_breaks_off_are_not_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_what_ends_or_breaks_off_are_not_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     copier = CudaCopier([torch.zeros(12, 16)], 8, False, None)
     job = Job(1, "r", (1, 2), (0, 1))
     copier.save(job)
-    copier.drop([1])  # its save still runs
     device.run(random.Random(0))
     assert copier.poll() == [] and not copier._saves and not copier._saving
     copier.save(Job(2, "r", (1, 2), (0, 1)))
