@@ -34,7 +34,7 @@ PLACES = (
     ("H100-SXM", "deepseek-r1", 0.2),
     ("A100-SXM-80GB", "deepseek-r1", 0.2),
 )
-LINKS = ("native", "2e9,1e-4")
+LINKS = ("native", "2e9,1e-4", "3e8,1e-4", "5e7,1e-4")
 RECOMPUTE, LEARNED = "always-recompute", "cheapest:analytic"
 SHARES = (0.75, 0.5, 0.25)
 

@@ -224,26 +224,28 @@ def _link_share(engine: EngineSpec, assumed: Assumptions) -> float:
 
 
 def _swap(sheet: DeviceSheet, link: LinkSheet, engine: EngineSpec, assumed: Assumptions) -> SwapRoofline:
-    """The swap law. A load beside other requests costs them the memory bandwidth that it uses.
+    """The swap law. No step waits for a copy; beside steps it costs them the memory bandwidth that it uses.
 
-    A save counts with its full duration, although steps do not wait for it: this stands for what the law does not know,
-    that on a slow link a victim is away for longer, and holds memory while it is loaded. It is too dear on a fast one.
+    A victim that is being loaded holds memory that nobody uses. Where requests are preempted for want of memory, that
+    costs as much of the engine's time as it is a share of the memory.
     """
     rate = _link_share(engine, assumed) * link.bytes_per_s
     if engine.link.get("kind") == "simulated":
         rate = min(rate, float(engine.link["bytes_per_s"]))
     latency = assumed.copy_s.value + float(engine.link.get("latency_s") or 0.0)
     channel = Channel(latency, 1.0 / rate, assumed.segment_s.value)
+    beside_share = min(1.0, rate / sheet.memory_bytes_per_s)
     return SwapRoofline(
         save=channel,
         load=channel,
         fixed_s=assumed.swap_s.value,
         alone_s=0.0,
-        save_share=1.0,
+        save_share=beside_share,
         load_alone_share=1.0,
-        load_beside_share=min(1.0, rate / sheet.memory_bytes_per_s),
-        save_queue_share=1.0,
+        load_beside_share=beside_share,
+        save_queue_share=0.0,
         load_queue_share=1.0,
+        load_held_share=1.0,
     )
 
 

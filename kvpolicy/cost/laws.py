@@ -21,11 +21,14 @@ from kvpolicy.stored_values import object_at, value_at
 Parts = tuple[float, float, float]
 """Seconds of (save, load, recompute)."""
 
-COMPUTED, RECOMPUTED, PAIRS, SAVE_BYTES, LOAD_BYTES, SAVE_SEGMENTS, LOAD_SEGMENTS, QUEUED_SAVE, QUEUED_LOAD, RUNNING = (
+(
+    COMPUTED, RECOMPUTED, PAIRS, SAVE_BYTES, LOAD_BYTES, SAVE_SEGMENTS, LOAD_SEGMENTS, QUEUED_SAVE, QUEUED_LOAD,
+    RUNNING, BATCH,
+) = (
     FEATURES.index(name)
     for name in (
         "computed_tokens", "recomputed_tokens", "recomputed_pairs", "save_bytes", "load_bytes", "save_segments",
-        "load_segments", "queued_save_bytes", "queued_load_bytes", "running_requests",
+        "load_segments", "queued_save_bytes", "queued_load_bytes", "running_requests", "batch_tokens",
     )
 )  # fmt: skip
 
@@ -97,7 +100,11 @@ def swap_seconds(x: Sequence[float], c: Sequence[float]) -> tuple[float, float]:
     save = c[8] * (c[0] + c[1] * x[SAVE_BYTES] + c[2] * x[SAVE_SEGMENTS]) + c[11] * c[1] * x[QUEUED_SAVE]
     load = c[3] + c[4] * x[LOAD_BYTES] + c[5] * x[LOAD_SEGMENTS]
     if x[RUNNING] > 0.0:
-        return save, c[6] + c[10] * load
+        seconds = c[6] + c[10] * load
+        if c[13] > 0.0 and x[COMPUTED] > 0.0:
+            held_s = load + c[4] * x[QUEUED_LOAD]
+            seconds += c[13] * held_s * x[COMPUTED] / (x[COMPUTED] + x[BATCH])
+        return save, seconds
     return save, c[6] + c[7] + c[9] * load + c[12] * c[4] * x[QUEUED_LOAD]
 
 
@@ -198,7 +205,9 @@ class SwapRoofline:
     """Law of copying out and back. Only a share of a copy's duration is engine time.
 
     A save delays the engine at once, with the saves queued before it. A load runs beside the steps of other requests
-    and delays them in part (``load_beside_share``). If no other request runs, the engine waits for the load
+    and delays them in part (``load_beside_share``). While it lasts, and while it waits for those queued before it, the
+    victim holds its share of the memory, which nobody else can use: of that time, ``load_held_share`` times the
+    victim's tokens over all tokens counts. If no other request runs, the engine waits for the load
     (``load_alone_share``) and for those queued before it.
     """
 
@@ -211,6 +220,7 @@ class SwapRoofline:
     load_beside_share: float
     save_queue_share: float = 0.0
     load_queue_share: float = 0.0
+    load_held_share: float = 0.0
     coefficients: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -223,8 +233,10 @@ class SwapRoofline:
         names = {"save_bytes", "load_bytes", "save_segments", "load_segments", "segment_bytes", "running_requests"}
         if self.save_queue_share:
             names.add("queued_save_bytes")
-        if self.load_queue_share:
+        if self.load_queue_share or self.load_held_share:
             names.add("queued_load_bytes")
+        if self.load_held_share:
+            names |= {"computed_tokens", "batch_tokens"}
         return frozenset(names)
 
     def parts(self, x: Features) -> Parts:
@@ -240,7 +252,7 @@ class SwapRoofline:
 
 SWAP_FIELDS = (
     "fixed_s", "alone_s", "save_share", "load_alone_share", "load_beside_share", "save_queue_share",
-    "load_queue_share",
+    "load_queue_share", "load_held_share",
 )  # fmt: skip
 FIRST_SWAP_FIELDS = SWAP_FIELDS[:5]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import hypot, inf
 
 import numba
@@ -137,3 +138,19 @@ def test_the_scalar_functions_compile_as_they_are_and_agree() -> None:
             assert recompute(row, np.array(law.coefficients)) == pytest.approx(sum(law.parts(x)), rel=1e-12)
         assert swap(row, np.array(SWAP.coefficients)) == pytest.approx(SWAP.parts(x)[:2], rel=1e-12)
         assert linear(row, np.array(LINEAR.coefficients)) == pytest.approx(sum(LINEAR.parts(x)), rel=1e-12)
+
+
+def test_a_load_holds_its_share_of_the_memory_for_as_long_as_it_takes_and_waits() -> None:
+    """Of 4,000 tokens the victim has 1,000; the 2 MB before it wait, too. Alone there is nobody to use the memory."""
+    held = replace(SWAP, load_held_share=1.0)
+    beside = victim(1000, running=3)._replace(batch_tokens=3000.0)
+    load_s = SWAP.load.seconds(beside.load_bytes, beside.load_segments)
+    waits_s = SWAP.load.s_per_byte * 2e6
+    difference = sum(held.parts(beside)) - sum(SWAP.parts(beside))
+    assert difference == pytest.approx((load_s + waits_s) / 4)
+    alone = victim(1000)
+    assert held.parts(alone) == SWAP.parts(alone)
+    assert held.used - SWAP.used == {"computed_tokens", "batch_tokens"}
+    assert law_from_dict(held.to_dict()) == held
+    earlier = {name: value for name, value in SWAP.to_dict().items() if name != "load_held_share"}
+    assert law_from_dict(earlier) == SWAP, "as in models that were trained before"
