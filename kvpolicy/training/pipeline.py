@@ -16,6 +16,7 @@ from kvpolicy.datasets.examples import examples_of, sample_states, stratified_fo
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.tables import Situations
+from kvpolicy.datasets.threshold import Difference, LengthRule, best_threshold, difference
 from kvpolicy.events import KINDS, Preemption
 from kvpolicy.features import FEATURES
 from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths, refuse_non_integer
@@ -196,6 +197,7 @@ def _report(
 ) -> TrainReport:
     training, held_out = parts
     outside, extrapolated = natural_outside(model, dataset.natural)
+    rule = best_threshold(training)
     below = {kind: sum(state.typical_s[kind] < model.floor_s[kind] for state in training) for kind in KINDS}
     return TrainReport(
         model=model,
@@ -217,7 +219,18 @@ def _report(
         notes=fitted.notes,
         floor=dataset.floor,
         replaced=False,
+        best_threshold=rule.policy,
+        against_threshold=_against(rule, model, held_out),
     )
+
+
+def _against(rule: LengthRule, model: FittedModel, states: Sequence[State]) -> Difference:
+    """Costs of the model's choices less those of the rule's, by the mean features of each state."""
+    examples, costs_s = examples_of(states), []
+    for number, state in enumerate(states):
+        predicted_s = {kind: model.seconds(kind, examples[kind][number].x) for kind in KINDS}
+        costs_s.append(state.mean_s["swap" if predicted_s["swap"] < predicted_s["recompute"] else "recompute"])
+    return difference("the model", costs_s, [rule.cost_s(state) for state in states])
 
 
 def natural_outside(model: FittedModel, natural: Sequence[Preemption]) -> tuple[dict[str, float], float | None]:
