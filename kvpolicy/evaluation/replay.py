@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvpolicy.arrays import Flags, Floats, Ints
+from kvpolicy.cost import CostModel
 from kvpolicy.datasets.examples import stratified_folds
 from kvpolicy.datasets.profiles import Dataset, Sample, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.quality import DataQuality
@@ -165,7 +166,7 @@ def evaluate(
         raise WrongValue("seed", f"is {seed}, should be 0 or above")
     parsed_objective = objective_of(objective)
     loaded = load_policies(policies)
-    dataset = read_dataset(traces)
+    dataset = of_models(read_dataset(traces), [policy.cost_model for policy in loaded])
     _check_fit(loaded, dataset)
     trained_on = _trained_on(dataset, loaded)
     usable, left_out = _usable(dataset, trained_on)
@@ -269,11 +270,17 @@ def _shares(state: State, policy: Policy) -> dict[Kind, float]:
     return {kind: share / len(windows) for kind, share in total.items()}
 
 
+def of_models(dataset: Dataset, models: Sequence[CostModel | None]) -> Dataset:
+    """The dataset without the states over another kind of host memory than that of the models, if they agree on one."""
+    kinds = {model.pinned for model in models if model is not None and model.pinned is not None}
+    return dataset.of_host_memory(kinds.pop() if len(kinds) == 1 else None)
+
+
 def _check_fit(policies: Sequence[Policy], dataset: Dataset) -> None:
     for policy in policies:
-        for header in dataset.headers.values() if policy.cost_model is not None else ():
+        for core, header in dataset.headers.items() if policy.cost_model is not None else ():
             assert policy.cost_model is not None
-            policy.cost_model.check_fit(header.engine_spec)
+            policy.cost_model.check_fit(replace(header.engine_spec, pinned=dataset.pinned_by_core.get(core)))
 
 
 def _trained_on(dataset: Dataset, policies: Sequence[Policy]) -> list[State]:

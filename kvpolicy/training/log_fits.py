@@ -341,4 +341,5 @@ def _provenance(family: Family, records: Records, training_records: Sequence[Rec
         state_ids=tuple(sorted({record.request for record in training_records})),
         noise={"variation": None},
         held_out={},
+        pinned=records.pinned,
     )
