@@ -16,7 +16,7 @@ from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Re
 from kvpolicy import policy
 from kvpolicy.arrays import Floats
 from kvpolicy.events import Direction
-from kvpolicy.regression.nnls import robust_nonnegative_fit
+from kvpolicy.regression.nnls import relative_fit, typical_floor
 from kvpolicy.simulator import Link, Server, Simulator, StepLoad, Summary, Tail
 from kvpolicy.simulator.hardware.law_times import linear
 from kvpolicy.stats import Ratio, bootstrap_ratio, mean_and_percentiles
@@ -192,7 +192,7 @@ def _channel(transfers: Rows, direction: str) -> tuple[float, float]:
 
 
 def _scaled(design: Floats, seconds: Floats) -> Floats:
-    fitted = robust_nonnegative_fit(design, seconds)
+    fitted = relative_fit(design, seconds, typical_floor(seconds))
     return np.asarray(fitted * (seconds.sum() / (design @ fitted).sum()), dtype=np.float64)
 
 
