@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor
+from math import copysign, floor, sqrt
+from statistics import variance
 
 import numpy as np
 
 from kvpolicy.datasets.profiles import State
 from kvpolicy.errors import InputError
-from kvpolicy.events import Kind
+from kvpolicy.events import KINDS, Kind
 from kvpolicy.stats import student_interval
 
 BEST_THRESHOLD = "best threshold"
@@ -43,19 +44,31 @@ class LengthRule:
 def best_threshold(states: Sequence[State]) -> LengthRule:
     """Return the rule with the lowest total cost over ``states``, of equal ones the one that swaps most.
 
-    Candidates are always, never, and every length measured. Raises InputError for no states.
+    Candidates are always, never, and every length measured. The difference of a state's options counts as far as it
+    exceeds its standard error: else a single disturbed window could decide, and models, whose fits are robust, would be
+    compared with a rule that is worse than it need be. Raises InputError for no states.
     """
     if not states:
         raise InputError("no states to choose a threshold on")
     ordered = sorted(states, key=lambda state: state.computed_tokens)
     lengths = np.array([state.computed_tokens for state in ordered])
-    extra_s = np.array([state.mean_s["swap"] - state.mean_s["recompute"] for state in ordered])
+    extra_s = np.array([_significant_difference_s(state) for state in ordered])
     # extra_from_s[i]: cost above that of never swapping if all states from the i-th on are swapped.
     extra_from_s = np.append(np.cumsum(extra_s[::-1])[::-1], 0.0)
     candidates = [0, *sorted({floor(length) for length in lengths if length >= 1})]
     totals_s = [*extra_from_s[np.searchsorted(lengths, candidates)], 0.0]
     best = int(np.argmin(totals_s))
     return LengthRule(candidates[best] if best < len(candidates) else None)
+
+
+def _significant_difference_s(state: State) -> float:
+    """Cost of swap less that of recompute, nearer to 0 by the standard error where options were measured repeatedly."""
+    difference_s = state.mean_s["swap"] - state.mean_s["recompute"]
+    costs = [state.costs_s(kind) for kind in KINDS]
+    if min(map(len, costs)) < 2:
+        return difference_s
+    error_s = sqrt(sum(variance(values) / len(values) for values in costs))
+    return copysign(max(0.0, abs(difference_s) - error_s), difference_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvpolicy.datasets.profiles import Sample, State
@@ -46,6 +48,17 @@ def test_a_rule_takes_the_option_that_the_policy_of_its_name_takes(rule: LengthR
     options = (one.samples["recompute"][0].option, sample.option)
     shares = policy.probabilities(sample.situation, options, policy.initial_state())
     assert options[list(shares).index(1.0)].kind == rule.option(tokens)
+
+
+def test_a_disturbed_window_does_not_decide() -> None:
+    """Swap is right at every length; in one window something else took half a second."""
+    states = [state(100 * number, 5e-3 * number, 1e-3) for number in range(1, 9)]
+    assert best_threshold(states).policy == "always-swap"
+    calm = states[3]
+    swaps = tuple(replace(sample, engine_s=s) for sample, s in zip(calm.samples["swap"], (1e-3, 0.5), strict=True))
+    states[3] = State(calm.name, calm.ids, {**calm.samples, "swap": swaps})
+    assert states[3].mean_s["swap"] > sum(one.mean_s["recompute"] for one in states[:4])
+    assert best_threshold(states).policy == "always-swap"
 
 
 def test_differences_are_paired_and_worked_by_hand() -> None:
