@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from fidelity_record import BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS, Re
 from kvpolicy import policy
 from kvpolicy.arrays import Floats
 from kvpolicy.events import Direction
-from kvpolicy.regression.nnls import robust_nonnegative_fit
+from kvpolicy.regression.nnls import relative_fit, typical_floor
 from kvpolicy.simulator import Link, Server, Simulator, StepLoad, Summary, Tail
 from kvpolicy.simulator.hardware.law_times import linear
 from kvpolicy.stats import Ratio, bootstrap_ratio, mean_and_percentiles
@@ -183,16 +184,27 @@ def _prefills(row: dict[str, Any]) -> int:
 
 
 def _channel(transfers: Rows, direction: str) -> tuple[float, float]:
+    """Seconds per copy and per byte. From saves of one size, as with prefix caching, a time per byte cannot be told:
+    there it is that of both directions together."""
     rows = [row for row in transfers if row["direction"] == direction and row["ok"]]
     if not rows:
         return 0.0, 0.0
+    one_size = len({row["bytes"] for row in rows}) == 1
+    told_by = [row for row in transfers if row["ok"]] if one_size else rows
+    each_s, byte_s = _scaled(*_copies(told_by))
+    if one_size:
+        each_s = fmean(row["end_s"] - row["start_s"] - byte_s * row["bytes"] for row in rows)
+    return max(0.0, float(each_s)), float(byte_s)
+
+
+def _copies(rows: Rows) -> tuple[Floats, Floats]:
+    """Design matrix and seconds of these transfers."""
     design = np.array([[1.0, float(row["bytes"])] for row in rows])
-    each_s, byte_s = _scaled(design, np.array([row["end_s"] - row["start_s"] for row in rows]))
-    return float(each_s), float(byte_s)
+    return design, np.array([row["end_s"] - row["start_s"] for row in rows])
 
 
 def _scaled(design: Floats, seconds: Floats) -> Floats:
-    fitted = robust_nonnegative_fit(design, seconds)
+    fitted = relative_fit(design, seconds, typical_floor(seconds))
     return np.asarray(fitted * (seconds.sum() / (design @ fitted).sum()), dtype=np.float64)
 
 

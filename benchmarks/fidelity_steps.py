@@ -7,7 +7,7 @@ on the virtual clock; that the built-in simulator does the same is what `tests/v
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,16 +43,19 @@ class Stepwise:
 
 
 class RecordedTimes:
-    """What each step took in one run, copies included. Every step is asked for once, in order."""
+    """What each step took in one run, copies included. ``steps``: what each computed (:data:`PARTS`), its seconds."""
 
     source = "one run as it was recorded"
 
-    def __init__(self, seconds: Sequence[float]) -> None:
-        self._left = deque(seconds)
+    def __init__(self, steps: Iterable[tuple[tuple[int, ...], float]]) -> None:
+        self._left = deque(steps)
 
     def step_s(self, load: StepLoad) -> float:
-        """A step beyond the recorded ones takes no time: the schedules have parted before."""
-        return self._left.popleft() if self._left else 0.0
+        """The engine asks for every step once, in order. Any other load takes no time: one that is only priced, or a
+        step of a schedule that has parted from the recorded one."""
+        if self._left and self._left[0][0] == load[: len(PARTS)]:
+            return self._left.popleft()[1]
+        return 0.0
 
     def steps_s(self, loads: Floats) -> Floats:
         return np.array([self.step_s(StepLoad(*map(int, load))) for load in loads])
@@ -77,7 +80,7 @@ def _stepwise(engine: Simulator, session: Session, run: Real) -> Stepwise:
         row["arrival_s"] for row in session.trace.rows("requests") if run.begin_s <= row["arrival_s"] <= run.end_s
     )
     work = run.work.arriving(_places(rows, came_s))
-    times = RecordedTimes(list(_seconds(rows)))
+    times = RecordedTimes(_steps(rows))
     done = engine.run(work, policy.load(run.policy), session.server, times, run.session, MemorySink())
     assert done.trace is not None
     real, simulated = _computing(rows), _computing(done.trace.rows("steps"))
@@ -88,13 +91,13 @@ def _stepwise(engine: Simulator, session: Session, run: Real) -> Stepwise:
     return Stepwise(run.workload, run.policy, *_alike(real, simulated), *counted)
 
 
-def _seconds(rows: Rows) -> Iterator[float]:
-    """Durations of steps that compute; what passed in others before them is theirs."""
+def _steps(rows: Rows) -> Iterator[tuple[tuple[int, ...], float]]:
+    """What steps compute, and their durations; what passed before in steps that compute nothing is theirs."""
     waited_s = 0.0
     for row in rows:
         waited_s += row["duration_s"]
         if row["scheduled_tokens"]:
-            yield waited_s
+            yield tuple(row[part] for part in PARTS), waited_s
             waited_s = 0.0
 
 

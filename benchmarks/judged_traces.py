@@ -17,6 +17,7 @@ from sklearn.ensemble import RandomForestRegressor
 from kvpolicy.arrays import Floats, Ints
 from kvpolicy.datasets.examples import MIN_FLOOR_S, examples_of, noise_floors, option_of, stratified_folds
 from kvpolicy.datasets.profiles import Dataset, State, read_dataset
+from kvpolicy.datasets.threshold import BEST_THRESHOLD, best_threshold
 from kvpolicy.evaluation.replay import price
 from kvpolicy.events import KINDS, Cost, Kind
 from kvpolicy.policy import load
@@ -141,16 +142,11 @@ def _random_forest(x: Floats, seconds: Floats, effort: Effort) -> Callable[[Floa
 
 def _rules(fit_states: Sequence[State]) -> dict[str, Callable[[State], Kind]]:
     """The fixed actions, and the token threshold that is cheapest on the states it is made from."""
-    cuts = sorted({state.computed_tokens for state in fit_states} | {float("inf"), 0.0})
-
-    def cost(cut: float) -> float:
-        return sum(s.mean_s["swap" if s.computed_tokens >= cut else "recompute"] for s in fit_states)
-
-    best = min(cuts, key=cost)
+    rule = best_threshold(fit_states)
     return {
         "always recompute": lambda state: "recompute",
         "always swap": lambda state: "swap",
-        "best threshold": lambda state: "swap" if state.computed_tokens >= best else "recompute",
+        BEST_THRESHOLD: lambda state: rule.option(state.computed_tokens),
     }
 
 

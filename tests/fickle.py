@@ -16,8 +16,7 @@ class Fickle(Policy[NoState]):
     name: str = "fickle"
 
     def probabilities(self, situation: Preemption, options: Sequence[Option], state: NoState) -> Sequence[float]:
-        swap = first_option_of("swap", options)
-        resumes = situation.save_blocks == 0.0 and situation.cause == "memory"
-        if swap is None or (resumes and (situation.hit_blocks % 2 or situation.queued_load_bytes > 0)):
-            return certain_choice(0, len(options))
-        return certain_choice(swap, len(options))
+        return certain_choice(first_option_of("swap", options) or 0, len(options))
+
+    def loads(self, situation: Preemption, options: Sequence[Option], state: NoState) -> bool:
+        return situation.hit_blocks % 2 == 0 and situation.queued_load_bytes == 0

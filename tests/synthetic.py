@@ -75,6 +75,8 @@ class Plan:
     link: dict[str, Any] = field(default_factory=lambda: dict(NATIVE))
     hardware: dict[str, Any] = field(default_factory=lambda: dict(HARDWARE))
     arms: tuple[Kind, ...] = KINDS
+    pinned: bool = False
+    """Whether host memory is page-locked."""
     variation: float = 0.03
     name: str = "made"
     """Cores are named after it: no two traces that are read together may share it."""
@@ -198,8 +200,9 @@ def _transfer(plan: Plan, preemption_id: str, direction: str, one: Preemption, r
     took = plan.law.copy_s(one.copy_bytes, one.copy_segments) * math.exp(rng.gauss(0.0, plan.noise / 2))
     return {
         "preemption_id": preemption_id, "generation": 0, "step": 0, "direction": direction, "tier": "host",
-        "bytes": one.copy_bytes, "segments": one.copy_segments, "segment_bytes": one.segment_bytes, "pinned": False,
-        "queued_bytes": 0, "submit_s": 1000.0, "start_s": 1000.0, "end_s": 1000.0 + took, "ok": True,
+        "bytes": one.copy_bytes, "segments": one.copy_segments, "segment_bytes": one.segment_bytes,
+        "pinned": plan.pinned, "queued_bytes": 0,
+        "submit_s": 1000.0, "start_s": 1000.0, "end_s": 1000.0 + took, "ok": True,
     }  # fmt: skip
 
 

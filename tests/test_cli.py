@@ -80,6 +80,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
                 "force": True,
                 "seed": 3,
                 "mixed_hardware": False,
+                "pageable": False,
             },
         ),
         (

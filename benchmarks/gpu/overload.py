@@ -25,6 +25,7 @@ from benchmarks.gpu.overload_summary import SIMPLE, TARGETS, run_figures, show, 
 from benchmarks.gpu.pieces import Done, Piece, exit_status_of, read_part, run_pieces, write_json
 from benchmarks.gpu.place import Place, arguments, chosen, find_place
 from kvpolicy.datasets.profiles import read_dataset
+from kvpolicy.datasets.threshold import best_threshold
 from kvpolicy.errors import EngineFailed
 from kvpolicy.hardware import available_memory_bytes
 from kvpolicy.hardware.sheets import SheetError, device_sheet
@@ -293,20 +294,6 @@ def reason(output: str) -> str:
     return lines[-1] if lines else output.splitlines()[-1]
 
 
-def best_threshold(trace: Path) -> str:
-    """The policy name of the threshold under which the states of a profile cost least together."""
-    states = [
-        (state.computed_tokens, state.mean_s["recompute"], state.mean_s["swap"])
-        for state in read_dataset([trace]).states
-    ]
-    edges = [0, *sorted({round(tokens) for tokens, _, _ in states}), 10**6]
-
-    def cost_s(edge: int) -> float:
-        return sum(swap if tokens >= edge else recompute for tokens, recompute, swap in states)
-
-    return f"threshold:{min(edges, key=cost_s)}"
-
-
 def policies_of(place: Place, profile: Path, geometry: Geometry, say: Callable[[str], None]) -> dict[str, str]:
     """Arms of the plugin. Without a model from gpu-profile the analytic one stands in, where there is a sheet of the
     device, and there is no threshold."""
@@ -320,7 +307,8 @@ def policies_of(place: Place, profile: Path, geometry: Geometry, say: Callable[[
             return {SWAP: SWAP}
         say(f"no cost model in {model}: {LEARNED} is cheapest:analytic, and there is no best threshold")
         return {SWAP: SWAP, LEARNED: "cheapest:analytic"}
-    return {SWAP: SWAP, THRESHOLD: best_threshold(trace), LEARNED: f"cheapest:{model.resolve()}"}
+    threshold = best_threshold(read_dataset([trace]).states).policy
+    return {SWAP: SWAP, THRESHOLD: threshold, LEARNED: f"cheapest:{model.resolve()}"}
 
 
 def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> int:

@@ -13,7 +13,7 @@ from kvpolicy.attribution.step_time import (
     medians,
     with_aftermath,
 )
-from kvpolicy.regression.nnls import robust_nonnegative_fit
+from kvpolicy.regression.nnls import relative_fit, typical_floor
 from kvpolicy.trace import TraceError
 
 __all__ = ["AFTERMATH_STEPS", "PARTS", "HeldOutError", "StepTimeModel", "fit_step_time", "with_aftermath"]
@@ -35,7 +35,7 @@ def fit_step_time(design: Floats, duration_s: Floats, fitted_on: str) -> StepTim
             "learn how long a step takes when nothing is preempted"
         )
     design = np.column_stack([np.ones(len(design)), design])
-    coefficients = robust_nonnegative_fit(design, duration_s)
+    coefficients = relative_fit(design, duration_s, typical_floor(duration_s))
     return StepTimeModel(
         fixed_s=float(coefficients[0]),
         per_part_s=tuple(map(float, coefficients[1:])),
@@ -52,8 +52,9 @@ def _held_out_error(design: Floats, duration_s: Floats) -> HeldOutError:
     fold = np.arange(len(duration_s)) // size % FOLDS
     for held_out_fold in range(FOLDS):
         held_out = fold == held_out_fold
-        coefficients = robust_nonnegative_fit(design[~held_out], duration_s[~held_out])
-        predicted[held_out] = np.maximum(design[held_out] @ coefficients, 0.05 * np.median(duration_s))
+        fitting_s = duration_s[~held_out]
+        coefficients = relative_fit(design[~held_out], fitting_s, typical_floor(fitting_s))
+        predicted[held_out] = np.maximum(design[held_out] @ coefficients, typical_floor(duration_s))
     predicted = predicted * medians(duration_s / predicted, np.arange(len(predicted)), skip=1)
     residual_s = duration_s - predicted
     return HeldOutError(

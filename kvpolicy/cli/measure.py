@@ -44,10 +44,21 @@ def train(
     mixed_hardware: Annotated[
         bool, typer.Option("--mixed-hardware", help="Train on traces of different machines together.")
     ] = False,
+    pageable: Annotated[
+        bool, typer.Option("--pageable", help="Train on copies over host memory that is not page-locked.")
+    ] = False,
     seed: Seed = 0,
 ) -> Any:
     """Train a cost model from traces."""
-    return kvpolicy.train(traces=traces, out=out, family=family, force=force, seed=seed, mixed_hardware=mixed_hardware)
+    return kvpolicy.train(
+        traces=traces,
+        out=out,
+        family=family,
+        force=force,
+        seed=seed,
+        mixed_hardware=mixed_hardware,
+        pageable=pageable,
+    )
 
 
 def calibrate(

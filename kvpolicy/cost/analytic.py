@@ -175,6 +175,7 @@ def untrained(
         noise={"variation": None},
         held_out={},
         notes=notes,
+        pinned=engine.pinned is not False,
     )
     # No victim lies in these ranges, so every prediction counts as extrapolated.
     empty_ranges = {kind: dict.fromkeys(FEATURES, (0.0, 0.0)) for kind in KINDS}
@@ -220,7 +221,7 @@ def _recompute(shape: ModelShape, sheet: DeviceSheet, engine: EngineSpec, assume
 
 
 def _link_share(engine: EngineSpec, assumed: Assumptions) -> float:
-    return (assumed.pinned_share if engine.pinned else assumed.pageable_share).value
+    return (assumed.pageable_share if engine.pinned is False else assumed.pinned_share).value
 
 
 def _swap(sheet: DeviceSheet, link: LinkSheet, engine: EngineSpec, assumed: Assumptions) -> SwapRoofline:

@@ -216,7 +216,15 @@ def _provenance(folder: Traversable, values: Mapping[str, Any]) -> Provenance:
     for name, read in _PROVENANCE.items():
         value = values[name]
         fields[name] = guarded(folder, f"{name}.", lambda read=read, value=value: read(value))
-    return Provenance(**fields)
+    return Provenance(**fields, pinned=_pinned(folder, values))
+
+
+def _pinned(folder: Traversable, values: Mapping[str, Any]) -> bool | None:
+    """None, which means unknown, for cards of versions that did not write the field."""
+    value = values.get("pinned")
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"{folder / CARD}: field pinned is {value!r}, should be true, false or null")
+    return value
 
 
 def card_of(model: FittedModel, trees: Mapping[Kind, Any]) -> dict[str, Any]:
@@ -238,6 +246,7 @@ def card_of(model: FittedModel, trees: Mapping[Kind, Any]) -> dict[str, Any]:
         "hardware": dict(provenance.hardware),
         "geometry": provenance.geometry.to_dict(),
         "link": dict(provenance.link),
+        "pinned": provenance.pinned,
         "block_sizes": list(provenance.block_sizes),
         "kv_bytes_per_token": provenance.kv_bytes_per_token,
         "trace_digests": list(provenance.trace_digests),

@@ -75,6 +75,11 @@ class CostModel(ABC):
         return frozenset()
 
     @property
+    def pinned(self) -> bool | None:
+        """Whether it predicts copies over page-locked host memory; None if that is unknown."""
+        return None
+
+    @property
     def predicts_victim_delay(self) -> bool:
         return False
 
@@ -113,6 +118,8 @@ class Provenance:
     held_out: Mapping[str, Any]
     """Scores on held-out states."""
     notes: tuple[str, ...] = ()
+    pinned: bool | None = None
+    """Whether copies used page-locked host memory; None for a model that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +253,10 @@ class FittedModel(CostModel):
 
     # ---- fitting an engine ----
 
+    @property
+    def pinned(self) -> bool | None:
+        return self.provenance.pinned
+
     def check_fit(self, engine: EngineSpec) -> None:
         """See :class:`CostModel`. Link and token budget are compared only if the engine states them."""
         for name, value in self.provenance.geometry.to_dict().items():
@@ -260,6 +271,8 @@ class FittedModel(CostModel):
             self._refuse("device", device, engine.hardware.get("device"))
         if engine.link and dict(engine.link) != dict(self.provenance.link):
             self._refuse("link", dict(self.provenance.link), dict(engine.link))
+        if device != "cpu":
+            self._compare_host_memory(engine.pinned)
         self._compare_host(engine.hardware, device == "cpu")
         if engine.block_size not in self.provenance.block_sizes:
             sizes = ", ".join(map(str, self.provenance.block_sizes))
@@ -274,6 +287,19 @@ class FittedModel(CostModel):
             if host_computes and name == "processor":
                 self._refuse(name, trained, actual)
             self._warn(f"was measured with {name} {trained!r}, here it is {actual!r}")
+
+    def _compare_host_memory(self, actual: bool | None) -> None:
+        if actual is None or self.pinned is actual:
+            return
+        if self.pinned is None:
+            self._warn("does not say whether it was measured over page-locked host memory (field pinned)")
+            return
+        names = {True: "page-locked", False: "pageable"}
+        raise ModelError(
+            f"cost model {self.name}: field pinned is {self.pinned} ({names[self.pinned]} host memory), here it is "
+            f"{actual} ({names[actual]}), and copies take another time; make one with `kvpolicy train"
+            f"{'' if actual else ' --pageable'}`, or serve {'with' if actual else 'without'} --no-pin-memory"
+        )
 
     def _compare_budget(self, actual: int | None) -> None:
         law = self.laws["recompute"]

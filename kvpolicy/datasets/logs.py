@@ -19,6 +19,7 @@ from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute, common_step_time
 from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.datasets.examples import MIN_FLOOR_S, Example, option_of
+from kvpolicy.datasets.host_memory import common_host_memory
 from kvpolicy.datasets.profiles import refuse_mixture
 from kvpolicy.datasets.validation import refuse_doubled, refuse_situation, refuse_sizes
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption, copy_was_used, situation_of
@@ -64,6 +65,8 @@ class Records:
     step_time: StepTimeModel | None
     """Step-time model (what a step would have taken undisturbed) of all cores together; None with too few undisturbed
     steps."""
+    pinned: bool | None = None
+    """Whether the host pools were page-locked; None without transfers."""
 
     def of_kind(self, kind: Kind) -> tuple[Record, ...]:
         return tuple(record for record in self.records if record.kind == kind)
@@ -134,8 +137,10 @@ def records_of(traces_by_name: Mapping[str, Trace], mixed_hardware: bool | None 
             headers[core] = header
         records += _records(folder, with_attributed_costs(trace), left_out)
     refuse_mixture(headers, mixed_hardware)
+    pinned = common_host_memory(traces_by_name)
     digests = tuple(trace.digest() for trace in traces_by_name.values())
-    return Records(tuple(records), headers, digests, dict(left_out), common_step_time(list(traces_by_name.values())))
+    step_time = common_step_time(list(traces_by_name.values()))
+    return Records(tuple(records), headers, digests, dict(left_out), step_time, pinned)
 
 
 def with_attributed_costs(trace: Trace) -> Trace:

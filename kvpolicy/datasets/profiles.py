@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -21,6 +21,7 @@ from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute, common_step_time, step_time_models
 from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.attribution.step_work import BatchPrices, batch_prices, batches_of
+from kvpolicy.datasets.host_memory import memory_name, pinned_by_core
 from kvpolicy.datasets.quality import DataQuality, floor_of
 from kvpolicy.datasets.tables import Arms, Sample, Situations, TransferRecord, TransferTable, key
 from kvpolicy.datasets.validation import refuse_doubled
@@ -76,6 +77,11 @@ class State:
         return tuple(key(sample.core, sample.preemption_id) for samples in self.samples.values() for sample in samples)
 
     @property
+    def cores(self) -> set[str]:
+        """Engine cores that it was measured in."""
+        return {name.removesuffix(f"/{self.name}") for name in self.ids}
+
+    @property
     def lengths(self) -> list[int]:
         """Computed tokens of each window."""
         if isinstance(self.samples, Arms):
@@ -112,6 +118,31 @@ class Dataset:
     """Step-time model by core; absent for a core with too few undisturbed steps."""
     floor: DataQuality = field(default_factory=lambda: DataQuality((), (), {}))
     """Quality of the costs."""
+    pinned_by_core: Mapping[str, bool] = field(default_factory=dict)
+    """Whether a core's host pool was page-locked; absent for a core without transfers."""
+
+    @property
+    def pinned(self) -> bool | None:
+        """Whether the host pools were page-locked; None if it is unknown, or both kinds were measured."""
+        kinds = set(self.pinned_by_core.values())
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def of_host_memory(self, pinned: bool | None) -> Dataset:
+        """The part that was measured over this kind of host memory, if both kinds were; else, and for None, itself."""
+        if pinned is None or len(set(self.pinned_by_core.values())) < 2:
+            return self
+        others = {core for core, value in self.pinned_by_core.items() if value is not pinned}
+        states = tuple(state for state in self.states if not others & state.cores)
+        return replace(
+            self,
+            states=states,
+            headers={core: header for core, header in self.headers.items() if core not in others},
+            left_out={
+                **self.left_out,
+                f"states measured over {memory_name(not pinned)} host memory": len(self.states) - len(states),
+            },
+            pinned_by_core={core: value for core, value in self.pinned_by_core.items() if core not in others},
+        )
 
     @property
     def budget_tokens(self) -> float:
@@ -191,6 +222,9 @@ def dataset_of(traces_by_name: Mapping[str, Trace], mixed_hardware: bool | None 
         common_step_time=None if _mixed(headers) else common_step_time(list(attributed.values())),
         step_times=models,
         floor=floor_of(headers, models),
+        pinned_by_core={
+            core: value for folder, trace in attributed.items() for core, value in pinned_by_core(folder, trace).items()
+        },
     )
 
 

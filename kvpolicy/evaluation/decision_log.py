@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 
 from kvpolicy import trace as traces
 from kvpolicy.arrays import Flags, Floats, Ints
+from kvpolicy.datasets.host_memory import common_host_memory
 from kvpolicy.datasets.logs import with_attributed_costs
 from kvpolicy.datasets.validation import COUNTS, refuse_doubled
 from kvpolicy.errors import KVPolicyError
@@ -69,6 +70,8 @@ class Log:
     headers: Mapping[str, Header]
     counts: Mapping[str, int]
     """Numbers of records that were treated specially, by reason; ``left out:`` begins the reasons of those left out."""
+    pinned: bool | None = None
+    """Whether the host pools were page-locked; None without transfers."""
 
     def __len__(self) -> int:
         return len(self.cost_s)
@@ -187,6 +190,7 @@ def attributed_log(
         requests=tuple(request for part in parts for request in part["requests"]),
         headers=headers,
         counts=dict(counts),
+        pinned=common_host_memory(traces_by_name),
     )
 
 

@@ -283,7 +283,7 @@ def _check_fit(policy: Policy, log: Log) -> None:
     if policy.cost_model is None:
         return
     for header in log.headers.values():
-        policy.cost_model.check_fit(header.engine_spec)
+        policy.cost_model.check_fit(replace(header.engine_spec, pinned=log.pinned))
 
 
 def _is_stateless(policy: Policy) -> bool:

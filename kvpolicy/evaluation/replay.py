@@ -7,6 +7,7 @@ halves are then exchanged, and both results averaged. Intervals come from resamp
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
@@ -18,16 +19,22 @@ import numpy as np
 
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.attribution.step_work import BatchPrices
+from kvpolicy.cost import CostModel
+from kvpolicy.datasets.examples import stratified_folds
 from kvpolicy.datasets.profiles import Dataset, Sample, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.quality import DataQuality
+from kvpolicy.datasets.threshold import BEST_THRESHOLD, Difference, best_threshold, difference
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.fields import WrongValue
-from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load_policies, probabilities_of
+from kvpolicy.policy import LearningPolicy, Policy, feasible_options, load_policies, load_policy, probabilities_of
+from kvpolicy.policy.cheapest import Always, Coin, Threshold
 from kvpolicy.policy.objective import ENGINE, Objective, objective_of
 from kvpolicy.trace import TraceError
 
 MIN_STATES = 20
+FOLDS = 5
+"""Folds of the choice of a threshold where no states were set aside for it."""
 RESAMPLES = 2000
 NOISE_ERRORS = 2.0
 """Two means closer than this many standard errors of their difference are a tie."""
@@ -62,6 +69,22 @@ class PolicyScore:
 
 
 @dataclass(frozen=True, slots=True)
+class ThresholdScore:
+    """The best rule by length alone, chosen on other states than it is judged on."""
+
+    rules: tuple[str, ...]
+    """Policies that were chosen: one where a model's training states are in the traces, else one per fold."""
+    chosen_on: str
+    score: PolicyScore
+    against: tuple[Difference, ...]
+    """The policies that do not decide by length alone, compared with it."""
+
+    def choice(self) -> str:
+        """The rules and what they were chosen on, as text."""
+        return f"{BEST_THRESHOLD}: {', '.join(self.rules)}, chosen on {self.chosen_on}"
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationReport:
     """Scores of several policies on the same states."""
 
@@ -79,6 +102,7 @@ class EvaluationReport:
     """Quality of the costs that the traces hold."""
     prices: BatchPrices
     """What a recomputed token costs beside the measured batches, over a decoded one."""
+    threshold: ThresholdScore
     objective: str = ENGINE.text
     """Objective that costs, regret and totals are measured by, seconds."""
     learning: tuple[str, ...] = ()
@@ -95,12 +119,13 @@ class EvaluationReport:
             "",
             f"{'policy':<34} {'accuracy':>22} {'mean regret, ms':>26} {'p95 regret, ms':>26} {'over the oracle':>24}",
         ]
-        for score in self.policies:
+        for score in (*self.policies, self.threshold.score):
             lines.append(
                 f"{score.policy:<34} {_percent(score.accuracy):>22} {_ms(score.mean_regret_s):>26} "
                 f"{_ms(score.p95_regret_s):>26} {_percent(score.over_oracle):>24}"
             )
         lines.append("brackets: 95% intervals, states resampled")
+        lines += [self.threshold.choice(), *(compared.text() for compared in self.threshold.against)]
         if self.always_wins:
             lines.append(f"{self.always_wins} costs less in every state: here always choosing it is optimal")
         lines += [
@@ -144,11 +169,15 @@ def evaluate(
         raise WrongValue("seed", f"is {seed}, should be 0 or above")
     parsed_objective = objective_of(objective)
     loaded = load_policies(policies)
-    dataset = read_dataset(traces)
+    dataset = of_models(read_dataset(traces), [policy.cost_model for policy in loaded])
     _check_fit(loaded, dataset)
-    usable, left_out = _usable(dataset, loaded)
-    states = [with_objective_costs(state, parsed_objective) for state in usable]
-    prices = [price(state, loaded) for state in states]
+    trained_on = _trained_on(dataset, loaded)
+    usable, left_out = _usable(dataset, trained_on)
+    states, trained_on = (
+        [with_objective_costs(state, parsed_objective) for state in part] for part in (usable, trained_on)
+    )
+    rules, chosen_on = _thresholds(states, trained_on, seed)
+    prices = [price(state, [*loaded, load_policy(rule)]) for state, rule in zip(states, rules, strict=True)]
     rng = np.random.default_rng(seed)
     resamples = rng.integers(0, len(states), (RESAMPLES, len(states)))
     oracle = np.array([cost.oracle_s for cost in prices])
@@ -163,8 +192,40 @@ def evaluate(
         left_out=left_out,
         objective=parsed_objective.text,
         floor=dataset.floor,
+        threshold=ThresholdScore(
+            rules=tuple(sorted(set(rules))),
+            chosen_on=chosen_on,
+            score=_score(BEST_THRESHOLD, len(loaded), prices, states, resamples),
+            against=_against_threshold(loaded, prices),
+        ),
         learning=tuple(policy.label for policy in loaded if isinstance(policy, LearningPolicy)),
         prices=dataset.prices,
+    )
+
+
+def _thresholds(states: Sequence[State], trained_on: Sequence[State], seed: int) -> tuple[list[str], str]:
+    """Name of the best threshold for each state, never chosen on that state; and what it was chosen on, in words.
+
+    Chosen on the states that the models were trained on, if there are enough; else by cross-fitting.
+    """
+    if len(trained_on) >= MIN_STATES:
+        return [best_threshold(trained_on).policy] * len(
+            states
+        ), f"{len(trained_on)} states that a model was trained on"
+    fold_of = stratified_folds(states, FOLDS, random.Random(f"threshold {seed}"))
+    rules = [
+        best_threshold([state for state, number in zip(states, fold_of, strict=True) if number != fold]).policy
+        for fold in range(FOLDS)
+    ]
+    return [rules[fold] for fold in fold_of], f"the states of the other folds, {FOLDS} folds"
+
+
+def _against_threshold(policies: Sequence[Policy], prices: Sequence[StatePrices]) -> tuple[Difference, ...]:
+    threshold_s = [cost.policy_s[-1] for cost in prices]
+    return tuple(
+        difference(policy.label, [cost.policy_s[number] for cost in prices], threshold_s)
+        for number, policy in enumerate(policies)
+        if not isinstance(policy, Always | Coin | Threshold)
     )
 
 
@@ -213,18 +274,28 @@ def _shares(state: State, policy: Policy) -> dict[Kind, float]:
     return {kind: share / len(windows) for kind, share in total.items()}
 
 
+def of_models(dataset: Dataset, models: Sequence[CostModel | None]) -> Dataset:
+    """The dataset without the states over another kind of host memory than that of the models, if they agree on one."""
+    kinds = {model.pinned for model in models if model is not None and model.pinned is not None}
+    return dataset.of_host_memory(kinds.pop() if len(kinds) == 1 else None)
+
+
 def _check_fit(policies: Sequence[Policy], dataset: Dataset) -> None:
     for policy in policies:
-        for header in dataset.headers.values() if policy.cost_model is not None else ():
+        for core, header in dataset.headers.items() if policy.cost_model is not None else ():
             assert policy.cost_model is not None
-            policy.cost_model.check_fit(header.engine_spec)
+            policy.cost_model.check_fit(replace(header.engine_spec, pinned=dataset.pinned_by_core.get(core)))
 
 
-def _usable(dataset: Dataset, policies: Sequence[Policy]) -> tuple[list[State], dict[str, int]]:
-    training_ids = frozenset().union(
-        *(policy.cost_model.state_ids for policy in policies if policy.cost_model is not None)
-    )
-    trained_on = [state for state in dataset.states if state.ids & training_ids]
+def _trained_on(dataset: Dataset, policies: Sequence[Policy]) -> list[State]:
+    """States that a policy's cost model was trained on."""
+    models = [policy.cost_model for policy in policies if policy.cost_model is not None]
+    training_ids = frozenset().union(*(model.state_ids for model in models))
+    return [state for state in dataset.states if state.ids & training_ids]
+
+
+def _usable(dataset: Dataset, trained_on: Sequence[State]) -> tuple[list[State], dict[str, int]]:
+    training_ids = frozenset().union(*(state.ids for state in trained_on))
     unseen = [state for state in dataset.states if not state.ids & training_ids]
     repeated = [state for state in unseen if all(len(state.samples[kind]) > 1 for kind in KINDS)]
     usable = [state for state in repeated if all(map(_both_feasible, _samples(state)))]

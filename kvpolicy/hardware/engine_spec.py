@@ -19,8 +19,8 @@ class EngineSpec:
     """Maximum tokens of a step (``max_num_batched_tokens``)."""
     ranks: int = 1
     """Number of tensor-parallel ranks."""
-    pinned: bool = True
-    """Whether the host pool is page-locked."""
+    pinned: bool | None = True
+    """Whether the host pool is page-locked. Not compared where the model computes on the host (``device`` cpu)."""
     block_bytes: int | None = None
     """Bytes of one KV block over all layers."""
     geometry: Mapping[str, Any] = field(default_factory=dict)

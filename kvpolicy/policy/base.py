@@ -123,12 +123,10 @@ class Policy(ABC, Generic[S]):
     def loads(self, situation: Preemption, options: Sequence[Option], state: S) -> bool:
         """Whether a swapped request that is about to come back loads what it lacks, or computes it again.
 
-        ``situation``: as of now: ``hit_blocks`` are known, and nothing is left to save. Unless overridden, the policy
-        is asked for probabilities once more. Where it is certain of a recompute, the rest is computed again; where it
-        would draw, the draw at the preemption stands.
+        ``situation``: as of now: ``hit_blocks`` are known, and nothing is left to save. Pure, as an engine may ask in
+        every step. Unless overridden, what was decided at the preemption stands.
         """
-        probabilities, _ = self.assess(situation, options, state)
-        return probabilities[0] < 1.0
+        return True
 
     def initial_state(self) -> S:
         return NoState()  # type: ignore[return-value]  # right unless S is given; a class that gives S overrides this
@@ -178,6 +176,11 @@ class PricedPolicy(Policy[S]):
 
     def probabilities(self, situation: Preemption, options: Sequence[Option], state: S) -> tuple[float, ...]:
         return self.assess(situation, options, state)[0]
+
+    def loads(self, situation: Preemption, options: Sequence[Option], state: S) -> bool:
+        """See :meth:`Policy.loads`. By the costs as of now: where they make the policy certain of a recompute, the rest
+        is computed again; where it would draw, the draw at the preemption stands."""
+        return self.probabilities(situation, options, state)[0] < 1.0
 
 
 class LearningPolicy(Policy[S]):

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from scipy.optimize import nnls
 
 from kvpolicy.arrays import Floats
+from kvpolicy.regression.nnls import MIN_SHARE, relative_fit
 
 LAUNCH = ""
 """The term that is 1 in every row: its constant is a time."""
 MIN_S = 1e-12
 """Lower bound of predictions: logarithms are taken of them."""
-ROUNDS = 15
 MAX_SWITCHES = 12
 """Maximum number of times that each row's largest term is looked up again while constants are fitted."""
 KINK_QUANTILES = (0.25, 0.5, 0.75)
@@ -28,8 +27,6 @@ KINK_QUANTILES = (0.25, 0.5, 0.75)
 MIN_KINK_GAIN = 0.2
 """Share by which the error must be lower for a fit started with a kink: a kink fitted to noise extrapolates badly."""
 ROWS_TO_START_WITH = 500
-OUTLIER_SCALES = 2.5
-"""Relative residuals above this many robust standard deviations count only linearly (Huber 1964)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,7 @@ def _fit_constants(design: Floats, seconds: Floats, weight: Floats, groups: Sequ
     This finds a local optimum. It is therefore started with kinks at several places, on a sample of the rows; the best
     result is the start of the fit to all rows.
     """
-    plain_sum = relative_fit(design, seconds, weight)
+    plain_sum = positive_fit(design, seconds, weight)
     if all(len(group) == 1 for group in groups):
         return plain_sum
     rows = slice(None, None, max(1, len(design) // ROWS_TO_START_WITH))
@@ -164,7 +161,7 @@ def _alternate(
     best, lowest_error = constants, mean_error(constants)
     for number in range(rounds):
         bounding = _bounding(design, constants, groups)
-        fitted = relative_fit(bounding, seconds, weight)
+        fitted = positive_fit(bounding, seconds, weight)
         # A term that is the largest in no row is small, but not known to be 0.
         fitted = np.where(bounding.any(axis=0), fitted, constants / 2)
         constants = (constants + fitted) / 2 if number else fitted
@@ -185,32 +182,7 @@ def _bounding(design: Floats, constants: Floats, groups: Sequence[Sequence[int]]
     return bounding
 
 
-def relative_fit(design: Floats, seconds: Floats, weight: Floats) -> Floats:
-    """Constants c >= 0 that minimise the relative error of ``design @ c``, robust to outliers.
-
-    ``seconds``: all above 0.
-    """
-    expected = seconds
-    huber = np.ones(len(seconds))
-    constants = np.zeros(design.shape[1])
-    for _ in range(ROUNDS):
-        previous = constants
-        constants = _nonnegative(design, seconds, weight * huber / expected**2)
-        if np.allclose(constants, previous, rtol=1e-6, atol=0.0):
-            break
-        # Bounds the weight of a row that no term explains.
-        expected = np.maximum(design @ constants, 0.05 * seconds)
-        relative_errors = np.abs(seconds - design @ constants) / expected
-        limit = OUTLIER_SCALES * max(1.4826 * float(np.median(relative_errors)), 1e-9)
-        huber = np.minimum(1.0, limit / np.maximum(relative_errors, 1e-300))
-    return constants
-
-
-def _nonnegative(design: Floats, values: Floats, weight: Floats) -> Floats:
-    root = np.sqrt(weight / weight.max())
-    weighted, target = design * root[:, None], values * root
-    scale = np.linalg.norm(weighted, axis=0)
-    scale[scale == 0] = 1.0
-    norm = float(np.linalg.norm(target)) or 1.0
-    solution, _ = nnls(weighted / scale, target / norm)
-    return np.asarray(solution * norm / scale, np.float64)
+def positive_fit(design: Floats, seconds: Floats, weight: Floats) -> Floats:
+    """:func:`kvpolicy.regression.nnls.relative_fit` of times that are all above 0, with a bound on the weight of a row
+    that no term explains."""
+    return relative_fit(design, seconds, MIN_SHARE * seconds, weight)

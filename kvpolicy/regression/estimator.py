@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_array, check_consistent_length, check
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.regression.ceilings import Calibrated, Ceilings, Constant, Physics
 from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Margin, carries, excess, growth_of
-from kvpolicy.regression.nnls import relative_sum
+from kvpolicy.regression.nnls import nonnegative_fit
 from kvpolicy.regression.residual import TREE_COUNTS, FoldForest, Growth, choose_tree_count, grow
 
 MIN_GROUPS = 20
@@ -94,7 +94,7 @@ class LinearRegressor(_TimeRegressor):
 
     def _learn(self, x: Floats, seconds: Floats, weight: Floats, group: Ints, length: Floats | None) -> None:
         design = np.column_stack([np.ones(len(x)), x])
-        coefficients = relative_sum(design, seconds, weight / seconds**2)
+        coefficients = nonnegative_fit(design, seconds, weight / seconds**2)
         self.intercept_, self.coef_ = float(coefficients[0]), coefficients[1:]
 
     def _seconds(self, x: Floats) -> Floats:

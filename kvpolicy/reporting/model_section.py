@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from kvpolicy.cost import FittedModel, load
 from kvpolicy.datasets.profiles import Dataset, State, read_dataset
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.evaluation.replay import EvaluationReport, evaluate
+from kvpolicy.evaluation.replay import EvaluationReport, evaluate, of_models
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.explanation import Explanation, Question, explain
 from kvpolicy.stats import proportion_interval
@@ -91,7 +91,7 @@ def _boundary(dataset: Dataset, model: str) -> Explanation:
 
 def _calibration(dataset: Dataset, model: str) -> tuple[Predicted, ...]:
     fitted = load(model)
-    unseen = [state for state in dataset.states if not state.ids & fitted.state_ids]
+    unseen = [state for state in of_models(dataset, [fitted]).states if not state.ids & fitted.state_ids]
     predictions = []
     for state in unseen:
         for kind in KINDS:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
+from kvpolicy.datasets.threshold import BEST_THRESHOLD
 from kvpolicy.evaluation.log_headroom import served_lines
 from kvpolicy.evaluation.replay import EvaluationReport
 from kvpolicy.events import KINDS
@@ -183,7 +184,8 @@ def _coverage_line(learned: Learned, kind: str) -> str:
 
 def _scores(scores: EvaluationReport) -> dict[str, Any]:
     rows = []
-    for name, score in zip([*FIXED, LEARNED_NAME], scores.policies, strict=True):
+    judged = [*scores.policies, scores.threshold.score]
+    for name, score in zip([*FIXED, LEARNED_NAME, BEST_THRESHOLD], judged, strict=True):
         accuracy, regret, over = score.accuracy, score.mean_regret_s, score.over_oracle
         rows.append(
             {
@@ -199,6 +201,10 @@ def _scores(scores: EvaluationReport) -> dict[str, Any]:
         "rows": rows,
         "states": scores.states,
         "ties": scores.ties,
+        "threshold": [
+            scores.threshold.choice(),
+            *(replace(compared, policy=LEARNED_NAME).text() for compared in scores.threshold.against),
+        ],
         "constant": f"{constant} costs less in every one of these states: always choosing it is optimal here."
         if constant
         else "",

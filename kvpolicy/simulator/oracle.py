@@ -115,9 +115,6 @@ class Scripted(Policy[ScriptState]):
         kind = self.kinds[at] if len(options) > 1 and at < len(self.kinds) else "recompute"
         return certain_choice(first_option_of(kind, options) or 0, len(options))
 
-    def loads(self, situation: Preemption, options: Sequence[Option], state: ScriptState) -> bool:
-        return True  # the script is about preemptions
-
     def next_state(self, state: ScriptState, decision: Decision) -> ScriptState:
         return ScriptState(state.choices + (len(decision.options) > 1))
 

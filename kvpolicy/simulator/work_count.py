@@ -43,11 +43,11 @@ class WorkCount:
             self._spent_s[preemption_id] = 0.0
             self._other_s[preemption_id] = swap_s if feasible else inf
 
-    def decoded(self, tokens: int, seconds: float) -> None:
-        """Steps in which nothing but decoding happened."""
+    def decoded(self, tokens: int, computes_s: float, busy_s: float) -> None:
+        """Steps in which nothing but decoding happened; seconds as for :meth:`step`."""
         self._decoded_tokens += tokens
-        self._decode_s += seconds
-        self._busy_s += seconds
+        self._decode_s += computes_s
+        self._busy_s += busy_s
 
     def step(
         self, load: StepLoad, rest: StepLoad, computes_s: float, busy_s: float, repeated: Sequence[Repeated[Any]] = ()

@@ -241,6 +241,7 @@ def _fitting(policy: str | Policy, machine: Machine, link: str, serving: Serving
     engine = EngineSpec(
         block_size=serving.block_size,
         token_budget=serving.limits(machine.device).token_budget,
+        pinned=None,  # a simulated link has no kind of host memory
         block_bytes=machine.block_bytes(serving.block_size),
         geometry=machine.geometry.to_dict(),
         hardware=machine.hardware,

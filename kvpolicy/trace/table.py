@@ -110,6 +110,7 @@ class Header:
         return EngineSpec(
             self.block_size,
             self.token_budget,
+            pinned=None,  # in the rows of table transfers
             block_bytes=self.block_bytes,
             geometry=self.geometry,
             hardware=self.hardware,

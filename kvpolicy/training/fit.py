@@ -8,23 +8,19 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from kvpolicy.cost.forest import Forest
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, carried_quantities, unbounded
-from kvpolicy.cost.laws import Law
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import (
     Example,
     examples_of,
-    examples_of_option,
     log_miss,
     noise_floors,
-    ranges_of,
     stratified_folds,
 )
 from kvpolicy.datasets.profiles import Dataset, State
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.features import FEATURES, Features
+from kvpolicy.features import Features
 from kvpolicy.stats import quantile
 from kvpolicy.training.coverage import coverage
 from kvpolicy.training.extrapolation import (
@@ -34,9 +30,10 @@ from kvpolicy.training.extrapolation import (
     residuals_kept,
     with_growth,
 )
-from kvpolicy.training.family import Costs, Family, laws_of
+from kvpolicy.training.family import Costs, Family
 from kvpolicy.training.law_fits import fit_others_shares, fit_victim_delays, victim_delay_misses
-from kvpolicy.training.residual_fit import INPUTS, MIN_STATES, Fold, Target, choose_tree_count, fit_residual
+from kvpolicy.training.model_fit import fit_model, tree_counts
+from kvpolicy.training.residual_fit import MIN_STATES
 
 FOLDS = 5
 MIN_STATES_FOR_RESIDUAL = 20
@@ -64,11 +61,13 @@ def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: P
     if family.trees and len(states) < MIN_STATES:
         notes.append(f"{len(states)} training states are under {MIN_STATES}: physics alone, no residual was learned")
     elif family.trees:
-        folds_with_laws = [(_laws(family, fitting, dataset, floor_s), fitting, held_out) for fitting, held_out in folds]
-        for kind in KINDS:
-            trees[kind] = choose_tree_count([_fold(kind, *pair, floor_s[kind]) for pair in folds_with_laws], seed)
-            if not trees[kind]:
-                notes.append(f"{kind}: a learned residual did not help on unseen states; physics alone")
+        costs = [(_costs(fitting, dataset, floor_s), _costs(held_out, dataset, floor_s)) for fitting, held_out in folds]
+        trees = tree_counts(family, costs, KINDS, seed)
+        notes += [
+            f"{kind}: a learned residual did not help on unseen states; physics alone"
+            for kind in KINDS
+            if not trees[kind]
+        ]
     misses, fold_models = [], []
     for fitting, held_out in folds:
         fold_model, _ = _fit_once(family, fitting, dataset, provenance, trees, unbounded(), seed)
@@ -147,15 +146,8 @@ def _folds(states: Sequence[State], seed: int) -> list[tuple[list[State], list[S
     ]
 
 
-def _laws(family: Family, states: Sequence[State], dataset: Dataset, floor_s: dict[Kind, float]) -> dict[Kind, Law]:
-    return laws_of(family, Costs(examples_of(states), floor_s, dataset.transfers_of(states), dataset.budget_tokens))
-
-
-def _fold(kind: Kind, laws: Mapping[Kind, Law], fitting: list[State], held_out: list[State], floor_s: float) -> Fold:
-    def target(states: list[State]) -> Target:
-        return Target(kind, examples_of_option(states, kind), laws[kind], floor_s)
-
-    return Fold(target(fitting), target(held_out))
+def _costs(states: Sequence[State], dataset: Dataset, floor_s: Mapping[Kind, float]) -> Costs:
+    return Costs(examples_of(states), floor_s, dataset.transfers_of(states), dataset.budget_tokens)
 
 
 def _fit_once(
@@ -167,18 +159,7 @@ def _fit_once(
     intervals: Intervals,
     seed: int,
 ) -> tuple[FittedModel, dict[Kind, ForestText]]:
-    examples, floor_s = examples_of(states), noise_floors(states)
-    laws = _laws(family, states, dataset, floor_s)
-    forests: dict[Kind, ForestText] = {}
-    for kind in KINDS:
-        if trees[kind]:
-            forests[kind] = fit_residual(Target(kind, examples[kind], laws[kind], floor_s[kind]), trees[kind], seed)
-    residuals = {
-        kind: Forest.from_text(text.text, [FEATURES.index(name) for name in INPUTS[kind]])
-        for kind, text in forests.items()
-    }
-    ranges = {kind: ranges_of(examples[kind]) for kind in KINDS}
-    return FittedModel("", provenance, laws, residuals, ranges, floor_s, intervals), forests
+    return fit_model(family, _costs(states, dataset, noise_floors(states)), provenance, trees, intervals, seed)
 
 
 def held_out_scores(model: FittedModel, states: Sequence[State]) -> dict[str, object]:

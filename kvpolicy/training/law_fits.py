@@ -19,11 +19,8 @@ from kvpolicy.datasets.profiles import State
 from kvpolicy.datasets.tables import TransferRecord, TransferTable
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import Features
-from kvpolicy.regression.nnls import nonnegative_fit, relative_sum, robust_nonnegative_fit
+from kvpolicy.regression.nnls import relative_fit, typical_floor
 
-ROUNDS = 30
-OUTLIER_SCALES = 2.5
-"""Relative residuals above this many robust standard deviations count only linearly (Huber loss)."""
 MIN_TRANSFERS = 10
 MIN_PER_REGIME = 3
 """Minimum number of states in which no other request runs, and in which some do, to fit the two separately."""
@@ -49,24 +46,10 @@ def fit_analytic(
     }
 
 
-def relative_fit(design: Floats, seconds: Floats, floor_s: float) -> Floats:
-    """Coefficients c >= 0 that minimise the relative error of ``design @ c``; below the floor the absolute error.
-
-    Iteratively reweighted least squares with Huber's weights (1964). ``seconds`` may hold values below 0.
-    """
-    expected = np.maximum(seconds, max(floor_s, 0.05 * float(np.median(np.abs(seconds)))))
-    huber = np.ones(len(seconds))
-    coefficients = np.zeros(design.shape[1])
-    for iteration in range(ROUNDS):
-        previous = coefficients
-        coefficients = nonnegative_fit(design, seconds, huber / expected**2)
-        if iteration and np.allclose(coefficients, previous, rtol=1e-6, atol=0.0):
-            break
-        expected = np.maximum(design @ coefficients, floor_s)
-        relative_errors = np.abs(seconds - design @ coefficients) / expected
-        limit = OUTLIER_SCALES * max(1.4826 * float(np.median(relative_errors)), 1e-9)
-        huber = np.minimum(1.0, limit / np.maximum(relative_errors, 1e-300))
-    return coefficients
+def _cost_fit(design: Floats, seconds: Floats, floor_s: float, robust: bool = True) -> Floats:
+    """:func:`kvpolicy.regression.nnls.relative_fit` of costs, which noise can bring below 0."""
+    start = np.maximum(seconds, max(floor_s, typical_floor(seconds)))
+    return relative_fit(design, seconds, floor_s, start=start, robust=robust)
 
 
 def _column(examples: Sequence[Example], name: str) -> Floats:
@@ -119,7 +102,7 @@ def _with_roof(
     unit = RecomputeRoofline(0.0, 0.0, 1.0, 0.0, weight_s=roof_tokens, budget_tokens=budget_tokens)
     columns = [np.ones(len(examples)), alone, _recompute_s(unit, rows), _column(examples, "recomputed_pairs")]
     fixed_s, alone_s, s_per_token, s_per_pair = map(
-        float, relative_fit(np.column_stack(columns), _cost_s(examples), floor_s)
+        float, _cost_fit(np.column_stack(columns), _cost_s(examples), floor_s)
     )
     law = RecomputeRoofline(
         fixed_s, alone_s, s_per_token, s_per_pair, weight_s=roof_tokens * s_per_token, budget_tokens=budget_tokens
@@ -148,7 +131,7 @@ def _fit_swap(examples: Sequence[Example], transfers: Sequence[TransferRecord], 
         waited_s = channel.s_per_byte * _column(examples, f"queued_{direction}_bytes") * waits
         if np.count_nonzero(waited_s) >= MIN_PER_REGIME:
             columns[f"{direction}_queue_share"] = waited_s
-    fitted = relative_fit(np.column_stack(list(columns.values())), _cost_s(examples), floor_s)
+    fitted = _cost_fit(np.column_stack(list(columns.values())), _cost_s(examples), floor_s)
     coefficients = dict(zip(columns, map(float, fitted), strict=True))
     if "load_share" in coefficients:
         share = coefficients.pop("load_share")
@@ -197,11 +180,9 @@ def _channels(
             sizes, segments = _column(examples, f"{direction}_bytes"), _column(examples, f"{direction}_segments")
             seconds, floor = _cost_s(examples) / 2, floor_s / 2
         design = np.column_stack([np.ones(len(sizes)), sizes, segments])
-        channels.append(Channel(*map(float, relative_fit(design, seconds, floor))))
+        channels.append(Channel(*map(float, _cost_fit(design, seconds, floor))))
     return channels[0], channels[1]
 
-
-LINEAR_ROUNDS = 10
 
 LINEAR_INPUTS: dict[Kind, tuple[str, ...]] = {
     "recompute": ("recomputed_tokens", "running_requests", "batch_tokens"),
@@ -215,14 +196,9 @@ def fit_linear(examples: Examples, floor_s: Mapping[Kind, float]) -> dict[Kind, 
 
 
 def _fit(examples: Sequence[Example], inputs: tuple[str, ...], floor_s: float) -> LinearLaw:
-    """Fit with errors relative to the prediction, or to the floor if that is more. With errors relative to the
-    measured cost, a few preemptions that noise made cheap would dominate the fit."""
     cost = np.array([example.engine_s for example in examples])
     design = np.array([[1.0, *(getattr(example.x, name) for name in inputs)] for example in examples])
-    expected = np.maximum(cost, max(floor_s, 0.05 * float(np.median(np.abs(cost)))))
-    for _ in range(LINEAR_ROUNDS):
-        coefficients = relative_sum(design, cost, 1.0 / expected**2)
-        expected = np.maximum(design @ coefficients, floor_s)
+    coefficients = _cost_fit(design, cost, floor_s, robust=False)
     return LinearLaw(
         float(coefficients[0]), {name: float(c) for name, c in zip(inputs, coefficients[1:], strict=True) if c > 0}
     )
@@ -246,9 +222,8 @@ def fit_victim_delays(states: Sequence[State]) -> dict[Kind, LinearLaw]:
             return {}
         names = DELAY_INPUTS[kind]
         design = np.array([[1.0, *(getattr(example.x, name) for name in names)] for example in examples])
-        scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
         seconds = np.array([example.engine_s for example in examples])
-        constant, *weights = map(float, robust_nonnegative_fit(design / scale, seconds) / scale)
+        constant, *weights = map(float, relative_fit(design, seconds, typical_floor(seconds)))
         # Sorted by name, as in the model card: after reading it back the sum is the same to the last bit.
         laws[kind] = LinearLaw(constant, {name: c for name, c in sorted(zip(names, weights, strict=True)) if c > 0})
     return laws

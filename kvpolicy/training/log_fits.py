@@ -21,21 +21,21 @@ from pathlib import Path
 
 from kvpolicy.cost import store
 from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin, unbounded
-from kvpolicy.cost.laws import Law
 from kvpolicy.cost.model import FittedModel, Provenance
-from kvpolicy.cost.store import ForestText, forest_of
-from kvpolicy.datasets.examples import Example, log_miss, option_of, ranges_of
+from kvpolicy.cost.store import ForestText
+from kvpolicy.datasets.examples import log_miss, option_of
 from kvpolicy.datasets.logs import Record, Records, read_records
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.regression.conformal import CONFIDENCE, Margin
 from kvpolicy.trace import TraceError
 from kvpolicy.training.coverage import share_held
-from kvpolicy.training.family import Costs, Family, family_of, laws_of
+from kvpolicy.training.family import Costs, Family, family_of
 from kvpolicy.training.importance_weights import Average, Term, average, clipped, weight_of, weighted_examples
 from kvpolicy.training.law_transfer import scaled_by
+from kvpolicy.training.model_fit import fit_model, tree_counts
 from kvpolicy.training.reports import LogTrainReport
-from kvpolicy.training.residual_fit import INPUTS, MIN_STATES, Fold, Target, choose_tree_count, fit_residual
+from kvpolicy.training.residual_fit import MIN_STATES
 
 FOLDS = 5
 MIN_RECORDS = 30
@@ -129,12 +129,9 @@ def request_folds(records: Sequence[Record], folds: int, rng: random.Random) -> 
     return {name: number % folds for number, name in enumerate(requests)}
 
 
-def _examples(records: Sequence[Record]) -> dict[Kind, tuple[Example, ...]]:
-    return {kind: weighted_examples([record for record in records if record.kind == kind]) for kind in KINDS}
-
-
-def _laws(family: Family, examples: Mapping[Kind, tuple[Example, ...]], training: Records) -> dict[Kind, Law]:
-    return laws_of(family, Costs(examples, training.floor_s, budget_tokens=training.budget_tokens))
+def _costs(records: Sequence[Record], training: Records) -> Costs:
+    examples = {kind: weighted_examples([record for record in records if record.kind == kind]) for kind in KINDS}
+    return Costs(examples, training.floor_s, budget_tokens=training.budget_tokens)
 
 
 def _tree_counts(
@@ -147,22 +144,13 @@ def _tree_counts(
     trees: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     if not family.trees:
         return trees
-    examples_by_fold = [(_examples(fitting), _examples(held_out)) for fitting, held_out in folds]
-    laws = [_laws(family, fitting, training) for fitting, _ in examples_by_fold]
+    enough = [kind for kind in KINDS if len(training.of_kind(kind)) >= MIN_STATES]
+    costs = [(_costs(fitting, training), _costs(held_out, training)) for fitting, held_out in folds]
+    trees |= tree_counts(family, costs, enough, seed)
     for kind in KINDS:
-        if len(training.of_kind(kind)) < MIN_STATES:
+        if kind not in enough:
             notes.append(f"{kind}: under {MIN_STATES} records: physics alone, no residual was learned")
-            continue
-        floor_s = training.floor_s[kind]
-        trees[kind] = choose_tree_count(
-            [
-                Fold(Target(kind, fitting[kind], law[kind], floor_s), Target(kind, held_out[kind], law[kind], floor_s))
-                for (fitting, held_out), law in zip(examples_by_fold, laws, strict=True)
-                if held_out[kind]
-            ],
-            seed,
-        )
-        if not trees[kind]:
+        elif not trees[kind]:
             notes.append(f"{kind}: a learned residual did not help on unseen records; physics alone")
     return trees
 
@@ -176,25 +164,9 @@ def _fit_once(
     intervals: Intervals,
     seed: int,
 ) -> tuple[FittedModel, dict[Kind, ForestText]]:
-    examples, floor_s = _examples(records), training.floor_s
-    laws = _laws(family, examples, training)
-    forests = {
-        kind: fit_residual(Target(kind, examples[kind], laws[kind], floor_s[kind]), trees[kind], seed)
-        for kind in KINDS
-        if trees[kind]
-    }
-    assert all(forest.inputs == INPUTS[kind] for kind, forest in forests.items())
-    model = FittedModel(
-        "",
-        provenance,
-        laws,
-        {kind: forest_of(text) for kind, text in forests.items()},
-        {kind: ranges_of(examples[kind]) for kind in KINDS},
-        floor_s,
-        intervals,
-        step_time=training.step_time,
+    return fit_model(
+        family, _costs(records, training), provenance, trees, intervals, seed, step_time=training.step_time
     )
-    return model, forests
 
 
 # ---- intervals ----
@@ -341,4 +313,5 @@ def _provenance(family: Family, records: Records, training_records: Sequence[Rec
         state_ids=tuple(sorted({record.request for record in training_records})),
         noise={"variation": None},
         held_out={},
+        pinned=records.pinned,
     )

@@ -16,6 +16,7 @@ from kvpolicy.datasets.examples import examples_of, sample_states, stratified_fo
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.tables import Situations
+from kvpolicy.datasets.threshold import Difference, LengthRule, best_threshold, difference
 from kvpolicy.events import KINDS, Preemption
 from kvpolicy.features import FEATURES
 from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths, refuse_non_integer
@@ -51,6 +52,7 @@ def train(
     force: bool = False,
     seed: int = 0,
     mixed_hardware: bool = False,
+    pageable: bool = False,
 ) -> TrainReport | LogTrainReport:
     """Fit a cost model to the states that ``traces`` measured under both options.
 
@@ -61,12 +63,16 @@ def train(
     Production logs hold one option per situation; from these each option is learned from its own records
     (:mod:`kvpolicy.training.log_fits`).
 
+    A profile on an accelerator measures copies over page-locked and over pageable host memory. A model is of one kind:
+    of page-locked memory, or with ``pageable`` of the other.
+
     Some of the states are held out for the scores and for :func:`kvpolicy.evaluate`. At most :data:`MAX_STATES` states
     are used for training, and as many for the scores; the report says if these are a sample.
 
     Raises TraceError, naming table and row or file and field, for traces that cannot be trained on: one option missing,
     fewer than 12 states, impossible values, all states of one length, different machines unless ``mixed_hardware``,
-    over 30% noise unless ``force``; FileExistsError if ``out`` holds something other than a cost model.
+    over 30% noise unless ``force``; for ``pageable`` without copies over such
+    memory; FileExistsError if ``out`` holds something other than a cost model.
     """
     refuse_no_paths("traces", traces)
     if out is not None:
@@ -75,8 +81,15 @@ def train(
     refuse_non_integer("seed", seed, AMOUNT)
     replaced = out is not None and store.holds_model(Path(out))
     if traces and holds_logs(traces):
+        if pageable:
+            raise WrongValue("pageable", "is for profiles; a log is of one server, with one kind of host memory")
         return train_logged(traces, out, family, seed, mixed_hardware)
-    dataset = read_dataset(traces, mixed_hardware)
+    dataset = read_dataset(traces, mixed_hardware).of_host_memory(not pageable)
+    if pageable and dataset.pinned is not False:
+        raise TraceError(
+            f"{', '.join(map(str, traces))}: table transfers has no row with pinned false: nothing was measured over "
+            "pageable host memory"
+        )
     variation = _variation(dataset, force)
     if len(dataset.states) < MIN_STATES:
         raise TraceError(
@@ -188,6 +201,7 @@ def provenance_of(family: str, dataset: Dataset, training: Sequence[State], vari
         state_ids=tuple(sorted(name for state in training for name in state.ids)),
         noise={"variation": variation},
         held_out={},
+        pinned=dataset.pinned,
     )
 
 
@@ -196,6 +210,7 @@ def _report(
 ) -> TrainReport:
     training, held_out = parts
     outside, extrapolated = natural_outside(model, dataset.natural)
+    rule = best_threshold(training)
     below = {kind: sum(state.typical_s[kind] < model.floor_s[kind] for state in training) for kind in KINDS}
     return TrainReport(
         model=model,
@@ -218,7 +233,18 @@ def _report(
         floor=dataset.floor,
         replaced=False,
         prices=dataset.prices,
+        best_threshold=rule.policy,
+        against_threshold=_against(rule, model, held_out),
     )
+
+
+def _against(rule: LengthRule, model: FittedModel, states: Sequence[State]) -> Difference:
+    """Costs of the model's choices less those of the rule's, by the mean features of each state."""
+    examples, costs_s = examples_of(states), []
+    for number, state in enumerate(states):
+        predicted_s = {kind: model.seconds(kind, examples[kind][number].x) for kind in KINDS}
+        costs_s.append(state.mean_s["swap" if predicted_s["swap"] < predicted_s["recompute"] else "recompute"])
+    return difference("the model", costs_s, [rule.cost_s(state) for state in states])
 
 
 def natural_outside(model: FittedModel, natural: Sequence[Preemption]) -> tuple[dict[str, float], float | None]:
@@ -264,7 +290,7 @@ def calibrate(
         refuse_non_integer("states", states)
     model = with_laws(cost_model, "carried") if isinstance(cost_model, CostModel | type) else load(cost_model)
     forests = store.forest_texts(model)
-    dataset = read_dataset(traces)
+    dataset = read_dataset(traces).of_host_memory(model.pinned is not False)
     variation = _variation(dataset, force)
     enough_states = len(dataset.states) >= MIN_STATES_TO_HOLD_OUT
     training, held_out = split(dataset.states, seed) if enough_states else (list(dataset.states), [])

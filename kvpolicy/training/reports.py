@@ -9,6 +9,7 @@ from typing import Any
 from kvpolicy.attribution.step_work import BatchPrices
 from kvpolicy.cost.model import FittedModel
 from kvpolicy.datasets.quality import DataQuality
+from kvpolicy.datasets.threshold import Difference
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.training.error_by_count import ErrorByCount
 from kvpolicy.training.importance_weights import MAX_WEIGHT, Average
@@ -52,6 +53,10 @@ class TrainReport:
     """Whether the folder held a model before."""
     prices: BatchPrices
     """What a recomputed token costs beside the measured batches, over a decoded one."""
+    best_threshold: str
+    """Policy with the lowest cost over the training states that decides by length alone."""
+    against_threshold: Difference
+    """The model compared with it on the held-out states."""
 
     def to_dict(self) -> dict[str, Any]:
         return report_values(self)
@@ -71,6 +76,11 @@ class TrainReport:
                 f"  {kind:<10} {score['mean_error']:>7.1%} {score['p90_error']:>7.1%} {score['bias']:>+7.1%} "
                 f"{score['law_mean_error']:>14.1%} {self.trees[kind]:>6}"
             )
+        lines += [
+            "",
+            f"best threshold on the training states: {self.best_threshold}; on the held-out states",
+            f"  {self.against_threshold.text()}",
+        ]
         lines += ["", *self._coverage_lines(), *self._beyond_lines(), *self._delay_lines()]
         lines += ["", *self._noise_lines(), *self._natural_lines()]
         if self.always_wins:

@@ -26,11 +26,14 @@ def link_report(name: str, **more: Any) -> LinkReport:
         "name": name,
         "link": {"kind": "native"},
         "policies": {"vllm": arm},
-        "ratios": {"throughput a / b": Ratio(1.02, 0.99, 1.05, 8), "throughput c / d": Ratio(1.2, 1.1, 1.3, 8)},
+        "ratios": {
+            "throughput a / b": Ratio(1.02, 0.99, 1.05, 8),
+            "throughput learned / always-swap": Ratio(1.2, 1.1, 1.3, 8),
+        },
         "no_pressure_ratio": Ratio(1.0, 0.99, 1.01, 8),
         "no_pressure_preemptions": 0,
         "evaluate": {},
-        "train": {"always_wins": "swap"},
+        "train": {"always_wins": "swap", "best_threshold": "always-swap"},
         "comparison": Comparison(1000),
         "targets": {},
         "workload": {},
@@ -42,9 +45,26 @@ def link_report(name: str, **more: Any) -> LinkReport:
 def test_a_tie_is_called_a_tie_and_a_constant_policy_constant() -> None:
     text = DemoReport((link_report("native"),), "demo.json").text()
     assert "throughput a / b: tie (1.020, 0.990 to 1.050)" in text
-    assert "throughput c / d: 1.200 (1.100 to 1.300)" in text
+    assert "throughput learned / always-swap: 1.200 (1.100 to 1.300)" in text
     assert "the learned policy is constant" in text
     assert "no simulated link" in text
+
+
+def test_the_best_threshold_is_named_and_whether_the_learned_policy_serves_more() -> None:
+    text = DemoReport((link_report("native"),), "demo.json").text()
+    assert "best threshold on the training states: always-swap; the learned policy's throughput is better" in text
+    own_arm = link_report("native")
+    one = own_arm.policies["vllm"]
+    report = link_report(
+        "native",
+        train={"always_wins": None, "best_threshold": "threshold:200"},
+        policies={"learned": one, "best threshold": one},
+        ratios={"throughput learned / best threshold": Ratio(1.02, 0.99, 1.05, 8)},
+    )
+    text = DemoReport((report,), "demo.json").text()
+    assert "threshold:200; the learned policy's throughput is no better" in text
+    report = link_report("native", ratios={"throughput learned / always-swap": Ratio(0.9, 0.85, 0.95, 8)})
+    assert "always-swap; the learned policy's throughput is no better" in DemoReport((report,), "demo.json").text()
 
 
 def test_inexact_tokens_are_reported_first() -> None:

@@ -77,6 +77,31 @@ def test_a_grid_spreads_over_everything_it_is_to_cover() -> None:
     assert all(sum(state.other_prompts) <= SPAN.max_batch_tokens for state in states)
 
 
+def test_a_grid_shares_prompts_in_every_degree_and_no_more_than_another_request_has() -> None:
+    """A shared block is a full one of both prompts, before the last token, which is always computed."""
+    for size in (32, 64):
+        states = grid(size, 40, SPAN, random.Random(size))
+        sharing = [state for state in states if state.shared_blocks]
+        assert 40 / 4 <= len(sharing) <= 40 * 3 / 5
+        for state in sharing:
+            assert state.shared_blocks * size < min(state.prompt_tokens, state.other_prompts[0])
+            assert state.shared_blocks * size <= 0.75 * state.prompt_tokens + 1
+        shares = sorted(state.shared_blocks * size / state.prompt_tokens for state in sharing)
+        assert shares[0] < 0.3 and shares[-1] > 0.5
+        assert {state.cause for state in sharing} == {"memory", "forced"}
+
+
+def test_two_states_in_five_queue_behind_a_save() -> None:
+    states = grid(32, 40, SPAN, random.Random(0))
+    assert [sum(state.queued_share == share for state in states) for share in (0.0, 0.5, 1.0)] == [24, 8, 8]
+    assert not any(state.queued_share for state in check_states(32, SPAN))
+
+
+def test_a_request_alone_shares_nothing() -> None:
+    alone = grid(32, 40, replace(SPAN, max_others=0), random.Random(0))
+    assert not any(state.shared_blocks for state in alone)
+
+
 def test_a_grid_depends_on_its_seed_alone() -> None:
     assert grid(32, 24, SPAN, random.Random("a")) == grid(32, 24, SPAN, random.Random("a"))
     assert grid(32, 24, SPAN, random.Random("a")) != grid(32, 24, SPAN, random.Random("b"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from kvpolicy.cost import ModelError
 from kvpolicy.datasets.profiles import Sample, State, dataset_of, read_dataset
+from kvpolicy.datasets.threshold import best_threshold
 from kvpolicy.evaluation import evaluate
-from kvpolicy.evaluation.replay import is_tie, price
+from kvpolicy.evaluation.replay import _thresholds, is_tie, price
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.policy import load
 from kvpolicy.trace import TraceError
@@ -207,3 +209,67 @@ def test_a_replay_says_what_a_recomputed_token_costs() -> None:
     report = evaluate([SHIPPED], ["always-swap"])
     assert report.prices == read_dataset([SHIPPED]).prices
     assert report.prices.sentence() in report.text() and "a profile cannot say" in report.text()
+
+
+def test_the_threshold_is_that_of_the_models_training_states(model_folder: Path, tmp_path: Path) -> None:
+    """Both reports name the same rule, and compare the model with it on the same held-out states."""
+    trained = train([model_folder / "trace"], tmp_path / "model")
+    report = evaluate([model_folder / "trace"], ["always-swap", f"cheapest:{tmp_path / 'model'}"])
+    seen = [one for one in read_dataset([model_folder / "trace"]).states if one.ids & trained.model.state_ids]
+    assert report.threshold.rules == (trained.best_threshold,) == (best_threshold(seen).policy,)
+    assert report.threshold.chosen_on == "120 states that a model was trained on"
+    (against,) = report.threshold.against
+    assert against.states == trained.against_threshold.states == 40
+    assert against.mean_s == pytest.approx(trained.against_threshold.mean_s)
+    text = report.text()
+    assert "\nbest threshold   " in text
+    assert f"cheapest:{tmp_path / 'model'} less the best threshold: " in text
+    assert "always-swap less" not in text, "a rule by length alone"
+    assert report.to_dict()["threshold"]["against"][0]["high_s"] == against.high_s
+
+
+def test_where_cost_depends_on_length_alone_the_model_is_no_better_than_the_threshold(tmp_path: Path) -> None:
+    law = CostLaw(alone_s=0.0, overlap=1.0)
+    make_trace(seed=1, states=160, law=law, block_sizes=(32,)).write(tmp_path / "trace")
+    trained = train([tmp_path / "trace"], tmp_path / "model")
+    assert trained.best_threshold.startswith("threshold:")
+    assert trained.against_threshold.verdict.startswith("no better than the threshold")
+    assert f"best threshold on the training states: {trained.best_threshold};" in trained.text()
+    assert "no better than the threshold" in trained.text()
+    report = evaluate([tmp_path / "trace"], [f"cheapest:{tmp_path / 'model'}"])
+    assert "no better than the threshold" in report.text()
+    assert json.loads(json.dumps(trained.to_dict()))["best_threshold"] == trained.best_threshold
+
+
+def test_where_cost_depends_on_more_the_model_is_better_than_the_threshold(tmp_path: Path) -> None:
+    """A recompute beside nobody costs 20 ms more, so that swap is right there at every length."""
+    make_trace(seed=1, states=480, repeats=2, law=CostLaw(alone_s=20e-3)).write(tmp_path / "trace")
+    train([tmp_path / "trace"], tmp_path / "model")
+    report = evaluate([tmp_path / "trace"], [f"cheapest:{tmp_path / 'model'}"])
+    (against,) = report.threshold.against
+    assert against.high_s < 0
+    assert "better than the threshold" in report.text()
+    assert "no better" not in report.text()
+
+
+def test_without_training_states_no_threshold_is_judged_on_a_state_it_was_chosen_on() -> None:
+    """Whatever one state costs, its own rule stays the same, and those of the other folds follow it."""
+    states = list(dataset_of({"made": make_trace(states=30, repeats=2)}).states)
+    rules, chosen_on = _thresholds(states, [], seed=0)
+    assert chosen_on == "the states of the other folds, 5 folds"
+    order = sorted(range(30), key=lambda number: states[number].computed_tokens)
+    for number, recompute_s, swap_s in ((order[0], 1e6, 0.0), (order[15], 0.0, 1e6), (order[-1], 0.0, 1e6)):
+        changed = list(states)
+        extreme = state([recompute_s] * 2, [swap_s] * 2, round(states[number].computed_tokens))
+        changed[number] = replace(extreme, name=states[number].name)
+        changed_rules, _ = _thresholds(changed, [], seed=0)
+        assert changed_rules[number] == rules[number]
+        assert changed_rules != rules
+
+
+def test_a_report_without_a_model_has_a_threshold_too(model_folder: Path) -> None:
+    report = evaluate([model_folder / "trace"], ["always-swap"])
+    assert 1 <= len(report.threshold.rules) <= 5
+    assert report.threshold.against == ()
+    assert "chosen on the states of the other folds" in report.text()
+    assert report.threshold.score.total_s <= report.policies[0].total_s

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
-from kvpolicy.events import Cause, Decision, Option, Preemption
+from kvpolicy.events import Cause, Cost, Decision, Option, Preemption
 from kvpolicy.features import features_of
 from kvpolicy.policy import (
     Decider,
@@ -18,7 +19,8 @@ from kvpolicy.policy import (
     load,
     why_no_swap,
 )
-from kvpolicy.policy.cheapest import Always
+from kvpolicy.policy.base import NoState
+from kvpolicy.policy.cheapest import Always, Cheapest
 from kvpolicy.policy.decision import at_resume
 from tests.synthetic import situation
 
@@ -51,6 +53,25 @@ def test_a_swap_is_an_option_where_nothing_speaks_against_it(free_host_blocks: i
     assert kinds == (["recompute"] if why_no_swap(one) else ["recompute", "swap"])
 
 
+@dataclass(frozen=True)
+class Priced(Cheapest[NoState]):
+    """A millisecond for each token that is computed, 40 for a swap."""
+
+    cost_model: Any = None
+
+    def costs(self, situation: Preemption, options: Sequence[Option], state: NoState) -> tuple[Cost, ...]:
+        features = [features_of(situation, option) for option in options]
+        seconds = [one.recomputed_tokens * 1e-3 or 40e-3 for one in features]
+        return tuple(Cost(engine_s, 0.0, 0.0, 0.0, 0.0, engine_s, engine_s) for engine_s in seconds)
+
+
+class Undecided(Priced):
+    def by_costs(
+        self, situation: Preemption, options: Sequence[Option], costs: Sequence[Cost], state: NoState
+    ) -> tuple[float, ...]:
+        return (0.9, 0.1)
+
+
 class TestAtResume:
     """Of 100 tokens in blocks of 32, two blocks are still there."""
 
@@ -67,15 +88,19 @@ class TestAtResume:
         assert (recompute.recomputed_tokens, swap.save_bytes) == (36, 0)
         assert swap.load_bytes == 2 * VICTIM.block_bytes
 
-    @pytest.mark.parametrize(
-        ("name", "loads"),
-        [("always-swap", True), ("always-recompute", False), ("threshold:101", False), ("random:0.01", True)],
-    )
-    def test_the_policy_is_asked_again_and_an_earlier_draw_stands(self, name: str, loads: bool) -> None:
-        decider = Decider(load(name), random.Random(0))
+    @pytest.mark.parametrize("name", ["always-swap", "threshold:101", "random:0.01"])
+    def test_what_was_decided_stands(self, name: str) -> None:
+        assert Decider(load(name), random.Random(0)).loads(self.RESUMED)
+
+    def test_a_policy_that_goes_by_costs_is_asked_again(self) -> None:
+        """At the preemption 100 tokens are to be computed in 100 ms, now 36 in 36 ms; a swap costs 40 ms."""
+        decider = Decider(Priced("priced"), random.Random(0))
+        assert decider.decide(VICTIM).intended == "swap"
         before = decider._rng.getstate()
-        assert decider.loads(self.RESUMED) is loads
+        assert not decider.loads(self.RESUMED)
+        assert decider.loads(at_resume(VICTIM, 100, 32, 7, 5, 0, 0)), "64 tokens are to be computed"
         assert decider._rng.getstate() == before, "vLLM may ask any number of times"
+        assert Decider(Undecided("undecided"), random.Random(0)).loads(self.RESUMED), "an earlier draw stands"
 
     def test_what_was_pinned_is_loaded(self) -> None:
         decider = Decider(load("always-recompute"), random.Random(0))

@@ -7,6 +7,10 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
+from tests.synthetic import make_trace
+
 
 class Outside(HTMLParser):
     """What a page would fetch."""
@@ -49,3 +53,17 @@ def test_links_are_labelled_and_missing_parts_are_named(report_folder: Path) -> 
     assert "no whole run was served under recompute" in text
     values = json.loads((report_folder / "found.json").read_text())
     assert set(values) == {"native link", "simulated link, 0.1 GB/s and 5 ms"}
+
+
+def test_the_page_shows_the_best_threshold_beside_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    pipeline = pytest.importorskip("kvpolicy.reporting.pipeline")
+    make_trace(states=60, repeats=2).write(tmp_path / "trace")
+    pipeline.report([tmp_path / "trace"], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "<tr><td>learned</td>" in text
+    assert "<tr><td>best threshold</td>" in text
+    assert "learned less the best threshold: " in text
+    assert re.search(r"chosen on \d+ states that a model was trained on", text)
+    assert "cheapest:/" not in text, "the model's folder was a temporary one"

@@ -69,6 +69,19 @@ def test_what_there_is_to_win_is_a_share_between_nothing_and_the_bound(world: Wo
     assert won.decoded_tokens <= sum(row["output_tokens"] for row in trace.rows("requests"))
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("name", ["always-recompute", "always-swap"])
+def test_steps_taken_at_once_count_as_one_by_one(asynchronous: bool, name: str) -> None:
+    """Also the step that is in flight when such a run of steps begins, and the one that it leaves in flight."""
+    source = workload(*(Request(0.05 * number, 40 + 7 * number, 90 + 11 * number) for number in range(12)))
+    server = Server(
+        block_size=16, block_bytes=1, device_blocks=60, host_blocks=10_000, asynchronous=asynchronous,
+        link=Link(slowdown=0.1),
+    )  # fmt: skip
+    leaps, steps = (found(run(source, server, name, leap=leap)[0]).to_dict() for leap in (True, False))
+    assert leaps == pytest.approx(steps, rel=1e-9)
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_free_swaps_win_about_the_forecast(prefix_caching: bool) -> None:
     """60 requests on memory for a fifth of them: the makespan then is as much shorter as was said beforehand."""

@@ -16,7 +16,7 @@ from kvpolicy_vllm.bench.run_demo import QUICK, LinkResult, Loop
 TINY = dataclasses.replace(QUICK, requests=16, warm_up_requests=2, calm_requests=2)
 
 
-ARMS = {"vllm", "always-recompute", "always-swap", "learned"}
+ARMS = {"vllm", "always-recompute", "always-swap", "learned", "best threshold"}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,8 @@ def report(model: str, tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
     out = tmp_path_factory.mktemp("demo")
     loop = Loop(out, Path(model), True, TINY, 0, Console(stderr=True))
     header = {"kind": "simulated", "bytes_per_s": 1e9, "latency_s": 0.001}
-    link = LinkResult("simulated", SimulatedLink(1e9, 0.001), header, "threshold:100", {"always_wins": None}, {})
+    trained = {"always_wins": None, "best_threshold": "threshold:60"}
+    link = LinkResult("simulated", SimulatedLink(1e9, 0.001), header, "threshold:100", trained, {})
     return DemoReport(tuple(loop.overload([link])), str(out / "demo.json"))
 
 
@@ -78,4 +79,10 @@ def test_the_table_shows_arms_and_names_the_simulated_link(report: DemoReport) -
     text = report.text()
     assert all(arm in text for arm in ARMS)
     assert "SIMULATED link: 1e+09 bytes/s" in text
+    assert "best threshold on the training states: threshold:60; the learned policy's throughput is" in text
     assert "exact: " in text
+
+
+def test_a_constant_threshold_is_no_arm_of_its_own() -> None:
+    link = LinkResult("native", None, {"kind": "native"}, "cheapest:x", {"best_threshold": "always-swap"}, {})
+    assert [arm.name for arm in link.arms()] == ["vllm", "always-recompute", "always-swap", "learned"]

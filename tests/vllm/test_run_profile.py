@@ -6,6 +6,7 @@ A profile runs ``kvpolicy_vllm.bench.inspect_model``, then ``kvpolicy_vllm.bench
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute
+from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.settings import Measurement
 from kvpolicy.trace import Trace
 from kvpolicy_vllm.bench.profile_parts import Extent
 from kvpolicy_vllm.bench.profile_results import ProfileReport
 from kvpolicy_vllm.bench.run_profile import UNFINISHED, profile
+from kvpolicy_vllm.bench.states import grid
 
-SMALL = Extent((32,), 6, 2, 1, 2, 400, 3, 1200, 1024, max_extra=2)
+SMALL = Extent((32,), 9, 2, 1, 2, 400, 3, 1200, 1024, max_extra=2)
 
 
 SAME_IN_BOTH_ARMS = (
@@ -101,8 +104,43 @@ def test_what_was_to_be_executed_was(measured: Trace) -> None:
             assert row["executed"] == row["arm"]
             assert row["probabilities"][row["chosen"]] == 1.0
             assert outcome["ended"] == "resumed"
-            lost = (row["computed_tokens"], 0) if row["arm"] == "recompute" else (0, row["computed_tokens"])
-            assert (outcome["recomputed_tokens"], outcome["loaded_tokens"]) == lost
+            shared = row["shared_blocks"] * row["block_size"]
+            lost = row["computed_tokens"] - shared
+            brought_back = (lost, 0) if row["arm"] == "recompute" else (0, lost)
+            assert (outcome["recomputed_tokens"], outcome["loaded_tokens"]) == brought_back
+            assert outcome["local_hit_tokens"] == shared
+
+
+def test_victims_share_as_many_blocks_as_their_states_say(measured: Trace) -> None:
+    """Another request goes on holding them: a swap saves and does not load them."""
+    planned = grid(32, SMALL.states, SMALL.span(2048), random.Random("0/grid/32"))
+    assert {state.cause for state in planned if state.shared_blocks} == {"memory", "forced"}
+    states = by_state(measured)
+    moved: dict[tuple[str, str], int] = {
+        (row["preemption_id"], row["direction"]): row["bytes"] for row in measured.rows("transfers")
+    }
+    for state in planned:
+        for row in states[state.state_id]:
+            assert row["shared_blocks"] == state.shared_blocks
+            if row["arm"] == "swap":
+                saved, loaded = (moved[row["preemption_id"], direction] for direction in ("save", "load"))
+                assert saved == row["held_blocks"] * row["block_bytes"]
+                assert saved - loaded == state.shared_blocks * row["block_bytes"]
+
+
+def test_a_save_is_queued_before_victims_as_their_states_say(measured: Trace) -> None:
+    planned = grid(32, SMALL.states, SMALL.span(2048), random.Random("0/grid/32"))
+    assert {state.queued_share for state in planned} == {0.0, 0.5, 1.0}
+    states = by_state(measured)
+    for state in planned:
+        for row in states[state.state_id]:
+            lost_blocks = row["held_blocks"] - row["shared_blocks"]
+            assert row["queued_save_bytes"] == round(state.queued_share * lost_blocks) * row["block_bytes"]
+            assert row["queued_load_bytes"] == 0
+    queued = [row for row in measured.rows("transfers") if row["preemption_id"] == "queued"]
+    assert queued
+    assert {row["direction"] for row in queued} == {"save"}
+    assert len(dataset_of({"profile": measured}).states) == SMALL.states, "the other saves disturb no reader"
 
 
 def test_nothing_else_happens_in_a_window_that_counts(measured: Trace) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvpolicy.datasets.threshold import BEST_THRESHOLD
 from kvpolicy.stats import Ratio
 from kvpolicy_vllm.bench.exactness import Comparison
 
@@ -98,12 +99,23 @@ class LinkReport:
             lines.append(
                 f"{self.train['always_wins']} cost less in every measured state: the learned policy is constant"
             )
+        lines.append(self._threshold_line())
         comparison = self.comparison
         verdict = "exact" if comparison.exact else "NOT EXACT"
         lines.append(
             f"{verdict}: {comparison.tokens} tokens compared with runs with enough memory, {comparison.ties} ties"
         )
         return lines + [f"  {difference}" for difference in comparison.wrong[:10]]
+
+    def _threshold_line(self) -> str:
+        """What the best threshold is, and whether the learned policy served more than it."""
+        rule = self.train["best_threshold"]
+        arm = BEST_THRESHOLD if BEST_THRESHOLD in self.policies else rule
+        ratio = self.ratios[f"throughput learned / {arm}"]
+        better = ratio.significant and ratio.value > 1
+        return f"{BEST_THRESHOLD} on the training states: {rule}; the learned policy's throughput is " + (
+            "better" if better else "no better"
+        )
 
 
 def _ratio_text(ratio: Ratio) -> str:

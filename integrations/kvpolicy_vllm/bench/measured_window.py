@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ WINDOW_TOKENS = 4
 """Tokens the victim emits before its window ends."""
 MAX_WINDOW_S = 60.0
 MAX_PAUSE_STEPS = 32
+QUEUED = "queued"
+"""Request and preemption, in table ``transfers``, of a save that belongs to no request of a window."""
 OUTPUT_TOKENS = 100_000
 """Output tokens of every request, so many that none finishes by itself; limited by the model's length."""
 
@@ -151,12 +153,12 @@ class WindowDriver:
         if self.pool.get_num_free_blocks() < blocks:
             self.leave_free(blocks)
 
-    def add(self, tokens: int, rng: random.Random) -> Any:
-        """Add a request with a random prompt; return the scheduler's object for it."""
+    def add(self, tokens: int, rng: random.Random, beginning: Sequence[int] = ()) -> Any:
+        """Add a request with a random prompt after ``beginning``; return the scheduler's object for it."""
         known_ids = set(self.scheduler.requests)
         self._count += 1
         name = f"profile-{self._count}"
-        prompt = [rng.randrange(1, self._vocabulary) for _ in range(tokens)]
+        prompt = [*beginning, *(rng.randrange(1, self._vocabulary) for _ in range(tokens - len(beginning)))]
         max_tokens = min(OUTPUT_TOKENS, self.model_tokens - tokens)
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
@@ -167,13 +169,28 @@ class WindowDriver:
     def blocks_of(self, request: Any) -> list[int]:
         return [int(block) for block in self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]]
 
+    def queue_save(self, block_ids: Sequence[int]) -> None:
+        """Queue a save of these blocks for no request, if it leaves host memory for another one as large as all."""
+        copies = self.controller.copies
+        if block_ids and len(block_ids) <= copies.pool.free // 2:
+            copies.save(QUEUED, QUEUED, len(block_ids) * self.block_size, tuple(block_ids))
+
+    def is_alone(self, block: int) -> bool:
+        """Whether only one request holds the block."""
+        return bool(self.pool.blocks[block].ref_cnt == 1)
+
     def needs_block(self, request: Any) -> bool:
         """Whether the request's next token needs a further block."""
         return int(request.num_computed_tokens) + 1 > len(self.blocks_of(request)) * self.block_size
 
     def _set_up(self, state: State, rng: random.Random) -> Scene:
         others = [self.add(tokens, rng) for tokens in state.other_prompts]
-        victim = self.add(state.prompt_tokens, rng)
+        shared_tokens: list[int] = []
+        if state.shared_blocks:
+            shared_tokens = list(others[0].prompt_token_ids[: state.shared_blocks * self.block_size])
+            while not others[0].num_output_tokens:
+                self.step()  # so that the victim finds its blocks in the prefix cache
+        victim = self.add(state.prompt_tokens, rng, shared_tokens)
         while victim.num_output_tokens < max(1, state.decoded_tokens):
             if victim.num_preemptions or any(other.num_preemptions for other in others):
                 raise WindowError(f"state {state.state_id} does not fit into {self.pool.num_gpu_blocks} blocks")
@@ -183,15 +200,16 @@ class WindowDriver:
     def _clear(self) -> None:
         """Abort all requests and free all memory, then run idle steps, which take up the time between two windows."""
         self.controller.pin(None, None)
+        self.controller.swaps.forget(QUEUED)
         self.engine.abort_request(self._names)
         self._names = []
         self.pool.free_blocks(self._held_blocks)
         self._held_blocks = []
         deadline = self._clock() + MAX_WINDOW_S
         self.step()
-        while self.pool.get_num_free_blocks() < self.pool.num_gpu_blocks - 1:
+        while self.pool.get_num_free_blocks() < self.pool.num_gpu_blocks - 1 or self.controller.copies.under_way:
             if self._clock() > deadline:
-                raise WindowError(f"blocks were not given back within {MAX_WINDOW_S:g} s of a window's end")
+                raise WindowError(f"blocks were not given back, or copied, within {MAX_WINDOW_S:g} s of a window's end")
             self.step()
 
 
@@ -213,7 +231,7 @@ class Scene:
         driver, state = self.driver, self.state
         self._advance_to_preemption()
         final_tokens = [victim.num_output_tokens + WINDOW_TOKENS for victim in self.victims]
-        lost_blocks = [block for victim in self.victims for block in driver.blocks_of(victim)]
+        lost_blocks = [block for victim in self.victims for block in driver.blocks_of(victim) if driver.is_alone(block)]
         if arm != "none":
             labels = {"state_id": state.state_id, "arm": arm, "repeat": repeat}
             driver.controller.pin(arm, labels)
@@ -294,6 +312,7 @@ class Scene:
         else:
             for name in names:
                 driver.scheduler.preempt_at_next_step(name)
+        driver.queue_save(lost_blocks[: round(state.queued_share * len(lost_blocks))])
         driver.step()
         self._steps_out += 1
         # Under pressure other requests take the freed blocks. Here none does, so they are evicted from the cache.

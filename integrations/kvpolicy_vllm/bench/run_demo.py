@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from kvpolicy.datasets.profiles import read_dataset
+from kvpolicy.datasets.threshold import BEST_THRESHOLD
 from kvpolicy.errors import InputError
 from kvpolicy.evaluation.replay import evaluate
 from kvpolicy.hardware.link import SimulatedLink, header_link
@@ -164,7 +165,11 @@ class LinkResult:
     evaluate: dict[str, Any]
 
     def arms(self) -> tuple[Arm, ...]:
+        """Stock vLLM, the fixed policies, the learned one, and the best threshold unless it is one of the fixed."""
         policies = {name: name for name in FIXED} | {LEARNED: self.learned}
+        threshold = self.train["best_threshold"]
+        if threshold not in FIXED:
+            policies[BEST_THRESHOLD] = threshold
         return (Arm(STOCK, None, self.link), *(Arm(name, policy, self.link) for name, policy in policies.items()))
 
 
@@ -284,9 +289,10 @@ class Loop:
         targets: Targets,
     ) -> LinkReport:
         rng = random.Random(f"{self._seed}/bootstrap/{link.name}")
-        pairs = [(LEARNED, other) for other in (STOCK, *FIXED)] + [(fixed, STOCK) for fixed in FIXED]
+        rules = [name for name in (*FIXED, BEST_THRESHOLD) if name in runs]
+        pairs = [(LEARNED, other) for other in (STOCK, *rules)] + [(rule, STOCK) for rule in rules]
         ratios = {f"throughput {a} / {b}": throughput_ratio(runs[a], runs[b], rng) for a, b in pairs}
-        ratios |= {f"ttft {a} / {b}": ttft_ratio(runs[a], runs[b], rng) for a, b in pairs[:3]}
+        ratios |= {f"ttft {a} / {b}": ttft_ratio(runs[a], runs[b], rng) for a, b in pairs if a == LEARNED}
         return LinkReport(
             name=link.name,
             link=link.header,

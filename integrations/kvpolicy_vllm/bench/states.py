@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from kvpolicy.errors import InputError
 from kvpolicy.events import Cause
@@ -19,9 +19,15 @@ NATURAL_SHARE = 0.6
 """Share of natural states in a grid. Well over half remain natural even with the self-check's states, which are forced.
 """
 SPARE_LEVELS = (0, 2, 8, 32)
+SHARED_LEVELS = (0.0, 0.0, 0.25, 0.5, 0.75)
+"""Shares of the victim's prompt that another request begins with, too. Such blocks stay on the device: a swap saves and
+does not load them, and a recompute finds them, so that the costs of saves and loads can be told apart."""
+QUEUED_LEVELS = (0.0, 0.0, 0.0, 0.5, 1.0)
+"""Sizes of a save that the victim's copies queue behind, as shares of the blocks that the victim loses."""
 MIN_DECODED = 2
 LONG_WINDOW_TOKENS = 256
 """Tokens that every other request may emit while the victim is loaded back over a slow link."""
+Level = TypeVar("Level", int, float)
 CHECK_PREFIX = "check-"
 """Prefix of the ids of the self-check's states."""
 
@@ -47,6 +53,11 @@ class State:
     victims: int = 1
     """Requests evicted in one step: the victim and the last of the others. With several victims all requests must have
     the same length, and there must be as many as :func:`running_for` says."""
+    shared_blocks: int = 0
+    """Leading blocks of the victim's prompt that the first of the others begins with, too, and holds."""
+    queued_share: float = 0.0
+    """Size of a save that is queued when the victim is preempted, as if another request had lost its blocks just
+    before: a share of the blocks that the victim loses."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,7 +117,8 @@ class Span:
 
 
 def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[State, ...]:
-    """``count`` states, spread evenly over the logarithm of the length, the number of others and free memory.
+    """``count`` states, spread evenly over the logarithm of the length, the number of others, free memory, the share
+    of the victim's prompt that another request has, too, and the size of a save that its copies queue behind.
 
     Raises InputError for a count below 4 or an empty span.
     """
@@ -132,7 +144,12 @@ def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[S
             spare_blocks=spare[i],
         )
         states.append(_without_admissible_waiting(state, span))
-    return tuple(states)
+    shared = _shuffled_levels(SHARED_LEVELS, count, rng)
+    queued = _shuffled_levels(QUEUED_LEVELS, count, rng)
+    return tuple(
+        replace(_sharing(state, level), queued_share=share)
+        for state, level, share in zip(states, shared, queued, strict=True)
+    )
 
 
 def check_states(block_size: int, span: Span) -> tuple[State, State]:
@@ -152,6 +169,15 @@ def _others(count: int, victim_tokens: int, span: Span, rng: random.Random) -> t
     max_tokens = min(span.max_tokens, (span.max_batch_tokens - victim_tokens) // count)
     high = max(max_tokens, span.min_tokens + 1)
     return tuple(round(math.exp(rng.uniform(math.log(span.min_tokens), math.log(high)))) for _ in range(count))
+
+
+def _sharing(state: State, level: float) -> State:
+    """The state with the longest other request first, which shares ``level`` of the victim's prompt or what it can."""
+    others = tuple(sorted(state.other_prompts, reverse=True))
+    shared = min(round(level * state.prompt_tokens), *(tokens - 1 for tokens in (state.prompt_tokens, *others[:1])))
+    if not others or shared < state.block_size:
+        return state
+    return replace(state, other_prompts=others, shared_blocks=shared // state.block_size)
 
 
 def _without_admissible_waiting(state: State, span: Span) -> State:
@@ -175,7 +201,7 @@ def _log_strata(count: int, low: int, high: int, rng: random.Random) -> list[int
     return lengths
 
 
-def _shuffled_levels(levels: Sequence[int], count: int, rng: random.Random) -> list[int]:
+def _shuffled_levels(levels: Sequence[Level], count: int, rng: random.Random) -> list[Level]:
     """``count`` values of the levels, each about equally often, in random order."""
     values = [levels[i % len(levels)] for i in range(count)]
     rng.shuffle(values)

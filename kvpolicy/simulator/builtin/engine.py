@@ -319,14 +319,18 @@ class Engine:
         """Take the decode steps that end at ``ends_s``; see :meth:`_ends`."""
         batch = self.fast_path.batch
         last_s, members = batch.last_s, len(batch)
+        tokens, computes_s, busy_s = 0, 0.0, 0.0
         for began_s, end_s in pairwise(ends_s):
             self.steps_in_flight.append(self._batch_step(began_s, end_s))
             step = self.steps_in_flight.popleft()
             self.tallied.itl.add(step.end_s - last_s, members)
             self._count_step(step)
+            tokens += step.batch_requests
+            computes_s += step.computes_s
+            busy_s += step.end_s - step.began_s
             last_s = step.end_s
         self.now_s = batch.last_s = last_s
-        self.tallied.work.decoded(members * (len(ends_s) - 1), ends_s[-1] - ends_s[0])
+        self.tallied.work.decoded(tokens, computes_s, busy_s)
         self._device_free_s = ends_s[-1]
         if self.link.running:
             self._take_copies()
@@ -349,6 +353,7 @@ class Engine:
             read_tokens,
             batch_requests=count,
             batch_read_tokens=read_tokens,
+            computes_s=end_s - began_s,
             end_s=end_s,
         )
         self._steps += 1

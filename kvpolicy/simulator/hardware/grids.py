@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from kvpolicy.arrays import Flags, Floats, causal_pairs
 from kvpolicy.hardware import Geometry
-from kvpolicy.regression.ceilings import relative_fit
+from kvpolicy.regression.ceilings import positive_fit
 from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.simulator.hardware.interpolation import TERMS
 from kvpolicy.simulator.hardware.layout import Rows
@@ -51,7 +51,7 @@ def terms(tokens: Floats, context: Floats, requests: Floats, decoded: Floats) ->
 
 
 def constants_of(design: Floats, seconds: Floats) -> tuple[float, ...]:
-    return tuple(map(float, relative_fit(design, seconds, np.ones(len(seconds)))))
+    return tuple(map(float, positive_fit(design, seconds, np.ones(len(seconds)))))
 
 
 def _load_columns(name: str, at: Floats) -> tuple[Floats, Floats, Floats, Floats]:

@@ -1,0 +1,101 @@
+"""The best rule by length alone: swap from some number of computed tokens on. Training and evaluation compare with it.
+
+A cost model that is no better than this rule has learned nothing that a single number could not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import copysign, floor, sqrt
+from statistics import variance
+
+import numpy as np
+
+from kvpolicy.datasets.profiles import State
+from kvpolicy.errors import InputError
+from kvpolicy.events import KINDS, Kind
+from kvpolicy.stats import student_interval
+
+BEST_THRESHOLD = "best threshold"
+"""Name of the rule in tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRule:
+    """Swap a victim of ``swap_from`` computed tokens or more: 0 means always, None never."""
+
+    swap_from: int | None
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy that decides so."""
+        if self.swap_from is None:
+            return "always-recompute"
+        return f"threshold:{self.swap_from}" if self.swap_from else "always-swap"
+
+    def option(self, computed_tokens: float) -> Kind:
+        return "swap" if self.swap_from is not None and computed_tokens >= self.swap_from else "recompute"
+
+    def cost_s(self, state: State) -> float:
+        return state.mean_s[self.option(state.computed_tokens)]
+
+
+def best_threshold(states: Sequence[State]) -> LengthRule:
+    """Return the rule with the lowest total cost over ``states``, of equal ones the one that swaps most.
+
+    Candidates are always, never, and every length measured. The difference of a state's options counts as far as it
+    exceeds its standard error: else a single disturbed window could decide, and models, whose fits are robust, would be
+    compared with a rule that is worse than it need be. Raises InputError for no states.
+    """
+    if not states:
+        raise InputError("no states to choose a threshold on")
+    ordered = sorted(states, key=lambda state: state.computed_tokens)
+    lengths = np.array([state.computed_tokens for state in ordered])
+    extra_s = np.array([_significant_difference_s(state) for state in ordered])
+    # extra_from_s[i]: cost above that of never swapping if all states from the i-th on are swapped.
+    extra_from_s = np.append(np.cumsum(extra_s[::-1])[::-1], 0.0)
+    candidates = [0, *sorted({floor(length) for length in lengths if length >= 1})]
+    totals_s = [*extra_from_s[np.searchsorted(lengths, candidates)], 0.0]
+    best = int(np.argmin(totals_s))
+    return LengthRule(candidates[best] if best < len(candidates) else None)
+
+
+def _significant_difference_s(state: State) -> float:
+    """Cost of swap less that of recompute, nearer to 0 by the standard error where options were measured repeatedly."""
+    difference_s = state.mean_s["swap"] - state.mean_s["recompute"]
+    costs = [state.costs_s(kind) for kind in KINDS]
+    if min(map(len, costs)) < 2:
+        return difference_s
+    error_s = sqrt(sum(variance(values) / len(values) for values in costs))
+    return copysign(max(0.0, abs(difference_s) - error_s), difference_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Cost of a policy less that of the best threshold in the same states: seconds per state, with a 95% interval."""
+
+    policy: str
+    mean_s: float
+    low_s: float
+    high_s: float
+    states: int
+
+    @property
+    def verdict(self) -> str:
+        if self.mean_s == self.low_s == self.high_s == 0.0:
+            return "no better than the threshold: it costs the same in every state"
+        if self.high_s < 0.0:
+            return "better than the threshold"
+        return "worse than the threshold" if self.low_s > 0.0 else "no better than the threshold, within noise"
+
+    def text(self) -> str:
+        mean, low, high = (f"{value * 1e3:.3f}" for value in (self.mean_s, self.low_s, self.high_s))
+        return f"{self.policy} less the {BEST_THRESHOLD}: {mean} ms [{low}, {high}] per state: {self.verdict}"
+
+
+def difference(policy: str, costs_s: Sequence[float], threshold_costs_s: Sequence[float]) -> Difference:
+    """Compare a policy with the best threshold, state by state. Needs two states or more."""
+    pairs = zip(costs_s, threshold_costs_s, strict=True)
+    mean, low, high = student_interval([cost - threshold for cost, threshold in pairs])
+    return Difference(policy, mean, low, high, len(costs_s))
