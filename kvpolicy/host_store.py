@@ -65,16 +65,12 @@ class HostStore:
         self._unused = deque(range(slots))
         self._copies: dict[HostCopy, None] = {}
         self._by_key: dict[Hashable, HostBlock] = {}
-        self._watched: dict[Hashable, HostBlock] = {}
+        self.watched: dict[Hashable, HostBlock] = {}
+        """By place, blocks that have to be saved before their place on the device is given away."""
 
     @property
     def used(self) -> int:
         return self.total - self.free
-
-    @property
-    def watching(self) -> bool:
-        """Whether any block has to be saved before its place on the device is given away."""
-        return bool(self._watched)
 
     def obtainable(self, tokens: int, wanted: float) -> int:
         """Slots that a copy of a request of ``tokens`` computed tokens can have: those that are free and, where these
@@ -115,7 +111,7 @@ class HostStore:
 
     def lost(self, places: Iterable[Hashable]) -> list[HostBlock]:
         """The device gives these places away: return the blocks that must be saved before, with slots."""
-        watched = self._watched
+        watched = self.watched
         if not watched:
             return []
         gone = [watched.pop(place) for place in places if place in watched]
@@ -138,7 +134,7 @@ class HostStore:
 
     def key_at(self, place: Hashable) -> Hashable | None:
         """Key of the content that is watched at that place; None where none is."""
-        block = self._watched.get(place)
+        block = self.watched.get(place)
         return None if block is None else block.key
 
     def release(self, copy: HostCopy) -> None:
@@ -154,19 +150,19 @@ class HostStore:
         for block in self._by_key.values():
             block.key = None
         self._by_key.clear()
-        self._watched.clear()
+        self.watched.clear()
 
     def _watch(self, block: HostBlock) -> None:
-        earlier = self._watched.get(block.place)
+        earlier = self.watched.get(block.place)
         if earlier is not None:  # it was given away unnoticed, and its content is gone
             for holder in list(earlier.holders):
                 self.release(holder)
                 self.given_up.append(holder)
-        self._watched[block.place] = block
+        self.watched[block.place] = block
 
     def _unwatch(self, block: HostBlock) -> None:
-        if self._watched.get(block.place) is block:  # another content may be watched there by now
-            del self._watched[block.place]
+        if self.watched.get(block.place) is block:  # another content may be watched there by now
+            del self.watched[block.place]
 
     def _leave(self, block: HostBlock, copy: HostCopy) -> None:
         block.holders.remove(copy)

@@ -22,7 +22,7 @@ def test_only_what_has_no_key_is_saved_at_once() -> None:
     store = HostStore(8)
     copy = HostCopy(40)
     assert keys(store.add(copy, [("a", 7), ("b", 8), (None, 9)])) == [None]
-    assert store.used == 1 and store.watching
+    assert store.used == 1 and store.watched
     assert [block.slot is None for block in copy.blocks] == [True, True, False]
 
 
@@ -34,7 +34,7 @@ def test_a_block_is_saved_when_its_place_is_given_away_and_only_then() -> None:
     assert keys(store.lost([3, 8])) == ["b"] and store.lost([8]) == [], "once"
     assert (store.used, store.key_at(8)) == (1, None)
     store.release(copy)
-    assert (store.used, store.watching) == (0, False)
+    assert store.used == 0 and not store.watched
 
 
 def test_a_content_that_several_need_is_kept_once_until_the_last_has_it() -> None:
@@ -57,7 +57,7 @@ def test_a_load_keeps_only_what_it_reads_and_saves_what_is_still_on_the_device()
     store.lost([7])
     assert keys(store.begin_load(copy, 1, 4)) == ["c"]
     assert [block.slot is not None for block in copy.blocks] == [True, True, True]
-    assert not store.watching and store.used == 3, "the first one was in the prefix cache"
+    assert not store.watched and store.used == 3, "the first one was in the prefix cache"
     store.release(copy)
     assert store.used == 0
 
@@ -121,7 +121,7 @@ def test_after_a_change_of_weights_no_content_is_found_by_its_key() -> None:
     assert new.blocks[0] is not old.blocks[0] and store.key_at(7) == "a"
     store.release(old)
     store.release(new)
-    assert store.used == 0 and not store.watching
+    assert store.used == 0 and not store.watched
 
 
 class Device:
@@ -199,7 +199,7 @@ def test_every_copy_that_is_not_given_up_comes_back_as_it_was(seed: int) -> None
     assert device.loaded > 10
     for copy in list(device.kept):
         device.store.release(copy)
-    assert device.store.used == 0 and not device.store.watching
+    assert device.store.used == 0 and not device.store.watched
 
 
 def test_such_runs_give_copies_up_too() -> None:

@@ -67,7 +67,7 @@ class TestCopies:
         assert book.take_jobs(2, False, {8}.intersection) is book.take_jobs(3, False, nobody), "named once"
         book.begin_load("r", 1, (4, 5), 24)
         (load,) = book.take_jobs(4, False, nobody).loads
-        assert load.slots == slots_of(copy) and load.saved_by == second.copy_id and not book.pool.watching
+        assert load.slots == slots_of(copy) and load.saved_by == second.copy_id and not book.pool.watched
 
     def test_a_copy_of_what_is_all_on_the_device_needs_no_save(self) -> None:
         book = CopyBook(slots=4, ranks=1, block_bytes=100)

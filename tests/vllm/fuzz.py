@@ -303,7 +303,7 @@ def _left_behind(scheduler: Any, workers: list[SymbolicWorker], learner: Learner
         "host slots": controller.copies.pool.used,
         "copies": len(controller.copies._of_request) + len(controller.copies.pool._copies),
         "contents by key": len(controller.copies.pool._by_key),
-        "watched blocks": len(controller.copies.pool._watched),
+        "watched blocks": len(controller.copies.pool.watched),
         "copies under way": len(controller.copies._sent),
         "queued blocks": sum(controller.copies._queued_blocks.values()),
         "copies loading": controller.copies.loading,

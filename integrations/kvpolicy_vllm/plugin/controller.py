@@ -335,7 +335,8 @@ class Controller:
             total = restorable_tokens(request, self._scheduler, self.copies)
             first, last = (total - load_tokens) // size, -(-total // size)
             self.copies.begin_load(request_id, first, tuple(block_ids[first:last]), load_tokens)
-            self._unlisted_blocks += block_ids[first:last]
+            if self.copies.pool.watched:
+                self._unlisted_blocks += block_ids[first:last]
             self._scheduler.loaded_requests.load_begins(request)
         elif copy is not None and copy.load_tokens == 0:
             # The prefix cache has all its tokens, it is better to compute them, or vLLM does not load.
@@ -348,12 +349,13 @@ class Controller:
 
     def take_jobs(self, output: Any) -> StepJobs:
         """The workers' jobs in the step that vLLM has just scheduled. ``output``: what it schedules."""
-        if self.copies.pool.watching:
-            self.copies.lost(self._given_away(output))
-        self._unlisted_blocks = []
-        idle = output.total_num_scheduled_tokens == 0
-        jobs = self.copies.take_jobs(self._step.number, idle, self._taken_of)
-        self.swaps.step_taken()
+        copies = self.copies
+        if copies.pool.watched:
+            copies.lost(self._given_away(output))
+            self._unlisted_blocks = []
+        jobs = copies.take_jobs(self._step.number, output.total_num_scheduled_tokens == 0, self._taken_of)
+        if copies.begun or copies.given_up:
+            self.swaps.step_taken()
         if jobs.saves or jobs.loads:
             self._step.saves, self._step.loads = len(jobs.saves), len(jobs.loads)
             preemptions = {job.copy_id: self.copies.preemption_of(job) for job in (*jobs.saves, *jobs.loads)}
@@ -411,7 +413,7 @@ class Controller:
     # ---- from one state to the next ----
 
     def _decide(self, request: Any, cause: Cause, preemption_id: str) -> Kind:
-        if self.copies.pool.watching:
+        if self.copies.pool.watched:
             blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
             computed_blocks = -(-request.num_computed_tokens // self._scheduler.block_size)
             self._unlisted_blocks += [block.block_id for block in blocks[computed_blocks:]]

@@ -103,9 +103,9 @@ class CopyBook:
         """Jobs under way, by number."""
         self._unread_saves: dict[int, Sent] = {}
         """Those that are saves with blocks that no step was told of."""
-        self._begun: list[Copy] = []
+        self.begun: list[Copy] = []
         """Copies made since jobs were taken last."""
-        self._given_up: list[Copy] = []
+        self.given_up: list[Copy] = []
         self.loading = 0
         """Number of copies being loaded, including those of requests that are gone: their end must be waited for."""
         self._queued_blocks: dict[Direction, int] = {"save": 0, "load": 0}
@@ -130,7 +130,7 @@ class CopyBook:
         self.forget(request_id)
         copy = Copy(tokens, number=self._number(), request_id=request_id, preemption_id=preemption_id)
         self._of_request[request_id] = copy
-        self._begun.append(copy)
+        self.begun.append(copy)
         self._queue_saves(self.pool.add(copy, contents))
         return copy
 
@@ -140,7 +140,7 @@ class CopyBook:
 
     def take_given_up(self) -> list[Copy]:
         """Copies that were given up since the last call, because slots were short."""
-        given_up, self._given_up = self._given_up, []
+        given_up, self.given_up = self.given_up, []
         return given_up
 
     def loadable_tokens(self, request_id: str, wanted: int, local: int) -> int:
@@ -192,9 +192,9 @@ class CopyBook:
 
     def take_begun(self) -> list[Copy]:
         """Copies made since the last call that needed no save yet. Call after :meth:`take_jobs`."""
-        if not self._begun:
+        if not self.begun:
             return []
-        begun, self._begun = self._begun, []
+        begun, self.begun = self.begun, []
         return [copy for copy in begun if not copy.saved]
 
     def preemption_of(self, job: Job) -> str:
@@ -241,7 +241,7 @@ class CopyBook:
             for copy in self.pool.given_up:
                 if self._of_request.get(copy.request_id) is copy:
                     del self._of_request[copy.request_id]
-                    self._given_up.append(copy)
+                    self.given_up.append(copy)
             self.pool.given_up = []
 
     def _save_jobs(self) -> Iterator[Job]:

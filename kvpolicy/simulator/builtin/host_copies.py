@@ -40,7 +40,7 @@ class HostPool:
     @property
     def watching(self) -> bool:
         """Whether any block has to be saved before the device gives it away."""
-        return self._store.watching
+        return bool(self._store.watched)
 
     def watches(self, block: KeyedBlock) -> bool:
         """Whether the block has to be saved before the device gives it away."""
