@@ -107,7 +107,7 @@ class HostStore:
             else:
                 block.holders.append(copy)
             copy.blocks.append(block)
-        return [block for block in now if self._give_slot(block)]
+        return [block for block in now if block.holders and self._give_slot(block)]
 
     def lost(self, places: Iterable[Hashable]) -> list[HostBlock]:
         """The device gives these places away: return the blocks that must be saved before, with slots."""
@@ -121,7 +121,8 @@ class HostStore:
         """Blocks ``first`` to ``last``, exclusive, are about to be loaded; the copy's others are no longer needed.
 
         Return those that only the device has, which must be saved before, with slots. One that can have none, because
-        loads use them all, keeps the slot None: it cannot be loaded.
+        loads use them all, keeps the slot None: it cannot be loaded, and as nobody watches it any more, no later copy
+        may find it.
         """
         for block in copy.blocks[:first] + copy.blocks[last:]:
             self._leave(block, copy)
@@ -130,7 +131,11 @@ class HostStore:
         there = [block for block in copy.blocks if block.slot is None]
         for block in there:
             self._unwatch(block)
-        return [block for block in there if self._give_slot(block)]
+        saved = [block for block in there if self._give_slot(block)]
+        for block in there:
+            if block.slot is None:
+                self._forget_key(block)
+        return saved
 
     def key_at(self, place: Hashable) -> Hashable | None:
         """Key of the content that is watched at that place; None where none is."""
@@ -164,12 +169,17 @@ class HostStore:
         if self.watched.get(block.place) is block:  # another content may be watched there by now
             del self.watched[block.place]
 
+    def _forget_key(self, block: HostBlock) -> None:
+        if block.key is not None:
+            del self._by_key[block.key]
+            block.key = None
+
     def _leave(self, block: HostBlock, copy: HostCopy) -> None:
         block.holders.remove(copy)
         if block.holders:
             return
         if block.key is not None:
-            del self._by_key[block.key]
+            self._forget_key(block)
             self._unwatch(block)
         if block.slot is not None:
             self._unused.append(block.slot)

@@ -102,6 +102,31 @@ def test_a_block_that_can_have_no_slot_cannot_be_loaded() -> None:
     assert store.begin_load(second, 0, 1) == [] and slots(second) == [None] and store.given_up == []
 
 
+def test_no_later_copy_finds_a_block_that_could_have_no_slot() -> None:
+    store = HostStore(1)
+    first, second, third = HostCopy(16), HostCopy(32), HostCopy(40)
+    store.add(first, [(None, 1)])
+    store.begin_load(first, 0, 1)
+    store.add(second, [("a", 2)])
+    store.begin_load(second, 0, 1)
+    store.add(third, [("a", 5)])
+    store.release(first)
+    store.release(second)
+    assert keys(store.lost([2, 5])) == ["a"], "what is at 2 is watched by nobody"
+    assert third.blocks[0].place == 5 and store.used == 1
+    store.release(third)
+    assert store.used == 0
+
+
+def test_one_that_is_given_up_for_its_own_blocks_keeps_no_slot() -> None:
+    store = HostStore(2)
+    short, long = HostCopy(20), HostCopy(30)
+    store.add(short, [("a", 1), ("b", 2)])
+    store.lost([1, 2])
+    assert store.add(long, [("a", 1), ("b", 2), (None, 3), (None, 4)]) == []
+    assert store.given_up == [short, long] and store.used == 0
+
+
 def test_a_place_that_was_given_away_unnoticed_makes_its_copies_useless() -> None:
     store = HostStore(4)
     first, second = HostCopy(16), HostCopy(16)
