@@ -344,6 +344,18 @@ class TestBlocksThatSurvive:
         assert world.rows.rows["decisions"][0]["reason"] == "host_full"
         assert world.controller.loadable_tokens(world.request, 0) == 0
 
+    def test_also_one_that_is_given_up_in_the_step_that_made_it(self, world: World) -> None:
+        other = Request()
+        other.request_id, other.num_computed_tokens, other.num_tokens = "other", 128, 129
+        world.scheduler.requests["other"] = other
+        world.scheduler.blocks_of["other"] = list(range(10, 18))
+        world.controller.step_begins(world.scheduler)
+        world.controller.preempting(world.request, "memory")
+        world.controller.preempting(other, "memory")
+        world.rest_of_step({})
+        first = world.rows.rows["decisions"][0]
+        assert (first["executed"], first["reason"]) == ("recompute", "host_full") and self.saved(world)[0][0] == 10
+
 
 def test_a_reset_forgets_what_was_saved_and_swaps_nobody(world: World) -> None:
     world.preempt()

@@ -69,11 +69,13 @@ class Swaps:
             opened.loaded_tokens = copy.load_tokens
 
     def step_taken(self) -> None:
-        """The jobs of a step were taken: settle what had nothing to save, and what was given up for want of slots."""
-        for copy in self._copies.take_begun():
-            self._settle(copy.preemption_id)
+        """The jobs of a step were taken: settle what was given up for want of slots, and what had nothing to save.
+
+        In this order: a copy may be given up in the step that made it."""
         for copy in self._copies.take_given_up():
             self._given_up(copy)
+        for copy in self._copies.take_begun():
+            self._settle(copy.preemption_id)
 
     def _saved(self, preemption_id: str, ok: bool, opened: OpenPreemption | None) -> None:
         pending = self.undecided.pop(preemption_id, None)
