@@ -296,6 +296,14 @@ class TestBlocksThatSurvive:
         world.step(taken=[8])
         assert len(self.saved(world)) == 2
 
+    def test_a_block_that_has_its_hash_before_it_is_full_is_saved_at_once(self, world: World) -> None:
+        """As where the step that would have filled it preempts the request after all."""
+        world.scheduler.hash_block(9, "hash 9")
+        world.preempt()
+        assert self.saved(world) == [(9,)] and world.controller.copies.pool.key_at(9) is None
+        world.finish_copies("save")
+        assert world.rows.rows["decisions"][0]["hashed_blocks"] == 2
+
     def test_also_where_a_load_takes_them(self, world: World) -> None:
         world.preempt()
         world.scheduler.hash_block(8, None)

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
-from kvpolicy.events import Cause, Kind, copy_was_used
+from kvpolicy.events import Cause, Kind, Preemption, copy_was_used
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
 from kvpolicy.survival import Survival
@@ -427,18 +427,24 @@ class Controller:
         pending = Pending(situation, decision, identity)
         executed: Kind = "swap" if decision.executed == "swap" else "recompute"
         if executed == "swap":
-            self.swaps.begin(pending, self._contents(request.request_id, situation.held_blocks))
+            self.swaps.begin(pending, self._contents(request.request_id, situation))
         else:
             self.observers.tell("executed", pending)
         self.observers.tell("decided", pending)
         return executed
 
-    def _contents(self, request_id: str, held_blocks: int) -> list[tuple[Hashable | None, int]]:
+    def _contents(self, request_id: str, situation: Preemption) -> list[tuple[Hashable | None, int]]:
         """Hash and number of each block that a request loses, in order.
+
+        vLLM hashes a block when the step that fills it is scheduled. Where that step preempts the request after all,
+        the block is not full, and its hash stands for more than it holds.
 
         Where the engine clears new blocks, it may do so before the worker can save what they held. There no block can
         be left on the device, and none has a hash here.
         """
         manager, leave = self._scheduler.kv_cache_manager, not self._scheduler.needs_kv_cache_zeroing
-        blocks = manager.get_blocks(request_id).blocks[0][:held_blocks]
-        return [(block.block_hash if leave else None, block.block_id) for block in blocks]
+        blocks = manager.get_blocks(request_id).blocks[0][: situation.held_blocks]
+        full_blocks = situation.computed_tokens // situation.block_size if leave else 0
+        return [
+            (block.block_hash if index < full_blocks else None, block.block_id) for index, block in enumerate(blocks)
+        ]

@@ -182,9 +182,9 @@ def situation_of(
     """The situation of ``live``, which has left the running list. Time: O(its blocks + running requests)."""
     size = server.block_size
     held = -(-live.computed // size)
-    shared, hashed = scheduler.pool.shared(live, held), min(live.cached, held)
+    shared, hashed = scheduler.pool.shared(live, held), min(live.cached, live.computed // size)
     hit_blocks = survival.hit_blocks(held, shared, hashed, scheduler.pool.free, size, "memory")
-    save_blocks = held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : held])
+    save_blocks = held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : hashed])
     return Preemption(
         time_s=now_s,
         computed_tokens=live.computed,
