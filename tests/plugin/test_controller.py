@@ -296,6 +296,14 @@ class TestBlocksThatSurvive:
         world.step(taken=[8])
         assert len(self.saved(world)) == 2
 
+    def test_a_block_that_has_its_hash_before_it_is_full_is_saved_at_once(self, world: World) -> None:
+        """As where the step that would have filled it preempts the request after all."""
+        world.scheduler.hash_block(9, "hash 9")
+        world.preempt()
+        assert self.saved(world) == [(9,)] and world.controller.copies.pool.key_at(9) is None
+        world.finish_copies("save")
+        assert world.rows.rows["decisions"][0]["hashed_blocks"] == 2
+
     def test_also_where_a_load_takes_them(self, world: World) -> None:
         world.preempt()
         world.scheduler.hash_block(8, None)
@@ -343,6 +351,18 @@ class TestBlocksThatSurvive:
         assert world.stats("fallbacks") == {"fallbacks|reason=host_full": 1}
         assert world.rows.rows["decisions"][0]["reason"] == "host_full"
         assert world.controller.loadable_tokens(world.request, 0) == 0
+
+    def test_also_one_that_is_given_up_in_the_step_that_made_it(self, world: World) -> None:
+        other = Request()
+        other.request_id, other.num_computed_tokens, other.num_tokens = "other", 128, 129
+        world.scheduler.requests["other"] = other
+        world.scheduler.blocks_of["other"] = list(range(10, 18))
+        world.controller.step_begins(world.scheduler)
+        world.controller.preempting(world.request, "memory")
+        world.controller.preempting(other, "memory")
+        world.rest_of_step({})
+        first = world.rows.rows["decisions"][0]
+        assert (first["executed"], first["reason"]) == ("recompute", "host_full") and self.saved(world)[0][0] == 10
 
 
 def test_a_reset_forgets_what_was_saved_and_swaps_nobody(world: World) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
-from kvpolicy.events import Cause, Kind, copy_was_used
+from kvpolicy.events import Cause, Kind, Preemption, copy_was_used
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
 from kvpolicy.survival import Survival
@@ -69,11 +69,13 @@ class Swaps:
             opened.loaded_tokens = copy.load_tokens
 
     def step_taken(self) -> None:
-        """The jobs of a step were taken: settle what had nothing to save, and what was given up for want of slots."""
-        for copy in self._copies.take_begun():
-            self._settle(copy.preemption_id)
+        """The jobs of a step were taken: settle what was given up for want of slots, and what had nothing to save.
+
+        In this order: a copy may be given up in the step that made it."""
         for copy in self._copies.take_given_up():
             self._given_up(copy)
+        for copy in self._copies.take_begun():
+            self._settle(copy.preemption_id)
 
     def _saved(self, preemption_id: str, ok: bool, opened: OpenPreemption | None) -> None:
         pending = self.undecided.pop(preemption_id, None)
@@ -427,18 +429,24 @@ class Controller:
         pending = Pending(situation, decision, identity)
         executed: Kind = "swap" if decision.executed == "swap" else "recompute"
         if executed == "swap":
-            self.swaps.begin(pending, self._contents(request.request_id, situation.held_blocks))
+            self.swaps.begin(pending, self._contents(request.request_id, situation))
         else:
             self.observers.tell("executed", pending)
         self.observers.tell("decided", pending)
         return executed
 
-    def _contents(self, request_id: str, held_blocks: int) -> list[tuple[Hashable | None, int]]:
+    def _contents(self, request_id: str, situation: Preemption) -> list[tuple[Hashable | None, int]]:
         """Hash and number of each block that a request loses, in order.
+
+        vLLM hashes a block when the step that fills it is scheduled. Where that step preempts the request after all,
+        the block is not full, and its hash stands for more than it holds.
 
         Where the engine clears new blocks, it may do so before the worker can save what they held. There no block can
         be left on the device, and none has a hash here.
         """
         manager, leave = self._scheduler.kv_cache_manager, not self._scheduler.needs_kv_cache_zeroing
-        blocks = manager.get_blocks(request_id).blocks[0][:held_blocks]
-        return [(block.block_hash if leave else None, block.block_id) for block in blocks]
+        blocks = manager.get_blocks(request_id).blocks[0][: situation.held_blocks]
+        full_blocks = situation.computed_tokens // situation.block_size if leave else 0
+        return [
+            (block.block_hash if index < full_blocks else None, block.block_id) for index, block in enumerate(blocks)
+        ]

@@ -85,12 +85,13 @@ def situation_of(
     computed = request.num_computed_tokens
     held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
     shared = len(held) - [block.ref_cnt for block in held].count(1)
-    hashed, free = bisect_left(held, True, key=_is_unhashed), pool.get_num_free_blocks()
+    hashed = min(bisect_left(held, True, key=_is_unhashed), computed // size)  # see Controller._contents
+    free = pool.get_num_free_blocks()
     waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
     hit_blocks = survival.hit_blocks(len(held), shared, hashed, free, size, cause)
     save_blocks = float(len(held))
     if not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
-        save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in held[int(hit_blocks) :])
+        save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in held[int(hit_blocks) : hashed])
     return Preemption(
         time_s=now,
         computed_tokens=computed,

@@ -191,7 +191,9 @@ class CachingPool:
 
     def contents(self, live: LiveRequest, count: int) -> Contents:
         self._give_keys(live)
-        keyed: Contents = [(block.key, block) for block in live.keyed_blocks[:count]]
+        # A block has its key when the step that fills it is scheduled, which may preempt the request after all.
+        full = live.computed // self._size
+        keyed: Contents = [(block.key, block) for block in live.keyed_blocks[: min(full, count)]]
         return keyed + [(None, None)] * (count - len(keyed))
 
     def unevicting(self, count: int, keep: Callable[[KeyedBlock], bool]) -> int:

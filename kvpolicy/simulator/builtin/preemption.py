@@ -109,11 +109,13 @@ class Preemptions:
             copy.account.executed, copy.account.mixed = "recompute", True
 
     def jobs_taken(self, copies: HostPool) -> None:
-        """The copies of a step were taken: settle what had nothing to save, and what was given up for want of slots."""
-        for copy in copies.take_begun():
-            self._settle(copy.account)
+        """The copies of a step were taken: settle what was given up for want of slots, and what had nothing to save.
+
+        In this order: a copy may be given up in the step that made it."""
         for copy in copies.take_given_up():
             self._recompute_after_all(copy.account)
+        for copy in copies.take_begun():
+            self._settle(copy.account)
 
     def _recompute_after_all(self, account: Account) -> None:
         account.executed, account.mixed = "recompute", True
@@ -180,9 +182,9 @@ def situation_of(
     """The situation of ``live``, which has left the running list. Time: O(its blocks + running requests)."""
     size = server.block_size
     held = -(-live.computed // size)
-    shared, hashed = scheduler.pool.shared(live, held), min(live.cached, held)
+    shared, hashed = scheduler.pool.shared(live, held), min(live.cached, live.computed // size)
     hit_blocks = survival.hit_blocks(held, shared, hashed, scheduler.pool.free, size, "memory")
-    save_blocks = held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : held])
+    save_blocks = held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : hashed])
     return Preemption(
         time_s=now_s,
         computed_tokens=live.computed,
