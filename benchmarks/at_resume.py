@@ -5,8 +5,8 @@
 Places of the overflow matrix, simulated by the built-in engine with prefix caching: 300 requests at once on two
 machines by their data sheets, over their own link and over slower ones. Every arm meets the same requests, seed by
 seed. ``always-swap`` loads everything that the prefix cache lacks; ``cheapest:analytic`` is asked again when its victim
-comes back; the shares load so many of the lacking blocks, from the front, and compute the rest. Printed are throughput
-and mean end-to-end time over always-recompute, with 95% intervals over the seeds.
+comes back, or not; the shares load so many of the lacking blocks, from the front, and compute the rest. Printed are
+throughput and mean end-to-end time over always-recompute, with 95% intervals over the seeds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from pathlib import Path
 
 from overflow_matrix import CONTEXT_TOKENS, MACHINES, _blocks, serving_of
 
+from kvpolicy.events import Option, Preemption
+from kvpolicy.policy.base import NoState
+from kvpolicy.policy.cheapest import Cheapest
 from kvpolicy.simulator import Builtin, Summary
 from kvpolicy.stats import Ratio, student_ratio
 from kvpolicy.study.cell import Cell
@@ -44,12 +47,21 @@ class Arm:
     name: str
     policy: str
     load_share: float = 1.0
+    asked_again: bool = True
+
+
+class Once(Cheapest[NoState]):
+    """Decides at the preemption, once and for all."""
+
+    def loads(self, situation: Preemption, options: Sequence[Option], state: NoState) -> bool:
+        return True
 
 
 BASE = Arm("recompute", RECOMPUTE)
 ARMS = (
     Arm("load everything", "always-swap"),
-    Arm("cheapest, asked again", LEARNED),
+    Arm("cheapest", LEARNED),
+    Arm("cheapest, not asked again", LEARNED, asked_again=False),
     *(Arm(f"load {share:.0%}", "always-swap", share) for share in SHARES),
 )
 
@@ -72,12 +84,12 @@ def simulated(arm: Arm, machine: str, workload: str, share: float, link: str, se
     spec = f"{workload}?n={REQUESTS}&context={CONTEXT_TOKENS}"
     blocks = _blocks(spec, REQUESTS, share, serving)
     cell = Cell(spec, arm.policy, blocks, link, seed, f"{machine}:{config}", "builtin", serving)
-    hardware = machine_of(cell)
-    return (
-        Builtin(load_share=arm.load_share)
-        .run(source_of(cell), policy_of(cell)[0], server_of(cell, hardware), times_of(cell, hardware), seed)
-        .summary
-    )
+    hardware, (policy, _) = machine_of(cell), policy_of(cell)
+    if not arm.asked_again:
+        assert isinstance(policy, Cheapest)
+        policy = Once(policy.name, policy.cost_model, policy.objective)
+    engine = Builtin(load_share=arm.load_share)
+    return engine.run(source_of(cell), policy, server_of(cell, hardware), times_of(cell, hardware), seed).summary
 
 
 def measure(repeats: int) -> list[Figures]:
