@@ -3,9 +3,11 @@ lack something."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
@@ -15,7 +17,7 @@ from kvpolicy.evaluation.log_headroom import NO_STEPS, NO_SWAP_COSTS, log_headro
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.headroom import NO_PRICES, Headroom
 from kvpolicy.simulator import Link, Server
-from kvpolicy.trace import Trace
+from kvpolicy.trace import Trace, TraceError
 from tests.simulator.worlds import LINEAR, random_workload, run
 from tests.synthetic_logs import make_log
 
@@ -97,6 +99,34 @@ def test_what_the_trace_lacks_is_said() -> None:
     few = Trace(trace.headers, dict(trace.tables) | {"steps": steps.filter(pc.greater(steps["recomputed_tokens"], 0))})
     found = log_headroom([few], Rates())
     assert found.bound is None and "undisturbed steps" in found.unknown and found.tax is not None
+
+
+def with_costs(trace: Trace, *engine_s: float) -> Trace:
+    """Decisions with these costs of recompute and swap, as a policy with a cost model records them."""
+    table = trace.table("decisions")
+    kind = table.schema.field("costs").type.value_type
+    recorded = [{field.name: 0.0 for field in kind} | {"engine_s": s, "extrapolated": False} for s in engine_s]
+    costs = pa.array([recorded] * table.num_rows, table.schema.field("costs").type)
+    column = table.schema.get_field_index("costs")
+    return Trace(
+        trace.headers,
+        dict(trace.tables) | {"decisions": table.set_column(column, table.schema.field("costs"), costs)},
+    )
+
+
+def test_recorded_prices_come_before_those_of_a_model() -> None:
+    _, trace = simulated()
+    won = log_headroom([with_costs(trace, 9.0, 0.0)], Rates(9.0)).forecast
+    assert won == log_headroom([trace], Rates(0.0)).forecast and won
+    assert log_headroom([with_costs(trace, 9.0, 9.0)], Rates(0.0)).forecast == 0.0
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_recorded_price_that_is_no_number_is_refused_by_name(wrong: float) -> None:
+    _, trace = simulated()
+    first = trace.rows("decisions")[0]["preemption_id"]
+    with pytest.raises(TraceError, match=f"decisions, preemption {first}: costs: engine_s is {wrong}, should be a fin"):
+        log_headroom([with_costs(trace, 1.0, wrong)])
 
 
 def with_windows(trace: Trace, *windows: tuple[str, str, int, int]) -> Trace:
