@@ -74,6 +74,13 @@ def test_a_repetition_of_no_tokens_costs_nothing() -> None:
     assert found.recompute_s == {"a-1": pytest.approx(spent_s), "a-2": 0.0, "a-3": 0.0}
 
 
+def test_tokens_that_make_a_step_no_dearer_cost_nothing() -> None:
+    """By a law in which only decodes cost, a step with the victim's new token as a decode would have been dearer."""
+    odd = StepTimeModel(FIXED_S, (0.0, DECODE_S, 0.0, 0.0, 0.0, 0.0), "core a", 100, MODEL.error)
+    found = step_work(table(step(0, 0.0, (9, 0, 0, 45), repeated=[again("a-1", 8, -9, 45, -1)])), odd)
+    assert found.work.recompute_s == 0.0 and found.work.decode_s == pytest.approx(FIXED_S + DECODE_S)
+
+
 def test_without_a_model_seconds_are_unknown() -> None:
     found = step_work(table(step(0, 0.0, (9, 0, 0, 45), repeated=[again("a-1", 8, -9, 45, -1)])), None)
     assert (found.work.decode_s, found.work.recompute_s, found.recompute_s) == (None, None, {})
