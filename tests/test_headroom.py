@@ -119,10 +119,9 @@ def test_impossible_prices_are_refused_by_row() -> None:
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6), st.floats(1e-6, 1e6), SECONDS, SECONDS, SECONDS, SECONDS)
 def test_the_forecast_is_never_above_the_bound(
-    decoded: int, recomputed: int, decode_s: float, recompute_s: float, swap_s: float, prompts_s: float, saved_s: float
+    decoded: int, recomputed: int, decode_s: float, recompute_s: float, swap_s: float, busy_s: float, saved_s: float
 ) -> None:
-    """However long the rest of the steps took, and whatever prices say that could be saved."""
-    busy_s = decode_s + recompute_s + swap_s + prompts_s
+    """However long the steps took, shorter than they are priced too, and whatever prices say that could be saved."""
     found = headroom(Work(decoded, recomputed, decode_s, recompute_s, busy_s, swap_s), saved_s)
     assert found.bound is not None and found.forecast is not None
     assert 0.0 <= found.forecast <= found.bound * (1 + 1e-9)

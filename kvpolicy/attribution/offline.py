@@ -208,11 +208,17 @@ def _block_losses(row: Ints, ids: pa.Array) -> _Involved:
 
 
 def _recomputing_steps(steps: pa.Table) -> _Involved:
+    row, ids, parts = repeated_parts(steps)
+    return _Involved(row, ids, np.zeros(len(row)), parts)
+
+
+def repeated_parts(steps: pa.Table) -> tuple[Ints, pa.Array, Floats]:
+    """Row, preemption and :data:`REPEATED_PARTS` of everything that steps recompute."""
     lists = steps["repeated"].combine_chunks()
     flat = lists.flatten()
     row = np.asarray(pc.list_parent_indices(lists), dtype=np.int64)
     parts = np.column_stack([np.asarray(flat.field(name), dtype=np.float64) for name in REPEATED_PARTS])
-    return _Involved(row, flat.field("preemption_id"), np.zeros(len(row)), parts)
+    return row, flat.field("preemption_id"), parts
 
 
 def _copying_steps(steps: pa.Table, transfers: pa.Table) -> _Involved:
@@ -306,7 +312,7 @@ def _shares(core: _Core, model: StepTimeModel) -> _Shares:
     np.maximum.at(last_row, direct_of, direct.row)
     # The victim is one of the scheduled requests while it computes lost tokens, and after its last own step.
     others = _ints(core.steps, "scheduled_requests")[row] - ((own_parts[:, 0] > 0) | (row > last_row[preemption]))
-    extra_s = _extra_s(core, model, row, own_parts) * _share_of_step(row, weight, len(core.parts))
+    extra_s = _extra_s(core, model, row, own_parts) * share_of_step(row, weight, len(core.parts))
     return _Shares(names.take(pa.array(preemption)), extra_s, np.maximum(0.0, others), own_parts[:, 0])
 
 
@@ -321,7 +327,7 @@ def _with_aftermath_steps(core: _Core, row: Ints, preemption: Ints) -> tuple[Int
     return pairs[:, 0], pairs[:, 1]
 
 
-def _share_of_step(row: Ints, weight: Floats, rows: int) -> Floats:
+def share_of_step(row: Ints, weight: Floats, rows: int) -> Floats:
     """Each entry's share of its step: in proportion to weight, or equal if all weights are 0."""
     total = np.bincount(row, weight, rows)[row]
     sharers = np.bincount(row, minlength=rows)[row]

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from kvpolicy.arrays import Floats, Ints, causal_pairs
-from kvpolicy.attribution.offline import REPEATED_PARTS
+from kvpolicy.arrays import Floats, causal_pairs
+from kvpolicy.attribution.offline import repeated_parts, share_of_step
 from kvpolicy.attribution.step_time import PARTS, StepTimeModel, recompute_prices
 from kvpolicy.events import Preemption
 from kvpolicy.headroom import NO_STEP_TIMES, Work, share_text
@@ -39,7 +37,7 @@ def step_work(steps: pa.Table, model: StepTimeModel | None) -> StepWork:
     Raises TraceError, naming the row, for a step with more repeated tokens than scheduled ones.
     """
     parts = np.column_stack([_reals(steps, name) for name in PARTS])
-    row, ids, repeated = _repeated(steps)
+    row, ids, repeated = repeated_parts(steps)
     rest = parts.copy()
     np.subtract.at(rest, row, repeated)
     for wrong in np.flatnonzero(rest[:, 0] < 0)[:1]:
@@ -53,19 +51,10 @@ def step_work(steps: pa.Table, model: StepTimeModel | None) -> StepWork:
     if model is None:
         return StepWork(Work(decoded, recomputed, None, None if recomputed else 0.0, busy_s), {})
     added_s, decodes_s = recompute_prices(model, tuple(parts.T), tuple(rest.T))
-    share_s = added_s[row] * tokens / np.bincount(row, tokens, len(parts))[row]
+    share_s = added_s[row] * share_of_step(row, tokens, len(parts))
     work = Work(decoded, recomputed, float(decodes_s.sum()), float(share_s.sum()), busy_s)
-    names, index = np.unique(ids, return_inverse=True)
+    names, index = np.unique(np.asarray(ids.to_pylist(), dtype=np.str_), return_inverse=True)
     return StepWork(work, dict(zip(names.tolist(), np.bincount(index, share_s, len(names)).tolist(), strict=True)))
-
-
-def _repeated(steps: pa.Table) -> tuple[Ints, Any, Floats]:
-    """Row, preemption and parts of everything that steps recompute."""
-    lists = steps["repeated"].combine_chunks()
-    flat = lists.flatten()
-    row = np.asarray(pc.list_parent_indices(lists), dtype=np.int64)
-    parts = [np.asarray(flat.field(name), dtype=np.float64) for name in REPEATED_PARTS]
-    return row, np.asarray(flat.field("preemption_id").to_pylist(), dtype=np.str_), np.column_stack(parts)
 
 
 def _reals(table: pa.Table, column: str) -> Floats:

@@ -8,7 +8,7 @@ predicted nothing, what a cost model predicts for the recorded situation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import pyarrow as pa
@@ -192,9 +192,19 @@ def _price(row: Row, recomputed_s: float, cost_model: CostModel | None, prices: 
 
 
 def _predicted_s(row: Row, cost_model: CostModel | None) -> list[float] | None:
-    """Predicted engine time of each option: as recorded, or by the cost model."""
+    """Predicted engine time of each option: as recorded, or by the cost model.
+
+    Raises TraceError, naming the preemption, for a recorded cost that is not finite.
+    """
     if len(row["costs"]) == len(row["options"]):
-        return [cost["engine_s"] for cost in row["costs"]]
+        recorded_s = [cost["engine_s"] for cost in row["costs"]]
+        for seconds in recorded_s:
+            if not isfinite(seconds):
+                raise TraceError(
+                    f"table decisions, preemption {row['preemption_id']}: costs: engine_s is {seconds}, should be a "
+                    "finite number"
+                )
+        return recorded_s
     if cost_model is None:
         return None
     return [cost.engine_s for cost in cost_model.predict(situation_of(row), [Option(**o) for o in row["options"]])]

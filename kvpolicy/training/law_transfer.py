@@ -55,7 +55,7 @@ RECOMPUTE_GROUPS: Mapping[str, tuple[str, ...]] = {
 SHARE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "overhead": ("fixed_s", "alone_s"),
     "save": ("save_share", "save_queue_share"),
-    "load": ("load_alone_share", "load_beside_share", "load_queue_share"),
+    "load": ("load_alone_share", "load_beside_share", "load_queue_share", "load_held_share"),
 }
 
 

@@ -66,6 +66,21 @@ def test_a_step_of_nothing_else_counts_in_full_and_is_shared_by_tokens() -> None
     assert found.work.busy_s == pytest.approx(whole_s), "a step that computes nothing is no work"
 
 
+def test_a_repetition_of_no_tokens_costs_nothing() -> None:
+    row = step(0, 0.0, (104, 4, 404, 5050), repeated=[again("a-1", 100, 0, 5050), again("a-2", 0)])
+    found = step_work(table(row, step(1, 0.0, (4, 4, 408, 0), repeated=[again("a-3", 0)])), MODEL)
+    spent_s = law(104, 4, 404, 5050) - law(4, 4, 404, 0)
+    assert found.work.recompute_s == pytest.approx(spent_s)
+    assert found.recompute_s == {"a-1": pytest.approx(spent_s), "a-2": 0.0, "a-3": 0.0}
+
+
+def test_tokens_that_make_a_step_no_dearer_cost_nothing() -> None:
+    """By a law in which only decodes cost, a step with the victim's new token as a decode would have been dearer."""
+    odd = StepTimeModel(FIXED_S, (0.0, DECODE_S, 0.0, 0.0, 0.0, 0.0), "core a", 100, MODEL.error)
+    found = step_work(table(step(0, 0.0, (9, 0, 0, 45), repeated=[again("a-1", 8, -9, 45, -1)])), odd)
+    assert found.work.recompute_s == 0.0 and found.work.decode_s == pytest.approx(FIXED_S + DECODE_S)
+
+
 def test_without_a_model_seconds_are_unknown() -> None:
     found = step_work(table(step(0, 0.0, (9, 0, 0, 45), repeated=[again("a-1", 8, -9, 45, -1)])), None)
     assert (found.work.decode_s, found.work.recompute_s, found.recompute_s) == (None, None, {})

@@ -61,6 +61,15 @@ def test_a_disturbed_window_does_not_decide() -> None:
     assert best_threshold(states).policy == "always-swap"
 
 
+def test_a_difference_counts_less_its_standard_error() -> None:
+    """Swaps of 1.4 s and 3.4 s: 2.4 s, of which 1.4 count, more than the 1.2 s that swapping the other state saves."""
+    noisy = state(200, 0.0, 0.0)
+    swaps = tuple(replace(sample, engine_s=s) for sample, s in zip(noisy.samples["swap"], (1.4, 3.4), strict=True))
+    noisy = State(noisy.name, noisy.ids, {**noisy.samples, "swap": swaps})
+    assert best_threshold([state(100, 5.0, 3.8), noisy]).policy == "always-recompute"
+    assert best_threshold([state(100, 5.0, 3.5), noisy]).policy == "always-swap"
+
+
 def test_differences_are_paired_and_worked_by_hand() -> None:
     """Differences -1, -2, -3: mean -2, Student's half width 4.303 * 1 / sqrt(3) = 2.484."""
     tied = difference("x", [1.0, 2.0, 3.0], [2.0, 4.0, 6.0])

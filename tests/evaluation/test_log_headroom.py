@@ -3,19 +3,23 @@ lack something."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
 from kvpolicy import trace as traces
+from kvpolicy.attribution.offline import step_time_models
+from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.cost import CostModel
 from kvpolicy.evaluation.log_headroom import NO_STEPS, NO_SWAP_COSTS, log_headroom, served_headrooms, served_lines
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.headroom import NO_PRICES, Headroom
 from kvpolicy.simulator import Link, Server
-from kvpolicy.trace import Trace
+from kvpolicy.trace import Trace, TraceError
 from tests.simulator.worlds import LINEAR, random_workload, run
 from tests.synthetic_logs import make_log
 
@@ -30,15 +34,16 @@ class Rates(CostModel):
 
     swap_s: float = 1e-4
     name: str = "rates"
+    step_time: StepTimeModel | None = None
 
     def predict(self, situation: Preemption, options: list[Option]) -> tuple[Cost, ...]:  # type: ignore[override]
         seconds = {"recompute": 2e-5 * situation.computed_tokens, "swap": self.swap_s}
         return tuple(Cost(s, 0.0, 0.0, s, 0.0, s, s) for s in (seconds[option.kind] for option in options))
 
 
-def simulated(policy: str = "always-recompute", link: Link = BESIDE) -> tuple[Headroom, Trace]:
+def simulated(policy: str = "always-recompute", link: Link = BESIDE, server: Server = SERVER) -> tuple[Headroom, Trace]:
     """200 requests on memory for a few of them."""
-    outcome, trace = run(random_workload(5, 200, 60.0), replace(SERVER, link=link), policy, LINEAR)
+    outcome, trace = run(random_workload(5, 200, 60.0), replace(server, link=link), policy, LINEAR)
     assert outcome.summary.headroom is not None and sum(outcome.summary.preemptions.values()) > 20
     return outcome.summary.headroom, trace
 
@@ -97,14 +102,69 @@ def test_what_the_trace_lacks_is_said() -> None:
     few = Trace(trace.headers, dict(trace.tables) | {"steps": steps.filter(pc.greater(steps["recomputed_tokens"], 0))})
     found = log_headroom([few], Rates())
     assert found.bound is None and "undisturbed steps" in found.unknown and found.tax is not None
+    found = log_headroom([few], Rates(step_time=step_time_models(trace)[next(iter(trace.headers))]))
+    assert found.bound is not None and found.unknown == "", "step times of the cost model"
 
 
-def with_windows(trace: Trace, *windows: tuple[str, str, int, int]) -> Trace:
+def test_where_host_memory_was_full_nothing_can_be_saved() -> None:
+    known, trace = simulated(server=replace(SERVER, host_blocks=0))
+    found = log_headroom([trace], Rates(0.0))
+    assert found.bound == pytest.approx(known.bound, rel=0.02) and found.bound
+    assert (found.forecast, found.unknown) == (0.0, "")
+
+
+def test_swaps_that_noise_made_cheaper_than_nothing_cost_nothing() -> None:
+    _, trace = simulated("always-swap")
+    outcomes = trace.table("outcomes")
+    negative = pa.array([-1e-3] * outcomes.num_rows)
+    outcomes = outcomes.set_column(outcomes.schema.get_field_index("engine_s"), "engine_s", negative)
+    assert log_headroom([Trace(trace.headers, dict(trace.tables) | {"outcomes": outcomes})], Rates()).bound == 0.0
+
+
+def test_a_reset_leaves_no_choice_to_price() -> None:
+    _, trace = simulated()
+    decisions = trace.table("decisions")
+    causes = pa.array(["reset", *["memory"] * (decisions.num_rows - 1)])
+    decisions = decisions.set_column(decisions.schema.get_field_index("cause"), "cause", causes)
+    found = log_headroom([Trace(trace.headers, dict(trace.tables) | {"decisions": decisions})])
+    assert f"({decisions.num_rows - 1} of {decisions.num_rows - 1} preemptions)" in found.unknown
+
+
+def with_costs(trace: Trace, *engine_s: float) -> Trace:
+    """Decisions with these costs of recompute and swap, as a policy with a cost model records them."""
+    table = trace.table("decisions")
+    kind = table.schema.field("costs").type.value_type
+    recorded = [{field.name: 0.0 for field in kind} | {"engine_s": s, "extrapolated": False} for s in engine_s]
+    costs = pa.array([recorded] * table.num_rows, table.schema.field("costs").type)
+    column = table.schema.get_field_index("costs")
+    return Trace(
+        trace.headers,
+        dict(trace.tables) | {"decisions": table.set_column(column, table.schema.field("costs"), costs)},
+    )
+
+
+def test_recorded_prices_come_before_those_of_a_model() -> None:
+    _, trace = simulated()
+    won = log_headroom([with_costs(trace, 9.0, 0.0)], Rates(9.0)).forecast
+    assert won == log_headroom([trace], Rates(0.0)).forecast and won
+    assert log_headroom([with_costs(trace, 9.0, 9.0)], Rates(0.0)).forecast == 0.0
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_recorded_price_that_is_no_number_is_refused_by_name(wrong: float) -> None:
+    _, trace = simulated()
+    first = trace.rows("decisions")[0]["preemption_id"]
+    with pytest.raises(TraceError, match=f"decisions, preemption {first}: costs: engine_s is {wrong}, should be a fin"):
+        log_headroom([with_costs(trace, 1.0, wrong)])
+
+
+def with_windows(trace: Trace, *windows: tuple[str, str, int, int], discarded: str = "") -> Trace:
     (core,) = trace.headers
     rows = [
         {
             "state_id": state, "arm": arm, "repeat": 0, "cause": "memory", "first_step": first, "last_step": last,
-            "duration_s": 1.0, "preemption_id": None, "discarded": "",
+            "duration_s": 1.0, "preemption_id": None,
+            "discarded": discarded,
         }
         for state, arm, first, last in windows
     ]  # fmt: skip
@@ -133,9 +193,10 @@ def test_served_runs_are_told_apart_by_their_memory() -> None:
     assert lines[1] == f"memory 20%, recomputed: {found['memory/20'].sentence()}"
 
 
-def test_forced_overflows_do_not_say_how_often_memory_runs_out() -> None:
+def test_forced_overflows_and_discarded_runs_do_not_say_how_often_memory_runs_out() -> None:
     _, trace = simulated()
     assert served_headrooms(with_windows(trace, ("b16-000", "recompute", 0, 9)), Rates()) == {}
+    assert served_headrooms(with_windows(trace, ("memory/5", "recompute", 0, 9), discarded="disturbed"), Rates()) == {}
     (line,) = served_lines({})
     assert "is not known: no whole run was served under recompute" in line
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.optimize import nnls
 
 from kvpolicy.regression.nnls import nonnegative_fit, relative_fit, typical_floor
 
@@ -59,3 +60,15 @@ def test_fewer_rows_than_columns_are_fitted() -> None:
     fitted = nonnegative_fit(design, np.array([2.0, 3.0]), np.ones(2))
     assert fitted.min() >= 0
     assert design @ fitted == pytest.approx([2.0, 3.0])
+
+
+@pytest.mark.parametrize("rows", [511, 512, 1000])
+def test_many_rows_are_fitted_as_few_are(rows: int) -> None:
+    """Rows are decomposed in blocks of 256; those after the last whole block, here far above the others, count too."""
+    rng = np.random.default_rng(rows)
+    design = np.column_stack([np.ones(rows), rng.random((rows, 2))])
+    values = design @ np.array([1.0, 2.0, 0.5]) + 0.1 * rng.standard_normal(rows)
+    values[-200:] += 5.0
+    weights = rng.uniform(0.5, 2.0, rows)
+    wanted, _ = nnls(design * np.sqrt(weights)[:, None], values * np.sqrt(weights))
+    assert nonnegative_fit(design, values, weights) == pytest.approx(wanted, rel=1e-6)

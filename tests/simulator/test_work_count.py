@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
+from kvpolicy.attribution.ledger import OpenPreemption, Repeated
 from kvpolicy.headroom import Headroom
+from kvpolicy.policy import load
+from kvpolicy.policy.decision import Decider
 from kvpolicy.simulator import ConstantTimes, Link, Run, Server
+from kvpolicy.simulator.base import StepLoad
+from kvpolicy.simulator.work_count import WorkCount
 from kvpolicy.workload import Request
 from tests.simulator.random_runs import World, few_worlds
 from tests.simulator.worlds import SECONDS, SMALL, run, workload, worlds
+from tests.synthetic import situation
 
 TWO = workload(Request(0.0, 8, 8), Request(0.0, 8, 8))
 FREE = ConstantTimes(fixed_s=4e-3, per_part_s=(2e-5, 1e-5, 1e-7, 3e-8, 0.0, 0.0), copy_latency_s=0.0)
@@ -53,6 +60,22 @@ def test_under_always_swap_the_recompute_is_the_other_option() -> None:
 def test_where_host_memory_is_full_nothing_can_be_chosen() -> None:
     won = found(run(TWO, replace(SMALL, host_blocks=0), times=SECONDS)[0])
     assert won.bound == pytest.approx(0.08 / 14.14) and won.forecast == 0.0
+
+
+def test_victims_of_one_step_share_its_price_by_their_tokens() -> None:
+    """30 of 40 recomputed tokens cost 3 s and 10 of them 1 s. A swap would have cost 1 s: 2 s could be saved. Two
+    requests decode."""
+    times = ConstantTimes(fixed_s=0.0, per_part_s=(0.1, 0.0, 0.0, 0.0, 0.0, 0.0), copy_latency_s=0.5)
+    count = WorkCount(replace(SMALL, link=Link(overlapped=False)), times)
+    repeated = []
+    for name, tokens in (("a", 30), ("b", 10)):
+        one = situation(tokens, 4)
+        count.preempted(name, one, Decider(load("always-recompute"), random.Random(0)).decide(one))
+        repeated.append(Repeated(OpenPreemption(name, name, "recompute", tokens, 0.0, 0), tokens, 0, 0, 0, 1, 0))
+    count.step(StepLoad(42, 2, 20, 0, 2, 0), StepLoad(2, 2, 20, 0, 0, 0), 4.2, 4.2, repeated)
+    won = count.headroom()
+    assert (won.decoded_tokens, won.recomputed_tokens, won.recompute_token_s) == (2, 40, pytest.approx(0.1))
+    assert won.bound == pytest.approx(4.0 / 0.2) and won.forecast == pytest.approx(2.0 / 2.2, rel=1e-3)
 
 
 @few_worlds

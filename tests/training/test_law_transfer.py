@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.cost.laws import Channel, LinearLaw, RecomputeRoofline, SwapRoofline
+from kvpolicy.cost.laws import SWAP_FIELDS, Channel, LinearLaw, RecomputeRoofline, SwapRoofline
 from kvpolicy.cost.model import Provenance
 from kvpolicy.datasets.examples import examples_of
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.features import FEATURES, Features
-from kvpolicy.training.law_transfer import carry_law, rebased, scaled_by, unknown_beforehand
+from kvpolicy.training.law_transfer import SHARE_GROUPS, carry_law, rebased, scaled_by, unknown_beforehand
 from tests.synthetic import GEOMETRY, CostLaw, fitted_model, make_trace
 
 SLOWER = CostLaw(s_per_token=9e-5, s_per_pair=12e-9, fixed_s=1.2e-3, alone_s=4.5e-3)
@@ -80,7 +80,7 @@ def test_what_a_mixture_or_a_window_costs_is_carried_as_well() -> None:
     "law",
     [
         RecomputeRoofline(1e-3, 2e-3, 1e-5, 1e-9, weight_s=1e-2, s_per_kv_token=1e-8, budget_tokens=256.0),
-        SwapRoofline(Channel(1e-4, 1e-10, 1e-7), Channel(1e-4, 2e-10, 1e-7), 1e-3, 1e-3, 1.0, 0.9, 0.3, 0.1, 0.2),
+        SwapRoofline(Channel(1e-4, 1e-10, 1e-7), Channel(1e-4, 2e-10, 1e-7), 1e-3, 1e-3, 1.0, 0.9, 0.3, 0.1, 0.2, 0.7),
         LinearLaw(1e-3, {"computed_tokens": 1e-6, "load_bytes": 1e-11}),
     ],
 )
@@ -89,3 +89,7 @@ def test_a_scaled_law_predicts_so_much_more_everywhere(law: RecomputeRoofline | 
     for _ in range(20):
         x = Features(*(rng.uniform(0.0, 5000.0) for _ in FEATURES))
         assert sum(scaled_by(law, 1.7).parts(x)) == pytest.approx(1.7 * sum(law.parts(x)), rel=1e-9)
+
+
+def test_every_share_of_a_swap_is_scaled() -> None:
+    assert sorted(name for names in SHARE_GROUPS.values() for name in names) == sorted(SWAP_FIELDS)
