@@ -266,6 +266,18 @@ def test_a_policy_that_is_certain_at_resume_has_the_rest_computed() -> None:
     assert world.rows.rows["decisions"][0]["executed"] == "swap"
 
 
+def test_what_is_all_on_the_device_after_all_is_no_recompute_by_choice() -> None:
+    """Asked with one block there, the policy would not load; when the request is admitted, all are."""
+    world = World("python:tests.fickle:Fickle")
+    world.preempt()
+    world.finish_copies("save")
+    assert [world.controller.loadable_tokens(world.request, hit) for hit in (16, COMPUTED)] == [0, 0]
+    world.controller.admitted(world.request, [1, 2, 3], 0)
+    world.request.num_computed_tokens = COMPUTED
+    world.step(1)
+    assert world.events.told[-1] == ("resumed", "swap") and not world.stats("fallbacks")
+
+
 def test_a_policy_that_fails_at_resume_has_the_copy_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     complaints: list[str] = []
     world = World(complain=complaints.append)
@@ -306,7 +318,21 @@ class TestBlocksThatSurvive:
 
     def test_also_where_a_load_takes_them(self, world: World) -> None:
         world.preempt()
+        other = Request()
+        other.request_id = "other"
+        world.scheduler.requests["other"] = other
+        world.scheduler.blocks_of["other"] = [10, 11, 12]
+        world.controller.step_begins(world.scheduler)
+        world.controller.preempting(other, "memory")
+        world.rest_of_step({})
         world.scheduler.hash_block(8, None)
+        world.controller.admitted(other, [5, 8, 6], 40)
+        world.step()
+        assert self.saved(world) == [(9,), (10, 11, 12), (8,)]
+        assert [job.block_ids for job in world.jobs[-1].loads] == [(5, 8, 6)]
+
+    def test_what_a_load_needs_and_only_the_device_has_is_saved_before(self, world: World) -> None:
+        world.preempt()
         world.controller.admitted(world.request, [7, 5, 6], 24)
         world.step()
         assert self.saved(world) == [(9,), (8,)] and [job.block_ids for job in world.jobs[-1].loads] == [(5, 6)]

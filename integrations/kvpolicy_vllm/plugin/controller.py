@@ -304,7 +304,12 @@ class Controller:
             return 0
         total = restorable_tokens(request, self._scheduler, self.copies)
         tokens = self.copies.loadable_tokens(request.request_id, total, local_tokens)
-        return tokens if tokens == 0 or self._loads(request, total, local_tokens) else 0
+        if tokens:
+            return tokens if self._loads(request, total, local_tokens) else 0
+        copy = self.copies.of(request.request_id)
+        if copy is not None:  # an earlier answer, with less on the device, is not what happens
+            copy.asked_at_resume, copy.loads = None, True
+        return 0
 
     def _loads(self, request: Any, total_tokens: int, local_tokens: int) -> bool:
         """Whether a request that is about to come back loads what it lacks. The policy is asked anew when the local hit

@@ -76,7 +76,10 @@ class HostPool:
         if copy is None or copy.loading:
             return 0
         total_tokens = min(copy.tokens, live.tokens - 1)
-        if total_tokens <= local or not self.loads(live, total_tokens, local):
+        if total_tokens <= local:  # an earlier answer, with less on the device, is not what happens
+            copy.asked_at_resume, copy.loads = None, True
+            return 0
+        if not self.loads(live, total_tokens, local):
             return 0
         if self.load_share < 1.0:
             blocks = round((self._blocks(total_tokens) - self._blocks(local)) * self.load_share)
