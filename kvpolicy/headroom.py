@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
 from math import fsum, isfinite, isnan
 from typing import Any
 
@@ -222,4 +223,4 @@ def _per_token(seconds: float | None, tokens: int) -> float | None:
 def share_text(share: float) -> str:
     """A share in percent, with two significant digits, or whole from 10% on."""
     percent = 100 * share
-    return f"{percent:.0f}%" if percent >= 10 else f"{percent:.2g}%"
+    return f"{percent:.0f}%" if percent >= 10 else f"{Decimal(f'{percent:.2g}'):f}%"

@@ -92,7 +92,10 @@ def test_the_work_of_several_runs_is_their_sum_unless_one_does_not_know_it() -> 
     assert total([RUN, Work(1, 1, None, 1.0, 1.0, None)]) == Work(1001, 201, None, 1.4, 13.4, None)
 
 
-@pytest.mark.parametrize(("share", "text"), [(0.0, "0%"), (0.00041, "0.041%"), (0.0996, "10%"), (1.234, "123%")])
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0%"), (0.00041, "0.041%"), (4e-7, "0.00004%"), (0.0949, "9.5%"), (0.0996, "10%"), (1.234, "123%")],
+)
 def test_shares_have_two_digits(share: float, text: str) -> None:
     assert share_text(share) == text
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from kvpolicy.cost.intervals import unbounded
 from kvpolicy.datasets.examples import examples_of, noise_floors, ranges_of
 from kvpolicy.datasets.profiles import Dataset, dataset_of
@@ -35,6 +36,10 @@ def test_a_fit_has_the_familys_laws_and_a_forest_for_each_option_with_trees(data
     assert model.ranges == {kind: ranges_of(every.examples[kind]) for kind in KINDS}
     x = every.examples["recompute"][0].x
     assert model.seconds("recompute", x) != model.law_seconds("recompute", x)
+    assert model.step_time is None
+    step_time = StepTimeModel(1e-3, (0.0,) * 6, "core a", 100, HeldOutError(0.0, 0.0, 0.0))
+    timed, _ = fit_model(boosted, every, provenance, {"recompute": 0, "swap": 0}, unbounded(), 0, step_time)
+    assert timed.step_time == step_time
 
 
 def test_trees_are_counted_on_folds_that_hold_an_example_of_the_option(dataset: Dataset) -> None:

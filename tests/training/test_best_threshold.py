@@ -1,0 +1,21 @@
+"""The best threshold beside a trained model: chosen where the model was trained, compared where it was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvpolicy.datasets.profiles import dataset_of
+from kvpolicy.datasets.threshold import best_threshold
+from kvpolicy.training import train
+from tests.synthetic import CostLaw, make_trace
+
+
+def test_it_is_chosen_on_the_training_states(tmp_path: Path) -> None:
+    trace = make_trace(noise=0.1, repeats=3, law=CostLaw(copy_latency_s=8e-3))
+    trace.write(tmp_path / "trace")
+    report = train([tmp_path / "trace"], family="linear")
+    states, trained = dataset_of({"made": trace}).states, report.model.state_ids
+    training, held_out = ([state for state in states if bool(state.ids & trained) is part] for part in (True, False))
+    assert best_threshold(training).policy != best_threshold(held_out).policy, "else nothing is tested"
+    assert report.best_threshold == best_threshold(training).policy
+    assert report.against_threshold.states == len(held_out)
