@@ -95,7 +95,7 @@ _DRAWS = {
     "spare_blocks": lambda rng: rng.randint(0, 8) if rng.random() < 2 / 3 else rng.randint(20, 140),
     "ranks": lambda rng: rng.choice([1, 1, 2]),
     "policy": lambda rng: rng.choice(["always-swap", "random:0.7", FICKLE]),
-    "host_gib": lambda rng: rng.choice([0.25, 0.25, 0.02, 0.005]),
+    "host_gib": lambda rng: rng.choice([0.25, 0.25, 0.02, 0.005, 0.001]),
     "requests": lambda rng: rng.choice([12, 60]),
     "max_prompt_tokens": lambda rng: rng.choice([100, 300]),
     "max_output_tokens": lambda rng: rng.choice([30, 200]),
