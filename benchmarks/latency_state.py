@@ -17,6 +17,7 @@ from scheduler_alone import BLOCK, BLOCK_BYTES, LAYERS, make_scheduler
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
+from kvpolicy.survival import Survival
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.situation import RunningView, situation_of
 
@@ -56,11 +57,11 @@ def collecting(rounds: int, rng: random.Random, with_interval: Interval) -> dict
 
 
 def _median_us(scheduler: Any, copies: CopyBook, victim: Request) -> float:
-    spans = []
+    spans, survival = [], Survival()
     for _ in range(CALLS):
         begun = perf_counter_ns()
         view = RunningView(scheduler, victim)
-        situation_of(victim, scheduler, view, "memory", copies, copies.block_bytes // LAYERS, 0.0)
+        situation_of(victim, scheduler, view, "memory", copies, copies.block_bytes // LAYERS, survival, 0.0)
         spans.append(perf_counter_ns() - begun)
     return median(spans) / 1e3
 

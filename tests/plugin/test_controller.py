@@ -354,6 +354,14 @@ class TestBlocksThatSurvive:
         world.preempt()
         assert self.saved(world) == [(7, 8, 9)]
 
+    def test_where_a_tool_measures_it_evicts_blocks_and_all_are_saved_at_once(self, world: World) -> None:
+        world.controller.pin("swap", {"state_id": "s1", "arm": "swap", "repeat": 0})
+        world.preempt()
+        assert self.saved(world) == [(7, 8, 9)]
+        world.finish_copies("save")
+        (row,) = world.rows.rows["decisions"]
+        assert (row["hit_blocks"], row["save_blocks"]) == (row["shared_blocks"], BLOCKS)
+
     def test_a_swap_that_copies_nothing_is_settled_in_its_step(self, world: World) -> None:
         world.request.num_computed_tokens = 32
         world.preempt()

@@ -173,7 +173,8 @@ class WindowDriver:
         """Queue a save of these blocks for no request, if it leaves host memory for another one as large as all."""
         copies = self.controller.copies
         if block_ids and len(block_ids) <= copies.pool.free // 2:
-            copies.save(QUEUED, QUEUED, len(block_ids) * self.block_size, tuple(block_ids))
+            contents = [(None, block_id) for block_id in block_ids]
+            copies.keep(QUEUED, QUEUED, len(block_ids) * self.block_size, contents)
 
     def is_alone(self, block: int) -> bool:
         """Whether only one request holds the block."""

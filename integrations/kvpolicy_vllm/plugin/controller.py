@@ -427,7 +427,8 @@ class Controller:
         if self._running_view is None:
             self._running_view = RunningView(self._scheduler, request)
         view, scheduler, now = self._running_view, self._scheduler, self.clock()
-        situation = situation_of(request, scheduler, view, cause, self.copies, self._segment_bytes, self.survival, now)
+        survival = None if self._labels else self.survival  # a tool that measures evicts what the victim alone held
+        situation = situation_of(request, scheduler, view, cause, self.copies, self._segment_bytes, survival, now)
         refusal = why_not_loadable(request, self.copies, now)
         decision = self.decider.decide(situation, policies.why_no_swap(situation, refusal))
         identity = Identity(preemption_id, request.request_id, request.num_preemptions, self._belongs_to, self._labels)
@@ -446,10 +447,11 @@ class Controller:
         vLLM hashes a block when the step that fills it is scheduled. Where that step preempts the request after all,
         the block is not full, and its hash stands for more than it holds.
 
-        Where the engine clears new blocks, it may do so before the worker can save what they held. There no block can
-        be left on the device, and none has a hash here.
+        Where the engine clears new blocks, it may do so before the worker can save what they held, and a tool that
+        measures evicts them. There no block can be left on the device, and none has a hash here.
         """
-        manager, leave = self._scheduler.kv_cache_manager, not self._scheduler.needs_kv_cache_zeroing
+        manager = self._scheduler.kv_cache_manager
+        leave = not (self._scheduler.needs_kv_cache_zeroing or self._labels)
         blocks = manager.get_blocks(request_id).blocks[0][: situation.held_blocks]
         full_blocks = situation.computed_tokens // situation.block_size if leave else 0
         return [

@@ -76,10 +76,13 @@ def situation_of(
     cause: Cause,
     copies: CopyBook,
     segment_bytes: int,
-    survival: Survival,
+    survival: Survival | None,
     now: float,
 ) -> Preemption:
-    """The situation of ``request``, already removed from ``scheduler.running``. O(its blocks), apart from the view."""
+    """The situation of ``request``, already removed from ``scheduler.running``. O(its blocks), apart from the view.
+
+    ``survival``: None where only the blocks of other requests survive, and all are saved at once.
+    """
     pool = scheduler.kv_cache_manager.block_pool
     size = scheduler.block_size
     computed = request.num_computed_tokens
@@ -88,9 +91,11 @@ def situation_of(
     hashed = min(bisect_left(held, True, key=_is_unhashed), computed // size)  # see Controller._contents
     free = pool.get_num_free_blocks()
     waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
-    hit_blocks = survival.hit_blocks(len(held), shared, hashed, free, size, cause)
+    hit_blocks = float(shared)
+    if survival is not None:
+        hit_blocks = survival.hit_blocks(len(held), shared, hashed, free, size, cause)
     save_blocks = float(len(held))
-    if not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
+    if survival is not None and not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
         save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in held[int(hit_blocks) : hashed])
     return Preemption(
         time_s=now,
