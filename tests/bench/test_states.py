@@ -91,12 +91,6 @@ def test_a_grid_shares_prompts_in_every_degree_and_no_more_than_another_request_
         assert {state.cause for state in sharing} == {"memory", "forced"}
 
 
-def test_two_states_in_five_queue_behind_a_save() -> None:
-    states = grid(32, 40, SPAN, random.Random(0))
-    assert [sum(state.queued_share == share for state in states) for share in (0.0, 0.5, 1.0)] == [24, 8, 8]
-    assert not any(state.queued_share for state in check_states(32, SPAN))
-
-
 def test_a_request_alone_shares_nothing() -> None:
     alone = grid(32, 40, replace(SPAN, max_others=0), random.Random(0))
     assert not any(state.shared_blocks for state in alone)

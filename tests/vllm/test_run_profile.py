@@ -15,7 +15,6 @@ import pytest
 
 from kvpolicy import trace as traces
 from kvpolicy.attribution.offline import attribute
-from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.settings import Measurement
 from kvpolicy.trace import Trace
 from kvpolicy_vllm.bench.profile_parts import Extent
@@ -126,21 +125,6 @@ def test_victims_share_as_many_blocks_as_their_states_say(measured: Trace) -> No
                 saved, loaded = (moved[row["preemption_id"], direction] for direction in ("save", "load"))
                 assert saved == row["held_blocks"] * row["block_bytes"]
                 assert saved - loaded == state.shared_blocks * row["block_bytes"]
-
-
-def test_a_save_is_queued_before_victims_as_their_states_say(measured: Trace) -> None:
-    planned = grid(32, SMALL.states, SMALL.span(2048), random.Random("0/grid/32"))
-    assert {state.queued_share for state in planned} == {0.0, 0.5, 1.0}
-    states = by_state(measured)
-    for state in planned:
-        for row in states[state.state_id]:
-            lost_blocks = row["held_blocks"] - row["shared_blocks"]
-            assert row["queued_save_bytes"] == round(state.queued_share * lost_blocks) * row["block_bytes"]
-            assert row["queued_load_bytes"] == 0
-    queued = [row for row in measured.rows("transfers") if row["preemption_id"] == "queued"]
-    assert queued
-    assert {row["direction"] for row in queued} == {"save"}
-    assert len(dataset_of({"profile": measured}).states) == SMALL.states, "the other saves disturb no reader"
 
 
 def test_nothing_else_happens_in_a_window_that_counts(measured: Trace) -> None:

@@ -26,8 +26,6 @@ WINDOW_TOKENS = 4
 """Tokens the victim emits before its window ends."""
 MAX_WINDOW_S = 60.0
 MAX_PAUSE_STEPS = 32
-QUEUED = "queued"
-"""Request and preemption, in table ``transfers``, of a save that belongs to no request of a window."""
 OUTPUT_TOKENS = 100_000
 """Output tokens of every request, so many that none finishes by itself; limited by the model's length."""
 
@@ -169,13 +167,6 @@ class WindowDriver:
     def blocks_of(self, request: Any) -> list[int]:
         return [int(block) for block in self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]]
 
-    def queue_save(self, block_ids: Sequence[int]) -> None:
-        """Queue a save of these blocks for no request, if it leaves host memory for another one as large as all."""
-        copies = self.controller.copies
-        if block_ids and len(block_ids) <= copies.pool.free // 2:
-            contents = [(None, block_id) for block_id in block_ids]
-            copies.keep(QUEUED, QUEUED, len(block_ids) * self.block_size, contents)
-
     def is_alone(self, block: int) -> bool:
         """Whether only one request holds the block."""
         return bool(self.pool.blocks[block].ref_cnt == 1)
@@ -201,16 +192,15 @@ class WindowDriver:
     def _clear(self) -> None:
         """Abort all requests and free all memory, then run idle steps, which take up the time between two windows."""
         self.controller.pin(None, None)
-        self.controller.swaps.forget(QUEUED)
         self.engine.abort_request(self._names)
         self._names = []
         self.pool.free_blocks(self._held_blocks)
         self._held_blocks = []
         deadline = self._clock() + MAX_WINDOW_S
         self.step()
-        while self.pool.get_num_free_blocks() < self.pool.num_gpu_blocks - 1 or self.controller.copies.under_way:
+        while self.pool.get_num_free_blocks() < self.pool.num_gpu_blocks - 1:
             if self._clock() > deadline:
-                raise WindowError(f"blocks were not given back, or copied, within {MAX_WINDOW_S:g} s of a window's end")
+                raise WindowError(f"blocks were not given back within {MAX_WINDOW_S:g} s of a window's end")
             self.step()
 
 
@@ -313,7 +303,6 @@ class Scene:
         else:
             for name in names:
                 driver.scheduler.preempt_at_next_step(name)
-        driver.queue_save(lost_blocks[: round(state.queued_share * len(lost_blocks))])
         driver.step()
         self._steps_out += 1
         # Under pressure other requests take the freed blocks. Here none does, so they are evicted from the cache.

@@ -22,8 +22,6 @@ SPARE_LEVELS = (0, 2, 8, 32)
 SHARED_LEVELS = (0.0, 0.0, 0.25, 0.5, 0.75)
 """Shares of the victim's prompt that another request begins with, too. Such blocks stay on the device: a swap saves and
 does not load them, and a recompute finds them, so that the costs of saves and loads can be told apart."""
-QUEUED_LEVELS = (0.0, 0.0, 0.0, 0.5, 1.0)
-"""Sizes of a save that the victim's copies queue behind, as shares of the blocks that the victim loses."""
 MIN_DECODED = 2
 LONG_WINDOW_TOKENS = 256
 """Tokens that every other request may emit while the victim is loaded back over a slow link."""
@@ -55,9 +53,6 @@ class State:
     the same length, and there must be as many as :func:`running_for` says."""
     shared_blocks: int = 0
     """Leading blocks of the victim's prompt that the first of the others begins with, too, and holds."""
-    queued_share: float = 0.0
-    """Size of a save that is queued when the victim is preempted, as if another request had lost its blocks just
-    before: a share of the blocks that the victim loses."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,8 +112,8 @@ class Span:
 
 
 def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[State, ...]:
-    """``count`` states, spread evenly over the logarithm of the length, the number of others, free memory, the share
-    of the victim's prompt that another request has, too, and the size of a save that its copies queue behind.
+    """``count`` states, spread evenly over the logarithm of the length, the number of others, free memory, and the
+    share of the victim's prompt that another request has, too.
 
     Raises InputError for a count below 4 or an empty span.
     """
@@ -145,11 +140,7 @@ def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[S
         )
         states.append(_without_admissible_waiting(state, span))
     shared = _shuffled_levels(SHARED_LEVELS, count, rng)
-    queued = _shuffled_levels(QUEUED_LEVELS, count, rng)
-    return tuple(
-        replace(_sharing(state, level), queued_share=share)
-        for state, level, share in zip(states, shared, queued, strict=True)
-    )
+    return tuple(_sharing(state, level) for state, level in zip(states, shared, strict=True))
 
 
 def check_states(block_size: int, span: Span) -> tuple[State, State]:
