@@ -45,9 +45,21 @@ class HostCopy:
 
     tokens: int
     """Tokens whose KV the blocks hold."""
+    number: int = 0
+    """Rises in the order in which an engine makes copies."""
     blocks: list[HostBlock] = field(default_factory=list)
     loading: bool = False
     """Whether a load is reading its slots: they cannot be given up."""
+
+
+def by_owner(blocks: Iterable[HostBlock]) -> list[tuple[Any, list[HostBlock]]]:
+    """Copies in the order of their numbers, each with those of the blocks whose save is accounted to it. Blocks that no
+    copy needs any more are left out."""
+    needed: dict[Any, list[HostBlock]] = {}
+    for block in blocks:
+        if block.holders:
+            needed.setdefault(block.owner, []).append(block)
+    return sorted(needed.items(), key=lambda item: item[0].number)
 
 
 class HostStore:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 from kvpolicy.events import Preemption
-from kvpolicy.host_store import HostBlock, HostCopy, HostStore
+from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
 from kvpolicy_vllm.plugin.messages import NO_SLOT, Direction, Job, StepJobs, Transfer
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ NOTHING, NOTHING_IDLE = StepJobs(-1), StepJobs(-1, idle=True)
 class Copy(HostCopy):
     """Saved KV of one request, from one preemption."""
 
-    number: int
     request_id: str
     preemption_id: str
     saved: bool = False
@@ -128,7 +127,7 @@ class CopyBook:
         """Keep what a request is about to lose. ``contents``: hash and device block of each of its blocks, in order;
         without a hash a block is saved at once, for which the caller has checked that slots can be had."""
         self.forget(request_id)
-        copy = Copy(tokens, number=self._number(), request_id=request_id, preemption_id=preemption_id)
+        copy = Copy(tokens, self._number(), request_id=request_id, preemption_id=preemption_id)
         self._of_request[request_id] = copy
         self.begun.append(copy)
         self._queue_saves(self.pool.add(copy, contents))
@@ -246,15 +245,11 @@ class CopyBook:
 
     def _save_jobs(self) -> Iterator[Job]:
         """One job for each copy that a save is accounted to."""
-        needed: dict[Copy, list[HostBlock]] = {}
-        for block in self._saves:
-            if block.holders:
-                needed.setdefault(block.owner, []).append(block)
-            else:  # forgotten meanwhile
-                self._queued_blocks["save"] -= 1
+        saves = by_owner(self._saves)
+        self._queued_blocks["save"] += sum(len(blocks) for _, blocks in saves) - len(self._saves)  # less forgotten ones
         self._saves = []
-        for copy in sorted(needed, key=lambda copy: copy.number):
-            blocks, copy.saved = needed[copy], True
+        for copy, blocks in saves:
+            copy.saved = True
             job = self._job(copy, blocks, tuple(block.place for block in blocks))
             for block in blocks:
                 block.saved_by = job.copy_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvpolicy.events import Direction
-from kvpolicy.host_store import HostBlock, HostStore
+from kvpolicy.host_store import HostBlock, HostStore, by_owner
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.blocks import Contents
 from kvpolicy.simulator.builtin.live_request import Account, Copy, CopyJob, KeyedBlock, LiveRequest
@@ -61,7 +61,7 @@ class HostPool:
     def keep(self, live: LiveRequest, account: Account, contents: Contents) -> Copy:
         """Keep what the request is about to lose. The caller has checked that enough slots can be had."""
         self.forget(live)
-        copy = live.copy = Copy(account.tokens, number=self._number(), live=live, account=account)
+        copy = live.copy = Copy(account.tokens, self._number(), live=live, account=account)
         self._begun.append(copy)
         self._queue_saves(self._store.add(copy, contents))
         return copy
@@ -151,18 +151,14 @@ class HostPool:
 
     def _save_jobs(self) -> list[CopyJob]:
         """One save for each copy that blocks are saved for."""
-        needed: dict[Copy, list[HostBlock]] = {}
-        for block in self._saves:
-            if block.holders:
-                needed.setdefault(block.owner, []).append(block)
-            else:  # forgotten meanwhile
-                self._queued_blocks["save"] -= 1
+        saves = by_owner(self._saves)
+        self._queued_blocks["save"] += sum(len(blocks) for _, blocks in saves) - len(self._saves)  # less forgotten ones
         self._saves = []
         jobs = []
-        for copy in sorted(needed, key=lambda copy: copy.number):
+        for copy, blocks in saves:
             copy.saved = True
-            jobs.append(self._job(copy, needed[copy]))
-            for block in needed[copy]:
+            jobs.append(self._job(copy, blocks))
+            for block in blocks:
                 block.saved_by = jobs[-1].copy_id
         return jobs
 

@@ -95,7 +95,6 @@ class LiveRequest:
 class Copy(HostCopy):
     """What is kept of a request's KV, as it was at one preemption."""
 
-    number: int
     live: LiveRequest
     account: Account
     saved: bool = False
