@@ -285,6 +285,7 @@ def test_a_policy_that_fails_at_resume_has_the_copy_loaded(monkeypatch: pytest.M
     monkeypatch.setattr(world.controller.decider, "loads", lambda situation: 1 / 0)
     assert [world.controller.loadable_tokens(world.request, 0) for _ in range(3)] == [40, 40, 40]
     assert len(complaints) == 1, "not in every step"
+    assert world.stats("resume_undecided") == {"resume_undecided": 1}
 
 
 class TestBlocksThatSurvive:
