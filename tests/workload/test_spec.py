@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -99,6 +100,14 @@ def test_sessions_are_made_from_lengths() -> None:
     first = next(iter(open_workload("sessions:azure-conversation-2023?n=20&turns=3&think=5&rate=0.1")))
     assert (first.session, first.think_s) == ("conversation-0", None)
     assert first.arrival_s > 0
+
+
+@pytest.mark.parametrize("text", ["turns=1&think=5", "turns=4&think=0"])
+def test_users_have_equal_numbers_of_sessions(text: str) -> None:
+    """Sessions of one request, and of several without pauses: every user takes an equal share of both."""
+    source = open_workload(f"sessions:azure-conversation-2023?n=208&{text}&users=16")
+    firsts = {request.prefix[0]: request.session for request in reversed(list(source))}
+    assert Counter(firsts.values()) == {f"user-{user}": 13 for user in range(16)}
 
 
 def test_damaged_rows_are_skipped_when_asked(tmp_path: Path) -> None:
