@@ -27,7 +27,7 @@ from kvpolicy.workload.lengths import (
     length_at,
     scale_to,
 )
-from kvpolicy.workload.requests import Request, Source, Workload, WorkloadError
+from kvpolicy.workload.requests import DEFAULT_CLASS, ClosedLoop, Request, Source, Workload, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate, counts_of
 from kvpolicy.workload.sessions import Conversations, Session, Starting, Turn, Users, served
 from kvpolicy.workload.sharegpt import ShareGPT
@@ -41,6 +41,7 @@ __all__ = [
     "AZURE_CONVERSATION",
     "BURSTGPT",
     "DEEPSEEK_R1",
+    "DEFAULT_CLASS",
     "FORMATS",
     "LEVELS",
     "MOONCAKE",
@@ -51,6 +52,7 @@ __all__ = [
     "AtOnce",
     "Bursts",
     "Care",
+    "ClosedLoop",
     "Conversations",
     "Counts",
     "Even",

@@ -17,7 +17,7 @@ from kvpolicy.simulator.builtin.engine import Engine as BuiltinEngine
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.trace import Trace
-from kvpolicy.workload import Request, Workload
+from kvpolicy.workload import ClosedLoop, Request, Workload
 from kvpolicy_vllm.simulator.controller import number_of
 from kvpolicy_vllm.simulator.engine import Engine as VllmEngine
 from kvpolicy_vllm.simulator.engine import VllmScheduler
@@ -46,8 +46,11 @@ class Account:
 
 
 def drawn_workload(seed: int, count: int = 60) -> Workload:
-    """Prompts that share prefixes or not, sessions with think times, priorities, arrivals alone and together."""
+    """Prompts that share prefixes or not, sessions with think times, priorities, classes, arrivals alone and together;
+    under every fifth seed some of the requests are in closed loops."""
     rng = random.Random(f"agreement {seed}")
+    marks = random.Random(f"marks {seed}")
+    loops = (ClosedLoop(marks.randint(1, 6), "a"), ClosedLoop(marks.randint(1, 6), "b"), None) if seed % 5 == 3 else ()
     size = rng.choice((7, 16, 32))
     now_s, made = 0.0, []
     for number in range(count):
@@ -66,6 +69,9 @@ def drawn_workload(seed: int, count: int = 60) -> Workload:
                 session=session,
                 think_s=rng.choice((None, 0.0, 0.05)) if session else None,
                 priority=rng.randrange(3),
+                class_name=marks.choice(("default", "urgent")),
+                ttft_s=marks.choice((None, 0.5)),
+                loop=marks.choice(loops) if loops else None,
             )
         )
     return Workload(f"drawn {seed}", tuple(made), seed)

@@ -68,9 +68,24 @@ def test_the_cases_have_what_is_to_be_compared() -> None:
     assert {"", "host_full"} <= {row["reason"] for row in decisions}
     assert any(row["shared_blocks"] for row in decisions) and any(row["hashed_blocks"] for row in decisions)
     assert any(row["shared_blocks"] < row["hit_blocks"] < row["hashed_blocks"] - 1 for row in decisions)
+    requests = [row for one in told for row in one.rows("requests")]
+    assert {row["class"] for row in requests} == {"default", "urgent"} and {0, 1, 2} == {
+        row["priority"] for row in requests
+    }
     outcomes = [row for one in told for row in one.rows("outcomes")]
     assert any(row["local_hit_tokens"] and row["loaded_tokens"] for row in outcomes)
     assert any(row["recomputed_tokens"] for row in outcomes) and any(row["ended"] == "superseded" for row in outcomes)
+
+
+def test_requests_wait_in_closed_loops() -> None:
+    """Some of the cases that are compared have some, and in each one a request arrives later than by itself."""
+    cases = [drawn(seed, REQUESTS) for seed in SEEDS]
+    closed = [case for case in cases if any(request.loop for request in case.work)]
+    assert len(closed) >= 3
+    for case in closed:
+        rows = account("builtin", case).rows("requests")
+        own_s = {str(number): request.arrival_s for number, request in enumerate(case.work) if request.loop}
+        assert any(row["arrival_s"] > own_s.get(row["request"], row["arrival_s"]) for row in rows)
 
 
 def changed(case: Case) -> list[Case]:
