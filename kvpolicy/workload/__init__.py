@@ -15,6 +15,7 @@ from kvpolicy.workload.arrivals import (
     Weibull,
     random_arrivals,
 )
+from kvpolicy.workload.classes import Joined, Labelled, Looped
 from kvpolicy.workload.files import Care, Counts
 from kvpolicy.workload.length_tables import LengthTable
 from kvpolicy.workload.lengths import (
@@ -61,9 +62,12 @@ __all__ = [
     "Format",
     "Gamma",
     "Groups",
+    "Joined",
+    "Labelled",
     "Layout",
     "LengthTable",
     "Lengths",
+    "Looped",
     "Poisson",
     "Request",
     "Resized",
