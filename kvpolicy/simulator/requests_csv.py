@@ -19,6 +19,7 @@ import pyarrow.csv
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.workload import Request, Workload
+from kvpolicy.workload.requests import MARKS
 
 COUNTS = ("input_toks", "output_toks")
 ARRIVAL = "client_arrival_s"
@@ -97,7 +98,7 @@ def _marks(file: Path, table: pa.Table) -> list[dict[str, Any]]:
         values = _filled(file, name, table[name], np.inf)
         _refuse(file, values <= 0, name, values, "a number above 0, or empty")
         for row, value in enumerate(values.tolist()):
-            marks[row][name.replace("_deadline", "")] = value if np.isfinite(value) else None
+            marks[row][MARKS[name]] = value if np.isfinite(value) else None
     return marks
 
 

@@ -10,11 +10,9 @@ from kvpolicy.trace import Header, core_folders, iter_parts
 from kvpolicy.workload import Format, Request, WorkloadError
 from kvpolicy.workload.files import Care, Counts
 from kvpolicy.workload.options import Options
-from kvpolicy.workload.requests import Source
+from kvpolicy.workload.requests import MARKS, Source
 
 COLUMNS = ("request", "arrival_s", "prompt_tokens", "output_tokens")
-MARKS = {"class": "class_name", "priority": "priority", "ttft_deadline_s": "ttft_s", "tpot_deadline_s": "tpot_s"}
-"""Fields of a request by the column that has them, in traces that have it."""
 
 ParsedRow = tuple[float, str, int, int, int, dict[str, Any]]
 """Arrival, request, prompt and output tokens, the row among its core's requests, and what the request says of itself.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from numbers import Integral, Real
@@ -13,6 +13,13 @@ from kvpolicy.errors import KVPolicyError
 
 DEFAULT_CLASS = "default"
 """Class of a request that names none."""
+MARKS: Mapping[str, str] = {
+    "class": "class_name",
+    "priority": "priority",
+    "ttft_deadline_s": "ttft_s",
+    "tpot_deadline_s": "tpot_s",
+}
+"""What a request says of itself: its fields by their columns in tables of requests, all of them optional."""
 
 
 @dataclass(frozen=True, slots=True)
