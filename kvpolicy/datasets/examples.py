@@ -22,6 +22,8 @@ class Example:
 
     x: Features
     engine_s: float
+    weight: float = 1.0
+    """Number of situations that it stands for."""
 
 
 Examples = Mapping[Kind, tuple[Example, ...]]

@@ -31,7 +31,7 @@ from kvpolicy.regression.conformal import CONFIDENCE, Margin
 from kvpolicy.trace import TraceError
 from kvpolicy.training.coverage import share_held
 from kvpolicy.training.family import Costs, Family, family_of
-from kvpolicy.training.importance_weights import Average, Term, average, clipped, weight_of, weighted_examples
+from kvpolicy.training.importance_weights import Average, Term, average, clipped, weight_of, weighted_example
 from kvpolicy.training.law_transfer import scaled_by
 from kvpolicy.training.model_fit import fit_model, tree_counts
 from kvpolicy.training.reports import LogTrainReport
@@ -130,7 +130,7 @@ def request_folds(records: Sequence[Record], folds: int, rng: random.Random) -> 
 
 
 def _costs(records: Sequence[Record], training: Records) -> Costs:
-    examples = {kind: weighted_examples([record for record in records if record.kind == kind]) for kind in KINDS}
+    examples = {kind: tuple(weighted_example(record) for record in records if record.kind == kind) for kind in KINDS}
     return Costs(examples, training.floor_s, budget_tokens=training.budget_tokens)
 
 

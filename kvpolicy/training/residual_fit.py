@@ -45,6 +45,10 @@ class Target:
         """Shape (examples, inputs)."""
         return np.array([[getattr(example.x, name) for name in INPUTS[self.kind]] for example in self.examples])
 
+    def weights(self) -> Floats:
+        """Number of situations that each example stands for."""
+        return np.array([example.weight for example in self.examples])
+
     def misses(self) -> Floats:
         """log(measured / law), one per example."""
         pairs = ((example.engine_s, sum(self.law.parts(example.x))) for example in self.examples)
@@ -62,7 +66,12 @@ class Fold:
 def choose_tree_count(folds: Sequence[Fold], seed: int) -> int:
     """The smallest number of trees whose error on held-out states is about minimal; 0 if the law is about as good."""
     return tree_count_by_folds(
-        FoldForest(_boost(fold.training, TREE_COUNTS[-1], seed), fold.held_out.inputs(), fold.held_out.misses())
+        FoldForest(
+            _boost(fold.training, TREE_COUNTS[-1], seed),
+            fold.held_out.inputs(),
+            fold.held_out.misses(),
+            fold.held_out.weights(),
+        )
         for fold in folds
     )
 
@@ -77,4 +86,4 @@ def _boost(target: Target, trees: int, seed: int) -> Any:
     growth = Growth(
         leaves=8, learning_rate=0.1, min_rows_in_leaf=max(5, len(target.examples) // 20), monotone=GROWING, seed=seed
     )
-    return grow(target.inputs(), target.misses(), INPUTS[target.kind], trees, growth)
+    return grow(target.inputs(), target.misses(), INPUTS[target.kind], trees, growth, target.weights())
