@@ -17,7 +17,7 @@ from typing import Any
 
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, carried_quantities
 from kvpolicy.cost.model import FittedModel
-from kvpolicy.datasets.examples import examples_of
+from kvpolicy.datasets.examples import expected_examples_of
 from kvpolicy.datasets.profiles import State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import GROWING, Features
@@ -73,7 +73,7 @@ def extrapolated_misses(
         carried, dropped = (
             misses_of(replace(model, carried=dict.fromkeys(KINDS, keep)), longer) for keep in (True, False)
         )
-        examples = examples_of(longer)
+        examples = expected_examples_of(longer)
         for i, state in enumerate(longer):
             distance = {kind: model.distance(kind, examples[kind][i].x) for kind in KINDS}
             by_quantity: dict[str, float] = {kind: distance[kind] for kind in KINDS}
@@ -162,7 +162,7 @@ def growth_by_scatter(
     models = [replace(model, carried=dict(kept_residuals)) for model in fits]
     longest = max(state.computed_tokens for state in states)
     edge = [state for state in states if state.computed_tokens > longest / 2]
-    examples = examples_of(edge)
+    examples = expected_examples_of(edge)
     growth = dict.fromkeys(PREDICTED, 0.0)
     for times in STRETCHES:
         stretched = [{kind: _stretched(examples[kind][i].x, times) for kind in KINDS} for i in range(len(edge))]

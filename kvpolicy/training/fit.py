@@ -14,6 +14,7 @@ from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import (
     Example,
     examples_of,
+    expected_examples_of,
     log_miss,
     noise_floors,
     stratified_folds,
@@ -118,7 +119,7 @@ def _range_notes(intervals: Intervals, trees: Mapping[Kind, int], kept_residuals
 
 def misses_of(model: FittedModel, states: Sequence[State]) -> list[Misses]:
     """Errors of the model, and of its laws alone, on each state's medians: log(measured / predicted)."""
-    examples = examples_of(states)
+    examples = expected_examples_of(states)
     misses = []
     for i, state in enumerate(states):
         by_model = {kind: _signed(model, kind, examples[kind][i], model.seconds) for kind in KINDS}
@@ -164,7 +165,7 @@ def _fit_once(
 
 def held_out_scores(model: FittedModel, states: Sequence[State]) -> dict[str, object]:
     """Errors |log(measured / predicted)| on the medians of held-out states; and the coverage of intervals."""
-    examples = examples_of(states)
+    examples = expected_examples_of(states)
     scores: dict[str, object] = {"states": len(states)}
     misses = misses_of(model, states)
     for kind in KINDS:

@@ -261,7 +261,7 @@ def victim_delay_misses(laws: Mapping[Kind, Law], states: Sequence[State], kind:
     for state in states:
         seconds = _victim_delay_s(state, kind)
         if seconds is not None and seconds > 0:
-            predicted = sum(laws[kind].parts(state.mean_features[kind]))
+            predicted = sum(laws[kind].parts(state.expected_features[kind]))
             misses.append(float(np.log(seconds / max(predicted, 1e-9))))
     return misses
 

@@ -106,9 +106,8 @@ def term_of(model: FittedModel, record: Record, kind: Kind) -> Term:
 
 
 def miss(model: FittedModel, record: Record) -> float:
-    """log(measured / predicted)."""
-    example = record.example
-    return log_miss(record.engine_s, model.seconds(record.kind, example.x), model.floor_s[record.kind])
+    """log(measured / predicted), predicted as at the decision."""
+    return log_miss(record.engine_s, model.seconds(record.kind, record.expected), model.floor_s[record.kind])
 
 
 # ---- fitting ----
@@ -228,7 +227,7 @@ def held_out_scores(model: FittedModel, held_out: Sequence[Record]) -> dict[str,
             continue
         weights = [weight_of(record) for record in records]
         misses = [miss(model, record) for record in records]
-        law_misses = [log_miss(r.engine_s, model.law_seconds(kind, r.example.x), model.floor_s[kind]) for r in records]
+        law_misses = [log_miss(r.engine_s, model.law_seconds(kind, r.expected), model.floor_s[kind]) for r in records]
         scores[kind] = {
             "records": len(records),
             "mean_error": _mean([abs(log_error) for log_error in misses], weights),
@@ -244,7 +243,7 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _holds(model: FittedModel, record: Record, log_error: float) -> bool:
-    x = record.example.x
+    x = record.expected
     number = model.intervals.bin_of(record.situation.computed_tokens, record.situation.running_requests)
     outside, distance = bool(model.outside(record.kind, x)), model.distance(record.kind, x)
     below, above = model.intervals.room(record.kind, number, outside, distance)

@@ -31,6 +31,7 @@ from kvpolicy.training.reports import LogTrainReport
 from tests.synthetic import CostLaw, make_trace, options_for, situation, true_cost_s
 from tests.synthetic_logs import make_log, reworked
 from tests.training.log_records import record
+from tests.training.survivors import with_survivors
 
 LAW = CostLaw()
 
@@ -161,6 +162,17 @@ def test_a_law_that_is_off_over_all_situations_is_scaled_to_what_the_log_says(tm
     assert result == pytest.approx(true, rel=0.15)
     assert abs(result / true - 1) < abs(result / swap.factor / true - 1), "nearer than without"
     assert "scaled" in report.text() and "doubly robustly" in report.text()
+
+
+def test_laws_are_of_what_was_lost_and_judged_by_what_was_expected(tmp_path: Path) -> None:
+    with_survivors(make_log(1, decisions=600, policy="random:0.5")).write(tmp_path / "log")
+    report = kvpolicy.train(traces=[tmp_path / "log"], family="analytic")
+    recompute = report.model.laws["recompute"]
+    assert recompute.s_per_token == pytest.approx(LAW.s_per_token, rel=0.01)
+    assert recompute.s_per_pair == pytest.approx(LAW.s_per_pair, rel=0.01)
+    for kind in KINDS:
+        assert report.held_out[kind]["mean_error"] > 0.05
+        assert report.held_out[kind]["coverage"]["holds"] > 0.8
 
 
 def test_a_residual_is_learned_where_it_helps(tmp_path: Path) -> None:
