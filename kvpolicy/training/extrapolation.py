@@ -22,6 +22,7 @@ from kvpolicy.datasets.profiles import State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import GROWING, Features
 from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Margin, carries, excess, growth_of
+from kvpolicy.regression.residual import inner_rows
 from kvpolicy.training.coverage import share_held
 
 MIN_SHORT_STATES = 12
@@ -58,18 +59,16 @@ class ExtrapolatedMiss:
 
 def extrapolated_misses(
     states: Sequence[State],
-    fit: Callable[[list[State]], FittedModel],
+    fit: Callable[[Sequence[State]], FittedModel],
     misses_of: Callable[[FittedModel, Sequence[State]], list[Misses]],
 ) -> list[ExtrapolatedMiss]:
     """Errors on the longer states of models fitted up to each of :data:`ALL_SHARES` of the longest length."""
-    longest = max(state.computed_tokens for state in states)
     extrapolated = []
-    for share in ALL_SHARES:
-        short = [state for state in states if state.computed_tokens <= share * longest]
-        if len(short) < MIN_SHORT_STATES:
+    for share, short_rows, longer_rows in inner_rows([state.computed_tokens for state in states], ALL_SHARES):
+        if len(short_rows) < MIN_SHORT_STATES:
             continue
-        longer = [state for state in states if state.computed_tokens > share * longest]
-        model = fit(short)
+        longer = [states[i] for i in longer_rows]
+        model = fit([states[i] for i in short_rows])
         carried, dropped = (
             misses_of(replace(model, carried=dict.fromkeys(KINDS, keep)), longer) for keep in (True, False)
         )

@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 
 from kvpolicy.cost import store
-from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin, unbounded
+from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import log_miss, option_of
@@ -33,9 +33,8 @@ from kvpolicy.training.coverage import share_held
 from kvpolicy.training.family import Costs, Family, family_of
 from kvpolicy.training.importance_weights import Average, Term, average, clipped, weight_of, weighted_example
 from kvpolicy.training.law_transfer import scaled_by
-from kvpolicy.training.model_fit import fit_model, tree_counts
+from kvpolicy.training.model_fit import cross_fit, fit_part
 from kvpolicy.training.reports import LogTrainReport
-from kvpolicy.training.residual_fit import MIN_STATES
 
 FOLDS = 5
 MIN_RECORDS = 30
@@ -68,13 +67,20 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
                 f"table decisions: {len(records)} records to learn {kind} from, at least {MIN_RECORDS} are needed; "
                 "serve with a policy that chooses at random more often (explore:COST_MODEL), or profile"
             )
-    notes: list[str] = []
-    folds = _folds(training.records, seed)
-    trees = _tree_counts(family, training, folds, seed, notes)
+
+    def costs_of(records: Sequence[Record]) -> Costs:
+        examples = {
+            kind: tuple(weighted_example(record) for record in records if record.kind == kind) for kind in KINDS
+        }
+        return Costs(examples, training.floor_s, budget_tokens=training.budget_tokens)
+
+    fold_of = request_folds(training.records, FOLDS, random.Random(seed))
+    fold_numbers = [fold_of[record.request] for record in training.records]
+    crossed = cross_fit(family, training.records, fold_numbers, costs_of, seed, "records")
+    trees, notes = crossed.trees, list(crossed.notes)
     misses: dict[Kind, list[tuple[Record, float]]] = {kind: [] for kind in KINDS}
     terms: dict[Kind, list[Term]] = {kind: [] for kind in KINDS}
-    for fitting, held_out in folds:
-        fold_model, _ = _fit_once(family, training, fitting, provenance, trees, unbounded(), seed)
+    for fold_model, (_, held_out) in zip(crossed.models(provenance), crossed.folds, strict=True):
         for record in held_out:
             misses[record.kind].append((record, miss(fold_model, record)))
             for kind in KINDS:
@@ -91,9 +97,10 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
     if inf in [side for margins in intervals.inside.values() for margin in margins for side in margin]:
         notes.append("too few records for 90% intervals in some bin: infinite there")
     notes.append("intervals hold the cost of a single preemption, its noise included; infinite outside the range")
-    model, forests = _fit_once(family, training, training.records, provenance, trees, intervals, seed)
+    whole = fit_part(family, costs_of(training.records), trees, seed)
+    model = whole.model(trees, provenance, intervals, training.step_time)
     laws = {kind: scaled_by(model.laws[kind], averages[kind].factor) for kind in KINDS}
-    return LoggedFit(replace(model, laws=laws), forests, trees, averages, tuple(notes))
+    return LoggedFit(replace(model, laws=laws), whole.forests(trees), trees, averages, tuple(notes))
 
 
 def term_of(model: FittedModel, record: Record, kind: Kind) -> Term:
@@ -110,62 +117,11 @@ def miss(model: FittedModel, record: Record) -> float:
     return log_miss(record.engine_s, model.seconds(record.kind, record.expected), model.floor_s[record.kind])
 
 
-# ---- fitting ----
-
-
-def _folds(records: Sequence[Record], seed: int) -> list[tuple[list[Record], list[Record]]]:
-    fold_of = request_folds(records, FOLDS, random.Random(seed))
-    return [
-        ([r for r in records if fold_of[r.request] != fold], [r for r in records if fold_of[r.request] == fold])
-        for fold in range(FOLDS)
-    ]
-
-
 def request_folds(records: Sequence[Record], folds: int, rng: random.Random) -> dict[str, int]:
     """Fold number of each request."""
     requests = sorted({record.request for record in records})
     rng.shuffle(requests)
     return {name: number % folds for number, name in enumerate(requests)}
-
-
-def _costs(records: Sequence[Record], training: Records) -> Costs:
-    examples = {kind: tuple(weighted_example(record) for record in records if record.kind == kind) for kind in KINDS}
-    return Costs(examples, training.floor_s, budget_tokens=training.budget_tokens)
-
-
-def _tree_counts(
-    family: Family,
-    training: Records,
-    folds: Sequence[tuple[list[Record], list[Record]]],
-    seed: int,
-    notes: list[str],
-) -> dict[Kind, int]:
-    trees: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    if not family.trees:
-        return trees
-    enough = [kind for kind in KINDS if len(training.of_kind(kind)) >= MIN_STATES]
-    costs = [(_costs(fitting, training), _costs(held_out, training)) for fitting, held_out in folds]
-    trees |= tree_counts(family, costs, enough, seed)
-    for kind in KINDS:
-        if kind not in enough:
-            notes.append(f"{kind}: under {MIN_STATES} records: physics alone, no residual was learned")
-        elif not trees[kind]:
-            notes.append(f"{kind}: a learned residual did not help on unseen records; physics alone")
-    return trees
-
-
-def _fit_once(
-    family: Family,
-    training: Records,
-    records: Sequence[Record],
-    provenance: Provenance,
-    trees: Mapping[Kind, int],
-    intervals: Intervals,
-    seed: int,
-) -> tuple[FittedModel, dict[Kind, ForestText]]:
-    return fit_model(
-        family, _costs(records, training), provenance, trees, intervals, seed, step_time=training.step_time
-    )
 
 
 # ---- intervals ----
