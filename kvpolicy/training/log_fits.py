@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 
 from kvpolicy.cost import store
-from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin
+from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin, octave_bins
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import log_miss, option_of
@@ -132,43 +132,30 @@ def intervals_of(misses: Mapping[Kind, Sequence[tuple[Record, float]]]) -> Inter
 
     ``misses``: by option, held-out records with log(measured / predicted).
     """
-    edges = _edges(misses)
-    bins = len(edges) + 1
-    scores: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(bins)] for kind in KINDS}
-    for kind, pairs in misses.items():
-        for record, score in pairs:
-            scores[kind][sum(edge <= record.situation.computed_tokens for edge in edges)].append(score)
+    records = [(record, score) for pairs in misses.values() for record, score in pairs]
+    bins = octave_bins(records, _tokens, lambda pairs: min(len(_scores(pairs, kind)) for kind in KINDS) >= MIN_PER_BIN)
+    scores = {kind: [_scores(pairs, kind) for pairs in bins] for kind in KINDS}
     inside: dict[str, tuple[Margin, ...]] = {kind: tuple(map(conformal_margin, scores[kind])) for kind in KINDS}
     inside["ratio"] = tuple(
         ratio_margin(*(conformal_margin(scores[kind][number], RATIO_CONFIDENCE) for kind in KINDS))
-        for number in range(bins)
+        for number in range(len(bins))
     )
-    states = tuple(min(len(scores[kind][number]) for kind in KINDS) for number in range(bins))
-    return Intervals(edges, ((),) * bins, inside, inside, dict.fromkeys(PREDICTED, inf), states)
+    edges = tuple(float(_tokens(pairs[0])) for pairs in bins[1:])
+    states = tuple(min(len(scores[kind][number]) for kind in KINDS) for number in range(len(bins)))
+    return Intervals(edges, ((),) * len(bins), inside, inside, dict.fromkeys(PREDICTED, inf), states)
+
+
+def _tokens(pair: tuple[Record, float]) -> int:
+    return pair[0].situation.computed_tokens
+
+
+def _scores(pairs: Sequence[tuple[Record, float]], kind: Kind) -> list[float]:
+    return [score for record, score in pairs if record.kind == kind]
 
 
 def ratio_margin(recompute: Margin, swap: Margin) -> Margin:
     """Margin of log(swap / recompute) from the margins of both: the ratio is low if swap is low and recompute high."""
     return swap[0] + recompute[1], swap[1] + recompute[0]
-
-
-def _edges(misses: Mapping[Kind, Sequence[tuple[Record, float]]]) -> tuple[float, ...]:
-    """Length in tokens at which each bin but the first begins."""
-    counts: dict[int, dict[Kind, int]] = {}
-    for kind, pairs in misses.items():
-        for record, _ in pairs:
-            octave = record.situation.computed_tokens.bit_length()
-            counts.setdefault(octave, dict.fromkeys(KINDS, 0))[kind] += 1
-    starts: list[int] = []
-    bin_counts = dict.fromkeys(KINDS, 0)
-    for octave in sorted(counts):
-        if not starts or min(bin_counts.values()) >= MIN_PER_BIN:
-            starts.append(octave)
-            bin_counts = dict.fromkeys(KINDS, 0)
-        bin_counts = {kind: bin_counts[kind] + counts[octave][kind] for kind in KINDS}
-    if len(starts) > 1 and min(bin_counts.values()) < MIN_PER_BIN:
-        starts.pop()
-    return tuple(float(1 << (octave - 1)) for octave in starts[1:])
 
 
 # ---- judging ----

@@ -209,7 +209,7 @@ def test_every_bin_holds_enough_of_either_option() -> None:
         "swap": [(record(tokens, "swap"), 0.1) for tokens in (40, 160, 640) for _ in range(40)],
     }
     intervals = intervals_of(missed)
-    assert intervals.length_edges == (64.0, 256.0)
+    assert intervals.length_edges == (80.0, 320.0)
     assert min(intervals.states) >= 30
 
 
