@@ -17,7 +17,7 @@ from kvpolicy.cost import FittedModel
 from kvpolicy.cost.forest import Forest, Nodes
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import FEATURES
-from kvpolicy.training.residual_fit import INPUTS
+from kvpolicy.training.model_fit import INPUTS
 
 Rows = Sequence[Sequence[Sequence[float]]]
 """Features, by situation and option."""

@@ -36,8 +36,8 @@ from kvpolicy.regression.estimator import BoostedRegressor
 from kvpolicy.training import provenance_of, split
 from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import fit, held_out_scores, misses_of
+from kvpolicy.training.model_fit import MIN_EXAMPLES
 from kvpolicy.training.pipeline import MAX_STATES
-from kvpolicy.training.residual_fit import MIN_STATES
 
 COLUMNS = ("tokens", "pairs", "kv_read", "running", "batch_tokens", "copied_bytes", "segments", "free_blocks")
 PHYSICS = Ceilings(((LAUNCH,), ("tokens",), ("pairs",), ("kv_read",), ("copied_bytes",), ("segments",)))
@@ -78,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(rows: int, max_s: float, max_gb: float) -> int:
     per_state = 2 * REPEATS
-    if rows < MIN_STATES * per_state:
-        print(f"--rows is {rows}, should be at least {MIN_STATES * per_state} with --train", file=sys.stderr)
+    if rows < MIN_EXAMPLES * per_state:
+        print(f"--rows is {rows}, should be at least {MIN_EXAMPLES * per_state} with --train", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
         trace, out = Path(folder) / "trace", Path(folder) / "model"

@@ -6,6 +6,7 @@ They are computed for one situation as plain numbers, inside a scheduling step, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf, isfinite, nan
 from typing import NamedTuple
 
@@ -98,6 +99,15 @@ def features_of(situation: Preemption, option: Option) -> Features:
     if not usable(row):
         raise InputError(_what_is_wrong(row))
     return Features(*row)
+
+
+def with_hits(situation: Preemption, hit_tokens: int) -> Preemption:
+    """The situation with the tokens that were found on the device at resume, in place of what was expected.
+
+    A cost is the cost of what was really lost: laws are fitted to it. Predictions know only what is expected.
+    """
+    hit_blocks = hit_tokens / situation.block_size
+    return replace(situation, hit_blocks=hit_blocks, shared_blocks=min(situation.shared_blocks, int(hit_blocks)))
 
 
 # ---- arithmetic that can be compiled: functions of numbers; explicit comparisons, because they decide on NaN ----

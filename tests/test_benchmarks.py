@@ -283,6 +283,17 @@ def test_estimator_scale_prints_its_bar() -> None:
     assert "20000 records x 12 columns, 7 estimators" in done.stdout
 
 
+def test_laws_of_what_was_lost_are_compared_with_laws_of_what_was_expected(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    done = run("lost_tokens.py", "--requests", "400", "--noise", "0.1", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    values = json.loads(out.read_text())
+    assert "error at resume" in done.stdout and 0 < values["survived"] < 1
+    rows = {(row["learned"], row["family"], row["option"]): row["error at resume"] for row in values["rows"]}
+    assert len(rows) == 8
+    assert rows["found", "analytic", "recompute"] < rows["expected", "analytic", "recompute"]
+
+
 def test_exploration_compares_estimates_with_what_was_served(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     done = run("exploration.py", "--requests", "200", "--workloads", "1", "--replays", "2", "--json", str(out))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpolicy import cost
 from kvpolicy.events import copy_pieces, situation_of
-from kvpolicy.features import FEATURES, GROWING, Features, features_of, lacking_blocks, short_blocks
+from kvpolicy.features import FEATURES, GROWING, Features, features_of, lacking_blocks, short_blocks, with_hits
 from kvpolicy.trace import read
 from tests.synthetic import options_for, situation
 
@@ -125,6 +125,15 @@ def test_a_feature_that_is_no_number_is_refused_by_name(value: float) -> None:
     one = replace(situation(), batch_tokens=value)  # type: ignore[arg-type]  # what a broken engine might report
     with pytest.raises(ValueError, match="batch_tokens"):
         features_of(one, options_for(one)[0])
+
+
+def test_what_was_found_takes_the_place_of_what_was_expected() -> None:
+    """100 tokens in 4 blocks of 32, of which one is shared, and half of the others were expected to survive."""
+    victim = situation(100, 32, shared_blocks=1, hit_blocks=2.5)
+    for hit_tokens, lost_tokens, loaded_blocks in ((96, 4, 1), (40, 60, 2.75), (0, 100, 4)):
+        found = with_hits(victim, hit_tokens)
+        recompute, swap = (features_of(found, option) for option in options_for(found))
+        assert (recompute.recomputed_tokens, swap.load_bytes / victim.block_bytes) == (lost_tokens, loaded_blocks)
 
 
 @pytest.mark.parametrize(

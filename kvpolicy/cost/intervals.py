@@ -16,10 +16,10 @@ Outside the trained range the margin grows with the distance, at a rate found by
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
@@ -31,6 +31,7 @@ MIN_PER_BIN = 30
 PREDICTED = ("recompute", "swap", "ratio")
 
 Edges = tuple[float, ...]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +225,8 @@ def calibrate(misses: Sequence[Misses], carried: Collection[str] = ()) -> Interv
     ``carried``: quantities whose residual is applied outside the range. For the others the law predicts alone there, so
     its errors count too.
     """
-    lengths = _bins(misses, _tokens, _octave_of_length)
-    by_load = [_bins(bin_states, _running, _octave_of_load) for bin_states in lengths]
+    lengths = octave_bins(misses, _tokens)
+    by_load = [octave_bins(bin_states, _running) for bin_states in lengths]
     bins = [bin_states for loads in by_load for bin_states in loads]
     inside: dict[str, tuple[Margin, ...]] = {}
     outside: dict[str, tuple[Margin, ...]] = {}
@@ -251,19 +252,28 @@ def _wider(first: Margin, second: Margin) -> Margin:
     return max(first[0], second[0]), max(first[1], second[1])
 
 
-def _bins(
-    misses: Sequence[Misses], size: Callable[[Misses], float], octave: Callable[[Misses], int]
-) -> list[list[Misses]]:
-    """Bins by powers of two, ascending; at least one. A bin of fewer than 30 states is merged with its neighbour."""
-    bins: list[list[Misses]] = [[]]
-    for state in sorted(misses, key=size):
-        if len(bins[-1]) >= MIN_PER_BIN and octave(state) > octave(bins[-1][-1]):
+def _enough(states: Sequence[object]) -> bool:
+    return len(states) >= MIN_PER_BIN
+
+
+def octave_bins(
+    items: Iterable[Item], size: Callable[[Item], float], enough: Callable[[Sequence[Item]], bool] = _enough
+) -> list[list[Item]]:
+    """Bins by powers of two of the size, ascending; at least one. A bin without enough items is merged with its
+    neighbour."""
+    bins: list[list[Item]] = [[]]
+    for item in sorted(items, key=size):
+        if bins[-1] and _octave(size(item)) > _octave(size(bins[-1][-1])) and enough(bins[-1]):
             bins.append([])
-        bins[-1].append(state)
-    if len(bins) > 1 and len(bins[-1]) < MIN_PER_BIN:
+        bins[-1].append(item)
+    if len(bins) > 1 and not enough(bins[-1]):
         last = bins.pop()
         bins[-1] += last
     return bins
+
+
+def _octave(value: float) -> int:
+    return int(value).bit_length()
 
 
 def _tokens(state: Misses) -> float:
@@ -272,11 +282,3 @@ def _tokens(state: Misses) -> float:
 
 def _running(state: Misses) -> float:
     return state.running_requests
-
-
-def _octave_of_length(state: Misses) -> int:
-    return int(state.computed_tokens).bit_length()
-
-
-def _octave_of_load(state: Misses) -> int:
-    return int(state.running_requests).bit_length()

@@ -18,10 +18,12 @@ MIN_FLOOR_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One option in one state: mean features and median cost over its repeats."""
+    """One option in one state: mean features of what was really lost, and median cost, over its repeats."""
 
     x: Features
     engine_s: float
+    weight: float = 1.0
+    """Number of situations that it stands for."""
 
 
 Examples = Mapping[Kind, tuple[Example, ...]]
@@ -35,6 +37,15 @@ def examples_of(states: Iterable[State]) -> dict[Kind, tuple[Example, ...]]:
     """One example per state and option, in the order of the states."""
     state_list = list(states)
     return {kind: examples_of_option(state_list, kind) for kind in KINDS}
+
+
+def expected_examples_of(states: Iterable[State]) -> dict[Kind, tuple[Example, ...]]:
+    """The same with the features that were known at the decisions: what predictions are judged on."""
+    state_list = list(states)
+    return {
+        kind: tuple(Example(state.expected_features[kind], state.typical_s[kind]) for state in state_list)
+        for kind in KINDS
+    }
 
 
 def examples_of_option(states: Iterable[State], kind: Kind) -> tuple[Example, ...]:

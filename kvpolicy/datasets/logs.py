@@ -23,7 +23,7 @@ from kvpolicy.datasets.host_memory import common_host_memory
 from kvpolicy.datasets.profiles import refuse_mixture
 from kvpolicy.datasets.validation import refuse_doubled, refuse_situation, refuse_sizes
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption, copy_was_used, situation_of
-from kvpolicy.features import features_of
+from kvpolicy.features import Features, features_of, with_hits
 from kvpolicy.hardware import Geometry
 from kvpolicy.trace import Header, Trace, TraceError
 
@@ -47,11 +47,19 @@ class Record:
     """Measured; noise can bring a small cost below 0."""
     request: str
     """``CORE/REQUEST``. Records of one request are not independent."""
+    hit_tokens: int
+    """Tokens that were found on the device at resume."""
+
+    @property
+    def expected(self) -> Features:
+        """Features as they were known at the decision."""
+        return features_of(self.situation, option_of(self.kind, self.situation.computed_tokens))
 
     @property
     def example(self) -> Example:
+        """Features of what was really lost, with the cost."""
         option = option_of(self.kind, self.situation.computed_tokens)
-        return Example(features_of(self.situation, option), self.engine_s)
+        return Example(features_of(with_hits(self.situation, self.hit_tokens), option), self.engine_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +158,9 @@ def with_attributed_costs(trace: Trace) -> Trace:
 
 
 def _records(folder: str, trace: Trace, left_out: Counter[str]) -> list[Record]:
-    columns = ("core", "preemption_id", "ended", "engine_s", "loaded_tokens", "recomputed_tokens")
+    columns = (
+        "core", "preemption_id", "ended", "engine_s", "loaded_tokens", "recomputed_tokens", "local_hit_tokens",
+    )  # fmt: skip
     outcomes = {(row["core"], row["preemption_id"]): row for row in trace.rows("outcomes", columns)}
     records = []
     for number, row in enumerate(trace.rows("decisions", DECISION_COLUMNS)):
@@ -162,9 +172,8 @@ def _records(folder: str, trace: Trace, left_out: Counter[str]) -> list[Record]:
             continue
         refuse_sizes(folder, number, row)
         chance = _chance(folder, number, row)
-        records.append(
-            Record(situation_of(row), row["executed"], chance, outcome["engine_s"], f"{row['core']}/{row['request']}")
-        )
+        request, hit_tokens = f"{row['core']}/{row['request']}", outcome["local_hit_tokens"]
+        records.append(Record(situation_of(row), row["executed"], chance, outcome["engine_s"], request, hit_tokens))
     return records
 
 

@@ -27,7 +27,7 @@ from kvpolicy.datasets.tables import Arms, Sample, Situations, TransferRecord, T
 from kvpolicy.datasets.validation import refuse_doubled
 from kvpolicy.datasets.windows import all_transfers, valid_windows
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption
-from kvpolicy.features import Features, features_of
+from kvpolicy.features import Features, features_of, with_hits
 from kvpolicy.hardware import Geometry, fingerprint, same_machine
 from kvpolicy.trace import Header, Trace, TraceError
 
@@ -59,11 +59,20 @@ class State:
 
     @cached_property
     def mean_features(self) -> dict[Kind, Features]:
-        """Mean features by option over the samples. Cached, because every fold of a fit uses them."""
+        """Mean features by option over the samples, of what was really lost. Cached, because every fold of a fit uses
+        them."""
         return {
-            kind: Features(
-                *map(fmean, zip(*(features_of(sample.situation, sample.option) for sample in samples), strict=True))
+            kind: _mean(
+                features_of(with_hits(sample.situation, sample.hit_tokens), sample.option) for sample in samples
             )
+            for kind, samples in self.samples.items()
+        }
+
+    @cached_property
+    def expected_features(self) -> dict[Kind, Features]:
+        """The same as they were known at the decisions."""
+        return {
+            kind: _mean(features_of(sample.situation, sample.option) for sample in samples)
             for kind, samples in self.samples.items()
         }
 
@@ -97,6 +106,10 @@ class State:
     @property
     def faster(self) -> Kind:
         return min(KINDS, key=self.mean_s.__getitem__)
+
+
+def _mean(rows: Iterable[Features]) -> Features:
+    return Features(*map(fmean, zip(*rows, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ class Sample:
     preemption_id: str
     victim_delay_s: float | None = None
     others_delay_s: float | None = None
+    hit_tokens: int = 0
+    """Tokens that were found on the device at resume."""
 
     @property
     def option(self) -> Option:
@@ -198,11 +200,12 @@ class Windows:
     """Valid windows, grouped by state and ordered by option, repeat and core, which is the order of time."""
 
     def __init__(self, table: pa.Table) -> None:
-        """``table``: rows of ``decisions`` with ``engine_s``, ``victim_delay_s`` and ``others_delay_s``."""
+        """``table``: rows of ``decisions`` with what was measured of each."""
         self._situations = Situations(table)
         self._core, self._id = texts(table, "core"), texts(table, "preemption_id")
         self._repeat = wholes(table, "repeat")
         self._engine_s = reals(table, "engine_s")
+        self._hit_tokens = wholes(table, "local_hit_tokens")
         self._delays_s = reals(table, "victim_delay_s"), reals(table, "others_delay_s")
 
     def samples(self, kind: Kind, start: int, stop: int) -> tuple[Sample, ...]:
@@ -210,6 +213,7 @@ class Windows:
             self._situations.between(start, stop), [kind] * (stop - start), self.costs_s(start, stop),
             self._core[start:stop].tolist(), self._repeat[start:stop].tolist(), self._id[start:stop].tolist(),
             *([None if isnan(value) else value for value in delay[start:stop].tolist()] for delay in self._delays_s),
+            self._hit_tokens[start:stop].tolist(),
             strict=True,
         )  # fmt: skip
         return tuple(Sample(*row) for row in rows)

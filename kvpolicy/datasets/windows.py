@@ -32,10 +32,10 @@ DECISION_COLUMNS = (*SITUATION_FIELDS, "core", "preemption_id", "state_id", "arm
 WINDOW_COLUMNS = ("core", "preemption_id", "duration_s", "discarded")
 OUTCOME_COLUMNS = (
     "core", "preemption_id", "ended", "victim_delay_s", "wait_blocks_s", "loaded_tokens", "recomputed_tokens",
-    "engine_s", "others_delay_s",
+    "local_hit_tokens", "engine_s", "others_delay_s",
 )  # fmt: skip
 """Columns that are read. The lists, which take most of the space, are not among them."""
-MEASURED = ("engine_s", "victim_delay_s", "others_delay_s")
+MEASURED = ("engine_s", "victim_delay_s", "others_delay_s", "local_hit_tokens")
 
 REASONS = (
     "preemptions beside the one that a window names",

@@ -7,7 +7,7 @@ in the same fold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,9 +17,9 @@ from sklearn.utils.validation import check_array, check_consistent_length, check
 
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.regression.ceilings import Calibrated, Ceilings, Constant, Physics
-from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Margin, carries, excess, growth_of
+from kvpolicy.regression.conformal import CONFIDENCE, Margin, carries, excess, growth_of
 from kvpolicy.regression.nnls import nonnegative_fit
-from kvpolicy.regression.residual import TREE_COUNTS, FoldForest, Growth, choose_tree_count, grow
+from kvpolicy.regression.residual import TREE_COUNTS, Growth, Residual, cross_validated, fold_rows, inner_rows
 
 MIN_GROUPS = 20
 """With fewer groups the number of trees cannot be chosen on held-out groups, and there is no residual."""
@@ -174,8 +174,7 @@ class BoostedRegressor(AnalyticRegressor):
         if self.max_trees and len(np.unique(group)) >= MIN_GROUPS:
             self._choose_trees(x, seconds, weight, group)
         if self.trees_:
-            log_ratio = np.log(seconds / self.physics_.seconds(x))
-            self.booster_ = grow(x, log_ratio, self.columns_, self.trees_, self._growth(), weight)
+            self.booster_ = self._residual(self.physics_, x, seconds, weight).grown(self.trees_)
         self.range_ = x.min(axis=0), x.max(axis=0)
         self.carried_ = True
         self.inner_: tuple[InnerFit, ...] | None = None
@@ -186,20 +185,19 @@ class BoostedRegressor(AnalyticRegressor):
         drawn = _rows_drawn(group, MAX_ROWS_TO_CHOOSE_TREES, self.random_state)
         x, seconds, weight, group, length = x[drawn], seconds[drawn], weight[drawn], group[drawn], length[drawn]
         inner: list[InnerFit] = []
-        for share in SHARES:
-            short = length <= share * length.max()
-            if len(np.unique(group[short])) < MIN_SHORT_GROUPS:
+        for share, short, longer in inner_rows(length):
+            groups = len(np.unique(group[short]))
+            if groups < MIN_SHORT_GROUPS:
                 continue
-            physics = self._calibrated(x[short], seconds[short], weight[short])
-            booster = None
-            if self.trees_ and len(np.unique(group[short])) >= MIN_GROUPS:
-                log_ratio = np.log(seconds[short] / physics.seconds(x[short]))
-                booster = grow(x[short], log_ratio, self.columns_, self.trees_, self._growth(), weight[short])
+            fitting = x[short], seconds[short], weight[short]
+            physics, booster = self._calibrated(*fitting), None
+            if self.trees_ and groups >= MIN_GROUPS:
+                booster = self._residual(physics, *fitting).grown(self.trees_)
             span = x[short].min(axis=0), x[short].max(axis=0)
-            carried, dropped = (_predict(x[~short], physics, booster, span, keep) for keep in (True, False))
-            measured, distance = seconds[~short], np.log(length[~short] / length[short].max())
+            carried, dropped = (_predict(x[longer], physics, booster, span, keep) for keep in (True, False))
+            measured, distance = seconds[longer], np.log(length[longer] / length[short].max())
             inner.append(
-                InnerFit(share, group[~short], distance, np.log(measured / carried), np.log(measured / dropped))
+                InnerFit(share, group[longer], distance, np.log(measured / carried), np.log(measured / dropped))
             )
         if inner:
             self.inner_ = tuple(inner)
@@ -228,24 +226,23 @@ class BoostedRegressor(AnalyticRegressor):
     def _choose_trees(self, x: Floats, seconds: Floats, weight: Floats, group: Ints) -> None:
         drawn = _rows_drawn(group, MAX_ROWS_TO_CHOOSE_TREES, self.random_state)
         x, y, weight = x[drawn], seconds[drawn], weight[drawn]
-        rows, folds = [], []
-        for fitting, held_out in _folds(group[drawn], self.folds, self.random_state):
-            physics = self._calibrated(x[fitting], y[fitting], weight[fitting])
-            log_ratio = np.log(y / physics.seconds(x))
-            booster = grow(
-                x[fitting], log_ratio[fitting], self.columns_, self.max_trees, self._growth(), weight[fitting]
+        rows = _folds(group[drawn], self.folds, self.random_state)
+        physics = [self._calibrated(x[fitting], y[fitting], weight[fitting]) for fitting, _ in rows]
+        folds = [
+            (
+                self._residual(fitted, x[fitting], y[fitting], weight[fitting]),
+                self._residual(fitted, x[held_out], y[held_out], weight[held_out]),
             )
-            rows.append(drawn[held_out])
-            folds.append(FoldForest(booster, x[held_out], log_ratio[held_out], weight[held_out]))
+            for fitted, (fitting, held_out) in zip(physics, rows, strict=True)
+        ]
         counts = [count for count in TREE_COUNTS if count < self.max_trees] + [self.max_trees]
-        self.trees_ = choose_tree_count(folds, counts)
-        misses = np.full(len(seconds), np.nan)
-        for row, fold in zip(rows, folds, strict=True):
-            misses[row] = fold.misses(self.trees_)
-        self.unseen_misses_ = misses
+        forests = cross_validated(folds, counts)
+        self.trees_, self.unseen_misses_ = forests.trees, np.full(len(seconds), np.nan)
+        for booster, (_, held_out), (_, residual) in zip(forests.boosters, rows, folds, strict=True):
+            self.unseen_misses_[drawn[held_out]] = residual.misses(booster, self.trees_)
 
-    def _growth(self) -> Growth:
-        return Growth(
+    def _residual(self, physics: Calibrated, x: Floats, seconds: Floats, weight: Floats) -> Residual:
+        growth = Growth(
             leaves=self.leaves,
             learning_rate=self.learning_rate,
             min_rows_in_leaf=self.min_rows_in_leaf,
@@ -253,6 +250,7 @@ class BoostedRegressor(AnalyticRegressor):
             seed=self.random_state,
             threads=self.n_jobs,
         )
+        return Residual(x, np.log(seconds / physics.seconds(x)), weight, self.columns_, growth)
 
     def _seconds(self, x: Floats) -> Floats:
         return _predict(x, self.physics_, self.booster_, self.range_, self.carried_)
@@ -292,17 +290,15 @@ def _predict(x: Floats, physics: Calibrated, booster: Any, span: tuple[Floats, F
     return np.where(above & below, seconds, np.where(above | below, alone, seconds * factor))
 
 
-def grouped_folds(groups: Sequence[Any] | Ints, folds: int, seed: int) -> Iterator[tuple[Ints, Ints]]:
+def grouped_folds(groups: Sequence[Any] | Ints, folds: int, seed: int) -> list[tuple[Ints, Ints]]:
     """Row numbers to fit to and to test on, fold by fold; whole groups are assigned at random, in equal numbers."""
     return _folds(np.unique(np.asarray(groups), return_inverse=True)[1], folds, seed)
 
 
-def _folds(group: Ints, folds: int, seed: int) -> Iterator[tuple[Ints, Ints]]:
+def _folds(group: Ints, folds: int, seed: int) -> list[tuple[Ints, Ints]]:
     names, number = np.unique(group, return_inverse=True)
-    fold_count = min(folds, len(names))
-    fold_of = np.random.default_rng(seed).permutation(np.arange(len(names)) % fold_count)[number]
-    for fold in range(fold_count):
-        yield np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
+    fold_of = np.random.default_rng(seed).permutation(np.arange(len(names)) % min(folds, len(names)))
+    return fold_rows(fold_of[number])
 
 
 def _rows_drawn(group: Ints, max_rows: int, seed: int) -> Ints:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvpolicy.cost.model import FittedModel
-from kvpolicy.datasets.examples import Example, examples_of, log_miss, noise_floors
+from kvpolicy.datasets.examples import Example, expected_examples_of, log_miss, noise_floors
 from kvpolicy.datasets.profiles import State
 from kvpolicy.events import KINDS, Kind
 
@@ -35,7 +35,7 @@ def error_by_count(
 ) -> tuple[ErrorByCount, ...]:
     """Error on ``held_out`` by number of ``states`` used; ``predict``: from states to a model."""
     rng = random.Random(f"error by count {seed}")
-    examples, floors = examples_of(held_out), noise_floors([*states, *held_out])
+    examples, floors = expected_examples_of(held_out), noise_floors([*states, *held_out])
     rows = []
     for count in counts:
         errors = [_errors(predict(spread(states, count, rng)), examples, floors) for _ in range(draws if count else 1)]

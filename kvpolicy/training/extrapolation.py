@@ -17,11 +17,12 @@ from typing import Any
 
 from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, carried_quantities
 from kvpolicy.cost.model import FittedModel
-from kvpolicy.datasets.examples import examples_of
+from kvpolicy.datasets.examples import expected_examples_of
 from kvpolicy.datasets.profiles import State
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import GROWING, Features
 from kvpolicy.regression.conformal import CONFIDENCE, SHARES, Margin, carries, excess, growth_of
+from kvpolicy.regression.residual import inner_rows
 from kvpolicy.training.coverage import share_held
 
 MIN_SHORT_STATES = 12
@@ -58,22 +59,20 @@ class ExtrapolatedMiss:
 
 def extrapolated_misses(
     states: Sequence[State],
-    fit: Callable[[list[State]], FittedModel],
+    fit: Callable[[Sequence[State]], FittedModel],
     misses_of: Callable[[FittedModel, Sequence[State]], list[Misses]],
 ) -> list[ExtrapolatedMiss]:
     """Errors on the longer states of models fitted up to each of :data:`ALL_SHARES` of the longest length."""
-    longest = max(state.computed_tokens for state in states)
     extrapolated = []
-    for share in ALL_SHARES:
-        short = [state for state in states if state.computed_tokens <= share * longest]
-        if len(short) < MIN_SHORT_STATES:
+    for share, short_rows, longer_rows in inner_rows([state.computed_tokens for state in states], ALL_SHARES):
+        if len(short_rows) < MIN_SHORT_STATES:
             continue
-        longer = [state for state in states if state.computed_tokens > share * longest]
-        model = fit(short)
+        longer = [states[i] for i in longer_rows]
+        model = fit([states[i] for i in short_rows])
         carried, dropped = (
             misses_of(replace(model, carried=dict.fromkeys(KINDS, keep)), longer) for keep in (True, False)
         )
-        examples = examples_of(longer)
+        examples = expected_examples_of(longer)
         for i, state in enumerate(longer):
             distance = {kind: model.distance(kind, examples[kind][i].x) for kind in KINDS}
             by_quantity: dict[str, float] = {kind: distance[kind] for kind in KINDS}
@@ -162,7 +161,7 @@ def growth_by_scatter(
     models = [replace(model, carried=dict(kept_residuals)) for model in fits]
     longest = max(state.computed_tokens for state in states)
     edge = [state for state in states if state.computed_tokens > longest / 2]
-    examples = examples_of(edge)
+    examples = expected_examples_of(edge)
     growth = dict.fromkeys(PREDICTED, 0.0)
     for times in STRETCHES:
         stretched = [{kind: _stretched(examples[kind][i].x, times) for kind in KINDS} for i in range(len(edge))]

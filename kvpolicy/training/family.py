@@ -33,7 +33,7 @@ class Costs:
     """The data that a family's laws are fitted to."""
 
     examples: Examples
-    """By option, features and measured seconds; a record of a log is repeated by its weight."""
+    """By option, features and measured seconds; a record of a log counts by its weight."""
     floor_s: Mapping[Kind, float]
     """Noise floor: costs below it cannot be distinguished from none."""
     transfers: Sequence[TransferRecord] = ()

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, carried_quantities, unbounded
+from kvpolicy.cost.intervals import PREDICTED, Intervals, Misses, calibrate, carried_quantities
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import (
     Example,
     examples_of,
+    expected_examples_of,
     log_miss,
     noise_floors,
     stratified_folds,
@@ -32,8 +33,7 @@ from kvpolicy.training.extrapolation import (
 )
 from kvpolicy.training.family import Costs, Family
 from kvpolicy.training.law_fits import fit_others_shares, fit_victim_delays, victim_delay_misses
-from kvpolicy.training.model_fit import fit_model, tree_counts
-from kvpolicy.training.residual_fit import MIN_STATES
+from kvpolicy.training.model_fit import cross_fit, fit_part
 
 FOLDS = 5
 MIN_STATES_FOR_RESIDUAL = 20
@@ -54,29 +54,22 @@ class Fit:
 
 def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: Provenance, seed: int) -> Fit:
     """Fit to all ``states``. Intervals come from cross-validation: each state is predicted by a fit without it."""
-    folds = _folds(states, seed)
-    floor_s = noise_floors(states)
-    trees: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    notes = []
-    if family.trees and len(states) < MIN_STATES:
-        notes.append(f"{len(states)} training states are under {MIN_STATES}: physics alone, no residual was learned")
-    elif family.trees:
-        costs = [(_costs(fitting, dataset, floor_s), _costs(held_out, dataset, floor_s)) for fitting, held_out in folds]
-        trees = tree_counts(family, costs, KINDS, seed)
-        notes += [
-            f"{kind}: a learned residual did not help on unseen states; physics alone"
-            for kind in KINDS
-            if not trees[kind]
-        ]
-    misses, fold_models = [], []
-    for fitting, held_out in folds:
-        fold_model, _ = _fit_once(family, fitting, dataset, provenance, trees, unbounded(), seed)
-        misses += misses_of(fold_model, held_out)
-        fold_models.append(fold_model)
 
-    def refit(subset: list[State]) -> FittedModel:
+    def costs_of(subset: Sequence[State]) -> Costs:
+        return Costs(examples_of(subset), noise_floors(subset), dataset.transfers_of(subset), dataset.budget_tokens)
+
+    fold_of = stratified_folds(states, min(FOLDS, len(states)), random.Random(seed))
+    crossed = cross_fit(family, states, fold_of, costs_of, seed, "states")
+    trees, notes, fold_models = crossed.trees, list(crossed.notes), crossed.models(provenance)
+    misses = [
+        miss
+        for model, (_, held_out) in zip(fold_models, crossed.folds, strict=True)
+        for miss in misses_of(model, held_out)
+    ]
+
+    def refit(subset: Sequence[State]) -> FittedModel:
         tree_counts = trees if len(subset) >= MIN_STATES_FOR_RESIDUAL else dict.fromkeys(KINDS, 0)
-        return _fit_once(family, subset, dataset, provenance, tree_counts, unbounded(), seed)[0]
+        return fit_part(family, costs_of(subset), tree_counts, seed).model(tree_counts, provenance)
 
     extrapolated = extrapolated_misses(states, refit, misses_of)
     kept_residuals = residuals_kept(extrapolated, trees)
@@ -90,15 +83,15 @@ def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: P
     notes += _range_notes(intervals, trees, kept_residuals)
     if inf in [side for margins in intervals.inside.values() for margin in margins for side in margin]:
         notes.append(f"{len(states)} training states are too few for 90% intervals: they are infinite")
-    model, forests = _fit_once(family, states, dataset, provenance, trees, intervals, seed)
+    whole = fit_part(family, costs_of(states), trees, seed)
     model = replace(
-        model,
+        whole.model(trees, provenance, intervals),
         victim_delays=fit_victim_delays(states),
         others_share=fit_others_shares(states),
         step_time=dataset.common_step_time,
         carried=kept_residuals,
     )
-    return Fit(model, forests, trees, tuple(notes), inner_coverage(misses, extrapolated, kept_residuals))
+    return Fit(model, whole.forests(trees), trees, tuple(notes), inner_coverage(misses, extrapolated, kept_residuals))
 
 
 def _range_notes(intervals: Intervals, trees: Mapping[Kind, int], kept_residuals: Mapping[Kind, bool]) -> list[str]:
@@ -118,7 +111,7 @@ def _range_notes(intervals: Intervals, trees: Mapping[Kind, int], kept_residuals
 
 def misses_of(model: FittedModel, states: Sequence[State]) -> list[Misses]:
     """Errors of the model, and of its laws alone, on each state's medians: log(measured / predicted)."""
-    examples = examples_of(states)
+    examples = expected_examples_of(states)
     misses = []
     for i, state in enumerate(states):
         by_model = {kind: _signed(model, kind, examples[kind][i], model.seconds) for kind in KINDS}
@@ -136,35 +129,9 @@ def _with_ratio(signed: Mapping[Kind, float]) -> dict[str, float]:
     return dict(signed) | {"ratio": signed["swap"] - signed["recompute"]}
 
 
-def _folds(states: Sequence[State], seed: int) -> list[tuple[list[State], list[State]]]:
-    fold_count = min(FOLDS, len(states))
-    fold_of = stratified_folds(states, fold_count, random.Random(seed))
-    numbered = list(zip(states, fold_of, strict=True))
-    return [
-        ([s for s, number in numbered if number != fold], [s for s, number in numbered if number == fold])
-        for fold in range(fold_count)
-    ]
-
-
-def _costs(states: Sequence[State], dataset: Dataset, floor_s: Mapping[Kind, float]) -> Costs:
-    return Costs(examples_of(states), floor_s, dataset.transfers_of(states), dataset.budget_tokens)
-
-
-def _fit_once(
-    family: Family,
-    states: Sequence[State],
-    dataset: Dataset,
-    provenance: Provenance,
-    trees: Mapping[Kind, int],
-    intervals: Intervals,
-    seed: int,
-) -> tuple[FittedModel, dict[Kind, ForestText]]:
-    return fit_model(family, _costs(states, dataset, noise_floors(states)), provenance, trees, intervals, seed)
-
-
 def held_out_scores(model: FittedModel, states: Sequence[State]) -> dict[str, object]:
     """Errors |log(measured / predicted)| on the medians of held-out states; and the coverage of intervals."""
-    examples = examples_of(states)
+    examples = expected_examples_of(states)
     scores: dict[str, object] = {"states": len(states)}
     misses = misses_of(model, states)
     for kind in KINDS:

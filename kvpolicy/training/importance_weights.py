@@ -2,8 +2,7 @@
 
 A record with logged probability p stands for 1 / p situations (importance weighting). With weights a law is the best
 fit over all situations and not only over those in which the logging policy preferred the option; that matters where no
-law is quite right. Weights are clipped at :data:`MAX_WEIGHT`, and the report counts the clipped ones. The fits take no
-weights: a record is repeated instead.
+law is quite right. Weights are clipped at :data:`MAX_WEIGHT`, and the report counts the clipped ones.
 
 The direct estimate of an option's mean cost uses the model alone, ``mean m(x, a)``. The doubly robust estimate adds the
 model's errors on the records of option ``a``, weighted (Robins, Rotnitzky and Zhao, 1994; Dudik, Langford and Li,
@@ -18,8 +17,8 @@ Situations in which an option had probability 0 are predicted by the model alone
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import floor, log
+from dataclasses import dataclass, replace
+from math import log
 
 import numpy as np
 from scipy.stats import t as student
@@ -101,11 +100,6 @@ def clipped(records: Sequence[Record]) -> int:
     return sum(1.0 / record.chance > MAX_WEIGHT for record in records)
 
 
-def weighted_examples(records: Sequence[Record]) -> tuple[Example, ...]:
-    """Each record's example, repeated by its weight; rounded so that partial sums of weights are off by less than 1."""
-    examples: list[Example] = []
-    total = 0.0
-    for record in records:
-        before, total = floor(total + 0.5), total + weight_of(record)
-        examples += [record.example] * (floor(total + 0.5) - before)
-    return tuple(examples)
+def weighted_example(record: Record) -> Example:
+    """The record's example, which counts as the situations that the record stands for."""
+    return replace(record.example, weight=weight_of(record))

@@ -46,10 +46,12 @@ def fit_analytic(
     }
 
 
-def _cost_fit(design: Floats, seconds: Floats, floor_s: float, robust: bool = True) -> Floats:
+def _cost_fit(
+    design: Floats, seconds: Floats, floor_s: float, weight: Floats | None = None, robust: bool = True
+) -> Floats:
     """:func:`kvpolicy.regression.nnls.relative_fit` of costs, which noise can bring below 0."""
     start = np.maximum(seconds, max(floor_s, typical_floor(seconds)))
-    return relative_fit(design, seconds, floor_s, start=start, robust=robust)
+    return relative_fit(design, seconds, floor_s, weight, start, robust)
 
 
 def _column(examples: Sequence[Example], name: str) -> Floats:
@@ -69,6 +71,10 @@ def _both_regimes(examples: Sequence[Example]) -> bool:
 
 def _cost_s(examples: Sequence[Example]) -> Floats:
     return np.array([example.engine_s for example in examples], np.float64)
+
+
+def _weights(examples: Sequence[Example]) -> Floats:
+    return np.array([example.weight for example in examples], np.float64)
 
 
 def fit_recompute(examples: Sequence[Example], floor_s: float, budget_tokens: float = inf) -> RecomputeRoofline:
@@ -102,14 +108,14 @@ def _with_roof(
     unit = RecomputeRoofline(0.0, 0.0, 1.0, 0.0, weight_s=roof_tokens, budget_tokens=budget_tokens)
     columns = [np.ones(len(examples)), alone, _recompute_s(unit, rows), _column(examples, "recomputed_pairs")]
     fixed_s, alone_s, s_per_token, s_per_pair = map(
-        float, _cost_fit(np.column_stack(columns), _cost_s(examples), floor_s)
+        float, _cost_fit(np.column_stack(columns), _cost_s(examples), floor_s, _weights(examples))
     )
     law = RecomputeRoofline(
         fixed_s, alone_s, s_per_token, s_per_pair, weight_s=roof_tokens * s_per_token, budget_tokens=budget_tokens
     )
     pairs = zip(examples, _recompute_s(law, rows).tolist(), strict=True)
     misses = [abs(log_miss(example.engine_s, seconds, floor_s)) for example, seconds in pairs]
-    return law, sum(misses) / len(misses)
+    return law, float(np.average(misses, weights=_weights(examples)))
 
 
 def _recompute_s(law: RecomputeRoofline, rows: Sequence[Features]) -> Floats:
@@ -131,7 +137,7 @@ def _fit_swap(examples: Sequence[Example], transfers: Sequence[TransferRecord], 
         waited_s = channel.s_per_byte * _column(examples, f"queued_{direction}_bytes") * waits
         if np.count_nonzero(waited_s) >= MIN_PER_REGIME:
             columns[f"{direction}_queue_share"] = waited_s
-    fitted = _cost_fit(np.column_stack(list(columns.values())), _cost_s(examples), floor_s)
+    fitted = _cost_fit(np.column_stack(list(columns.values())), _cost_s(examples), floor_s, _weights(examples))
     coefficients = dict(zip(columns, map(float, fitted), strict=True))
     if "load_share" in coefficients:
         share = coefficients.pop("load_share")
@@ -175,12 +181,12 @@ def _channels(
     channels = []
     for direction in ("save", "load"):
         sizes, segments, seconds = TransferTable.of(transfers).columns(direction)
-        floor = 1e-6
+        floor, weight = 1e-6, None
         if len(sizes) < MIN_TRANSFERS:
             sizes, segments = _column(examples, f"{direction}_bytes"), _column(examples, f"{direction}_segments")
-            seconds, floor = _cost_s(examples) / 2, floor_s / 2
+            seconds, floor, weight = _cost_s(examples) / 2, floor_s / 2, _weights(examples)
         design = np.column_stack([np.ones(len(sizes)), sizes, segments])
-        channels.append(Channel(*map(float, _cost_fit(design, seconds, floor))))
+        channels.append(Channel(*map(float, _cost_fit(design, seconds, floor, weight))))
     return channels[0], channels[1]
 
 
@@ -196,9 +202,8 @@ def fit_linear(examples: Examples, floor_s: Mapping[Kind, float]) -> dict[Kind, 
 
 
 def _fit(examples: Sequence[Example], inputs: tuple[str, ...], floor_s: float) -> LinearLaw:
-    cost = np.array([example.engine_s for example in examples])
     design = np.array([[1.0, *(getattr(example.x, name) for name in inputs)] for example in examples])
-    coefficients = _cost_fit(design, cost, floor_s, robust=False)
+    coefficients = _cost_fit(design, _cost_s(examples), floor_s, _weights(examples), robust=False)
     return LinearLaw(
         float(coefficients[0]), {name: float(c) for name, c in zip(inputs, coefficients[1:], strict=True) if c > 0}
     )
@@ -256,7 +261,7 @@ def victim_delay_misses(laws: Mapping[Kind, Law], states: Sequence[State], kind:
     for state in states:
         seconds = _victim_delay_s(state, kind)
         if seconds is not None and seconds > 0:
-            predicted = sum(laws[kind].parts(state.mean_features[kind]))
+            predicted = sum(laws[kind].parts(state.expected_features[kind]))
             misses.append(float(np.log(seconds / max(predicted, 1e-9))))
     return misses
 

@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 
 from kvpolicy.cost import store
-from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin, unbounded
+from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin, octave_bins
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import log_miss, option_of
@@ -31,11 +31,10 @@ from kvpolicy.regression.conformal import CONFIDENCE, Margin
 from kvpolicy.trace import TraceError
 from kvpolicy.training.coverage import share_held
 from kvpolicy.training.family import Costs, Family, family_of
-from kvpolicy.training.importance_weights import Average, Term, average, clipped, weight_of, weighted_examples
+from kvpolicy.training.importance_weights import Average, Term, average, clipped, weight_of, weighted_example
 from kvpolicy.training.law_transfer import scaled_by
-from kvpolicy.training.model_fit import fit_model, tree_counts
+from kvpolicy.training.model_fit import cross_fit, fit_part
 from kvpolicy.training.reports import LogTrainReport
-from kvpolicy.training.residual_fit import MIN_STATES
 
 FOLDS = 5
 MIN_RECORDS = 30
@@ -68,13 +67,20 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
                 f"table decisions: {len(records)} records to learn {kind} from, at least {MIN_RECORDS} are needed; "
                 "serve with a policy that chooses at random more often (explore:COST_MODEL), or profile"
             )
-    notes: list[str] = []
-    folds = _folds(training.records, seed)
-    trees = _tree_counts(family, training, folds, seed, notes)
+
+    def costs_of(records: Sequence[Record]) -> Costs:
+        examples = {
+            kind: tuple(weighted_example(record) for record in records if record.kind == kind) for kind in KINDS
+        }
+        return Costs(examples, training.floor_s, budget_tokens=training.budget_tokens)
+
+    fold_of = request_folds(training.records, FOLDS, random.Random(seed))
+    fold_numbers = [fold_of[record.request] for record in training.records]
+    crossed = cross_fit(family, training.records, fold_numbers, costs_of, seed, "records")
+    trees, notes = crossed.trees, list(crossed.notes)
     misses: dict[Kind, list[tuple[Record, float]]] = {kind: [] for kind in KINDS}
     terms: dict[Kind, list[Term]] = {kind: [] for kind in KINDS}
-    for fitting, held_out in folds:
-        fold_model, _ = _fit_once(family, training, fitting, provenance, trees, unbounded(), seed)
+    for fold_model, (_, held_out) in zip(crossed.models(provenance), crossed.folds, strict=True):
         for record in held_out:
             misses[record.kind].append((record, miss(fold_model, record)))
             for kind in KINDS:
@@ -91,9 +97,10 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
     if inf in [side for margins in intervals.inside.values() for margin in margins for side in margin]:
         notes.append("too few records for 90% intervals in some bin: infinite there")
     notes.append("intervals hold the cost of a single preemption, its noise included; infinite outside the range")
-    model, forests = _fit_once(family, training, training.records, provenance, trees, intervals, seed)
+    whole = fit_part(family, costs_of(training.records), trees, seed)
+    model = whole.model(trees, provenance, intervals, training.step_time)
     laws = {kind: scaled_by(model.laws[kind], averages[kind].factor) for kind in KINDS}
-    return LoggedFit(replace(model, laws=laws), forests, trees, averages, tuple(notes))
+    return LoggedFit(replace(model, laws=laws), whole.forests(trees), trees, averages, tuple(notes))
 
 
 def term_of(model: FittedModel, record: Record, kind: Kind) -> Term:
@@ -106,20 +113,8 @@ def term_of(model: FittedModel, record: Record, kind: Kind) -> Term:
 
 
 def miss(model: FittedModel, record: Record) -> float:
-    """log(measured / predicted)."""
-    example = record.example
-    return log_miss(record.engine_s, model.seconds(record.kind, example.x), model.floor_s[record.kind])
-
-
-# ---- fitting ----
-
-
-def _folds(records: Sequence[Record], seed: int) -> list[tuple[list[Record], list[Record]]]:
-    fold_of = request_folds(records, FOLDS, random.Random(seed))
-    return [
-        ([r for r in records if fold_of[r.request] != fold], [r for r in records if fold_of[r.request] == fold])
-        for fold in range(FOLDS)
-    ]
+    """log(measured / predicted), predicted as at the decision."""
+    return log_miss(record.engine_s, model.seconds(record.kind, record.expected), model.floor_s[record.kind])
 
 
 def request_folds(records: Sequence[Record], folds: int, rng: random.Random) -> dict[str, int]:
@@ -127,46 +122,6 @@ def request_folds(records: Sequence[Record], folds: int, rng: random.Random) -> 
     requests = sorted({record.request for record in records})
     rng.shuffle(requests)
     return {name: number % folds for number, name in enumerate(requests)}
-
-
-def _costs(records: Sequence[Record], training: Records) -> Costs:
-    examples = {kind: weighted_examples([record for record in records if record.kind == kind]) for kind in KINDS}
-    return Costs(examples, training.floor_s, budget_tokens=training.budget_tokens)
-
-
-def _tree_counts(
-    family: Family,
-    training: Records,
-    folds: Sequence[tuple[list[Record], list[Record]]],
-    seed: int,
-    notes: list[str],
-) -> dict[Kind, int]:
-    trees: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    if not family.trees:
-        return trees
-    enough = [kind for kind in KINDS if len(training.of_kind(kind)) >= MIN_STATES]
-    costs = [(_costs(fitting, training), _costs(held_out, training)) for fitting, held_out in folds]
-    trees |= tree_counts(family, costs, enough, seed)
-    for kind in KINDS:
-        if kind not in enough:
-            notes.append(f"{kind}: under {MIN_STATES} records: physics alone, no residual was learned")
-        elif not trees[kind]:
-            notes.append(f"{kind}: a learned residual did not help on unseen records; physics alone")
-    return trees
-
-
-def _fit_once(
-    family: Family,
-    training: Records,
-    records: Sequence[Record],
-    provenance: Provenance,
-    trees: Mapping[Kind, int],
-    intervals: Intervals,
-    seed: int,
-) -> tuple[FittedModel, dict[Kind, ForestText]]:
-    return fit_model(
-        family, _costs(records, training), provenance, trees, intervals, seed, step_time=training.step_time
-    )
 
 
 # ---- intervals ----
@@ -177,43 +132,30 @@ def intervals_of(misses: Mapping[Kind, Sequence[tuple[Record, float]]]) -> Inter
 
     ``misses``: by option, held-out records with log(measured / predicted).
     """
-    edges = _edges(misses)
-    bins = len(edges) + 1
-    scores: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(bins)] for kind in KINDS}
-    for kind, pairs in misses.items():
-        for record, score in pairs:
-            scores[kind][sum(edge <= record.situation.computed_tokens for edge in edges)].append(score)
+    records = [(record, score) for pairs in misses.values() for record, score in pairs]
+    bins = octave_bins(records, _tokens, lambda pairs: min(len(_scores(pairs, kind)) for kind in KINDS) >= MIN_PER_BIN)
+    scores = {kind: [_scores(pairs, kind) for pairs in bins] for kind in KINDS}
     inside: dict[str, tuple[Margin, ...]] = {kind: tuple(map(conformal_margin, scores[kind])) for kind in KINDS}
     inside["ratio"] = tuple(
         ratio_margin(*(conformal_margin(scores[kind][number], RATIO_CONFIDENCE) for kind in KINDS))
-        for number in range(bins)
+        for number in range(len(bins))
     )
-    states = tuple(min(len(scores[kind][number]) for kind in KINDS) for number in range(bins))
-    return Intervals(edges, ((),) * bins, inside, inside, dict.fromkeys(PREDICTED, inf), states)
+    edges = tuple(float(_tokens(pairs[0])) for pairs in bins[1:])
+    states = tuple(min(len(scores[kind][number]) for kind in KINDS) for number in range(len(bins)))
+    return Intervals(edges, ((),) * len(bins), inside, inside, dict.fromkeys(PREDICTED, inf), states)
+
+
+def _tokens(pair: tuple[Record, float]) -> int:
+    return pair[0].situation.computed_tokens
+
+
+def _scores(pairs: Sequence[tuple[Record, float]], kind: Kind) -> list[float]:
+    return [score for record, score in pairs if record.kind == kind]
 
 
 def ratio_margin(recompute: Margin, swap: Margin) -> Margin:
     """Margin of log(swap / recompute) from the margins of both: the ratio is low if swap is low and recompute high."""
     return swap[0] + recompute[1], swap[1] + recompute[0]
-
-
-def _edges(misses: Mapping[Kind, Sequence[tuple[Record, float]]]) -> tuple[float, ...]:
-    """Length in tokens at which each bin but the first begins."""
-    counts: dict[int, dict[Kind, int]] = {}
-    for kind, pairs in misses.items():
-        for record, _ in pairs:
-            octave = record.situation.computed_tokens.bit_length()
-            counts.setdefault(octave, dict.fromkeys(KINDS, 0))[kind] += 1
-    starts: list[int] = []
-    bin_counts = dict.fromkeys(KINDS, 0)
-    for octave in sorted(counts):
-        if not starts or min(bin_counts.values()) >= MIN_PER_BIN:
-            starts.append(octave)
-            bin_counts = dict.fromkeys(KINDS, 0)
-        bin_counts = {kind: bin_counts[kind] + counts[octave][kind] for kind in KINDS}
-    if len(starts) > 1 and min(bin_counts.values()) < MIN_PER_BIN:
-        starts.pop()
-    return tuple(float(1 << (octave - 1)) for octave in starts[1:])
 
 
 # ---- judging ----
@@ -228,7 +170,7 @@ def held_out_scores(model: FittedModel, held_out: Sequence[Record]) -> dict[str,
             continue
         weights = [weight_of(record) for record in records]
         misses = [miss(model, record) for record in records]
-        law_misses = [log_miss(r.engine_s, model.law_seconds(kind, r.example.x), model.floor_s[kind]) for r in records]
+        law_misses = [log_miss(r.engine_s, model.law_seconds(kind, r.expected), model.floor_s[kind]) for r in records]
         scores[kind] = {
             "records": len(records),
             "mean_error": _mean([abs(log_error) for log_error in misses], weights),
@@ -244,7 +186,7 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _holds(model: FittedModel, record: Record, log_error: float) -> bool:
-    x = record.example.x
+    x = record.expected
     number = model.intervals.bin_of(record.situation.computed_tokens, record.situation.running_requests)
     outside, distance = bool(model.outside(record.kind, x)), model.distance(record.kind, x)
     below, above = model.intervals.room(record.kind, number, outside, distance)

@@ -12,7 +12,7 @@ import numpy as np
 from kvpolicy.cost import load, store
 from kvpolicy.cost.analytic import implausible
 from kvpolicy.cost.model import CostModel, FittedModel, Provenance, with_laws
-from kvpolicy.datasets.examples import examples_of, sample_states, stratified_folds
+from kvpolicy.datasets.examples import examples_of, expected_examples_of, sample_states, stratified_folds
 from kvpolicy.datasets.logs import holds_logs
 from kvpolicy.datasets.profiles import Dataset, State, one_option_always_wins, read_dataset
 from kvpolicy.datasets.tables import Situations
@@ -239,8 +239,8 @@ def _report(
 
 
 def _against(rule: LengthRule, model: FittedModel, states: Sequence[State]) -> Difference:
-    """Costs of the model's choices less those of the rule's, by the mean features of each state."""
-    examples, costs_s = examples_of(states), []
+    """Costs of the model's choices less those of the rule's, by the mean features that were expected in each state."""
+    examples, costs_s = expected_examples_of(states), []
     for number, state in enumerate(states):
         predicted_s = {kind: model.seconds(kind, examples[kind][number].x) for kind in KINDS}
         costs_s.append(state.mean_s["swap" if predicted_s["swap"] < predicted_s["recompute"] else "recompute"])

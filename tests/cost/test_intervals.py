@@ -17,6 +17,7 @@ from kvpolicy.cost.intervals import (
     calibrate,
     carried_quantities,
     conformal_margin,
+    octave_bins,
     unbounded,
 )
 from tests.cost.score_samples import misses, spread
@@ -131,3 +132,10 @@ def test_wrong_intervals_are_refused(change: dict[str, object], message: str) ->
     good = calibrate([misses(100, 0.1)] * 30).to_dict()
     with pytest.raises(ValueError, match=message):
         Intervals.from_dict(good | change)
+
+
+def test_bins_are_of_whole_octaves_and_hold_enough() -> None:
+    sizes = [1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 17.0, 18.0, 33.0]
+    bins = octave_bins(reversed(sizes), lambda size: size, lambda some: len(some) >= 2)
+    assert bins == [[1.0, 2.0, 3.0], [4.0, 5.0], [9.0, 17.0, 18.0, 33.0]]
+    assert octave_bins([], float) == [[]]

@@ -10,4 +10,4 @@ from tests.synthetic import situation
 def record(
     tokens: int = 500, kind: Kind = "swap", chance: float = 0.5, request: str = "c/r", cost_s: float = 1.0
 ) -> Record:
-    return Record(situation(tokens), kind, chance, cost_s, request)
+    return Record(situation(tokens), kind, chance, cost_s, request, 0)

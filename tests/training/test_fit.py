@@ -7,12 +7,14 @@ from math import inf, log
 
 import pytest
 
+from kvpolicy.cost.laws import RecomputeRoofline
 from kvpolicy.datasets.examples import examples_of
 from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.fit import Fit, fit, held_out_scores, misses_of
 from kvpolicy.training.law_transfer import scaled_by
 from tests.synthetic import fitted_model, make_trace
+from tests.training.survivors import LAW, with_survivors
 
 
 def fitted(family: str, states: int) -> Fit:
@@ -40,6 +42,20 @@ def test_errors_are_summed_up_by_size_and_bias() -> None:
     for kind in ("recompute", "swap"):
         assert doubled[kind]["bias"] == pytest.approx(plain[kind]["bias"] - log(2), abs=0.02)  # type: ignore[index]
         assert doubled[kind]["mean_error"] > plain[kind]["mean_error"]  # type: ignore[index]
+
+
+def test_laws_are_of_what_was_lost_and_judged_by_what_was_expected() -> None:
+    data = dataset_of({"made": with_survivors(make_trace(repeats=1))})
+    fitted = fit(FAMILIES["analytic"], data.states, data, fitted_model("analytic").provenance, 0)
+    law = fitted.model.laws["recompute"]
+    assert isinstance(law, RecomputeRoofline)
+    assert law.s_per_token == pytest.approx(LAW.s_per_token, rel=0.01)
+    state = data.states[-1]
+    missed = misses_of(fitted.model, [state])[0].model["recompute"]
+    expected_s = fitted.model.seconds("recompute", state.expected_features["recompute"])
+    assert missed == pytest.approx(log(state.typical_s["recompute"] / expected_s))
+    errors = held_out_scores(fitted.model, data.states)["recompute"]
+    assert isinstance(errors, dict) and errors["mean_error"] > 0.1
 
 
 def test_few_states_get_physics_alone_and_unbounded_intervals() -> None:

@@ -16,21 +16,16 @@ from kvpolicy.training.importance_weights import (
     average,
     clipped,
     weight_of,
-    weighted_examples,
+    weighted_example,
 )
 from tests.synthetic import options_for
 from tests.training.log_records import record
 
 
-def test_a_record_is_copied_as_often_as_it_weighs() -> None:
-    some = [record(chance=0.4, tokens=100 + i) for i in range(40)]
-    examples = weighted_examples(some)
-    assert len(examples) == 100
-    assert {examples.count(one.example) for one in some} == {2, 3}
-    assert weighted_examples([record(chance=1.0)]) == (record().example,)
-    assert isinstance(examples[0], Example) and examples[0].x == features_of(
-        some[0].situation, options_for(some[0].situation)[1]
-    )
+def test_an_example_weighs_what_its_record_stands_for() -> None:
+    one = record(chance=0.4)
+    x = features_of(one.situation, options_for(one.situation)[1])
+    assert weighted_example(one) == Example(x, one.engine_s, 2.5)
 
 
 def test_weights_are_clipped_and_counted() -> None:

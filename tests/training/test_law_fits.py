@@ -107,3 +107,23 @@ def test_loads_that_cannot_be_separated_from_saves_are_noted() -> None:
     assert "attributes all of the cost to saves" in " ".join(load_notes(free, alike))
     assert load_notes(free, apart) == ()
     assert load_notes(replace(free, load_beside_share=0.5), alike) == ()
+
+
+@pytest.mark.parametrize("with_transfers", [True, False])
+def test_an_example_counts_by_its_weight_as_if_it_were_repeated(with_transfers: bool) -> None:
+    """A tenth of the states cost three times as much, and weigh nine times as much."""
+    data = dataset_of({"made": make_trace(noise=0.0)})
+    transfers = data.transfers if with_transfers else ()
+    weighted, repeated, once = ({}, {}, {})  # type: ignore[var-annotated]
+    for kind, some in examples_of(data.states).items():
+        dear = [replace(one, engine_s=3 * one.engine_s, weight=9.0) for one in some[::10]]
+        once[kind] = tuple(replace(one, weight=1.0) for one in dear) + some
+        weighted[kind] = (*dear, *some)
+        repeated[kind] = tuple(replace(one, weight=1.0) for one in dear for _ in range(9)) + some
+    for fits in (lambda examples: fit_analytic(examples, transfers, FLOORS), lambda e: fit_linear(e, FLOORS)):
+        by_weight, by_repeats, unweighted = map(fits, (weighted, repeated, once))
+        for kind in KINDS:
+            x = weighted[kind][0].x
+            seconds, expected, other = (sum(laws[kind].parts(x)) for laws in (by_weight, by_repeats, unweighted))
+            assert seconds == pytest.approx(expected, rel=0.02)
+            assert seconds > 1.1 * other

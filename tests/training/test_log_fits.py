@@ -31,6 +31,7 @@ from kvpolicy.training.reports import LogTrainReport
 from tests.synthetic import CostLaw, make_trace, options_for, situation, true_cost_s
 from tests.synthetic_logs import make_log, reworked
 from tests.training.log_records import record
+from tests.training.survivors import with_survivors
 
 LAW = CostLaw()
 
@@ -163,6 +164,17 @@ def test_a_law_that_is_off_over_all_situations_is_scaled_to_what_the_log_says(tm
     assert "scaled" in report.text() and "doubly robustly" in report.text()
 
 
+def test_laws_are_of_what_was_lost_and_judged_by_what_was_expected(tmp_path: Path) -> None:
+    with_survivors(make_log(1, decisions=600, policy="random:0.5")).write(tmp_path / "log")
+    report = kvpolicy.train(traces=[tmp_path / "log"], family="analytic")
+    recompute = report.model.laws["recompute"]
+    assert recompute.s_per_token == pytest.approx(LAW.s_per_token, rel=0.01)
+    assert recompute.s_per_pair == pytest.approx(LAW.s_per_pair, rel=0.01)
+    for kind in KINDS:
+        assert report.held_out[kind]["mean_error"] > 0.05
+        assert report.held_out[kind]["coverage"]["holds"] > 0.8
+
+
 def test_a_residual_is_learned_where_it_helps(tmp_path: Path) -> None:
     make_log(3, decisions=700, law=CostLaw(bend=0.6), noise=0.05).write(tmp_path / "log")
     report = train_logged([tmp_path / "log"], tmp_path / "model", "boosted", 0, False)
@@ -197,7 +209,7 @@ def test_every_bin_holds_enough_of_either_option() -> None:
         "swap": [(record(tokens, "swap"), 0.1) for tokens in (40, 160, 640) for _ in range(40)],
     }
     intervals = intervals_of(missed)
-    assert intervals.length_edges == (64.0, 256.0)
+    assert intervals.length_edges == (80.0, 320.0)
     assert min(intervals.states) >= 30
 
 

@@ -91,7 +91,7 @@ def test_the_residual_pays_where_physics_misses(tmp_path: Path) -> None:
 def test_few_states_fall_back_to_physics_and_it_is_said(tmp_path: Path) -> None:
     report = trained(tmp_path, make_trace(states=40))
     assert report.trees == {"recompute": 0, "swap": 0}
-    assert "20 training states are under 40: physics alone" in report.text()
+    assert "recompute: 20 states are under 40: physics alone" in report.text()
 
 
 def test_too_few_states_for_an_interval_are_said(tmp_path: Path) -> None:
