@@ -114,7 +114,7 @@ def situation_of(
         free_blocks=free,
         short_blocks=running.short_blocks(request) if cause == "memory" else 0,
         host_blocks=copies.pool.total,
-        free_host_blocks=copies.pool.obtainable(computed, save_blocks),
+        free_host_blocks=copies.pool.obtainable(computed, save_blocks, (block.block_hash for block in held[:hashed])),
         running_requests=len(scheduler.running),
         waiting_requests=max(0, waiting),
         batch_tokens=running.take_out(request),
