@@ -19,12 +19,15 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
+import numpy as np
+
 from kvpolicy.cost import store
 from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin, unbounded
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import log_miss, option_of
 from kvpolicy.datasets.logs import Record, Records, read_records
+from kvpolicy.datasets.threshold import Difference, LengthRule, best_length_rule, clustered_difference
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.regression.conformal import CONFIDENCE, Margin
@@ -53,6 +56,8 @@ class LoggedFit:
     trees: Mapping[Kind, int]
     averages: Mapping[Kind, Average]
     """Mean costs over all situations of the log, before the model was scaled to them."""
+    rule: LengthRule
+    """The best threshold on the training records, by their doubly robust values."""
     notes: tuple[str, ...]
 
 
@@ -73,8 +78,10 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
     trees = _tree_counts(family, training, folds, seed, notes)
     misses: dict[Kind, list[tuple[Record, float]]] = {kind: [] for kind in KINDS}
     terms: dict[Kind, list[Term]] = {kind: [] for kind in KINDS}
+    judged: list[Record] = []
     for fitting, held_out in folds:
         fold_model, _ = _fit_once(family, training, fitting, provenance, trees, unbounded(), seed)
+        judged += held_out
         for record in held_out:
             misses[record.kind].append((record, miss(fold_model, record)))
             for kind in KINDS:
@@ -93,7 +100,31 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
     notes.append("intervals hold the cost of a single preemption, its noise included; infinite outside the range")
     model, forests = _fit_once(family, training, training.records, provenance, trees, intervals, seed)
     laws = {kind: scaled_by(model.laws[kind], averages[kind].factor) for kind in KINDS}
-    return LoggedFit(replace(model, laws=laws), forests, trees, averages, tuple(notes))
+    rule = best_length_rule(
+        np.array([record.situation.computed_tokens for record in judged], np.float64),
+        np.array([extra_of(*pair) for pair in zip(terms["swap"], terms["recompute"], strict=True)], np.float64),
+    )
+    return LoggedFit(replace(model, laws=laws), forests, trees, averages, rule, tuple(notes))
+
+
+def extra_of(swap: Term, recompute: Term) -> float:
+    """Doubly robust estimate of what a swap costs more than a recompute in one situation, seconds."""
+    return swap.robust_s - recompute.robust_s
+
+
+def against_threshold(model: FittedModel, rule: LengthRule, held_out: Sequence[Record]) -> Difference | None:
+    """The model's choices compared with the rule's on held-out records, by their doubly robust values.
+
+    None for records of fewer than two requests.
+    """
+    differences_s = []
+    for record in held_out:
+        swap, recompute = (term_of(model, record, kind) for kind in ("swap", "recompute"))
+        chosen: Kind = "swap" if swap.predicted_s < recompute.predicted_s else "recompute"
+        ruled = rule.option(record.situation.computed_tokens)
+        sign = (chosen == "swap") - (ruled == "swap")
+        differences_s.append(sign * extra_of(swap, recompute))
+    return clustered_difference("the model", differences_s, [record.request for record in held_out])
 
 
 def term_of(model: FittedModel, record: Record, kind: Kind) -> Term:
@@ -293,6 +324,8 @@ def train_logged(
         clipped={kind: clipped(training.of_kind(kind)) for kind in KINDS},
         min_chance={kind: min(record.chance for record in training.of_kind(kind)) for kind in KINDS},
         averages=fitted.averages,
+        best_threshold=fitted.rule.policy,
+        against_threshold=against_threshold(model, fitted.rule, held_out),
         left_out=records.left_out,
         notes=notes,
         replaced=replaced,
