@@ -18,6 +18,8 @@ from kvpolicy.regression.nnls import nonnegative_fit
 MIN_STEPS = 10
 """Steps with a tool's copy and without a preemption, to learn what such copies add to steps."""
 ROUNDS = 20
+ERRORS = 2.0
+"""An effect below this many standard errors counts as none."""
 
 
 def effects(start_s: Floats, end_s: Floats, tokens: Ints, copies: Mapping[str, Floats], is_save: Flags) -> Floats:
@@ -49,14 +51,37 @@ def effects(start_s: Floats, end_s: Floats, tokens: Ints, copies: Mapping[str, F
 def seconds_of(columns: Floats, extra_s: Floats, rows: Ints) -> Floats:
     """Seconds that tool copies add to each step. Learned from ``rows``, at least :data:`MIN_STEPS`.
 
-    Robust (Huber 1964), because a disturbed machine makes some steps far too long: d0 is a typical step's, too.
+    What a copy adds while it runs beside steps is learned from those steps alone that are neither the one it began in
+    nor right after it: in these, effects cannot be told apart, and a step of a recompute may be twenty times as long.
 
     ``columns``: from :func:`effects`. ``extra_s``: of each of ``rows``, its seconds beyond d0.
     """
-    weights = np.ones(len(rows))
-    for _ in range(ROUNDS):
-        coefficients = nonnegative_fit(columns[rows], extra_s, weights)
-        distances_s = np.abs(extra_s - columns[rows] @ coefficients)
-        limit_s = max(1.4826 * float(np.median(distances_s)), 1e-9)
-        weights = np.minimum(1.0, limit_s / np.maximum(distances_s, 1e-300))
+    beside = np.arange(columns.shape[1]) % 2 == 1
+    seen = columns[rows]
+    alone = ~seen[:, ~beside].any(axis=1)
+    coefficients = np.zeros(columns.shape[1])
+    coefficients[beside] = _significant_fit(seen[alone][:, beside], extra_s[alone])
+    remaining_s = extra_s - seen @ coefficients
+    coefficients[~beside] = _significant_fit(seen[~alone][:, ~beside], remaining_s[~alone])
     return np.asarray(columns @ coefficients, np.float64)
+
+
+def _significant_fit(columns: Floats, extra_s: Floats) -> Floats:
+    """Coefficients of 0 or above, and 0 unless they are :data:`ERRORS` standard errors above.
+
+    Robust (Huber 1964), because a disturbed machine makes some steps far too long: d0 is a typical step's, too.
+    """
+    coefficients = np.zeros(columns.shape[1])
+    if len(columns) <= len(coefficients):
+        return coefficients
+    weights = np.ones(len(columns))
+    scale_s = 0.0
+    for _ in range(ROUNDS):
+        coefficients = nonnegative_fit(columns, extra_s, weights)
+        distances_s = np.abs(extra_s - columns @ coefficients)
+        scale_s = max(1.4826 * float(np.median(distances_s)), 1e-9)
+        weights = np.minimum(1.0, scale_s / np.maximum(distances_s, 1e-300))
+    unit = np.maximum(np.abs(columns).max(axis=0), 1e-300)
+    covariance = np.linalg.pinv((columns / unit).T @ (weights[:, None] * columns / unit))
+    errors = scale_s * np.sqrt(np.maximum(0.0, np.diag(covariance))) / unit
+    return np.where(coefficients > ERRORS * errors, coefficients, 0.0)
