@@ -21,6 +21,8 @@ KINDS: tuple[Kind, ...] = ("recompute", "swap")
 CAUSES: tuple[Cause, ...] = ("memory", "forced", "reset")
 ENDINGS: tuple[Ending, ...] = ("resumed", "aborted", "superseded")
 DIRECTIONS: tuple[Direction, ...] = ("save", "load")
+TOOL_COPY = "tool"
+"""``preemption_id`` in table ``transfers`` of copies that a measuring tool makes. They belong to no preemption."""
 
 
 def copy_pieces(block_bytes: int, segment_bytes: int) -> int:

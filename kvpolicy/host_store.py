@@ -84,13 +84,20 @@ class HostStore:
     def used(self) -> int:
         return self.total - self.free
 
-    def obtainable(self, tokens: int, wanted: float) -> int:
+    def obtainable(self, tokens: int, wanted: float, keys: Iterable[Hashable | None] = ()) -> int:
         """Slots that a copy of a request of ``tokens`` computed tokens can have: those that are free and, where these
-        are fewer than ``wanted``, those that only copies of shorter requests use."""
+        are fewer than ``wanted``, those that only copies of shorter requests use.
+
+        ``keys``: of the copy's own contents. A slot that holds one of them is in use once the copy is made, whatever is
+        given up.
+        """
         if self.free >= wanted:
             return self.free
+        own = set(keys)
         return self.free + sum(
-            block.slot is not None and all(holder.tokens < tokens and not holder.loading for holder in block.holders)
+            block.slot is not None
+            and (block.key is None or block.key not in own)
+            and all(holder.tokens < tokens and not holder.loading for holder in block.holders)
             for block in {block: None for copy in self._copies if copy.tokens < tokens for block in copy.blocks}
         )
 

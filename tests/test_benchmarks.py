@@ -39,6 +39,30 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_overflow_victims_judges_a_factor_on_held_out_states(tmp_path: Path) -> None:
+    trace = make_trace(states=48)
+    rows = trace.rows("decisions")
+    several = {row["state_id"] for row in rows if int(row["computed_tokens"]) % 3 == 0}
+    second = [
+        row | {"preemption_id": f"second-{number}", "decision_id": f"second-{number}-0"}
+        for number, row in enumerate(rows)
+        if row["state_id"] in several
+    ]
+    cores = {core: [row for row in (*rows, *second) if row["core"] == core] for core in trace.headers}
+    decisions = pa.concat_tables([with_core(from_rows("decisions", some), core) for core, some in cores.items()])
+    Trace(trace.headers, dict(trace.tables) | {"decisions": decisions}).write(tmp_path / "several")
+    done = run("overflow_victims.py", "--trace", str(tmp_path / "several"))
+    assert done.returncode == 0, done.stderr
+    assert (
+        "48 states; victims before: {0:" in done.stdout and "recompute: mean |log(measured / predicted)|" in done.stdout
+    )
+    trace.write(tmp_path / "alone")
+    assert (
+        "no overflow of this profile had several victims"
+        in run("overflow_victims.py", "--trace", str(tmp_path / "alone")).stderr
+    )
+
+
 def test_cost_accuracy_judges_tables_and_traces_beside_others(profiles: Path, tmp_path: Path) -> None:
     make_trace(states=60).write(tmp_path / "trace")
     out = tmp_path / "out" / "figures.json"

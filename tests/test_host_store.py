@@ -75,6 +75,34 @@ def test_the_shortest_request_is_given_up_where_slots_are_short() -> None:
     assert store.used == 3, "it holds nothing any more"
 
 
+def test_a_slot_that_copies_share_is_obtained_by_giving_up_both() -> None:
+    store = HostStore(2)
+    first, second = HostCopy(10), HostCopy(12)
+    for copy, place in ((first, 1), (second, 2)):
+        store.add(copy, [("a", 7), (None, place)])
+    store.lost([7])
+    assert second in store.given_up or first in store.given_up, "three contents in two slots"
+    store, first, second = HostStore(1), HostCopy(10), HostCopy(12)
+    store.add(first, [("a", 7)])
+    store.add(second, [("a", 7)])
+    store.lost([7])
+    assert (store.obtainable(11, 1), store.obtainable(20, 1)) == (0, 1)
+    long = HostCopy(20)
+    assert len(store.add(long, [(None, 3)])) == 1 and store.given_up == [first, second]
+
+
+def test_a_slot_with_a_content_that_the_copy_itself_needs_is_not_obtained() -> None:
+    """Giving up the shorter copy leaves it in use: the new copy would be given up for its own block."""
+    store = HostStore(1)
+    short, long = HostCopy(10), HostCopy(20)
+    store.add(short, [("a", 7)])
+    store.lost([7])
+    assert store.obtainable(20, 1) == 1
+    assert store.obtainable(20, 1, ["a", None]) == 0
+    store.add(long, [("a", 7), (None, 8)])
+    assert store.given_up == [short, long], "hence"
+
+
 def test_one_that_is_given_up_for_its_own_block_needs_none() -> None:
     store = HostStore(1)
     short, long = HostCopy(16), HostCopy(32)
@@ -190,11 +218,12 @@ class Device:
             contents.append((key, place))
         tokens = self.random.randint(1, 30)
         unkeyed = len(places) - keyed
-        if self.store.obtainable(tokens, unkeyed) < unkeyed:
+        if self.store.obtainable(tokens, unkeyed, [key for key, _ in contents]) < unkeyed:
             return
         copy = HostCopy(tokens)
         self.kept[copy] = [self.content[place] for place in places]
         self.save(self.store.add(copy, contents))
+        assert copy in self.kept, "it has the slots that it was said to obtain"
 
     def load(self) -> None:
         copy = self.random.choice(list(self.kept))

@@ -16,6 +16,9 @@ computes nothing because all requests wait for a load.
 
 If several preemptions share a step, its extra time is split in proportion to what each did in it: the seconds that its
 copies overlapped the step, plus the d0 price of its repeated tokens. If that is 0 for all, they share equally.
+
+Copies that a measuring tool makes beside a preemption share in no step; what they add to a step is part of its d0
+(:mod:`kvpolicy.attribution.tool_effects`).
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ from kvpolicy.attribution.step_time_fit import (
     fit_step_time,
     with_aftermath,
 )
+from kvpolicy.attribution.tool_effects import MIN_STEPS, effects, seconds_of
+from kvpolicy.events import TOOL_COPY
 from kvpolicy.hardware import fingerprint
 from kvpolicy.trace import Trace, TraceError
 
@@ -129,6 +134,10 @@ class _Core:
     """Preemptions whose steps are all recorded, and their save if they were swapped."""
     loaded: pa.Array
     """Preemptions with a recorded load."""
+    tool_effects: Floats | None
+    """What a tool's copies do in each step; None without such copies."""
+    tool_rows: Ints
+    """Rows of the steps that these touch and no preemption does."""
 
 
 def _cores(trace: Trace) -> dict[str, _Core]:
@@ -141,6 +150,9 @@ def _core(trace: Trace, name: str) -> _Core:
         for table in map(trace.table, ("steps", "transfers", "outcomes", "decisions", "requests"))
     )
     steps = steps.sort_by("start_s")
+    of_tool = pc.equal(transfers["preemption_id"], TOOL_COPY)
+    tool_effects = _tool_effects(steps, transfers.filter(of_tool))
+    transfers = transfers.filter(pc.invert(of_tool))
     duration_s = _reals(steps, "duration_s")
     for row in np.flatnonzero(duration_s <= 0)[:1]:
         raise TraceError(f"steps of core {name}, row {row}: duration_s is {duration_s[row]:g}, should be above 0")
@@ -153,8 +165,30 @@ def _core(trace: Trace, name: str) -> _Core:
     )
     complete &= ~_save_missing(outcomes, decisions, transfers)
     loaded = _with_transfer(transfers, "load")
-    undisturbed = _undisturbed_rows(steps, involved.row)
-    return _Core(name, steps, _parts(steps), duration_s, involved, undisturbed, ids.filter(pa.array(complete)), loaded)
+    tool_rows = np.zeros(0, np.int64)
+    beside_tool = np.zeros(0, np.int64)
+    if tool_effects is not None:
+        beside_tool = np.flatnonzero(tool_effects.any(axis=1))
+        tool_rows = np.intersect1d(beside_tool, _untouched_rows(steps, involved.row, ("preemptions",)))
+        if len(tool_rows) < MIN_STEPS:
+            beside_ids = involved.preemption_id.filter(pa.array(np.isin(involved.row, beside_tool)))
+            complete &= _index_in(ids, beside_ids) < 0
+    undisturbed = _untouched_rows(
+        steps, np.concatenate([involved.row, beside_tool]), ("recomputed_tokens", "preemptions", "saves", "loads")
+    )
+    complete_ids = ids.filter(pa.array(complete))
+    return _Core(
+        name, steps, _parts(steps), duration_s, involved, undisturbed, complete_ids, loaded, tool_effects, tool_rows
+    )
+
+
+def _tool_effects(steps: pa.Table, copies: pa.Table) -> Floats | None:
+    if not copies.num_rows:
+        return None
+    start_s = _reals(steps, "start_s")
+    columns = {name: _reals(copies, name) for name in ("bytes", "submit_s", "start_s", "end_s")}
+    is_save = np.asarray(pc.equal(copies["direction"], "save"), dtype=np.bool_)
+    return effects(start_s, start_s + _reals(steps, "duration_s"), _ints(steps, "scheduled_tokens"), columns, is_save)
 
 
 def _rows_of_steps(steps: pa.Table, numbers: pa.ChunkedArray) -> Ints:
@@ -245,11 +279,12 @@ def _concatenated(*tables: _Involved) -> _Involved:
     )
 
 
-def _undisturbed_rows(steps: pa.Table, involved: Ints) -> Ints:
-    """Rows of the steps that computed something and that no preemption, copy or aftermath touched."""
+def _untouched_rows(steps: pa.Table, involved: Ints, counts: Sequence[str]) -> Ints:
+    """Rows of the steps that computed something, without those ``involved``, those in which one of ``counts`` is above
+    0, and their aftermath."""
     touched = np.zeros(steps.num_rows + AFTERMATH_STEPS, dtype=np.bool_)
     touched[involved] = True
-    for column in ("recomputed_tokens", "preemptions", "saves", "loads"):
+    for column in counts:
         touched[: steps.num_rows] |= _ints(steps, column) > 0
     for _ in range(AFTERMATH_STEPS):
         touched[1:] |= touched[:-1].copy()
@@ -344,8 +379,17 @@ def _extra_s(core: _Core, model: StepTimeModel, row: Ints, own_parts: Floats) ->
             f"steps of core {core.name}, row {bad_row} (step {number}): repeated holds more tokens than "
             "scheduled_tokens"
         )
+    extra_s = _beyond_model(core, model, remaining, row)
+    if core.tool_effects is not None and len(core.tool_rows) >= MIN_STEPS:
+        beyond_s = _beyond_model(core, model, core.parts, core.tool_rows)
+        extra_s -= seconds_of(core.tool_effects, beyond_s, core.tool_rows)[row]
+    return extra_s
+
+
+def _beyond_model(core: _Core, model: StepTimeModel, parts: Floats, row: Ints) -> Floats:
+    """Seconds of the steps ``row`` beyond their d0 for ``parts``."""
     pace = model.pace(core.undisturbed, core.parts, core.duration_s, row) if len(core.undisturbed) else 1.0
-    return np.asarray(core.duration_s[row] - pace * model.predict(remaining)[row], dtype=np.float64)
+    return np.asarray(core.duration_s[row] - pace * model.predict(parts)[row], dtype=np.float64)
 
 
 def _parts(steps: pa.Table) -> Floats:

@@ -5,18 +5,20 @@ A cost model that is no better than this rule has learned nothing that a single 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import copysign, floor, sqrt
 from statistics import variance
 
 import numpy as np
 
+from kvpolicy.arrays import Floats
 from kvpolicy.datasets.profiles import State
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.stats import student_interval
 
+PREEMPTION = "preemption"
 BEST_THRESHOLD = "best threshold"
 """Name of the rule in tables."""
 
@@ -50,9 +52,20 @@ def best_threshold(states: Sequence[State]) -> LengthRule:
     """
     if not states:
         raise InputError("no states to choose a threshold on")
-    ordered = sorted(states, key=lambda state: state.computed_tokens)
-    lengths = np.array([state.computed_tokens for state in ordered])
-    extra_s = np.array([_significant_difference_s(state) for state in ordered])
+    return best_length_rule(
+        np.array([state.computed_tokens for state in states], np.float64),
+        np.array([_significant_difference_s(state) for state in states], np.float64),
+    )
+
+
+def best_length_rule(computed_tokens: Floats, extra_s: Floats) -> LengthRule:
+    """Return the rule with the lowest total cost, of equal ones the one that swaps most.
+
+    ``extra_s``: by situation, the cost of swap less that of recompute, or an unbiased estimate of it, as the doubly
+    robust one of a log. Candidates are always, never, and every length.
+    """
+    order = np.argsort(computed_tokens, kind="stable")
+    lengths, extra_s = computed_tokens[order], extra_s[order]
     # extra_from_s[i]: cost above that of never swapping if all states from the i-th on are swapped.
     extra_from_s = np.append(np.cumsum(extra_s[::-1])[::-1], 0.0)
     candidates = [0, *sorted({floor(length) for length in lengths if length >= 1})]
@@ -73,13 +86,17 @@ def _significant_difference_s(state: State) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Cost of a policy less that of the best threshold in the same states: seconds per state, with a 95% interval."""
+    """Cost of a policy less that of the best threshold in the same states: seconds per state, with a 95% interval.
+
+    Of a log, states are preemptions.
+    """
 
     policy: str
     mean_s: float
     low_s: float
     high_s: float
     states: int
+    unit: str = "state"
 
     @property
     def verdict(self) -> str:
@@ -91,7 +108,7 @@ class Difference:
 
     def text(self) -> str:
         mean, low, high = (f"{value * 1e3:.3f}" for value in (self.mean_s, self.low_s, self.high_s))
-        return f"{self.policy} less the {BEST_THRESHOLD}: {mean} ms [{low}, {high}] per state: {self.verdict}"
+        return f"{self.policy} less the {BEST_THRESHOLD}: {mean} ms [{low}, {high}] per {self.unit}: {self.verdict}"
 
 
 def difference(policy: str, costs_s: Sequence[float], threshold_costs_s: Sequence[float]) -> Difference:
@@ -99,3 +116,23 @@ def difference(policy: str, costs_s: Sequence[float], threshold_costs_s: Sequenc
     pairs = zip(costs_s, threshold_costs_s, strict=True)
     mean, low, high = student_interval([cost - threshold for cost, threshold in pairs])
     return Difference(policy, mean, low, high, len(costs_s))
+
+
+def clustered_difference(
+    policy: str, differences_s: Sequence[float], clusters: Sequence[Hashable]
+) -> Difference | None:
+    """Compare a policy with the best threshold on a log, preemption by preemption.
+
+    ``differences_s``: estimates of what the policy costs less what the rule costs. ``clusters``: preemptions of a
+    cluster, as of one request, are not independent; the interval is Student's over the linearised sums of clusters.
+    None for fewer than two clusters.
+    """
+    number = {name: index for index, name in enumerate(dict.fromkeys(clusters))}
+    if len(number) < 2:
+        return None
+    cluster = np.array([number[name] for name in clusters])
+    values = np.array(differences_s, np.float64)
+    mean_s = float(values.mean())
+    sums = np.bincount(cluster, values - mean_s) * len(number) / len(values)
+    mean, low, high = student_interval((sums + mean_s).tolist())
+    return Difference(policy, mean, low, high, len(values), PREEMPTION)

@@ -10,19 +10,22 @@ from typing import Any
 import numpy as np
 
 from kvpolicy.arrays import Floats
+from kvpolicy.datasets.threshold import BEST_THRESHOLD, PREEMPTION, Difference
 from kvpolicy.evaluation import bounds
 from kvpolicy.evaluation.bounds import Resamples, Terms
 from kvpolicy.evaluation.decision_log import Log, attributed_log, read_traces
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, known_by_action, log_refusals, support
 from kvpolicy.evaluation.direct_model import Design, DirectCosts, folds_of
 from kvpolicy.evaluation.estimation import Estimation
-from kvpolicy.evaluation.estimators import ESTIMATORS, Records, TunedTerms, importance_weights
+from kvpolicy.evaluation.estimators import ESTIMATORS, Records, TunedTerms, cross_fitted_dr, importance_weights
 from kvpolicy.evaluation.log_headroom import log_headroom
+from kvpolicy.evaluation.log_threshold import ChosenRules, choose_rules
 from kvpolicy.events import KINDS
 from kvpolicy.fields import WrongValue
 from kvpolicy.headroom import Headroom
 from kvpolicy.json_values import finite
 from kvpolicy.policy import Policy, PolicyState, load_policies
+from kvpolicy.policy.cheapest import Always, Coin, Threshold
 from kvpolicy.policy.objective import ENGINE, Objective, objective_of
 
 BOUNDED = frozenset({"ips", "dr", "cross-fitted-dr", "switch-dr", "dros"})
@@ -76,6 +79,23 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
+class LogThreshold:
+    """The best rule by length alone, chosen on other records than it is judged on."""
+
+    rules: tuple[str, ...]
+    """Policies that were chosen: one where the records a model was trained on are in the log, else one per fold."""
+    choice: str
+    """The rules and what they were chosen on, as text."""
+    judgement: Judgement
+    against: tuple[Difference, ...]
+    """The policies that do not decide by length alone, compared with it by cross-fitted-dr; without refused ones."""
+
+    def lines(self) -> list[str]:
+        lines = [*self.judgement.lines(), f"  {self.choice}", *(compared.text() for compared in self.against)]
+        return [*lines, "  no policy is compared with it"] if self.judgement.refused else lines
+
+
+@dataclass(frozen=True, slots=True)
 class OffPolicyReport:
     """Results for several policies on one log."""
 
@@ -98,6 +118,8 @@ class OffPolicyReport:
     """Policies with a state; they are evaluated in their initial state throughout."""
     headroom: Headroom | None = None
     """What there was to win by choosing better than the logging policy; None for a log without its traces."""
+    threshold: LogThreshold | None = None
+    """None for a log that supports no estimate, or that was given without a choice of rules."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: finite(value) for name, value in asdict(self).items()}
@@ -113,6 +135,7 @@ class OffPolicyReport:
             *self._logged_lines(),
             *([] if self.headroom is None else [self.headroom.sentence()]),
             *(line for judgement in self.policies for line in judgement.lines()),
+            *([] if self.threshold is None else self.threshold.lines()),
             "",
             *_calibration_lines(self.calibration),
         ]
@@ -157,14 +180,19 @@ def estimate(
     loaded = load_policies(policies)
     trained_on = frozenset().union(*(policy.cost_model.state_ids for policy in loaded if policy.cost_model is not None))
     by_folder = read_traces(traces)
-    log = attributed_log(by_folder, parsed_objective, how.cluster).without(
-        trained_on, "records that a policy's model was trained on"
-    )
+    full = attributed_log(by_folder, parsed_objective, how.cluster)
+    log = full.without(trained_on, "records that a policy's model was trained on")
     for policy in loaded:
         _check_fit(policy, log)
     targets = {policy.label: log.targets(policy) for policy in loaded}
     learning = tuple(policy.name for policy in loaded if not _is_stateless(policy))
     report = judge(log, targets, seed, how, parsed_objective.text, learning)
+    if not report.refused:
+        rules = choose_rules(full, log, np.random.default_rng(seed))
+        by_more = [policy.label for policy in loaded if not isinstance(policy, Always | Coin | Threshold)]
+        report = replace(
+            report, threshold=judge_rules(log, rules, {name: targets[name] for name in by_more}, seed, how)
+        )
     cost_model = next((policy.cost_model for policy in loaded if policy.cost_model is not None), None)
     return replace(report, headroom=log_headroom(list(by_folder.values()), cost_model))
 
@@ -178,24 +206,11 @@ def judge(
     learning: tuple[str, ...] = (),
 ) -> OffPolicyReport:
     """As :func:`estimate`, for policies given by their probabilities (``targets``), (n, K) each."""
-    rng = np.random.default_rng(seed)
-    resamples = Resamples.of(log.cluster, rng)
-    design = Design.of(log.x, log.action, log.known, len(KINDS), folds_of(log.cluster, rng))
-    predicted = _predicted(design, log, how.limit_s)
-    calibrated = calibration(log.probability, log.action)
+    prepared = _Prepared.of(log, seed, how)
+    resamples, calibrated = prepared.resamples, calibration(log.probability, log.action)
     reasons = log_refusals(calibrated, int(log.cluster.max()) + 1, log.known)
-    as_logged = _records(log, log.probability, design, predicted, resamples)
-    judgements = []
-    for name, target in targets.items():
-        records = _records(log, target, design, predicted, resamples)
-        supported = support(target, log.probability, records.weight, log.known_share, resamples)
-        refused = (*reasons, *supported.refused)
-        estimates = (
-            ()
-            if refused
-            else tuple(_estimate(estimator, records, log, resamples, how) for estimator in how.estimators or ESTIMATORS)
-        )
-        judgements.append(Judgement(name, supported, estimates, refused))
+    as_logged = prepared.records(log.probability)
+    judgements = [prepared.judgement(name, target, reasons) for name, target in targets.items()]
     return OffPolicyReport(
         n=len(log),
         clusters=int(log.cluster.max()) + 1,
@@ -212,18 +227,71 @@ def judge(
     )
 
 
-def _records(log: Log, target: Floats, design: Design, predicted: DirectCosts, resamples: Resamples) -> Records:
-    return Records(
-        target,
-        log.probability,
-        importance_weights(target, log.probability, log.action, log.known, log.known_share),
-        log.cost_s,
-        log.action,
-        predicted.in_sample,
-        predicted.cross_fitted,
-        design.implied_weights(target),
-        resamples.group,
-    )
+def judge_rules(
+    log: Log, rules: ChosenRules, targets: Mapping[str, Floats], seed: int, how: Estimation = Estimation()
+) -> LogThreshold:
+    """Judge the best threshold as :func:`judge` does a policy, and compare the policies of ``targets`` with it."""
+    prepared = _Prepared.of(log, seed, how)
+    target = rules.targets(log)
+    judgement = prepared.judgement(BEST_THRESHOLD, target, ())
+    against = []
+    if not judgement.refused:
+        of_rules = cross_fitted_dr(prepared.records(target)).terms.value
+        for name, other in targets.items():
+            if not prepared.judgement(name, other, ()).refused:
+                of_policy = cross_fitted_dr(prepared.records(other)).terms.value
+                against.append(prepared.difference(name, of_policy - of_rules))
+    return LogThreshold(rules.names, rules.choice(), judgement, tuple(against))
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What the judgements of all policies on a log share."""
+
+    log: Log
+    how: Estimation
+    resamples: Resamples
+    design: Design
+    predicted: DirectCosts
+
+    @classmethod
+    def of(cls, log: Log, seed: int, how: Estimation) -> _Prepared:
+        rng = np.random.default_rng(seed)
+        resamples = Resamples.of(log.cluster, rng)
+        design = Design.of(log.x, log.action, log.known, len(KINDS), folds_of(log.cluster, rng))
+        return cls(log, how, resamples, design, _predicted(design, log, how.limit_s))
+
+    def records(self, target: Floats) -> Records:
+        log = self.log
+        return Records(
+            target,
+            log.probability,
+            importance_weights(target, log.probability, log.action, log.known, log.known_share),
+            log.cost_s,
+            log.action,
+            self.predicted.in_sample,
+            self.predicted.cross_fitted,
+            self.design.implied_weights(target),
+            self.resamples.group,
+        )
+
+    def judgement(self, name: str, target: Floats, reasons: Sequence[str]) -> Judgement:
+        """``reasons``: why the log supports no estimate at all."""
+        log, records = self.log, self.records(target)
+        supported = support(target, log.probability, records.weight, log.known_share, self.resamples)
+        refused = (*reasons, *supported.refused)
+        names = () if refused else self.how.estimators or tuple(ESTIMATORS)
+        estimates = tuple(_estimate(estimator, records, log, self.resamples, self.how) for estimator in names)
+        return Judgement(name, supported, estimates, refused)
+
+    def difference(self, name: str, difference_s: Floats) -> Difference:
+        """A policy compared with the best threshold. ``difference_s``: (n,) terms of its cost less the rule's."""
+        terms = Terms(difference_s)
+        if self.how.interval == "sequence":
+            low, high = bounds.sequence(terms, self.log.cluster)
+        else:
+            low, high = bounds.bootstrap(terms, self.resamples)
+        return Difference(name, terms.mean(), low, high, len(self.log), PREEMPTION)
 
 
 def _predicted(design: Design, log: Log, limit_s: float | None) -> DirectCosts:

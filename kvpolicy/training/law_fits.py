@@ -198,7 +198,18 @@ LINEAR_INPUTS: dict[Kind, tuple[str, ...]] = {
 
 def fit_linear(examples: Examples, floor_s: Mapping[Kind, float]) -> dict[Kind, Law]:
     """Fit one linear law per option."""
-    return {kind: _fit(examples[kind], LINEAR_INPUTS[kind], floor_s[kind]) for kind in KINDS}
+    return {
+        kind: _fit(examples[kind], (*LINEAR_INPUTS[kind], *_queues(kind, examples[kind])), floor_s[kind])
+        for kind in KINDS
+    }
+
+
+def _queues(kind: Kind, examples: Sequence[Example]) -> tuple[str, ...]:
+    """Queued bytes that enough examples have to show what waiting for them costs."""
+    if kind == "recompute":
+        return ()
+    names = ("queued_save_bytes", "queued_load_bytes")
+    return tuple(name for name in names if np.count_nonzero(_column(examples, name)) >= MIN_PER_REGIME)
 
 
 def _fit(examples: Sequence[Example], inputs: tuple[str, ...], floor_s: float) -> LinearLaw:
@@ -225,7 +236,7 @@ def fit_victim_delays(states: Sequence[State]) -> dict[Kind, LinearLaw]:
         examples = victim_delay_examples(states, kind)
         if len(examples) < MIN_STATES:
             return {}
-        names = DELAY_INPUTS[kind]
+        names = (*DELAY_INPUTS[kind], *_queues(kind, examples))
         design = np.array([[1.0, *(getattr(example.x, name) for name in names)] for example in examples])
         seconds = np.array([example.engine_s for example in examples])
         constant, *weights = map(float, relative_fit(design, seconds, typical_floor(seconds)))

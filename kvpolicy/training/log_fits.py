@@ -19,12 +19,15 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
+import numpy as np
+
 from kvpolicy.cost import store
 from kvpolicy.cost.intervals import MIN_PER_BIN, PREDICTED, Intervals, conformal_margin, octave_bins
 from kvpolicy.cost.model import FittedModel, Provenance
 from kvpolicy.cost.store import ForestText
 from kvpolicy.datasets.examples import log_miss, option_of
 from kvpolicy.datasets.logs import Record, Records, read_records
+from kvpolicy.datasets.threshold import Difference, LengthRule, best_length_rule, clustered_difference
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import features_of
 from kvpolicy.regression.conformal import CONFIDENCE, Margin
@@ -52,6 +55,8 @@ class LoggedFit:
     trees: Mapping[Kind, int]
     averages: Mapping[Kind, Average]
     """Mean costs over all situations of the log, before the model was scaled to them."""
+    rule: LengthRule
+    """The best threshold on the training records, by their doubly robust values."""
     notes: tuple[str, ...]
 
 
@@ -80,7 +85,9 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
     trees, notes = crossed.trees, list(crossed.notes)
     misses: dict[Kind, list[tuple[Record, float]]] = {kind: [] for kind in KINDS}
     terms: dict[Kind, list[Term]] = {kind: [] for kind in KINDS}
+    judged: list[Record] = []
     for fold_model, (_, held_out) in zip(crossed.models(provenance), crossed.folds, strict=True):
+        judged += held_out
         for record in held_out:
             misses[record.kind].append((record, miss(fold_model, record)))
             for kind in KINDS:
@@ -100,7 +107,31 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
     whole = fit_part(family, costs_of(training.records), trees, seed)
     model = whole.model(trees, provenance, intervals, training.step_time)
     laws = {kind: scaled_by(model.laws[kind], averages[kind].factor) for kind in KINDS}
-    return LoggedFit(replace(model, laws=laws), whole.forests(trees), trees, averages, tuple(notes))
+    rule = best_length_rule(
+        np.array([record.situation.computed_tokens for record in judged], np.float64),
+        np.array([extra_of(*pair) for pair in zip(terms["swap"], terms["recompute"], strict=True)], np.float64),
+    )
+    return LoggedFit(replace(model, laws=laws), whole.forests(trees), trees, averages, rule, tuple(notes))
+
+
+def extra_of(swap: Term, recompute: Term) -> float:
+    """Doubly robust estimate of what a swap costs more than a recompute in one situation, seconds."""
+    return swap.robust_s - recompute.robust_s
+
+
+def against_threshold(model: FittedModel, rule: LengthRule, held_out: Sequence[Record]) -> Difference | None:
+    """The model's choices compared with the rule's on held-out records, by their doubly robust values.
+
+    None for records of fewer than two requests.
+    """
+    differences_s = []
+    for record in held_out:
+        swap, recompute = (term_of(model, record, kind) for kind in ("swap", "recompute"))
+        chosen: Kind = "swap" if swap.predicted_s < recompute.predicted_s else "recompute"
+        ruled = rule.option(record.situation.computed_tokens)
+        sign = (chosen == "swap") - (ruled == "swap")
+        differences_s.append(sign * extra_of(swap, recompute))
+    return clustered_difference("the model", differences_s, [record.request for record in held_out])
 
 
 def term_of(model: FittedModel, record: Record, kind: Kind) -> Term:
@@ -235,6 +266,8 @@ def train_logged(
         clipped={kind: clipped(training.of_kind(kind)) for kind in KINDS},
         min_chance={kind: min(record.chance for record in training.of_kind(kind)) for kind in KINDS},
         averages=fitted.averages,
+        best_threshold=fitted.rule.policy,
+        against_threshold=against_threshold(model, fitted.rule, held_out),
         left_out=records.left_out,
         notes=notes,
         replaced=replaced,

@@ -169,6 +169,10 @@ class LogTrainReport:
     min_chance: Mapping[Kind, float]
     averages: Mapping[Kind, Average]
     """Mean cost over all situations of the logs, direct and doubly robust; the model was scaled where they differ."""
+    best_threshold: str
+    """Policy with the lowest cost over the training records, doubly robustly, that decides by length alone."""
+    against_threshold: Difference | None
+    """The model compared with it on the held-out records; None where these are of fewer than two requests."""
     left_out: Mapping[str, int]
     notes: tuple[str, ...]
     replaced: bool
@@ -208,6 +212,13 @@ class LogTrainReport:
                 f"{kind}: over all situations {mean.direct_s * 1e3:.3g} ms by the law, {mean.robust_s * 1e3:.3g} ms "
                 f"[{mean.low_s * 1e3:.3g}, {mean.high_s * 1e3:.3g}] doubly robustly"
             )
+        compared = self.against_threshold
+        lines += [
+            f"best threshold on the training records: {self.best_threshold}; on the held-out records, doubly robustly",
+            "  not compared: records of two requests or more are needed"
+            if compared is None
+            else f"  {compared.text()}",
+        ]
         lines += [f"left out: {count} {reason}" for reason, count in self.left_out.items() if count]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 

@@ -91,6 +91,30 @@ def test_a_grid_shares_prompts_in_every_degree_and_no_more_than_another_request_
         assert {state.cause for state in sharing} == {"memory", "forced"}
 
 
+def test_a_grid_queues_copies_in_both_directions_and_has_victims_in_host_memory() -> None:
+    states = grid(32, 40, SPAN, random.Random(0))
+    for direction in ("save", "load"):
+        sizes = [getattr(state, f"queued_{direction}_share") for state in states]
+        assert [sizes.count(share) for share in (0.0, 0.5, 1.0)] == [24, 8, 8]
+    assert len({(state.queued_save_share, state.queued_load_share) for state in states}) > 5, "not together"
+    assert sum(state.stored for state in states) == 10
+    for state in states:
+        most = max(state.queued_save_share, state.queued_load_share) * state.victim_blocks
+        assert most <= state.tool_blocks < most + 1
+        alone = replace(state, queued_save_share=0.0, queued_load_share=0.0)
+        assert state.device_blocks == alone.device_blocks + state.tool_blocks
+    assert not any(s.queued_save_share or s.queued_load_share or s.stored for s in check_states(32, SPAN))
+
+
+def test_a_forced_overflow_has_several_victims_where_others_run() -> None:
+    states = grid(32, 60, SPAN, random.Random(0))
+    counts = [state.victims for state in states if state.cause == "forced"]
+    assert set(counts) >= {1, 2, 4} and counts.count(1) < 0.6 * len(counts)
+    for state in states:
+        assert 1 <= state.victims <= max(1, len(state.other_prompts))
+        assert state.cause == "forced" or state.victims == 1
+
+
 def test_a_request_alone_shares_nothing() -> None:
     alone = grid(32, 40, replace(SPAN, max_others=0), random.Random(0))
     assert not any(state.shared_blocks for state in alone)

@@ -172,7 +172,13 @@ def test_evaluation_keeps_to_the_models_kind(folders: dict[str, Path], models: d
 
 def test_a_calibration_is_of_the_kind_it_was_measured_on(folders: dict[str, Path], models: dict[str, Path]) -> None:
     assert calibrate(models["pinned"], [folders["pageable"]]).model.pinned is False
-    assert calibrate(models["pinned"], list(folders.values())).model.pinned is True
+    both = list(folders.values())
+    for name, pinned in (("pinned", True), ("pageable", False)):
+        moved, alone = calibrate(models[name], both).model, calibrate(models[name], [folders[name]]).model
+        assert moved.pinned is pinned, "of traces of both kinds, a model is calibrated on those of its own"
+        assert {kind: law.to_dict() for kind, law in moved.laws.items()} == {
+            kind: law.to_dict() for kind, law in alone.laws.items()
+        }
 
 
 def test_a_log_names_its_kind_and_is_of_one(folders: dict[str, Path]) -> None:

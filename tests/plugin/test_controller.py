@@ -355,6 +355,14 @@ class TestBlocksThatSurvive:
         world.preempt()
         assert self.saved(world) == [(7, 8, 9)]
 
+    def test_where_the_engine_clears_blocks_each_one_is_named_at_once_as_overwritten(self, world: World) -> None:
+        """It may be cleared before the worker can order the save: also a block that nobody has taken yet."""
+        for clears, named in ((False, {8}), (True, {7, 8, 9})):
+            made = World()
+            made.scheduler.needs_kv_cache_zeroing = clears
+            made.preempt()
+            assert made.jobs[-1].overwritten == named, "of these only 8 is another request's too"
+
     def test_where_a_tool_measures_it_evicts_blocks_and_all_are_saved_at_once(self, world: World) -> None:
         world.controller.pin("swap", {"state_id": "s1", "arm": "swap", "repeat": 0})
         world.preempt()
@@ -362,6 +370,17 @@ class TestBlocksThatSurvive:
         world.finish_copies("save")
         (row,) = world.rows.rows["decisions"]
         assert (row["hit_blocks"], row["save_blocks"]) == (row["shared_blocks"], BLOCKS)
+
+    def test_what_a_tool_has_in_host_memory_is_not_saved_again(self, world: World) -> None:
+        world.controller.pin("swap", {"state_id": "s1", "arm": "swap", "repeat": 0})
+        world.controller.copies.save_for_tool([("hash 7", 7), ("hash 8", 8)])
+        world.step()
+        world.finish_copies("save")
+        world.preempt()
+        assert self.saved(world) == [(7, 8), (9,)]
+        world.finish_copies("save")
+        (row,) = world.rows.rows["decisions"]
+        assert (row["hit_blocks"], row["save_blocks"]) == (row["shared_blocks"], BLOCKS - 2)
 
     def test_a_swap_that_copies_nothing_is_settled_in_its_step(self, world: World) -> None:
         world.request.num_computed_tokens = 32

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.events import DIRECTIONS
+from kvpolicy.events import DIRECTIONS, TOOL_COPY
 from kvpolicy_vllm.plugin.host_copies import (
     FIRST_SUSPENSION_S,
     MAX_FAILURES_IN_A_ROW,
@@ -18,7 +18,7 @@ from kvpolicy_vllm.plugin.host_copies import (
     CopyBook,
     CopyHealth,
 )
-from kvpolicy_vllm.plugin.messages import NO_SLOT, Transfer
+from kvpolicy_vllm.plugin.messages import NO_REQUEST, NO_SLOT, Transfer
 
 
 def ack(copy_id: int, direction: Any, ok: bool = True) -> Transfer:
@@ -145,6 +145,40 @@ class TestCopies:
         (load,) = book.take_jobs(2, idle=False, taken_of=nobody).loads
         book.acknowledge([ack(load.copy_id, "load")] * 2)
         assert not book.under_way
+
+    def test_a_tools_save_is_one_that_no_step_waits_for_and_no_request_knows(self) -> None:
+        book = CopyBook(slots=8, ranks=1, block_bytes=100)
+        copy = book.save_for_tool([(None, 6), ("h", 7)])
+        assert book.queued_bytes("save") == 200 and book.take_begun() == []
+        jobs = book.take_jobs(0, False, {6, 7}.intersection)
+        (save,) = jobs.saves
+        assert not jobs.overwritten, "its blocks are held, and nobody writes to them"
+        assert (save.request_id, save.block_ids, book.preemption_of(save)) == (NO_REQUEST, (6, 7), TOOL_COPY)
+        book.acknowledge([ack(save.copy_id, "save")])
+        assert book.queued_bytes("save") == 0 and book.pool.stored(["h"]) == 1, "kept for copies that need it"
+        victim = book.keep("r", "p", 40, [("h", 7), (None, 8)])
+        (own,) = book.take_jobs(1, False, nobody).saves
+        assert own.block_ids == (8,) and victim.blocks[0].slot == copy.blocks[1].slot
+        book.pool.release(copy)
+        assert book.pool.used == 2
+
+    def test_a_tools_load_is_queued_and_ends_with_its_copy(self) -> None:
+        book = CopyBook(slots=8, ranks=1, block_bytes=100)
+        copy = book.save_for_tool(unhashed(6, 7))
+        (save,) = book.take_jobs(0, False, nobody).saves
+        book.acknowledge([ack(save.copy_id, "save")])
+        book.load_for_tool(copy, (3, 4))
+        assert book.queued_bytes("load") == 200 and book.under_way
+        (load,) = book.take_jobs(1, False, nobody).loads
+        assert (load.request_id, load.block_ids, load.saved_by) == (NO_REQUEST, (3, 4), save.copy_id)
+        book.acknowledge([ack(load.copy_id, "load")])
+        assert (book.queued_bytes("load"), book.pool.used, book.under_way) == (0, 0, False)
+
+    def test_a_tools_copy_is_given_up_first(self) -> None:
+        book = CopyBook(slots=3, ranks=1, block_bytes=100)
+        book.save_for_tool(unhashed(6, 7))
+        book.keep("r", "p", 1, unhashed(1, 2))
+        assert book.of("r") is not None and book.take_given_up() == []
 
     def test_all_ranks_must_finish(self) -> None:
         book = CopyBook(slots=4, ranks=2, block_bytes=100)

@@ -10,7 +10,8 @@ import pytest
 from kvpolicy.cost.laws import Channel, RecomputeRoofline, SwapRoofline
 from kvpolicy.datasets.examples import Example, examples_of
 from kvpolicy.datasets.profiles import dataset_of
-from kvpolicy.events import KINDS
+from kvpolicy.events import KINDS, Kind
+from kvpolicy.training.family import FAMILIES, Costs, Family, laws_of
 from kvpolicy.training.law_fits import _cost_fit, fit_analytic, fit_linear, load_notes
 from tests.synthetic import CostLaw, make_trace, without
 
@@ -94,6 +95,36 @@ def test_linear_coefficients_are_never_below_zero() -> None:
         assert "batch_tokens" not in law.per_feature_s  # type: ignore[attr-defined]  # a LinearLaw
         assert law.constant_s >= 0  # type: ignore[attr-defined]
         assert min(law.per_feature_s.values()) > 0  # type: ignore[attr-defined]
+
+
+QUEUED_BYTES = (0.0, 0.0, 0.0, 4e6, 8e6)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("direction", ["save", "load"])
+def test_queued_bytes_enter_every_family(family: Family, direction: str) -> None:
+    """A copy that waits 1 ns for each byte queued before it, with nobody else to run meanwhile."""
+    name = f"queued_{direction}_bytes"
+    examples: dict[Kind, tuple[Example, ...]] = {}
+    for kind, some in examples_of(dataset_of({"made": make_trace(noise=0.0)}).states).items():
+        waits = [QUEUED_BYTES[number % 5] * (kind == "swap") for number in range(len(some))]
+        examples[kind] = tuple(
+            Example(one.x._replace(running_requests=0, **{name: size}), one.engine_s + 1e-9 * size)
+            for one, size in zip(some, waits, strict=True)
+        )
+    law = laws_of(family, Costs(examples, FLOORS))["swap"]
+    assert name in law.used
+    x = examples["swap"][0].x
+    waited_s = sum(law.parts(x._replace(**{name: 8e6}))) - sum(law.parts(x._replace(**{name: 0.0})))
+    assert waited_s == pytest.approx(8e-3, rel=0.3)
+
+
+def test_a_queue_in_two_states_shows_nothing() -> None:
+    examples = examples_of(dataset_of({"made": make_trace()}).states)
+    law = fit_linear(examples, FLOORS)["swap"]
+    few = [replace(one, x=one.x._replace(queued_save_bytes=1e6 * (i < 2))) for i, one in enumerate(examples["swap"])]
+    assert law.used == fit_linear({**examples, "swap": tuple(few)}, FLOORS)["swap"].used
+    assert not law.used & {"queued_save_bytes", "queued_load_bytes"}
 
 
 def test_loads_that_cannot_be_separated_from_saves_are_noted() -> None:

@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.trace import Row, window_row
 from kvpolicy_vllm.bench.states import State, free_blocks_for, running_for, waiting_prompt_tokens
+from kvpolicy_vllm.bench.tool_copies import ToolCopies
 
 Arm = Literal["none", "recompute", "swap"]
 ARMS: tuple[Arm, ...] = ("none", "recompute", "swap")
@@ -82,6 +83,7 @@ class WindowDriver:
         self._seed = seed
         self._clock = clock
         self._held_blocks: list[Any] = []
+        self.tool_copies = ToolCopies(self.controller.copies, self.pool)
         self._names: list[str] = []
         self._count = 0
         self._last_step_end_s = clock()
@@ -171,11 +173,18 @@ class WindowDriver:
         """Whether only one request holds the block."""
         return bool(self.pool.blocks[block].ref_cnt == 1)
 
+    def hashed_blocks_of(self, request: Any) -> list[tuple[Any, int]]:
+        """Hash and number of each of the request's full blocks."""
+        full_blocks = int(request.num_computed_tokens) // self.block_size
+        blocks = [self.pool.blocks[block_id] for block_id in self.blocks_of(request)[:full_blocks]]
+        return [(block.block_hash, int(block.block_id)) for block in blocks if block.block_hash is not None]
+
     def needs_block(self, request: Any) -> bool:
         """Whether the request's next token needs a further block."""
         return int(request.num_computed_tokens) + 1 > len(self.blocks_of(request)) * self.block_size
 
     def _set_up(self, state: State, rng: random.Random) -> Scene:
+        self.tool_copies.take_blocks(state.tool_blocks)
         others = [self.add(tokens, rng) for tokens in state.other_prompts]
         shared_tokens: list[int] = []
         if state.shared_blocks:
@@ -196,11 +205,23 @@ class WindowDriver:
         self._names = []
         self.pool.free_blocks(self._held_blocks)
         self._held_blocks = []
-        deadline = self._clock() + MAX_WINDOW_S
         self.step()
-        while self.pool.get_num_free_blocks() < self.pool.num_gpu_blocks - 1:
+        self.step_until(
+            lambda: not self.controller.copies.under_way and self._free_but_tools(),
+            "blocks given back and copies ended",
+        )
+        self.tool_copies.clear()
+
+    def _free_but_tools(self) -> bool:
+        free = self.pool.get_num_free_blocks() + len(self.tool_copies.blocks)
+        return bool(free >= self.pool.num_gpu_blocks - 1)
+
+    def step_until(self, reached: Callable[[], bool], what: str) -> None:
+        """Run steps until ``reached``. Raises WindowError, saying ``what`` was not, after :data:`MAX_WINDOW_S`."""
+        deadline = self._clock() + MAX_WINDOW_S
+        while not reached():
             if self._clock() > deadline:
-                raise WindowError(f"blocks were not given back within {MAX_WINDOW_S:g} s of a window's end")
+                raise WindowError(f"{what}: not reached within {MAX_WINDOW_S:g} s")
             self.step()
 
 
@@ -221,8 +242,9 @@ class Scene:
         """Preempt the victims as ``arm`` says and step until they have emitted :data:`WINDOW_TOKENS` more tokens."""
         driver, state = self.driver, self.state
         self._advance_to_preemption()
+        self._prepare_copies()
         final_tokens = [victim.num_output_tokens + WINDOW_TOKENS for victim in self.victims]
-        lost_blocks = [block for victim in self.victims for block in driver.blocks_of(victim) if driver.is_alone(block)]
+        lost_blocks = [block for victim in self.victims for block in self._lost_blocks(victim)]
         if arm != "none":
             labels = {"state_id": state.state_id, "arm": arm, "repeat": repeat}
             driver.controller.pin(arm, labels)
@@ -239,7 +261,8 @@ class Scene:
         duration_s = driver.now_s - start_s
         if not discarded and any(opened.executed != arm for opened in preemptions):
             discarded = f"{next(opened.executed for opened in preemptions if opened.executed != arm)} was executed"
-        # vLLM preempts the request admitted last first, and victims are in order of admission.
+        # Victims are in order of admission. Where memory lacks, vLLM preempts the one admitted last first. Forced ones
+        # go in that order: the last one finds what the others queued.
         preemption_id = preemptions[-1].preemption_id if preemptions else None
         return Window(
             state.state_id, arm, repeat, state.cause, first_step, driver.next_step - 1, duration_s, preemption_id,
@@ -250,21 +273,48 @@ class Scene:
         """Set free memory and waiting requests, then step until the victims can be preempted in the next step.
 
         At least one step passes after the set-up, so that no preemption is charged with the work of a new request. In
-        a natural state the preemption takes place when a request needs a block.
+        a natural state the preemption takes place when a request needs a block, and where the victim's blocks are in
+        host memory before, when all of them are full.
         """
         driver, state = self.driver, self.state
         driver.leave_free(state.growth_blocks + state.spare_blocks)
         tokens = waiting_prompt_tokens(driver.model_tokens)
         self.waiting = [driver.add(tokens, self._rng) for _ in range(state.waiting)]
         driver.step()
-        if state.victims > 1:
+        if state.victims > 1 and state.cause == "memory":
             self._align()
             return
         for _ in range(driver.block_size):
-            if state.cause == "forced" or self._needing_block():
+            if self._victim_is_ready():
                 return
             driver.step()
         raise WindowError(f"state {state.state_id}: no request needed a block within {driver.block_size} steps")
+
+    def _victim_is_ready(self) -> bool:
+        if self.state.stored:
+            return self.driver.needs_block(self.victims[-1])
+        return self.state.cause == "forced" or bool(self._needing_block())
+
+    def _prepare_copies(self) -> None:
+        """Bring to host memory what the state has there, while all requests are paused."""
+        driver, state = self.driver, self.state
+        load_blocks = round(state.queued_load_share * len(self._lost_blocks(self.victims[-1])))
+        if not (state.stored or load_blocks):
+            return
+        running = list(driver.scheduler.running)
+        for request in running:
+            driver.scheduler.pause_at_next_step(request.request_id)
+        if state.stored:
+            driver.tool_copies.store(driver.hashed_blocks_of(self.victims[-1]))
+        driver.tool_copies.prepare_load(load_blocks)
+        driver.step()
+        driver.step_until(lambda: not driver.controller.copies.under_way, "copies in host memory")
+        for request in running:
+            driver.scheduler.resume_request(request.request_id)
+
+    def _lost_blocks(self, victim: Any) -> list[int]:
+        """Blocks that the victim alone holds."""
+        return [block for block in self.driver.blocks_of(victim) if self.driver.is_alone(block)]
 
     def _align(self) -> None:
         """Pause requests that need a block until all do, so that all of them ask for one in the same step."""
@@ -287,6 +337,7 @@ class Scene:
         """Run the step in which the victims are preempted; return the open preemptions, none for arm ``none``."""
         driver, state = self.driver, self.state
         names = [victim.request_id for victim in self.victims]
+        driver.tool_copies.begin(round(state.queued_save_share * len(self._lost_blocks(self.victims[-1]))))
         if arm == "none":
             for name in names:
                 driver.scheduler.pause_at_next_step(name)

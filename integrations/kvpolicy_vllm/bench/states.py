@@ -22,10 +22,17 @@ SPARE_LEVELS = (0, 2, 8, 32)
 SHARED_LEVELS = (0.0, 0.0, 0.25, 0.5, 0.75)
 """Shares of the victim's prompt that another request begins with, too. Such blocks stay on the device: a swap saves and
 does not load them, and a recompute finds them, so that the costs of saves and loads can be told apart."""
+QUEUED_LEVELS = (0.0, 0.0, 0.0, 0.5, 1.0)
+"""Sizes of a copy of the tool's own that is queued before the victim's, per direction: shares of the blocks that the
+victim loses. It is there under both options, and in the window without a preemption."""
+STORED_LEVELS = (False, False, False, True)
+"""Whether the victim's blocks are in host memory before it is preempted, so that a swap loads and saves nothing."""
+VICTIM_LEVELS = (1, 2, 4)
+"""Victims of one overflow, in forced states with as many other requests. The one that is measured goes last."""
 MIN_DECODED = 2
 LONG_WINDOW_TOKENS = 256
 """Tokens that every other request may emit while the victim is loaded back over a slow link."""
-Level = TypeVar("Level", int, float)
+Level = TypeVar("Level", int, float, bool)
 CHECK_PREFIX = "check-"
 """Prefix of the ids of the self-check's states."""
 
@@ -49,10 +56,17 @@ class State:
     spare_blocks: int
     """Free blocks beyond what the running requests may need."""
     victims: int = 1
-    """Requests evicted in one step: the victim and the last of the others. With several victims all requests must have
-    the same length, and there must be as many as :func:`running_for` says."""
+    """Requests evicted in one step: the victim and the last of the others. With several victims by lack of memory all
+    requests must have the same length, and there must be as many as :func:`running_for` says."""
     shared_blocks: int = 0
     """Leading blocks of the victim's prompt that the first of the others begins with, too, and holds."""
+    queued_save_share: float = 0.0
+    """Size of a save of the tool's own that is queued when the victim is preempted: a share of the blocks that it
+    loses."""
+    queued_load_share: float = 0.0
+    """The same for a load."""
+    stored: bool = False
+    """Whether the victim's blocks, all of them full, are in host memory already."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,7 +90,12 @@ class State:
         """Blocks that an engine needs for this state, including the one that vLLM keeps for itself."""
         running = self.victim_blocks + sum(map(self._blocks, self.other_prompts))
         long_window = len(self.other_prompts) * math.ceil(LONG_WINDOW_TOKENS / self.block_size)
-        return running + self.growth_blocks + self.spare_blocks + long_window + 1
+        return running + self.growth_blocks + self.spare_blocks + long_window + self.tool_blocks + 1
+
+    @property
+    def tool_blocks(self) -> int:
+        """Maximum number of device blocks that the tool's own copies read or write."""
+        return math.ceil(max(self.queued_save_share, self.queued_load_share) * self.victim_blocks)
 
     def _blocks(self, prompt_tokens: int) -> int:
         max_tokens = prompt_tokens + self.decoded_tokens + 2 * self.block_size
@@ -112,8 +131,9 @@ class Span:
 
 
 def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[State, ...]:
-    """``count`` states, spread evenly over the logarithm of the length, the number of others, free memory, and the
-    share of the victim's prompt that another request has, too.
+    """``count`` states, spread evenly over the logarithm of the length, the number of others, free memory, the share
+    of the victim's prompt that another request has, too, the sizes of copies queued in each direction, whether the
+    victim's blocks are in host memory already, and, where it is forced, the number of victims.
 
     Raises InputError for a count below 4 or an empty span.
     """
@@ -140,7 +160,19 @@ def grid(block_size: int, count: int, span: Span, rng: random.Random) -> tuple[S
         )
         states.append(_without_admissible_waiting(state, span))
     shared = _shuffled_levels(SHARED_LEVELS, count, rng)
-    return tuple(_sharing(state, level) for state, level in zip(states, shared, strict=True))
+    saves, loads = _shuffled_levels(QUEUED_LEVELS, count, rng), _shuffled_levels(QUEUED_LEVELS, count, rng)
+    stored = _shuffled_levels(STORED_LEVELS, count, rng)
+    victims = iter(_shuffled_levels(VICTIM_LEVELS, causes.count("forced"), rng))
+    return tuple(
+        replace(
+            _sharing(state, level),
+            queued_save_share=save,
+            queued_load_share=load,
+            stored=in_host_memory,
+            victims=1 if state.cause == "memory" else max(1, min(next(victims), len(state.other_prompts))),
+        )
+        for state, level, save, load, in_host_memory in zip(states, shared, saves, loads, stored, strict=True)
+    )
 
 
 def check_states(block_size: int, span: Span) -> tuple[State, State]:

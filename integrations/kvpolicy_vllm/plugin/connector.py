@@ -21,7 +21,7 @@ from kvpolicy.settings import GIB
 from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
-from kvpolicy_vllm.plugin.messages import Job, StepJobs, Transfers
+from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported, warn_untested
@@ -135,9 +135,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         for load in finished:
             if not load.ok:
                 self._fail(load.job)
-        return None, {load.job.request_id for load in finished} or None
+        return None, {load.job.request_id for load in finished if load.job.request_id != NO_REQUEST} or None
 
     def _fail(self, job: Job) -> None:
+        if job.request_id == NO_REQUEST:
+            return
         if self._reports_requests:
             self._failed_requests.add(job.request_id)
         else:

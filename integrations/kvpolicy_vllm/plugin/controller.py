@@ -349,12 +349,14 @@ class Controller:
         the block is not full, and its hash stands for more than it holds.
 
         Where the engine clears new blocks, it may do so before the worker can save what they held, and a tool that
-        measures evicts them. There no block can be left on the device, and none has a hash here.
+        measures evicts them. There no block can be left on the device, and none has a hash here, unless a tool has its
+        content in host memory.
         """
         manager = self._scheduler.kv_cache_manager
         leave = not (self._scheduler.needs_kv_cache_zeroing or self._labels)
         blocks = manager.get_blocks(request_id).blocks[0][: situation.held_blocks]
-        full_blocks = situation.computed_tokens // situation.block_size if leave else 0
-        return [
-            (block.block_hash if index < full_blocks else None, block.block_id) for index, block in enumerate(blocks)
-        ]
+        full_blocks = situation.computed_tokens // situation.block_size if leave or self._labels else 0
+        hashes = [block.block_hash if index < full_blocks else None for index, block in enumerate(blocks)]
+        if not leave:
+            hashes = [value if self.copies.pool.stored([value]) else None for value in hashes]
+        return [(value, block.block_id) for value, block in zip(hashes, blocks, strict=True)]

@@ -8,12 +8,12 @@ that the load has ended.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from kvpolicy.events import Preemption
+from kvpolicy.events import TOOL_COPY, Preemption
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
-from kvpolicy_vllm.plugin.messages import NO_SLOT, Direction, Job, StepJobs, Transfer
+from kvpolicy_vllm.plugin.messages import NO_REQUEST, NO_SLOT, Direction, Job, StepJobs, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +152,30 @@ class CopyBook:
     def begin_load(self, request_id: str, first_block: int, block_ids: tuple[int, ...], tokens: int) -> None:
         """Queue the load of ``tokens`` tokens into ``block_ids``, from block ``first_block`` of the copy on."""
         copy = self._of_request[request_id]
+        copy.load_tokens = tokens
+        self._queue_load(copy, first_block, block_ids)
+
+    def _queue_load(self, copy: Copy, first_block: int, block_ids: tuple[int, ...]) -> None:
         self._queue_saves(self.pool.begin_load(copy, first_block, first_block + len(block_ids)))
         self.loading += 1
-        copy.load_tokens, copy.load_into = tokens, block_ids
+        copy.load_into = block_ids
         self._queued_blocks["load"] += len(block_ids)
         self._loads.append(copy)
+
+    def save_for_tool(self, contents: Sequence[tuple[Hashable | None, int]]) -> Copy:
+        """Queue a save for no request, as a tool that measures does. No step waits for it: the device blocks have to
+        stay as they are until it has ended. The copy is kept until it is released or slots are short.
+
+        ``contents``: hash and device block; later copies find contents by their hashes.
+        """
+        copy = Copy(0, self._number(), request_id=NO_REQUEST, preemption_id=TOOL_COPY)
+        self._queue_saves(self.pool.add(copy, contents))
+        self.lost(block_id for _, block_id in contents)
+        return copy
+
+    def load_for_tool(self, copy: Copy, block_ids: tuple[int, ...]) -> None:
+        """Queue the load of a tool's copy into device blocks that nobody reads."""
+        self._queue_load(copy, 0, block_ids)
 
     def forget(self, request_id: str) -> Copy | None:
         """The request no longer needs its copy: resumed without it, finished or aborted."""
@@ -254,7 +273,8 @@ class CopyBook:
             for block in blocks:
                 block.saved_by = job.copy_id
             self._sent[job.copy_id] = sent = Sent(copy, "save", blocks, set(job.block_ids))
-            self._unread_saves[job.copy_id] = sent
+            if copy.request_id != NO_REQUEST:
+                self._unread_saves[job.copy_id] = sent
             yield job
 
     def _load_job(self, copy: Copy) -> Job:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 from kvpolicy.events import Direction, Transfer
 
-__all__ = ["NO_SLOT", "Direction", "Job", "StepJobs", "Transfer", "Transfers"]
+__all__ = ["NO_REQUEST", "NO_SLOT", "Direction", "Job", "StepJobs", "Transfer", "Transfers"]
 
 NO_SLOT = -1
+NO_REQUEST = ""
+"""Request of a copy that a measuring tool makes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ def situation_of(
 ) -> Preemption:
     """The situation of ``request``, already removed from ``scheduler.running``. O(its blocks), apart from the view.
 
-    ``survival``: None where only the blocks of other requests survive, and all are saved at once.
+    ``survival``: None where only the blocks of other requests survive, and all that are not in host memory are saved at
+    once.
     """
     pool = scheduler.kv_cache_manager.block_pool
     size = scheduler.block_size
@@ -95,7 +96,9 @@ def situation_of(
     if survival is not None:
         hit_blocks = survival.hit_blocks(len(held), shared, hashed, free, size, cause)
     save_blocks = float(len(held))
-    if survival is not None and not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
+    if survival is None:
+        save_blocks -= copies.pool.stored(block.block_hash for block in held[:hashed])
+    elif not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
         save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in held[int(hit_blocks) : hashed])
     return Preemption(
         time_s=now,
@@ -114,7 +117,7 @@ def situation_of(
         free_blocks=free,
         short_blocks=running.short_blocks(request) if cause == "memory" else 0,
         host_blocks=copies.pool.total,
-        free_host_blocks=copies.pool.obtainable(computed, save_blocks),
+        free_host_blocks=copies.pool.obtainable(computed, save_blocks, (block.block_hash for block in held[:hashed])),
         running_requests=len(scheduler.running),
         waiting_requests=max(0, waiting),
         batch_tokens=running.take_out(request),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption
 from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook, Settled
+from kvpolicy_vllm.plugin.messages import NO_REQUEST
 from kvpolicy_vllm.plugin.observers import Observers, Pending
 
 
@@ -34,6 +35,8 @@ class Swaps:
     def settled(self, settled: Settled) -> None:
         """A copy is finished in one direction on all ranks."""
         copy = settled.copy
+        if copy.request_id == NO_REQUEST:
+            return
         opened = self._ledger.open_preemption(copy.request_id)
         if settled.direction == "save":
             self._saved(copy.preemption_id, settled.ok, opened)

@@ -46,9 +46,9 @@ class HostPool:
         """Whether the block has to be saved before the device gives it away."""
         return self._store.key_at(block) is not None
 
-    def obtainable(self, tokens: int, wanted: float) -> int:
-        """See :meth:`kvpolicy.host_store.HostStore.obtainable`."""
-        return self._store.obtainable(tokens, wanted)
+    def obtainable(self, tokens: int, wanted: float, blocks: Iterable[KeyedBlock] = ()) -> int:
+        """See :meth:`kvpolicy.host_store.HostStore.obtainable`. ``blocks``: those of the copy that have keys."""
+        return self._store.obtainable(tokens, wanted, (block.key for block in blocks))
 
     def stored(self, blocks: Iterable[KeyedBlock]) -> int:
         """How many of these blocks' contents are in host memory."""

@@ -202,7 +202,7 @@ def situation_of(
         free_blocks=scheduler.pool.free,
         short_blocks=short_blocks(_lacking_by_request(live, scheduler, server), scheduler.pool.free),
         host_blocks=copies.total,
-        free_host_blocks=copies.obtainable(live.computed, save_blocks),
+        free_host_blocks=copies.obtainable(live.computed, save_blocks, live.keyed_blocks[:hashed]),
         running_requests=len(scheduler.running),
         waiting_requests=scheduler.waiting_requests,
         batch_tokens=sum(other.computed for other in scheduler.running),

@@ -69,6 +69,14 @@ def test_the_copy_of_the_shortest_request_is_given_up(pool: HostPool) -> None:
     assert save.copy is long.copy and pool.queued_bytes("save") == 6
 
 
+def test_a_slot_with_a_content_that_the_copy_needs_itself_is_not_obtained(pool: HostPool) -> None:
+    live, account = victim(10)
+    block = KeyedBlock(2)
+    pool.keep(live, account, [(2, block), *UNKEYED])
+    pool.lost([block])
+    assert (pool.obtainable(20, 8), pool.obtainable(20, 8, [KeyedBlock(2), KeyedBlock(6)])) == (8, 7)
+
+
 def test_the_last_known_token_is_never_loaded(pool: HostPool) -> None:
     live, account = victim(10)
     live.outputs = 0
