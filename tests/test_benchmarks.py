@@ -444,3 +444,19 @@ def test_survival_is_judged_beside_simpler_rules(tmp_path: Path) -> None:
         assert errors["nothing"] == pytest.approx(row["found"])
     assert values["all"]["errors"]["survival"] < values["all"]["errors"]["mean so far"]
     assert run(*asked, "--bar", "0.01").returncode == 1
+
+
+def test_swap_bandwidth_compares_every_way_with_one_large_copy(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "bandwidth.json"
+    done = run("swap_bandwidth.py", "--tokens", "64", "--block-size", "16", "--turns", "2", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    settings = json.loads(out.read_text())["settings"]
+    assert [setting["order"] for setting in settings] == ["coalesced", "scattered"]
+    for setting in settings:
+        assert (setting["bytes"], setting["turns"]) == (64 * 131072, 2)
+        for row in setting["rows"]:
+            assert row["gb_per_s"] > 0 and ("of_large" in row) == (row["way"] != "large")
+    assert "too few: 2 of at least 5" in done.stdout
+    done = run("swap_bandwidth.py", "--tokens", "8")
+    assert done.returncode == 2 and "--tokens is 8" in done.stderr
