@@ -460,3 +460,33 @@ def test_swap_bandwidth_compares_every_way_with_one_large_copy(tmp_path: Path) -
     assert "too few: 2 of at least 5" in done.stdout
     done = run("swap_bandwidth.py", "--tokens", "8")
     assert done.returncode == 2 and "--tokens is 8" in done.stderr
+
+
+def test_live_pairs_are_compared_over_starts_of_the_engines() -> None:
+    """Two pairs a start, of which one is twice as far off; few starts have no half width."""
+    code = """
+from live_pairs import LEARNED, STOCK, Comparison, Figures, Pair
+def figures(starts, price_ratio, slower=1.0):
+    pairs = [Pair(start, 0, {LEARNED: slower * learned * (1 + start / 100), STOCK: 2.0}, {}, {}, {}, 1.0)
+             for start in range(starts) for learned in (1.0, 4.0)]
+    return Figures(True, price_ratio, "", 9, pairs, Comparison(10))
+one, three = figures(2, 0.3), figures(3, 0.3)
+print(round(three.ratio("cpu_s").value, 4), three.ratio("cpu_s").pairs, one.half_width())
+print(0.02 < three.half_width() < 0.03)
+print(three.missed(), figures(3, 0.1).missed(), len(figures(3, None, 2.0).missed()))
+three.comparison += Comparison(10, 0, ("token 3 is 4, should be 5",))
+print(three.missed())
+"""
+    pytest.importorskip("torch")
+    first, enough, second, third = in_benchmarks(code).splitlines()
+    assert (first, enough) == ("1.01 3 None", "True")
+    assert second == "[] ['p / d is 0.1, should be at least 0.2'] 2"
+    assert third == "['token 3 is 4, should be 5']"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [(("--max-pairs", "0"), "--max-pairs is 0"), (("--memory-share", "2"), "--memory-share is 2.0")]
+)
+def test_live_pairs_refuses_what_cannot_be(wrong: tuple[str, str], said: str) -> None:
+    done = run("live_pairs.py", "--out", "unused", *wrong)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
