@@ -125,7 +125,8 @@ class Figures:
         """What is not as it should be, in words."""
         missed = [] if self.comparison.exact else list(self.comparison.wrong[:3]) or ["too many ties"]
         if self.price_ratio is None or self.price_ratio < MIN_PRICE_RATIO:
-            missed.append(f"p / d is {self.price_ratio}, should be at least {MIN_PRICE_RATIO}")
+            ratio_text = "unknown" if self.price_ratio is None else f"{self.price_ratio:.3f}"
+            missed.append(f"p / d is {ratio_text}, should be at least {MIN_PRICE_RATIO}")
         ratio = self.ratio("cpu_s")
         if ratio.significant and ratio.value > 1:
             missed.append(f"the learned policy takes {ratio.text()} times the CPU time")
@@ -168,7 +169,8 @@ class Bench:
             CONTEXT_TOKENS, prefix_caching, link=Link(overlapped=False), hardware=header.hardware,
             geometry=header.geometry,
         )  # fmt: skip
-        print(f"prefix caching {name}: p / d {figures.price_ratio}; {figures.sentence}", flush=True)
+        price_ratio = "unknown" if figures.price_ratio is None else f"{figures.price_ratio:.3f}"
+        print(f"prefix caching {name}: p / d {price_ratio}; {figures.sentence}", flush=True)
         start = 0
         while not self._enough(figures):
             self._start(start, settings, server, times, figures)

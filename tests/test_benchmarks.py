@@ -480,7 +480,7 @@ print(three.missed())
     pytest.importorskip("torch")
     first, enough, second, third = in_benchmarks(code).splitlines()
     assert (first, enough) == ("1.01 3 None", "True")
-    assert second == "[] ['p / d is 0.1, should be at least 0.2'] 2"
+    assert second == "[] ['p / d is 0.100, should be at least 0.2'] 2"
     assert third == "['token 3 is 4, should be 5']"
 
 
