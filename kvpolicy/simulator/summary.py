@@ -87,15 +87,18 @@ class OutputCurve:
 
     def add(self, at_s: float, tokens: int) -> None:
         """Count the tokens of a step that ended then. Steps come in the order of their ends."""
-        self.tokens += tokens
-        self._last_s = at_s
-        self._skipped += 1
-        if self._skipped < self._stride:
-            return
-        self._skipped = 0
-        self._times_s.append(at_s)
-        self._counts.append(self.tokens)
-        if len(self._counts) >= MAX_POINTS:
+        self.extend([at_s], tokens)
+
+    def extend(self, ends_s: list[float], tokens: int) -> None:
+        """Count steps that ended then, each with that many tokens."""
+        first = self._stride - 1 - self._skipped
+        self._times_s += ends_s[first :: self._stride]
+        total = self.tokens + len(ends_s) * tokens
+        self._counts += range(self.tokens + (first + 1) * tokens, total + 1, self._stride * tokens)
+        self._skipped = (self._skipped + len(ends_s)) % self._stride
+        self.tokens, self._last_s = total, ends_s[-1]
+        while len(self._counts) >= MAX_POINTS:
+            self._skipped += self._stride * (len(self._counts) % 2)
             self._times_s, self._counts = self._times_s[1::2], self._counts[1::2]
             self._stride *= 2
 

@@ -54,6 +54,13 @@ def test_a_long_run_is_kept_in_bounded_memory() -> None:
     for end_s, count in zip(ends_s.tolist(), tokens.tolist(), strict=True):
         curve.add(end_s, count)
     assert len(curve._counts) <= MAX_POINTS
+    in_bulk = OutputCurve()
+    for begin in range(0, 100_000, 700):
+        in_bulk.extend(ends_s[begin : begin + 700].tolist(), 30)
+    one_by_one = OutputCurve()
+    for end_s in ends_s.tolist():
+        one_by_one.add(end_s, 30)
+    assert vars(in_bulk) == vars(one_by_one) and in_bulk.tokens == 3_000_000
     counts = np.cumsum(tokens)
     low_s, high_s = np.interp((counts[-1] / 4, 3 * counts[-1] / 4), counts, ends_s)
     assert curve.steady_tok_s(0.0) == pytest.approx(counts[-1] / 2 / (high_s - low_s), rel=1e-3)

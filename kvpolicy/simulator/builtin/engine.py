@@ -329,21 +329,22 @@ class Engine:
         """Take the decode steps that end at ``ends_s``; see :meth:`_ends`."""
         batch = self.fast_path.batch
         last_s, members = batch.last_s, len(batch)
-        tokens, computes_s, busy_s, longest_gap_s = 0, 0.0, 0.0, 0.0
+        tokens, computes_s, busy_s = 0, 0.0, 0.0
+        ended_s, gaps_s = [], []
         for began_s, end_s in pairwise(ends_s):
             self.steps_in_flight.append(self._batch_step(began_s, end_s))
             step = self.steps_in_flight.popleft()
-            gap_s = step.end_s - last_s
-            longest_gap_s = max(longest_gap_s, gap_s)
-            self.tallied.itl.add(gap_s, members)
-            self.tallied.output.add(step.end_s, members)
+            ended_s.append(step.end_s)
+            gaps_s.append(step.end_s - last_s)
             self._count_step(step)
             tokens += step.batch_requests
             computes_s += step.computes_s
             busy_s += step.end_s - step.began_s
             last_s = step.end_s
         self.now_s = batch.last_s = last_s
-        batch.gaps.add(last_s, longest_gap_s)
+        batch.gaps.add(last_s, max(gaps_s))
+        self.tallied.itl.extend(gaps_s, members)
+        self.tallied.output.extend(ended_s, members)
         self.tallied.work.decoded(tokens, computes_s, busy_s)
         self._device_free_s = ends_s[-1]
         if self.link.running:
