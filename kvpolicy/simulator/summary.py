@@ -87,7 +87,15 @@ class OutputCurve:
 
     def add(self, at_s: float, tokens: int) -> None:
         """Count the tokens of a step that ended then. Steps come in the order of their ends."""
-        self.extend([at_s], tokens)
+        self.tokens += tokens
+        self._last_s = at_s
+        self._skipped += 1
+        if self._skipped == self._stride:
+            self._skipped = 0
+            self._times_s.append(at_s)
+            self._counts.append(self.tokens)
+            if len(self._counts) >= MAX_POINTS:
+                self._thin_out()
 
     def extend(self, ends_s: list[float], tokens: int) -> None:
         """Count steps that ended then, each with that many tokens."""
@@ -98,9 +106,12 @@ class OutputCurve:
         self._skipped = (self._skipped + len(ends_s)) % self._stride
         self.tokens, self._last_s = total, ends_s[-1]
         while len(self._counts) >= MAX_POINTS:
-            self._skipped += self._stride * (len(self._counts) % 2)
-            self._times_s, self._counts = self._times_s[1::2], self._counts[1::2]
-            self._stride *= 2
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        self._skipped += self._stride * (len(self._counts) % 2)
+        self._times_s, self._counts = self._times_s[1::2], self._counts[1::2]
+        self._stride *= 2
 
     def steady_tok_s(self, began_s: float) -> float:
         """The rate between the times at which the shares ``STEADY`` of the tokens were out; nan without tokens or time.
