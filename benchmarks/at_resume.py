@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from overflow_matrix import CONTEXT_TOKENS, MACHINES, _blocks, serving_of
+from matrix_places import CONTEXT_TOKENS, MACHINES, kv_blocks_of, serving_of
 
 from kvpolicy.events import Option, Preemption
 from kvpolicy.policy.base import NoState
@@ -82,7 +82,7 @@ def simulated(arm: Arm, machine: str, workload: str, share: float, link: str, se
     config.write_text(json.dumps(MACHINES[machine]))
     serving = serving_of(machine, True)
     spec = f"{workload}?n={REQUESTS}&context={CONTEXT_TOKENS}"
-    blocks = _blocks(spec, REQUESTS, share, serving)
+    blocks = kv_blocks_of(spec, REQUESTS, share, serving)
     cell = Cell(spec, arm.policy, blocks, link, seed, f"{machine}:{config}", "builtin", serving)
     hardware, (policy, _) = machine_of(cell), policy_of(cell)
     if not arm.asked_again:

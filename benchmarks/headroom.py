@@ -3,7 +3,7 @@
     python benchmarks/headroom.py [--requests N] [--repeats N] [--machine M] [--shipped W] [--share S] [--caching C]
         [--jobs N] [--json FILE]
 
-Places are those of ``overflow_matrix.py`` with the workloads that ship, each with and without prefix caching. A run
+Places are those of ``matrix_places.py`` with the workloads that ship, each with and without prefix caching. A run
 under ``always-recompute`` gives the bound and the forecast (:mod:`kvpolicy.headroom`). ``always-swap`` and
 ``cheapest:analytic`` on the same requests give what was reached, and the better of the two (over all repeats of the
 place) is compared with the bound. Times are computed, so that every figure is the same each time.
@@ -17,24 +17,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
-from typing import Any
+
+from matrix_places import (
+    LEARNED,
+    MACHINES,
+    RECOMPUTE,
+    SWAP,
+    Place,
+    Runs,
+    add_arguments,
+    parsed,
+    places_of,
+    short,
+    simulated,
+)
+from overflow_matrix import constants
 
 from kvpolicy.stats import CONFIDENCE, Ratio, student_interval, student_ratio
-from kvpolicy.study.cache import Result, default_folder
-from kvpolicy.study.cell import Cell
-from kvpolicy.study.config import Run
-from kvpolicy.study.grid import sweep
-from kvpolicy.study.progress import bar
 from kvpolicy.study.report import aligned
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import overflow_matrix as matrix
-
-POLICIES = (matrix.RECOMPUTE, matrix.SWAP, matrix.LEARNED)
+POLICIES = (RECOMPUTE, SWAP, LEARNED)
 CACHING = {"on": True, "off": False}
 LARGE_BOUND = 0.02
 """Bounds above it are to be reached in part; below it, one run's chaos of half a percent says too little."""
@@ -101,23 +106,8 @@ class Figures:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     places = _places(options)
-    with bar() as progress:
-        run = Run(jobs=options.jobs, cache=options.cache, fresh=options.fresh, progress=progress)
-        report = sweep([cell for place in places for cell in _cells(place)], run)
-    for result in report.failed:
-        print(f"failed: {result.text()}", file=sys.stderr)
-    if report.failed:
-        return 1
-    by_place: dict[tuple[Any, ...], dict[str, list[Result]]] = {}
-    for result in report.results:
-        inputs = result["inputs"]
-        key = inputs["hardware"], inputs["workload"], inputs["kv_blocks"], inputs["serving"]["prefix_caching"]
-        by_place.setdefault(key, {}).setdefault(inputs["policy"], []).append(result)
-    found = [
-        figures_of(place, by_place[place.hardware, place.workload, place.kv_blocks, place.serving.prefix_caching])
-        for place in places
-    ]
-    print("\n".join([*matrix.constants(options.machine or tuple(matrix.MACHINES)), *table(found), "", *summary(found)]))
+    found = [figures_of(place, runs) for place, runs in zip(places, simulated(places, POLICIES, options), strict=True)]
+    print("\n".join([*constants(options.machine or tuple(MACHINES)), *table(found), "", *summary(found)]))
     if options.json:
         values = [asdict(one) | {"best": one.best, "over_bound": one.over_bound.to_dict()} for one in found]
         options.json.write_text(json.dumps({"places": values}, indent=2, allow_nan=False) + "\n")
@@ -128,44 +118,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=300, help="of each run")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each policy, each with a seed of its own")
-    parser.add_argument("--machine", choices=matrix.MACHINES, action="append", help="only that one")
-    parser.add_argument("--shipped", choices=matrix.SHIPPED, action="append", help="only that workload")
-    parser.add_argument("--share", type=float, action="append", help="of memory, instead of the usual three")
     parser.add_argument("--caching", choices=CACHING, action="append", help="only with prefix caching on, or off")
-    parser.add_argument("--jobs", type=int, help="processes; one per core without it")
-    parser.add_argument("--cache", type=Path, default=default_folder(), help="folder of finished runs")
-    parser.add_argument("--fresh", action="store_true", help="simulate also what was finished before")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    if options.repeats < 2:
-        parser.error(f"--repeats is {options.repeats}: should be 2 or more, one run has no interval")
-    if options.requests < 1:
-        parser.error(f"--requests is {options.requests}: should be 1 or more")
-    return options
+    add_arguments(parser)
+    return parsed(parser, arguments)
 
 
-def _places(options: argparse.Namespace) -> list[Any]:
+def _places(options: argparse.Namespace) -> list[Place]:
     """The matrix's places on the workloads that ship, first with prefix caching, then without."""
-    options.data, places = None, []
-    for caching in options.caching or CACHING:
-        options.no_prefix_caching = not CACHING[caching]
-        places += matrix._places(options, options.cache / "configs")
-    return places
+    return [place for caching in options.caching or CACHING for place in places_of(options, CACHING[caching])]
 
 
-def _cells(place: Any) -> list[Cell]:
-    first = place.cells()[0]
-    return [replace(first, policy=policy, seed=seed) for policy in POLICIES for seed in range(place.seeds)]
-
-
-def figures_of(place: Any, runs: Mapping[str, Sequence[Result]]) -> Figures:
-    base = runs[matrix.RECOMPUTE]
+def figures_of(place: Place, runs: Runs) -> Figures:
+    base = runs[RECOMPUTE]
     said = [result["headroom"] for result in base]
     return Figures(
         machine=place.machine,
-        workload=place.workload.partition("?")[0],
+        workload=short(place.workload),
         memory_share=place.share,
         prefix_caching=place.serving.prefix_caching,
         preemptions=fmean(result["preemptions"]["recompute"] for result in base),

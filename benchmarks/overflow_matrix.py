@@ -1,194 +1,114 @@
-"""Throughput and tails of every policy over workloads x memory pressure x machines, simulated: the README's table.
+"""Throughput and tails of every policy over workloads x memory pressure x machines, simulated; and the bars.
 
-    python benchmarks/overflow_matrix.py [--data FOLDER] [--requests N] [--repeats N] [--jobs N] [--json FILE]
+    python benchmarks/overflow_matrix.py [--data FOLDER] [--requests N] [--repeats N] [--no-prefix-caching]
+        [--bars-alone] [--poisson LOAD] [--jobs N] [--json FILE]
 
-Two machines, by their data sheets: an H100 with Llama-3.1-8B (grouped-query attention, 8 KV heads) and an A100 with
-Llama-2-7B (multi-head attention, 32 KV heads). Workloads: lengths of the three that ship, drawn by a seed per repeat;
-with ``--data`` also the public traces below that folder, successive parts of each being the repeats. All requests
-arrive at once, so that throughput is what the engine does and not what is asked of it. Pressure: KV memory as a share
-of what as many requests as may run would hold at their mean length. Servers are vLLM's own for the device, and a
-copy moves one layer's keys and values of a block at a time. Policies are compared on the same requests and
-chance, pair by pair; ``best threshold`` is chosen for each repeat on the other ones. Exits 1 where a run fails.
+Machines and workloads are those of ``matrix_places.py``: lengths of the three workloads that ship, drawn by a seed per
+repeat; with ``--data`` also the public traces below that folder, successive parts of each being the repeats. All
+requests arrive at once, so that throughput is what the engine does and not what is asked of it. Pressure: KV memory as
+a share of what as many requests as may run would hold at their mean length. Servers are vLLM's own for the device, and
+a copy moves one layer's keys and values of a block at a time. Policies are compared on the same requests and chance,
+pair by pair; ``best threshold`` is chosen for each repeat on the other ones.
+
+``--poisson 0.9 --poisson 1.1``: the requests arrive at those shares of capacity instead, and their end-to-end times are
+compared (``matrix_poisson.py``).
+
+Bars (``matrix_bars.py``): each is a ratio with its 95% interval over the repeats. It is met where the whole interval is
+on the right side, missed where the whole interval is on the wrong side, and else not told. Exits 1 where a bar is
+missed or a run fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import matrix_bars
+import matrix_poisson
+from matrix_bars import ratio_over
+from matrix_places import (
+    CONTEXT_TOKENS,
+    HOST_GIB,
+    LEARNED,
+    MACHINES,
+    RECOMPUTE,
+    SWAP,
+    Place,
+    Runs,
+    add_arguments,
+    parsed,
+    places_of,
+    serving_of,
+    short,
+    simulated,
+)
+
 from kvpolicy.cost.analytic import ASSUMED
 from kvpolicy.hardware.sheets import device_sheet, link_sheet
 from kvpolicy.stats import CONFIDENCE, Ratio, student_ratio
-from kvpolicy.study.cache import Result, default_folder, workload_digest
-from kvpolicy.study.cell import Cell
-from kvpolicy.study.config import Run, Serving
-from kvpolicy.study.grid import sweep
-from kvpolicy.study.progress import bar
+from kvpolicy.study.cache import Result
 from kvpolicy.study.report import aligned, server_words
-from kvpolicy.study.run_cell import open_source, with_seed
 
-LLAMA_3_1_8B = {
-    "_name_or_path": "Llama-3.1-8B",
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-LLAMA_2_7B = {
-    "_name_or_path": "Llama-2-7B",
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 32000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-}
-MACHINES: Mapping[str, Mapping[str, Any]] = {"H100-SXM": LLAMA_3_1_8B, "A100-SXM-80GB": LLAMA_2_7B}
-SHIPPED = ("azure-conversation-2023", "sharegpt-8k", "deepseek-r1")
-TRACES = ("azure2023_conv*", "azure2023_code*", "mooncake_conversation*", "burstgpt*", "BurstGPT*")
-CONTEXT_TOKENS = 16384
-"""Longer requests lose prompt, so that the same requests fit every memory."""
-SHARES = (0.5, 0.2, 0.05)
 THRESHOLDS = (512, 1024, 2048, 4096)
-RECOMPUTE, SWAP, BEST = "always-recompute", "always-swap", "best threshold"
-MINWASTE, LEARNED = "minwaste:analytic", "cheapest:analytic"
-SHOWN = (RECOMPUTE, SWAP, BEST, MINWASTE, LEARNED)
-HOST_GIB = 128.0
-
-AT_ONCE = 1e6
-"""Times as fast as it was recorded: all requests of a trace within milliseconds."""
-Runs = Mapping[str, Sequence[Result]]
-"""By policy, one of each repeat in their order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One cell of the matrix."""
-
-    machine: str
-    hardware: str
-    workload: str
-    share: float
-    kv_blocks: int
-    seeds: int
-    parts: int
-    serving: Serving
-
-    def cells(self) -> list[Cell]:
-        place = self.kv_blocks, "native"
-        return [
-            Cell(self.workload, policy, *place, seed, self.hardware, "builtin", self.serving, part, self.parts)
-            for policy in (RECOMPUTE, SWAP, MINWASTE, LEARNED, *(f"threshold:{tokens}" for tokens in THRESHOLDS))
-            for seed in range(self.seeds)
-            for part in range(self.parts)
-        ]
+BEST, MINWASTE = "best threshold", "minwaste:analytic"
+OTHERS = (MINWASTE, *(f"threshold:{tokens}" for tokens in THRESHOLDS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
-    cache = default_folder() if options.cache is None else options.cache
-    places = _places(options, cache / "configs")
-    with bar() as progress:
-        run = Run(jobs=options.jobs, cache=cache, fresh=options.fresh, progress=progress)
-        report = sweep([cell for place in places for cell in place.cells()], run)
-    for result in report.failed:
-        print(f"failed: {result.text()}", file=sys.stderr)
-    if report.failed:
-        return 1
-    results: dict[tuple[str, str, int], dict[str, list[Result]]] = {}
-    for result in report.results:
-        inputs = result["inputs"]
-        place = results.setdefault((inputs["hardware"], inputs["workload"], inputs["kv_blocks"]), {})
-        place.setdefault(inputs["policy"], []).append(result)
-    measured_places = [(place, with_best(results[place.hardware, place.workload, place.kv_blocks])) for place in places]
-    rows, summary = [row_of(place, runs) for place, runs in measured_places], summary_of(measured_places)
-    print("\n".join([*constants(options.machine or tuple(MACHINES)), *table(rows), *closing_lines(summary)]))
+    places = places_of(options, not options.no_prefix_caching, options.data)
+    heading = constants(options.machine or tuple(MACHINES))
+    if options.poisson:
+        figures = matrix_poisson.all_measured(places, options)
+        verdicts = [verdict for one in figures for verdict in one.verdicts()]
+        verdicts.sort(key=lambda verdict: verdict.bar)
+        shown = [*heading, *matrix_poisson.table(figures), "", *matrix_bars.lines(verdicts)]
+        values: dict[str, Any] = {"cells": [one.to_dict() for one in figures]}
+    else:
+        policies = (RECOMPUTE, SWAP, LEARNED) if options.bars_alone else (RECOMPUTE, SWAP, *OTHERS, LEARNED)
+        measured_places = list(zip(places, map(with_best, simulated(places, policies, options)), strict=True))
+        rows, summary = [row_of(place, runs) for place, runs in measured_places], summary_of(measured_places)
+        verdicts = matrix_bars.judged(measured_places)
+        shown = [*heading, *table(rows), *closing_lines(summary), *matrix_bars.lines(verdicts)]
+        values = {"cells": rows, "summary": summary}
+    print("\n".join(shown))
     if options.json:
-        options.json.write_text(json.dumps({"cells": rows, "summary": summary}, indent=2, allow_nan=False) + "\n")
-    return 0
+        values |= {"bars": matrix_bars.dicts(verdicts)}
+        options.json.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n")
+    return matrix_bars.exit_status(verdicts)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with public traces somewhere below it")
-    parser.add_argument("--requests", type=int, default=300, help="of each run")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each policy: seeds, or parts of a trace")
-    parser.add_argument("--machine", choices=MACHINES, action="append", help="only that one")
-    parser.add_argument("--shipped", choices=SHIPPED, action="append", help="only that workload of those that ship")
-    parser.add_argument("--share", type=float, action="append", help="of memory, instead of the usual three")
     parser.add_argument("--no-prefix-caching", action="store_true", help="nothing of a victim survives on the device")
-    parser.add_argument("--jobs", type=int, help="processes; one per core without it")
-    parser.add_argument("--cache", type=Path, help="folder of finished runs; the user's cache folder without it")
-    parser.add_argument("--fresh", action="store_true", help="simulate also what was finished before")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    if options.repeats < 2:
-        parser.error(f"--repeats is {options.repeats}: should be 2 or more, one run has no interval")
-    if options.requests < 1:
-        parser.error(f"--requests is {options.requests}: should be 1 or more")
-    if options.jobs is not None and options.jobs < 0:
-        parser.error(f"--jobs is {options.jobs}: should be 1 or more, or 0 for none but this process")
-    for share in options.share or ():
-        if not 0 < share < float("inf"):
-            parser.error(f"--share is {share}: should be above 0")
+    parser.add_argument("--bars-alone", action="store_true", help="only the policies that the bars are about")
+    parser.add_argument(
+        "--poisson", type=float, action="append", metavar="LOAD", help="arrivals at that share of capacity instead"
+    )
+    add_arguments(parser)
+    options = parsed(parser, arguments)
+    for load in options.poisson or ():
+        if not 0 < load < float("inf"):
+            parser.error(f"--poisson is {load}: should be above 0")
     return options
-
-
-def _places(options: argparse.Namespace, configs: Path) -> list[Place]:
-    """Configurations are written beside the cached results, since a result belongs to the path of its configuration."""
-    configs.mkdir(parents=True, exist_ok=True)
-    workloads = [(f"{name}?n={options.requests}&context={CONTEXT_TOKENS}", True) for name in options.shipped or SHIPPED]
-    traces = [path for name in TRACES for path in sorted(options.data.rglob(name))] if options.data else []
-    whole = f"n={options.requests * options.repeats}&context={CONTEXT_TOKENS}&speed={AT_ONCE}"
-    workloads += [(f"{path}?{whole}", False) for path in dict.fromkeys(traces)]
-    if options.data and not traces:
-        raise SystemExit(f"{options.data}: holds none of {', '.join(TRACES)}")
-    places = []
-    for machine, (workload, machine_workload) in itertools.product(options.machine or MACHINES, workloads):
-        config = configs / f"{MACHINES[machine]['_name_or_path']}.json"
-        config.write_text(json.dumps(MACHINES[machine]))
-        seeds, parts = (options.repeats, 1) if machine_workload else (1, options.repeats)
-        serving = serving_of(machine, not options.no_prefix_caching)
-        for share in options.share or SHARES:
-            blocks = _blocks(workload, options.requests, share, serving)
-            places.append(Place(machine, f"{machine}:{config}", workload, share, blocks, seeds, parts, serving))
-    return places
-
-
-def serving_of(machine: str, prefix_caching: bool = True) -> Serving:
-    """vLLM's own for the device, but with more host memory, so that it is not what decides."""
-    return Serving(host_gib=HOST_GIB, prefix_caching=prefix_caching).on(machine)
-
-
-def _blocks(workload: str, requests: int, share: float, serving: Serving) -> int:
-    """Of KV memory; the longest request that may come has to fit."""
-    lengths = [request.total_tokens for request in open_source(with_seed(workload, 0), workload_digest(workload))]
-    tokens = share * min(serving.max_num_seqs, requests) * fmean(lengths) / serving.block_size
-    return max(round(tokens), -(-CONTEXT_TOKENS // serving.block_size) + 1)
 
 
 # ---- figures ----
 
 
 def with_best(runs: Mapping[str, Sequence[Result]]) -> Runs:
-    """The runs, and those of the threshold that had the highest throughput on the other repeats."""
+    """The runs, and those of the threshold with the highest throughput on the other repeats, where there are any."""
     thresholds = [policy for policy in runs if policy.startswith("threshold:")]
+    if not thresholds:
+        return runs
     repeats = range(len(runs[RECOMPUTE]))
 
     def elsewhere(policy: str, repeat: int) -> float:
@@ -198,6 +118,10 @@ def with_best(runs: Mapping[str, Sequence[Result]]) -> Runs:
     return {**runs, BEST: best}
 
 
+def shown_of(runs: Runs) -> list[str]:
+    return [policy for policy in (RECOMPUTE, SWAP, BEST, MINWASTE, LEARNED) if policy in runs]
+
+
 def row_of(place: Place, runs: Runs) -> dict[str, Any]:
     return {
         "machine": place.machine,
@@ -205,20 +129,23 @@ def row_of(place: Place, runs: Runs) -> dict[str, Any]:
         "memory_share": place.share,
         "prefix_caching": place.serving.prefix_caching,
         "kv_blocks": place.kv_blocks,
-        "policies": {policy: _figures(runs, policy) for policy in SHOWN},
+        "policies": {policy: _figures(runs, policy) for policy in shown_of(runs)},
     }
 
 
 def _figures(runs: Runs, policy: str) -> dict[str, Any]:
     results = runs[policy]
-    values: dict[str, Any] = {"throughput_tok_s": fmean(result["throughput_tok_s"] for result in results)}
-    for name in ("e2e_s", "ttft_s", "itl_s"):
+    values: dict[str, Any] = {
+        name: fmean(result[name] for result in results) for name in ("throughput_tok_s", "steady_tok_s")
+    }
+    for name in ("e2e_s", "ttft_s", "itl_s", "longest_gap_s"):
         values[f"{name[:-2]}_p99_s"] = fmean(result[name]["p99"] for result in results)
         values[f"{name[:-2]}_p99_ratio"] = asdict(
-            _ratio_over(runs, policy, RECOMPUTE, lambda result, name=name: result[name]["p99"])
+            ratio_over(runs, policy, RECOMPUTE, lambda result, name=name: result[name]["p99"])
         )
     for other in (RECOMPUTE, SWAP):
-        values[f"throughput over {other}"] = asdict(_ratio_over(runs, policy, other, _throughput))
+        values[f"throughput over {other}"] = asdict(ratio_over(runs, policy, other, _throughput))
+        values[f"steady over {other}"] = asdict(ratio_over(runs, policy, other, matrix_bars.steady))
     kinds = ("recompute", "swap")
     values["preemptions"] = {kind: fmean(result["preemptions"].get(kind, 0) for result in results) for kind in kinds}
     values["recomputed_tokens"] = fmean(result["recomputed_tokens"] for result in results)
@@ -230,17 +157,13 @@ def _throughput(result: Result) -> float:
     return float(result["throughput_tok_s"])
 
 
-def _ratio_over(runs: Runs, policy: str, other: str, value: Callable[[Result], float]) -> Ratio:
-    return student_ratio([value(result) for result in runs[policy]], [value(result) for result in runs[other]])
-
-
 def summary_of(runs_by_place: Sequence[tuple[Place, Runs]]) -> dict[str, Any]:
     """Per policy, on each machine and in all: geometric means over places, intervals over repeats; the worst place."""
     machines = list(dict.fromkeys(place.machine for place, _ in runs_by_place))
     summary: dict[str, Any] = {}
     for group in [*machines, "all"] if len(machines) > 1 else machines:
         group_runs = [(place, runs) for place, runs in runs_by_place if group in (place.machine, "all")]
-        summary[group] = {policy: _overall(group_runs, policy) for policy in SHOWN}
+        summary[group] = {policy: _overall(group_runs, policy) for policy in shown_of(group_runs[0][1])}
     return summary
 
 
@@ -252,8 +175,7 @@ def _overall(runs_by_place: Sequence[tuple[Place, Runs]], policy: str) -> dict[s
         )
     worst = min(runs_by_place, key=lambda one: _to_better(one[1], policy).value)
     ratio = _to_better(worst[1], policy)
-    where = f"{worst[0].machine}, {_short(worst[0].workload)}, memory {worst[0].share:g}"
-    return values | {"worst over the better fixed action": asdict(ratio) | {"where": where}}
+    return values | {"worst over the better fixed action": asdict(ratio) | {"where": worst[0].text()}}
 
 
 def _mean_by_repeat(runs_by_place: Sequence[tuple[Place, Runs]], policy: str) -> list[float]:
@@ -264,7 +186,7 @@ def _mean_by_repeat(runs_by_place: Sequence[tuple[Place, Runs]], policy: str) ->
 def _to_better(runs: Runs, policy: str) -> Ratio:
     """Throughput over that of the fixed action which had more of it in this place."""
     fixed = max((RECOMPUTE, SWAP), key=lambda one: fmean(log(_throughput(run)) for run in runs[one]))
-    return _ratio_over(runs, policy, fixed, _throughput)
+    return ratio_over(runs, policy, fixed, _throughput)
 
 
 # ---- for a person ----
@@ -304,7 +226,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         lines.append(
-            f"{row['machine']}, {_short(row['workload'])}, memory {row['memory_share']:g} ({row['kv_blocks']} blocks)"
+            f"{row['machine']}, {short(row['workload'])}, memory {row['memory_share']:g} ({row['kv_blocks']} blocks)"
             f"{'' if row['prefix_caching'] else ', without prefix caching'}"
         )
         head = ["policy", "tok/s", "over recompute", "over swap", "e2e p99 s", "over recompute", "ttft p99 s"]
@@ -336,10 +258,6 @@ def closing_lines(summary: Mapping[str, Any]) -> list[str]:
             cells.append([policy, *means, f"{ratio} in {worst['where']}"])
         lines += [f"throughput, geometric mean over places: {group}", *aligned(cells), ""]
     return lines
-
-
-def _short(workload: str) -> str:
-    return Path(workload.partition("?")[0]).name
 
 
 if __name__ == "__main__":

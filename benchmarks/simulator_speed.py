@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from overflow_matrix import LLAMA_3_1_8B
+from matrix_places import LLAMA_3_1_8B
 
 from kvpolicy import policy
 from kvpolicy.simulator import Server

@@ -271,11 +271,11 @@ def places(options: argparse.Namespace) -> Iterator[Place]:
 
 
 def matrix() -> Any:
-    """The matrix of policies, whose machines and shares of memory these are."""
+    """The matrix, whose machines and shares of memory these are."""
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    import overflow_matrix
+    import matrix_places
 
-    return overflow_matrix
+    return matrix_places
 
 
 def source_of(place: Place, part: int, requests: int) -> Source:

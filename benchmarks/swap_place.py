@@ -95,11 +95,11 @@ def machines() -> list[str]:
 
 
 def matrix() -> Any:
-    """The matrix of policies, whose machines these are."""
+    """The matrix, whose machines these are."""
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    import overflow_matrix
+    import matrix_places
 
-    return overflow_matrix
+    return matrix_places
 
 
 def figures(cell: str, machine: str, engine: str, asynchronous: bool, prefix_caching: bool) -> Figures:

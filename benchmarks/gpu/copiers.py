@@ -121,11 +121,3 @@ def slow(*arguments: Any) -> Copier:
 
 def staged_slow(*arguments: Any) -> Copier:
     return _made(arguments, (Digests, SlowOnHost), staged=True)
-
-
-def plain(*arguments: Any) -> Copier:
-    return _made(arguments, (), staged=False)
-
-
-def staged(*arguments: Any) -> Copier:
-    return _made(arguments, (), staged=True)

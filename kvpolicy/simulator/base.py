@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any, Literal, NamedTuple, Protocol
 
 from kvpolicy.arrays import Floats
@@ -147,11 +148,14 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Seconds over requests (or, for inter-token times, over tokens after the first)."""
+    """Seconds over requests (or, for inter-token times, over tokens after the first); nan where there are none."""
 
     mean: float
     p50: float
     p99: float
+
+
+UNKNOWN = Tail(nan, nan, nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,13 @@ class Summary:
     """Steps outside the range that the hardware model was measured in; None for a model without such a range."""
     headroom: Headroom | None = field(default=None, compare=False)
     """What there was to win by choosing better. Left out of comparisons: its sums depend on the order of additions."""
+    steady_tok_s: float = nan
+    """Output tokens per second between the times at which a quarter and three quarters of them were out: without the
+    ramp at the beginning and the tail in which few requests are left."""
+    longest_gap_s: Tail = UNKNOWN
+    """Of each request with two or more output tokens, the longest time between two that follow each other."""
+    e2e_per_token_s: Tail = UNKNOWN
+    """End-to-end time of each request over its output tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Summary statistics of a run, in 16 bytes per request and nothing per token; and the number of its steps that lay
+"""Summary statistics of a run, in 32 bytes per request and nothing per token; and the number of its steps that lay
 outside the range that the hardware model was measured in."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.simulator.base import Server, StepLoad, Summary, Tail, Times
+from kvpolicy.simulator.base import UNKNOWN, Server, StepLoad, Summary, Tail, Times
 from kvpolicy.simulator.work_count import WorkCount
 
 MIN_S = 1e-9
@@ -64,6 +64,67 @@ class Histogram:
         self._values, self._weights = [], []
 
 
+MAX_POINTS = 8192
+"""Points of the curve of output tokens that are kept."""
+STEADY = (0.25, 0.75)
+"""Shares of all output tokens between which the rate is taken."""
+
+
+class OutputCurve:
+    """How many output tokens were out at which time, between the points linear.
+
+    A long run has every second, fourth, ... of its steps as a point, so that memory is bounded and at least half of
+    ``MAX_POINTS`` remain.
+    """
+
+    def __init__(self) -> None:
+        self._times_s: list[float] = []
+        self._counts: list[int] = []
+        self._stride = 1
+        self._skipped = 0
+        self._last_s = 0.0
+        self.tokens = 0
+
+    def add(self, at_s: float, tokens: int) -> None:
+        """Count the tokens of a step that ended then. Steps come in the order of their ends."""
+        self.tokens += tokens
+        self._last_s = at_s
+        self._skipped += 1
+        if self._skipped == self._stride:
+            self._skipped = 0
+            self._times_s.append(at_s)
+            self._counts.append(self.tokens)
+            if len(self._counts) >= MAX_POINTS:
+                self._thin_out()
+
+    def extend(self, ends_s: list[float], tokens: int) -> None:
+        """Count steps that ended then, each with that many tokens."""
+        first = self._stride - 1 - self._skipped
+        self._times_s += ends_s[first :: self._stride]
+        total = self.tokens + len(ends_s) * tokens
+        self._counts += range(self.tokens + (first + 1) * tokens, total + 1, self._stride * tokens)
+        self._skipped = (self._skipped + len(ends_s)) % self._stride
+        self.tokens, self._last_s = total, ends_s[-1]
+        while len(self._counts) >= MAX_POINTS:
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        self._skipped += self._stride * (len(self._counts) % 2)
+        self._times_s, self._counts = self._times_s[1::2], self._counts[1::2]
+        self._stride *= 2
+
+    def steady_tok_s(self, began_s: float) -> float:
+        """The rate between the times at which the shares ``STEADY`` of the tokens were out; nan without tokens or time.
+
+        ``began_s``: when the first tokens were asked for.
+        """
+        times_s = [began_s, *self._times_s, self._last_s]
+        counts = [0, *self._counts, self.tokens]
+        low, high = (share * self.tokens for share in STEADY)
+        low_s, high_s = np.interp((low, high), counts, times_s)
+        return float((high - low) / (high_s - low_s)) if high_s > low_s else nan
+
+
 class SummaryBuilder:
     """Accumulates a :class:`Summary` while requests are served."""
 
@@ -76,17 +137,26 @@ class SummaryBuilder:
         self.moved_bytes = 0
         self.preemptions: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self.itl = Histogram()
+        self.output = OutputCurve()
         self._output_tokens = 0
         self._itl_s = 0.0
         self._itl_tokens = 0
         self._e2e_s = array("d")
         self._ttft_s = array("d")
+        self._longest_gap_s = array("d")
+        self._e2e_per_token_s = array("d")
         self._first_arrival_s: float | None = None
         self._last_token_s = 0.0
 
-    def finished(self, arrival_s: float, first_s: float, last_s: float, output_tokens: int) -> None:
-        """Count a finished request. Its inter-token times are added to :attr:`itl` as they occur."""
+    def finished(
+        self, arrival_s: float, first_s: float, last_s: float, output_tokens: int, longest_gap_s: float
+    ) -> None:
+        """Count a finished request. Its inter-token times are added to :attr:`itl` as they occur, and its tokens to
+        :attr:`output`. ``longest_gap_s``: the longest of those times, of any value where there is a single token."""
         self._e2e_s.append(last_s - arrival_s)
+        self._e2e_per_token_s.append((last_s - arrival_s) / output_tokens)
+        if output_tokens > 1:
+            self._longest_gap_s.append(longest_gap_s)
         self._ttft_s.append(first_s - arrival_s)
         self._itl_s += last_s - first_s
         self._itl_tokens += output_tokens - 1
@@ -114,6 +184,9 @@ class SummaryBuilder:
             simulator_wall_s=wall_s,
             extrapolated_steps=None if beyond is None else beyond.steps,
             headroom=self.work.headroom(),
+            steady_tok_s=self.output.steady_tok_s(self._first_arrival_s or 0.0),
+            longest_gap_s=_tail(self._longest_gap_s),
+            e2e_per_token_s=_tail(self._e2e_per_token_s),
         )
 
 
@@ -123,7 +196,7 @@ def _frozen(counts: Mapping[Kind, int]) -> Mapping[Kind, int]:
 
 def _tail(seconds: array[float]) -> Tail:
     if not seconds:
-        return Tail(nan, nan, nan)
+        return UNKNOWN
     values = np.frombuffer(seconds, dtype=np.float64)
     p50, p99 = np.quantile(values, (0.5, 0.99))
     return Tail(float(values.mean()), float(p50), float(p99))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import isnan
 
 import pytest
 
@@ -40,6 +41,26 @@ def test_two_requests_on_five_blocks() -> None:
     assert told == (8, -9, 45, -1)
     assert found.summary.recomputed_tokens == 8 and found.summary.steps == 15
     assert dict(found.summary.preemptions) == {"recompute": 1, "swap": 0}
+
+
+@pytest.mark.parametrize("leap", [False, True])
+def test_what_both_streams_and_the_output_were_like(leap: bool) -> None:
+    """The first has its tokens at 1.16 s and then every 1.01 s; the second has its first token then, too, the next one
+    at 9.32 s, when it was computed again beside nobody, and then one every 1.01 s."""
+    summary = run(TWO, SMALL, times=SECONDS, leap=leap)[0].summary
+    gaps = summary.longest_gap_s
+    assert (gaps.mean, gaps.p50) == pytest.approx(((1.01 + 8.16) / 2, (1.01 + 8.16) / 2))
+    assert gaps.p99 == pytest.approx(1.01 + 0.99 * (8.16 - 1.01))
+    assert summary.e2e_per_token_s.mean == pytest.approx((8.23 + 15.38) / 2 / 8)
+    # The 4th of 16 tokens was out after the third step, at 3.18 s; the 12th at 11.34 s.
+    assert summary.steady_tok_s == pytest.approx(8 / (11.34 - 3.18))
+
+
+def test_a_stream_of_a_single_token_has_no_gap() -> None:
+    summary = run(workload(Request(0.0, 8, 1), Request(0.0, 4, 1)), SMALL, times=SECONDS)[0].summary
+    assert isnan(summary.longest_gap_s.mean) and isnan(summary.longest_gap_s.p99)
+    assert summary.e2e_per_token_s.mean == pytest.approx(1.12)
+    assert summary.steady_tok_s == pytest.approx(2 / 1.12), "both come out in one step, which began with nothing"
 
 
 def test_what_the_recompute_cost() -> None:

@@ -274,10 +274,10 @@ def _summary(told: Account) -> dict[str, Any]:
     summary = told.run.summary
     tails = {
         f"{name} {part}": getattr(getattr(summary, name), part)
-        for name in ("e2e_s", "ttft_s", "itl_s")
+        for name in ("e2e_s", "ttft_s", "itl_s", "longest_gap_s", "e2e_per_token_s")
         for part in ("mean", "p50", "p99")
     }
-    names = ("requests", "throughput_tok_s", "recomputed_tokens", "moved_bytes", "makespan_s")
+    names = ("requests", "throughput_tok_s", "steady_tok_s", "recomputed_tokens", "moved_bytes", "makespan_s")
     assert summary.headroom is not None
     to_win = {f"headroom {name}": value for name, value in summary.headroom.to_dict().items()}
     return tails | to_win | {name: getattr(summary, name) for name in names} | dict(summary.preemptions)

@@ -100,6 +100,8 @@ class Run:
     """Counts by executed option."""
     recomputed_tokens: int
     moved_bytes: int
+    cpu_s: float = 0.0
+    """CPU time of the engine's process from the workload's start to the last token."""
 
     @property
     def output_tokens(self) -> int:
@@ -137,6 +139,7 @@ class Run:
             preemptions=executed,
             recomputed_tokens=result["recomputed_tokens"],
             moved_bytes=_total(stats, "copy_bytes") + result.get("offloaded_bytes", 0),
+            cpu_s=result.get("cpu_s", 0.0),
         )
 
 

@@ -105,6 +105,7 @@ class Serving:
         self._counted = ScheduleCounts()
         before, offloaded_before = self._stats(), self._offloaded_bytes()
         start_s = news_s = self._clock()
+        start_cpu_s = time.process_time()
         arrived = 0
         while arrived < len(waiting) or self.llm.llm_engine.has_unfinished_requests():
             now = self._clock() - start_s
@@ -119,10 +120,11 @@ class Serving:
             if self._clock() - news_s > NEWS_EVERY_S:
                 news_s = self._clock()
                 news({"tokens": sum(len(request_progress.tokens) for request_progress in progress.values())})
-        makespan_s = self._clock() - start_s
+        makespan_s, cpu_s = self._clock() - start_s, time.process_time() - start_cpu_s
         self._settle(held_blocks)
         return self._result(progress, makespan_s, before) | {
             "offloaded_bytes": self._offloaded_bytes() - offloaded_before,
+            "cpu_s": cpu_s,
         }
 
     def _prompts(self, job: dict[str, Any]) -> list[list[int]]:
@@ -197,7 +199,6 @@ class Serving:
             "scheduled_tokens": self._counted.scheduled_tokens,
             "recomputed_tokens": self._counted.recomputed_tokens,
             "stats": {name: value - before.get(name, 0) for name, value in after.items()},
-            "cpu_s": time.process_time(),
         }
 
 

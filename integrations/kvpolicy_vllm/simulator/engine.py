@@ -97,6 +97,7 @@ class Served:
     arrival_s: float
     first_s: float | None = None
     last_s: float = 0.0
+    longest_gap_s: float = 0.0
     tokens: int = 0
 
 
@@ -199,9 +200,13 @@ class Engine:
         if self._served and self._idle(flight):
             self._wait()
         outputs_by_client = self.scheduler.update_from_output(flight.output, self._answer(flight))
+        tokens = 0
         for outputs in outputs_by_client.values():
             for output in outputs.outputs:
+                tokens += bool(output.new_token_ids)
                 self._record_output(output)
+        if tokens:
+            self.tallied.output.add(self.clock.now_s, tokens)
         self.tallied.steps += flight.computes or flight.disturbed or bool(self._served)
 
     def _idle(self, flight: Flight) -> bool:
@@ -240,7 +245,9 @@ class Engine:
             if served.first_s is None:
                 served.first_s = now_s
             else:
-                self.tallied.itl.add(now_s - served.last_s)
+                gap_s = now_s - served.last_s
+                self.tallied.itl.add(gap_s)
+                served.longest_gap_s = max(served.longest_gap_s, gap_s)
             served.last_s = now_s
             served.tokens += 1
         if output.finish_reason is not None:
@@ -249,7 +256,7 @@ class Engine:
     def _finish(self, name: str, served: Served) -> None:
         del self._served[name]
         assert served.first_s is not None
-        self.tallied.finished(served.arrival_s, served.first_s, served.last_s, served.tokens)
+        self.tallied.finished(served.arrival_s, served.first_s, served.last_s, served.tokens, served.longest_gap_s)
         self.arrivals.finished(served.number, served.request, self.clock.now_s)
 
     def _refuse(self, number: int, request: Request) -> None:

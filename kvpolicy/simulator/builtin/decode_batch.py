@@ -12,10 +12,32 @@ With asynchronous scheduling a member's last scheduled token is still in flight:
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterator
 
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.live_request import LiveRequest
+
+
+class LongestGaps:
+    """The longest of the steps that ended after some time: only those that no later step exceeds are kept."""
+
+    def __init__(self) -> None:
+        self._ends_s: list[float] = []
+        self._gaps_s: list[float] = []
+
+    def add(self, end_s: float, gap_s: float) -> None:
+        """Count a step that ended ``gap_s`` after the one before it. Steps come in the order of their ends."""
+        while self._gaps_s and self._gaps_s[-1] <= gap_s:
+            self._gaps_s.pop()
+            self._ends_s.pop()
+        self._ends_s.append(end_s)
+        self._gaps_s.append(gap_s)
+
+    def after(self, began_s: float) -> float:
+        """The longest among the steps that ended after ``began_s``; 0 where none did."""
+        at = bisect_right(self._ends_s, began_s)
+        return self._gaps_s[at] if at < len(self._gaps_s) else 0.0
 
 
 class DecodeBatch:
@@ -28,6 +50,7 @@ class DecodeBatch:
         self.last_s = 0.0
         """When the last step ended, in which every member got its latest token."""
         self.latest_turn = -1
+        self.gaps = LongestGaps()
         self._size = block_size
         self._ahead = ahead
         self._members: dict[int, LiveRequest] = {}
@@ -127,6 +150,7 @@ class DecodeBatch:
         live.computed = self._computed(live)
         live.outputs = scheduled - self._ahead
         live.placeholders = live.in_flight = self._ahead
+        live.longest_gap_s = max(live.longest_gap_s, self.gaps.after(live.last_s))
         live.last_s = self.last_s
         pool.cache(live, live.computed - live.placeholders)
         return live.computed

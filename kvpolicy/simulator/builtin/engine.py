@@ -196,6 +196,7 @@ class Engine:
 
     def _take_tokens(self, step: Step) -> None:
         leaving = self._take_batch(step) if step.batch_requests else []
+        tokens = step.batch_requests
         for live, new in step.scheduled.items():
             live.in_flight -= new
             stale = live.stale > 0
@@ -205,14 +206,20 @@ class Engine:
             if live.status is Status.FINISHED or live not in step.sampling:
                 continue
             self.take_token(live, stale)
+            tokens += 1
             if live.outputs == live.request.output_tokens:
                 leaving.append(live)
                 self.finish(live)
+        if tokens:
+            self.tallied.output.add(self.now_s, tokens)
         self._remove(leaving)
 
     def _take_batch(self, step: Step) -> list[LiveRequest]:
         """Give every request of the decode batch its token; return those that got their last one."""
-        self.tallied.itl.add(self.now_s - self.fast_path.batch.last_s, step.batch_requests)
+        batch = self.fast_path.batch
+        gap_s = self.now_s - batch.last_s
+        self.tallied.itl.add(gap_s, step.batch_requests)
+        batch.gaps.add(self.now_s, gap_s)
         finished = step.finished
         if self._asynchronous:  # left out of the next step, which is already scheduled
             finished = self.steps_in_flight[0].finished if self.steps_in_flight else []
@@ -224,6 +231,7 @@ class Engine:
         """Give a request of the decode batch its last token."""
         live.outputs = live.request.output_tokens
         live.placeholders = live.in_flight = 0
+        live.longest_gap_s = max(live.longest_gap_s, self.now_s - live.last_s)
         live.last_s = self.now_s
         self.scheduler.pool.cache(live, live.computed)
         self.finish(live)
@@ -233,7 +241,9 @@ class Engine:
         if live.first_s is None:
             live.first_s = self.now_s
         else:
-            self.tallied.itl.add(self.now_s - live.last_s)
+            gap_s = self.now_s - live.last_s
+            self.tallied.itl.add(gap_s)
+            live.longest_gap_s = max(live.longest_gap_s, gap_s)
         live.last_s = self.now_s
         if self.server.asynchronous:
             live.placeholders -= not stale
@@ -253,7 +263,7 @@ class Engine:
         self.preemptions.finished(live, self.copies, self.now_s)
         self.trace_writer.request(live)
         assert live.first_s is not None
-        self.tallied.finished(live.arrival_s, live.first_s, live.last_s, live.outputs)
+        self.tallied.finished(live.arrival_s, live.first_s, live.last_s, live.outputs, live.longest_gap_s)
         self.present -= 1
         self.arrivals.finished(live.number, live.request, self.now_s)
 
@@ -319,16 +329,21 @@ class Engine:
         batch = self.fast_path.batch
         last_s, members = batch.last_s, len(batch)
         tokens, computes_s, busy_s = 0, 0.0, 0.0
+        ended_s, gaps_s = [], []
         for began_s, end_s in pairwise(ends_s):
             self.steps_in_flight.append(self._batch_step(began_s, end_s))
             step = self.steps_in_flight.popleft()
-            self.tallied.itl.add(step.end_s - last_s, members)
+            ended_s.append(step.end_s)
+            gaps_s.append(step.end_s - last_s)
             self._count_step(step)
             tokens += step.batch_requests
             computes_s += step.computes_s
             busy_s += step.end_s - step.began_s
             last_s = step.end_s
         self.now_s = batch.last_s = last_s
+        batch.gaps.add(last_s, max(gaps_s))
+        self.tallied.itl.extend(gaps_s, members)
+        self.tallied.output.extend(ended_s, members)
         self.tallied.work.decoded(tokens, computes_s, busy_s)
         self._device_free_s = ends_s[-1]
         if self.link.running:

@@ -78,6 +78,8 @@ class LiveRequest:
     loaded: int = 0
     first_s: float | None = None
     last_s: float = 0.0
+    longest_gap_s: float = 0.0
+    """Between two of its tokens; those of its time in the decode batch are added when it leaves."""
     copy: Copy | None = None
 
     @property

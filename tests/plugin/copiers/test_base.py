@@ -14,6 +14,7 @@ from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy_vllm.plugin.copiers.base import IDLE_NAP_S, CopyError, Span, segments_of, unique_segments
 from kvpolicy_vllm.plugin.copiers.indexing import IndexingCopier
 from kvpolicy_vllm.plugin.messages import NO_SLOT, Job
+from tests.plugin.copiers.segments import made_segments
 
 
 @pytest.mark.parametrize(("shape", "permuted"), [((6, 4, 8, 16), (0, 1, 2, 3)), ((2, 6, 8, 4, 16), (0, 1, 2, 3, 4))])
@@ -77,6 +78,34 @@ def test_what_is_saved_is_what_was_there_when_the_step_began() -> None:
     copier.save(Job(1, "a", (0, 1), (5, 3)), frozenset({1}))
     device[:2] = 2.0
     assert (copier.host_segments[0][[5, 3]] == 1.0).all()
+
+
+@pytest.mark.parametrize("slots", [(2, 3, 4, 5, 6, 7), (9, 2, 15, 4, 3, 0)])
+def test_indexed_blocks_come_back_and_touch_no_other(slots: tuple[int, ...]) -> None:
+    """Slots in a row and scattered ones; blocks in a row, in any order, and at both ends of the memory."""
+    segments = made_segments((torch.bfloat16, torch.float32))
+    copier = IndexingCopier(segments, 16, False, None)
+    job, back = Job(1, "r", (23, 19, 4, 3, 17, 0), slots), Job(1, "r", (7, 8, 9, 1, 0, 23), slots)
+    before = [segment.clone() for segment in segments]
+    for host in copier.host_segments:
+        host.zero_()
+    copier.save(job)
+    for host, was in zip(copier.host_segments, before, strict=True):
+        assert torch.equal(host[list(slots)], was[list(job.block_ids)])
+        assert not host[[slot for slot in range(16) if slot not in slots]].any()
+    copier.load(back)
+    assert [done.ok for done in copier.poll()] == [True]
+    for segment, was in zip(segments, before, strict=True):
+        expected = was.clone()
+        expected[list(back.block_ids)] = was[list(job.block_ids)]
+        assert torch.equal(segment, expected)
+
+
+def test_a_slot_beyond_the_host_pool_is_a_failed_save() -> None:
+    copier = IndexingCopier([torch.ones(8, 4)], 8, False, None)
+    copier.save(Job(1, "a", (0, 1), (7, 8)))
+    assert [transfer.ok for transfer in copier.transfers] == [False]
+    assert copier.host_segments[0].shape == (8, 4)
 
 
 def test_overwritten_blocks_come_first_and_later_ones_are_finished() -> None:

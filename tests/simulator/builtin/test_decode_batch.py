@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvpolicy.simulator.builtin.blocks import CountedPool
-from kvpolicy.simulator.builtin.decode_batch import DecodeBatch
+from kvpolicy.simulator.builtin.decode_batch import DecodeBatch, LongestGaps
 from kvpolicy.simulator.builtin.live_request import LiveRequest
 from kvpolicy.workload import Request
 
@@ -56,3 +58,15 @@ def test_a_token_in_flight_is_no_known_output() -> None:
     assert list(batch.dissolve(pool)) == [live]
     assert (live.computed, live.outputs, live.placeholders, live.in_flight) == (8, 2, 1, 1)
     assert (len(batch), batch.read_tokens) == (0, 0)
+
+
+def test_the_longest_gap_since_some_time() -> None:
+    rng, gaps, steps, now_s = random.Random(0), LongestGaps(), [], 0.0
+    for _ in range(300):
+        gap_s = rng.choice((1.0, 1.0, rng.uniform(0.5, 9.0)))
+        now_s += gap_s
+        gaps.add(now_s, gap_s)
+        steps.append((now_s, gap_s))
+    assert len(gaps._gaps_s) < 100
+    for began_s in (0.0, *(end_s for end_s, _ in steps)):
+        assert gaps.after(began_s) == max((gap_s for end_s, gap_s in steps if end_s > began_s), default=0.0)

@@ -1,0 +1,300 @@
+"""The plugin with a learned policy against unmodified vLLM on the real CPU engine, short of memory, in pairs.
+
+    python benchmarks/live_pairs.py --out DIR [--policy SPEC] [--caching on|off] [--requests N] [--memory-share S]
+        [--pairs-per-start N] [--max-pairs N] [--half-width W] [--seed N]
+
+Both engines are processes of their own; the one without the plugin is started as anybody would start it. Each pair is
+one workload that both serve, in random order; engines are started anew every ``--pairs-per-start`` pairs, because two
+processes of the same program differ in speed for as long as they live. The interval is therefore over starts. Pairs are
+added until its half width is at most ``--half-width`` (after three starts), or there are ``--max-pairs``. Compared is
+the CPU time of the engine's process per workload, which other work on the machine disturbs less than wall time, and
+throughput. The tokens of a pair have to be the same, but for ties.
+
+The model is a Llama of 26 million float32 parameters, made from a seed, on which a recomputed token costs a good part
+of a decoded one. How much, p / d at the batch that runs (``kvpolicy/headroom.py``), is measured from a recorded trace
+and printed; it should be at least 0.2, or there is little to win. Without ``--policy`` a cost model is profiled and
+trained first, once for DIR. The same requests are replayed by the built-in simulator, with step and copy times fitted
+on the recorded trace, and its ratio stands beside the measured one.
+
+Writes ``live_pairs.json`` into DIR. Exits 1 where tokens differ, p / d is below 0.2, or the learned policy takes
+significantly more CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fidelity_real import FittedTimes, calibrate
+
+from kvpolicy import policy
+from kvpolicy.evaluation.log_headroom import log_headroom
+from kvpolicy.settings import Measurement
+from kvpolicy.simulator import Link, Server
+from kvpolicy.simulator.builtin import Builtin
+from kvpolicy.stats import Ratio, geometric_means, student_ratio
+from kvpolicy.study.report import aligned
+from kvpolicy.trace import Header, read
+from kvpolicy.training import train
+from kvpolicy.workload import DEEPSEEK_R1, Workload, all_at_once
+from kvpolicy_vllm.bench.engine_process import EngineProcess
+from kvpolicy_vllm.bench.exactness import Comparison, compare
+from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
+from kvpolicy_vllm.bench.profile_parts import Extent
+from kvpolicy_vllm.bench.run_profile import profile
+
+SHAPE = {"hidden": 1024, "intermediate": 2560, "layers": 2, "heads": 16, "kv_heads": 8, "spread": 0.1}
+"""Wide and flat, so that the fixed cost of a step in Python does not hide that of its tokens."""
+EXTENT = Extent(
+    (32,), states=52, passes=2, repeats=1, check_pairs=2, max_tokens=512, max_others=15, max_batch_tokens=4000,
+    model_tokens=2048, max_extra=1,
+)  # fmt: skip
+BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS = 32, 384, 128, 2048
+SCALE = 0.12
+"""Of the public trace's lengths."""
+CACHING = {"on": True, "off": False}
+LEARNED, RECOMPUTE, SWAP = "learned", "always-recompute", "always-swap"
+MIN_PRICE_RATIO = 0.2
+MIN_STARTS = 3
+WARM_UP_REQUESTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CachingArm(Arm):
+    """An arm whose engine has prefix caching or not, and records a trace or not."""
+
+    prefix_caching: bool = True
+    trace: str = ""
+
+    def arguments(self) -> dict[str, Any]:
+        values = Arm.arguments(self) | {"enable_prefix_caching": self.prefix_caching}
+        if self.trace:
+            values["kv_transfer_config"]["kv_connector_extra_config"]["trace"] = self.trace
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One workload, served by both and replayed."""
+
+    start: int
+    seed: int
+    cpu_s: dict[str, float]
+    makespan_s: dict[str, float]
+    preemptions: dict[str, dict[str, int]]
+    replayed_s: dict[str, float]
+    wall_s: float
+    """Of the pair in all."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """With prefix caching, or without."""
+
+    prefix_caching: bool
+    price_ratio: float | None
+    sentence: str
+    """What there was to win under recompute."""
+    device_blocks: int
+    pairs: list[Pair] = field(default_factory=list)
+    comparison: Comparison = field(default_factory=Comparison)
+
+    def ratio(self, name: str) -> Ratio:
+        """The learned policy over unmodified vLLM, over starts; below 1 the learned one takes less time."""
+        starts = [pair.start for pair in self.pairs]
+        values = {
+            arm: geometric_means([getattr(pair, name)[arm] for pair in self.pairs], starts) for arm in (LEARNED, STOCK)
+        }
+        return student_ratio(values[LEARNED], values[STOCK])
+
+    def half_width(self) -> float | None:
+        """None before there are enough starts."""
+        ratio = self.ratio("cpu_s")
+        return None if ratio.low is None or ratio.high is None or ratio.pairs < MIN_STARTS else ratio.high - ratio.value
+
+    def missed(self) -> list[str]:
+        """What is not as it should be, in words."""
+        missed = [] if self.comparison.exact else list(self.comparison.wrong[:3]) or ["too many ties"]
+        if self.price_ratio is None or self.price_ratio < MIN_PRICE_RATIO:
+            ratio_text = "unknown" if self.price_ratio is None else f"{self.price_ratio:.3f}"
+            missed.append(f"p / d is {ratio_text}, should be at least {MIN_PRICE_RATIO}")
+        ratio = self.ratio("cpu_s")
+        if ratio.significant and ratio.value > 1:
+            missed.append(f"the learned policy takes {ratio.text()} times the CPU time")
+        return missed
+
+
+class Bench:
+    """One folder, model and policy."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._out: Path = options.out
+        with EngineProcess("kvpolicy_vllm.bench.inspect_model", self._out / "logs" / "preparing.log") as process:
+            job = {"llm": None, "make": str(self._out / "llm"), "seed": 0, "shape": SHAPE}
+            self._llm = Path(process.ask(job)["llm"])
+        self.policy = options.policy or self._trained()
+
+    def _trained(self) -> str:
+        model = self._out / "model"
+        if not model.exists():
+            trace = self._out / "profile"
+            profile(trace, Measurement(self._llm, seed=self._options.seed), extent=EXTENT)
+            train([trace], model, force=True, seed=self._options.seed)
+        return f"cheapest:{model}"
+
+    def _workload(self, seed: int, requests: int | None = None) -> Workload:
+        return all_at_once(DEEPSEEK_R1, requests or self._options.requests, seed, CONTEXT_TOKENS, SCALE)
+
+    def _settings(self) -> Settings:
+        needed = sum(math.ceil(one.total_tokens / BLOCK_SIZE) for one in self._workload(0).requests)
+        blocks = max(math.ceil(CONTEXT_TOKENS / BLOCK_SIZE) + 1, round(self._options.memory_share * needed)) + 1
+        return Settings(str(self._llm), True, blocks, BLOCK_SIZE, CONTEXT_TOKENS, RUNNING, STEP_TOKENS)
+
+    def measured(self, prefix_caching: bool) -> Figures:
+        settings = self._settings()
+        name = "on" if prefix_caching else "off"
+        header, times, figures = self._recorded(settings, prefix_caching, name)
+        server = Server(
+            BLOCK_SIZE, header.block_bytes, header.device_blocks - 1, header.host_blocks, STEP_TOKENS, RUNNING,
+            CONTEXT_TOKENS, prefix_caching, link=Link(overlapped=False), hardware=header.hardware,
+            geometry=header.geometry,
+        )  # fmt: skip
+        price_ratio = "unknown" if figures.price_ratio is None else f"{figures.price_ratio:.3f}"
+        print(f"prefix caching {name}: p / d {price_ratio}; {figures.sentence}", flush=True)
+        start = 0
+        while not self._enough(figures):
+            self._start(start, settings, server, times, figures)
+            start += 1
+            print(f"  {len(figures.pairs)} pairs: CPU time {figures.ratio('cpu_s').text()}", flush=True)
+        return figures
+
+    def _enough(self, figures: Figures) -> bool:
+        if len(figures.pairs) >= self._options.max_pairs:
+            return True
+        half_width = figures.half_width() if figures.pairs else None
+        return half_width is not None and half_width <= self._options.half_width
+
+    def _recorded(self, settings: Settings, caching: bool, name: str) -> tuple[Header, FittedTimes, Figures]:
+        """What steps and copies take here, and p / d, from runs of other requests under recompute and under swap."""
+        folders = {one: self._out / f"trace-{name}-{one}-{int(time.time())}" for one in (RECOMPUTE, SWAP)}
+        arms = [CachingArm(one, one, prefix_caching=caching, trace=str(folder)) for one, folder in folders.items()]
+        with Arms(settings, self._out / "logs") as engines:
+            engines.start(*arms)
+            for seed in (1, 2):
+                for arm in arms:
+                    engines.serve(arm.name, self._workload(10_000 + seed), seed)
+        recomputed, swapped = (read(folder) for folder in folders.values())
+        (header,) = recomputed.headers.values()
+        won = log_headroom([recomputed])
+        times = calibrate(recomputed.rows("steps") + swapped.rows("steps"), swapped.rows("transfers"))
+        return header, times, Figures(caching, won.price_ratio, won.sentence(), settings.device_blocks)
+
+    def _start(self, start: int, settings: Settings, server: Server, times: FittedTimes, figures: Figures) -> None:
+        """Two new engines, and the pairs that they serve."""
+        rng = random.Random(f"{self._options.seed}/{figures.prefix_caching}/{start}")
+        # Another amount of host memory makes it another engine: one that was never given the plugin.
+        stock = CachingArm(STOCK, None, host_gib=0.0, prefix_caching=figures.prefix_caching)
+        learned = CachingArm(LEARNED, self.policy, prefix_caching=figures.prefix_caching)
+        with Arms(settings, self._out / "logs") as arms:
+            arms.start(stock, learned)
+            for name in arms.names:
+                arms.serve(name, self._workload(20_000, WARM_UP_REQUESTS), -1)
+            for _ in range(min(self._options.pairs_per_start, self._options.max_pairs - len(figures.pairs))):
+                began_s = time.monotonic()
+                work = self._workload(self._options.seed * 1000 + len(figures.pairs))
+                runs = {name: arms.serve(name, work, start) for name in rng.sample(arms.names, 2)}
+                figures.comparison += self._compared(arms, work, runs)
+                figures.pairs.append(
+                    Pair(
+                        start,
+                        work.seed,
+                        {name: run.cpu_s for name, run in runs.items()},
+                        {name: run.makespan_s for name, run in runs.items()},
+                        {name: dict(run.preemptions) for name, run in runs.items()},
+                        {
+                            name: Builtin().run(work, policy.load(spec), server, times).summary.makespan_s
+                            for name, spec in ((STOCK, RECOMPUTE), (LEARNED, self.policy))
+                        },
+                        time.monotonic() - began_s,
+                    )
+                )
+
+    def _compared(self, arms: Arms, work: Workload, runs: dict[str, Run]) -> Comparison:
+        """Where tokens differ, the workload is served once more, for how near the best token's rival was."""
+        reference, other = runs[STOCK].tokens, runs[LEARNED].tokens
+        if reference == other:
+            return Comparison(runs[STOCK].output_tokens)
+        return compare(reference, arms.serve(STOCK, work, -1, gaps=True).gaps, other, f"seed {work.seed}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _arguments(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options)
+    found = [bench.measured(CACHING[name]) for name in options.caching or CACHING]
+    print("\n".join(table(found)))
+    values = [
+        asdict(one) | {name: one.ratio(name).to_dict() for name in ("cpu_s", "makespan_s", "replayed_s")}
+        for one in found
+    ]
+    (options.out / "live_pairs.json").write_text(json.dumps({"policy": bench.policy, "settings": values}, indent=1))
+    missed = [f"caching {'on' if one.prefix_caching else 'off'}: {words}" for one in found for words in one.missed()]
+    print("\n".join(missed))
+    return 1 if missed else 0
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--policy", help="such as cheapest:FOLDER; without it a cost model is trained in DIR")
+    parser.add_argument("--caching", choices=CACHING, action="append", help="only with prefix caching on, or off")
+    parser.add_argument("--requests", type=int, default=48, help="of each workload")
+    parser.add_argument("--memory-share", type=float, default=0.33, help="of what the requests would take in all")
+    parser.add_argument("--pairs-per-start", type=int, default=4)
+    parser.add_argument("--max-pairs", type=int, default=80)
+    parser.add_argument("--half-width", type=float, default=0.02, help="of the interval at which it is enough")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    for name in ("requests", "pairs_per_start", "max_pairs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}: should be 1 or more")
+    if not 0 < options.memory_share <= 1:
+        parser.error(f"--memory-share is {options.memory_share}: should be above 0, up to 1")
+    return options
+
+
+def table(found: Sequence[Figures]) -> list[str]:
+    cells = [["caching", "p/d", "pairs", "starts", "CPU time", "makespan", "replayed makespan", "preemptions"]]
+    cells[0] += ["swapped", "tokens, differences, ties", "s a pair"]
+    for one in found:
+        ratios = {name: one.ratio(name) for name in ("cpu_s", "makespan_s", "replayed_s")}
+        swapped = [pair.preemptions[LEARNED]["swap"] for pair in one.pairs]
+        preempted = [sum(pair.preemptions[STOCK].values()) for pair in one.pairs]
+        cells.append(
+            [
+                "on" if one.prefix_caching else "off",
+                "?" if one.price_ratio is None else f"{one.price_ratio:.2f}",
+                str(len(one.pairs)),
+                str(ratios["cpu_s"].pairs),
+                *(ratio.text() for ratio in ratios.values()),
+                f"{fmean(preempted):.0f}",
+                f"{fmean(swapped):.0f}",
+                f"{one.comparison.tokens}, {len(one.comparison.wrong)}, {one.comparison.ties}",
+                f"{fmean(pair.wall_s for pair in one.pairs):.0f}",
+            ]
+        )
+    return ["learned policy over unmodified vLLM; intervals: 95% over starts", *aligned(cells)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
