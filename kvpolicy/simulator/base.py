@@ -12,6 +12,7 @@ from kvpolicy.events import Decision, Direction, Kind
 from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, refuse_non_integer
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.headroom import Headroom
+from kvpolicy.order import Fcfs, Order
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
@@ -112,6 +113,8 @@ class Server:
     max_model_len: int = 131072
     prefix_caching: bool = True
     scheduling: Scheduling = "fcfs"
+    order: Order = field(default_factory=Fcfs)
+    """The order of service, where it is other than vLLM's own, which ``scheduling`` names."""
     watermark: float = 0.0
     """Share of the device's blocks that stays free when a request is admitted beside running ones; below 1."""
     asynchronous: bool = False
