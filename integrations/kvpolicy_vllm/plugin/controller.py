@@ -17,6 +17,7 @@ from typing import Any
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
 from kvpolicy.events import Cause, Kind, Preemption, copy_was_used
+from kvpolicy.order import Fcfs, Order
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
 from kvpolicy.survival import Survival
@@ -57,6 +58,8 @@ class Controller:
         self.observers.add(self.metrics, SurvivalLearner(self.survival))
         self.recorder: RowWriter | None = None
         """Takes the trace's rows; None where no trace is recorded."""
+        self.order: Order = Fcfs()
+        """The order of service, which the scheduler reads when it is made."""
         self.next_step = 0
         """Number of the next step in table ``steps``."""
         self._complain, self._load_policy = complain, load_policy
@@ -316,6 +319,24 @@ class Controller:
             return
         self.swaps.close()
         self._keep()
+
+    # ---- from the order of service ----
+
+    def price(self, request: Any) -> float | None:
+        """Predicted engine seconds of displacing a running request, by the cheaper option; None without predictions."""
+        scheduler, now = self._scheduler, self.clock()
+        try:
+            situation = situation_of(
+                request, scheduler, RunningView(scheduler, request), "displaced", self.copies, self._segment_bytes,
+                self.survival, now,
+            )  # fmt: skip
+            refusal = why_not_loadable(request, self.copies, now)
+            return self.decider.price(situation, policies.why_no_swap(situation, refusal))
+        # The boundary between a policy and a server: victims are chosen without prices, then.
+        except Exception:  # noqa: BLE001
+            self.metrics.tally.add("unpriced")
+            self._complain("predicting the price of a victim failed (counted as unpriced)")
+            return None
 
     # ---- from one state to the next ----
 

@@ -197,7 +197,7 @@ def situation_of(
     held = -(-live.computed // size)
     shared, hashed = scheduler.pool.shared(live, held), min(live.cached, live.computed // size)
     hit_blocks = survival.hit_blocks(held, shared, hashed, scheduler.pool.free, size, cause)
-    save_blocks = held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : hashed])
+    save_blocks = max(0.0, held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : hashed]))
     lacking = short_blocks(_lacking_by_request(live, scheduler, server), scheduler.pool.free)
     return Preemption(
         time_s=now_s,

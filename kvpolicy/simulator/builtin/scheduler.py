@@ -232,6 +232,8 @@ class Scheduler:
 
     def preempt(self, victim: LiveRequest, cause: Cause = "memory") -> None:
         """Free the blocks of a request that has left the running list, and put it first in the waiting queue."""
+        if self._ordering is not None:
+            self._ordering.preempted(victim)
         self._preempting(victim, cause)
         self.blocked = False
         self.pool.release(victim, preempted=True)
@@ -240,8 +242,6 @@ class Scheduler:
         victim.computed = victim.placeholders = 0
         victim.stale = victim.in_flight
         victim.preemptions += 1
-        if self._ordering is not None:
-            self._ordering.preempted(victim)
         self.waiting.put_back([victim])
 
     def last_token_is_coming(self, live: LiveRequest) -> bool:
@@ -321,9 +321,10 @@ class Scheduler:
         free_after = self.pool.free - demand.needed_blocks
         if free_after < 0:
             return None
-        if self._ordering is not None and self.running and not self._ordering.admits(live, free_after):
+        fresh = live.computed == 0
+        if self._ordering is not None and fresh and self.running and not self._ordering.admits(live, free_after):
             return None
-        if live.computed == 0:
+        if fresh:
             self.pool.adopt(live, demand.hits)
         if demand.missing_blocks:
             self.pool.grow(live, demand.missing_blocks)
@@ -417,7 +418,6 @@ class Scheduler:
         victims = ordering.displaced(Room(self, ordering), self._space())
         for victim in victims:
             self.running.remove(victim)
-        for victim in victims:
             self.preempt(victim, "displaced")
             self.waiting.remove(victim)
         return victims
