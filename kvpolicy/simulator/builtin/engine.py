@@ -86,6 +86,7 @@ class Engine:
                     continue
             elif not self.steps_in_flight:
                 if self.arrivals.next_s is None:
+                    self.preemptions.close()
                     return
                 self.now_s = max(self.now_s, self.arrivals.next_s)
                 continue

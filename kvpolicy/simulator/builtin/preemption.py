@@ -171,6 +171,14 @@ class Preemptions:
                 self._learn(account, outcome)
         self._closing = still_open
 
+    def close(self) -> None:
+        """At the end of the run: record the outcomes of preemptions whose copies are still under way, without cost."""
+        self.record_outcomes()
+        for account in self._closing:
+            assert account.outcome is not None
+            self._trace_writer.outcome(account.outcome)
+        self._closing = []
+
     def _close(self, account: Account | None, outcome: Outcome | None) -> None:
         if account is not None:
             account.outcome = outcome
