@@ -1,6 +1,6 @@
 """The built-in simulator beside vLLM's own scheduler over cases drawn from seeds: whatever differs between them.
 
-    python benchmarks/simulators_agree.py --seeds FROM TO [--requests N]
+    python benchmarks/simulators_agree.py --seeds FROM TO [--requests N] [--closed-loops]
 
 Cases and comparison are those of ``tests/vllm/agreement.py``, read from the same checkout; vLLM has to be installed.
 Ends with 1 where a case differs.
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs=2, required=True, metavar=("FROM", "TO"), help="both included")
     parser.add_argument("--requests", type=int, default=60, help="of each case")
+    parser.add_argument("--closed-loops", action="store_true", help="with most requests of each case in closed loops")
     options = parser.parse_args(arguments)
     first, last = options.seeds
     if not 0 <= first <= last:
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--requests {options.requests}: should be 1 or more")
     total: Counter[str] = Counter()
     for seed in track(range(first, last + 1), "cases", console=Console(stderr=True)):
-        comparison = compare(seed, options.requests)
+        comparison = compare(seed, options.requests, options.closed_loops)
         total.update(
             cases=1,
             steps=comparison.steps,
@@ -57,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if total["differing"] else 0
 
 
-def compare(seed: int, requests: int) -> Comparison:
+def compare(seed: int, requests: int, closed_loops: bool = False) -> Comparison:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tests.vllm.agreement import account, differences, drawn
+    from tests.vllm.agreement import account, differences, drawn, looped
 
-    case = drawn(seed, requests)
+    case = looped(seed, requests) if closed_loops else drawn(seed, requests)
     builtin = account("builtin", case)
     preempted = sum(builtin.run.summary.preemptions.values())
     return Comparison(len(builtin.scheduled), preempted, differences(builtin, account("vllm", case)))

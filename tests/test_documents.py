@@ -25,7 +25,7 @@ from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("ARCHITECTURE.md", "CONTRIBUTING.md")
-WITH_SNIPPETS = ("CONTRIBUTING.md", "docs/own-policies.md")
+WITH_SNIPPETS = ("CONTRIBUTING.md", "docs/own-policies.md", "docs/workloads.md")
 PAGES = sorted(str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.md"))
 MAX_COLUMNS = 120
 
@@ -81,6 +81,15 @@ def test_a_server_and_an_engine_are_started_as_it_says(monkeypatch: pytest.Monke
     assert arguments["scheduler_cls"] == SCHEDULER
     settings = Settings.read(arguments["kv_transfer_config"]["kv_connector_extra_config"])
     assert isinstance(settings.load_policy(), Longer)
+
+
+def test_the_workload_of_two_classes_is_one() -> None:
+    """The page's other example, for the command line, is simulated in tests/study/test_run_cell.py."""
+    requests = list(open_workload(shown("MIXED", "docs/workloads.md")))
+    urgent = [request for request in requests if request.class_name == "urgent"]
+    assert {request.ttft_s for request in urgent} == {1.0} and {request.priority for request in urgent} == {-1}
+    assert len({request.arrival_s for request in urgent}) == 10
+    assert {request.priority for request in requests} == {-1, 0}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -25,7 +25,7 @@ POLICIES = (
 WORKLOAD = (
     "FILE (Azure, Mooncake, BurstGPT, ShareGPT, agentic sessions, length tables, recorded traces; FORMAT:FILE "
     "names the format) or the name of a shipped workload, with ?OPTION=VALUE&..., as "
-    "azure-conversation-2023?n=500&rate=4"
+    "azure-conversation-2023?n=500&rate=4; A + B joins several"
 )
 Hardware = Annotated[str, typer.Option(help=HARDWARE_FORMS)]
 INTERRUPTED = 130

@@ -1,7 +1,8 @@
 """Requests of a measured run, one a row, as LLMServingSim's benchmark writes them, for replay and comparison.
 
 Columns: ``input_toks``, ``output_toks``, ``client_arrival_s``; with measured times also ``scheduled_ts``,
-``first_token_ts`` and ``last_token_ts``, all in seconds from one origin.
+``first_token_ts`` and ``last_token_ts``, all in seconds from one origin. Optional, and empty where a request has none:
+``class``, ``priority``, ``ttft_deadline_s`` and ``tpot_deadline_s``, as in table ``requests`` of a trace.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +19,13 @@ import pyarrow.csv
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.workload import Request, Workload
+from kvpolicy.workload.requests import MARKS
 
 COUNTS = ("input_toks", "output_toks")
 ARRIVAL = "client_arrival_s"
 STAMPS = ("scheduled_ts", "first_token_ts", "last_token_ts")
+CLASS, PRIORITY = "class", "priority"
+DEADLINES = ("ttft_deadline_s", "tpot_deadline_s")
 
 
 class RequestsError(KVPolicyError):
@@ -48,16 +53,18 @@ class MeasuredRun:
 def measured_requests(path: Path | str) -> Workload:
     """The requests of a measured run, by arrival; they share no prefixes. Raises :class:`RequestsError`."""
     file = Path(path)
-    return _workload(file, _columns(file, (*COUNTS, ARRIVAL)))
+    table = _table(file)
+    return _workload(file, table, _columns(file, table, (*COUNTS, ARRIVAL)))
 
 
 def measured_run(path: Path | str) -> MeasuredRun:
     """The requests with their measured times. Raises :class:`RequestsError`, also for times out of order."""
     file = Path(path)
-    columns = _columns(file, (*COUNTS, ARRIVAL, *STAMPS))
+    table = _table(file)
+    columns = _columns(file, table, (*COUNTS, ARRIVAL, *STAMPS))
     for earlier, later in pairwise(STAMPS):
         _refuse(file, columns[later] < columns[earlier], later, columns[later], f"no earlier than {earlier}")
-    return MeasuredRun(_workload(file, columns), *(columns[name][_order(columns)] for name in STAMPS))
+    return MeasuredRun(_workload(file, table, columns), *(columns[name][_order(columns)] for name in STAMPS))
 
 
 def _order(columns: dict[str, Floats]) -> Ints:
@@ -65,19 +72,44 @@ def _order(columns: dict[str, Floats]) -> Ints:
     return np.argsort(columns[ARRIVAL], kind="stable")
 
 
-def _workload(file: Path, by_name: dict[str, Floats]) -> Workload:
-    columns = (by_name[name][_order(by_name)].tolist() for name in (ARRIVAL, *COUNTS))
+def _workload(file: Path, table: pa.Table, by_name: dict[str, Floats]) -> Workload:
+    order = _order(by_name)
+    columns = (by_name[name][order].tolist() for name in (ARRIVAL, *COUNTS))
+    marks = _marks(file, table)
     requests = tuple(
-        Request(arrival, int(prompt), int(output)) for arrival, prompt, output in zip(*columns, strict=True)
+        Request(arrival, int(prompt), int(output), **marks[row])
+        for arrival, prompt, output, row in zip(*columns, order.tolist(), strict=True)
     )
     return Workload(file.name.partition(".")[0], requests, seed=0, source=file.name)
 
 
-def _columns(file: Path, names: tuple[str, ...]) -> dict[str, Floats]:
+def _marks(file: Path, table: pa.Table) -> list[dict[str, Any]]:
+    """Class, priority and deadlines of each row, as fields of its request; the columns that are missing set none."""
+    marks: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
+    if CLASS in table.column_names:
+        for row, name in enumerate(table[CLASS].cast(pa.string()).to_pylist()):
+            marks[row] |= {"class_name": name} if name else {}
+    if PRIORITY in table.column_names:
+        values = _filled(file, PRIORITY, table[PRIORITY], 0.0)
+        _refuse(file, values != np.floor(values), PRIORITY, values, "a whole number")
+        for row, value in enumerate(values.tolist()):
+            marks[row]["priority"] = int(value)
+    for name in set(DEADLINES) & {*table.column_names}:
+        values = _filled(file, name, table[name], np.inf)
+        _refuse(file, values <= 0, name, values, "a number above 0, or empty")
+        for row, value in enumerate(values.tolist()):
+            marks[row][MARKS[name]] = value if np.isfinite(value) else None
+    return marks
+
+
+def _table(file: Path) -> pa.Table:
     try:
-        table = pyarrow.csv.read_csv(file)
+        return pyarrow.csv.read_csv(file)
     except (pa.ArrowException, OSError) as error:
         raise RequestsError(f"{file}: cannot be read: {error}") from error
+
+
+def _columns(file: Path, table: pa.Table, names: tuple[str, ...]) -> dict[str, Floats]:
     missing = [name for name in names if name not in table.column_names]
     if missing:
         raise RequestsError(f"{file}: no column {missing[0]}; there are {', '.join(table.column_names)}")
@@ -88,10 +120,23 @@ def _columns(file: Path, names: tuple[str, ...]) -> dict[str, Floats]:
     return columns
 
 
-def _numbers(file: Path, name: str, column: pa.ChunkedArray) -> Floats:
+def _filled(file: Path, name: str, column: pa.ChunkedArray, empty: float) -> Floats:
+    """The column's numbers, with ``empty`` where a cell is empty."""
+    if pa.types.is_null(column.type):
+        return np.full(len(column), empty)
+    values = _as_floats(file, name, column, empty)
+    _refuse(file, ~np.isfinite(values) & (values != empty), name, values, "a number, or empty")
+    return values
+
+
+def _as_floats(file: Path, name: str, column: pa.ChunkedArray, empty: float) -> Floats:
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise RequestsError(f"{file}: column {name} is {column.type}, should hold numbers")
-    values = np.asarray(column.cast(pa.float64()).fill_null(float("nan")).to_numpy(), np.float64)
+    return np.asarray(column.cast(pa.float64()).fill_null(empty).to_numpy(), np.float64)
+
+
+def _numbers(file: Path, name: str, column: pa.ChunkedArray) -> Floats:
+    values = _as_floats(file, name, column, float("nan"))
     _refuse(file, ~np.isfinite(values) | (values < 0), name, values, "a number, 0 or above")
     return values
 

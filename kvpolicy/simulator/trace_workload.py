@@ -10,18 +10,19 @@ from kvpolicy.trace import Header, core_folders, iter_parts
 from kvpolicy.workload import Format, Request, WorkloadError
 from kvpolicy.workload.files import Care, Counts
 from kvpolicy.workload.options import Options
-from kvpolicy.workload.requests import Source
+from kvpolicy.workload.requests import MARKS, Source
 
 COLUMNS = ("request", "arrival_s", "prompt_tokens", "output_tokens")
 
-ParsedRow = tuple[float, str, int, int, int]
-"""Arrival, request, prompt and output tokens, and the row among its core's requests."""
+ParsedRow = tuple[float, str, int, int, int, dict[str, Any]]
+"""Arrival, request, prompt and output tokens, the row among its core's requests, and what the request says of itself.
+"""
 
 
 class RecordedRequests:
     """Table ``requests`` of one engine core of a trace: a :class:`kvpolicy.workload.Source`.
 
-    A trace lists requests as they finish. They are sorted by arrival, for which four columns are held in memory. Time
+    A trace lists requests as they finish. They are sorted by arrival, for which few columns are held in memory. Time
     counts from the first arrival. A trace contains no text, so shared prefixes are unknown.
     """
 
@@ -46,9 +47,9 @@ class RecordedRequests:
     def __iter__(self) -> Iterator[Request]:
         counts = self.counts = Counts()
         rows = sorted(self._rows(counts))
-        for arrival_s, _, prompt_tokens, output_tokens, _ in rows:
+        for arrival_s, _, prompt_tokens, output_tokens, _, marks in rows:
             counts.requests += 1
-            yield Request(arrival_s - rows[0][0], prompt_tokens, output_tokens)
+            yield Request(arrival_s - rows[0][0], prompt_tokens, output_tokens, **marks)
 
     def _core(self) -> Path:
         cores = {core.name: core for core in core_folders(self.folder)}
@@ -61,7 +62,8 @@ class RecordedRequests:
     def _rows(self, counts: Counts) -> Iterator[ParsedRow]:
         core = self._core()
         for part in iter_parts(core, "requests"):
-            for row in part.select(list(COLUMNS)).to_pylist():
+            present = [column for column in MARKS if column in part.column_names]
+            for row in part.select([*COLUMNS, *present]).to_pylist():
                 counts.rows += 1
                 parsed = self._parse(row, counts)
                 if parsed:
@@ -76,12 +78,13 @@ class RecordedRequests:
         if not output_tokens:
             counts.empty += 1
             return None
-        return float(row["arrival_s"]), str(row["request"]), prompt_tokens, output_tokens, counts.rows
+        marks = {field: row[column] for column, field in MARKS.items() if row.get(column) is not None}
+        return float(row["arrival_s"]), str(row["request"]), prompt_tokens, output_tokens, counts.rows, marks
 
 
 def _read(path: Path, options: Options) -> Source:
     care = Care(options.flag("skip_damaged"))
-    return RecordedRequests(path, options.text("core"), care, options.whole("seed", 0) or 0)
+    return RecordedRequests(path, options.text("core"), care, options.seed())
 
 
 def _is_trace(path: Path) -> bool:

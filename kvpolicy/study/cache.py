@@ -16,19 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.version import __version__
-
-
-def workload_place(workload: str) -> Path | None:
-    """The file, or folder of a trace, that a workload is read from; None for a synthetic one."""
-    place, _, _ = workload.partition("?")
-    paths = (Path(path_text) for path_text in (place, place.partition(":")[2]) if path_text)
-    return next((path for path in paths if path.exists()), None)
+from kvpolicy.workload.join_text import files_of
 
 
 def workload_digest(workload: str) -> str:
-    """Digest of the file or folder that a workload is read from; empty for a synthetic one."""
-    place = workload_place(workload)
-    return "" if place is None else path_digest(place)
+    """Digest of the files or folders that a workload is read from; empty for a synthetic one."""
+    digests = [path_digest(file) for file in files_of(workload)]
+    return digests[0] if len(digests) == 1 else " ".join(digests)
 
 
 def path_digest(path: Path) -> str:

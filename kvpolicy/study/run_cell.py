@@ -34,8 +34,9 @@ from kvpolicy.study.config import Serving
 from kvpolicy.study.inputs import Named
 from kvpolicy.study.machine import Behind, Machine, machine_named
 from kvpolicy.study.workload_parts import Part
-from kvpolicy.workload import Format, Source, Workload, open_workload
-from kvpolicy.workload.files import FileSource, cells, lines
+from kvpolicy.workload import Format, Source, Workload, counts_of, open_workload
+from kvpolicy.workload.files import cells, lines
+from kvpolicy.workload.join_text import with_seed
 from kvpolicy.workload.options import Options
 
 MAX_WORKLOADS = 16
@@ -44,7 +45,7 @@ MEASURED = "requests"
 
 
 def _measured(path: Path, options: Options) -> Source:
-    options.whole("seed", 0)  # every workload accepts a seed; these requests are not drawn
+    options.seed()  # every workload accepts a seed; these requests are not drawn
     return measured_requests(path)
 
 
@@ -147,22 +148,9 @@ def source_named(workload: Named[Workload], seed: int) -> Source:
 
 
 def rows_of(source: Source) -> dict[str, int] | None:
-    """Counts of the rows of the workload's file, after it was read; None where there is no file."""
-    while not isinstance(source, FileSource):
-        inner = getattr(source, "inner", None) or getattr(source, "whole", None)
-        if inner is None:
-            return None
-        source = inner
-    counts = source.counts
-    return {"read": counts.rows, "damaged": counts.damaged, "empty": counts.empty}
-
-
-def with_seed(workload: str, seed: int) -> str:
-    """The workload's text with a seed, unless it has one."""
-    _, _, options = workload.partition("?")
-    if any(option.startswith("seed=") for option in options.split("&")):
-        return workload
-    return f"{workload}{'&' if options else '?'}seed={seed}"
+    """Counts of the rows of the workload's files, after they were read; None where there is no file."""
+    counts = counts_of(source.whole if isinstance(source, Part) else source)
+    return None if counts is None else {"read": counts.rows, "damaged": counts.damaged, "empty": counts.empty}
 
 
 def machine_of(cell: Cell) -> Machine:

@@ -113,8 +113,13 @@ def request_row(
     recomputed_tokens: int,
     loaded_tokens: int,
     finish: str,
+    class_name: str | None = None,
+    priority: int | None = None,
+    ttft_deadline_s: float | None = None,
+    tpot_deadline_s: float | None = None,
 ) -> Row:
-    """A row of ``requests``. ``request``: its name in the trace, never the client's; ``finish``: how it ended."""
+    """A row of ``requests``. ``request``: its name in the trace, never the client's; ``finish``: how it ended. The last
+    four are what the request says of itself; None where it says nothing."""
     return {
         "request": request,
         "arrival_s": arrival_s,
@@ -126,6 +131,10 @@ def request_row(
         "recomputed_tokens": recomputed_tokens,
         "loaded_tokens": loaded_tokens,
         "finish": finish,
+        "class": class_name,
+        "priority": priority,
+        "ttft_deadline_s": ttft_deadline_s,
+        "tpot_deadline_s": tpot_deadline_s,
     }
 
 

@@ -34,6 +34,8 @@ LATER_FIELDS = {("decisions", "costs"): ("victim_delay_s",)}
 LATER_COLUMNS = {"decisions": {"hit_blocks": "shared_blocks", "save_blocks": "held_blocks"}}
 """Columns that older traces of the same schema version lack, by table. Each is read as the column after it, which is
 what it would have held when it was recorded. A table that lacks only some of them is damaged."""
+ABSENT_COLUMNS = {"requests": ("class", "priority", "ttft_deadline_s", "tpot_deadline_s")}
+"""Columns that a table may lack, as in older traces. They are not filled in, so that such a trace keeps its digest."""
 _REPEATED = pa.struct(
     [("preemption_id", _TEXT), ("tokens", _INT), ("kv_read_tokens", _INT), ("chunk_context", _INT), ("decodes", _INT)]
 )
@@ -124,7 +126,11 @@ SCHEMAS: dict[str, pa.Schema] = {
         recomputed_tokens=_INT,
         loaded_tokens=_INT,
         finish=_TEXT,
-        optional=("first_token_s", "last_token_s"),
+        **{"class": _TEXT},
+        priority=_INT,
+        ttft_deadline_s=_REAL,
+        tpot_deadline_s=_REAL,
+        optional=("first_token_s", "last_token_s", *ABSENT_COLUMNS["requests"]),
     ),
     # Profiles only: one row per measuring window, including discarded ones.
     "windows": _columns(

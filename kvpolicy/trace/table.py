@@ -6,7 +6,8 @@
 There is one ``CORE`` sub-folder per engine core, so that several servers can write into one trace. Part files are
 renamed into place when they are complete. Unknown columns are preserved. A missing column, a wrong type or an empty
 value in a required column raises a :class:`TraceError` that names file, column and row. Columns that were added later
-(:data:`~kvpolicy.trace.schemas.LATER_COLUMNS`) are filled in where an older trace lacks them.
+(:data:`~kvpolicy.trace.schemas.LATER_COLUMNS`) are filled in where an older trace lacks them; those of
+:data:`~kvpolicy.trace.schemas.ABSENT_COLUMNS` stay absent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from kvpolicy.fields import refuse_no_paths
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.hardware.link import header_link
 from kvpolicy.trace.digest import row_texts
-from kvpolicy.trace.schemas import ALLOWED_WORDS, LATER_COLUMNS, LATER_FIELDS, SCHEMA_VERSION, SCHEMAS
+from kvpolicy.trace.schemas import (
+    ABSENT_COLUMNS,
+    ALLOWED_WORDS,
+    LATER_COLUMNS,
+    LATER_FIELDS,
+    SCHEMA_VERSION,
+    SCHEMAS,
+)
 
 
 class TraceError(KVPolicyError):
@@ -208,7 +216,8 @@ def from_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
     Raises :class:`TraceError`, naming table, column and row, for an invalid value.
     """
-    schema = SCHEMAS[name]
+    absent = {column for column in ABSENT_COLUMNS.get(name, ()) if not any(column in row for row in rows)}
+    schema = pa.schema([column for column in SCHEMAS[name] if column.name not in absent])
     columns = []
     for column in schema:
         try:
@@ -273,7 +282,8 @@ def read_part(path: Path, name: str) -> pa.Table:
     except (OSError, pa.ArrowException) as error:
         raise TraceError(f"{path}: damaged or not a Parquet file: {error}") from error
     table = _with_later_columns(table, name)
-    for column in SCHEMAS[name]:
+    known = [column for column in SCHEMAS[name].names if not _may_lack(table, name, column)]
+    for column in map(SCHEMAS[name].field, known):
         if column.name not in table.column_names:
             raise TraceError(f"{path}: column {column.name} is missing; {name} needs it as {column.type}")
         table = _completed(table, column, LATER_FIELDS.get((name, column.name), ()))
@@ -281,9 +291,13 @@ def read_part(path: Path, name: str) -> pa.Table:
         if found_type != column.type and not _same_shape(found_type, column.type):
             raise TraceError(f"{path}: column {column.name} is {found_type}, should be {column.type}")
     _refuse_bad_values(str(path), name, table)
-    known = SCHEMAS[name].names
     unknown = [column for column in table.column_names if column not in known]
     return table.select([*known, *unknown])
+
+
+def _may_lack(table: pa.Table, name: str, column: str) -> bool:
+    """Whether the table lacks a column, and may."""
+    return column not in table.column_names and column in ABSENT_COLUMNS.get(name, ())
 
 
 def _with_later_columns(table: pa.Table, name: str) -> pa.Table:
@@ -326,6 +340,8 @@ def _same_shape(found_type: pa.DataType, wanted_type: pa.DataType) -> bool:
 
 def _refuse_bad_values(where: str, name: str, table: pa.Table) -> None:
     for column in SCHEMAS[name]:
+        if _may_lack(table, name, column.name):
+            continue
         values = table[column.name]
         if not column.nullable and values.null_count:
             raise TraceError(f"{where}, row {_first_row(pc.is_null(values))}: {column.name} is empty")

@@ -9,11 +9,13 @@ from kvpolicy.workload.arrivals import (
     Bursts,
     Even,
     Gamma,
+    Groups,
     Poisson,
     Think,
     Weibull,
     random_arrivals,
 )
+from kvpolicy.workload.classes import Joined, Labelled, Looped
 from kvpolicy.workload.files import Care, Counts
 from kvpolicy.workload.length_tables import LengthTable
 from kvpolicy.workload.lengths import (
@@ -26,7 +28,7 @@ from kvpolicy.workload.lengths import (
     length_at,
     scale_to,
 )
-from kvpolicy.workload.requests import Request, Source, Workload, WorkloadError
+from kvpolicy.workload.requests import DEFAULT_CLASS, ClosedLoop, Request, Source, Workload, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate, counts_of
 from kvpolicy.workload.sessions import Conversations, Session, Starting, Turn, Users, served
 from kvpolicy.workload.sharegpt import ShareGPT
@@ -40,6 +42,7 @@ __all__ = [
     "AZURE_CONVERSATION",
     "BURSTGPT",
     "DEEPSEEK_R1",
+    "DEFAULT_CLASS",
     "FORMATS",
     "LEVELS",
     "MOONCAKE",
@@ -50,6 +53,7 @@ __all__ = [
     "AtOnce",
     "Bursts",
     "Care",
+    "ClosedLoop",
     "Conversations",
     "Counts",
     "Even",
@@ -57,9 +61,13 @@ __all__ = [
     "First",
     "Format",
     "Gamma",
+    "Groups",
+    "Joined",
+    "Labelled",
     "Layout",
     "LengthTable",
     "Lengths",
+    "Looped",
     "Poisson",
     "Request",
     "Resized",

@@ -138,6 +138,26 @@ class Bursts:
             begin_s = end_s + rng.expovariate(1.0 / self.off_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of ``size`` requests that arrive together; the groups are a Poisson process.
+
+    ``rate_per_s`` is the mean number of requests per second.
+    """
+
+    rate_per_s: float
+    size: int
+
+    def __post_init__(self) -> None:
+        _positive(self, rate_per_s=self.rate_per_s)
+        if self.size < 1:
+            raise WorkloadError(f"Groups: size is {self.size}, should be 1 or more")
+
+    def times_s(self, rng: random.Random) -> Iterator[float]:
+        groups_s = Poisson(self.rate_per_s / self.size).times_s(rng)
+        return (at_s for at_s in groups_s for _ in range(self.size))
+
+
 def random_arrivals(count: int, rate_per_s: float, rng: random.Random, variation: float = 1.0) -> tuple[float, ...]:
     """``count`` arrival times with gamma-distributed gaps: :class:`Gamma`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from kvpolicy.workload.requests import WorkloadError
 
@@ -12,9 +13,11 @@ YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 class Options:
     """``a=1&b=x`` by name. Reading an option removes it, so that none is applied twice."""
 
-    def __init__(self, text: str, tail: str) -> None:
-        """``text``: the whole text, for messages; ``tail``: the part after the question mark."""
+    def __init__(self, text: str, tail: str, seed: int = 0) -> None:
+        """``text``: the whole text, for messages; ``tail``: the part after the question mark; ``seed``: the seed of a
+        text that has none."""
         self._text = text
+        self._seed = seed
         self._unread: dict[str, str] = {}
         self._known: set[str] = set()
         for part in filter(None, tail.split("&")):
@@ -28,6 +31,15 @@ class Options:
 
     def __contains__(self, name: str) -> bool:
         return name in self._unread
+
+    def add(self, values: Mapping[str, str]) -> None:
+        """Add options that are set for the whole that this is a part of. Raises :class:`WorkloadError` for those that
+        the part has itself."""
+        for name in values:
+            if name in self._values:
+                raise self.wrong(name, "left out of a part with a share: it is set for the whole")
+        self._unread |= values
+        self._values |= values
 
     def wrong(self, name: str, should: str) -> WorkloadError:
         """The error for an invalid or missing option."""
@@ -66,6 +78,20 @@ class Options:
         if not (value.isascii() and value.isdigit() and len(value) < 16):
             raise self.wrong(name, "a whole number, 0 or more")
         return int(value)
+
+    def signed(self, name: str) -> int | None:
+        """A whole number of either sign; None where there is none."""
+        value = self.text(name)
+        if value is None:
+            return None
+        digits = value.removeprefix("-")
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 16):
+            raise self.wrong(name, "a whole number")
+        return int(value)
+
+    def seed(self) -> int:
+        """The seed of random numbers."""
+        return self.whole("seed", self._seed) or 0
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.text(name)

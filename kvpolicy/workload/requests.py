@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from numbers import Integral, Real
 from typing import Protocol
 
 from kvpolicy.errors import KVPolicyError
+
+DEFAULT_CLASS = "default"
+"""Class of a request that names none."""
+MARKS: Mapping[str, str] = {
+    "class": "class_name",
+    "priority": "priority",
+    "ttft_deadline_s": "ttft_s",
+    "tpot_deadline_s": "tpot_s",
+}
+"""What a request says of itself: its fields by their columns in tables of requests, all of them optional."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """A closed loop: at most ``concurrency`` of its requests are served at a time, the next one once a place is free.
+
+    What ``vllm bench serve --max-concurrency`` does. Requests with equal loops share its places.
+    """
+
+    concurrency: int
+    name: str = ""
+    """Tells the loops of a workload apart."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.concurrency, Integral) or self.concurrency < 1:
+            raise WorkloadError(f"concurrency is {self.concurrency!r}, should be a whole number, 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +58,14 @@ class Request:
     it arrives at ``arrival_s``."""
     priority: int = 0
     """Lower goes first, as in vLLM; only under priority scheduling."""
+    class_name: str = DEFAULT_CLASS
+    """Class of service that it belongs to."""
+    ttft_s: float | None = None
+    """Deadline: seconds from its arrival to its first token; None: it has none."""
+    tpot_s: float | None = None
+    """Deadline: mean seconds per output token after the first; None: it has none."""
+    loop: ClosedLoop | None = None
+    """Closed loop in which it waits for a free place, from ``arrival_s`` on; None: it waits for none."""
 
     @property
     def total_tokens(self) -> int:
@@ -40,6 +74,19 @@ class Request:
 
 class WorkloadError(KVPolicyError):
     """An invalid workload; the message names file, line and field, and what would be right."""
+
+
+def _check_marks(where: str, request: Request) -> None:
+    """Raise :class:`WorkloadError` for an impossible class, priority, deadline or closed loop."""
+    if not isinstance(request.class_name, str) or not request.class_name:
+        raise WorkloadError(f"{where}: class_name is {request.class_name!r}, should be a name")
+    if not isinstance(request.priority, Integral):
+        raise WorkloadError(f"{where}: priority is {request.priority!r}, should be a whole number")
+    for name, seconds in (("ttft_s", request.ttft_s), ("tpot_s", request.tpot_s)):
+        if seconds is not None and not (isinstance(seconds, Real) and isfinite(seconds) and seconds > 0):
+            raise WorkloadError(f"{where}: {name} is {seconds!r}, should be a number above 0, or None")
+    if request.loop is not None and not isinstance(request.loop, ClosedLoop):
+        raise WorkloadError(f"{where}: loop is {request.loop!r}, should be a ClosedLoop, or None")
 
 
 class Source(Protocol):
@@ -84,6 +131,7 @@ class Workload:
                         f"workload {self.name}, request {number}: {request}: both lengths should be whole numbers, "
                         "1 or more"
                     )
+            _check_marks(f"workload {self.name}, request {number}", request)
         arrivals = [request.arrival_s for request in self.requests]
         if arrivals != sorted(arrivals) or (arrivals and arrivals[0] < 0):
             raise WorkloadError(f"workload {self.name}: arrival_s should rise and not be negative")

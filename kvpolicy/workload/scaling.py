@@ -64,7 +64,7 @@ def at_rate(source: Source, rate_per_s: float) -> Faster:
         raise WorkloadError(f"{source.name}: rate is {rate_per_s}, should be {ALLOWED_VALUES}")
     count, first_s, last_s = 0, 0.0, 0.0
     for request in source:
-        if request.think_s is not None:
+        if request.think_s is not None or request.loop is not None:
             raise WorkloadError(
                 f"{source.name}: a closed loop has no rate of its own; give speed, or when sessions start"
             )

@@ -68,8 +68,9 @@ class Starting:
 class Users:
     """A number of users, each with one session after the other; all begin at 0.
 
-    The next session goes to the user who would be free first if answers took no time, so that files are read in order.
-    All requests of a user form one long session, named after the user.
+    The next session goes to the user who would be free first if answers took no time, so that files are read in order;
+    of several such users, to the one whose latest session was dealt longest ago. All requests of a user form one long
+    session, named after the user.
     """
 
     count: int
@@ -81,14 +82,14 @@ class Users:
             raise WorkloadError(f"users is {self.count}, should be 1 or more")
 
     def start(self, sessions: Iterable[Session], rng: random.Random) -> Iterator[tuple[Session, float, float | None]]:
-        free: list[tuple[float, int, float | None]] = [(0.0, user, None) for user in range(self.count)]
-        for session in sessions:
-            at_s, user, pause_s = heapq.heappop(free)
+        free: list[tuple[float, int, int, float | None]] = [(0.0, user, user, None) for user in range(self.count)]
+        for dealt, session in enumerate(sessions, self.count):
+            at_s, _, user, pause_s = heapq.heappop(free)
             yield replace(session, name=f"user-{user}"), at_s, pause_s
             next_pause_s = self.pause.draw(rng)
             for turn in session.turns[1:]:
                 at_s += turn.think_s
-            heapq.heappush(free, (at_s + next_pause_s, user, next_pause_s))
+            heapq.heappush(free, (at_s + next_pause_s, dealt, user, next_pause_s))
 
 
 def served(started_sessions: Iterable[tuple[Session, float, float | None]], closed: bool = True) -> Iterator[Request]:

@@ -3,19 +3,23 @@
     [FORMAT:]FILE[?OPTION=VALUE&...]        azure:conv.csv.gz?window=0-600&rate=2
     NAME?n=COUNT[&OPTION=VALUE&...]         azure-conversation-2023?n=500&rate=4
     sessions:NAME?n=COUNT&turns=..&think=.. conversations made from a seed
+    A + B, or (A + B)?OPTION=VALUE&...      workloads joined by arrival, with options of the whole
 
 Options of every workload, in the order in which they are applied: ``window=START-END`` (seconds), ``n`` (number of
 requests from the start), ``rate`` (requests per second) or ``speed`` (a factor), ``scale`` or ``prompt`` and ``output``
-(factors on lengths), ``context`` (tokens; longer requests lose prompt), ``seed``. For names, ``rate`` is that of the
-arrivals, and ``scale=fit`` brings the longest 1% to the context. For sessions, it is the rate at which they begin;
-``users`` is a number of users with one session after the other instead (``pause``: seconds between two).
+(factors on lengths), ``context`` (tokens; longer requests lose prompt); ``class`` (a name), ``priority`` (lower goes
+first), ``ttft`` and ``tpot`` (deadlines in seconds); ``concurrency`` (requests that are served at a time); ``seed``.
+For names, ``rate`` is that of the arrivals, and ``scale=fit`` brings the longest 1% to the context. For sessions, it is
+the rate at which they begin; ``users`` is a number of users with one session after the other instead (``pause``:
+seconds between two). In a join every part may have a ``share`` of the whole's ``n`` and ``rate``.
 
 Options of files: ``skip_damaged=true`` skips and counts damaged rows, ``sort=true`` (azure, burstgpt, arrivals,
 mooncake) sorts by arrival. lengths: ``draw``, a number of rows drawn with replacement. agentic: ``sessions``, a number
 of sessions from the start; ``closed=false`` for recorded times. sharegpt: ``think`` (mean seconds),
 ``think_variation``, ``tokens_per_word``, ``block`` (tokens), ``sessions``. ``arrivals`` is at-once, poisson, even,
-gamma (``variation``), weibull (``shape``) or bursts (``on``, ``off`` seconds); Poisson where only a rate is given.
-sessions: ``turns`` (mean), ``think``, ``think_variation``, ``block``, ``system`` (tokens of a common beginning).
+gamma (``variation``), weibull (``shape``), bursts (``on``, ``off`` seconds) or groups (``size``: requests that arrive
+together); Poisson where only a rate is given. sessions: ``turns`` (mean), ``think``, ``think_variation``, ``block``,
+``system`` (tokens of a common beginning).
 """
 
 from __future__ import annotations
@@ -27,8 +31,10 @@ from pathlib import Path
 from kvpolicy.fields import refuse_other
 from kvpolicy.workload.agentic import FIELDS as AGENTIC_FIELDS
 from kvpolicy.workload.agentic import AgentSessions
-from kvpolicy.workload.arrivals import Arrivals, AtOnce, Bursts, Even, Gamma, Poisson, Think, Weibull
+from kvpolicy.workload.arrivals import Arrivals, AtOnce, Bursts, Even, Gamma, Groups, Poisson, Think, Weibull
+from kvpolicy.workload.classes import Joined, Labelled, Looped
 from kvpolicy.workload.files import Care, DamagedRow, chunks, names_of, record
+from kvpolicy.workload.join_text import SEED_STEP, JoinText, divided, join_of
 from kvpolicy.workload.length_tables import COLUMNS, LengthTable
 from kvpolicy.workload.lengths import SHIPPED, scale_to
 from kvpolicy.workload.options import Options
@@ -63,8 +69,38 @@ def open_workload(text: str, more: Mapping[str, Format] | None = None) -> Source
     """
     refuse_other("workload", text, str, "a text, as in azure:FILE")
     formats = {**FORMATS, **(more or {})}
-    place, _, tail = text.partition("?")
-    options = Options(text, tail)
+    joined = join_of(text)
+    if joined is None:
+        return _single(text, Options(text, text.partition("?")[2]), formats)
+    whole = Options(text, joined.tail)
+    source = _finished(_joined(joined, whole, formats), whole)
+    whole.refuse_rest()
+    return source
+
+
+def _joined(joined: JoinText, whole: Options, formats: Mapping[str, Format]) -> Joined:
+    """The parts, each with a seed that follows from the whole's, and its share of the whole."""
+    seed, count = whole.seed(), len(joined.parts)
+    parts = [
+        Options(part, part.partition("?")[2], seed + number * SEED_STEP) for number, part in enumerate(joined.parts)
+    ]
+    sources = []
+    for number, (part, options, values) in enumerate(zip(joined.parts, parts, divided(whole, parts), strict=True), 1):
+        try:
+            if not part:
+                raise WorkloadError("it is empty; should be the text of a workload")
+            if join_of(part) is not None:
+                raise WorkloadError(f"{part}: joins workloads itself; should be one, with all others beside it")
+            options.add(values)
+            sources.append(_single(part, options, formats))
+        except WorkloadError as error:
+            raise WorkloadError(f"part {number} of {count}: {error}") from error
+    return Joined(tuple(sources))
+
+
+def _single(text: str, options: Options, formats: Mapping[str, Format]) -> Source:
+    """A workload that joins no others."""
+    place, _, _ = text.partition("?")
     kind, colon, rest = place.partition(":")
     if kind == "sessions" and colon:
         source = _conversations(rest, options)
@@ -74,9 +110,23 @@ def open_workload(text: str, more: Mapping[str, Format] | None = None) -> Source
         source = formats[kind].read(Path(rest), options)
     else:
         source = _recognised(Path(place), formats).read(Path(place), options)
-    source = _scaled(source, options)
+    source = _finished(source, options)
     options.refuse_rest()
     return source
+
+
+def _finished(source: Source, options: Options) -> Source:
+    """The source scaled, with what its requests say of themselves, and in a closed loop, as the options say."""
+    labelled = Labelled(
+        _scaled(source, options),
+        options.text("class"),
+        options.signed("priority"),
+        options.real("ttft"),
+        options.real("tpot"),
+    )
+    source = labelled if labelled.marks else labelled.inner
+    concurrency = options.whole("concurrency")
+    return source if concurrency is None else Looped(source, concurrency)
 
 
 def _recognised(path: Path, formats: Mapping[str, Format]) -> Format:
@@ -136,7 +186,12 @@ def _arrivals(options: Options) -> Arrivals:
             return Weibull(rate_per_s, options.needed("shape"))
         case "bursts":
             return Bursts(rate_per_s, options.needed("on"), options.needed("off"))
-    raise options.wrong("arrivals", "at-once, poisson, even, gamma, weibull or bursts")
+        case "groups":
+            size = options.whole("size")
+            if size is None:
+                raise options.wrong("size", "given: how many requests arrive together")
+            return Groups(rate_per_s, size)
+    raise options.wrong("arrivals", "at-once, poisson, even, gamma, weibull, bursts or groups")
 
 
 def _beginning(options: Options) -> Beginning:
@@ -159,10 +214,6 @@ def _care(options: Options) -> Care:
     return Care(options.flag("skip_damaged"), options.flag("sort"))
 
 
-def _seed(options: Options) -> int:
-    return options.whole("seed", 0) or 0
-
-
 def _drawn(name: str, options: Options) -> Source:
     count = options.whole("n")
     if count is None:
@@ -174,7 +225,7 @@ def _drawn(name: str, options: Options) -> Source:
         factor = scale_to(lengths, context)
     else:
         factor = options.number("scale", scale or "1")
-    return SyntheticRequests(lengths, count, _seed(options), _arrivals(options), factor, context)
+    return SyntheticRequests(lengths, count, options.seed(), _arrivals(options), factor, context)
 
 
 def _conversations(name: str, options: Options) -> Source:
@@ -187,7 +238,7 @@ def _conversations(name: str, options: Options) -> Source:
     return Conversations(
         SHIPPED[name],
         count,
-        _seed(options),
+        options.seed(),
         options.needed("turns"),
         _think(options),
         _beginning(options),
@@ -198,7 +249,7 @@ def _conversations(name: str, options: Options) -> Source:
 
 
 def _timed(layout: Layout) -> Read:
-    return lambda path, options: TimedFile(path, layout, _care(options), _seed(options))
+    return lambda path, options: TimedFile(path, layout, _care(options), options.seed())
 
 
 def _agentic(path: Path, options: Options) -> Source:
@@ -206,7 +257,7 @@ def _agentic(path: Path, options: Options) -> Source:
         path,
         _beginning(options),
         Care(options.flag("skip_damaged")),
-        _seed(options),
+        options.seed(),
         options.flag("closed", True),
         options.whole("sessions"),
     )
@@ -221,7 +272,7 @@ def _sharegpt(path: Path, options: Options) -> Source:
         _think(options),
         _beginning(options),
         care,
-        _seed(options),
+        options.seed(),
         tokens_per_word or 0.0,
         None,
         block or 0,
@@ -231,7 +282,7 @@ def _sharegpt(path: Path, options: Options) -> Source:
 
 def _lengths(path: Path, options: Options) -> Source:
     care = Care(options.flag("skip_damaged"))
-    return LengthTable(path, _arrivals(options), care, _seed(options), options.whole("draw"))
+    return LengthTable(path, _arrivals(options), care, options.seed(), options.whole("draw"))
 
 
 def _has_columns(*columns: str) -> Known:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from kvpolicy.workload.files import (
+    EXACT,
     Care,
     Counts,
     DamagedFile,
@@ -25,7 +27,7 @@ from kvpolicy.workload.files import (
     tokens,
     whole,
 )
-from kvpolicy.workload.requests import Request, WorkloadError
+from kvpolicy.workload.requests import MARKS, Request, WorkloadError
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of one of Mooncake's ``hash_ids``."""
@@ -40,6 +42,8 @@ class Row(NamedTuple):
     output_tokens: int
     prefix: tuple[int, ...] = ()
     session: str = ""
+    marks: Mapping[str, Any] = MappingProxyType({})
+    """Class, priority and deadlines, as fields of the request."""
 
 
 Parse = Callable[[str], Row | None]
@@ -103,6 +107,7 @@ class TimedFile(FileSource):
                 row.prefix,
                 block_tokens if row.prefix else 0,
                 row.session,
+                **row.marks,
             )
 
     def _rows(self, counts: Counts) -> Iterator[tuple[int, Row]]:
@@ -184,13 +189,30 @@ def _bind_azure(places: Mapping[str, int]) -> Parse:
 
 
 def _bind_arrivals(places: Mapping[str, int]) -> Parse:
-    read = _columns(places, ARRIVALS.fields)
+    marks = [column for column in MARKS if column in places]
+    read = _columns(places, (*ARRIVALS.fields, *marks))
 
     def parse(line: str) -> Row:
-        at, prompt, output = read(line)
-        return Row(real(at, "arrival_s"), tokens(prompt, "prompt_tokens"), tokens(output, "output_tokens"))
+        at, prompt, output, *texts = read(line)
+        at_s, prompt_tokens = real(at, "arrival_s"), tokens(prompt, "prompt_tokens")
+        told = {MARKS[name]: _mark(text, name) for name, text in zip(marks, texts, strict=True) if text}
+        return Row(at_s, prompt_tokens, tokens(output, "output_tokens"), marks=told)
 
     return parse
+
+
+def _mark(text: str, column: str) -> Any:
+    """The class, priority or deadline that a cell holds."""
+    if column == "class":
+        return text
+    number = real(text, column)
+    if column == "priority":
+        if not number.is_integer() or abs(number) >= EXACT:
+            raise DamagedRow(f"{column} is {text!r}, should be a whole number")
+        return int(number)
+    if number <= 0:
+        raise DamagedRow(f"{column} is {text!r}, should be above 0, or empty")
+    return number
 
 
 def _bind_burstgpt(places: Mapping[str, int]) -> Parse:
@@ -243,7 +265,8 @@ ARRIVALS = Layout(
     from_first=False,
     bind=_bind_arrivals,
 )
-"""The simplest format: CSV, seconds from the workload's start."""
+"""The simplest format: CSV, seconds from the workload's start; optional columns say what requests are
+(:data:`~kvpolicy.workload.requests.MARKS`)."""
 
 BURSTGPT = Layout(
     "burstgpt",

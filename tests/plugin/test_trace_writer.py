@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 from kvpolicy import trace
 from kvpolicy.trace import Header
 from kvpolicy_vllm.plugin import trace_writer
-from kvpolicy_vllm.plugin.trace_writer import TraceWriter
+from kvpolicy_vllm.plugin.observers import Tally
+from kvpolicy_vllm.plugin.trace_writer import TraceRecorder, TraceWriter
 
 
 def header() -> Header:
@@ -118,3 +120,20 @@ class TestTraceWriter:
         back.set()
         assert recorder.dropped == 5
         assert "dropping 5 records" in caplog.text
+
+
+class TestTraceRecorder:
+    def test_a_request_is_recorded_with_its_priority(self) -> None:
+        """Its class and deadlines are unknown to a server. tests/vllm/test_nothing_lost.py has those of an engine."""
+        rows: list[tuple[str, dict[str, Any]]] = []
+        writer = SimpleNamespace(dropped=0, add=lambda table, row: rows.append((table, row)))
+        recorder = TraceRecorder(writer, str.upper, "core", Tally())
+        request = SimpleNamespace(
+            request_id="r", num_prompt_tokens=5, num_output_tokens=0, num_preemptions=0, priority=-3,
+            get_finished_reason=lambda: "abort",
+        )  # fmt: skip
+        recorder.arrived(request, 1.0)
+        recorder.ended(request, 2.0)
+        ((table, row),) = rows
+        assert (table, row["request"], row["priority"]) == ("requests", "R", -3)
+        assert (row["class"], row["ttft_deadline_s"], row["tpot_deadline_s"]) == (None, None, None)

@@ -10,7 +10,7 @@ import pytest
 from kvpolicy.attribution import offline as attributed
 from kvpolicy.simulator import Link, Server, StepLoad
 from kvpolicy.trace import Trace, from_rows, with_core
-from kvpolicy.workload import Request
+from kvpolicy.workload import ClosedLoop, Request
 from tests.simulator.worlds import LINEAR, SECONDS, SMALL, random_workload, run, workload
 
 TWO = workload(Request(0.0, 8, 8), Request(0.0, 8, 8))
@@ -229,6 +229,27 @@ def test_sessions_think() -> None:
     assert arrivals["0"] == 0.0 and arrivals["2"] == 1.0 and arrivals["3"] == 20.0
     ended = next(row["last_token_s"] for row in trace.rows("requests") if row["request"] == "0")
     assert arrivals["1"] == pytest.approx(ended + 3.0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("leap", [False, True])
+def test_a_closed_loop_sends_the_next_request_when_one_ends(asynchronous: bool, leap: bool) -> None:
+    """Two at a time: the third comes when the second has ended, the fourth at its own time, later than that."""
+    loop = ClosedLoop(2)
+    requests = [Request(0.0, 4, 9), Request(0.0, 4, 2), Request(0.0, 4, 12), Request(30.0, 4, 2)]
+    source = workload(*(replace(request, loop=loop) for request in requests), Request(31.0, 4, 2))
+    _, trace = run(source, replace(SMALL, device_blocks=20, asynchronous=asynchronous), times=SECONDS, leap=leap)
+    by_name = {row["request"]: row for row in trace.rows("requests")}
+    assert [by_name[name]["arrival_s"] for name in "0134"] == [0.0, 0.0, 30.0, 31.0]
+    assert by_name["2"]["arrival_s"] == by_name["1"]["last_token_s"] < by_name["0"]["last_token_s"]
+
+
+def test_rows_of_requests_tell_what_they_are() -> None:
+    urgent = Request(0.0, 4, 1, priority=-1, class_name="urgent", ttft_s=0.5, tpot_s=0.1)
+    _, trace = run(workload(urgent, Request(1.0, 4, 1)), SMALL)
+    columns = ("class", "priority", "ttft_deadline_s", "tpot_deadline_s")
+    rows = trace.rows("requests", columns)
+    assert [tuple(row.values()) for row in rows] == [("urgent", -1, 0.5, 0.1), ("default", 0, None, None)]
 
 
 @pytest.mark.parametrize("name", ["always-recompute", "always-swap"])

@@ -39,6 +39,33 @@ def test_requests_alone_need_no_times(tmp_path: Path) -> None:
         measured_run(file)
 
 
+MARKED = "client_arrival_s,input_toks,output_toks,class,priority,ttft_deadline_s,tpot_deadline_s"
+
+
+def test_classes_priorities_and_deadlines_are_read_where_they_are_given(tmp_path: Path) -> None:
+    file = csv_file(tmp_path, "1.0,5,6,urgent,-1,0.5,0.05", "0.5,7,8,,,,", head=MARKED)
+    urgent = Request(1.0, 5, 6, class_name="urgent", priority=-1, ttft_s=0.5, tpot_s=0.05)
+    assert measured_requests(file).requests == (Request(0.5, 7, 8), urgent)
+    file = csv_file(tmp_path, "1.0,5,6,7", head="client_arrival_s,input_toks,output_toks,class")
+    assert measured_requests(file).requests == (Request(1.0, 5, 6, class_name="7"),)
+    file = csv_file(tmp_path, "1.0,5,6,,,,", head=MARKED)
+    assert measured_requests(file).requests == (Request(1.0, 5, 6),)
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ("a,0.5,1,1", r"row 0: priority is 0\.5, should be a whole number"),
+        ("a,high,1,1", "column priority is string, should hold numbers"),
+        ("a,1,0,1", r"row 0: ttft_deadline_s is 0\.0, should be a number above 0, or empty"),
+        ("a,1,1,-inf", "row 0: tpot_deadline_s is -inf, should be a number, or empty"),
+    ],
+)
+def test_an_impossible_mark_is_refused_by_row_and_column(tmp_path: Path, cells: str, said: str) -> None:
+    with pytest.raises(RequestsError, match=said):
+        measured_requests(csv_file(tmp_path, f"0,1,1,{cells}", head=MARKED))
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

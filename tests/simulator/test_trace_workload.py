@@ -56,6 +56,17 @@ def test_requests_come_in_the_order_of_their_arrival(tmp_path: Path) -> None:
     assert source.source == "trace: recorded by vllm 0.32.0 (production), run run-1"
 
 
+def test_what_requests_said_is_replayed_too(tmp_path: Path) -> None:
+    said = {"class": "urgent", "priority": -1, "ttft_deadline_s": 0.5, "tpot_deadline_s": None}
+    silent = dict.fromkeys(said)
+    folder = recorded(tmp_path / "trace", [row("a", 1.0, 10, 1) | said, row("b", 2.0, 20, 2) | silent])
+    recorded(folder, [row("c", 1.0, 30, 3)], core="core-1")
+    urgent, default = RecordedRequests(folder, "core-0")
+    assert urgent == Request(0.0, 10, 1, class_name="urgent", priority=-1, ttft_s=0.5)
+    assert default == Request(1.0, 20, 2)
+    assert list(RecordedRequests(folder, "core-1")) == [Request(0.0, 30, 3)]
+
+
 def test_requests_that_generated_nothing_are_left_out_and_counted(tmp_path: Path) -> None:
     source = RecordedRequests(recorded(tmp_path / "trace", [row("a", 1.0, 10, 0), row("b", 2.0, 20, 2)]))
     assert list(source) == [Request(0.0, 20, 2)]

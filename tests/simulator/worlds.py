@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvpolicy import policy
 from kvpolicy.simulator import Builtin, ConstantTimes, Link, MemorySink, Run, Server
 from kvpolicy.trace import Trace
-from kvpolicy.workload import Request, Workload
+from kvpolicy.workload import ClosedLoop, Request, Workload
 
 SECONDS = ConstantTimes(fixed_s=1.0, per_part_s=(0.01, 0.0, 0.0, 0.0, 0.0, 0.0), copy_latency_s=0.5)
 """A second per step, a hundredth per token, half a second per copy."""
@@ -33,7 +33,9 @@ def run(
 
 
 def random_workload(seed: int, count: int, rate_per_s: float) -> Workload:
-    rng = random.Random(seed)
+    """Every third seed has requests in a closed loop."""
+    rng, marks = random.Random(seed), random.Random(f"marks {seed}")
+    loop = ClosedLoop(marks.randint(1, 5)) if seed % 3 == 0 else None
     at_s, made = 0.0, []
     for number in range(count):
         at_s += rng.expovariate(rate_per_s)
@@ -49,6 +51,8 @@ def random_workload(seed: int, count: int, rate_per_s: float) -> Workload:
                 session=session,
                 think_s=0.1 if session and number % 2 else None,
                 priority=rng.randrange(3),
+                class_name=marks.choice(("default", "urgent")),
+                loop=marks.choice((loop, loop, None)),
             )
         )
     return Workload(f"random {seed}", tuple(made), seed)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import accumulate
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 
 from kvpolicy import cost
+from kvpolicy import trace as traces
 from kvpolicy.study import run_cell
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Serving
 from tests.study.conftest import CONFIG
 from tests.study.grids import TIGHT, WORKLOAD, simulate
 from tests.synthetic import options_for, situation
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_copy_moves_pieces_of_the_size_that_was_measured(hardware: str, tmp_path: Path) -> None:
@@ -55,7 +60,7 @@ def _priced(hardware: str) -> Cell:
 
 def test_a_cost_model_that_changed_is_read_again(hardware: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    copytree(Path(__file__).resolve().parents[2] / "models" / "cpu-llama-native", model)
+    copytree(ROOT / "models" / "cpu-llama-native", model)
     first = run_cell.policy_of(Cell(WORKLOAD, f"cheapest:{model}", TIGHT, "native", 0, str(model)))[0].cost_model
     card = json.loads((model / "model.json").read_text())
     (model / "model.json").write_text(json.dumps(card, indent=3))
@@ -71,3 +76,39 @@ def test_copies_beside_a_step_slow_it_by_their_share_of_the_memory(tmp_path: Pat
     slowdown = run_cell.server_of(cell, machine).link.slowdown
     rate = 1e9 / machine.times.copy_s("load", 10**9, 1, 10**9)
     assert slowdown == pytest.approx(rate / 3.35e12, rel=0.02) and slowdown > 0.01
+
+
+def test_a_chat_beside_a_backlog_is_simulated_as_the_page_says(hardware: str, tmp_path: Path) -> None:
+    """No more than 16 requests of the backlog are served at a time, and the chat goes first under priority."""
+    (text,) = re.findall(r"--workload '(.* \+ .*)'", (ROOT / "docs" / "workloads.md").read_text())
+    values = {"workloads": [text], "policies": ["always-swap"], "kv_blocks": [8000], "out": tmp_path / "out"}
+    ttft_s = {}
+    for scheduling in ("fcfs", "priority"):
+        report = simulate(
+            hardware, tmp_path / "c", **(values | {"scheduling": scheduling, "out": tmp_path / scheduling})
+        )
+        assert report.ok, report.text()
+        (folder,) = (tmp_path / scheduling).iterdir()
+        rows = traces.read(folder).rows("requests")
+        batch = [row for row in rows if row["class"] == "batch"]
+        chat = [row for row in rows if row["class"] == "chat"]
+        assert (len(chat), len(batch)) == (400, 100)
+        changes = [(row["arrival_s"], 1) for row in batch] + [(row["last_token_s"], -1) for row in batch]
+        assert max(accumulate(change for _, change in sorted(changes))) == 16
+        ttft_s[scheduling] = sum(row["first_token_s"] - row["arrival_s"] for row in chat)
+    assert ttft_s["priority"] <= ttft_s["fcfs"]
+
+
+def test_every_file_of_a_join_counts(hardware: str, tmp_path: Path) -> None:
+    """Its rows, its seed, and its contents, by which results are kept."""
+    files = [tmp_path / "one.csv", tmp_path / "other.csv"]
+    for file in files:
+        file.write_text("prompt_tokens,output_tokens\n100,20\nbad\n")
+    text = " + ".join(f"{file}?draw=5&skip_damaged=true&rate=9&class={file.stem}" for file in files)
+    (one,) = simulate(hardware, tmp_path / "c", workloads=[text], policies=["always-swap"]).results
+    assert one["requests"] == 10 and one["rows"] == {"read": 4, "damaged": 2, "empty": 0}
+    digest = run_cell.contents(Cell(text, "always-swap", TIGHT, "native", 0, hardware))["workload"]
+    files[1].write_text("prompt_tokens,output_tokens\n100,30\n")
+    assert run_cell.contents(Cell(text, "always-swap", TIGHT, "native", 0, hardware))["workload"] != digest
+    drawn = [tuple(run_cell.source_of(Cell(text, "always-swap", TIGHT, "native", seed, hardware))) for seed in (0, 1)]
+    assert drawn[0] != drawn[1]

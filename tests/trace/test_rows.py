@@ -58,6 +58,10 @@ ROWS: dict[str, Row] = {
         recomputed_tokens=12,
         loaded_tokens=13,
         finish="abort",
+        class_name="urgent",
+        priority=-1,
+        ttft_deadline_s=0.5,
+        tpot_deadline_s=None,
     ),
     "windows": window_row(
         state_id="s",

@@ -156,6 +156,24 @@ def test_parts_and_cores_add_up_and_leave_the_digest_alone(folder: Path) -> None
     assert joined.digest() == parted.digest()
 
 
+def test_a_table_without_what_requests_say_is_read_as_before(tmp_path: Path) -> None:
+    """Older traces have no classes, priorities and deadlines of requests: none are added, and the digest is theirs."""
+    names = ("request", "arrival_s", "prompt_tokens", "output_tokens", "preemptions", "recomputed_tokens")
+    old = dict.fromkeys(names, 1) | {"request": "r", "loaded_tokens": 0, "finish": "length"}
+    old |= {"first_token_s": 1.5, "last_token_s": None}
+    path = traces.write_part(tmp_path / "core-0", "requests", 0, from_rows("requests", [old]))
+    HEADER.write(tmp_path / "core-0")
+    assert pq.read_table(path).column_names == list(SCHEMAS["requests"].names)[:10]
+    assert read(tmp_path).rows("requests") == [old | {"core": "core-0"}]
+    digest = read(tmp_path).digest()
+    told = {"class": "urgent", "priority": 2, "ttft_deadline_s": 0.5, "tpot_deadline_s": None}
+    traces.write_part(tmp_path / "core-0", "requests", 1, from_rows("requests", [old | told]))
+    both = read(tmp_path)
+    assert [row["class"] for row in both.rows("requests")] == [None, "urgent"] and both.digest() != digest
+    with pytest.raises(TraceError, match="row 0: priority missing"):
+        from_rows("requests", [old | {"class": "urgent", "ttft_deadline_s": None, "tpot_deadline_s": None}, old | told])
+
+
 def test_unknown_columns_are_kept(folder: Path) -> None:
     part = next((folder / "core-0" / "outcomes").iterdir())
     pq.write_table(pq.read_table(part).append_column("mood", pa.array(["calm"])), part)

@@ -17,7 +17,7 @@ from kvpolicy.simulator.builtin.engine import Engine as BuiltinEngine
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from kvpolicy.simulator.sinks import MemorySink
 from kvpolicy.trace import Trace
-from kvpolicy.workload import Request, Workload
+from kvpolicy.workload import ClosedLoop, Request, Workload
 from kvpolicy_vllm.simulator.controller import number_of
 from kvpolicy_vllm.simulator.engine import Engine as VllmEngine
 from kvpolicy_vllm.simulator.engine import VllmScheduler
@@ -46,8 +46,8 @@ class Account:
 
 
 def drawn_workload(seed: int, count: int = 60) -> Workload:
-    """Prompts that share prefixes or not, sessions with think times, priorities, arrivals alone and together."""
-    rng = random.Random(f"agreement {seed}")
+    """Prompts that share prefixes or not, sessions that think, priorities, classes, arrivals alone and together."""
+    rng, marks = random.Random(f"agreement {seed}"), random.Random(f"marks {seed}")
     size = rng.choice((7, 16, 32))
     now_s, made = 0.0, []
     for number in range(count):
@@ -66,6 +66,8 @@ def drawn_workload(seed: int, count: int = 60) -> Workload:
                 session=session,
                 think_s=rng.choice((None, 0.0, 0.05)) if session else None,
                 priority=rng.randrange(3),
+                class_name=marks.choice(("default", "urgent")),
+                ttft_s=marks.choice((None, 0.5)),
             )
         )
     return Workload(f"drawn {seed}", tuple(made), seed)
@@ -104,6 +106,19 @@ def drawn(seed: int, count: int = 60) -> Case:
     spec = rng.choice(("always-recompute", "always-swap", "always-swap", "threshold:100", "random:0.5", FICKLE))
     times = replace(TIMES, copy_bytes_per_s=rng.choice((2e9, 2e8, 2e7)))
     return Case(seed, drawn_workload(seed, count), server, spec, times)
+
+
+def looped(seed: int, count: int = 60) -> Case:
+    """The case of :func:`drawn`, most of whose requests are in one of two closed loops. In half of
+    the cases all wait from the start."""
+    rng, case = random.Random(f"loops {seed}"), drawn(seed, count)
+    loops = (ClosedLoop(rng.randint(1, 6), "a"), ClosedLoop(rng.randint(1, 6), "b"), None)
+    at_once = rng.random() < 0.5
+    made = tuple(
+        replace(request, arrival_s=0.0 if at_once else request.arrival_s, loop=rng.choice(loops))
+        for request in case.work
+    )
+    return replace(case, work=replace(case.work, requests=made))
 
 
 def crowded(seed: int, count: int = 40) -> Case:

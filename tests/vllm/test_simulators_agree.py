@@ -22,7 +22,16 @@ import pytest
 
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from tests.vllm import agreement, harness
-from tests.vllm.agreement import Account, Case, account, crowded, differences, drawn, returned_before_newcomers
+from tests.vllm.agreement import (
+    Account,
+    Case,
+    account,
+    crowded,
+    differences,
+    drawn,
+    looped,
+    returned_before_newcomers,
+)
 from tests.vllm.versions import quick_and_others, source_or_skip
 
 pytestmark = [
@@ -33,6 +42,8 @@ REQUESTS = 30
 SEEDS = (*range(16), 224, 276)
 """Every eight of the first have each combination of scheduling, prefix caching and asynchronous scheduling once; in the
 last two somebody is preempted again before it is back."""
+LOOPS = range(8)
+"""Each combination of scheduling, prefix caching and asynchronous scheduling once."""
 CROWDS = range(4)
 """Each combination of prefix caching and asynchronous scheduling once."""
 
@@ -41,6 +52,16 @@ CROWDS = range(4)
 def test_they_agree(seed: int) -> None:
     case = drawn(seed, REQUESTS)
     assert not differences(account("builtin", case), account("vllm", case))
+
+
+@pytest.mark.parametrize("seed", LOOPS)
+def test_they_agree_where_requests_wait_in_closed_loops(seed: int) -> None:
+    """Somebody arrives later than by itself, because a loop is full."""
+    case = looped(seed, REQUESTS)
+    builtin = account("builtin", case)
+    assert not differences(builtin, account("vllm", case))
+    own_s = {number: request.arrival_s for number, request in enumerate(case.work) if request.loop}
+    assert any(row["arrival_s"] > own_s.get(int(row["request"]), row["arrival_s"]) for row in builtin.rows("requests"))
 
 
 @pytest.mark.parametrize("seed", CROWDS)
@@ -68,6 +89,10 @@ def test_the_cases_have_what_is_to_be_compared() -> None:
     assert {"", "host_full"} <= {row["reason"] for row in decisions}
     assert any(row["shared_blocks"] for row in decisions) and any(row["hashed_blocks"] for row in decisions)
     assert any(row["shared_blocks"] < row["hit_blocks"] < row["hashed_blocks"] - 1 for row in decisions)
+    requests = [row for one in told for row in one.rows("requests")]
+    assert {row["class"] for row in requests} == {"default", "urgent"} and {0, 1, 2} == {
+        row["priority"] for row in requests
+    }
     outcomes = [row for one in told for row in one.rows("outcomes")]
     assert any(row["local_hit_tokens"] and row["loaded_tokens"] for row in outcomes)
     assert any(row["recomputed_tokens"] for row in outcomes) and any(row["ended"] == "superseded" for row in outcomes)

@@ -31,3 +31,10 @@ def test_part_of_a_prefix_is_shared_too() -> None:
     prompt = prompt_of(Request(0.0, 50, 5, prefix=(7, 8, 9), prefix_block_tokens=16), 0)
     partly = prompt_of(Request(0.0, 20, 5, prefix=(7, 8), prefix_block_tokens=16), 2)
     assert partly == prompt[:20]
+
+
+def test_blocks_of_another_size_share_nothing() -> None:
+    """Ids mean blocks of their own size: the first id of both stands for other tokens."""
+    small = prompt_of(Request(0.0, 64, 5, prefix=(0, 1, 2, 3), prefix_block_tokens=16), 0)
+    large = prompt_of(Request(0.0, 64, 5, prefix=(0, 1), prefix_block_tokens=32), 1)
+    assert not set(small) & set(large)

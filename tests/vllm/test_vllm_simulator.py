@@ -92,6 +92,18 @@ def test_what_can_never_fit_is_refused(request_: Request, says: str) -> None:
         served(request_, server=replace(SERVER, device_blocks=40))
 
 
+def test_requests_say_what_they_are() -> None:
+    """In their rows, and to the scheduler: under priority the later, urgent one goes first where one can run."""
+    urgent = Request(0.001, 20, 3, priority=-1, class_name="urgent", ttft_s=0.5, tpot_s=0.1)
+    requests = (Request(0.0, 20, 3), Request(0.0005, 20, 3), urgent)
+    server = replace(SERVER, scheduling="priority", max_running=1)
+    rows = {row["request"]: row for row in served(*requests, server=server).rows("requests")}
+    columns = ("class", "priority", "ttft_deadline_s", "tpot_deadline_s")
+    assert [rows["2"][name] for name in columns] == ["urgent", -1, 0.5, 0.1]
+    assert [rows["0"][name] for name in columns] == ["default", 0, None, None]
+    assert rows["2"]["first_token_s"] < rows["1"]["first_token_s"]
+
+
 def test_rules_of_another_version_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rules are '0.1', but vLLM 0\.\d+ is installed: give '0\.\d+'"):
         served(Request(0.0, 20, 3), server=replace(SERVER, rules="0.1"))

@@ -16,6 +16,7 @@ from kvpolicy.workload import (
     Bursts,
     Even,
     Gamma,
+    Groups,
     Poisson,
     Think,
     Weibull,
@@ -32,6 +33,7 @@ PROCESSES: tuple[Arrivals, ...] = (
     Gamma(RATE_PER_S, 2.0),
     Weibull(RATE_PER_S, 0.7),
     Bursts(RATE_PER_S, on_s=3.0, off_s=9.0),
+    Groups(RATE_PER_S, 12),
 )
 
 
@@ -87,6 +89,17 @@ def test_bursts_are_silent_between() -> None:
     assert max(gaps) > 300
 
 
+def test_groups_arrive_together() -> None:
+    """Bursts of 12 at 4 requests/s: a third of a group per second, at independent times."""
+    times = drawn(Groups(4.0, 12), 12 * 3000)
+    groups = times[::12]
+    assert times == [at_s for at_s in groups for _ in range(12)]
+    gaps = gaps_s(groups)
+    assert sum(gaps) / len(gaps) == pytest.approx(3.0, rel=0.05)
+    assert variation(gaps) == pytest.approx(1.0, rel=0.05)
+    assert drawn(Groups(4.0, 1), 20) == drawn(Poisson(4.0), 20)
+
+
 def test_even_and_at_once_by_hand() -> None:
     assert drawn(Even(4.0), 3) == [0.25, 0.5, 0.75]
     assert drawn(AtOnce(), 3) == [0.0, 0.0, 0.0]
@@ -101,12 +114,18 @@ def test_even_and_at_once_by_hand() -> None:
         lambda: Weibull(1.0, math.nan),
         lambda: Bursts(1.0, 1.0, math.inf),
         lambda: Think(-1.0),
+        lambda: Groups(0.0, 3),
         lambda: Gamma(1.0, 1e-200),
     ],
 )
 def test_impossible_processes_are_refused(make: type) -> None:
     with pytest.raises(WorkloadError, match=r"\w+: \w+ is .*, should be (above 0|0 or more|from 0\.0?01 to 1000)"):
         make()
+
+
+def test_groups_of_none_are_refused() -> None:
+    with pytest.raises(WorkloadError, match="Groups: size is 0, should be 1 or more"):
+        Groups(1.0, 0)
 
 
 def test_pauses_have_mean_and_variation() -> None:

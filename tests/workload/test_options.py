@@ -43,6 +43,8 @@ def test_windows(text: str, window_s: tuple[float, float]) -> None:
         ("whole", "1.0", "a whole number, 0 or more"),
         ("whole", "²", "a whole number, 0 or more"),
         ("whole", "9" * 16, "a whole number, 0 or more"),
+        ("signed", "1.5", "a whole number"),
+        ("signed", "--1", "a whole number"),
         ("flag", "maybe", "true or false"),
         ("window", "600", "START-END in seconds"),
         ("window", "5-5", "START-END in seconds"),
@@ -52,6 +54,25 @@ def test_windows(text: str, window_s: tuple[float, float]) -> None:
 def test_a_wrong_value_is_named_with_what_it_should_be(method: str, value: str, should: str) -> None:
     with pytest.raises(WorkloadError, match=rf"^file\.csv\?x={value}: x={value}: should be {should}"):
         getattr(options(f"x={value}"), method)("x")
+
+
+@pytest.mark.parametrize(("text", "value"), [("-3", -3), ("0", 0), ("12", 12)])
+def test_whole_numbers_of_either_sign(text: str, value: int) -> None:
+    assert options(f"x={text}").signed("x") == value
+    assert options("y=1").signed("x") is None
+
+
+def test_a_seed_of_its_own_goes_before_the_one_that_is_given() -> None:
+    assert Options("a?seed=3", "seed=3", 7).seed() == 3
+    assert Options("a?n=3", "n=3", 7).seed() == 7
+
+
+def test_options_are_added_unless_they_are_there() -> None:
+    choices = options("n=1")
+    choices.add({"rate": "2"})
+    assert choices.real("rate") == 2.0
+    with pytest.raises(WorkloadError, match=r"^file\.csv\?n=1: n=1: should be left out of a part with a share"):
+        choices.add({"n": "5"})
 
 
 def test_a_missing_value_is_named() -> None:

@@ -42,6 +42,11 @@ def test_sums_and_first() -> None:
         ((Request("now", 1, 1),), "request 0: .* arrival_s should be a number"),  # type: ignore[arg-type]
         ((Request(0.0, "long", 1),), "request 0: .* should be whole numbers"),  # type: ignore[arg-type]
         ((Request(0.0, 1, 1.5),), "request 0: .* should be whole numbers"),  # type: ignore[arg-type]
+        ((Request(0.0, 1, 1, class_name=""),), "request 0: class_name is '', should be a name"),
+        ((Request(0.0, 1, 1, priority=0.5),), "request 0: priority is 0.5, should be a whole"),  # type: ignore[arg-type]
+        ((Request(0.0, 1, 1, ttft_s=0.0),), "request 0: ttft_s is 0.0, should be a number above 0, or None"),
+        ((Request(0.0, 1, 1, tpot_s=float("inf")),), "request 0: tpot_s is inf, should be a number above 0"),
+        ((Request(0.0, 1, 1, loop=3),), "request 0: loop is 3, should be a ClosedLoop"),  # type: ignore[arg-type]
         ((3,), "request 0: is 3, should be a Request"),
         (None, "requests are None, should be a tuple of Request"),
     ],

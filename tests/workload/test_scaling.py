@@ -17,6 +17,7 @@ from kvpolicy.workload import (
     Conversations,
     Faster,
     First,
+    Looped,
     Poisson,
     Request,
     Resized,
@@ -82,6 +83,7 @@ def test_at_rate_is_gaps_over_time() -> None:
         (HAND.first(1), "1 requests, none later than the first"),
         (Workload("none", (), 0), "0 requests"),
         (TALK, "a closed loop has no rate of its own"),
+        (Looped(HAND, 2), "a closed loop has no rate of its own"),
     ],
 )
 def test_workloads_without_a_rate_are_refused(source: Source, reason: str) -> None:

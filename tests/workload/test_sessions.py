@@ -74,6 +74,15 @@ def test_two_people_by_hand() -> None:
     ]
 
 
+def test_sessions_without_pauses_are_dealt_to_all_users() -> None:
+    """Of users who are free at the same time, the one who has had no session for longest gets the next."""
+    single = [Session(str(number), (Turn(5, 1, 0.0),)) for number in range(7)]
+    assert [request.session for request in served(Users(3).start(single, _rng()))] == [
+        *("user-0", "user-1", "user-2", "user-0", "user-1", "user-2", "user-0")
+    ]
+    assert [request.think_s for request in served(Users(3).start(single, _rng()))] == [None] * 3 + [0.0] * 4
+
+
 def test_impossible_sessions_are_refused() -> None:
     with pytest.raises(WorkloadError, match="users is 0"):
         Users(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvpolicy.workload import (
     AZURE,
     FORMATS,
     SHIPPED,
+    ClosedLoop,
     Request,
     Source,
     TimedFile,
@@ -79,6 +81,7 @@ def test_another_arrival_process_leaves_the_lengths() -> None:
         "arrivals=gamma&rate=4&variation=2",
         "arrivals=weibull&rate=4&shape=0.7",
         "arrivals=bursts&rate=4&on=2&off=6",
+        "arrivals=groups&rate=4&size=12",
         "arrivals=at-once",
     ]
     drawn = [list(open_workload(f"azure-conversation-2023?n=50&seed=1&{text}")) for text in texts]
@@ -99,6 +102,66 @@ def test_sessions_are_made_from_lengths() -> None:
     first = next(iter(open_workload("sessions:azure-conversation-2023?n=20&turns=3&think=5&rate=0.1")))
     assert (first.session, first.think_s) == ("conversation-0", None)
     assert first.arrival_s > 0
+
+
+@pytest.mark.parametrize("text", ["turns=1&think=5", "turns=4&think=0"])
+def test_users_have_equal_numbers_of_sessions(text: str) -> None:
+    """Sessions of one request, and of several without pauses: every user takes an equal share of both."""
+    source = open_workload(f"sessions:azure-conversation-2023?n=208&{text}&users=16")
+    firsts = {request.prefix[0]: request.session for request in reversed(list(source))}
+    assert Counter(firsts.values()) == {f"user-{user}": 13 for user in range(16)}
+
+
+def test_requests_say_what_they_are() -> None:
+    plain = list(open_workload("azure-conversation-2023?n=20&rate=4"))
+    text = "azure-conversation-2023?n=20&rate=4&class=urgent&priority=-2&ttft=0.5&tpot=0.05&concurrency=3"
+    marked = list(open_workload(text))
+    marks = {"class_name": "urgent", "priority": -2, "ttft_s": 0.5, "tpot_s": 0.05, "loop": ClosedLoop(3)}
+    assert marked == [replace(request, **marks) for request in plain]
+
+
+def test_classes_are_joined() -> None:
+    urgent = "azure-conversation-2023?n=30&rate=4&class=urgent&priority=-1&ttft=1&seed=3"
+    batch = "deepseek-r1?n=20&arrivals=at-once&class=batch&concurrency=4"
+    requests = list(open_workload(f"{urgent} + {batch}&seed=4"))
+    assert [request.arrival_s for request in requests] == sorted(request.arrival_s for request in requests)
+    by_class = [[request for request in requests if request.class_name == name] for name in ("urgent", "batch")]
+    assert by_class[0] == list(open_workload(urgent))
+    assert [replace(request, loop=None) for request in by_class[1]] == [
+        replace(request, loop=None) for request in open_workload(f"{batch}&seed=4")
+    ]
+    assert {request.loop for request in requests} == {None, ClosedLoop(4, "1/")}
+
+
+def test_parts_share_the_whole() -> None:
+    parts = "azure-conversation-2023?share=0.25&class=a + deepseek-r1?share=0.75&class=b&arrivals=groups&size=6"
+    source = open_workload(f"({parts})?n=4000&rate=8&context=4096&seed=5")
+    requests = list(source)
+    assert Counter(request.class_name for request in requests) == {"a": 1000, "b": 3000}
+    assert max(request.total_tokens for request in requests) <= 4096
+    assert len(requests) / requests[-1].arrival_s == pytest.approx(8, rel=0.1)
+    alone = list(open_workload("azure-conversation-2023?n=1000&rate=2&context=4096&seed=5&class=a"))
+    assert [request for request in requests if request.class_name == "a"] == alone
+
+
+def test_joined_parts_do_not_draw_the_same() -> None:
+    """Equal texts: without seeds of their own each part has another one, which follows from that of the whole."""
+    part = "azure-conversation-2023?n=50&rate=4"
+    drawn = {}
+    for seed in (0, 1):
+        requests = list(open_workload(f"({part}&class=a + {part}&class=b)?seed={seed}"))
+        drawn |= {(seed, name): {one.arrival_s for one in requests if one.class_name == name} for name in "ab"}
+    assert drawn[0, "a"] == {request.arrival_s for request in open_workload(part)}
+    assert len(set().union(*drawn.values())) == 200
+    assert list(open_workload(f"{part} + {part}")) == list(open_workload(f"({part} + {part})?seed=0"))
+
+
+def test_options_of_the_whole_are_applied_to_the_whole() -> None:
+    part = "azure-conversation-2023?n=50&arrivals=even&rate=4"
+    source = open_workload(f"({part} + {part})?n=30&speed=2&class=all&concurrency=5")
+    requests = list(source)
+    assert len(requests) == 30 and requests[-1].arrival_s == 15 / 8
+    assert {(request.class_name, request.loop) for request in requests} == {("all", ClosedLoop(5))}
 
 
 def test_damaged_rows_are_skipped_when_asked(tmp_path: Path) -> None:
@@ -149,6 +212,22 @@ def test_damaged_rows_are_skipped_when_asked(tmp_path: Path) -> None:
         ("sessions:deepseek-r1?turns=2&think=1", "n: should be given: how many conversations"),
         ("mooncake:nowhere?skip_damaged=maybe", "skip_damaged=maybe: should be true or false"),
         ("deepseek-r1?n=5&speed=2&rate=nan", "rate=nan: should be a number"),
+        ("deepseek-r1?n=5&arrivals=groups&rate=2", "size: should be given: how many requests arrive together"),
+        ("deepseek-r1?n=5&arrivals=groups&rate=2&size=0", "Groups: size is 0, should be 1 or more"),
+        ("deepseek-r1?n=5&class=a b", "class is 'a b', should be 1 to 64 letters"),
+        ("deepseek-r1?n=5&priority=1.5", "priority=1.5: should be a whole number"),
+        ("deepseek-r1?n=5&ttft=-1", r"ttft is -1\.0, should be above 0"),
+        ("deepseek-r1?n=5&concurrency=0", "concurrency is 0, should be 1 or more"),
+        ("deepseek-r1?n=5&share=0.5", "share is no option of this workload"),
+        ("deepseek-r1?n=5 + deepseek-r2?n=5", r"part 2 of 2: deepseek-r2: no such file, and no workload of that name"),
+        ("deepseek-r1?n=5&x=1 + deepseek-r1?n=5", r"part 1 of 2: deepseek-r1\?n=5&x=1: x is no option"),
+        ("deepseek-r1?n=5 + ", "part 2 of 2: it is empty"),
+        ("deepseek-r1?n=5 + (sharegpt-8k?n=5 + deepseek-r1?n=5)", "part 2 of 2: .* joins workloads itself"),
+        ("(deepseek-r1?n=5 + deepseek-r1?n=5)?turns=3", "turns is no option of this workload"),
+        (
+            "(deepseek-r1?n=5&share=0.5 + deepseek-r1?share=0.5)?n=9",
+            "part 1 of 2: .*n=5: should be left out of a part with a share: it is set for the whole",
+        ),
     ],
 )
 def test_impossible_texts_are_refused(text: str, reason: str) -> None:

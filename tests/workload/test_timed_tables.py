@@ -219,3 +219,26 @@ def test_a_trace_larger_than_memory_streams(
         if given_so_far == 5000:
             break
     assert read >= 5000
+
+
+MARKED = "arrival_s,class,prompt_tokens,output_tokens,priority,tpot_deadline_s,ttft_deadline_s\n"
+
+
+def test_requests_of_a_table_say_what_they_are(tmp_path: Path) -> None:
+    path = published_files.put(tmp_path, "a.csv", f"{MARKED}0,urgent,5,6,-1,0.05,2\n1,,7,8,,,\n")
+    urgent = Request(0.0, 5, 6, class_name="urgent", priority=-1, ttft_s=2.0, tpot_s=0.05)
+    assert list(TimedFile(path, ARRIVALS)) == [urgent, Request(1.0, 7, 8)]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("0,a,5,6,1.5,,", "line 2: priority is '1.5', should be a whole number"),
+        ("0,a,5,6,high,,", "line 2: priority is 'high', should be a number"),
+        ("0,a,5,6,1,0,", "line 2: tpot_deadline_s is '0', should be above 0, or empty"),
+        ("0,a,5,6,1,,nan", "line 2: ttft_deadline_s is 'nan', should be a number"),
+    ],
+)
+def test_an_impossible_mark_is_refused_by_line_and_column(tmp_path: Path, row: str, reason: str) -> None:
+    with pytest.raises(WorkloadError, match=reason):
+        list(TimedFile(published_files.put(tmp_path, "a.csv", f"{MARKED}{row}\n"), ARRIVALS))

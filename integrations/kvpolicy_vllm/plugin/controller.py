@@ -28,7 +28,7 @@ from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
 from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending, SurvivalLearner
 from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_not_loadable
 from kvpolicy_vllm.plugin.swaps import Swaps
-from kvpolicy_vllm.plugin.trace_writer import RowWriter, TraceRecorder
+from kvpolicy_vllm.plugin.trace_writer import Marks, RowWriter, TraceRecorder, own_priority
 
 
 class Controller:
@@ -84,10 +84,11 @@ class Controller:
         self._keep = weakref.finalize(self, self.observers.close)
         self._take_charge(memory)
 
-    def record_into(self, recording: RowWriter, anonymous: Callable[[str], str]) -> None:
-        """Record a trace from now on. ``anonymous`` maps a request id to its name in the trace."""
+    def record_into(self, recording: RowWriter, anonymous: Callable[[str], str], marks: Marks = own_priority) -> None:
+        """Record a trace from now on. ``anonymous`` maps a request id to its name in the trace; ``marks``: what a
+        request says of itself."""
         self.recorder = recording
-        self.observers.add(TraceRecorder(recording, anonymous, self.core, self.metrics.tally))
+        self.observers.add(TraceRecorder(recording, anonymous, self.core, self.metrics.tally, marks))
 
     # ---- for tools that drive an engine ----
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,14 +52,33 @@ class RowWriter(Protocol):
     def close(self) -> None: ...
 
 
+Marks = Callable[[Any], Mapping[str, Any]]
+"""What a request says of itself: columns of ``requests`` that are named in
+:data:`kvpolicy.trace.schemas.ABSENT_COLUMNS`, as arguments of :func:`kvpolicy.trace.request_row`."""
+
+
+def own_priority(request: Any) -> Mapping[str, Any]:
+    """The marks of a request of a server: its priority."""
+    return {"priority": request.priority}
+
+
 class TraceRecorder(Observer):
-    """Makes the rows of a trace from events. ``anonymous`` maps a request id to its name in the trace."""
+    """Makes the rows of a trace from events. ``anonymous`` maps a request id to its name in the trace; ``marks``: what
+    a request says of itself."""
 
     trouble = "an event could not be recorded (counted as records_dropped)"
     given_up = "recording failed too often in a row: the trace ends here"
 
-    def __init__(self, recorder: RowWriter, anonymous: Callable[[str], str], core: str, tally: Tally) -> None:
+    def __init__(
+        self,
+        recorder: RowWriter,
+        anonymous: Callable[[str], str],
+        core: str,
+        tally: Tally,
+        marks: Marks = own_priority,
+    ) -> None:
         self.recorder = recorder
+        self._marks = marks
         self._anonymous = anonymous
         self._core = core
         self._tally = tally
@@ -103,6 +122,7 @@ class TraceRecorder(Observer):
             recomputed_tokens=life.recomputed_tokens,
             loaded_tokens=life.loaded_tokens,
             finish=str(request.get_finished_reason()),
+            **self._marks(request),
         )
         self.recorder.add("requests", row)
 

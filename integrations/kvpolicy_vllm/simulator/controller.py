@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from kvpolicy import policy as policies
@@ -12,6 +13,7 @@ from kvpolicy.policy import Decider, Policy
 from kvpolicy.simulator import DecisionObserver, Server, Sink
 from kvpolicy.simulator.work_count import WorkCount
 from kvpolicy.trace import Row
+from kvpolicy.workload import DEFAULT_CLASS, Request
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.observers import Observer, Pending
@@ -28,6 +30,27 @@ def name_of(number: int) -> str:
 
 def number_of(name: str) -> int:
     return int(name)
+
+
+MARKS = "kvpolicy"
+"""Key of a request's ``kv_transfer_params`` under which it says what it is."""
+
+
+def transfer_params(request: Request) -> dict[str, Any] | None:
+    """A request's class and deadlines as vLLM's ``kv_transfer_params``; None where it says nothing."""
+    told = {"class": request.class_name, "ttft_s": request.ttft_s, "tpot_s": request.tpot_s}
+    return None if told == {"class": DEFAULT_CLASS, "ttft_s": None, "tpot_s": None} else {MARKS: told}
+
+
+def marks_of(request: Any) -> Mapping[str, Any]:
+    """What a request within vLLM says of itself, for its row."""
+    told = (request.kv_transfer_params or {}).get(MARKS, {})
+    return {
+        "class_name": told.get("class", DEFAULT_CLASS),
+        "priority": request.priority,
+        "ttft_deadline_s": told.get("ttft_s"),
+        "tpot_deadline_s": told.get("tpot_s"),
+    }
 
 
 class SinkWriter:
@@ -101,7 +124,7 @@ class SimulatedController(Controller):
             policies.load,
         )
         if sink is not None:
-            self.record_into(SinkWriter(sink), lambda request_id: str(number_of(request_id)))
+            self.record_into(SinkWriter(sink), lambda request_id: str(number_of(request_id)), marks_of)
         if on_decision is not None:
             self.observers.add(DecisionReporter(on_decision))
 

@@ -27,7 +27,7 @@ from kvpolicy.simulator.summary import SummaryBuilder
 from kvpolicy.workload import Request, Source
 from kvpolicy_vllm.plugin.versions import engine_version
 from kvpolicy_vllm.simulator.clock import VirtualClock
-from kvpolicy_vllm.simulator.controller import WorkObserver, name_of, take_control
+from kvpolicy_vllm.simulator.controller import WorkObserver, name_of, take_control, transfer_params
 from kvpolicy_vllm.simulator.deployment import scheduler_for
 from kvpolicy_vllm.simulator.texts import prompt_of, token_at
 from kvpolicy_vllm.simulator.virtual_worker import VirtualWorker, load_of_output
@@ -167,7 +167,13 @@ class Engine:
             self.scheduler.add_request(engine_request)
 
     def _engine_request(self, served: Served) -> EngineRequest:
-        parameters = SamplingParams(temperature=0.0, max_tokens=served.request.output_tokens, ignore_eos=True)
+        marks = transfer_params(served.request)
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=served.request.output_tokens,
+            ignore_eos=True,
+            extra_args=None if marks is None else {"kv_transfer_params": marks},
+        )
         return EngineRequest(
             name_of(served.number),
             prompt_of(served.request, served.number),
@@ -248,8 +254,7 @@ class Engine:
         del self._served[name]
         assert served.first_s is not None
         self.tallied.finished(served.arrival_s, served.first_s, served.last_s, served.tokens)
-        if served.request.session:
-            self.arrivals.finished(served.number, served.request, self.clock.now_s)
+        self.arrivals.finished(served.number, served.request, self.clock.now_s)
 
     def _refuse(self, number: int, request: Request) -> None:
         """Raise InputError for a request that could never be served."""

@@ -14,8 +14,8 @@ def prompt_of(request: Request, number: int) -> list[int]:
     shared = min(request.prompt_tokens, len(request.prefix) * size)
     token_ids: list[int] = []
     for block in request.prefix:
-        first = 2 * block * size
-        token_ids.extend(range(first, first + 2 * min(size, shared - len(token_ids)), 2))
+        first, tokens = _shared_token(size, block * size), min(size, shared - len(token_ids))
+        token_ids.extend(range(first, first + tokens * _SHARED_STEP, _SHARED_STEP))
         if len(token_ids) == shared:
             break
     start = 2 * number * MAX_TOKENS + 1
@@ -23,10 +23,19 @@ def prompt_of(request: Request, number: int) -> list[int]:
     return token_ids
 
 
+_SHARED_STEP = 2 * MAX_TOKENS
+"""Between the tokens of a shared block, so that blocks of another size, whose ids mean nothing here, have others."""
+
+
+def _shared_token(size: int, position: int) -> int:
+    """A token of the shared blocks of ``size`` tokens, by its position in all of them."""
+    return position * _SHARED_STEP + 2 * size
+
+
 def token_at(request: Request, number: int, position: int) -> int:
     """The token of request ``number`` at a position; prefix ids may extend past the prompt, into generated tokens."""
     size = request.prefix_block_tokens
     if position < len(request.prefix) * size:
         block, offset = divmod(position, size)
-        return 2 * (request.prefix[block] * size + offset)
+        return _shared_token(size, request.prefix[block] * size + offset)
     return 2 * (number * MAX_TOKENS + position) + 1

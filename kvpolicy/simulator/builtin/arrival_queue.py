@@ -1,16 +1,33 @@
-"""Arrival times: requests in the order of their source, those of a session a think time after their predecessor."""
+"""Arrival times: requests in the order of their source, those of a session a think time after their predecessor, and
+those of a closed loop when it has a free place."""
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from kvpolicy.errors import InputError
-from kvpolicy.workload import Request, Source
+from kvpolicy.workload import ClosedLoop, Request, Source
+
+Due = tuple[float, float, int, Request]
+"""When it arrives, when it would have without a closed loop, its number, and the request."""
+
+
+@dataclass(slots=True)
+class Places:
+    """Places of one closed loop."""
+
+    free_s: deque[float]
+    """Since when each free place is free, in order."""
+    waiting: list[Due] = field(default_factory=list)
+    """Heap of requests that met no free place."""
 
 
 class ArrivalQueue:
-    """Reads the source only as far as time has advanced, and keeps one entry per session.
+    """Reads the source only as far as time has advanced, and keeps one entry per session. What waits for another
+    request to finish is held in memory.
 
     ``refuse`` raises an error for a request that cannot be served.
     """
@@ -18,11 +35,12 @@ class ArrivalQueue:
     def __init__(self, source: Source, refuse: Callable[[int, Request], None]) -> None:
         self._source: Iterator[tuple[int, Request]] = enumerate(source)
         self._refuse = refuse
-        self._due: list[tuple[float, int, Request]] = []
+        self._due: list[Due] = []
         self._latest: dict[str, tuple[int, float | None]] = {}
         """By session: number of the last request read, and when it finished."""
         self._followers: dict[int, tuple[int, Request]] = {}
         """Requests that wait for a predecessor, by its number."""
+        self._places: dict[ClosedLoop, Places] = {}
         self._read_s = 0.0
         self._next = next(self._source, None)
         self.next_s: float | None = None
@@ -33,23 +51,52 @@ class ArrivalQueue:
         """(time, number, request) of the arrivals up to now that were not returned before, in order."""
         arrived = []
         while self.next_s is not None and self.next_s <= now_s:
-            arrived.append(heapq.heappop(self._due))
+            at_s, _, number, request = heapq.heappop(self._due)
+            if request.loop is not None:
+                self._places[request.loop].free_s.popleft()
+            arrived.append((at_s, number, request))
             self._update_next()
         return arrived
 
     def finished(self, number: int, request: Request, now_s: float) -> None:
-        """Note that a request finished: the next one of its session arrives a think time later."""
-        if self._latest[request.session][0] == number:
+        """Note that a request finished: the next one of its session arrives a think time later, and the place that it
+        had in a closed loop is free."""
+        if not request.session and request.loop is None:
+            return
+        if request.session and self._latest[request.session][0] == number:
             self._latest[request.session] = number, now_s
         follower = self._followers.pop(number, None)
         if follower is not None:
             self._push_follower(*follower, now_s)
-            self._update_next()
+        if request.loop is not None:
+            places = self._places[request.loop]
+            places.free_s.append(now_s)
+            if places.waiting:
+                heapq.heappush(self._due, heapq.heappop(places.waiting))
+        self._update_next()
 
     def _update_next(self) -> None:
-        while self._next is not None and (not self._due or self._next[1].arrival_s <= self._due[0][0]):
-            self._read()
+        while True:
+            while self._next is not None and (not self._due or self._next[1].arrival_s <= self._due[0][0]):
+                self._read()
+            if not self._due or self._may_arrive():
+                break
         self.next_s = self._due[0][0] if self._due else None
+
+    def _may_arrive(self) -> bool:
+        """Whether the first of the due requests arrives at its time; if it has to wait, it is moved."""
+        at_s, due_s, number, request = self._due[0]
+        if request.loop is None:
+            return True
+        places = self._places[request.loop]
+        if not places.free_s:
+            heapq.heappush(places.waiting, (due_s, due_s, number, request))
+            heapq.heappop(self._due)
+            return False
+        if places.free_s[0] > at_s:
+            heapq.heapreplace(self._due, (places.free_s[0], due_s, number, request))
+            return False
+        return True
 
     def _read(self) -> None:
         assert self._next is not None
@@ -65,8 +112,10 @@ class ArrivalQueue:
         predecessor, ended_s = self._latest.get(request.session, (None, None)) if request.session else (None, None)
         if request.session:
             self._latest[request.session] = number, None
+        if request.loop is not None and request.loop not in self._places:
+            self._places[request.loop] = Places(deque([0.0] * request.loop.concurrency))
         if request.think_s is None or predecessor is None:
-            heapq.heappush(self._due, (request.arrival_s, number, request))
+            heapq.heappush(self._due, (request.arrival_s, request.arrival_s, number, request))
         elif ended_s is None:
             self._followers[predecessor] = number, request
         else:
@@ -74,4 +123,5 @@ class ArrivalQueue:
 
     def _push_follower(self, number: int, request: Request, ended_s: float) -> None:
         assert request.think_s is not None
-        heapq.heappush(self._due, (max(request.arrival_s, ended_s + request.think_s), number, request))
+        due_s = max(request.arrival_s, ended_s + request.think_s)
+        heapq.heappush(self._due, (due_s, due_s, number, request))

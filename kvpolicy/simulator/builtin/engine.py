@@ -268,15 +268,14 @@ class Engine:
                 self.scheduler.waiting.remove(live)
 
     def finish(self, live: LiveRequest) -> None:
-        """Count a request whose last token is out, and let the next one of its session arrive."""
+        """Count a request whose last token is out, and let those arrive that waited for its end."""
         self.scheduler.finish(live)
         self.preemptions.finished(live, self.copies, self.now_s)
         self.trace_writer.request(live)
         assert live.first_s is not None
         self.tallied.finished(live.arrival_s, live.first_s, live.last_s, live.outputs)
         self.present -= 1
-        if live.request.session:
-            self.arrivals.finished(live.number, live.request, self.now_s)
+        self.arrivals.finished(live.number, live.request, self.now_s)
 
     def _take_copies(self) -> None:
         for job, transfer in self.link.ended(self.now_s):

@@ -64,6 +64,10 @@ class TraceWriter:
             recomputed_tokens=live.recomputed,
             loaded_tokens=live.loaded,
             finish="length",
+            class_name=live.request.class_name,
+            priority=live.request.priority,
+            ttft_deadline_s=live.request.ttft_s,
+            tpot_deadline_s=live.request.tpot_s,
         )
         self._add("requests", row)
 
