@@ -31,6 +31,11 @@ class Priority(Order):
         return Rank((request.priority,))
 
 
+def is_stock(order: Order, scheduling: str) -> bool:
+    """Whether the order is what vLLM does by itself under this scheduling policy."""
+    return isinstance(order, Fcfs) or (isinstance(order, Priority) and scheduling == "priority")
+
+
 @dataclass(frozen=True, repr=False)
 class Urgent(Order):
     """By priority, and a more urgent request displaces less urgent ones.

@@ -17,7 +17,7 @@ from typing import Any
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
 from kvpolicy.events import Cause, Kind, Preemption, copy_was_used
-from kvpolicy.order import Fcfs, Order
+from kvpolicy.order import Fcfs, Guarded, Order, Priority
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
 from kvpolicy.survival import Survival
@@ -322,6 +322,14 @@ class Controller:
         self._keep()
 
     # ---- from the order of service ----
+
+    def serve_by(self, order: Order) -> None:
+        """Serve by this order, which the scheduler reads when it is made. Whatever goes wrong in it is counted."""
+        self.order = order if isinstance(order, (Fcfs, Priority)) else Guarded(order, self._order_failed)
+
+    def _order_failed(self, method: str) -> None:
+        self.metrics.tally.add("order_failed", method=method)
+        self._complain(f"{method}() of order {self.order.name} failed; going on without (counted as order_failed)")
 
     def price(self, request: Any) -> float | None:
         """Predicted engine seconds of displacing a running request, by the cheaper option; None without predictions."""

@@ -204,9 +204,7 @@ class Ordering:
         if not (self.order.displaces_by_rank and running and self._step >= self._back_off.next_step):
             return False
         worst = self.ranks.key(running[-1])[0]
-        return any(
-            len(queue) and self.ranks.key(queue.first())[0] < worst for queue in (self._holding, self._waiting)
-        )
+        return any(len(queue) and self.ranks.key(queue.first())[0] < worst for queue in (self._holding, self._waiting))
 
     def first_queue(self, *queues: RankedQueue) -> RankedQueue | None:
         """Of the queues that are not empty the one whose first request goes first; None where all are empty."""

@@ -15,8 +15,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from kvpolicy.order import Fcfs, Order
-from kvpolicy.order.rules import Priority
+from kvpolicy.order import Order, is_stock
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
@@ -60,7 +59,7 @@ class PolicyHooks:
         """Serve by this order from now on. The engine must be idle."""
         if self.requests:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished: an order is set while there are none")
-        if isinstance(order, (Fcfs, Priority)):
+        if is_stock(order, self.policy.value):
             return
         if self.policy.value != "fcfs":
             raise UnsupportedEngine(
@@ -189,6 +188,7 @@ class PolicyHooks:
 
     requests: dict[str, Any]
     pause_state: PauseState
+    policy: Any
     running: list[Any]
     waiting: Any
     skipped_waiting: Any

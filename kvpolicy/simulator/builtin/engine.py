@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpolicy.errors import InputError
 from kvpolicy.events import Cause
-from kvpolicy.order import Fcfs
+from kvpolicy.order import is_stock
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Run, Server, Sink, Times, load_of
 from kvpolicy.simulator.builtin import costs
@@ -59,7 +59,8 @@ class Engine:
         self.link: LinkQueues[CopyJob] = LinkQueues(server, times)
         self.preemptions = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
-        self.ordering = None if isinstance(server.order, Fcfs) else Ordering(server.order, server, self._price)
+        stock = is_stock(server.order, server.scheduling)
+        self.ordering = None if stock else Ordering(server.order, server, self._price)
         """None where vLLM's own order serves."""
         self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted, self.ordering)
         self.copies.loads = self._loads

@@ -198,7 +198,7 @@ def situation_of(
     server: Server,
     survival: Survival,
     now_s: float,
-    cause: Cause,
+    cause: Cause = "memory",
 ) -> Preemption:
     """The situation of ``live``, which has left the running list. Time: O(its blocks + running requests)."""
     size = server.block_size
