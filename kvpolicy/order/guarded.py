@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isnan
 from typing import Any
 
 from kvpolicy.order.base import Order, Progress, Rank, View
@@ -28,7 +29,10 @@ class Guarded(Order):
     def rank(self, request: Progress, view: View) -> Rank:
         try:
             value, until_tokens, until_s = self.base.rank(request, view)
-            return Rank(tuple(map(float, value)), float(until_tokens), float(until_s))
+            rank = Rank(tuple(map(float, value)), float(until_tokens), float(until_s))
+            if any(map(isnan, (*rank.value, rank.until_tokens, rank.until_s))):
+                raise ValueError(f"{rank} has no order: it contains NaN")
+            return rank
         except Exception:  # noqa: BLE001
             self._complain("rank")
             return Rank(request.rank)

@@ -8,10 +8,12 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
+MAX_VOID = 16
+"""Void entries beside as many entries as there are requests, before they are removed."""
 
 
 class OrderedQueue(Generic[R]):
-    """A priority queue that looks keys up. Each operation takes O(log n), on average; iteration sorts."""
+    """A priority queue that looks keys up. Each operation takes O(log n), on average; keys of requests differ."""
 
     def __init__(self, key: Callable[[R], Any]) -> None:
         self._key = key
@@ -27,18 +29,25 @@ class OrderedQueue(Generic[R]):
         return request in self._keys
 
     def __iter__(self) -> Iterator[R]:
-        return iter(sorted(self._keys, key=self._keys.__getitem__))
+        """Requests in order, those left out that are removed meanwhile. Reading the first few costs no sorting."""
+        heap, seen = self._heap.copy(), set[R]()
+        while heap:
+            key, _, request = heapq.heappop(heap)
+            if request not in seen and self._is_valid(request, key):
+                seen.add(request)
+                yield request
 
     def append(self, request: R) -> None:
         """Add a request, or take note of its new key."""
         key = self._keys[request] = self._key(request)
         heapq.heappush(self._heap, (key, next(self._numbers), request))
+        self._clear()
 
     def first(self) -> R:
         heap = self._heap
         while True:
             key, _, request = heap[0]
-            if self._keys.get(request) == key:
+            if self._is_valid(request, key):
                 return request
             heapq.heappop(heap)
 
@@ -46,7 +55,18 @@ class OrderedQueue(Generic[R]):
         request = self.first()
         del self._keys[request]
         heapq.heappop(self._heap)
+        self._clear()
         return request
 
     def remove(self, request: R) -> None:
         del self._keys[request]
+        self._clear()
+
+    def _clear(self) -> None:
+        """Remove void entries once they are in the majority."""
+        if len(self._heap) > 2 * len(self._keys) + MAX_VOID:
+            self._heap = [(key, number, request) for key, number, request in self._heap if self._is_valid(request, key)]
+            heapq.heapify(self._heap)
+
+    def _is_valid(self, request: R, key: Any) -> bool:
+        return bool(self._keys.get(request) == key)

@@ -18,6 +18,8 @@ Looks = Callable[[R, tuple[float, ...], int], Progress]
 
 Event = tuple[float, int, R, int]
 """Step or time, a number that decides between equals, the request, and the version of its entry."""
+MAX_VOID = 16
+"""Void events beside as many events as there are requests, before they are removed."""
 FIRST: tuple[float, ...] = (-inf,)
 """Rank of a request that has waited for too long."""
 
@@ -30,7 +32,7 @@ class Entry:
     admitted_at_tokens: int = 0
     """Output tokens that it had when it was last admitted."""
     waits_since_s: float | None = None
-    """None while it runs or is being loaded."""
+    """None while it runs. Loading is part of the waiting."""
     promoted: bool = False
     version: int = 0
     """Counts what makes its events in the calendar void."""
@@ -90,8 +92,15 @@ class Ranks(Generic[R]):
         if by_itself:
             self.state = self.order.finished(self.state, self.progress(request))
         del self._entries[request]
+        self._clear(self._by_step)
+        self._clear(self._by_time)
 
     # ---- the calendar ----
+
+    @property
+    def events(self) -> int:
+        """Events in the calendar, void ones included: at most four for each request, and a few more."""
+        return len(self._by_step) + len(self._by_time)
 
     @property
     def next_step(self) -> float:
@@ -110,7 +119,7 @@ class Ranks(Generic[R]):
         """
         asked = False
         changed = []
-        for request in self._taken(step, view.now_s):
+        for request in list(self._taken(step, view.now_s)):
             asked = True
             if self._ask(request, self._entries[request], step, view):
                 changed.append(request)
@@ -129,6 +138,16 @@ class Ranks(Generic[R]):
             heapq.heappop(heap)
         return heap[0][0] if heap else inf
 
+    def _add(self, heap: list[Event[R]], at: float, request: R) -> None:
+        heapq.heappush(heap, (at, next(self._numbers), request, self._entries[request].version))
+        self._clear(heap)
+
+    def _clear(self, heap: list[Event[R]]) -> None:
+        """Remove void events once they are in the majority: they may lie far ahead, and hold requests that ended."""
+        if len(heap) > 2 * len(self._entries) + MAX_VOID:
+            heap[:] = [event for event in heap if self._is_valid(event[2], event[3])]
+            heapq.heapify(heap)
+
     def _is_valid(self, request: R, version: int) -> bool:
         entry = self._entries.get(request)
         return entry is not None and entry.version == version
@@ -145,10 +164,10 @@ class Ranks(Generic[R]):
             quantum_ends = entry.admitted_at_tokens + self.order.quantum_tokens
             tokens = min(rank.until_tokens, quantum_ends if quantum_ends > progress.output_tokens else inf)
             if tokens < inf:
-                steps = max(1, ceil((tokens - progress.output_tokens) / self._per_step))
-                heapq.heappush(self._by_step, (step + steps, next(self._numbers), request, entry.version))
+                ahead = max(1.0, tokens - progress.output_tokens)
+                self._add(self._by_step, step + ceil(ahead / self._per_step), request)
         if rank.until_s < inf:
-            heapq.heappush(self._by_time, (rank.until_s, next(self._numbers), request, entry.version))
+            self._add(self._by_time, rank.until_s, request)
         return entry.key != before
 
     def _rank(self, progress: Progress, entry: Entry, view: View) -> Rank:

@@ -48,6 +48,8 @@ LOOPS = range(8)
 """Each combination of scheduling, prefix caching and asynchronous scheduling once."""
 ORDERED = (*range(6), 19, *range(7, 13))
 """Each order once, each kind of case several times."""
+TIED = (200, 212)
+"""Orders that learn, over closed loops in which several arrive and several end at the same time."""
 CROWDS = range(4)
 """Each combination of prefix caching and asynchronous scheduling once."""
 
@@ -75,6 +77,12 @@ def test_they_agree_under_every_order(seed: int) -> None:
     builtin = account("builtin", case)
     assert not differences(builtin, account("vllm", case))
     assert (displaced(builtin) > 0) == case.server.order.displaces_by_rank
+
+
+@pytest.mark.parametrize("seed", TIED)
+def test_they_agree_on_who_came_first_and_who_ended_first(seed: int) -> None:
+    case = ordered(seed, 60)
+    assert not differences(account("builtin", case), account("vllm", case))
 
 
 @pytest.mark.parametrize("seed", CROWDS)

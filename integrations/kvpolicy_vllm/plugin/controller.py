@@ -325,11 +325,12 @@ class Controller:
 
     def serve_by(self, order: Order) -> None:
         """Serve by this order, which the scheduler reads when it is made. Whatever goes wrong in it is counted."""
-        self.order = order if isinstance(order, (Fcfs, Priority)) else Guarded(order, self._order_failed)
+        self.order = order if isinstance(order, (Fcfs, Priority)) else Guarded(order, self.order_failed)
 
-    def _order_failed(self, method: str) -> None:
+    def order_failed(self, method: str) -> None:
+        """Count and log an error in the order of service, while the exception is handled."""
         self.metrics.tally.add("order_failed", method=method)
-        self._complain(f"{method}() of order {self.order.name} failed; going on without (counted as order_failed)")
+        self._complain(f"{method}() in order {self.order.name} failed; going on without (counted as order_failed)")
 
     def price(self, request: Any) -> float | None:
         """Predicted engine seconds of displacing a running request, by the cheaper option; None without predictions."""

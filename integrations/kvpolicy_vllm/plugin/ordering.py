@@ -6,7 +6,7 @@ running requests loses its blocks, and is given queues of its own public interfa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -69,13 +69,20 @@ class RankedQueue(RequestQueue):
 class Ordering:
     """Ranks, queues and displacement of one scheduler. Satisfies :class:`kvpolicy.order.Engine`.
 
-    ``clock``: the controller's. ``price``: see :attr:`kvpolicy.order.View.price`; of a running request.
+    ``price``: see :attr:`kvpolicy.order.View.price`; of a running request. ``complain`` is called with what failed,
+    while the exception is handled.
     """
 
     def __init__(
-        self, order: Order, scheduler: Any, clock: Callable[[], float], price: Callable[[Any], float | None]
+        self,
+        order: Order,
+        scheduler: Any,
+        clock: Callable[[], float],
+        price: Callable[[Any], float | None],
+        complain: Callable[[str], None],
     ) -> None:
         self.order = order
+        self._complain = complain
         self.ranks: Ranks[Any] = Ranks(order, self._progress_of, self._most_tokens(scheduler))
         self.displaced = 0
         """Requests displaced so far."""
@@ -94,8 +101,9 @@ class Ordering:
         self._by_number: dict[int, Any] = {}
         self._arrival_of: dict[Any, float] = {}
         self._scheduling = False
-        self._admitting = False
-        """Whether requests are looked at that this step admitted: what it brings them does not count yet."""
+        self._admitting: Mapping[str, int] = {}
+        """Tokens that the step which is being settled computes: what it brings to those it admitted does not count yet.
+        """
         self._waiting: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
         self._holding: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
         scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits)
@@ -131,10 +139,14 @@ class Ordering:
         self.ranks.preempted(request, self._step, self.view())
         self._back_off.reset()
 
-    def forget_ended(self) -> None:
-        """Forget the requests that have ended."""
+    def forget_ended(self, step: Iterable[str] = ()) -> None:
+        """Forget the requests that have ended, in the order of the step that ended them: an order learns from one after
+        the other."""
         requests = self._scheduler.requests
-        for request in [request for request in self._number_of if request.request_id not in requests]:
+        ended = {request.request_id: request for request in self._number_of if request.request_id not in requests}
+        in_step = [name for name in step if name in ended]
+        for name in dict.fromkeys([*in_step, *ended]):
+            request = ended[name]
             self.ranks.removed(request, by_itself=request.status in ENDED_BY_ITSELF)
             del self._by_number[self._number_of.pop(request)]
             del self._arrival_of[request]
@@ -154,7 +166,13 @@ class Ordering:
             self._renew()
         if scheduler.pause_state != PauseState.UNPAUSED or not self._looks():
             return []
-        taken = make_room(self.order, self, self._space(), self.view())
+        try:
+            taken = make_room(self.order, self, self._space(), self.view())
+        # The boundary between an order and a server: nobody is displaced in this step, then.
+        except Exception:  # noqa: BLE001
+            self._complain("make_room")
+            self._back_off.missed(self._step)
+            return []
         if taken.missed and not taken.victims:
             self._back_off.missed(self._step)
         self.displaced += len(taken.victims)
@@ -176,10 +194,10 @@ class Ordering:
         """Rank the requests that this step admitted."""
         admitted = [request.req_id for request in output.scheduled_new_reqs]
         admitted += output.scheduled_cached_reqs.resumed_req_ids
-        self._admitting = True
+        self._admitting = output.num_scheduled_tokens
         for name in admitted:
             self.ranks.admitted(self._scheduler.requests[name], self._step, self.view())
-        self._admitting = False
+        self._admitting = {}
         if admitted:
             self._sort_running()
 
@@ -315,7 +333,7 @@ class Ordering:
             request.num_prompt_tokens,
             output_tokens,
             request.max_tokens,
-            request.num_computed_tokens,
+            request.num_computed_tokens - self._admitting.get(request.request_id, 0),
             output_tokens - admitted_at_tokens,
             request.num_preemptions,
             rank,

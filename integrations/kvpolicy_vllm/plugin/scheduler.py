@@ -66,7 +66,8 @@ class PolicyHooks:
                 f"order {order.name}: ranks requests itself, --scheduling-policy {self.policy.value} does too: leave "
                 "the flag out"
             )
-        self.ordering = Ordering(order, self, self.kvpolicy.clock, self.kvpolicy.price)
+        controller = self.kvpolicy
+        self.ordering = Ordering(order, self, lambda: controller.clock(), controller.price, controller.order_failed)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         controller, loaded_requests = self.kvpolicy, self.loaded_requests
@@ -118,7 +119,7 @@ class PolicyHooks:
         unfinished = len(self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if self.ordering is not None and len(self.requests) < unfinished:
-            self.ordering.forget_ended()
+            self.ordering.forget_ended(scheduler_output.num_scheduled_tokens)
         self.kvpolicy.step_done(scheduler_output)
         return outputs
 

@@ -7,6 +7,7 @@ first; waiting requests are in queues by rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from math import inf
 from typing import Protocol
 
@@ -30,7 +31,7 @@ class Ordering:
 
     def __init__(self, order: Order, server: Server, price: Price) -> None:
         self.order = order
-        self.ranks: Ranks[LiveRequest] = Ranks(order, progress_of)
+        self.ranks: Ranks[LiveRequest] = Ranks(order, self._progress_of)
         self.waiting = RankedQueue(self.ranks.key)
         self.holding = RankedQueue(self.ranks.key)
         self.step = 0
@@ -39,6 +40,9 @@ class Ordering:
         self._server = server
         self._price = price
         self.by_number: dict[int, LiveRequest] = {}
+        self._number_of: dict[LiveRequest, int] = {}
+        """By arrival. A workload's own numbers rise otherwise where requests wait for others to end."""
+        self._numbers = count()
 
     def view(self) -> View:
         server = self._server
@@ -47,7 +51,8 @@ class Ordering:
     # ---- what happens to requests ----
 
     def arrived(self, live: LiveRequest) -> None:
-        self.by_number[live.number] = live
+        number = self._number_of[live] = next(self._numbers)
+        self.by_number[number] = live
         self.ranks.arrived(live, self.step, self.view())
         self.back_off.reset()
 
@@ -62,7 +67,7 @@ class Ordering:
 
     def finished(self, live: LiveRequest) -> None:
         self.ranks.removed(live, by_itself=True)
-        del self.by_number[live.number]
+        del self.by_number[self._number_of.pop(live)]
         self.back_off.reset()
 
     # ---- before a step ----
@@ -121,6 +126,23 @@ class Ordering:
         """Whether the order lets the request in beside running ones."""
         return self.order.admits(self.ranks.progress(live), free_after_blocks, self.view())
 
+    def _progress_of(self, live: LiveRequest, rank: tuple[float, ...], admitted_at_tokens: int) -> Progress:
+        """The request as an order sees it."""
+        request = live.request
+        output_tokens = live.outputs + live.placeholders
+        return Progress(
+            self._number_of[live],
+            live.arrival_s,
+            request.priority,
+            request.prompt_tokens,
+            output_tokens,
+            request.output_tokens,
+            live.computed,
+            output_tokens - admitted_at_tokens,
+            live.preemptions,
+            rank,
+        )
+
     def _price_of(self, request: Progress) -> float | None:
         return self._price(self.by_number[request.number])
 
@@ -162,21 +184,3 @@ class Room:
 
     def freed_blocks(self, running: Progress) -> int:
         return self._memory.freed_blocks(self._by_number[running.number])
-
-
-def progress_of(live: LiveRequest, rank: tuple[float, ...], admitted_at_tokens: int) -> Progress:
-    """The request as an order sees it."""
-    request = live.request
-    output_tokens = live.outputs + live.placeholders
-    return Progress(
-        live.number,
-        live.arrival_s,
-        request.priority,
-        request.prompt_tokens,
-        output_tokens,
-        request.output_tokens,
-        live.computed,
-        output_tokens - admitted_at_tokens,
-        live.preemptions,
-        rank,
-    )
