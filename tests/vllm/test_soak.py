@@ -32,7 +32,8 @@ pytestmark = pytest.mark.scheduler
 SEEDS = range(30)
 PRESSED: dict[str, Any] = {
     "scheduling": "fcfs", "order": "fcfs", "adapters": 0, "grammars": False, "prompt_logprobs": False,
-    "copies_fail": False, "harried": False, "resets": "none", "pauses": False, "spare_blocks": 2, "policy": "always-swap", "requests": 60,
+    "copies_fail": False, "harried": False, "resets": "none", "pauses": False, "spare_blocks": 2,
+    "policy": "always-swap", "requests": 60,
 }  # fmt: skip
 """Much swapping, and nothing that goes wrong by itself."""
 
