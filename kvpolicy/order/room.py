@@ -33,8 +33,9 @@ class Engine(Protocol):
         """Blocks that must be free for it to be admitted."""
         ...
 
-    def freed_blocks(self, running: Progress) -> int:
-        """Blocks that are free once it has lost its own."""
+    def freed_blocks(self, running: Progress, waiting: Progress) -> int:
+        """Blocks that ``waiting``, whose need was asked for last, gains once ``running`` has lost its own. Those that
+        it would take over from the prefix cache are no gain: its need counts on them already."""
         ...
 
 
@@ -101,7 +102,7 @@ def make_room(order: Order, engine: Engine, space: Space, view: View) -> Taken:
                 if need <= found_free and found_places >= wanted_places:
                     break
                 victims.append(victim)
-                found_free += engine.freed_blocks(victim)
+                found_free += engine.freed_blocks(victim, waiting)
                 found_places += 1
         fits = need <= found_free and found_places >= wanted_places
         few = len(plan.victims) + len(victims) <= order.max_victims

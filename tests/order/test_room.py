@@ -29,7 +29,7 @@ class Engine:
     def need_blocks(self, waiting: Progress) -> int:
         return self.waits[waiting]
 
-    def freed_blocks(self, running: Progress) -> int:
+    def freed_blocks(self, running: Progress, waiting: Progress) -> int:
         return self.runs[running]
 
 

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
-from kvpolicy.order import BackOff, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
+from kvpolicy.order import BackOff, Guarded, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
 
 ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -83,11 +83,14 @@ class Ordering:
     ) -> None:
         self.order = order
         self._complain = complain
+        whose = order.base if isinstance(order, Guarded) else order
+        self._gates = type(whose).admits is not Order.admits
+        """Whether the order may refuse to admit. Finding out takes a look at the prefix cache."""
         self.ranks: Ranks[Any] = Ranks(order, self._progress_of, self._most_tokens(scheduler))
         self.displaced = 0
         """Requests displaced so far."""
         self.missed = 0
-        """Steps in which requests were displaced and nobody came in."""
+        """Requests for which others were displaced and which did not come in."""
         self.arrived_at: Callable[[Any], float] = lambda request: clock()
         """When a request arrived, by the controller's clock."""
         self._scheduler = scheduler
@@ -96,6 +99,11 @@ class Ordering:
         self._step = 0
         self._now_s = clock()
         self._back_off = BackOff()
+        self._after_miss = BackOff()
+        self._hit_ids: frozenset[int] = frozenset()
+        """Blocks in the prefix cache of the request whose need was asked for last."""
+        self._let_in: list[Any] = []
+        """Requests for which others were displaced in this step."""
         self._numbers = count()
         self._number_of: dict[Any, int] = {}
         self._by_number: dict[int, Any] = {}
@@ -176,6 +184,7 @@ class Ordering:
         if taken.missed and not taken.victims:
             self._back_off.missed(self._step)
         self.displaced += len(taken.victims)
+        self._let_in = [self._by_number[waiting.number] for waiting in taken.let_in]
         return [self._by_number[victim.number] for victim in taken.victims]
 
     def _renew(self) -> None:
@@ -198,8 +207,21 @@ class Ordering:
         for name in admitted:
             self.ranks.admitted(self._scheduler.requests[name], self._step, self.view())
         self._admitting = {}
+        if self._let_in:
+            self._count_missed()
         if admitted:
             self._sort_running()
+
+    def _count_missed(self) -> None:
+        """Displace nobody for some steps where somebody did not come in, for whatever reason of vLLM's: the next
+        victims would be taken in vain, too."""
+        missed = sum(request in self._waiting for request in self._let_in)
+        self.missed += missed
+        self._let_in = []
+        if missed:
+            self._after_miss.missed(self._step)
+        else:
+            self._after_miss.reset()
 
     def _sort_running(self) -> None:
         self._scheduler.running.sort(key=self.ranks.key)
@@ -210,16 +232,22 @@ class Ordering:
         self._scheduling = begins
 
     def _admits(self, request: Any) -> bool:
-        if not (self._scheduling and self._scheduler.running):
+        if not (self._gates and self._scheduling and self._scheduler.running):
             return True
-        progress = self.ranks.progress(request)
-        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return self.order.admits(progress, free - self.need_blocks(progress), self.view())
+        try:
+            progress = self.ranks.progress(request)
+            free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            return self.order.admits(progress, free - self.need_blocks(progress), self.view())
+        # The boundary between an order and a server: whoever fits is admitted, then.
+        except Exception:  # noqa: BLE001
+            self._complain("admits")
+            return True
 
     def _looks(self) -> bool:
         """Whether to look for room in this step: somebody waits who goes before a running request."""
         running = self._scheduler.running
-        if not (self.order.displaces_by_rank and running and self._step >= self._back_off.next_step):
+        from_step = max(self._back_off.next_step, self._after_miss.next_step)
+        if not (self.order.displaces_by_rank and running and self._step >= from_step):
             return False
         worst = self.ranks.key(running[-1])[0]
         return any(len(queue) and self.ranks.key(queue.first())[0] < worst for queue in (self._holding, self._waiting))
@@ -251,10 +279,12 @@ class Ordering:
         manager = scheduler.kv_cache_manager
         watermark = getattr(manager, "watermark_blocks", 0) if scheduler.running else 0
         total = -(-request.num_tokens // scheduler.block_size)
+        self._hit_ids = frozenset()
         if request.num_computed_tokens > 0:
             held = len(manager.get_blocks(request.request_id).blocks[0])
             return int(max(0, total - held) + watermark)
         hits, local_tokens = self._local_hits(request)
+        self._hit_ids = frozenset(block.block_id for block in hits)
         idle = sum(block.ref_cnt == 0 for block in hits)
         loads = scheduler.kvpolicy.loadable_tokens(request, local_tokens)
         missing = max(0, total - len(hits))
@@ -263,10 +293,10 @@ class Ordering:
             missing = max(missing, loaded + scheduler._inflight_prefill_reserved_blocks())
         return int(missing + idle + watermark)
 
-    def freed_blocks(self, running: Progress) -> int:
+    def freed_blocks(self, running: Progress, waiting: Progress) -> int:
         request = self._by_number[running.number]
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-        return sum(block.ref_cnt == 1 for block in blocks)
+        return sum(block.ref_cnt == 1 and block.block_id not in self._hit_ids for block in blocks)
 
     def _local_hits(self, request: Any) -> tuple[Any, int]:
         """Blocks and tokens of the request that are in the prefix cache. Without the statistics that vLLM counts when

@@ -37,6 +37,9 @@ class Ordering:
         self.step = 0
         self.now_s = 0.0
         self.back_off = BackOff()
+        self.after_miss = BackOff()
+        """Looks that are left out because requests were displaced for somebody who did not come in."""
+        self._let_in: list[LiveRequest] = []
         self._server = server
         self._price = price
         self.by_number: dict[int, LiveRequest] = {}
@@ -99,7 +102,11 @@ class Ordering:
 
     def looks(self, running: Sequence[LiveRequest]) -> bool:
         """Whether to look for room in this step: somebody waits who goes before a running request."""
-        return self.step >= self.back_off.next_step and self.outranks(running)
+        return self.step >= self._next_look and self.outranks(running)
+
+    @property
+    def _next_look(self) -> int:
+        return max(self.back_off.next_step, self.after_miss.next_step)
 
     def outranks(self, running: Sequence[LiveRequest]) -> bool:
         """Whether a waiting request goes before a running one, and may displace it."""
@@ -112,7 +119,7 @@ class Ordering:
         """Number of steps, from ``step`` on, before any rank may change or room may be looked for; time apart."""
         until = self.ranks.next_step
         if self.outranks(running):
-            until = min(until, self.back_off.next_step)
+            until = min(until, self._next_look)
         return until - step if until < inf else inf
 
     def displaced(self, engine: Room, space: Space) -> list[LiveRequest]:
@@ -120,7 +127,16 @@ class Ordering:
         taken = make_room(self.order, engine, space, self.view())
         if taken.missed and not taken.victims:
             self.back_off.missed(self.step)
+        self._let_in = [self.by_number[waiting.number] for waiting in taken.let_in]
         return [self.by_number[victim.number] for victim in taken.victims]
+
+    def count_missed(self) -> None:
+        """Displace nobody for some steps where somebody for whom others were displaced did not come in."""
+        if any(live in self.waiting for live in self._let_in):
+            self.after_miss.missed(self.step)
+        else:
+            self.after_miss.reset()
+        self._let_in = []
 
     def admits(self, live: LiveRequest, free_after_blocks: int) -> bool:
         """Whether the order lets the request in beside running ones."""
@@ -157,7 +173,7 @@ class Memory(Protocol):
 
     def need_blocks(self, live: LiveRequest) -> int: ...
 
-    def freed_blocks(self, live: LiveRequest) -> int: ...
+    def freed_blocks(self, live: LiveRequest, waiting: LiveRequest) -> int: ...
 
 
 class Room:
@@ -182,5 +198,5 @@ class Room:
     def need_blocks(self, waiting: Progress) -> int:
         return self._memory.need_blocks(self._by_number[waiting.number])
 
-    def freed_blocks(self, running: Progress) -> int:
-        return self._memory.freed_blocks(self._by_number[running.number])
+    def freed_blocks(self, running: Progress, waiting: Progress) -> int:
+        return self._memory.freed_blocks(self._by_number[running.number], self._by_number[waiting.number])

@@ -196,6 +196,8 @@ class Scheduler:
         budget = self.run(step, self._server.token_budget, 0)
         if len(step.lost) == lost:
             self.admit(step, budget)
+        if displaced and self._ordering is not None:
+            self._ordering.count_missed()
         for live in displaced:
             self.waiting.append(live)
         self.advance(step)
@@ -437,6 +439,9 @@ class Scheduler:
         """Blocks that must be free for a waiting request to be admitted."""
         return self._demand(live, self._server.token_budget).needed_blocks
 
-    def freed_blocks(self, live: LiveRequest) -> int:
-        """Blocks that are free once the request has lost its own."""
-        return live.held - self.pool.shared(live, live.held)
+    def freed_blocks(self, live: LiveRequest, waiting: LiveRequest) -> int:
+        """Blocks that a waiting request gains once another has lost its own: not those that it would take over."""
+        hits = self.pool.hits(waiting) if waiting.computed == 0 else ()
+        taken_over = {id(block) for block in hits if block.holders == 1}
+        mine = sum(id(block) in taken_over for block in live.keyed_blocks)
+        return live.held - self.pool.shared(live, live.held) - mine
