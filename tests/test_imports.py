@@ -30,7 +30,7 @@ LAYERS = (
 
 _DECIDE = {
     "errors", "arrays", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution",
-    "cost", "policy", "settings", "host_store", "load_growth", "survival",
+    "cost", "policy", "settings", "host_store", "load_growth", "order", "survival",
 }  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},

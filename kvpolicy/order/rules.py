@@ -8,7 +8,7 @@ from math import ceil, exp2, floor, inf, log2
 from typing import Any
 
 from kvpolicy.order.base import Order, Progress, Rank, View
-from kvpolicy.order.lengths import BOUNDS, Lengths, level_of
+from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.order import Fcfs, Order, Priority, is_stock, load
-from kvpolicy.order.lengths import Lengths, level_of
+from kvpolicy.order.seen_lengths import Lengths, level_of
 from tests.order.made import progress, view
 
 

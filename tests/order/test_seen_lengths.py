@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpolicy.order.lengths import BOUNDS, LEVELS, PRIOR, Lengths, level_of
+from kvpolicy.order.seen_lengths import BOUNDS, LEVELS, PRIOR, Lengths, level_of
 
 
 def learned(*lengths: int) -> Lengths:

@@ -31,7 +31,7 @@ class Guarded(Order):
             value, until_tokens, until_s = self.base.rank(request, view)
             rank = Rank(tuple(map(float, value)), float(until_tokens), float(until_s))
             if any(map(isnan, (*rank.value, rank.until_tokens, rank.until_s))):
-                raise ValueError(f"{rank} has no order: it contains NaN")
+                raise TypeError(f"{rank} contains NaN, which has no order")
             return rank
         except Exception:  # noqa: BLE001
             self._complain("rank")
