@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.order import Order, load
 from kvpolicy.simulator import Builtin, Server
 from kvpolicy.simulator.builtin import ordering
+from kvpolicy.simulator.builtin.live_request import LiveRequest
 from kvpolicy.trace import Trace
 from kvpolicy.workload import Request, Workload
 from tests.simulator.random_runs import engine_of
@@ -53,6 +55,32 @@ def test_as_many_are_displaced_as_are_needed_and_who_needs_it_comes_in_at_once(p
     first_s = times(trace, "first_token_s")["2"]
     step = next(row for row in trace.rows("steps") if row["start_s"] + row["duration_s"] == first_s)
     assert step["start_s"] == at_s and first_s < times(stock, "first_token_s")["2"]
+
+
+def test_blocks_that_would_be_taken_over_are_no_gain() -> None:
+    """The urgent one needs three blocks beside the three of its prefix, which the last one holds alone. That one's five
+    are not enough, as the three of the prefix are among them."""
+    first, last = batch(2)
+    shared = {"prefix": (1, 2, 3), "prefix_block_tokens": 4}
+    source = workload(first, replace(last, **shared), Request(1.5, 24, 1, **shared))
+    trace = run(source, replace(served_by("urgent"), prefix_caching=True), "always-recompute", SECONDS)[1]
+    rows = [row for row in trace.rows("decisions") if row["cause"] == "displaced"]
+    assert [row["request"] for row in rows] == ["1", "0"] and len({row["time_s"] for row in rows}) == 1
+
+
+def test_a_leap_ends_where_room_is_looked_for_again() -> None:
+    order = ordering.Ordering(load("urgent"), TEN, lambda live: None)
+    runs, waits = (LiveRequest(n, Request(0.0, 16, 4, priority=1 - n), 0.0) for n in range(2))
+    order.arrived(runs)
+    order.admitted(runs)
+    assert order.quiet_steps(3, [runs]) == inf
+    order.arrived(waits)
+    order.waiting.append(waits)
+    assert order.quiet_steps(3, [runs]) <= 0 and order.looks([runs])
+    order.back_off.missed(5)
+    assert order.quiet_steps(3, [runs]) == 3 and not order.looks([runs])
+    order.after_miss.missed(7)
+    assert order.quiet_steps(3, [runs]) == 5
 
 
 def test_nobody_is_displaced_in_vain() -> None:
