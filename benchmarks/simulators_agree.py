@@ -1,6 +1,6 @@
 """The built-in simulator beside vLLM's own scheduler over cases drawn from seeds: whatever differs between them.
 
-    python benchmarks/simulators_agree.py --seeds FROM TO [--requests N] [--closed-loops]
+    python benchmarks/simulators_agree.py --seeds FROM TO [--requests N] [--closed-loops | --orders]
 
 Cases and comparison are those of ``tests/vllm/agreement.py``, read from the same checkout; vLLM has to be installed.
 Ends with 1 where a case differs.
@@ -26,6 +26,8 @@ class Comparison(NamedTuple):
     steps: int
     """That compute."""
     preemptions: int
+    displaced: int
+    """Preemptions by which the order of service made room."""
     differences: list[str]
 
 
@@ -33,7 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs=2, required=True, metavar=("FROM", "TO"), help="both included")
     parser.add_argument("--requests", type=int, default=60, help="of each case")
-    parser.add_argument("--closed-loops", action="store_true", help="with most requests of each case in closed loops")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--closed-loops", dest="kind", action="store_const", const="looped", default="drawn",
+        help="with most requests of each case in closed loops",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--orders", dest="kind", action="store_const", const="ordered",
+        help="with each case served by another of the orders than first come, first served",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     first, last = options.seeds
     if not 0 <= first <= last:
@@ -42,30 +52,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--requests {options.requests}: should be 1 or more")
     total: Counter[str] = Counter()
     for seed in track(range(first, last + 1), "cases", console=Console(stderr=True)):
-        comparison = compare(seed, options.requests, options.closed_loops)
+        comparison = compare(seed, options.requests, options.kind)
         total.update(
             cases=1,
             steps=comparison.steps,
             preemptions=comparison.preemptions,
+            displaced=comparison.displaced,
             differing=int(bool(comparison.differences)),
         )
         for difference in comparison.differences:
             print(f"seed {seed}: {difference}")
     print(
         f"vllm {vllm.__version__}, seeds {first} to {last}: {total['cases']} cases of {options.requests} requests, "
-        f"{total['steps']} steps, {total['preemptions']} preemptions, {total['differing']} cases differ"
+        f"{total['steps']} steps, {total['preemptions']} preemptions, {total['displaced']} of them displaced, "
+        f"{total['differing']} cases differ"
     )
     return 1 if total["differing"] else 0
 
 
-def compare(seed: int, requests: int, closed_loops: bool = False) -> Comparison:
+def compare(seed: int, requests: int, kind: str = "drawn") -> Comparison:
+    """``kind``: the function of ``tests/vllm/agreement.py`` that draws the case."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tests.vllm.agreement import account, differences, drawn, looped
+    from tests.vllm import agreement
 
-    case = looped(seed, requests) if closed_loops else drawn(seed, requests)
-    builtin = account("builtin", case)
-    preempted = sum(builtin.run.summary.preemptions.values())
-    return Comparison(len(builtin.scheduled), preempted, differences(builtin, account("vllm", case)))
+    case = getattr(agreement, kind)(seed, requests)
+    builtin = agreement.account("builtin", case)
+    preempted, displaced = sum(builtin.run.summary.preemptions.values()), agreement.displaced(builtin)
+    differences = agreement.differences(builtin, agreement.account("vllm", case))
+    return Comparison(len(builtin.scheduled), preempted, displaced, differences)
 
 
 if __name__ == "__main__":

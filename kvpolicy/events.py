@@ -13,12 +13,12 @@ from typing import Any, Literal, TypeVar, cast
 Record = TypeVar("Record")
 
 Kind = Literal["recompute", "swap"]
-Cause = Literal["memory", "forced", "reset"]
+Cause = Literal["memory", "forced", "reset", "displaced"]
 Ending = Literal["resumed", "aborted", "superseded"]
 Direction = Literal["save", "load"]
 
 KINDS: tuple[Kind, ...] = ("recompute", "swap")
-CAUSES: tuple[Cause, ...] = ("memory", "forced", "reset")
+CAUSES: tuple[Cause, ...] = ("memory", "forced", "reset", "displaced")
 ENDINGS: tuple[Ending, ...] = ("resumed", "aborted", "superseded")
 DIRECTIONS: tuple[Direction, ...] = ("save", "load")
 TOOL_COPY = "tool"

@@ -9,6 +9,8 @@ from pathlib import Path
 from kvpolicy.extensions import FORM, PREFIX, names_module
 from kvpolicy.fields import AMOUNT, POSITIVE, Rule, WrongValue, option, validate
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.order import HELP as ORDERS
+from kvpolicy.order import spec as orders
 from kvpolicy.policy import HELP, Policy
 
 LINK = "Simulated link, BYTES_PER_S[,LATENCY_S]. Default: the native link."
@@ -23,6 +25,7 @@ class ServerSettings:
     """One field per flag and key. The command line, the checks and the plugin all derive from these fields."""
 
     policy: str = option(HELP)
+    order: str = option(f"Order of service. {ORDERS}.", "fcfs")
     shadow: bool = option("Decide and record, but execute vLLM's own recompute.", False)
     host_gib: float = option(
         "Total host memory for evicted KV over the ranks of one engine core, GiB.", DEFAULT_HOST_GIB, POSITIVE
@@ -43,12 +46,14 @@ class ServerSettings:
     def __post_init__(self) -> None:
         _refuse_object(self.policy)
         validate(self)
-        if names_module(self.policy) and not self.allow_python_policies:
-            raise WrongValue(
-                "policy",
-                f"is {self.policy!r}, which names a module to run; a server runs one only with "
-                '--allow-python-policies, in its settings "allow_python_policies": true',
-            )
+        for name, value in (("policy", self.policy), ("order", self.order)):
+            if names_module(value) and not self.allow_python_policies:
+                raise WrongValue(
+                    name,
+                    f"is {value!r}, which names a module to run; a server runs one only with "
+                    '--allow-python-policies, in its settings "allow_python_policies": true',
+                )
+        orders.load(self.order, self.allow_python_policies)
 
 
 def _refuse_object(policy: object) -> None:

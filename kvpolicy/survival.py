@@ -76,10 +76,13 @@ class Survival:
     Where nothing survived, the absence is known only to have lasted longer than the blocks did. That is clear once the
     queue is empty while the victim still waits, often long before it is resumed.
 
-    Preemptions by tools are learned from by themselves. After a reset nothing is in the prefix cache.
+    Preemptions by tools, and those for more urgent requests, are learned from by themselves. After a reset nothing is
+    in the prefix cache.
     """
 
-    absences: dict[Cause, Absences] = field(default_factory=lambda: {"memory": Absences(), "forced": Absences()})
+    absences: dict[Cause, Absences] = field(
+        default_factory=lambda: {"memory": Absences(), "forced": Absences(), "displaced": Absences()}
+    )
     _at_risk: dict[str, AtRisk] = field(default_factory=dict)
     """By preemption, as long as its outcome is of interest."""
     _waiting: dict[str, None] = field(default_factory=dict)

@@ -16,7 +16,7 @@ LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
     ("fields", "stats", "stored_values"),
     ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
-    ("features", "hardware", "headroom", "host_store", "load_growth", "survival", "workload"),
+    ("features", "hardware", "headroom", "host_store", "load_growth", "order", "survival", "workload"),
     ("trace",),
     ("attribution",),
     ("cost", "datasets"),
@@ -30,7 +30,7 @@ LAYERS = (
 
 _DECIDE = {
     "errors", "arrays", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution",
-    "cost", "policy", "settings", "host_store", "load_growth", "survival",
+    "cost", "policy", "settings", "host_store", "load_growth", "order", "survival",
 }  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},

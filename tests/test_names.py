@@ -12,7 +12,7 @@ PACKAGES = ("kvpolicy", "integrations/kvpolicy_vllm")
 MODULES = sorted(
     path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if not path.stem.startswith("__")
 )
-NOUNS = {"breakdown", "indexing", "scaling", "staging", "streaming"}
+NOUNS = {"breakdown", "indexing", "ordering", "scaling", "staging", "streaming"}
 """That end as participles do."""
 ONE_ROLE = {
     "base": "the class that the package's others extend",
@@ -20,6 +20,7 @@ ONE_ROLE = {
     "controller": "the plugin's, and the same on a virtual clock",
     "engine": "the engine of a simulator",
     "host_copies": "copies in host memory, and how far they are",
+    "ordering": "an order of service, carried out by a scheduler",
     "pipeline": "the steps of one command",
     "progress": "a progress bar",
     "report": "what a command found, as text and as JSON",

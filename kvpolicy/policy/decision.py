@@ -153,6 +153,12 @@ class Decider:
         options = RECOMPUTE, Option("swap", situation.computed_tokens, HOST_TIER)
         return self.policy.loads(situation, options, self.state)
 
+    def price(self, situation: Preemption, why_no_swap: str = "") -> float | None:
+        """Predicted engine seconds of the cheapest feasible option; None for a policy without predictions. Pure."""
+        options = feasible_options(situation, swap_possible=not why_no_swap)
+        _, costs = self.policy.assess(situation, options, self.state)
+        return min((cost.engine_s for cost in costs), default=None)
+
     def pin(self, kind: Kind | None) -> None:
         """Take ``kind`` whenever it is feasible, recorded as the policy :data:`PINNED`; None to unpin.
 

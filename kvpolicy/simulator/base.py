@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 from kvpolicy.arrays import Floats
 from kvpolicy.attribution.ledger import Step
 from kvpolicy.events import Decision, Direction, Kind
-from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, refuse_non_integer
+from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, WrongValue, refuse_non_integer
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.headroom import Headroom
+from kvpolicy.order import Fcfs, Order, is_stock
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Header, Row, Trace
 from kvpolicy.workload import Source
@@ -113,6 +114,8 @@ class Server:
     max_model_len: int = 131072
     prefix_caching: bool = True
     scheduling: Scheduling = "fcfs"
+    order: Order = field(default_factory=Fcfs)
+    """The order of service, where it is other than vLLM's own, which ``scheduling`` names."""
     watermark: float = 0.0
     """Share of the device's blocks that stays free when a request is admitted beside running ones; below 1."""
     asynchronous: bool = False
@@ -133,6 +136,8 @@ class Server:
                 refuse_non_integer(name, value, rule)
         SHARE_OF_BLOCKS.refuse("watermark", self.watermark)
         AMOUNT.refuse("link.slowdown", self.link.slowdown)
+        if self.scheduling != "fcfs" and not is_stock(self.order, self.scheduling):
+            raise WrongValue("order", f"is {self.order.name}, which ranks requests itself: scheduling should be fcfs")
 
     @property
     def engine_spec(self) -> EngineSpec:

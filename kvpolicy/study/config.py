@@ -11,6 +11,8 @@ from pathlib import Path
 
 from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, WrongValue, one_of, option, validate
 from kvpolicy.hardware.sheets import known_sheet
+from kvpolicy.order import HELP as ORDERS
+from kvpolicy.order import is_stock, load_order
 from kvpolicy.settings import DEFAULT_HOST_GIB, GIB
 
 HARDWARE_FORMS = (
@@ -38,6 +40,7 @@ class Serving:
     )
     prefix_caching: bool = option("Switch vLLM's prefix caching off.", True)
     scheduling: str = option("Scheduling policy: fcfs or priority.", "fcfs", one_of("fcfs", "priority"))
+    order: str = option(f"Order of service. {ORDERS}.", "fcfs")
     asynchronous: bool | None = option(
         "Schedule one step ahead. Default: as vLLM does, on all devices but CPUs.", None, flag="--async/--no-async"
     )
@@ -51,6 +54,10 @@ class Serving:
         validate(self)
         if self.host_gib is not None and self.host_blocks is not None:
             raise WrongValue("host_blocks", "is given with host_gib, should be given without: both set the same memory")
+        if self.scheduling != "fcfs" and not is_stock(load_order(self.order), self.scheduling):
+            raise WrongValue(
+                "order", f"is {self.order}, which ranks requests itself, should be given without scheduling"
+            )
 
     def on(self, device: str) -> Serving:
         """These settings with every None replaced by the plugin's or vLLM's default for the device."""

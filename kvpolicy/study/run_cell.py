@@ -20,6 +20,7 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.hardware.link import NATIVE, SimulatedLink, header_link
 from kvpolicy.json_values import finite
+from kvpolicy.order import load_order
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
 from kvpolicy.simulator.builtin import Builtin
@@ -185,7 +186,8 @@ def server_of(cell: Cell, machine: Machine) -> Server:
         token_budget=limits.token_budget,
         max_running=limits.max_num_seqs,
         prefix_caching=serving.prefix_caching,
-        scheduling="priority" if serving.scheduling == "priority" else "fcfs",
+        scheduling="priority" if "priority" in (serving.scheduling, serving.order) else "fcfs",
+        order=load_order(serving.order),
         asynchronous=limits.asynchronous,
         watermark=serving.watermark,
         segment_bytes=machine.segment_bytes(serving.block_size),
@@ -255,6 +257,7 @@ def contents(cell: Cell) -> dict[str, str]:
         "program": program_digest(cell.engine),
         "hardware": machine_of(cell).digest,
         "policy": policy.digest if cell.module else cell.policy_digest,
+        "order": load_order(cell.serving.order).digest,
         "cost model": "" if policy.cost_model is None else policy.cost_model.digest,
         "workload": cell.workload_digest or workload_digest(cell.workload),
     }

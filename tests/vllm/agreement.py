@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpolicy import policy
+from kvpolicy import order, policy
 from kvpolicy.events import SITUATION_FIELDS
 from kvpolicy.simulator import Link, Run, Server, Simulator
 from kvpolicy.simulator.base import Scheduling
@@ -25,6 +25,11 @@ from kvpolicy_vllm.simulator.engine import VllmScheduler
 BLOCK, BLOCK_BYTES = 16, 65536
 TIMES = ConstantTimes(2e-3, (1e-5, 2e-6, 1e-7, 1e-9, 1e-4, 1e-8), 1e-4, 2e9, 1e-6)
 FICKLE = "python:tests.fickle:Fickle"
+ORDERS = (
+    "mlfq:base=8", "mlfq:base=4,promote=0.2", "las:quantum=8", "srpt:limit", "srpt:lengths", "gittins:quantum=8",
+    "urgent", "urgent:quantum=4", "urgent/mlfq:base=8", "reserve:.2", "deadline:ttft=.2,tpot=.01",
+    "mlfq:base=8,victims=least-computed", "mlfq:base=4,victims=cheapest",
+)  # fmt: skip
 SAME_S = 1e-9
 """Times are sums of the same numbers in another order."""
 
@@ -144,6 +149,13 @@ def crowded(seed: int, count: int = 40) -> Case:
     return Case(seed, Workload(f"crowded {seed}", tuple(made), seed), server, "always-swap", times)
 
 
+def ordered(seed: int, count: int = 60) -> Case:
+    """A case of :func:`crowded`, :func:`drawn` or :func:`looped` in turn, served by another order in turn."""
+    case = (crowded, drawn, looped)[seed % 3](seed, count)
+    served = replace(case.server, scheduling="fcfs", order=order.load(ORDERS[seed % len(ORDERS)]))
+    return replace(case, server=served)
+
+
 def returned_before_newcomers(told: Account) -> set[int]:
     """Requests that ran before others again that were admitted while they were away."""
     first: dict[int, int] = {}
@@ -162,6 +174,11 @@ def returned_before_newcomers(told: Account) -> set[int]:
             if name in away and any(first[other] in away[name] for other in order[index + 1 :])
         }
     return found
+
+
+def displaced(told: Account) -> int:
+    """Preemptions by which the order of service made room."""
+    return sum(row["cause"] == "displaced" for row in told.rows("decisions"))
 
 
 def account(engine: str, case: Case) -> Account:

@@ -35,7 +35,7 @@ from kvpolicy_vllm.plugin.observers import Observer
 from tests.vllm.disturbances import Disturbances, Shares, loaded_and_waiting
 from tests.vllm.models import write_llama
 from tests.vllm.places import Places
-from tests.vllm.setups import BLOCK, MAX_SHARED_TOKENS, Setup
+from tests.vllm.setups import BLOCK, MAX_SHARED_TOKENS, UNRULY, Setup
 from tests.vllm.symbolic import Faults, SymbolicWorker
 
 MAX_STEPS = 60_000
@@ -44,6 +44,7 @@ STEP_S = 0.05
 MAX_IDLE_STEPS = 40
 """So long nothing may be scheduled though nothing is paused, loading or compiling."""
 MAX_GRAMMAR_STEPS = 60
+MAX_EVENTS_PER_REQUEST = 8
 MAX_ACCOUNTS = 6
 """Preemptions of the last steps, whose costs no later step has closed."""
 
@@ -58,6 +59,7 @@ class Outcome:
     tokens: int = 0
     preemptions: int = 0
     swaps: int = 0
+    displaced: int = 0
     waits: tuple[int, ...] = ()
     """Of every load that ended: steps that its request then held its blocks and was not scheduled."""
 
@@ -120,6 +122,7 @@ class Schedule:
         self.places = Places(self.scheduler)
         self.stalled = ""
         self.waits: list[int] = []
+        self.most_events = 0
         self._idle_steps = self._compiling = 0
         self._waiting: dict[str, int] = {}
 
@@ -138,6 +141,8 @@ class Schedule:
             self.tokens += output.total_num_scheduled_tokens
             self.places.after_step()
             self._watch(output)
+            if self.scheduler.ordering is not None:
+                self.most_events = max(self.most_events, self.scheduler.ordering.ranks.events)
             if self.stalled:
                 return
 
@@ -195,9 +200,27 @@ class Schedule:
         yield from _wrong_contents(self.workers)
         yield from _left_behind(self.scheduler, self.workers, self.learner)
         yield from _miscounted(self.scheduler, self.requests)
+        yield from self._ill_ordered()
         if self.swaps.found:
             yield f"recorded as swapped, but computed again: {', '.join(self.swaps.found[:5])}"
         yield from _ended_badly(self.requests, self.disturbances.aborted)
+
+    def _ill_ordered(self) -> Iterator[str]:
+        """What the order of service got wrong, or kept of requests that have ended."""
+        ordering, setup = self.scheduler.ordering, self.setup
+        if (ordering is None) != (setup.served == "fcfs"):
+            yield f"order {setup.served}, but {'stock' if ordering is None else 'ordered'} queues"
+        if ordering is None:
+            return
+        if self.most_events > MAX_EVENTS_PER_REQUEST * setup.requests:
+            yield f"{self.most_events} events in the calendar of at most {setup.requests} requests"
+        left = [len(ordering.ranks), *map(len, (ordering._number_of, ordering._by_number, ordering._arrival_of))]
+        left += [len(ordering._waiting), len(ordering._holding)]
+        if any(left):
+            yield f"the order of service keeps {left} requests"
+        failed = harness.total(self.scheduler.connector.stats(), "order_failed")
+        if bool(failed) and setup.served not in UNRULY:
+            yield f"counted order_failed {failed:.0f}"
 
     def outcome(self) -> Outcome:
         stats = self.scheduler.connector.stats()
@@ -208,6 +231,7 @@ class Schedule:
             tokens=self.tokens,
             preemptions=int(harness.total(stats, "preemptions")),
             swaps=int(harness.total(stats, "preemptions", executed="swap")),
+            displaced=int(harness.total(stats, "preemptions", cause="displaced")),
             waits=tuple(self.waits),
         )
 
@@ -246,7 +270,9 @@ def _job(setup: Setup, model: Path) -> dict[str, Any]:
         "blocks": setup.blocks,
         "asynchronous": setup.asynchronous,
         "engine": engine,
-        "plugin": harness.plugin(setup.policy, seed=setup.seed, host_gib=setup.host_gib, allow_python_policies=True),
+        "plugin": harness.plugin(
+            setup.policy, seed=setup.seed, host_gib=setup.host_gib, order=setup.served, allow_python_policies=True
+        ),
     }
 
 

@@ -13,7 +13,8 @@ class Places:
     """Follows the running requests of ``scheduler`` from step to step.
 
     Under first come, first served a request that returns through a load stands where it was; any other one that is
-    admitted comes last. Under priority scheduling everybody who is admitted comes last.
+    admitted comes last. Under priority scheduling everybody who is admitted comes last. Under another order of service
+    all stand by their ranks.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -42,7 +43,12 @@ class Places:
         )
 
     def after_step(self) -> None:
-        running = self._scheduler.running
+        running, ordering = self._scheduler.running, getattr(self._scheduler, "ordering", None)
+        if ordering is not None:
+            if running != sorted(running, key=ordering.ranks.key):
+                self.wrong.append(f"running in another order than that of the ranks: {running}")
+                del self.wrong[WRONG_SHOWN:]
+            return
         for request in running:
             name = request.request_id
             if self._preemptions.get(name) != request.num_preemptions:

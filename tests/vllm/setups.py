@@ -13,6 +13,14 @@ MAX_SHARED_TOKENS = 96
 
 
 FICKLE = "python:tests.fickle:Fickle"
+RAISING, RUBBISH = "python:tests.unruly:Raising", "python:tests.unruly:Rubbish"
+UNRULY = (RAISING, RUBBISH)
+"""Orders whose code fails."""
+ORDERS = (
+    "mlfq:base=4", "mlfq:base=8,promote=2", "mlfq:base=4,victims=cheapest", "las:quantum=8,promote=5", "srpt:lengths",
+    "gittins:quantum=8", "urgent", "urgent:quantum=8,promote=3", "urgent/mlfq:base=4,promote=4", "reserve:.2",
+    "deadline:ttft=.5,tpot=.05", *UNRULY,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,8 @@ class Setup:
     # The plugin.
     policy: str
     host_gib: float
+    order: str
+    """Drawn order of service; :attr:`served` is the one that serves."""
     # The requests.
     requests: int
     max_prompt_tokens: int
@@ -79,6 +89,11 @@ class Setup:
         return cls.draw(**given)
 
     @property
+    def served(self) -> str:
+        """The order of service: vLLM's own where its scheduling is another than first come, first served."""
+        return self.order if self.scheduling == "fcfs" else "fcfs"
+
+    @property
     def blocks(self) -> int:
         """KV blocks of the device, vLLM's own null block among them."""
         longest = MAX_SHARED_TOKENS + self.max_prompt_tokens + self.max_output_tokens
@@ -108,4 +123,5 @@ _DRAWS = {
     "harried": lambda rng: rng.random() < 0.5,
     "resets": lambda rng: rng.choice(["none", "none", "weights", "cache"]),
     "pauses": lambda rng: rng.random() < 0.3,
+    "order": lambda rng: rng.choice(["fcfs", *ORDERS]),
 }

@@ -38,10 +38,12 @@ CHUNK = 125
 """Schedules of one process: importing vLLM takes as long as 30 of them."""
 CHUNK_TIMEOUT_S = 3600.0
 SHOWN_FAILURES = 3
+TOTALS = ("steps", "preemptions", "swaps", "displaced")
 CODE = (
     "integrations/kvpolicy_vllm/plugin",
     "integrations/kvpolicy_vllm/connector.py",
     "kvpolicy",
+    "tests/unruly.py",
     *(f"tests/vllm/{name}.py" for name in ("alone", "disturbances", "fuzz", "harness", "places", "setups", "symbolic")),
 )
 
@@ -62,12 +64,13 @@ class Summary:
         return [outcome for outcome in self.outcomes if outcome["problems"]]
 
     def __str__(self) -> str:
-        total = {name: sum(outcome[name] for outcome in self.outcomes) for name in ("steps", "preemptions", "swaps")}
+        total = {name: sum(outcome[name] for outcome in self.outcomes) for name in TOTALS}
         waits = sorted(wait for outcome in self.outcomes for wait in outcome["waits"])
         p90 = f"{waits[len(waits) * 9 // 10]} steps" if waits else "none"
         return (
             f"{self.version}: {len(self.outcomes)} schedules, {len(self.failed)} failed; {total['steps']} steps, "
-            f"{total['swaps']} swaps of {total['preemptions']} preemptions, loaded requests waited p90 {p90}"
+            f"{total['swaps']} swaps of {total['preemptions']} preemptions, {total['displaced']} of them displaced, "
+            f"loaded requests waited p90 {p90}"
         )
 
     def replays(self) -> list[str]:

@@ -1,4 +1,5 @@
-"""With the plugin on, `always-recompute` schedules exactly as stock vLLM: the scheduler alone, step by step.
+"""With the plugin on, `always-recompute` in the order `fcfs` schedules exactly as stock vLLM: the scheduler alone, step
+by step.
 
 On every vLLM that is claimed, where its sources are here, and those that ``KVPOLICY_VLLM_SOURCES`` names, separated as
 in PATH.
@@ -41,7 +42,7 @@ def run_alone(job: dict[str, Any], folder: Path, version: str) -> dict[str, Any]
 def test_always_recompute_is_stock(setting: str, asynchronous: bool, version: str, model: str, tmp_path: Path) -> None:
     job = BASE | SETTINGS[setting] | {"model": model, "asynchronous": asynchronous}
     stock = run_alone(job, tmp_path, version)
-    ours = run_alone(job | {"plugin": harness.plugin("always-recompute")}, tmp_path, version)
+    ours = run_alone(job | {"plugin": harness.plugin("always-recompute", order="fcfs")}, tmp_path, version)
     assert ("AsyncScheduler" in ours["base"]) == asynchronous
     assert "PolicyHooks" in ours["base"] and "PolicyHooks" not in stock["base"]
     assert harness.total(ours["stats"], "preemptions") > 20

@@ -28,8 +28,10 @@ from tests.vllm.agreement import (
     account,
     crowded,
     differences,
+    displaced,
     drawn,
     looped,
+    ordered,
     returned_before_newcomers,
 )
 from tests.vllm.versions import quick_and_others, source_or_skip
@@ -44,6 +46,10 @@ SEEDS = (*range(16), 224, 276)
 last two somebody is preempted again before it is back."""
 LOOPS = range(8)
 """Each combination of scheduling, prefix caching and asynchronous scheduling once."""
+ORDERED = (*range(6), 19, *range(7, 13))
+"""Each order once, each kind of case several times."""
+TIED = (200, 212)
+"""Orders that learn, over closed loops in which several arrive and several end at the same time."""
 CROWDS = range(4)
 """Each combination of prefix caching and asynchronous scheduling once."""
 
@@ -62,6 +68,21 @@ def test_they_agree_where_requests_wait_in_closed_loops(seed: int) -> None:
     assert not differences(builtin, account("vllm", case))
     own_s = {number: request.arrival_s for number, request in enumerate(case.work) if request.loop}
     assert any(row["arrival_s"] > own_s.get(int(row["request"]), row["arrival_s"]) for row in builtin.rows("requests"))
+
+
+@pytest.mark.parametrize("seed", ORDERED)
+def test_they_agree_under_every_order(seed: int) -> None:
+    """Somebody is displaced wherever the order may displace."""
+    case = ordered(seed, REQUESTS)
+    builtin = account("builtin", case)
+    assert not differences(builtin, account("vllm", case))
+    assert (displaced(builtin) > 0) == case.server.order.displaces_by_rank
+
+
+@pytest.mark.parametrize("seed", TIED)
+def test_they_agree_on_who_came_first_and_who_ended_first(seed: int) -> None:
+    case = ordered(seed, 60)
+    assert not differences(account("builtin", case), account("vllm", case))
 
 
 @pytest.mark.parametrize("seed", CROWDS)

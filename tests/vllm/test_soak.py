@@ -31,8 +31,9 @@ pytestmark = pytest.mark.scheduler
 
 SEEDS = range(30)
 PRESSED: dict[str, Any] = {
-    "scheduling": "fcfs", "adapters": 0, "grammars": False, "prompt_logprobs": False, "copies_fail": False,
-    "harried": False, "resets": "none", "pauses": False, "spare_blocks": 2, "policy": "always-swap", "requests": 60,
+    "scheduling": "fcfs", "order": "fcfs", "adapters": 0, "grammars": False, "prompt_logprobs": False,
+    "copies_fail": False, "harried": False, "resets": "none", "pauses": False, "spare_blocks": 2,
+    "policy": "always-swap", "requests": 60,
 }  # fmt: skip
 """Much swapping, and nothing that goes wrong by itself."""
 
@@ -45,6 +46,7 @@ def test_drawn_schedules_are_clean(version: str, tmp_path: Path) -> None:
     assert len(done.outcomes) == len(SEEDS)
     assert not done.failed, "\n".join([str(done), *done.replays()])
     assert sum(outcome["swaps"] for outcome in done.outcomes) > 150
+    assert sum(outcome["displaced"] for outcome in done.outcomes) > 50
 
 
 def test_every_claimed_version_is_soaked() -> None:
@@ -79,7 +81,15 @@ def test_a_setup_that_is_none_is_named(text: str, named: str) -> None:
 
 
 def outcome(setup: Setup, *problems: str) -> dict[str, Any]:
-    return {"setup": repr(setup), "problems": problems, "steps": 1, "preemptions": 2, "swaps": 1, "waits": [0, 3]}
+    return {
+        "setup": repr(setup),
+        "problems": problems,
+        "steps": 1,
+        "preemptions": 2,
+        "swaps": 1,
+        "displaced": 1,
+        "waits": [0, 3],
+    }
 
 
 def test_what_is_done_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +112,7 @@ def test_what_is_done_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_failure_comes_with_its_replay(tmp_path: Path) -> None:
     failed = Setup.draw(7)
     summary = soak.Summary("0.30.0", (outcome(Setup.draw(1)), outcome(failed, "nothing scheduled")))
-    assert "0.30.0: 2 schedules, 1 failed; 2 steps, 2 swaps of 4 preemptions" in str(summary)
+    assert "0.30.0: 2 schedules, 1 failed; 2 steps, 2 swaps of 4 preemptions, 2 of them displaced" in str(summary)
     (line,) = summary.replays()
     assert "nothing scheduled" in line and "--versions 0.30.0" in line
     assert Setup.parse(re.search(r"--replay '(.*)'", line)[1]) == failed  # type: ignore[index]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvpolicy.cost import CostModel
 from kvpolicy.hardware import EngineSpec
+from kvpolicy.order import spec as orders
 from kvpolicy.policy import Decider, Policy
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader, page_bytes
@@ -50,6 +51,7 @@ def controller_for(
     controller = Controller(
         core, decider, copies, page_bytes(kv_cache), time.monotonic, Complaints(), load_policy, memory
     )
+    controller.serve_by(orders.load(settings.order, settings.allow_python_policies))
     if settings.trace is not None:
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
         recorder = TraceWriter(settings.trace / core, replace(header, draw_seed=seed))

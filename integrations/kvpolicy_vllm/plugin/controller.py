@@ -17,6 +17,7 @@ from typing import Any
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
 from kvpolicy.events import Cause, Kind, Preemption, copy_was_used
+from kvpolicy.order import Fcfs, Guarded, Order, Priority
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
 from kvpolicy.survival import Survival
@@ -57,6 +58,8 @@ class Controller:
         self.observers.add(self.metrics, SurvivalLearner(self.survival))
         self.recorder: RowWriter | None = None
         """Takes the trace's rows; None where no trace is recorded."""
+        self.order: Order = Fcfs()
+        """The order of service, which the scheduler reads when it is made."""
         self.next_step = 0
         """Number of the next step in table ``steps``."""
         self._complain, self._load_policy = complain, load_policy
@@ -317,6 +320,33 @@ class Controller:
             return
         self.swaps.close()
         self._keep()
+
+    # ---- from the order of service ----
+
+    def serve_by(self, order: Order) -> None:
+        """Serve by this order, which the scheduler reads when it is made. Whatever goes wrong in it is counted."""
+        self.order = order if isinstance(order, (Fcfs, Priority)) else Guarded(order, self.order_failed)
+
+    def order_failed(self, method: str) -> None:
+        """Count and log an error in the order of service, while the exception is handled."""
+        self.metrics.tally.add("order_failed", method=method)
+        self._complain(f"{method}() in order {self.order.name} failed; going on without (counted as order_failed)")
+
+    def price(self, request: Any) -> float | None:
+        """Predicted engine seconds of displacing a running request, by the cheaper option; None without predictions."""
+        scheduler, now = self._scheduler, self.clock()
+        try:
+            situation = situation_of(
+                request, scheduler, RunningView(scheduler, request), "displaced", self.copies, self._segment_bytes,
+                self.survival, now,
+            )  # fmt: skip
+            refusal = why_not_loadable(request, self.copies, now)
+            return self.decider.price(situation, policies.why_no_swap(situation, refusal))
+        # The boundary between a policy and a server: victims are chosen without prices, then.
+        except Exception:  # noqa: BLE001
+            self.metrics.tally.add("unpriced")
+            self._complain("predicting the price of a victim failed (counted as unpriced)")
+            return None
 
     # ---- from one state to the next ----
 

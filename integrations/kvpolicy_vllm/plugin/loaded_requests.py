@@ -66,6 +66,10 @@ class LoadedRequests:
         setattr(self._scheduler, self._limit, self.configured)
         self.configured = None
 
+    def places_held(self) -> int:
+        """Places of the batch that requests still being loaded have, before the scheduler runs."""
+        return sum(_holds_blocks(request) and not self._is_ready(request) for request in self.requests.values())
+
     def in_front(self, queue: Any) -> FrontOf | None:
         """``queue``, which holds the requests, with the one to admit first at its front; None where none is ready."""
         ready = [
@@ -77,6 +81,8 @@ class LoadedRequests:
             return None
         # By priority where that is the policy, as in vLLM's own queues; else in the order in which loads began.
         first = min(ready) if self._scheduler.policy.value == "priority" else ready[0]
+        if self._scheduler.ordering is not None:
+            first = self._scheduler.ordering.first_of(ready)
         return FrontOf(queue, first, self._passed_over)
 
     def _full_adapters(self) -> frozenset[int] | None:

@@ -15,9 +15,11 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from kvpolicy.order import Order, is_stock
 from kvpolicy_vllm.plugin.connector import KVPolicyConnector
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.loaded_requests import LoadedRequests
+from kvpolicy_vllm.plugin.ordering import Ordering
 from kvpolicy_vllm.plugin.running_order import RunningOrder
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine, refuse_offloading
 
@@ -49,23 +51,50 @@ class PolicyHooks:
         self._forced_out: list[str] = []
         self.loaded_requests = LoadedRequests(self)
         self.running_order = RunningOrder(self)
+        self.ordering: Ordering | None = None
+        """None where vLLM's own order serves."""
+        self.serve_by(self.kvpolicy.order)
+
+    def serve_by(self, order: Order) -> None:
+        """Serve by this order from now on. The engine must be idle."""
+        if self.requests:
+            raise RuntimeError(f"{len(self.requests)} requests are unfinished: an order is set while there are none")
+        if is_stock(order, self.policy.value):
+            return
+        if self.policy.value != "fcfs":
+            raise UnsupportedEngine(
+                f"order {order.name}: ranks requests itself, --scheduling-policy {self.policy.value} does too: leave "
+                "the flag out"
+            )
+        controller = self.kvpolicy
+        self.ordering = Ordering(order, self, lambda: controller.clock(), controller.price, controller.order_failed)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         controller, loaded_requests = self.kvpolicy, self.loaded_requests
         controller.step_begins(self)
-        forced_out = self._force_out() if self._forced_out else ()
+        forced_out = self._force_out() if self._forced_out else []
+        ordering = self.ordering
+        if ordering is not None:
+            forced_out += self._displace(ordering)
         self._cause = "memory"
         try:
             if loaded_requests.requests:
                 loaded_requests.hold_places()
+            if ordering is not None:
+                ordering.scheduling(True)
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
         finally:
             self._cause = "reset"
+            if ordering is not None:
+                ordering.scheduling(False)
             if loaded_requests.configured is not None:
                 loaded_requests.give_places()
             for request in reversed(forced_out):
                 self.waiting.prepend_request(request)
-        self.running_order.settle(output)
+        if ordering is None:
+            self.running_order.settle(output)
+        else:
+            ordering.settle(output)
         # Up to vLLM 0.31 no loaded request is admitted in a pause: a load would seem to last as long as the pause.
         if self.pause_state == PauseState.UNPAUSED:
             loaded_requests.growth.steps += output.total_num_scheduled_tokens > 0
@@ -80,16 +109,25 @@ class PolicyHooks:
         would end the scan, and where no request runs, the memory it needs would stay with those behind it for good.
         """
         queue = self.loaded_requests.in_front(self.skipped_waiting)
-        return super()._select_waiting_queue_for_scheduling() if queue is None else queue  # type: ignore[misc]
+        if queue is not None:
+            return queue
+        if self.ordering is not None:
+            return self.ordering.first_queue(self.waiting, self.skipped_waiting)
+        return super()._select_waiting_queue_for_scheduling()  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        unfinished = len(self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if self.ordering is not None and len(self.requests) < unfinished:
+            self.ordering.forget_ended(scheduler_output.num_scheduled_tokens)
         self.kvpolicy.step_done(scheduler_output)
         return outputs
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.kvpolicy.preempting(request, self._cause)
         self.running_order.preempted(request)
+        if self.ordering is not None:
+            self.ordering.preempted(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _update_waiting_for_remote_kv(self, request: Any) -> None:
@@ -151,6 +189,7 @@ class PolicyHooks:
 
     requests: dict[str, Any]
     pause_state: PauseState
+    policy: Any
     running: list[Any]
     waiting: Any
     skipped_waiting: Any
@@ -174,6 +213,17 @@ class PolicyHooks:
         request = self.requests[request_id]
         self.running.append(request)
         self.running_order.put_last(request)
+
+    def _displace(self, ordering: Ordering) -> list[Any]:
+        """Preempt the running requests that make room for others, and unqueue them so that this step does not admit
+        them."""
+        victims = ordering.step_begins()
+        self._cause = "displaced"
+        for request in victims:
+            self.running.remove(request)
+            self._preempt_request(request, self.kvpolicy.clock())
+            self.waiting.remove_request(request)
+        return victims
 
     def _force_out(self) -> list[Any]:
         """Preempt the requests that a tool forces out, and unqueue them so that this step does not admit them."""

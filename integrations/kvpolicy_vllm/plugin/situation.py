@@ -100,6 +100,7 @@ def situation_of(
         save_blocks -= copies.pool.stored(block.block_hash for block in held[:hashed])
     elif not scheduler.needs_kv_cache_zeroing:  # otherwise all blocks are saved at once
         save_blocks -= hit_blocks + copies.pool.stored(block.block_hash for block in held[int(hit_blocks) : hashed])
+        save_blocks = max(0.0, save_blocks)  # a block of which a part is expected to survive may be stored
     return Preemption(
         time_s=now,
         computed_tokens=computed,

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import vllm
@@ -119,6 +120,9 @@ class Engine:
         self.clock = VirtualClock()
         self.scheduler = scheduler_for(server)
         self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink, on_decision)
+        self.scheduler.serve_by(server.order)
+        if self.scheduler.ordering is not None:
+            self.scheduler.ordering.arrived_at = attrgetter("arrival_time")
         self.worker = VirtualWorker(server, times)
         self.arrivals = ArrivalQueue(requests, self._refuse)
         self.tallied = SummaryBuilder(server, times)

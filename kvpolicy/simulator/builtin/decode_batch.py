@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterator
+from typing import Any
 
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.live_request import LiveRequest
@@ -49,15 +50,16 @@ class DecodeBatch:
         """Computed tokens of all members together."""
         self.last_s = 0.0
         """When the last step ended, in which every member got its latest token."""
-        self.latest_turn = -1
+        self.latest_turn: Any = None
+        """Highest turn of the members; None without members."""
         self.gaps = LongestGaps()
         self._size = block_size
         self._ahead = ahead
-        self._members: dict[int, LiveRequest] = {}
-        self._phases: list[dict[int, LiveRequest]] = [{} for _ in range(block_size)]
-        self._unfilled: list[dict[int, LiveRequest]] = [{} for _ in range(block_size)]
+        self._members: dict[Any, LiveRequest] = {}
+        self._phases: list[dict[Any, LiveRequest]] = [{} for _ in range(block_size)]
+        self._unfilled: list[dict[Any, LiveRequest]] = [{} for _ in range(block_size)]
         """By phase, members that still have keyed blocks to fill, which other requests may share."""
-        self._ends: list[tuple[int, int, LiveRequest]] = []
+        self._ends: list[tuple[int, Any, LiveRequest]] = []
 
     def __len__(self) -> int:
         return len(self._members)
@@ -72,7 +74,7 @@ class DecodeBatch:
         if live.cached < len(live.keys):
             self._unfilled[phase][live.turn] = live
         self.read_tokens += live.computed
-        self.latest_turn = max(self.latest_turn, live.turn)
+        self.latest_turn = live.turn if self.latest_turn is None else max(self.latest_turn, live.turn)
         heapq.heappush(self._ends, (live.ends, live.turn, live))
 
     def missing_blocks(self) -> int:
@@ -131,7 +133,7 @@ class DecodeBatch:
         self._ends.clear()
         for phase in (*self._phases, *self._unfilled):
             phase.clear()
-        self.read_tokens, self.latest_turn = 0, -1
+        self.read_tokens, self.latest_turn = 0, None
         for live in members:
             self._settle(live, pool)
             yield live

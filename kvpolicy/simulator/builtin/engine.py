@@ -13,6 +13,8 @@ from operator import attrgetter
 import numpy as np
 
 from kvpolicy.errors import InputError
+from kvpolicy.events import Cause
+from kvpolicy.order import is_stock
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Run, Server, Sink, Times, load_of
 from kvpolicy.simulator.builtin import costs
@@ -21,6 +23,7 @@ from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
 from kvpolicy.simulator.builtin.fast_path import FastPath
 from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import CopyJob, LiveRequest, Status, Step
+from kvpolicy.simulator.builtin.ordering import Ordering
 from kvpolicy.simulator.builtin.preemption import Preemptions
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims, VllmVictims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
@@ -56,7 +59,10 @@ class Engine:
         self.link: LinkQueues[CopyJob] = LinkQueues(server, times)
         self.preemptions = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
-        self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted)
+        stock = is_stock(server.order, server.scheduling)
+        self.ordering = None if stock else Ordering(server.order, server, self._price)
+        """None where vLLM's own order serves."""
+        self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted, self.ordering)
         self.copies.loads = self._loads
         self.copies.load_share = load_share
         self.present = 0
@@ -81,6 +87,7 @@ class Engine:
                     continue
             elif not self.steps_in_flight:
                 if self.arrivals.next_s is None:
+                    self.preemptions.close()
                     return
                 self.now_s = max(self.now_s, self.arrivals.next_s)
                 continue
@@ -92,6 +99,8 @@ class Engine:
         next_s = self.arrivals.next_s
         if next_s is None or next_s > self.now_s:
             return
+        if self.ordering is not None:
+            self.ordering.step, self.ordering.now_s = self._steps, self.now_s
         for arrival_s, number, request in self.arrivals.until(self.now_s):
             keys = shared_keys(request, self.server.block_size) if self.server.prefix_caching else ()
             self.scheduler.arrive(LiveRequest(number, request, arrival_s, keys))
@@ -119,13 +128,25 @@ class Engine:
         """Schedule a step at the current time and launch it."""
         step = self._step = Step(self._steps)
         self._steps += 1
-        if not self._leaps or not self.fast_path.schedule(step, self.steps_in_flight):
-            self.fast_path.dissolve_batch(self.steps_in_flight)
+        ordered_anew = self.ordering is not None and self._order_anew(self.ordering, step)
+        if ordered_anew or not self._leaps or not self.fast_path.schedule(step, self.steps_in_flight):
+            if not ordered_anew:
+                self.fast_path.dissolve_batch(self.steps_in_flight)
             self.scheduler.schedule(step)
             self.fast_path.after_plain_step()
         self.compose(step)
         self.launch(step)
         return step
+
+    def _order_anew(self, ordering: Ordering, step: Step) -> bool:
+        """Renew the ranks that may have changed; return whether to schedule by the plain scheduler, which alone
+        displaces requests."""
+        ordering.step, ordering.now_s = step.number, self.now_s
+        if not ordering.is_due and not ordering.looks(self.scheduler.running):
+            return False
+        self.fast_path.dissolve_batch(self.steps_in_flight)
+        self.scheduler.renew_ranks()
+        return True
 
     def compose(self, step: Step) -> None:
         """Count what the step computes and what of it is repeated. Computed tokens already include the step."""
@@ -302,6 +323,13 @@ class Engine:
         if max_steps < 2:
             return False
         events_s = [at_s for at_s in (self.link.next_end_s(), self.arrivals.next_s) if at_s is not None]
+        if self.ordering is not None:
+            if self.ordering.ranks.next_s <= self.now_s:
+                return False
+            max_steps = int(min(max_steps, self.ordering.quiet_steps(self._steps, self.scheduler.running)))
+            if max_steps < 2:
+                return False
+            events_s.append(self.ordering.ranks.next_s)
         ends_s = self._ends(max_steps, max(self.now_s, self._device_free_s), min(events_s, default=inf))
         self._take_steps(ends_s)
         return True
@@ -378,8 +406,11 @@ class Engine:
 
     # ---- called by the scheduler ----
 
-    def _preempting(self, live: LiveRequest) -> None:
-        self.preemptions.preempting(live, self.scheduler, self.copies, self._step, self.now_s)
+    def _preempting(self, live: LiveRequest, cause: Cause) -> None:
+        self.preemptions.preempting(live, self.scheduler, self.copies, self._step, self.now_s, cause)
+
+    def _price(self, live: LiveRequest) -> float | None:
+        return self.preemptions.price(live, self.scheduler, self.copies, self.now_s)
 
     def _loads(self, live: LiveRequest, total_tokens: int, local: int) -> bool:
         return self.preemptions.loads(live, total_tokens, local, self.scheduler, self.copies)

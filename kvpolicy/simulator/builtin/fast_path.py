@@ -93,7 +93,7 @@ class FastPath:
             else:
                 return None
         self._outside = prefills
-        if prefills and prefills[0].turn < self.batch.latest_turn:
+        if prefills and self.batch.latest_turn is not None and prefills[0].turn < self.batch.latest_turn:
             return None
         return prefills
 

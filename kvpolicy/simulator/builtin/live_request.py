@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from kvpolicy.attribution import ledger
 from kvpolicy.attribution.ledger import OpenPreemption
@@ -65,8 +66,8 @@ class LiveRequest:
     """Number of blocks it holds."""
     cached: int = 0
     """Number of its leading blocks that are in the prefix cache."""
-    turn: int = 0
-    """Number that rises in the order of the running list, given at admission."""
+    turn: Any = 0
+    """Rises in the order of the running list: a number given at admission, or the key of an order of service."""
     keeps_turn: bool = False
     """Whether it was loaded and waits for admission, which then gives it no new turn."""
     joined: int = 0

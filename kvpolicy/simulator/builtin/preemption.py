@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger
-from kvpolicy.events import Outcome, Preemption
+from kvpolicy.events import Cause, Outcome, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Decider, Feedback, Policy
 from kvpolicy.policy.decision import at_resume
@@ -43,11 +43,13 @@ class Preemptions:
         self._count = 0
         self._closing: list[Account] = []
 
-    def preempting(self, live: LiveRequest, scheduler: Scheduler, copies: HostPool, step: Step, now_s: float) -> None:
+    def preempting(
+        self, live: LiveRequest, scheduler: Scheduler, copies: HostPool, step: Step, now_s: float, cause: Cause
+    ) -> None:
         """Decide for a request that has left the running list and still holds its blocks; queue a save for a swap."""
         self._count += 1
         preemption_id = f"{self._trace_writer.core}-{self._count}"
-        situation = situation_of(live, scheduler, copies, self._server, self.survival, now_s)
+        situation = situation_of(live, scheduler, copies, self._server, self.survival, now_s, cause)
         decision = self._decider.decide(situation, policies.why_no_swap(situation))
         if self._on_decision is not None:
             self._on_decision(decision)
@@ -74,6 +76,11 @@ class Preemptions:
         step.lost.append(preemption_id)
         earlier = self.ledger.open_preemption(live)
         self._close(earlier, self.ledger.add(account))
+
+    def price(self, live: LiveRequest, scheduler: Scheduler, copies: HostPool, now_s: float) -> float | None:
+        """Predicted engine seconds of displacing a running request, by the cheaper option; None without predictions."""
+        situation = situation_of(live, scheduler, copies, self._server, self.survival, now_s, "displaced")
+        return self._decider.price(situation, policies.why_no_swap(situation))
 
     def _settle(self, account: Account) -> None:
         """Count and record the decision, once what is executed is final."""
@@ -164,6 +171,14 @@ class Preemptions:
                 self._learn(account, outcome)
         self._closing = still_open
 
+    def close(self) -> None:
+        """At the end of the run: record the outcomes of preemptions whose copies are still under way, without cost."""
+        self.record_outcomes()
+        for account in self._closing:
+            assert account.outcome is not None
+            self._trace_writer.outcome(account.outcome)
+        self._closing = []
+
     def _close(self, account: Account | None, outcome: Outcome | None) -> None:
         if account is not None:
             account.outcome = outcome
@@ -177,14 +192,21 @@ class Preemptions:
 
 
 def situation_of(
-    live: LiveRequest, scheduler: Scheduler, copies: HostPool, server: Server, survival: Survival, now_s: float
+    live: LiveRequest,
+    scheduler: Scheduler,
+    copies: HostPool,
+    server: Server,
+    survival: Survival,
+    now_s: float,
+    cause: Cause = "memory",
 ) -> Preemption:
     """The situation of ``live``, which has left the running list. Time: O(its blocks + running requests)."""
     size = server.block_size
     held = -(-live.computed // size)
     shared, hashed = scheduler.pool.shared(live, held), min(live.cached, live.computed // size)
-    hit_blocks = survival.hit_blocks(held, shared, hashed, scheduler.pool.free, size, "memory")
-    save_blocks = held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : hashed])
+    hit_blocks = survival.hit_blocks(held, shared, hashed, scheduler.pool.free, size, cause)
+    save_blocks = max(0.0, held - hit_blocks - copies.stored(live.keyed_blocks[int(hit_blocks) : hashed]))
+    lacking = short_blocks(_lacking_by_request(live, scheduler, server), scheduler.pool.free)
     return Preemption(
         time_s=now_s,
         computed_tokens=live.computed,
@@ -200,7 +222,7 @@ def situation_of(
         save_blocks=save_blocks,
         device_blocks=server.device_blocks + NULL_BLOCK,
         free_blocks=scheduler.pool.free,
-        short_blocks=short_blocks(_lacking_by_request(live, scheduler, server), scheduler.pool.free),
+        short_blocks=lacking if cause == "memory" else 0,
         host_blocks=copies.total,
         free_host_blocks=copies.obtainable(live.computed, save_blocks, live.keyed_blocks[:hashed]),
         running_requests=len(scheduler.running),
@@ -210,7 +232,7 @@ def situation_of(
         queued_load_bytes=copies.queued_bytes("load"),
         earlier_preemptions=live.preemptions,
         priority=live.request.priority,
-        cause="memory",
+        cause=cause,
     )
 
 

@@ -12,13 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from kvpolicy.events import Cause
 from kvpolicy.load_growth import LoadGrowth
+from kvpolicy.order import Space
 from kvpolicy.simulator.base import NULL_BLOCK, Scheduling, Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.host_copies import HostPool
-from kvpolicy.simulator.builtin.live_request import LiveRequest, Status, Step
+from kvpolicy.simulator.builtin.live_request import KeyedBlock, LiveRequest, Status, Step
+from kvpolicy.simulator.builtin.ordering import Ordering, Room
 
 TURN = attrgetter("turn")
 
@@ -118,6 +121,23 @@ def queue_for(scheduling: Scheduling) -> Queue:
     return Fifo() if scheduling == "fcfs" else Ranked()
 
 
+class Demand(NamedTuple):
+    """What a waiting request takes when it is admitted."""
+
+    hits: Sequence[KeyedBlock]
+    computed: int
+    """Tokens that it has with the local hit and the load."""
+    load_tokens: int
+    """To be loaded first; 0 where its next chunk can be computed."""
+    new_tokens: int
+    """Tokens of that chunk."""
+    missing_blocks: int
+    """Blocks to allocate beyond the hits."""
+    needed_blocks: int
+    """Blocks that must be free for it: those of the whole sequence so far (``scheduler_reserve_full_isl``), the hits
+    that nobody holds, the watermark, and what a load must leave to others."""
+
+
 class Scheduler:
     """Running and waiting requests of one engine core."""
 
@@ -127,13 +147,14 @@ class Scheduler:
         pool: Pool,
         copies: HostPool,
         victims: Victims,
-        preempting: Callable[[LiveRequest], None],
+        preempting: Callable[[LiveRequest, Cause], None],
         admitted: Callable[[LiveRequest, int], None],
+        ordering: Ordering | None = None,
     ) -> None:
         self.pool = pool
         self.running: list[LiveRequest] = []
-        self.waiting: Queue = queue_for(server.scheduling)
-        self.holding: Queue = queue_for(server.scheduling)
+        self.waiting: Queue = queue_for(server.scheduling) if ordering is None else ordering.waiting
+        self.holding: Queue = queue_for(server.scheduling) if ordering is None else ordering.holding
         """Waiting requests that hold blocks, because they are being loaded or are loaded. Always admitted first."""
         self.loaded: set[LiveRequest] = set()
         """Requests in ``holding`` whose load was reported as done and that were not considered since."""
@@ -151,6 +172,7 @@ class Scheduler:
         self._victims = victims
         self._preempting = preempting
         self._admitted = admitted
+        self._ordering = ordering
         self._turns = 0
         self._loading = 0
         """Waiting requests whose load is under way, or has ended but was not yet considered."""
@@ -161,15 +183,23 @@ class Scheduler:
         return len(self.waiting) + len(self.holding)
 
     def arrive(self, live: LiveRequest) -> None:
-        if not len(self.waiting) or self._server.scheduling == "priority":
+        if not len(self.waiting) or self._server.scheduling == "priority" or self._ordering is not None:
             self.blocked = False
+        if self._ordering is not None:
+            self._ordering.arrived(live)
         self.waiting.append(live)
 
     def schedule(self, step: Step) -> None:
         """Fill ``step``; requests' computed tokens then include it."""
+        displaced = self._displace() if self._ordering is not None else ()
+        lost = len(step.lost)
         budget = self.run(step, self._server.token_budget, 0)
-        if not step.lost:
+        if len(step.lost) == lost:
             self.admit(step, budget)
+        if displaced and self._ordering is not None:
+            self._ordering.count_missed()
+        for live in displaced:
+            self.waiting.append(live)
         self.advance(step)
         self.growth.steps += bool(step.scheduled)
         self.blocked = False  # blocks reserved for a prefill may now go to a load
@@ -202,9 +232,11 @@ class Scheduler:
             index += 1
         return budget
 
-    def preempt(self, victim: LiveRequest) -> None:
+    def preempt(self, victim: LiveRequest, cause: Cause = "memory") -> None:
         """Free the blocks of a request that has left the running list, and put it first in the waiting queue."""
-        self._preempting(victim)
+        if self._ordering is not None:
+            self._ordering.preempted(victim)
+        self._preempting(victim, cause)
         self.blocked = False
         self.pool.release(victim, preempted=True)
         self._prefills.pop(victim, None)
@@ -285,9 +317,33 @@ class Scheduler:
     def _allocate_waiting(self, live: LiveRequest, budget: int) -> int | None:
         """Allocate blocks for its next chunk and return the chunk's tokens; 0 where it is to be loaded first.
 
-        None where the whole sequence so far does not fit above the watermark (``scheduler_reserve_full_isl``), or a
-        load would take blocks that unfinished prefills still need or running requests will take while it lasts.
+        None where what it needs is not free, or the order of service does not let it in.
         """
+        demand = self._demand(live, budget)
+        free_after = self.pool.free - demand.needed_blocks
+        if free_after < 0:
+            return None
+        fresh = live.computed == 0
+        if self._ordering is not None and fresh and self.running and not self._ordering.admits(live, free_after):
+            return None
+        if fresh:
+            self.pool.adopt(live, demand.hits)
+        if demand.missing_blocks:
+            self.pool.grow(live, demand.missing_blocks)
+        live.computed = demand.computed
+        self._admitted(live, demand.load_tokens)
+        if demand.load_tokens:
+            live.status = Status.LOADING
+            self._loading += 1
+            self._load_began[live] = self.growth.steps
+            self._prefills[live] = None
+        else:
+            self._cache_chunk(live, demand.computed + demand.new_tokens)
+        return demand.new_tokens
+
+    def _demand(self, live: LiveRequest, budget: int) -> Demand:
+        """What its next chunk, or the load before it, takes. A load must leave the blocks that unfinished prefills
+        still need, and those that running requests will take while it lasts."""
         fresh = live.computed == 0
         hits = self.pool.hits(live) if fresh else ()
         local = len(hits) * self._server.block_size
@@ -295,31 +351,17 @@ class Scheduler:
         computed = local + loads if fresh else live.computed
         new = 0 if loads else min(live.tokens - computed, budget)
         held = live.held + len(hits)
-        idle = self.pool.idle(hits)
-        free = self.pool.free - idle - (self._watermark_blocks if self.running else 0)
-        if max(self._blocks(live.tokens) - held, 0) > free:
-            return None
+        whole = max(self._blocks(live.tokens) - held, 0)
         missing = max(self._blocks(computed + new) - held, 0)
-        if missing > free - (self._reserved_blocks() if loads else 0):
-            return None
-        if fresh:
-            self.pool.adopt(live, hits)
-        if missing:
-            self.pool.grow(live, missing)
-        live.computed = computed
-        self._admitted(live, loads)
-        if loads:
-            live.status = Status.LOADING
-            self._loading += 1
-            self._load_began[live] = self.growth.steps
-            self._prefills[live] = None
-        else:
-            self._cache_chunk(live, computed + new)
-        return new
+        at_once = missing + (self._reserved_blocks() if loads else 0)
+        others = self.pool.idle(hits) + (self._watermark_blocks if self.running else 0)
+        return Demand(hits, computed, loads, new, missing, max(whole, at_once) + others)
 
     def _start(self, live: LiveRequest, new: int) -> None:
         """Run an admitted request: one that was loaded where it was among the running, any other one as the last."""
-        if not live.keeps_turn:
+        if self._ordering is not None:
+            self._ordering.admitted(live)
+        elif not live.keeps_turn:
             live.turn = self._turns
             self._turns += 1
         live.keeps_turn = False
@@ -355,3 +397,51 @@ class Scheduler:
         self._prefills.pop(live, None)
         live.status = Status.FINISHED
         self.blocked = False
+        if self._ordering is not None:
+            self._ordering.finished(live)
+
+    # ---- an order of service other than vLLM's ----
+
+    def renew_ranks(self) -> None:
+        """Ask for the ranks that may have changed. Requests' own counts must be up to date."""
+        assert self._ordering is not None
+        if self._ordering.renew(self.running):
+            self.blocked = False
+
+    def _displace(self) -> list[LiveRequest]:
+        """Preempt running requests for waiting ones that go before them; return the victims.
+
+        They are left out of the waiting queue, so that this step does not admit them.
+        """
+        ordering = self._ordering
+        assert ordering is not None
+        if not ordering.looks(self.running):
+            return []
+        victims = ordering.displaced(Room(self, ordering), self._space())
+        for victim in victims:
+            self.running.remove(victim)
+            self.preempt(victim, "displaced")
+            self.waiting.remove(victim)
+        return victims
+
+    def _space(self) -> Space:
+        """What this step has left once the running requests have what they take in it."""
+        budget, free = self._server.token_budget, self.pool.free
+        for live in self.running:
+            if budget <= 0 or self.last_token_is_coming(live):
+                continue
+            new = min(live.tokens + live.placeholders - live.computed, budget)
+            free -= max(self._blocks(live.computed + new) - live.held, 0)
+            budget -= new
+        return Space(free, self._max_running() - len(self.running), budget)
+
+    def need_blocks(self, live: LiveRequest) -> int:
+        """Blocks that must be free for a waiting request to be admitted."""
+        return self._demand(live, self._server.token_budget).needed_blocks
+
+    def freed_blocks(self, live: LiveRequest, waiting: LiveRequest) -> int:
+        """Blocks that a waiting request gains once another has lost its own: not those that it would take over."""
+        hits = self.pool.hits(waiting) if waiting.computed == 0 else ()
+        taken_over = {id(block) for block in hits if block.holders == 1}
+        mine = sum(id(block) in taken_over for block in live.keyed_blocks)
+        return live.held - self.pool.shared(live, live.held) - mine

@@ -1,0 +1,370 @@
+"""The order of service in vLLM: queues by rank, the running list sorted by rank, and room made before a step.
+
+Only for orders other than vLLM's own. vLLM is left at its first-come-first-served policy, under which the last of the
+running requests loses its blocks, and is given queues of its own public interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
+from typing import Any
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import RequestStatus
+
+from kvpolicy.order import BackOff, Guarded, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
+
+ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class RankedQueue(RequestQueue):
+    """Waiting requests by rank. ``admits``: asked for the first one whether it may be admitted now.
+
+    vLLM asks whether the queue is empty before it looks at the first request: so where that one is not admitted the
+    queue says that it is, as long as vLLM schedules.
+    """
+
+    def __init__(self, queue: OrderedQueue[Any], arrived: Callable[[Any], None], admits: Callable[[Any], bool]) -> None:
+        self.queue = queue
+        self._arrived, self._admits = arrived, admits
+
+    def add_request(self, request: Any) -> None:
+        self._arrived(request)
+        self.queue.append(request)
+
+    def prepend_request(self, request: Any) -> None:
+        self.add_request(request)
+
+    def prepend_requests(self, requests: Iterable[Any]) -> None:
+        for request in requests:
+            self.add_request(request)
+
+    def peek_request(self) -> Any:
+        return self.queue.first()
+
+    def pop_request(self) -> Any:
+        return self.queue.pop()
+
+    def remove_request(self, request: Any) -> None:
+        self.queue.remove(request)
+
+    def remove_requests(self, requests: Iterable[Any]) -> None:
+        for request in requests:
+            if request in self.queue:
+                self.queue.remove(request)
+
+    def __bool__(self) -> bool:
+        return len(self.queue) > 0 and self._admits(self.queue.first())
+
+    def __len__(self) -> int:
+        return len(self.queue)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.queue)
+
+
+class Ordering:
+    """Ranks, queues and displacement of one scheduler. Satisfies :class:`kvpolicy.order.Engine`.
+
+    ``price``: see :attr:`kvpolicy.order.View.price`; of a running request. ``complain`` is called with what failed,
+    while the exception is handled.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        scheduler: Any,
+        clock: Callable[[], float],
+        price: Callable[[Any], float | None],
+        complain: Callable[[str], None],
+    ) -> None:
+        self.order = order
+        self._complain = complain
+        whose = order.base if isinstance(order, Guarded) else order
+        self._gates = type(whose).admits is not Order.admits
+        """Whether the order may refuse to admit. Finding out takes a look at the prefix cache."""
+        self.ranks: Ranks[Any] = Ranks(order, self._progress_of, self._most_tokens(scheduler))
+        self.displaced = 0
+        """Requests displaced so far."""
+        self.missed = 0
+        """Requests for which others were displaced and which did not come in."""
+        self.arrived_at: Callable[[Any], float] = lambda request: clock()
+        """When a request arrived, by the controller's clock."""
+        self._scheduler = scheduler
+        self._clock = clock
+        self._price = price
+        self._step = 0
+        self._now_s = clock()
+        self._back_off = BackOff()
+        self._after_miss = BackOff()
+        self._hit_ids: frozenset[int] = frozenset()
+        """Blocks in the prefix cache of the request whose need was asked for last."""
+        self._let_in: list[Any] = []
+        """Requests for which others were displaced in this step."""
+        self._numbers = count()
+        self._number_of: dict[Any, int] = {}
+        self._by_number: dict[int, Any] = {}
+        self._arrival_of: dict[Any, float] = {}
+        self._scheduling = False
+        self._admitting: Mapping[str, int] = {}
+        """Tokens that the step which is being settled computes: what it brings to those it admitted does not count yet.
+        """
+        self._waiting: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
+        self._holding: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
+        scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits)
+        holding = RankedQueue(self._holding, self._arrived, lambda request: True)
+        # From vLLM 0.31 on requests that hold blocks have a queue of their own.
+        name = "kv_holding_waiting" if hasattr(scheduler, "kv_holding_waiting") else "skipped_waiting"
+        setattr(scheduler, name, holding)
+
+    @staticmethod
+    def _most_tokens(scheduler: Any) -> int:
+        """Most output tokens of one request in one step."""
+        return 1 + int(getattr(scheduler, "num_spec_tokens", 0) or 0)
+
+    def view(self) -> View:
+        scheduler = self._scheduler
+        device_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        return View(self._now_s, scheduler.block_size, device_blocks, self.ranks.state, self._price_of)
+
+    # ---- what happens to requests ----
+
+    def _arrived(self, request: Any) -> None:
+        if request in self._number_of:
+            return
+        number = self._number_of[request] = next(self._numbers)
+        self._by_number[number] = request
+        self._arrival_of[request] = self.arrived_at(request)
+        self._now_s = self._clock()
+        self.ranks.arrived(request, self._step, self.view())
+        self._back_off.reset()
+
+    def preempted(self, request: Any) -> None:
+        """The request is about to be preempted, and then to be queued."""
+        self.ranks.preempted(request, self._step, self.view())
+        self._back_off.reset()
+
+    def forget_ended(self, step: Iterable[str] = ()) -> None:
+        """Forget the requests that have ended, in the order of the step that ended them: an order learns from one after
+        the other."""
+        requests = self._scheduler.requests
+        ended = {request.request_id: request for request in self._number_of if request.request_id not in requests}
+        in_step = [name for name in step if name in ended]
+        for name in dict.fromkeys([*in_step, *ended]):
+            request = ended[name]
+            self.ranks.removed(request, by_itself=request.status in ENDED_BY_ITSELF)
+            del self._by_number[self._number_of.pop(request)]
+            del self._arrival_of[request]
+            self._back_off.reset()
+
+    # ---- around a step ----
+
+    def step_begins(self) -> list[Any]:
+        """Renew the ranks that may have changed; return the running requests to displace, none where the engine is
+        paused."""
+        scheduler = self._scheduler
+        self._step += 1
+        self._now_s = self._clock()
+        if len(self.ranks) > len(self._scheduler.requests):  # some were aborted
+            self.forget_ended()
+        if self.ranks.next_step <= self._step or self.ranks.next_s <= self._now_s:
+            self._renew()
+        if scheduler.pause_state != PauseState.UNPAUSED or not self._looks():
+            return []
+        try:
+            taken = make_room(self.order, self, self._space(), self.view())
+        # The boundary between an order and a server: nobody is displaced in this step, then.
+        except Exception:  # noqa: BLE001
+            self._complain("make_room")
+            self._back_off.missed(self._step)
+            return []
+        if taken.missed and not taken.victims:
+            self._back_off.missed(self._step)
+        self.displaced += len(taken.victims)
+        self._let_in = [self._by_number[waiting.number] for waiting in taken.let_in]
+        return [self._by_number[victim.number] for victim in taken.victims]
+
+    def _renew(self) -> None:
+        changed = self.ranks.due(self._step, self.view())
+        if changed is None:
+            return
+        self._back_off.reset()
+        for request in changed:
+            for queue in (self._waiting, self._holding):
+                if request in queue:
+                    queue.append(request)
+        if changed:
+            self._sort_running()
+
+    def settle(self, output: Any) -> None:
+        """Rank the requests that this step admitted."""
+        admitted = [request.req_id for request in output.scheduled_new_reqs]
+        admitted += output.scheduled_cached_reqs.resumed_req_ids
+        self._admitting = output.num_scheduled_tokens
+        for name in admitted:
+            self.ranks.admitted(self._scheduler.requests[name], self._step, self.view())
+        self._admitting = {}
+        if self._let_in:
+            self._count_missed()
+        if admitted:
+            self._sort_running()
+
+    def _count_missed(self) -> None:
+        """Displace nobody for some steps where somebody did not come in, for whatever reason of vLLM's: the next
+        victims would be taken in vain, too."""
+        missed = sum(request in self._waiting for request in self._let_in)
+        self.missed += missed
+        self._let_in = []
+        if missed:
+            self._after_miss.missed(self._step)
+        else:
+            self._after_miss.reset()
+
+    def _sort_running(self) -> None:
+        self._scheduler.running.sort(key=self.ranks.key)
+
+    def scheduling(self, begins: bool) -> None:
+        """vLLM begins, or has ended, to schedule a step: only meanwhile does a queue hide whom the order does not
+        admit."""
+        self._scheduling = begins
+
+    def _admits(self, request: Any) -> bool:
+        if not (self._gates and self._scheduling and self._scheduler.running):
+            return True
+        try:
+            progress = self.ranks.progress(request)
+            free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            return self.order.admits(progress, free - self.need_blocks(progress), self.view())
+        # The boundary between an order and a server: whoever fits is admitted, then.
+        except Exception:  # noqa: BLE001
+            self._complain("admits")
+            return True
+
+    def _looks(self) -> bool:
+        """Whether to look for room in this step: somebody waits who goes before a running request."""
+        running = self._scheduler.running
+        from_step = max(self._back_off.next_step, self._after_miss.next_step)
+        if not (self.order.displaces_by_rank and running and self._step >= from_step):
+            return False
+        worst = self.ranks.key(running[-1])[0]
+        return any(len(queue) and self.ranks.key(queue.first())[0] < worst for queue in (self._holding, self._waiting))
+
+    def first_queue(self, *queues: RankedQueue) -> RankedQueue | None:
+        """Of the queues that are not empty the one whose first request goes first; None where all are empty."""
+        full = [queue for queue in queues if queue]
+        return min(full, key=lambda queue: self.ranks.key(queue.peek_request()), default=None)
+
+    def first_of(self, requests: Iterable[Any]) -> Any:
+        """The first of some requests in the order of service."""
+        return min(requests, key=self.ranks.key)
+
+    # ---- what making room asks ----
+
+    def heads(self) -> Iterator[Progress]:
+        for queue in (self._holding, self._waiting):
+            for request in queue:
+                if self._is_ready(request):
+                    yield self.ranks.progress(request)
+
+    def running(self) -> list[Progress]:
+        return [self.ranks.progress(request) for request in self._scheduler.running if self._may_lose(request)]
+
+    def need_blocks(self, waiting: Progress) -> int:
+        """Blocks that must be free for vLLM to admit it: those of the whole sequence, the watermark, and those that a
+        load must leave free."""
+        scheduler, request = self._scheduler, self._by_number[waiting.number]
+        manager = scheduler.kv_cache_manager
+        watermark = getattr(manager, "watermark_blocks", 0) if scheduler.running else 0
+        total = -(-request.num_tokens // scheduler.block_size)
+        self._hit_ids = frozenset()
+        if request.num_computed_tokens > 0:
+            held = len(manager.get_blocks(request.request_id).blocks[0])
+            return int(max(0, total - held) + watermark)
+        hits, local_tokens = self._local_hits(request)
+        self._hit_ids = frozenset(block.block_id for block in hits)
+        idle = sum(block.ref_cnt == 0 for block in hits)
+        loads = scheduler.kvpolicy.loadable_tokens(request, local_tokens)
+        missing = max(0, total - len(hits))
+        if loads:
+            loaded = max(0, -(-(local_tokens + loads) // scheduler.block_size) - len(hits))
+            missing = max(missing, loaded + scheduler._inflight_prefill_reserved_blocks())
+        return int(missing + idle + watermark)
+
+    def freed_blocks(self, running: Progress, waiting: Progress) -> int:
+        request = self._by_number[running.number]
+        blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+        return sum(block.ref_cnt == 1 and block.block_id not in self._hit_ids for block in blocks)
+
+    def _local_hits(self, request: Any) -> tuple[Any, int]:
+        """Blocks and tokens of the request that are in the prefix cache. Without the statistics that vLLM counts when
+        it asks itself."""
+        manager = self._scheduler.kv_cache_manager
+        if not manager.enable_caching or request.skip_reading_prefix_cache:
+            return (), 0
+        blocks, tokens = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[:2]
+        return blocks[0], tokens
+
+    def _space(self) -> Space:
+        """What this step has left once the running requests have what they take in it."""
+        scheduler = self._scheduler
+        size, budget = scheduler.block_size, scheduler.max_num_scheduled_tokens
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        for request in scheduler.running:
+            if budget <= 0 or not self._may_lose(request):
+                continue
+            computed = request.num_computed_tokens
+            new = min(request.num_tokens + request.num_output_placeholders - computed, budget)
+            if -(-(computed + new) // size) > computed // size:
+                held = len(scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+                free -= max(0, -(-(computed + new) // size) - held)
+            budget -= new
+        limit = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
+        places = limit - len(scheduler.running) - scheduler.loaded_requests.places_held()
+        return Space(free, places, budget)
+
+    def _is_ready(self, request: Any) -> bool:
+        """Whether the request could be admitted in this step, memory and places apart."""
+        scheduler = self._scheduler
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return bool(request.request_id in scheduler.finished_recving_kv_req_ids)
+        if request.status not in READY:
+            return False
+        if getattr(request, "num_stale_output_tokens", 0) and not getattr(request, "drop_stale_output", False):
+            return False
+        return not self._lacks_adapter_slot(request)
+
+    def _lacks_adapter_slot(self, request: Any) -> bool:
+        config = getattr(self._scheduler, "lora_config", None)
+        if config is None or not request.lora_request:
+            return False
+        used = {other.lora_request.lora_int_id for other in self._scheduler.running if other.lora_request}
+        return request.lora_request.lora_int_id not in used and len(used) >= config.max_loras
+
+    def _may_lose(self, request: Any) -> bool:
+        """Whether a running request may be displaced. One whose last token is in flight ends by itself."""
+        flying = request.num_output_placeholders
+        if flying and request.num_computed_tokens + 2 - flying >= request.num_prompt_tokens + request.max_tokens:
+            return False
+        freed = getattr(self._scheduler, "_request_blocks_can_be_freed", None)
+        return freed is None or bool(freed(request))
+
+    def _price_of(self, request: Progress) -> float | None:
+        return self._price(self._by_number[request.number])
+
+    def _progress_of(self, request: Any, rank: tuple[float, ...], admitted_at_tokens: int) -> Progress:
+        output_tokens = request.num_output_tokens + (0 if self._admitting else request.num_output_placeholders)
+        return Progress(
+            self._number_of[request],
+            self._arrival_of[request],
+            request.priority,
+            request.num_prompt_tokens,
+            output_tokens,
+            request.max_tokens,
+            request.num_computed_tokens - self._admitting.get(request.request_id, 0),
+            output_tokens - admitted_at_tokens,
+            request.num_preemptions,
+            rank,
+        )

@@ -1,0 +1,141 @@
+"""The base class of orders: which request is served first, and which one makes room for it.
+
+A :class:`~kvpolicy.policy.Policy` says *how* a victim's state is kept; an order says *whether* somebody is displaced,
+and *whom*. Both are pure: the same objects run in a server and in the simulators. An order of one's own implements
+:meth:`Order.rank`::
+
+    class ShortPromptsFirst(Order):
+        name = "short-prompts"
+        displaces_by_rank = True
+
+        def rank(self, request, view):
+            return Rank((request.prompt_tokens,))
+
+:class:`~kvpolicy.order.ranks.Ranks` keeps the ranks of all requests and asks again only where one may have changed;
+:func:`~kvpolicy.order.room.make_room` makes room for those that wait.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple
+
+from kvpolicy.code_digest import digest_of, label_of
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One unfinished request, as an order sees it."""
+
+    number: int
+    """Rises in the order of arrival; decides between equals."""
+    arrival_s: float
+    priority: int
+    """As the client gave it; lower is more urgent, as in vLLM."""
+    prompt_tokens: int
+    output_tokens: int
+    """Generated so far, those included that a scheduled step will bring."""
+    max_output_tokens: int
+    """After so many it ends, if not before."""
+    computed_tokens: int
+    """Tokens whose KV is on the device."""
+    served_tokens: int = 0
+    """Output tokens since it was last admitted."""
+    preemptions: int = 0
+    rank: tuple[float, ...] = ()
+    """Its present rank, as :class:`~kvpolicy.order.ranks.Ranks` knows it; lower goes first. Empty before the first."""
+    ttft_s: float | None = None
+    """Seconds after its arrival by which the first token should be out; None where nothing was asked for."""
+    tpot_s: float | None = None
+    """Seconds that a reader takes for one token."""
+
+
+class Rank(NamedTuple):
+    """A rank, and how long it holds."""
+
+    value: tuple[float, ...]
+    """Lower goes first; compared element by element, then by arrival."""
+    until_tokens: float = inf
+    """Output tokens at which it may change."""
+    until_s: float = inf
+    """Time at which it may change."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What an order may know of the engine besides the requests. Block counts are those of one rank."""
+
+    now_s: float
+    block_size: int
+    device_blocks: int
+    """Usable blocks of the device."""
+    state: Any = None
+    """The order's own state."""
+    price: Callable[[Progress], float | None] | None = None
+    """Predicted engine seconds of displacing a running request, by the cheaper option; None where no policy predicts
+    costs. Not to be kept: it is valid during the call."""
+
+
+class Order(ABC):
+    """Who is served first. All methods are pure functions of their arguments."""
+
+    name: str
+    """Name in reports and traces; orders that rank differently must have different names."""
+    displaces_by_rank: bool = False
+    """Whether a waiting request may take the blocks of a running one of a higher rank. Otherwise requests lose their
+    blocks only where memory runs out, as in stock vLLM, and the ranks decide who waits and who loses them first."""
+    quantum_tokens: int = 0
+    """Output tokens that a request gets between its admission and the first time that another may displace it."""
+    promote_s: float = inf
+    """Seconds of waiting after which a request goes before all others, for one quantum; inf for never."""
+    max_victims: int = 8
+    """Requests displaced in one step, at most."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the order's values and code. See :mod:`kvpolicy.code_digest` for its limits."""
+        return digest_of(self)
+
+    @property
+    def label(self) -> str:
+        """Name in reports and traces; for a class from outside this package followed by the start of its digest."""
+        return label_of(self)
+
+    def __repr__(self) -> str:
+        return self.label
+
+    @abstractmethod
+    def rank(self, request: Progress, view: View) -> Rank:
+        """Rank of the request, and until when it holds. Asked when it arrives and whenever the rank may have changed.
+
+        Few distinct values are better than many: whoever has the lower rank by however little may displace another.
+        """
+
+    def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
+        """Whether ``waiting`` may take the place of ``running``. Asked for pairs in which the former has the lower
+        rank."""
+        return True
+
+    def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        """In what order those that ``waiting`` may displace are taken: by default the highest rank, then the latest
+        arrival, first. ``running`` is in the order of service."""
+        return list(reversed(running))
+
+    def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
+        """Whether letting ``waiting`` in is worth displacing all of ``victims``."""
+        return True
+
+    def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
+        """Whether ``waiting`` may be admitted beside running requests, if ``free_after_blocks`` are left then."""
+        return True
+
+    def initial_state(self) -> Any:
+        """The state of an order that learns: a frozen value."""
+        return None
+
+    def finished(self, state: Any, request: Progress) -> Any:
+        """Return the state after a request has ended by itself."""
+        return state

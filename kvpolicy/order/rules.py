@@ -1,0 +1,337 @@
+"""The orders that ship. Each names the paper it follows, its formula, and what it gives up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, exp2, floor, inf, log2
+from typing import Any
+
+from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
+
+
+@dataclass(frozen=True, repr=False)
+class Fcfs(Order):
+    """First come, first served: stock vLLM. Nothing is ranked and nobody displaced."""
+
+    name: str = "fcfs"
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank(())
+
+
+@dataclass(frozen=True, repr=False)
+class Priority(Order):
+    """vLLM's priority scheduling: by priority, then arrival; a newcomer waits until memory is free."""
+
+    name: str = "priority"
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((request.priority,))
+
+
+def is_stock(order: Order, scheduling: str) -> bool:
+    """Whether the order is what vLLM does by itself under this scheduling policy."""
+    return isinstance(order, Fcfs) or (isinstance(order, Priority) and scheduling == "priority")
+
+
+@dataclass(frozen=True, repr=False)
+class Urgent(Order):
+    """By priority, and a more urgent request displaces less urgent ones.
+
+    rank = priority. vLLM's priority scheduling admits by the same rank, but lets a newcomer wait until memory is free.
+    Gives up the time of those displaced, and what it costs to keep or recompute their state.
+    """
+
+    name: str = "urgent"
+    quantum_tokens: int = 0
+    promote_s: float = inf
+    displaces_by_rank = True
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((request.priority,))
+
+
+@dataclass(frozen=True, repr=False)
+class Reserve(Order):
+    """A share of memory is kept free of less urgent requests; nobody is displaced.
+
+    rank = priority; requests of a priority above ``above`` are admitted only where ``share`` of the blocks stays free.
+    Gives up that share of memory while nobody urgent comes.
+    """
+
+    name: str
+    share: float
+    above: int = 0
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((request.priority,))
+
+    def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
+        return waiting.priority <= self.above or free_after_blocks >= self.share * view.device_blocks
+
+
+@dataclass(frozen=True, repr=False)
+class Mlfq(Order):
+    """Multi-level feedback: who has got few tokens so far goes before who has got many.
+
+    rank = 0 below the quantum, then 1 + floor(log2(output tokens / quantum)): the levels double. After FastServe (Wu et
+    al., 2023, arXiv:2305.05920), by output tokens instead of iterations' time. Long requests stall in favour of short
+    ones, unless ``promote_s`` bounds their waiting.
+    """
+
+    name: str
+    quantum_tokens: int = 64
+    promote_s: float = inf
+    displaces_by_rank = True
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        base, tokens = self.quantum_tokens, request.output_tokens
+        if tokens < base:
+            return Rank((0,), base)
+        level = 1 + floor(log2(tokens / base))
+        return Rank((level,), base * exp2(level))
+
+
+@dataclass(frozen=True, repr=False)
+class Las(Order):
+    """Least attained service: who has got the fewest tokens goes first, in steps of a quantum.
+
+    rank = floor(output tokens / quantum). After Nuyens and Wierman (2008), "The Foreground-Background queue". Among
+    long requests it is processor sharing, so that all of them end late.
+    """
+
+    name: str
+    quantum_tokens: int = 256
+    promote_s: float = inf
+    displaces_by_rank = True
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        level = request.output_tokens // self.quantum_tokens
+        return Rank((level,), (level + 1) * self.quantum_tokens)
+
+
+Predictor = Callable[[Progress, Any], float]
+"""Expected tokens still to come, from a request and the order's state."""
+
+
+def by_lengths(request: Progress, state: Lengths) -> float:
+    """From the lengths seen so far: the mean of what those that got further than this one still got."""
+    return state.remaining(request.output_tokens, request.max_output_tokens)
+
+
+def by_limit(request: Progress, state: Any) -> float:
+    """As if every request went on to its limit. In a simulation, where the limit is the length, this is the truth."""
+    return request.max_output_tokens - request.output_tokens
+
+
+@dataclass(frozen=True, repr=False)
+class Srpt(Order):
+    """Shortest remaining time first, by a prediction.
+
+    rank = level of the predicted remaining tokens; neighbouring levels differ by 25%. A running request is displaced
+    only until it has got ``bound`` of its predicted length. After TRAIL (Shahout et al., 2024, arXiv:2410.01035). Long
+    requests wait for all shorter ones, and a wrong prediction is served wrongly.
+    """
+
+    name: str
+    predictor: Predictor = by_lengths
+    bound: float = 0.8
+    quantum_tokens: int = 0
+    promote_s: float = inf
+    displaces_by_rank = True
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        level = level_of(self.predictor(request, view.state))
+        return Rank((level,), _next_bound(request.output_tokens))
+
+    def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
+        got = running.output_tokens
+        return got < self.bound * (got + self.predictor(running, view.state))
+
+    def initial_state(self) -> Lengths:
+        return Lengths()
+
+    def finished(self, state: Lengths, request: Progress) -> Lengths:
+        return state.seen(request.output_tokens)
+
+
+@dataclass(frozen=True, repr=False)
+class Gittins(Order):
+    """By the Gittins index of the lengths seen so far, per unit of KV memory; no prediction for each request.
+
+    index = max over horizons of P(ends within it) / E[tokens of KV held x steps until then], given what the request has
+    got; rank = its level, the highest index first, neighbouring levels differing by 25%. The index minimises the mean
+    waiting time of jobs of unknown length (Gittins, 1979; Aalto, Ayesta and Righter, 2009), here with memory as the
+    cost of a step. Everybody's first ``quantum_tokens`` come before that: without them long prompts starve.
+    """
+
+    name: str
+    quantum_tokens: int = 64
+    promote_s: float = inf
+    displaces_by_rank = True
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        got = request.output_tokens
+        if got < self.quantum_tokens:
+            return Rank((0,), self.quantum_tokens)
+        index = view.state.index(request.prompt_tokens, got, request.max_output_tokens)
+        return Rank((1, _level_of_cost(1.0 / index)), _next_bound(got))
+
+    def initial_state(self) -> Lengths:
+        return Lengths()
+
+    def finished(self, state: Lengths, request: Progress) -> Lengths:
+        return state.seen(request.output_tokens)
+
+
+def _level_of_cost(token_steps: float) -> int:
+    """Number of the level of an index's reciprocal; neighbouring levels differ by 25%."""
+    return floor(log2(token_steps) / log2(1.25))
+
+
+def _next_bound(tokens: int) -> float:
+    """Output tokens at which a rank by lengths is looked at again."""
+    return ceil(BOUNDS[min(level_of(tokens) + 1, len(BOUNDS) - 2)]) if tokens else 2
+
+
+@dataclass(frozen=True, repr=False)
+class Deadline(Order):
+    """Whose reader runs dry first: least slack first.
+
+    slack = arrival + ttft + output tokens x tpot - now, in whole seconds from -``bound_s`` to ``bound_s``; a request
+    that brings times of its own goes by these. After Andes (Liu et al., 2024, arXiv:2404.16283), by slack instead of
+    the gradient of a quality of experience. It moves with time, so it displaces far more often than an order by length.
+    """
+
+    name: str
+    ttft_s: float = 1.0
+    tpot_s: float = 0.1
+    bound_s: float = 20.0
+    quantum_tokens: int = 16
+    promote_s: float = inf
+    displaces_by_rank = True
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        ttft_s = self.ttft_s if request.ttft_s is None else request.ttft_s
+        tpot_s = self.tpot_s if request.tpot_s is None else request.tpot_s
+        slack_s = request.arrival_s + ttft_s + request.output_tokens * tpot_s - view.now_s
+        whole_s = floor(slack_s)
+        if whole_s < -self.bound_s:
+            return Rank((-self.bound_s,), request.output_tokens + self._tokens(-slack_s - self.bound_s, tpot_s))
+        until_s = view.now_s + max(slack_s - min(whole_s, self.bound_s), 0.001)
+        return Rank((min(whole_s, self.bound_s),), request.output_tokens + self._tokens(1.0, tpot_s), until_s)
+
+    @staticmethod
+    def _tokens(slack_s: float, tpot_s: float) -> float:
+        """Tokens after which the slack may have grown by as much."""
+        return max(1, ceil(slack_s / tpot_s)) if tpot_s > 0 else inf
+
+
+@dataclass(frozen=True, repr=False)
+class Layered(Order):
+    """By ``outer``, and among its equals by ``inner``, as in urgent/mlfq: feedback within each class."""
+
+    name: str
+    outer: Order
+    inner: Order
+
+    def __post_init__(self) -> None:
+        parts = self.outer, self.inner
+        object.__setattr__(self, "displaces_by_rank", any(part.displaces_by_rank for part in parts))
+        object.__setattr__(self, "quantum_tokens", self.inner.quantum_tokens)
+        object.__setattr__(self, "promote_s", min(part.promote_s for part in parts))
+        object.__setattr__(self, "max_victims", min(part.max_victims for part in parts))
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        outer, inner = self._asked(lambda order, its_view: order.rank(request, its_view), view)
+        value = self._outer_value(outer.value) + inner.value
+        return Rank(value, min(outer.until_tokens, inner.until_tokens), min(outer.until_s, inner.until_s))
+
+    def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
+        outer_view, inner_view = self._views(view)
+        across = self.outer.rank(waiting, outer_view).value < self.outer.rank(running, outer_view).value
+        decides, its_view = (self.outer, outer_view) if across else (self.inner, inner_view)
+        return decides.displaces_by_rank and decides.displaces(waiting, running, its_view)
+
+    def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return self.inner.victims(waiting, running, self._views(view)[1])
+
+    def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
+        return all(self._asked(lambda order, its_view: order.worth(waiting, victims, its_view), view))
+
+    def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
+        return all(self._asked(lambda order, its_view: order.admits(waiting, free_after_blocks, its_view), view))
+
+    def initial_state(self) -> Any:
+        return self.outer.initial_state(), self.inner.initial_state()
+
+    def finished(self, state: Any, request: Progress) -> Any:
+        return self.outer.finished(state[0], request), self.inner.finished(state[1], request)
+
+    def _views(self, view: View) -> tuple[View, View]:
+        return replace(view, state=view.state[0]), replace(view, state=view.state[1])
+
+    def _asked(self, ask: Callable[[Order, View], Any], view: View) -> tuple[Any, Any]:
+        outer_view, inner_view = self._views(view)
+        return ask(self.outer, outer_view), ask(self.inner, inner_view)
+
+    @staticmethod
+    def _outer_value(value: tuple[float, ...]) -> tuple[float, ...]:
+        """Padded, so that the inner order never decides between values of different lengths."""
+        return (*value, *(-inf,) * (2 - len(value)))
+
+
+VictimRule = Callable[[Progress, View], tuple[float, ...]]
+"""Whoever has the lowest value is displaced first, among those of the highest rank."""
+
+
+def least_computed(request: Progress, view: View) -> tuple[float, ...]:
+    """Who has the least KV to lose."""
+    return (request.computed_tokens,)
+
+
+def cheapest(request: Progress, view: View) -> tuple[float, ...]:
+    """Whose displacement is predicted to cost the least engine time per block freed; the least computed where no policy
+    predicts costs."""
+    price_s = None if view.price is None else view.price(request)
+    blocks = max(1, -(-request.computed_tokens // view.block_size))
+    return (inf, request.computed_tokens) if price_s is None else (price_s / blocks, request.computed_tokens)
+
+
+VICTIM_RULES: dict[str, VictimRule] = {"least-computed": least_computed, "cheapest": cheapest}
+
+
+@dataclass(frozen=True, repr=False)
+class WithVictims(Order):
+    """Another order, which displaces those of equal rank by a rule instead of by the latest arrival."""
+
+    name: str
+    base: Order
+    rule: VictimRule
+
+    def __post_init__(self) -> None:
+        for attribute in ("displaces_by_rank", "quantum_tokens", "promote_s", "max_victims"):
+            object.__setattr__(self, attribute, getattr(self.base, attribute))
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return self.base.rank(request, view)
+
+    def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
+        return self.base.displaces(waiting, running, view)
+
+    def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return sorted(running, key=lambda other: (*(-value for value in other.rank), *self.rule(other, view)))
+
+    def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
+        return self.base.worth(waiting, victims, view)
+
+    def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
+        return self.base.admits(waiting, free_after_blocks, view)
+
+    def initial_state(self) -> Any:
+        return self.base.initial_state()
+
+    def finished(self, state: Any, request: Progress) -> Any:
+        return self.base.finished(state, request)

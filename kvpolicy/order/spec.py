@@ -1,0 +1,209 @@
+"""Orders by name: the names (specs) are the same in all commands and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from kvpolicy import extensions
+from kvpolicy.fields import WrongValue, refuse_other
+from kvpolicy.order import rules
+from kvpolicy.order.base import Order
+
+GROUP = "kvpolicy.orders"
+"""Entry point group of the orders that installed packages offer by name."""
+FORMS: Mapping[str, str] = {
+    "fcfs": "first come, first served, as vLLM does",
+    "priority": "vLLM's priority scheduling: by priority, then arrival, and nobody displaced for a newcomer",
+    "urgent": "by priority, and more urgent requests displace less urgent ones",
+    "reserve:SHARE": "by priority; that share of memory is kept free of requests above priority 0",
+    "mlfq": "multi-level feedback: who has got few tokens goes first, by levels that double",
+    "las": "least attained service: who has got the fewest tokens goes first",
+    "srpt:PREDICTOR": "shortest remaining time; PREDICTOR is lengths (those seen so far) or limit (max_tokens)",
+    "gittins": "by the Gittins index of the lengths seen so far per unit of KV memory",
+    "deadline": "least slack to what a reader expects: ttft and tpot in seconds",
+    "ORDER/ORDER": "by the first, and among its equals by the second, as in urgent/mlfq",
+    extensions.FORM: "an order of your own, which FACTORY of the module MODULE makes",
+}
+"""Forms of the names, with what each order does: for error messages, for help, and for the pages."""
+OPTIONS: Mapping[str, str] = {
+    "quantum": "output tokens that a request gets before it may be displaced",
+    "base": "for mlfq: tokens of the first level, which are its quantum",
+    "promote": "seconds of waiting after which a request goes first, for one quantum",
+    "victims": f"last, {' or '.join(rules.VICTIM_RULES)}: who is displaced among equals",
+    "bound": "for srpt: share of its predicted length up to which a request may be displaced",
+    "ttft": "for deadline: seconds to the first token",
+    "tpot": "for deadline: seconds per token after it",
+    "above": "for reserve: the highest priority that may use the reserve",
+}
+OPTIONS_HELP = "options are written ORDER:NAME=VALUE,NAME=VALUE"
+HELP = (
+    f"{'; '.join(f'{form}: {what}' for form, what in FORMS.items())}. "
+    f"{OPTIONS_HELP}: {'; '.join(f'{name}: {what}' for name, what in OPTIONS.items())}"
+)
+PREDICTORS: Mapping[str, rules.Predictor] = {"lengths": rules.by_lengths, "limit": rules.by_limit}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one order is made from its options."""
+
+    make: Callable[..., Order]
+    options: Mapping[str, tuple[str, Callable[[Spec, str, str], Any]]]
+    """By the option's name: the argument it gives, and how it is read."""
+    value: tuple[str, Callable[[Spec, str, str], Any]] | None = None
+    """The argument that the text without a name gives, and how it is read."""
+    needs_value: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A text that names an order, for errors."""
+
+    text: str
+
+    def refusal(self, problem: str) -> WrongValue:
+        return WrongValue("order", f"{self.text!r} {problem}; the orders are {', '.join(FORMS)}; {OPTIONS_HELP}")
+
+
+def load_order(order: str | Order, argument: str = "order") -> Order:
+    """Return the order itself, or load the order of that name; see :func:`load`.
+
+    A name may be a module path, ``python:MODULE:FACTORY``, which runs that module: do not pass names read from a file.
+    """
+    refuse_other(argument, order, (str, Order), "a name or an Order")
+    return checked(order) if isinstance(order, Order) else load(order, allow_python=True)
+
+
+def load(text: str, allow_python: bool = False) -> Order:
+    """Load the order of that name, as in :data:`FORMS`.
+
+    ``allow_python``: whether the name may be a module path, which runs code. Raises WrongValue, listing the forms, for
+    an unknown name or option; :class:`kvpolicy.extensions.ExtensionError` for a module path that is refused or gives no
+    order.
+    """
+    spec = Spec(text)
+    if extensions.is_module_path(text):
+        return checked(extensions.from_module(text, Order, "order", allow_python))
+    outer, slash, inner = text.partition("/")
+    if slash:
+        return rules.Layered(text, load(outer, allow_python), load(inner, allow_python))
+    kind, _, tail = text.partition(":")
+    if kind not in KINDS:
+        order = extensions.from_entry_point(text, GROUP, Order, "order")
+        if order is None:
+            raise spec.refusal("is no order")
+        return checked(order)
+    value, options = _split(spec, tail)
+    victims = options.pop("victims", None)
+    order = _made(spec, KINDS[kind], value, options)
+    if victims in (None, "last"):
+        return order
+    if victims not in rules.VICTIM_RULES:
+        raise spec.refusal(f"has victims={victims}, should be {OPTIONS['victims'].partition(':')[0]}")
+    if not order.displaces_by_rank:
+        raise spec.refusal("chooses victims, and displaces nobody")
+    return rules.WithVictims(text, order, rules.VICTIM_RULES[victims])
+
+
+def checked(order: Order) -> Order:
+    """The order itself. Raises ExtensionError for one without a name that reports and traces can use."""
+    extensions.refuse_unnamed(order, "order")
+    return order
+
+
+def _split(spec: Spec, tail: str) -> tuple[str, dict[str, str]]:
+    """The part without a name, and the options."""
+    value = ""
+    options: dict[str, str] = {}
+    for part in tail.split(",") if tail else ():
+        name, equals, text = part.partition("=")
+        if not equals and not value and not options and name:
+            value = name
+        elif name not in OPTIONS or name in options or not text:
+            raise spec.refusal(f"has {part!r}; the options are {', '.join(OPTIONS)}, each at most once")
+        else:
+            options[name] = text
+    return value, options
+
+
+def _made(spec: Spec, kind: Kind, value: str, options: Mapping[str, str]) -> Order:
+    arguments: dict[str, Any] = {"name": spec.text}
+    if value and kind.value is None:
+        raise spec.refusal(f"has {value!r}, which it does not take")
+    if kind.needs_value and not value:
+        raise spec.refusal("lacks what follows its name")
+    if value and kind.value is not None:
+        argument, read = kind.value
+        arguments[argument] = read(spec, "", value)
+    for name, text in options.items():
+        if name not in kind.options:
+            raise spec.refusal(f"has the option {name}, which it does not take")
+        argument, read = kind.options[name]
+        arguments[argument] = read(spec, name, text)
+    return kind.make(**arguments)
+
+
+def _number(spec: Spec, name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0.0 <= number < inf:
+        raise spec.refusal(f"has {name}={text}, should be a number, 0 or above")
+    return number
+
+
+def _positive(spec: Spec, name: str, text: str) -> float:
+    number = _number(spec, name, text)
+    if not number:
+        raise spec.refusal(f"has {name}={text}, should be above 0")
+    return number
+
+
+def _share(spec: Spec, name: str, text: str) -> float:
+    number = _number(spec, name or "SHARE", text)
+    if number > 1.0:
+        raise spec.refusal(f"has {name or 'SHARE'}={text}, should be a share from 0 to 1")
+    return number
+
+
+def _whole(spec: Spec, name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise spec.refusal(f"has {name}={text}, should be a whole number, 0 or above")
+    return int(text)
+
+
+def _count(spec: Spec, name: str, text: str) -> int:
+    number = _whole(spec, name, text)
+    if not number:
+        raise spec.refusal(f"has {name}={text}, should be 1 or more")
+    return number
+
+
+def _signed(spec: Spec, name: str, text: str) -> int:
+    return -_whole(spec, name, text[1:]) if text.startswith("-") else _whole(spec, name, text)
+
+
+def _predictor(spec: Spec, name: str, text: str) -> rules.Predictor:
+    if text not in PREDICTORS:
+        raise spec.refusal(f"has the predictor {text!r}, should be {' or '.join(PREDICTORS)}")
+    return PREDICTORS[text]
+
+
+_PROMOTE = {"promote": ("promote_s", _positive)}
+_QUANTUM = {"quantum": ("quantum_tokens", _whole), **_PROMOTE}
+KINDS: Mapping[str, Kind] = {
+    "fcfs": Kind(rules.Fcfs, {}),
+    "priority": Kind(rules.Priority, {}),
+    "urgent": Kind(rules.Urgent, _QUANTUM),
+    "reserve": Kind(rules.Reserve, {"above": ("above", _signed)}, ("share", _share), needs_value=True),
+    "mlfq": Kind(rules.Mlfq, {"base": ("quantum_tokens", _count), **_PROMOTE}),
+    "las": Kind(rules.Las, {"quantum": ("quantum_tokens", _count), **_PROMOTE}),
+    "srpt": Kind(rules.Srpt, {"bound": ("bound", _share), **_QUANTUM}, ("predictor", _predictor), needs_value=True),
+    "gittins": Kind(rules.Gittins, {"quantum": ("quantum_tokens", _whole), **_PROMOTE}),
+    "deadline": Kind(rules.Deadline, {"ttft": ("ttft_s", _number), "tpot": ("tpot_s", _positive), **_QUANTUM}),
+}
+"""The orders that ship, by the part of their name before the colon."""

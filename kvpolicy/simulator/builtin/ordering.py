@@ -1,0 +1,202 @@
+"""The order of service in the built-in simulator: ranks of live requests, and room made for those that wait.
+
+Only for orders other than vLLM's own. The running list is kept sorted by rank, so that the last of it loses its blocks
+first; waiting requests are in queues by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+from math import inf
+from typing import Protocol
+
+from kvpolicy.order import BackOff, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
+from kvpolicy.simulator.base import Server
+from kvpolicy.simulator.builtin.live_request import LiveRequest, Status
+
+Price = Callable[[LiveRequest], float | None]
+
+
+class RankedQueue(OrderedQueue[LiveRequest]):
+    """Waiting requests by rank."""
+
+    def put_back(self, lives: Iterable[LiveRequest]) -> None:
+        for live in lives:
+            self.append(live)
+
+
+class Ordering:
+    """Ranks, queues and displacement of one engine core. ``price``: see :attr:`kvpolicy.order.View.price`."""
+
+    def __init__(self, order: Order, server: Server, price: Price) -> None:
+        self.order = order
+        self.ranks: Ranks[LiveRequest] = Ranks(order, self._progress_of)
+        self.waiting = RankedQueue(self.ranks.key)
+        self.holding = RankedQueue(self.ranks.key)
+        self.step = 0
+        self.now_s = 0.0
+        self.back_off = BackOff()
+        self.after_miss = BackOff()
+        """Looks that are left out because requests were displaced for somebody who did not come in."""
+        self._let_in: list[LiveRequest] = []
+        self._server = server
+        self._price = price
+        self.by_number: dict[int, LiveRequest] = {}
+        self._number_of: dict[LiveRequest, int] = {}
+        """By arrival. A workload's own numbers rise otherwise where requests wait for others to end."""
+        self._numbers = count()
+
+    def view(self) -> View:
+        server = self._server
+        return View(self.now_s, server.block_size, server.device_blocks, self.ranks.state, self._price_of)
+
+    # ---- what happens to requests ----
+
+    def arrived(self, live: LiveRequest) -> None:
+        number = self._number_of[live] = next(self._numbers)
+        self.by_number[number] = live
+        self.ranks.arrived(live, self.step, self.view())
+        self.back_off.reset()
+
+    def admitted(self, live: LiveRequest) -> None:
+        """The request runs from this step on; its turn is set."""
+        self.ranks.admitted(live, self.step, self.view())
+        live.turn = self.ranks.key(live)
+
+    def preempted(self, live: LiveRequest) -> None:
+        self.ranks.preempted(live, self.step, self.view())
+        self.back_off.reset()
+
+    def finished(self, live: LiveRequest) -> None:
+        self.ranks.removed(live, by_itself=True)
+        del self.by_number[self._number_of.pop(live)]
+        self.back_off.reset()
+
+    # ---- before a step ----
+
+    @property
+    def is_due(self) -> bool:
+        """Whether any rank may have changed."""
+        return self.ranks.next_step <= self.step or self.ranks.next_s <= self.now_s
+
+    def renew(self, running: list[LiveRequest]) -> bool:
+        """Ask for the ranks that may have changed, and sort by them; return whether any has changed.
+
+        Requests' own counts must be up to date.
+        """
+        changed = self.ranks.due(self.step, self.view())
+        if changed is None:
+            return False
+        self.back_off.reset()
+        for live in changed:
+            if live in self.waiting:
+                self.waiting.append(live)
+            elif live in self.holding:
+                self.holding.append(live)
+            else:
+                live.turn = self.ranks.key(live)
+        if changed:
+            running.sort(key=lambda live: live.turn)
+        return bool(changed)
+
+    def looks(self, running: Sequence[LiveRequest]) -> bool:
+        """Whether to look for room in this step: somebody waits who goes before a running request."""
+        return self.step >= self._next_look and self.outranks(running)
+
+    @property
+    def _next_look(self) -> int:
+        return max(self.back_off.next_step, self.after_miss.next_step)
+
+    def outranks(self, running: Sequence[LiveRequest]) -> bool:
+        """Whether a waiting request goes before a running one, and may displace it."""
+        if not (self.order.displaces_by_rank and running):
+            return False
+        worst: tuple[float, ...] = self.ranks.key(running[-1])[0]
+        return any(len(queue) and self.ranks.key(queue.first())[0] < worst for queue in (self.holding, self.waiting))
+
+    def quiet_steps(self, step: int, running: Sequence[LiveRequest]) -> float:
+        """Number of steps, from ``step`` on, before any rank may change or room may be looked for; time apart."""
+        until = self.ranks.next_step
+        if self.outranks(running):
+            until = min(until, self._next_look)
+        return until - step if until < inf else inf
+
+    def displaced(self, engine: Room, space: Space) -> list[LiveRequest]:
+        """The running requests to displace in this step."""
+        taken = make_room(self.order, engine, space, self.view())
+        if taken.missed and not taken.victims:
+            self.back_off.missed(self.step)
+        self._let_in = [self.by_number[waiting.number] for waiting in taken.let_in]
+        return [self.by_number[victim.number] for victim in taken.victims]
+
+    def count_missed(self) -> None:
+        """Displace nobody for some steps where somebody for whom others were displaced did not come in."""
+        if any(live in self.waiting for live in self._let_in):
+            self.after_miss.missed(self.step)
+        else:
+            self.after_miss.reset()
+        self._let_in = []
+
+    def admits(self, live: LiveRequest, free_after_blocks: int) -> bool:
+        """Whether the order lets the request in beside running ones."""
+        return self.order.admits(self.ranks.progress(live), free_after_blocks, self.view())
+
+    def _progress_of(self, live: LiveRequest, rank: tuple[float, ...], admitted_at_tokens: int) -> Progress:
+        """The request as an order sees it."""
+        request = live.request
+        output_tokens = live.outputs + live.placeholders
+        return Progress(
+            self._number_of[live],
+            live.arrival_s,
+            request.priority,
+            request.prompt_tokens,
+            output_tokens,
+            request.output_tokens,
+            live.computed,
+            output_tokens - admitted_at_tokens,
+            live.preemptions,
+            rank,
+        )
+
+    def _price_of(self, request: Progress) -> float | None:
+        return self._price(self.by_number[request.number])
+
+
+class Memory(Protocol):
+    """What the scheduler knows of memory and loads."""
+
+    running: list[LiveRequest]
+    loaded: set[LiveRequest]
+
+    def last_token_is_coming(self, live: LiveRequest) -> bool: ...
+
+    def need_blocks(self, live: LiveRequest) -> int: ...
+
+    def freed_blocks(self, live: LiveRequest, waiting: LiveRequest) -> int: ...
+
+
+class Room:
+    """What making room asks of the engine: satisfies :class:`kvpolicy.order.Engine`."""
+
+    def __init__(self, memory: Memory, ordering: Ordering) -> None:
+        self._memory = memory
+        self._ranks = ordering.ranks
+        self._queues = ordering.holding, ordering.waiting
+        self._by_number = ordering.by_number
+
+    def heads(self) -> Iterator[Progress]:
+        for queue in self._queues:
+            for live in queue:
+                if not live.stale and (live.status is not Status.LOADING or live in self._memory.loaded):
+                    yield self._ranks.progress(live)
+
+    def running(self) -> list[Progress]:
+        memory = self._memory
+        return [self._ranks.progress(live) for live in memory.running if not memory.last_token_is_coming(live)]
+
+    def need_blocks(self, waiting: Progress) -> int:
+        return self._memory.need_blocks(self._by_number[waiting.number])
+
+    def freed_blocks(self, running: Progress, waiting: Progress) -> int:
+        return self._memory.freed_blocks(self._by_number[running.number], self._by_number[waiting.number])

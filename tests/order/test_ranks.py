@@ -1,0 +1,183 @@
+"""Ranks by event: when they are asked for, quanta, promotion, and a calendar that stays small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import pytest
+
+from kvpolicy.order import Order, Progress, Rank, Ranks, View
+from kvpolicy.order.ranks import FIRST, MAX_VOID
+from tests.order.made import ByLevel, Requests, view
+
+
+def made(order: Order, *names: str, per_step: int = 1) -> tuple[Ranks[str], Requests]:
+    requests = Requests()
+    ranks: Ranks[str] = Ranks(order, requests.look, per_step)
+    for name in names:
+        ranks.arrived(requests.add(name), 0, view())
+    return ranks, requests
+
+
+def test_by_rank_then_arrival() -> None:
+    ranks, requests = made(ByLevel(), "a", "b", "c")
+    requests.tokens["a"] = 10
+    ranks.preempted("a", 1, view())
+    assert sorted("abc", key=ranks.key) == ["b", "c", "a"]
+    assert ranks.progress("a").rank == (1,) and len(ranks) == 3
+
+
+def test_nothing_is_due_where_nobody_runs() -> None:
+    ranks, _ = made(ByLevel(), "a")
+    assert (ranks.next_step, ranks.next_s) == (inf, inf)
+    assert ranks.due(100, view(100.0)) is None
+
+
+@pytest.mark.parametrize(("per_step", "due"), [(1, 13), (2, 8), (4, 6)])
+def test_the_step_at_which_a_level_is_crossed_is_foreseen(per_step: int, due: int) -> None:
+    ranks, requests = made(ByLevel(), "a", per_step=per_step)
+    ranks.admitted("a", 3, view())
+    assert ranks.next_step == due
+    requests.tokens["a"] = 9
+    assert ranks.due(due, view()) == [], "a token late: asked without a change"
+    assert ranks.next_step == due + 1
+    requests.tokens["a"] = 10
+    assert ranks.due(due + 1, view()) == ["a"] and ranks.key("a")[0] == (1,)
+
+
+def test_the_end_of_a_quantum_is_due() -> None:
+    ranks, requests = made(ByLevel(quantum_tokens=4), "a")
+    ranks.admitted("a", 0, view())
+    assert ranks.next_step == 4
+    requests.tokens["a"] = 4
+    assert ranks.due(4, view()) == [] and ranks.next_step == 10
+
+
+def test_what_was_foreseen_is_void_once_somebody_is_preempted_or_gone() -> None:
+    ranks, _ = made(ByLevel(), "a", "b")
+    for name in "ab":
+        ranks.admitted(name, 0, view())
+    ranks.preempted("a", 1, view())
+    ranks.removed("b", by_itself=False)
+    assert ranks.next_step == inf and ranks.due(50, view()) is None and len(ranks) == 1
+    assert ranks.events == 0, "reading the next event removes those that are void"
+
+
+def test_a_name_that_comes_again_has_no_events_of_the_one_before() -> None:
+    ranks, requests = made(ByLevel(promote_s=5.0), "a")
+    ranks.removed("a", by_itself=False)
+    ranks.arrived(requests.add("a"), 3, view(3.0))
+    assert ranks.due(4, view(5.5)) in (None, []), "its own waiting has just begun"
+    assert ranks.key("a")[0] == (0,)
+
+
+def test_who_ends_by_itself_is_learned_from() -> None:
+    ranks, requests = made(ByLevel(), "a", "b")
+    requests.tokens |= {"a": 7, "b": 9}
+    ranks.removed("b", by_itself=False)
+    assert ranks.state is None
+    ranks.removed("a", by_itself=True)
+    assert ranks.state == 7
+
+
+# ---- promotion ----
+
+
+def test_who_waited_too_long_goes_first_for_one_quantum() -> None:
+    ranks, requests = made(ByLevel(quantum_tokens=4, promote_s=5.0), "a", "b")
+    requests.tokens["b"] = 50
+    ranks.preempted("b", 1, view(1.0))
+    assert ranks.next_s == 5.0, "a has waited since 0 s"
+    ranks.admitted("a", 1, view(1.0))
+    assert ranks.next_s == 6.0
+    assert ranks.due(9, view(5.9)) is not None and ranks.key("b")[0] == (5,)
+    assert ranks.due(10, view(6.0)) == ["b"]
+    assert ranks.key("b")[0] == FIRST and min("ab", key=ranks.key) == "b"
+    ranks.admitted("b", 11, view(7.0))
+    assert ranks.key("b")[0] == FIRST and ranks.next_step <= 15
+    requests.tokens["b"] = 53
+    ranks.due(14, view(8.0))
+    assert ranks.key("b")[0] == FIRST
+    requests.tokens["b"] = 54
+    assert "b" in (ranks.due(15, view(8.0)) or [])
+    assert ranks.key("b")[0] == (5,)
+
+
+def test_who_is_preempted_during_its_turn_stays_first() -> None:
+    ranks, requests = made(ByLevel(quantum_tokens=4, promote_s=5.0), "a")
+    ranks.due(1, view(5.0))
+    ranks.admitted("a", 2, view(5.0))
+    requests.tokens["a"] = 2
+    ranks.preempted("a", 4, view(6.0))
+    assert ranks.key("a")[0] == FIRST
+    ranks.admitted("a", 5, view(6.0))
+    requests.tokens["a"] = 5
+    ranks.due(9, view(7.0))
+    assert ranks.key("a")[0] == FIRST, "three tokens of a whole quantum"
+
+
+def test_without_a_quantum_a_turn_is_a_token() -> None:
+    ranks, requests = made(ByLevel(promote_s=5.0), "a")
+    ranks.due(1, view(5.0))
+    ranks.admitted("a", 2, view(5.0))
+    assert ranks.key("a")[0] == FIRST and ranks.next_step == 3
+    requests.tokens["a"] = 1
+    assert ranks.due(3, view(5.0)) == ["a"] and ranks.key("a")[0] == (0,)
+
+
+# ---- ranks that are never right, and a calendar that stays small ----
+
+
+@dataclass(frozen=True, repr=False)
+class Odd(Order):
+    """Returns the same rank whatever the request."""
+
+    odd: Rank
+    name: str = "odd"
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return self.odd
+
+
+@pytest.mark.parametrize("odd", [Rank((), -inf), Rank((), inf, -5.0), Rank((), 0.0, 0.0), Rank((), inf, -inf)])
+def test_a_rank_that_ended_before_it_began_is_asked_for_once_a_step(odd: Rank) -> None:
+    ranks, _ = made(Odd(odd), "a")
+    ranks.admitted("a", 0, view(1.0))
+    for step in range(1, 5):
+        assert ranks.due(step, view(1.0 + step)) == []
+
+
+@pytest.mark.parametrize("until", [{"until_s": 1e9}, {"until_tokens": 1e9}])
+def test_the_calendar_does_not_keep_those_that_have_ended(until: Any) -> None:
+    """Their events lie far ahead, behind that of one request that stays."""
+    order = Odd(Rank((), **until))
+    ranks, requests = made(order, "stays")
+    ranks.admitted("stays", 0, view())
+    for number in range(500):
+        name = requests.add(f"r{number}")
+        ranks.arrived(name, number, view())
+        ranks.admitted(name, number, view())
+        ranks.preempted(name, number, view())
+        ranks.removed(name, by_itself=True)
+        assert ranks.events <= 2 * (2 * len(ranks) + MAX_VOID) + 2
+        assert min(ranks.next_step, ranks.next_s) < inf
+
+
+def test_a_quiet_step_asks_nobody() -> None:
+    asked: list[int] = []
+
+    class Asked(ByLevel):
+        def rank(self, request: Progress, view: View) -> Rank:
+            asked.append(request.number)
+            return super().rank(request, view)
+
+    ranks, _ = made(Asked(), *map(str, range(50)))
+    for name in map(str, range(50)):
+        ranks.admitted(name, 0, view())
+    asked.clear()
+    for step in range(1, 10):
+        assert ranks.next_step > step
+        assert ranks.due(step, view(step * 1.0)) is None
+    assert not asked

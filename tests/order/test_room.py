@@ -1,0 +1,167 @@
+"""Making room, by hand: whom it takes, and when nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvpolicy.order import BackOff, Order, Progress, Space, Taken, View, make_room
+from kvpolicy.order.room import MAX_BACK_OFF, MAX_HEADS
+from tests.order.made import ByLevel, progress, view
+
+
+@dataclass
+class Engine:
+    """Requests with the blocks that they need or hold."""
+
+    waits: dict[Progress, int] = field(default_factory=dict)
+    runs: dict[Progress, int] = field(default_factory=dict)
+
+    def heads(self) -> list[Progress]:
+        return sorted(self.waits, key=lambda one: (not one.computed_tokens, one.rank, one.number))
+
+    def running(self) -> list[Progress]:
+        return sorted(self.runs, key=lambda one: (one.rank, one.number))
+
+    def need_blocks(self, waiting: Progress) -> int:
+        return self.waits[waiting]
+
+    def freed_blocks(self, running: Progress, waiting: Progress) -> int:
+        return self.runs[running]
+
+
+def waits(number: int, rank: int, **values: Any) -> Progress:
+    return progress(number, rank=(rank,), **values)
+
+
+def runs(number: int, rank: int, served_tokens: int = 99, **values: Any) -> Progress:
+    return progress(number, rank=(rank,), served_tokens=served_tokens, computed_tokens=50, **values)
+
+
+def room(engine: Engine, order: Order | None = None, free: int = 0, places: int = 9, budget: int = 1000) -> Taken:
+    return make_room(order or ByLevel(), engine, Space(free, places, budget), view())
+
+
+def numbers(taken: Taken) -> tuple[list[int], list[int], bool]:
+    return [one.number for one in taken.victims], [one.number for one in taken.let_in], taken.missed
+
+
+THREE = {runs(1, 5): 4, runs(2, 6): 4, runs(3, 7): 4}
+
+
+@pytest.mark.parametrize(
+    ("need", "free", "victims"), [(4, 4, []), (5, 4, [3]), (8, 4, [3]), (9, 4, [3, 2]), (12, 0, [3, 2, 1])]
+)
+def test_as_many_as_are_needed(need: int, free: int, victims: list[int]) -> None:
+    engine = Engine({waits(8, 0): need}, THREE)
+    assert numbers(room(engine, free=free)) == (victims, [8] if victims else [], False)
+
+
+def test_all_or_nothing() -> None:
+    assert numbers(room(Engine({waits(8, 0): 13}, THREE))) == ([], [], True)
+
+
+def test_only_those_of_a_higher_rank() -> None:
+    assert numbers(room(Engine({waits(8, 6): 4}, THREE))) == ([3], [8], False)
+    assert numbers(room(Engine({waits(8, 6): 5}, THREE))) == ([], [], True), "equals do not displace each other"
+    assert numbers(room(Engine({waits(8, 7): 4}, THREE))) == ([], [], False)
+
+
+def test_one_after_the_other_until_one_cannot_be_let_in() -> None:
+    engine = Engine({waits(7, 0): 4, waits(8, 1): 4, waits(9, 2): 9}, THREE)
+    assert numbers(room(engine)) == ([3, 2], [7, 8], True), "what was found for the others stays"
+
+
+def test_what_is_left_over_goes_to_the_next() -> None:
+    engine = Engine({waits(7, 0): 3, waits(8, 1): 1}, THREE)
+    assert numbers(room(engine)) == ([3], [7], False)
+
+
+def test_a_quantum_is_served_first() -> None:
+    order = ByLevel(quantum_tokens=4)
+    early = {runs(1, 5): 4, runs(2, 6, served_tokens=3): 4}
+    assert numbers(room(Engine({waits(8, 0): 4}, early), order)) == ([1], [8], False)
+    assert numbers(room(Engine({waits(8, 0): 4}, {runs(2, 6, served_tokens=3): 4}), order)) == ([], [], False)
+    assert numbers(room(Engine({waits(8, 0): 4}, {runs(2, 6, served_tokens=4): 4}), order)) == ([2], [8], False)
+
+
+def test_at_most_so_many_victims_a_step() -> None:
+    engine = Engine({waits(7, 0): 4, waits(8, 0): 4}, THREE)
+    assert numbers(room(engine, ByLevel(max_victims=1))) == ([3], [7], True)
+    assert numbers(room(Engine({waits(7, 0): 8}, THREE), ByLevel(max_victims=1))) == ([], [], True)
+
+
+def test_a_place_is_needed_too() -> None:
+    assert numbers(room(Engine({waits(8, 0): 1}, THREE), free=50, places=0)) == ([3], [8], False)
+    assert numbers(room(Engine({waits(7, 0): 1, waits(8, 0): 1}, THREE), free=50, places=1)) == ([3], [8], False)
+
+
+def test_nobody_is_taken_beyond_the_token_budget() -> None:
+    engine = Engine({waits(7, 0, prompt_tokens=100): 4, waits(8, 0): 4}, THREE)
+    assert numbers(room(engine, budget=100)) == ([3], [7], False)
+    assert numbers(room(engine, budget=101)) == ([3, 2], [7, 8], False)
+    assert numbers(room(engine, budget=0)) == ([], [], False)
+
+
+def test_a_loaded_request_that_lacks_a_block_does_not_stop_more_urgent_ones() -> None:
+    """vLLM admits it first, whatever its rank: the victims make room for it, too, with a place."""
+    loaded = waits(7, 9, computed_tokens=64)
+    engine = Engine({loaded: 1, waits(8, 0): 4}, THREE)
+    assert numbers(room(engine)) == ([3, 2], [8], False)
+    assert numbers(room(engine, free=1)) == ([3], [8], False)
+    assert numbers(room(engine, free=50, places=1)) == ([3], [8], False)
+    assert numbers(room(Engine({loaded: 1}, THREE))) == ([], [], False)
+
+
+def test_a_loaded_request_that_goes_first_displaces() -> None:
+    engine = Engine({waits(7, 0, computed_tokens=64): 1}, THREE)
+    assert numbers(room(engine)) == ([3], [7], False)
+
+
+def test_the_order_may_refuse_a_victim_or_a_deal() -> None:
+    class Sparing(ByLevel):
+        def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
+            return running.number != 3
+
+    class Stingy(ByLevel):
+        def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
+            return len(victims) < 2
+
+    class FirstVictim(ByLevel):
+        def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+            return running
+
+    engine = Engine({waits(8, 0): 4}, THREE)
+    assert numbers(room(engine, Sparing())) == ([2], [8], False)
+    assert numbers(room(engine, FirstVictim())) == ([1], [8], False)
+    assert numbers(room(engine, Stingy())) == ([3], [8], False)
+    assert numbers(room(Engine({waits(8, 0): 5}, THREE), Stingy())) == ([], [], True)
+
+
+def test_so_many_heads_are_looked_at() -> None:
+    engine = Engine({waits(100 + number, 0): 1 for number in range(MAX_HEADS)} | {waits(999, 1): 5}, THREE)
+    assert numbers(room(engine, free=MAX_HEADS, places=500, budget=10**6)) == ([], [], False)
+
+
+def test_a_victim_is_taken_once() -> None:
+    engine = Engine({waits(7, 0): 4, waits(8, 0): 4, waits(9, 0): 4}, THREE)
+    taken = room(engine)
+    assert numbers(taken) == ([3, 2, 1], [7, 8, 9], False)
+
+
+def test_looks_that_let_nobody_in_grow_rare() -> None:
+    back_off = BackOff()
+    steps = []
+    step = 0
+    for _ in range(7):
+        back_off.missed(step)
+        steps.append(back_off.next_step - step)
+        step = back_off.next_step
+    assert steps == [1, 2, 4, 8, MAX_BACK_OFF, MAX_BACK_OFF, MAX_BACK_OFF]
+    back_off.reset()
+    assert back_off.next_step == 0
+    back_off.missed(50)
+    assert back_off.next_step == 51

@@ -1,0 +1,149 @@
+"""The orders that ship, by their formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+
+from kvpolicy.order import Fcfs, Order, Priority, is_stock, load
+from kvpolicy.order.seen_lengths import Lengths, level_of
+from tests.order.made import progress, view
+
+
+def ranked(spec: str, now_s: float = 0.0, **values: Any) -> Any:
+    order = load(spec)
+    return order.rank(progress(**values), view(now_s, order.initial_state()))
+
+
+@pytest.mark.parametrize(
+    ("spec", "values", "rank", "until_tokens"),
+    [
+        ("fcfs", {"priority": 3}, (), inf),
+        ("priority", {"priority": 3}, (3,), inf),
+        ("urgent", {"priority": -1}, (-1,), inf),
+        ("reserve:.1", {"priority": 2}, (2,), inf),
+        ("mlfq:base=4", {"output_tokens": 3}, (0,), 4),
+        ("mlfq:base=4", {"output_tokens": 4}, (1,), 8),
+        ("mlfq:base=4", {"output_tokens": 8}, (2,), 16),
+        ("mlfq:base=4", {"output_tokens": 15}, (2,), 16),
+        ("las:quantum=10", {"output_tokens": 9}, (0,), 10),
+        ("las:quantum=10", {"output_tokens": 25}, (2,), 30),
+        ("srpt:limit", {"output_tokens": 20, "max_output_tokens": 120}, (level_of(100),), 23),
+        ("gittins:quantum=8", {"output_tokens": 7}, (0,), 8),
+        ("urgent/mlfq:base=4", {"priority": 2, "output_tokens": 5}, (2, -inf, 1), 8),
+        ("mlfq:base=4,victims=cheapest", {"output_tokens": 5}, (1,), 8),
+    ],
+)
+def test_ranks(spec: str, values: Any, rank: Any, until_tokens: float) -> None:
+    found = ranked(spec, **values)
+    assert (found.value, found.until_tokens) == (rank, until_tokens)
+
+
+@pytest.mark.parametrize("spec", ["mlfq:base=4", "mlfq:base=3", "las:quantum=7", "srpt:limit", "urgent/mlfq:base=5"])
+def test_a_rank_holds_until_it_says(spec: str) -> None:
+    """Counted by single tokens, also where the level is a power of two. That of a prediction may change before."""
+    last: tuple[float, ...] = ()
+    until = 0.0
+    for tokens in range(200):
+        found = ranked(spec, output_tokens=tokens, max_output_tokens=10**6)
+        assert found.until_tokens > tokens
+        if tokens < until:
+            assert found.value == last
+        last, until = found.value, found.until_tokens
+
+
+def test_gittins_after_the_first_quantum() -> None:
+    short, long = (ranked("gittins:quantum=8", output_tokens=8, prompt_tokens=tokens) for tokens in (10, 1000))
+    assert (0,) < short.value < long.value, "who holds little memory goes first"
+
+
+def test_what_ends_is_learned() -> None:
+    for spec in ("srpt:lengths", "gittins", "urgent/srpt:lengths"):
+        order = load(spec)
+        state = order.initial_state()
+        learned = order.finished(state, progress(output_tokens=50))
+        assert learned != state
+        assert Lengths().seen(50) in (learned, *(learned if isinstance(learned, tuple) else ()))
+    assert load("urgent").finished(None, progress()) is None
+
+
+def test_srpt_displaces_only_below_a_share_of_the_length() -> None:
+    order = load("srpt:limit,bound=0.5")
+    waiting, running = progress(), progress(1, max_output_tokens=100)
+    assert order.displaces(waiting, replace(running, output_tokens=49), view())
+    assert not order.displaces(waiting, replace(running, output_tokens=50), view())
+
+
+def test_a_reserve_is_for_the_urgent() -> None:
+    order = load("reserve:.1,above=1")
+    assert not order.displaces_by_rank
+    assert order.admits(progress(priority=1), 0, view())
+    assert order.admits(progress(priority=2), 10, view())
+    assert not order.admits(progress(priority=2), 9, view())
+
+
+def test_slack_to_a_deadline() -> None:
+    spec = "deadline:ttft=3,tpot=.5"
+    assert ranked(spec, 10.0, arrival_s=9.0).value == (2,)
+    assert ranked(spec, 10.0, arrival_s=9.0, output_tokens=4).value == (4,)
+    assert ranked(spec, 10.0, arrival_s=9.0, ttft_s=1.0).value == (0,), "its own deadline"
+    late, very_late = ranked(spec, 99.0), ranked(spec, 999.0)
+    assert late.value == very_late.value == (-20,), "who is hopelessly late is no more urgent than others"
+    soon = ranked(spec, 10.25, arrival_s=9.0)
+    assert (soon.value, soon.until_s, soon.until_tokens) == ((1,), pytest.approx(11.0), 2)
+
+
+def test_layers_decide_in_turn() -> None:
+    order = load("urgent/mlfq:base=4")
+    state = order.initial_state()
+    low, high = progress(priority=0, output_tokens=50), progress(1, priority=1)
+    assert order.rank(low, view(state=state)).value < order.rank(high, view(state=state)).value
+    assert order.displaces(low, high, view(state=state))
+    assert order.quantum_tokens == 4 and order.displaces_by_rank
+    unequal = load("priority/mlfq:base=4")
+    assert not unequal.displaces(low, high, view(state=state)), "between classes the outer one decides"
+    assert unequal.displaces(progress(), progress(1, output_tokens=9), view(state=state))
+
+
+@pytest.mark.parametrize(
+    ("rule", "taken"),
+    [("last", [3, 2, 1, 0]), ("least-computed", [3, 1, 0, 2]), ("cheapest", [3, 0, 2, 1])],
+)
+def test_who_is_displaced_among_equals(rule: str, taken: list[int]) -> None:
+    """The highest rank first, whatever the rule."""
+    order = load(f"mlfq:base=4,victims={rule}")
+    rows = [((1,), 64), ((1,), 32), ((1,), 96), ((2,), 500)]
+    running = [progress(number, rank=rank, computed_tokens=tokens) for number, (rank, tokens) in enumerate(rows)]
+    price_s = {0: 0.1, 1: 0.4, 2: 0.3, 3: 9.0}
+    found = order.victims(progress(9, rank=(0,)), running, view(price=lambda request: price_s[request.number]))
+    assert [victim.number for victim in found] == taken
+
+
+def test_without_prices_the_cheapest_is_the_least_computed() -> None:
+    order = load("mlfq:base=4,victims=cheapest")
+    running = [progress(number, rank=(1,), computed_tokens=tokens) for number, tokens in enumerate((64, 32, 96))]
+    for price in (None, lambda request: None):
+        found = order.victims(progress(9, rank=(0,)), running, view(price=price))
+        assert [victim.number for victim in found] == [1, 0, 2]
+
+
+def test_what_vllm_does_by_itself() -> None:
+    assert is_stock(Fcfs(), "fcfs") and is_stock(Fcfs(), "priority") and is_stock(Priority(), "priority")
+    assert not is_stock(Priority(), "fcfs") and not is_stock(load("urgent"), "priority")
+
+
+class Plain(Order):
+    name = "plain"
+
+    def rank(self, request: Any, view: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_an_order_of_ones_own_says_no_more_than_its_rank() -> None:
+    order, running = Plain(), [progress(0), progress(1)]
+    assert order.victims(progress(2), running, view()) == running[::-1]
+    assert order.worth(progress(), running, view()) and order.admits(progress(), 0, view())
+    assert order.initial_state() is None and not order.displaces_by_rank

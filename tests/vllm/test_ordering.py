@@ -1,0 +1,112 @@
+"""The order of service in vLLM's scheduler: who is displaced comes for somebody who comes in; errors stop nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvpolicy.order import load
+from kvpolicy_vllm.plugin import ordering
+from kvpolicy_vllm.plugin.ordering import Ordering
+from kvpolicy_vllm.plugin.versions import UnsupportedEngine
+from tests.vllm import fuzz, harness
+from tests.vllm.models import write_llama
+from tests.vllm.setups import UNRULY, Setup
+from tests.vllm.test_soak import PRESSED
+
+pytestmark = pytest.mark.scheduler
+
+ORDERED = PRESSED | {"order": "mlfq:base=4", "prefix_caching": True, "max_running": 16, "token_budget": 128}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model"))
+
+
+def schedule(model: Path, seed: int = 1, **fixed: Any) -> fuzz.Schedule:
+    return fuzz.Schedule(Setup.draw(seed, **ORDERED | fixed), model)
+
+
+def served(made: fuzz.Schedule) -> fuzz.Outcome:
+    made.run()
+    return made.outcome()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_others_are_displaced_for_comes_in(seed: int, asynchronous: bool, model: Path) -> None:
+    """So what it needs is what vLLM asks for, with loads under way and blocks shared."""
+    made = schedule(model, seed, asynchronous=asynchronous)
+    outcome = served(made)
+    assert outcome.problems == () and outcome.displaced > 30
+    assert made.scheduler.ordering.displaced == outcome.displaced
+    assert made.scheduler.ordering.missed == 0
+
+
+def test_where_nobody_comes_in_victims_grow_rare(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever vLLM's reason: here it asks for more blocks than expected."""
+    right = Ordering.need_blocks
+    monkeypatch.setattr(Ordering, "need_blocks", lambda self, waiting: max(1, right(self, waiting) - 5))
+    rests: list[int] = []
+    missed = ordering.BackOff.missed
+    monkeypatch.setattr(
+        ordering.BackOff, "missed", lambda self, step: (missed(self, step), rests.append(self.next_step - step))[0]
+    )
+    made = schedule(model)
+    outcome = served(made)
+    assert outcome.problems == () and made.scheduler.ordering.missed > 5
+    assert max(rests) >= 4
+
+
+@pytest.mark.parametrize(("order", "method"), [("mlfq:base=4", "make_room"), ("reserve:.2", "admits")])
+def test_what_fails_is_counted_and_displaces_nobody(
+    order: str, method: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> int:
+        raise AttributeError("not in this vLLM")
+
+    monkeypatch.setattr(Ordering, "need_blocks", fail)
+    made = schedule(model, order=order)
+    made.run()
+    stats = made.scheduler.connector.stats()
+    assert harness.total(stats, "order_failed", method=method) > 5
+    assert harness.total(stats, "preemptions", cause="displaced") == 0
+    assert all(request.is_finished() for request in made.requests)
+
+
+@pytest.mark.parametrize("order", UNRULY)
+def test_an_order_whose_code_fails_is_counted(order: str, model: Path) -> None:
+    made = schedule(model, order=order)
+    assert served(made).problems == ()
+    assert harness.total(made.scheduler.connector.stats(), "order_failed", method="rank") > 5
+
+
+def test_what_is_kept_of_who_has_ended_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ordering, "forget_ended", lambda self, step=(): None)
+    assert any("the order of service keeps" in problem for problem in served(schedule(model)).problems)
+
+
+def test_running_requests_in_another_order_are_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ordering, "_sort_running", lambda self: None)
+    assert any("in another order" in problem for problem in served(schedule(model)).problems)
+
+
+def test_where_vllm_ranks_requests_itself_an_order_is_refused(model: Path) -> None:
+    made = schedule(model, scheduling="priority")
+    assert made.scheduler.ordering is None
+    made.scheduler.serve_by(load("priority"))
+    assert made.scheduler.ordering is None, "the same by another name"
+    with pytest.raises(UnsupportedEngine, match=r"order urgent.*leave the flag out"):
+        made.scheduler.serve_by(load("urgent"))
+
+
+def test_an_order_is_set_before_requests_come(model: Path) -> None:
+    made = schedule(model, order="fcfs")
+    made.scheduler.add_request(made.requests[0])
+    with pytest.raises(RuntimeError, match="1 requests are unfinished"):
+        made.scheduler.serve_by(load("urgent"))
