@@ -49,6 +49,8 @@ class Record:
     """``CORE/REQUEST``. Records of one request are not independent."""
     hit_tokens: int
     """Tokens that were found on the device at resume."""
+    had_choice: bool = True
+    """Whether both options were feasible."""
 
     @property
     def expected(self) -> Features:
@@ -173,7 +175,10 @@ def _records(folder: str, trace: Trace, left_out: Counter[str]) -> list[Record]:
         refuse_sizes(folder, number, row)
         chance = _chance(folder, number, row)
         request, hit_tokens = f"{row['core']}/{row['request']}", outcome["local_hit_tokens"]
-        records.append(Record(situation_of(row), row["executed"], chance, outcome["engine_s"], request, hit_tokens))
+        had_choice = {option["kind"] for option in row["options"]} == set(KINDS)
+        records.append(
+            Record(situation_of(row), row["executed"], chance, outcome["engine_s"], request, hit_tokens, had_choice)
+        )
     return records
 
 
