@@ -149,6 +149,26 @@ def test_an_idle_step_is_not_slowed_by_a_copy_that_runs_beside_it() -> None:
     assert costs(attribute(trace))["p"][0] == pytest.approx(15e-3, rel=0.02)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_idle_step_in_which_a_tools_copy_begins_makes_no_recompute_cheaper(begun: bool) -> None:
+    """The victim is alone: the step that preempts it takes 0.2 ms, less than beginning a copy adds to a busy one."""
+    made = Made(20)
+    at = len(made.rows)
+    idle = step(0, 0, (0, 0, 0, 0), extra_s=2e-4, preemptions=1)
+    again = step(
+        0, 0, (401, 0, 0, PAIRS), recomputed_tokens=400, scheduled_requests=1,
+        repeated=[repeated("p", 400, 0, PAIRS, 0)],
+    )  # fmt: skip
+    made.ends.append(outcome("p", recomputed_tokens=400, first_step=at, last_step=at + 1))
+    rows = [idle, again, batch(0), batch(0), batch(0)]
+    if begun:
+        made.window(rows, 0)
+    else:
+        made.rows += rows
+    cost_s, _ = costs(attribute(made.trace()))["p"]
+    assert cost_s == pytest.approx(law(401, 0, 0, PAIRS) - law(1, 0, 0, 0) + 2e-4, rel=0.02)
+
+
 def test_what_a_copy_does_in_each_step() -> None:
     """A save of 100 bytes begins in step 1 and runs until the middle of step 3, a load of 30 bytes begins in step 2 and
     runs until the middle of step 5; step 4 computes nothing."""
