@@ -382,7 +382,9 @@ def _extra_s(core: _Core, model: StepTimeModel, row: Ints, own_parts: Floats) ->
     extra_s = _beyond_model(core, model, remaining, row)
     if core.tool_effects is not None and len(core.tool_rows) >= MIN_STEPS:
         beyond_s = _beyond_model(core, model, core.parts, core.tool_rows)
-        extra_s -= seconds_of(core.tool_effects, beyond_s, core.tool_rows)[row]
+        added_s = seconds_of(core.tool_effects, beyond_s, core.tool_rows)
+        # An idle step is over sooner than what is learned from busy ones.
+        extra_s -= np.minimum(added_s, core.duration_s)[row]
     return extra_s
 
 

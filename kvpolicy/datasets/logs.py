@@ -21,7 +21,7 @@ from kvpolicy.attribution.step_time import StepTimeModel
 from kvpolicy.datasets.examples import MIN_FLOOR_S, Example, option_of
 from kvpolicy.datasets.host_memory import common_host_memory
 from kvpolicy.datasets.profiles import refuse_mixture
-from kvpolicy.datasets.validation import refuse_doubled, refuse_situation, refuse_sizes
+from kvpolicy.datasets.validation import refuse_doubled, refuse_negative_hits, refuse_situation, refuse_sizes
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Kind, Preemption, copy_was_used, situation_of
 from kvpolicy.features import Features, features_of, with_hits
 from kvpolicy.hardware import Geometry
@@ -49,6 +49,8 @@ class Record:
     """``CORE/REQUEST``. Records of one request are not independent."""
     hit_tokens: int
     """Tokens that were found on the device at resume."""
+    had_choice: bool = True
+    """Whether both options were feasible."""
 
     @property
     def expected(self) -> Features:
@@ -161,7 +163,10 @@ def _records(folder: str, trace: Trace, left_out: Counter[str]) -> list[Record]:
     columns = (
         "core", "preemption_id", "ended", "engine_s", "loaded_tokens", "recomputed_tokens", "local_hit_tokens",
     )  # fmt: skip
-    outcomes = {(row["core"], row["preemption_id"]): row for row in trace.rows("outcomes", columns)}
+    outcomes = {}
+    for number, row in enumerate(trace.rows("outcomes", columns)):
+        refuse_negative_hits(folder, number, row)
+        outcomes[row["core"], row["preemption_id"]] = row
     records = []
     for number, row in enumerate(trace.rows("decisions", DECISION_COLUMNS)):
         refuse_situation(folder, number, row)
@@ -173,7 +178,10 @@ def _records(folder: str, trace: Trace, left_out: Counter[str]) -> list[Record]:
         refuse_sizes(folder, number, row)
         chance = _chance(folder, number, row)
         request, hit_tokens = f"{row['core']}/{row['request']}", outcome["local_hit_tokens"]
-        records.append(Record(situation_of(row), row["executed"], chance, outcome["engine_s"], request, hit_tokens))
+        had_choice = {option["kind"] for option in row["options"]} == set(KINDS)
+        records.append(
+            Record(situation_of(row), row["executed"], chance, outcome["engine_s"], request, hit_tokens, had_choice)
+        )
     return records
 
 

@@ -73,6 +73,15 @@ def refuse_negative(folder: str, table: str, number: int, row: Row, column: str)
         )
 
 
+def refuse_negative_hits(folder: str, number: int, row: Row) -> None:
+    """Raises TraceError for a row of ``outcomes`` with fewer than 0 tokens found on the device."""
+    if row["local_hit_tokens"] < 0:
+        raise TraceError(
+            f"{folder}: table outcomes, row {number} of core {row['core']}: local_hit_tokens is "
+            f"{row['local_hit_tokens']}, should be 0 or above"
+        )
+
+
 def refuse_situation(folder: str, number: int, row: Row) -> None:
     """Raises TraceError for a row of ``decisions`` that is no valid situation."""
     for name in COUNTS:

@@ -21,6 +21,7 @@ from kvpolicy.datasets.validation import (
     SIZES,
     refuse_cost,
     refuse_negative,
+    refuse_negative_hits,
     refuse_situation,
     refuse_sizes,
     spans_s,
@@ -109,7 +110,7 @@ def _refuse_first_bad_row(table: pa.Table, bad: Flags, refuse: Any) -> None:
 
 
 def _outcomes(folder: str, trace: Trace) -> pa.Table:
-    """The outcomes. Raises TraceError for an impossible time or cost."""
+    """The outcomes. Raises TraceError for an impossible time, cost or number of tokens found."""
     table = trace.table("outcomes").select(list(OUTCOME_COLUMNS))
     span_s = spans_s(trace)
     spans = np.array([span_s[core] for core in texts(table, "core")], np.float64)
@@ -117,10 +118,12 @@ def _outcomes(folder: str, trace: Trace) -> pa.Table:
     bad = _flags(pc.is_valid(table["engine_s"])) & ~(np.abs(cost) <= spans)
     for name in ("victim_delay_s", "wait_blocks_s"):
         bad |= reals(table, name) < -CLOCK_ROUNDING_S
+    bad |= wholes(table, "local_hit_tokens") < 0
 
     def refuse(number: int, row: Mapping[str, Any]) -> None:
         for name in ("victim_delay_s", "wait_blocks_s"):
             refuse_negative(folder, "outcomes", number, row, name)
+        refuse_negative_hits(folder, number, row)
         refuse_cost(folder, number, row, span_s[row["core"]])
 
     _refuse_first_bad_row(table, bad, refuse)

@@ -98,6 +98,10 @@ class Log:
             return self
         if not remaining.any():
             raise TraceError(f"{', '.join(self.headers)}: all records are {what}; evaluate on another log")
+        return self.only(remaining, what)
+
+    def only(self, remaining: Flags, what: str) -> Log:
+        """The log with some of its records, at least one; the others are counted as ``what``."""
         return replace(
             self,
             cost_s=self.cost_s[remaining],

@@ -23,7 +23,7 @@ MIN_RECORDS = 60
 
 @dataclass(frozen=True, slots=True)
 class ChosenRules:
-    """A rule for each record, never chosen on that record."""
+    """A rule for each record, chosen without its cost and those of its fold."""
 
     by_record: tuple[LengthRule, ...]
     chosen_on: str
@@ -59,9 +59,11 @@ def choose_rules(full: Log, log: Log, rng: np.random.Generator) -> ChosenRules:
         training = full.without(frozenset(log.requests), "held out")
         rule = best_length_rule(_lengths(training), extra_s(training, rng))
         return ChosenRules((rule,) * len(log), f"{len(training)} records that a model was trained on")
-    lengths, extra = _lengths(log), extra_s(log, rng)
     fold = folds_of(log.cluster, rng)
-    rules = {number: best_length_rule(lengths[fold != number], extra[fold != number]) for number in set(fold.tolist())}
+    rules = {}
+    for number in set(fold.tolist()):
+        others = log.only(fold != number, "held out")
+        rules[number] = best_length_rule(_lengths(others), extra_s(others, rng))
     return ChosenRules(
         tuple(rules[number] for number in fold.tolist()), f"the records of the other folds, {FOLDS} folds"
     )

@@ -19,6 +19,7 @@ import pyarrow.csv
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.workload import Request, Workload
+from kvpolicy.workload.files import EXACT
 from kvpolicy.workload.requests import MARKS
 
 COUNTS = ("input_toks", "output_toks")
@@ -87,11 +88,11 @@ def _marks(file: Path, table: pa.Table) -> list[dict[str, Any]]:
     """Class, priority and deadlines of each row, as fields of its request; the columns that are missing set none."""
     marks: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
     if CLASS in table.column_names:
-        for row, name in enumerate(table[CLASS].cast(pa.string()).to_pylist()):
+        for row, name in enumerate(table[CLASS].to_pylist()):
             marks[row] |= {"class_name": name} if name else {}
     if PRIORITY in table.column_names:
         values = _filled(file, PRIORITY, table[PRIORITY], 0.0)
-        _refuse(file, values != np.floor(values), PRIORITY, values, "a whole number")
+        _refuse(file, (values != np.floor(values)) | (np.abs(values) >= EXACT), PRIORITY, values, "a whole number")
         for row, value in enumerate(values.tolist()):
             marks[row]["priority"] = int(value)
     for name in set(DEADLINES) & {*table.column_names}:
@@ -103,10 +104,15 @@ def _marks(file: Path, table: pa.Table) -> list[dict[str, Any]]:
 
 
 def _table(file: Path) -> pa.Table:
+    as_text = pyarrow.csv.ConvertOptions(column_types={CLASS: pa.string()})
     try:
-        return pyarrow.csv.read_csv(file)
+        table = pyarrow.csv.read_csv(file, convert_options=as_text)
     except (pa.ArrowException, OSError) as error:
         raise RequestsError(f"{file}: cannot be read: {error}") from error
+    for name in table.column_names:
+        if table.column_names.count(name) > 1:
+            raise RequestsError(f"{file}: column {name} is there twice, should be there once")
+    return table
 
 
 def _columns(file: Path, table: pa.Table, names: tuple[str, ...]) -> dict[str, Floats]:

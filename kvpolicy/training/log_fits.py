@@ -63,7 +63,8 @@ class LoggedFit:
 def fit_logged(family: Family, training: Records, provenance: Provenance, seed: int) -> LoggedFit:
     """Fit to all of ``training``. Intervals come from cross-validation, whose folds are whole requests.
 
-    Raises TraceError, naming the option, for fewer than 30 records of an option.
+    Raises TraceError, naming the option, for fewer than 30 records of an option, and for records of one fold alone: a
+    fit without that fold would have none.
     """
     by_kind = {kind: training.of_kind(kind) for kind in KINDS}
     for kind, records in by_kind.items():
@@ -80,6 +81,13 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
         return Costs(examples, training.floor_s, budget_tokens=training.budget_tokens)
 
     fold_of = request_folds(training.records, FOLDS, random.Random(seed))
+    for kind, records in by_kind.items():
+        requests = {record.request for record in records}
+        if len({fold_of[name] for name in requests}) < 2:
+            raise TraceError(
+                f"table decisions: all {len(records)} records to learn {kind} from are of {len(requests)} request(s) "
+                f"of one fold out of {FOLDS}, so that no law can be tested; records of more requests are needed"
+            )
     fold_numbers = [fold_of[record.request] for record in training.records]
     crossed = cross_fit(family, training.records, fold_numbers, costs_of, seed, "records")
     trees, notes = crossed.trees, list(crossed.notes)
@@ -109,14 +117,15 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
     laws = {kind: scaled_by(model.laws[kind], averages[kind].factor) for kind in KINDS}
     rule = best_length_rule(
         np.array([record.situation.computed_tokens for record in judged], np.float64),
-        np.array([extra_of(*pair) for pair in zip(terms["swap"], terms["recompute"], strict=True)], np.float64),
+        np.array(list(map(extra_of, judged, terms["swap"], terms["recompute"])), np.float64),
     )
     return LoggedFit(replace(model, laws=laws), whole.forests(trees), trees, averages, rule, tuple(notes))
 
 
-def extra_of(swap: Term, recompute: Term) -> float:
-    """Doubly robust estimate of what a swap costs more than a recompute in one situation, seconds."""
-    return swap.robust_s - recompute.robust_s
+def extra_of(record: Record, swap: Term, recompute: Term) -> float:
+    """Doubly robust estimate of what a swap costs more than a recompute in one situation, seconds; 0 where only one of
+    them was feasible, which no rule can change."""
+    return swap.robust_s - recompute.robust_s if record.had_choice else 0.0
 
 
 def against_threshold(model: FittedModel, rule: LengthRule, held_out: Sequence[Record]) -> Difference | None:
@@ -130,7 +139,7 @@ def against_threshold(model: FittedModel, rule: LengthRule, held_out: Sequence[R
         chosen: Kind = "swap" if swap.predicted_s < recompute.predicted_s else "recompute"
         ruled = rule.option(record.situation.computed_tokens)
         sign = (chosen == "swap") - (ruled == "swap")
-        differences_s.append(sign * extra_of(swap, recompute))
+        differences_s.append(sign * extra_of(record, swap, recompute))
     return clustered_difference("the model", differences_s, [record.request for record in held_out])
 
 

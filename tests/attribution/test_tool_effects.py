@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpolicy.attribution.offline import attribute, common_step_time
-from kvpolicy.attribution.tool_effects import MIN_STEPS
+from kvpolicy.attribution.tool_effects import MIN_STEPS, effects, seconds_of
 from kvpolicy.events import TOOL_COPY
 from tests.attribution.step_rows import (
     TOKEN_S,
@@ -147,3 +147,57 @@ def test_an_idle_step_is_not_slowed_by_a_copy_that_runs_beside_it() -> None:
     ]
     trace = trace_of_cores({"a": {"steps": made.rows, "transfers": [*made.moves, *moves], "outcomes": made.ends}})
     assert costs(attribute(trace))["p"][0] == pytest.approx(15e-3, rel=0.02)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_idle_step_in_which_a_tools_copy_begins_makes_no_recompute_cheaper(begun: bool) -> None:
+    """The victim is alone: the step that preempts it takes 0.2 ms, less than beginning a copy adds to a busy one."""
+    made = Made(20)
+    at = len(made.rows)
+    idle = step(0, 0, (0, 0, 0, 0), extra_s=2e-4, preemptions=1)
+    again = step(
+        0, 0, (401, 0, 0, PAIRS), recomputed_tokens=400, scheduled_requests=1,
+        repeated=[repeated("p", 400, 0, PAIRS, 0)],
+    )  # fmt: skip
+    made.ends.append(outcome("p", recomputed_tokens=400, first_step=at, last_step=at + 1))
+    rows = [idle, again, batch(0), batch(0), batch(0)]
+    if begun:
+        made.window(rows, 0)
+    else:
+        made.rows += rows
+    cost_s, _ = costs(attribute(made.trace()))["p"]
+    assert cost_s == pytest.approx(law(401, 0, 0, PAIRS) - law(1, 0, 0, 0) + 2e-4, rel=0.02)
+
+
+def test_what_a_copy_does_in_each_step() -> None:
+    """A save of 100 bytes begins in step 1 and runs until the middle of step 3, a load of 30 bytes begins in step 2 and
+    runs until the middle of step 5; step 4 computes nothing."""
+    start_s = np.arange(7.0)
+    tokens = np.array([3, 3, 3, 3, 0, 3, 3])
+    copies = {
+        "bytes": np.array([100.0, 30.0]),
+        "submit_s": np.array([1.2, 2.2]),
+        "start_s": np.array([1.5, 3.5]),
+        "end_s": np.array([3.5, 5.5]),
+    }
+    save_begun, save_beside, load_begun, load_beside, aftermath = effects(
+        start_s, start_s + 1.0, tokens, copies, np.array([True, False])
+    ).T.tolist()
+    assert save_begun == [0, 100, 0, 0, 0, 0, 0] and load_begun == [0, 0, 30, 0, 0, 0, 0]
+    assert save_beside == [0, 0, 1, 0.5, 0, 0, 0] and load_beside == [0, 0, 0, 0.5, 0, 0.5, 0]
+    assert aftermath == [0, 0, 100, 130, 0, 0, 0]
+
+
+def test_an_effect_that_cannot_be_told_from_none_counts_as_none() -> None:
+    """Noise alone would show an effect in half of all cases. What is far above it counts."""
+    rng = np.random.default_rng(0)
+    columns = np.zeros((400, 5))
+    columns[:200, 1], columns[200:300, 0] = rng.uniform(0, 1, 200), 1e6
+    rows, found = np.arange(400), 0
+    for _ in range(40):
+        noise_s = rng.normal(0, 1e-3, 400)
+        found += int(seconds_of(columns, noise_s, rows).any())
+        there_s = seconds_of(columns, noise_s + 2e-9 * columns[:, 0] + 3e-3 * columns[:, 1], rows)
+        assert there_s[250] == pytest.approx(2e-3, rel=0.3)
+        assert there_s[:200].sum() == pytest.approx(3e-3 * columns[:, 1].sum(), rel=0.2)
+    assert found <= 5

@@ -58,3 +58,10 @@ def test_a_swap_of_which_nothing_was_loaded_teaches_nothing(log: Trace) -> None:
     before, after = records_of({"log": log}), records_of({"log": reworked(log, outcomes=outcomes)})
     assert after.left_out["swaps of which nothing was loaded"] == 3
     assert len(after.of_kind("swap")) == len(before.of_kind("swap")) - 3
+
+
+def test_tokens_found_below_zero_are_refused(log: Trace) -> None:
+    some = log.rows("outcomes")
+    some[17] |= {"local_hit_tokens": -5}
+    with pytest.raises(TraceError, match=r"folder: table outcomes, row 17 of core .*: local_hit_tokens is -5"):
+        records_of({"folder": reworked(log, outcomes=some)})

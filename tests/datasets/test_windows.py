@@ -68,6 +68,7 @@ def test_a_state_with_one_option_left_is_no_state() -> None:
     [
         ("outcomes", 5, {"wait_blocks_s": -1.0}, "table outcomes, row 5 of core .*: wait_blocks_s is -1 s"),
         ("outcomes", 6, {"engine_s": 1e9}, "table outcomes, row 6 of core .*: engine_s is 1e[+]09 s"),
+        ("outcomes", 4, {"local_hit_tokens": -5}, "table outcomes, row 4 of core .*: local_hit_tokens is -5"),
         ("windows", 7, {"duration_s": -2.0}, "table windows, row 7 of core .*: duration_s is -2 s"),
         ("decisions", 8, {"free_blocks": -1}, "table decisions, row 8: free_blocks is -1, should be 0 or above"),
         ("decisions", 9, {"held_blocks": 0}, "table decisions, row 9: held_blocks is 0, should be above 0"),

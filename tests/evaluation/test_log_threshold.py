@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,19 @@ def test_rules_are_chosen_on_other_records() -> None:
     )
     swap_from = chosen.by_record[0].swap_from
     assert swap_from is not None and 0.7 * crossing < swap_from < 1.4 * crossing
+
+
+def test_a_records_rule_is_the_same_whatever_it_cost() -> None:
+    """Neither it nor the direct model behind the estimates of other records knows its cost."""
+    log = log_from_traces({"log": make_log(4, decisions=400, law=BY_LENGTH)})
+    rules = choose_rules(log, log, np.random.default_rng(0)).by_record
+    assert len(set(rules)) > 1
+    for number in range(0, len(log), 23):
+        cost_s = log.cost_s.copy()
+        cost_s[number] += 1.0
+        dear = replace(log, cost_s=cost_s)
+        others = choose_rules(dear, dear, np.random.default_rng(0)).by_record
+        assert others[number] == rules[number] and others != rules
 
 
 def test_a_record_without_a_choice_leaves_the_rule_none() -> None:

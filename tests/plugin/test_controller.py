@@ -382,6 +382,17 @@ class TestBlocksThatSurvive:
         (row,) = world.rows.rows["decisions"]
         assert (row["hit_blocks"], row["save_blocks"]) == (row["shared_blocks"], BLOCKS - 2)
 
+    def test_a_slot_with_a_content_that_the_victim_needs_makes_no_room_for_it(self, world: World) -> None:
+        """Host memory is full. The only copy of a shorter request holds what is in block 7."""
+        copies = world.controller.copies
+        copies.keep("short", "p1", COMPUTED - 1, [("hash 7", 7)])
+        copies.lost([7])
+        copies.keep("long", "p2", COMPUTED + 1, [(None, at) for at in range(12, 19)])
+        assert copies.pool.free == 0 and copies.pool.obtainable(COMPUTED, 1) == 1
+        world.preempt()
+        assert world.events.told == [("executed", "recompute"), ("decided", "recompute")]
+        assert world.rows.rows["decisions"][0]["free_host_blocks"] == 0
+
     def test_a_swap_that_copies_nothing_is_settled_in_its_step(self, world: World) -> None:
         world.request.num_computed_tokens = 32
         world.preempt()

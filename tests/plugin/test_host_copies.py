@@ -174,6 +174,15 @@ class TestCopies:
         book.acknowledge([ack(load.copy_id, "load")])
         assert (book.queued_bytes("load"), book.pool.used, book.under_way) == (0, 0, False)
 
+    def test_what_a_tool_failed_to_save_is_not_found(self) -> None:
+        """A swap that found it would load what happens to be in its slots."""
+        book = CopyBook(slots=8, ranks=1, block_bytes=100)
+        copy = book.save_for_tool([("h", 7), (None, 8)])
+        (save,) = book.take_jobs(0, False, nobody).saves
+        book.acknowledge([ack(save.copy_id, "save", ok=False)])
+        assert book.pool.stored(["h"]) == 0 and book.pool.used == 0
+        book.pool.release(copy)
+
     def test_a_tools_copy_is_given_up_first(self) -> None:
         book = CopyBook(slots=3, ranks=1, block_bytes=100)
         book.save_for_tool(unhashed(6, 7))

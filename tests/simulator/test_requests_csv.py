@@ -52,9 +52,22 @@ def test_classes_priorities_and_deadlines_are_read_where_they_are_given(tmp_path
     assert measured_requests(file).requests == (Request(1.0, 5, 6),)
 
 
+def test_a_class_is_a_name_whatever_it_looks_like(tmp_path: Path) -> None:
+    """The same as in a table of arrivals."""
+    file = csv_file(tmp_path, "0,1,1,007", "1,1,1,1.50", "2,1,1,", head="client_arrival_s,input_toks,output_toks,class")
+    assert [request.class_name for request in measured_requests(file).requests] == ["007", "1.50", "default"]
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    file = csv_file(tmp_path, "0,1,1,a,b", head="client_arrival_s,input_toks,output_toks,class,class")
+    with pytest.raises(RequestsError, match="column class is there twice"):
+        measured_requests(file)
+
+
 @pytest.mark.parametrize(
     ("cells", "said"),
     [
+        ("a,1e30,1,1", r"row 0: priority is 1e\+30, should be a whole number"),
         ("a,0.5,1,1", r"row 0: priority is 0\.5, should be a whole number"),
         ("a,high,1,1", "column priority is string, should hold numbers"),
         ("a,1,0,1", r"row 0: ttft_deadline_s is 0\.0, should be a number above 0, or empty"),

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,19 +17,23 @@ import kvpolicy
 from kvpolicy.cost import load
 from kvpolicy.cost.intervals import conformal_margin
 from kvpolicy.datasets.logs import Record, holds_logs, records_of
+from kvpolicy.datasets.threshold import LengthRule
 from kvpolicy.evaluation import OffPolicyReport, evaluate
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.trace import Trace, TraceError
+from kvpolicy.training.family import FAMILIES
 from kvpolicy.training.log_fits import (
     RATIO_CONFIDENCE,
+    against_threshold,
+    fit_logged,
     intervals_of,
     ratio_margin,
     request_folds,
     train_logged,
 )
 from kvpolicy.training.reports import LogTrainReport
-from tests.synthetic import CostLaw, make_trace, options_for, situation, true_cost_s
+from tests.synthetic import CostLaw, fitted_model, make_trace, options_for, situation, true_cost_s
 from tests.synthetic_logs import make_log, reworked
 from tests.training.log_records import record
 from tests.training.survivors import with_survivors
@@ -226,3 +231,37 @@ def test_logs_and_profiles_are_distinguished(folder: Path, tmp_path: Path) -> No
     assert not holds_logs([tmp_path / "profile"])
     with pytest.raises(TraceError, match="take one kind at a time"):
         kvpolicy.train(traces=[folder, tmp_path / "profile"], out=tmp_path / "m")
+
+
+def test_where_there_was_no_choice_the_threshold_and_the_model_do_not_differ() -> None:
+    """Some victims above 300 tokens met a full host pool, and a recompute of these cost nothing, so that swaps seem
+    dear at such lengths."""
+    log, rng = make_log(5, decisions=1500), random.Random(0)
+    decisions = []
+    for row in log.rows("decisions"):
+        if row["computed_tokens"] > 300 and row["executed"] == "recompute" and rng.random() < 0.3:
+            row = row | {"options": row["options"][:1], "probabilities": [1.0], "chosen": 0, "free_host_blocks": 0}
+        decisions.append({name: value for name, value in row.items() if name != "core"})
+    records = records_of({"log": reworked(log, decisions=decisions)})
+    made = [one if one.had_choice else replace(one, engine_s=-1.0) for one in records.records]
+    fitted = fit_logged(
+        FAMILIES["analytic"], replace(records, records=tuple(made)), fitted_model("analytic").provenance, 0
+    )
+    assert fitted.rule.swap_from is not None and fitted.rule.swap_from < 300
+    bound = [one for one in made if not one.had_choice]
+    assert len(bound) > 50 and all(one.chance == 1.0 for one in bound)
+    for rule in (LengthRule(None), LengthRule(0)):
+        compared = against_threshold(fitted.model, rule, bound)
+        assert compared is not None and compared.mean_s == compared.low_s == compared.high_s == 0.0
+
+
+@pytest.mark.parametrize("family", ["analytic", "linear", "boosted"])
+def test_an_option_that_only_few_requests_took_is_named(tmp_path: Path, family: str) -> None:
+    """A fold without these requests would have nothing to fit its law to."""
+    log = make_log(3, decisions=300)
+    rows = [{name: value for name, value in row.items() if name != "core"} for row in log.rows("decisions")]
+    for number, row in enumerate(rows):
+        row["request"] = f"s{number % 2}" if row["executed"] == "swap" else row["request"]
+    reworked(log, decisions=rows).write(tmp_path / "log")
+    with pytest.raises(TraceError, match=r"to learn swap from are of 1 request\(s\) of one fold"):
+        kvpolicy.train(traces=[tmp_path / "log"], family=family)

@@ -104,3 +104,20 @@ def test_residual_learns_what_no_roofline_knows_and_stays_away_where_there_is_no
     assert fitted_model("boosted", bend=0.4).residuals
     assert not fitted_model("boosted", bend=0.0).residuals
     assert not fitted_model("boosted", states=40, bend=0.4).residuals
+
+
+def test_a_residual_counts_examples_by_their_weight(dataset: Dataset) -> None:
+    """A tenth of the states cost three times as much. With a large weight the forest follows them."""
+    every = costs(dataset, dataset.states)
+    part = fit_part(FAMILIES["boosted"], every, NO_TREES, 0)
+    trees: dict[Kind, int] = {"recompute": 60, "swap": 0}
+    missed = []
+    for weight in (1.0, 50.0):
+        some = tuple(
+            replace(one, engine_s=3 * one.engine_s, weight=weight) if number % 10 == 0 else one
+            for number, one in enumerate(every.examples["recompute"])
+        )
+        weighed = replace(part, costs=replace(every, examples={**every.examples, "recompute": some})).grown(trees)
+        misses = weighed.residual("recompute", some).misses(weighed.boosters["recompute"], 60)
+        missed.append(sum(misses[::10]) / len(misses[::10]))
+    assert missed[1] < 0.5 * missed[0]

@@ -250,6 +250,7 @@ class CopyBook:
         for copy in list(block.holders):
             if not copy.loading:
                 self.forget(copy.request_id)
+                self.pool.release(copy)  # a tool's is of no request
 
     def _queue_saves(self, blocks: list[HostBlock]) -> None:
         self._saves += blocks

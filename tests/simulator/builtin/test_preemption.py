@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kvpolicy.events import Decision
 from kvpolicy.simulator import Builtin, MemorySink
 from kvpolicy.simulator.builtin.blocks import CountedPool
 from kvpolicy.simulator.builtin.host_copies import HostPool
-from kvpolicy.simulator.builtin.live_request import LiveRequest
+from kvpolicy.simulator.builtin.live_request import KeyedBlock, LiveRequest
 from kvpolicy.simulator.builtin.preemption import situation_of
 from kvpolicy.simulator.builtin.scheduler import Scheduler, VllmVictims
 from kvpolicy.survival import Survival
@@ -38,6 +39,23 @@ def test_a_situation_counts_blocks_and_the_others() -> None:
     assert (result.free_blocks, result.short_blocks, result.device_blocks) == (0, 1, 9)
     assert (result.earlier_preemptions, result.priority, result.cause, result.time_s) == (3, 4, "memory", 5.0)
     assert result.segment_bytes == server.block_bytes
+
+
+def test_a_slot_with_a_content_that_the_victim_needs_makes_no_room_for_it() -> None:
+    """The only slot holds the victim's first block for a shorter request."""
+    server = replace(SMALL, host_blocks=1)
+    pool, copies, block = CountedPool(8), HostPool(server), KeyedBlock(1)
+    scheduler = Scheduler(server, pool, copies, VllmVictims("fcfs"), lambda live: None, lambda *about: None)
+    shorter = LiveRequest(0, Request(0.0, 8, 9), 0.0, outputs=1, computed=8)
+    account: Any = SimpleNamespace(busy=0, tokens=8)
+    copies.keep(shorter, account, [(1, block)])
+    copies.lost([block])
+    victim = LiveRequest(1, Request(0.0, 9, 5), 0.0, outputs=2, computed=10)
+    pool.grow(victim, 3)
+    free = [situation_of(victim, scheduler, copies, server, Survival(), 5.0).free_host_blocks]
+    victim.keyed_blocks, victim.cached = [block], 4
+    free.append(situation_of(victim, scheduler, copies, server, Survival(), 5.0).free_host_blocks)
+    assert free == [1, 0]
 
 
 @pytest.mark.parametrize("name", ["always-recompute", "always-swap"])
