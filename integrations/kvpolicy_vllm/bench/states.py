@@ -26,7 +26,7 @@ QUEUED_LEVELS = (0.0, 0.0, 0.0, 0.5, 1.0)
 """Sizes of a copy of the tool's own that is queued before the victim's, per direction: shares of the blocks that the
 victim loses. It is there under both options, and in the window without a preemption."""
 STORED_LEVELS = (False, False, False, True)
-"""Whether the victim's blocks are in host memory before it is preempted, so that a swap loads and saves nothing."""
+"""Whether the victim's blocks are in host memory before it is preempted, so that a swap loads, and saves nothing."""
 VICTIM_LEVELS = (1, 2, 4)
 """Victims of one overflow, in forced states with as many other requests. The one that is measured goes last."""
 MIN_DECODED = 2
