@@ -330,6 +330,7 @@ def test_headroom_judges_its_bars() -> None:
         ([0.01, 0.01, 0.01], [0.02, 0.021, 0.022], "above the bound of 1.00%"),
         ([0.03, 0.04, 0.05], [0.01, 0.02, 0.02], "of the bound of 4.00%, at least 60%"),
         ([0.01, 0.01, 0.01], [0.001, 0.002, 0.001], "[]"),
+        ([0.06, 0.05, 0.0], [0.01, 0.01, 0.0], "reached 18% of the bound of 3.67%, at least 60%"),
     ):
         code = script.format(bounds=bounds, reached={"always-swap": reached}) + "; print(f.missed())"
         assert words in in_benchmarks(code)
