@@ -27,6 +27,8 @@ from kvpolicy.study.report import aligned
 from kvpolicy.study.run_cell import machine_of, policy_of, server_of, source_of, times_of
 from kvpolicy.workload import Source, Workload
 
+MIN_REQUESTS = 4
+"""With fewer, a run has no middle half."""
 MAX_MEAN, MAX_P99 = 1.005, 1.01
 """Of end-to-end times over vLLM's."""
 

@@ -98,6 +98,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for load in options.poisson or ():
         if not 0 < load < float("inf"):
             parser.error(f"--poisson is {load}: should be above 0")
+    fewest = matrix_poisson.MIN_REQUESTS
+    if options.poisson and options.requests < fewest:
+        parser.error(f"--requests is {options.requests}: should be {fewest} or more with --poisson")
     return options
 
 

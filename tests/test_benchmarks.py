@@ -294,6 +294,7 @@ def test_capacity_is_the_rate_of_finishes_in_the_middle_half() -> None:
     ("wrong", "said"),
     [
         (("--poisson", "0"), "--poisson is 0.0: should be above 0"),
+        (("--poisson", "1", "--requests", "1"), "--requests is 1: should be 4 or more with --poisson"),
         (("--requests", "0"), "--requests is 0"),
         (("--share", "-1"), "--share is -1"),
         (("--share", "nan"), "--share is nan"),
