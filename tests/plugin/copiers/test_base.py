@@ -101,9 +101,10 @@ def test_indexed_blocks_come_back_and_touch_no_other(slots: tuple[int, ...]) -> 
         assert torch.equal(segment, expected)
 
 
-def test_a_slot_beyond_the_host_pool_is_a_failed_save() -> None:
+@pytest.mark.parametrize(("blocks", "slots"), [((0, 1), (7, 8)), ((7, 8), (0, 1))])
+def test_a_block_or_slot_beyond_the_memory_is_a_failed_save(blocks: tuple[int, ...], slots: tuple[int, ...]) -> None:
     copier = IndexingCopier([torch.ones(8, 4)], 8, False, None)
-    copier.save(Job(1, "a", (0, 1), (7, 8)))
+    copier.save(Job(1, "a", blocks, slots))
     assert [transfer.ok for transfer in copier.transfers] == [False]
     assert copier.host_segments[0].shape == (8, 4)
 

@@ -191,7 +191,7 @@ class Copier(ABC):
         job, urgent = _overwritten_first(job, overwritten)
         try:
             self.copy_out(job, urgent)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             for slot in job.slots:
                 self._saved_s.pop(slot, None)
             self._record(job, "save", False, submit, submit, self._clock(), queued, str(error))
@@ -224,7 +224,7 @@ class Copier(ABC):
         try:
             saved_s = max(map(self._saved_until, job.slots))
             self.copy_in(job)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             self._failed_loads.append(job)
             self._record(job, "load", False, submit, submit, self._clock(), queued, str(error))
             return
