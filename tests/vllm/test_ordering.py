@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvpolicy.order import load
+from vllm.v1.request import RequestStatus
+
+from kvpolicy.order import Priority, Progress, Rank, View, load
 from kvpolicy_vllm.plugin import ordering
 from kvpolicy_vllm.plugin.ordering import Ordering
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
@@ -84,6 +86,48 @@ def test_an_order_whose_code_fails_is_counted(order: str, model: Path) -> None:
     made = schedule(model, order=order)
     assert served(made).problems == ()
     assert harness.total(made.scheduler.connector.stats(), "order_failed", method="rank") > 5
+
+
+class Derived(Priority):
+    """vLLM's priority, whose code fails for every third request."""
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((1 // (request.number % 3),))
+
+
+def test_an_order_derived_from_vllms_is_guarded_too(model: Path) -> None:
+    made = schedule(model, order="fcfs")
+    made.scheduler.kvpolicy.serve_by(Derived("derived"))
+    made.scheduler.serve_by(made.scheduler.kvpolicy.order)
+    made.run()
+    assert harness.total(made.scheduler.connector.stats(), "order_failed", method="rank") > 5
+    assert all(request.is_finished() for request in made.requests)
+
+
+@pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.PREEMPTED])
+def test_whoever_does_not_come_in_is_counted_in_whichever_queue(status: RequestStatus, model: Path) -> None:
+    """Up to vLLM 0.30 who was passed over waits among those that hold blocks; so does one that was loaded."""
+    made = schedule(model)
+    waiting = made.requests[0]
+    made.scheduler.add_request(waiting)
+    served_by = made.scheduler.ordering
+    served_by._waiting.remove(waiting)
+    served_by._holding.append(waiting)
+    waiting.status = status
+    served_by._let_in = [waiting]
+    served_by._count_missed()
+    assert served_by.missed == 1 and served_by._after_miss.next_step > 0
+
+
+def test_an_answer_that_changes_at_once_leaves_the_queues_one_to_offer(model: Path) -> None:
+    """vLLM up to 0.30 asks whether a queue has somebody, then which one: it must not be told none the second time."""
+    made = schedule(model, order="reserve:.2")
+    made.scheduler.add_request(made.requests[0])
+    ordering_of = made.scheduler.ordering
+    answers = iter([True])
+    made.scheduler.waiting._admits = lambda request: next(answers, False)
+    assert made.scheduler.waiting
+    assert ordering_of.first_queue(made.scheduler.waiting) is made.scheduler.waiting
 
 
 def test_what_is_kept_of_who_has_ended_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ class Ordering:
     def _count_missed(self) -> None:
         """Displace nobody for some steps where somebody did not come in, for whatever reason of vLLM's: the next
         victims would be taken in vain, too."""
-        missed = sum(request in self._waiting for request in self._let_in)
+        missed = sum(request.status in READY for request in self._let_in)
         self.missed += missed
         self._let_in = []
         if missed:
@@ -253,8 +253,11 @@ class Ordering:
         return any(len(queue) and self.ranks.key(queue.first())[0] < worst for queue in (self._holding, self._waiting))
 
     def first_queue(self, *queues: RankedQueue) -> RankedQueue | None:
-        """Of the queues that are not empty the one whose first request goes first; None where all are empty."""
-        full = [queue for queue in queues if queue]
+        """Of the queues that are not empty the one whose first request goes first; None where all are empty.
+
+        vLLM has just been told that one of them is not. An order that now answers otherwise is not heeded.
+        """
+        full = [queue for queue in queues if queue] or [queue for queue in queues if len(queue)]
         return min(full, key=lambda queue: self.ranks.key(queue.peek_request()), default=None)
 
     def first_of(self, requests: Iterable[Any]) -> Any:
