@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import RequestStatus, StreamingUpdate
 
 from kvpolicy.order import Priority, Progress, Rank, View, load
 from kvpolicy_vllm.plugin import ordering
@@ -128,6 +129,21 @@ def test_an_answer_that_changes_at_once_leaves_the_queues_one_to_offer(model: Pa
     made.scheduler.waiting._admits = lambda request: next(answers, False)
     assert made.scheduler.waiting
     assert ordering_of.first_queue(made.scheduler.waiting) is made.scheduler.waiting
+
+
+def test_a_session_that_waits_for_its_next_turn_is_promoted(model: Path) -> None:
+    """Streaming input: the request ran, and is queued again without having been preempted."""
+    made = schedule(model, order="mlfq:base=4,promote=2")
+    session = made.requests[0]
+    made.scheduler.add_request(session)
+    ranks = made.scheduler.ordering.ranks
+    ranks.admitted(session, 1, made.scheduler.ordering.view())
+    assert ranks.next_s == inf
+    update = StreamingUpdate(
+        mm_features=[], prompt_token_ids=[1, 2], max_tokens=8, arrival_time=0.0, sampling_params=session.sampling_params
+    )
+    made.scheduler._update_request_as_session(session, update)
+    assert ranks.next_s == made.scheduler.kvpolicy.clock() + 2
 
 
 def test_what_is_kept_of_who_has_ended_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

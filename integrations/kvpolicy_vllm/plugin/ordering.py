@@ -147,6 +147,13 @@ class Ordering:
         self.ranks.preempted(request, self._step, self.view())
         self._back_off.reset()
 
+    def next_turn(self, session: Any) -> None:
+        """Streaming input has come for a request that ran: it waits from now on, and its counts begin anew."""
+        self._now_s = self._clock()
+        self.ranks.preempted(session, self._step, self.view())
+        self._requeue([session])
+        self._back_off.reset()
+
     def forget_ended(self, step: Iterable[str] = ()) -> None:
         """Forget the requests that have ended, in the order of the step that ended them: an order learns from one after
         the other."""
@@ -192,12 +199,16 @@ class Ordering:
         if changed is None:
             return
         self._back_off.reset()
+        self._requeue(changed)
+        if changed:
+            self._sort_running()
+
+    def _requeue(self, changed: Iterable[Any]) -> None:
+        """Put waiting requests where their present ranks belong."""
         for request in changed:
             for queue in (self._waiting, self._holding):
                 if request in queue:
                     queue.append(request)
-        if changed:
-            self._sort_running()
 
     def settle(self, output: Any) -> None:
         """Rank the requests that this step admitted."""
