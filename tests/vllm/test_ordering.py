@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,31 @@ def test_a_session_that_waits_for_its_next_turn_is_promoted(model: Path) -> None
     )
     made.scheduler._update_request_as_session(session, update)
     assert ranks.next_s == made.scheduler.kvpolicy.clock() + 2
+
+
+def test_whoever_vllm_passed_over_is_admitted_by_the_order_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to vLLM 0.30 they wait in the queue of those that hold blocks."""
+    passed_over, newcomer = schedule(model).requests[:2]
+    passed_over.priority = newcomer.priority = 1
+    pool = SimpleNamespace(num_gpu_blocks=101, get_num_free_blocks=lambda: 100)
+    ready: list[Any] = [None]
+    vllm_30 = SimpleNamespace(
+        block_size=16, running=["somebody"], kv_cache_manager=SimpleNamespace(block_pool=pool), waiting=None,
+        skipped_waiting=None, loaded_requests=SimpleNamespace(in_front=lambda queue: ready[0]),
+    )  # fmt: skip
+    ordered = Ordering(load("reserve:.2"), vllm_30, lambda: 0.0, lambda request: None, pytest.fail)
+    needs = {0: 90, 1: 10}
+    monkeypatch.setattr(Ordering, "need_blocks", lambda self, waiting: needs[waiting.number])
+    vllm_30.skipped_waiting.add_request(passed_over)
+    vllm_30.waiting.add_request(newcomer)
+    assert vllm_30.skipped_waiting and vllm_30.waiting, "outside of scheduling nobody is hidden"
+    ordered.scheduling(True)
+    assert not vllm_30.skipped_waiting
+    assert not vllm_30.waiting, "who comes later does not overtake it"
+    ready[0] = "one that was loaded"
+    assert vllm_30.skipped_waiting
+    ready[0], needs[0] = None, 10
+    assert vllm_30.skipped_waiting and vllm_30.waiting
 
 
 def test_what_is_kept_of_who_has_ended_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,11 +114,14 @@ class Ordering:
         """
         self._waiting: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
         self._holding: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
-        scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits)
-        holding = RankedQueue(self._holding, self._arrived, lambda request: True)
-        # From vLLM 0.31 on requests that hold blocks have a queue of their own.
-        name = "kv_holding_waiting" if hasattr(scheduler, "kv_holding_waiting") else "skipped_waiting"
-        setattr(scheduler, name, holding)
+        # From vLLM 0.31 on requests that hold blocks have a queue of their own. Before, those that were passed over are
+        # in it, too.
+        if hasattr(scheduler, "kv_holding_waiting"):
+            scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits)
+            scheduler.kv_holding_waiting = RankedQueue(self._holding, self._arrived, lambda request: True)
+        else:
+            scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits_of_both)
+            scheduler.skipped_waiting = RankedQueue(self._holding, self._arrived, self._admits_of_both)
 
     @staticmethod
     def _most_tokens(scheduler: Any) -> int:
@@ -253,6 +256,17 @@ class Ordering:
         except Exception:  # noqa: BLE001
             self._complain("admits")
             return True
+
+    def _admits_of_both(self, request: Any) -> bool:
+        """Whether whoever goes first in both queues may be admitted now. One that holds blocks always may; vLLM is
+        offered those that were loaded before all others."""
+        if not (self._gates and self._scheduling and self._scheduler.running):
+            return True
+        if self._scheduler.loaded_requests.in_front(self._holding) is not None:
+            return True
+        first = self.first_of(queue.first() for queue in (self._holding, self._waiting) if len(queue))
+        holds_blocks = first.status == RequestStatus.WAITING_FOR_REMOTE_KVS or first.num_computed_tokens > 0
+        return holds_blocks or self._admits(first)
 
     def _looks(self) -> bool:
         """Whether to look for room in this step: somebody waits who goes before a running request."""
