@@ -32,8 +32,8 @@ class Priority(Order):
 
 
 def is_stock(order: Order, scheduling: str) -> bool:
-    """Whether the order is what vLLM does by itself under this scheduling policy."""
-    return isinstance(order, Fcfs) or (isinstance(order, Priority) and scheduling == "priority")
+    """Whether the order is what vLLM does by itself under this scheduling policy. One derived from it may do more."""
+    return type(order) is Fcfs or (type(order) is Priority and scheduling == "priority")
 
 
 @dataclass(frozen=True, repr=False)

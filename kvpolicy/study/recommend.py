@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from kvpolicy.errors import InputError
+from kvpolicy.extensions import PREFIX
 from kvpolicy.fields import refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.headroom import Headroom
@@ -370,9 +371,10 @@ def _config_line(policy: str, inputs: Mapping[str, Any], host_gib: float) -> str
     or uses a cost model that is one: a command line cannot name it."""
     if "policy_digest" in inputs or _uses_model_object(policy, inputs):
         return ""
-    module = inputs.get("module", "")
+    module, order = inputs.get("module", ""), inputs["serving"].get("order", "fcfs")
     line = f"kvpolicy config --policy {shlex.quote(module or policy)}"
-    line += " --allow-python-policies" if module else ""
+    line += "" if order == "fcfs" else f" --order {shlex.quote(order)}"
+    line += " --allow-python-policies" if module or PREFIX in order else ""
     return line if host_gib == DEFAULT_HOST_GIB else f"{line} --host-gib {host_gib:g}"
 
 

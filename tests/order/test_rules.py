@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.order import Fcfs, Order, Priority, is_stock, load
+from kvpolicy.order import Fcfs, Order, Priority, Progress, View, is_stock, load
 from kvpolicy.order.seen_lengths import Lengths, level_of
 from tests.order.made import progress, view
 
@@ -133,6 +133,15 @@ def test_without_prices_the_cheapest_is_the_least_computed() -> None:
 def test_what_vllm_does_by_itself() -> None:
     assert is_stock(Fcfs(), "fcfs") and is_stock(Fcfs(), "priority") and is_stock(Priority(), "priority")
     assert not is_stock(Priority(), "fcfs") and not is_stock(load("urgent"), "priority")
+
+
+@pytest.mark.parametrize("stock", [Fcfs, Priority])
+def test_an_order_derived_from_vllms_is_one_of_its_own(stock: type[Order]) -> None:
+    class Small(stock):  # type: ignore[misc, valid-type]
+        def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
+            return free_after_blocks > 5
+
+    assert not is_stock(Small("small"), "fcfs") and not is_stock(Small("small"), "priority")
 
 
 class Plain(Order):

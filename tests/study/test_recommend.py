@@ -23,7 +23,7 @@ from kvpolicy.workload import Request, Workload
 from tests.study.conftest import grouped
 from tests.study.grids import TIGHT, WORKLOAD
 
-SERVING = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
+SERVING: dict[str, Any] = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
 
 
 def result(
@@ -69,6 +69,22 @@ def test_a_clear_gain_is_deployed() -> None:
     assert gain.value == pytest.approx(1.11, abs=0.01) and gain.significant
     assert f"deploy this: always-swap: e2e {gain.text()} times better" in advice.text()
     assert "warning: not measured: the link" in advice.text() and "as the model warned" in advice.text()
+
+
+@pytest.mark.parametrize(
+    ("order", "flags"),
+    [
+        ("fcfs", ""),
+        ("mlfq:base=64,promote=30", "--order mlfq:base=64,promote=30 "),
+        ("urgent/python:mine:Mine", "--order urgent/python:mine:Mine --allow-python-policies "),
+    ],
+)
+def test_what_is_deployed_serves_by_the_order_that_was_judged(
+    order: str, flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SERVING, "order", order)
+    advice = advise(runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 18.1, 35.9]), Criterion(), 8.0)
+    assert advice.config_line == f"kvpolicy config --policy always-swap {flags}--host-gib 8"
 
 
 def test_an_insignificant_gain_keeps_the_default() -> None:

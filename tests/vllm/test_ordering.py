@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from kvpolicy.order import load
+from vllm.v1.request import RequestStatus, StreamingUpdate
+
+from kvpolicy.order import Priority, Progress, Rank, View, load
 from kvpolicy_vllm.plugin import ordering
 from kvpolicy_vllm.plugin.ordering import Ordering
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
@@ -84,6 +88,88 @@ def test_an_order_whose_code_fails_is_counted(order: str, model: Path) -> None:
     made = schedule(model, order=order)
     assert served(made).problems == ()
     assert harness.total(made.scheduler.connector.stats(), "order_failed", method="rank") > 5
+
+
+class Derived(Priority):
+    """vLLM's priority, whose code fails for every third request."""
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((1 // (request.number % 3),))
+
+
+def test_an_order_derived_from_vllms_is_guarded_too(model: Path) -> None:
+    made = schedule(model, order="fcfs")
+    made.scheduler.kvpolicy.serve_by(Derived("derived"))
+    made.scheduler.serve_by(made.scheduler.kvpolicy.order)
+    made.run()
+    assert harness.total(made.scheduler.connector.stats(), "order_failed", method="rank") > 5
+    assert all(request.is_finished() for request in made.requests)
+
+
+@pytest.mark.parametrize("status", [RequestStatus.WAITING, RequestStatus.PREEMPTED])
+def test_whoever_does_not_come_in_is_counted_in_whichever_queue(status: RequestStatus, model: Path) -> None:
+    """Up to vLLM 0.30 who was passed over waits among those that hold blocks; so does one that was loaded."""
+    made = schedule(model)
+    waiting = made.requests[0]
+    made.scheduler.add_request(waiting)
+    served_by = made.scheduler.ordering
+    served_by._waiting.remove(waiting)
+    served_by._holding.append(waiting)
+    waiting.status = status
+    served_by._let_in = [waiting]
+    served_by._count_missed()
+    assert served_by.missed == 1 and served_by._after_miss.next_step > 0
+
+
+def test_an_answer_that_changes_at_once_leaves_the_queues_one_to_offer(model: Path) -> None:
+    """vLLM up to 0.30 asks whether a queue has somebody, then which one: it must not be told none the second time."""
+    made = schedule(model, order="reserve:.2")
+    made.scheduler.add_request(made.requests[0])
+    ordering_of = made.scheduler.ordering
+    answers = iter([True])
+    made.scheduler.waiting._admits = lambda request: next(answers, False)
+    assert made.scheduler.waiting
+    assert ordering_of.first_queue(made.scheduler.waiting) is made.scheduler.waiting
+
+
+def test_a_session_that_waits_for_its_next_turn_is_promoted(model: Path) -> None:
+    """Streaming input: the request ran, and is queued again without having been preempted."""
+    made = schedule(model, order="mlfq:base=4,promote=2")
+    session = made.requests[0]
+    made.scheduler.add_request(session)
+    ranks = made.scheduler.ordering.ranks
+    ranks.admitted(session, 1, made.scheduler.ordering.view())
+    assert ranks.next_s == inf
+    update = StreamingUpdate(
+        mm_features=[], prompt_token_ids=[1, 2], max_tokens=8, arrival_time=0.0, sampling_params=session.sampling_params
+    )
+    made.scheduler._update_request_as_session(session, update)
+    assert ranks.next_s == made.scheduler.kvpolicy.clock() + 2
+
+
+def test_whoever_vllm_passed_over_is_admitted_by_the_order_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to vLLM 0.30 they wait in the queue of those that hold blocks."""
+    passed_over, newcomer = schedule(model).requests[:2]
+    passed_over.priority = newcomer.priority = 1
+    pool = SimpleNamespace(num_gpu_blocks=101, get_num_free_blocks=lambda: 100)
+    ready: list[Any] = [None]
+    vllm_30 = SimpleNamespace(
+        block_size=16, running=["somebody"], kv_cache_manager=SimpleNamespace(block_pool=pool), waiting=None,
+        skipped_waiting=None, loaded_requests=SimpleNamespace(in_front=lambda queue: ready[0]),
+    )  # fmt: skip
+    ordered = Ordering(load("reserve:.2"), vllm_30, lambda: 0.0, lambda request: None, pytest.fail)
+    needs = {0: 90, 1: 10}
+    monkeypatch.setattr(Ordering, "need_blocks", lambda self, waiting: needs[waiting.number])
+    vllm_30.skipped_waiting.add_request(passed_over)
+    vllm_30.waiting.add_request(newcomer)
+    assert vllm_30.skipped_waiting and vllm_30.waiting, "outside of scheduling nobody is hidden"
+    ordered.scheduling(True)
+    assert not vllm_30.skipped_waiting
+    assert not vllm_30.waiting, "who comes later does not overtake it"
+    ready[0] = "one that was loaded"
+    assert vllm_30.skipped_waiting
+    ready[0], needs[0] = None, 10
+    assert vllm_30.skipped_waiting and vllm_30.waiting
 
 
 def test_what_is_kept_of_who_has_ended_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,7 +325,7 @@ class Controller:
 
     def serve_by(self, order: Order) -> None:
         """Serve by this order, which the scheduler reads when it is made. Whatever goes wrong in it is counted."""
-        self.order = order if isinstance(order, (Fcfs, Priority)) else Guarded(order, self.order_failed)
+        self.order = order if type(order) in (Fcfs, Priority) else Guarded(order, self.order_failed)
 
     def order_failed(self, method: str) -> None:
         """Count and log an error in the order of service, while the exception is handled."""

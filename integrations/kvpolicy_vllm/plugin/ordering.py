@@ -114,11 +114,14 @@ class Ordering:
         """
         self._waiting: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
         self._holding: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
-        scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits)
-        holding = RankedQueue(self._holding, self._arrived, lambda request: True)
-        # From vLLM 0.31 on requests that hold blocks have a queue of their own.
-        name = "kv_holding_waiting" if hasattr(scheduler, "kv_holding_waiting") else "skipped_waiting"
-        setattr(scheduler, name, holding)
+        # From vLLM 0.31 on requests that hold blocks have a queue of their own. Before, those that were passed over are
+        # in it, too.
+        if hasattr(scheduler, "kv_holding_waiting"):
+            scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits)
+            scheduler.kv_holding_waiting = RankedQueue(self._holding, self._arrived, lambda request: True)
+        else:
+            scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits_of_both)
+            scheduler.skipped_waiting = RankedQueue(self._holding, self._arrived, self._admits_of_both)
 
     @staticmethod
     def _most_tokens(scheduler: Any) -> int:
@@ -145,6 +148,13 @@ class Ordering:
     def preempted(self, request: Any) -> None:
         """The request is about to be preempted, and then to be queued."""
         self.ranks.preempted(request, self._step, self.view())
+        self._back_off.reset()
+
+    def next_turn(self, session: Any) -> None:
+        """Streaming input has come for a request that ran: it waits from now on, and its counts begin anew."""
+        self._now_s = self._clock()
+        self.ranks.preempted(session, self._step, self.view())
+        self._requeue([session])
         self._back_off.reset()
 
     def forget_ended(self, step: Iterable[str] = ()) -> None:
@@ -192,12 +202,16 @@ class Ordering:
         if changed is None:
             return
         self._back_off.reset()
+        self._requeue(changed)
+        if changed:
+            self._sort_running()
+
+    def _requeue(self, changed: Iterable[Any]) -> None:
+        """Put waiting requests where their present ranks belong."""
         for request in changed:
             for queue in (self._waiting, self._holding):
                 if request in queue:
                     queue.append(request)
-        if changed:
-            self._sort_running()
 
     def settle(self, output: Any) -> None:
         """Rank the requests that this step admitted."""
@@ -215,7 +229,7 @@ class Ordering:
     def _count_missed(self) -> None:
         """Displace nobody for some steps where somebody did not come in, for whatever reason of vLLM's: the next
         victims would be taken in vain, too."""
-        missed = sum(request in self._waiting for request in self._let_in)
+        missed = sum(request.status in READY for request in self._let_in)
         self.missed += missed
         self._let_in = []
         if missed:
@@ -243,6 +257,17 @@ class Ordering:
             self._complain("admits")
             return True
 
+    def _admits_of_both(self, request: Any) -> bool:
+        """Whether whoever goes first in both queues may be admitted now. One that holds blocks always may; vLLM is
+        offered those that were loaded before all others."""
+        if not (self._gates and self._scheduling and self._scheduler.running):
+            return True
+        if self._scheduler.loaded_requests.in_front(self._holding) is not None:
+            return True
+        first = self.first_of(queue.first() for queue in (self._holding, self._waiting) if len(queue))
+        holds_blocks = first.status == RequestStatus.WAITING_FOR_REMOTE_KVS or first.num_computed_tokens > 0
+        return holds_blocks or self._admits(first)
+
     def _looks(self) -> bool:
         """Whether to look for room in this step: somebody waits who goes before a running request."""
         running = self._scheduler.running
@@ -253,8 +278,11 @@ class Ordering:
         return any(len(queue) and self.ranks.key(queue.first())[0] < worst for queue in (self._holding, self._waiting))
 
     def first_queue(self, *queues: RankedQueue) -> RankedQueue | None:
-        """Of the queues that are not empty the one whose first request goes first; None where all are empty."""
-        full = [queue for queue in queues if queue]
+        """Of the queues that are not empty the one whose first request goes first; None where all are empty.
+
+        vLLM has just been told that one of them is not. An order that now answers otherwise is not heeded.
+        """
+        full = [queue for queue in queues if queue] or [queue for queue in queues if len(queue)]
         return min(full, key=lambda queue: self.ranks.key(queue.peek_request()), default=None)
 
     def first_of(self, requests: Iterable[Any]) -> Any:

@@ -1,9 +1,10 @@
 """The scheduler: vLLM's own, extended to ask the controller before a request loses its blocks.
 
-Only `schedule`, `update_from_output`, `_preempt_request`, `_update_waiting_for_remote_kv`,
-`_inflight_prefill_reserved_blocks`, `reset_prefix_cache` and, up to vLLM 0.30, `_select_waiting_queue_for_scheduling`
-are extended, each by calling the original. None of vLLM's scheduling is reimplemented. What is added concerns only
-requests that are loaded, so `always-recompute` schedules exactly as stock vLLM does.
+Only `schedule`, `update_from_output`, `_preempt_request`, `_update_request_as_session`,
+`_update_waiting_for_remote_kv`, `_inflight_prefill_reserved_blocks`, `reset_prefix_cache` and, up to vLLM 0.30,
+`_select_waiting_queue_for_scheduling` are extended, each by calling the original. None of vLLM's scheduling is
+reimplemented. In the order `fcfs` what is added concerns only requests that are loaded, so `always-recompute` schedules
+exactly as stock vLLM does.
 """
 
 from __future__ import annotations
@@ -129,6 +130,11 @@ class PolicyHooks:
         if self.ordering is not None:
             self.ordering.preempted(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _update_request_as_session(self, session: Any, *args: Any, **kwargs: Any) -> None:
+        super()._update_request_as_session(session, *args, **kwargs)  # type: ignore[misc]
+        if self.ordering is not None:
+            self.ordering.next_turn(session)
 
     def _update_waiting_for_remote_kv(self, request: Any) -> None:
         """The request's load has ended. After a failed load vLLM frees the blocks but keeps the same number reserved.
