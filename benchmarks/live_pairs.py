@@ -6,7 +6,7 @@
 Both engines are processes of their own; the one without the plugin is started as anybody would start it. Each pair is
 one workload that both serve, in random order; engines are started anew every ``--pairs-per-start`` pairs, because two
 processes of the same program differ in speed for as long as they live. The interval is therefore over starts. Pairs are
-added until its half width is at most ``--half-width`` (after three starts), or there are ``--max-pairs``. Compared is
+added until its half width is at most ``--half-width`` (after five starts), or there are ``--max-pairs``. Compared is
 the CPU time of the engine's process per workload, which other work on the machine disturbs less than wall time, and
 throughput. The tokens of a pair have to be the same, but for ties.
 
@@ -64,7 +64,8 @@ SCALE = 0.12
 CACHING = {"on": True, "off": False}
 LEARNED, RECOMPUTE, SWAP = "learned", "always-recompute", "always-swap"
 MIN_PRICE_RATIO = 0.2
-MIN_STARTS = 3
+MIN_STARTS = 5
+"""Fewer starts give intervals that are too narrow, as it is they that say when it is enough."""
 WARM_UP_REQUESTS = 16
 
 
@@ -120,6 +121,14 @@ class Figures:
         """None before there are enough starts."""
         ratio = self.ratio("cpu_s")
         return None if ratio.low is None or ratio.high is None or ratio.pairs < MIN_STARTS else ratio.high - ratio.value
+
+    def wide(self, half_width: float) -> str:
+        """What to say where the pairs did not suffice for an interval as narrow as that; empty where they did."""
+        reached = self.half_width()
+        if reached is not None and reached <= half_width:
+            return ""
+        shown = "unknown" if reached is None else f"{reached:.3f}"
+        return f"the interval's half width is {shown}, not {half_width:g}: take more pairs (--max-pairs)"
 
     def missed(self) -> list[str]:
         """What is not as it should be, in words."""
@@ -249,7 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     (options.out / "live_pairs.json").write_text(json.dumps({"policy": bench.policy, "settings": values}, indent=1))
     missed = [f"caching {'on' if one.prefix_caching else 'off'}: {words}" for one in found for words in one.missed()]
-    print("\n".join(missed))
+    wide = [f"caching {'on' if one.prefix_caching else 'off'}: {one.wide(options.half_width)}" for one in found]
+    print("\n".join([*missed, *(line for line in wide if not line.endswith(": "))]))
     return 1 if missed else 0
 
 

@@ -75,7 +75,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return f"b{self.block_size}-{self.tokens}-{'pinned' if self.pinned else 'pageable'}"
+        return f"b{self.block_size}-{self.tokens}-{'pinned' if self.pinned else 'pageable'}-{self.order}"
 
 
 def ways_of(device: torch.device, pinned: bool) -> Mapping[str, type[Copier]]:

@@ -507,16 +507,16 @@ def figures(starts, price_ratio, slower=1.0):
     pairs = [Pair(start, 0, {LEARNED: slower * learned * (1 + start / 100), STOCK: 2.0}, {}, {}, {}, 1.0)
              for start in range(starts) for learned in (1.0, 4.0)]
     return Figures(True, price_ratio, "", 9, pairs, Comparison(10))
-one, three = figures(2, 0.3), figures(3, 0.3)
-print(round(three.ratio("cpu_s").value, 4), three.ratio("cpu_s").pairs, one.half_width())
-print(0.02 < three.half_width() < 0.03)
-print(three.missed(), figures(3, 0.1).missed(), len(figures(3, None, 2.0).missed()))
-three.comparison += Comparison(10, 0, ("token 3 is 4, should be 5",))
-print(three.missed())
+four, five = figures(4, 0.3), figures(5, 0.3)
+print(round(five.ratio("cpu_s").value, 4), five.ratio("cpu_s").pairs, four.half_width())
+print(0.01 < five.half_width() < 0.03, bool(five.wide(0.03)), four.wide(0.03)[:37], bool(five.wide(0.01)))
+print(five.missed(), figures(5, 0.1).missed(), len(figures(5, None, 2.0).missed()))
+five.comparison += Comparison(10, 0, ("token 3 is 4, should be 5",))
+print(five.missed())
 """
     pytest.importorskip("torch")
     first, enough, second, third = in_benchmarks(code).splitlines()
-    assert (first, enough) == ("1.01 3 None", "True")
+    assert (first, enough) == ("1.0199 5 None", "True False the interval's half width is unknown, True")
     assert second == "[] ['p / d is 0.100, should be at least 0.2'] 2"
     assert third == "['token 3 is 4, should be 5']"
 
