@@ -25,7 +25,6 @@ class ServerSettings:
     """One field per flag and key. The command line, the checks and the plugin all derive from these fields."""
 
     policy: str = option(HELP)
-    order: str = option(f"Order of service. {ORDERS}.", "fcfs")
     shadow: bool = option("Decide and record, but execute vLLM's own recompute.", False)
     host_gib: float = option(
         "Total host memory for evicted KV over the ranks of one engine core, GiB.", DEFAULT_HOST_GIB, POSITIVE
@@ -42,6 +41,7 @@ class ServerSettings:
     )
     allow_untested_version: bool = option("Allow a vLLM newer than the tested versions.", False)
     allow_python_policies: bool = option(f"Let --policy name a module whose code the server runs, {FORM}.", False)
+    order: str = option(f"Order of service. {ORDERS}.", "fcfs")
 
     def __post_init__(self) -> None:
         _refuse_object(self.policy)

@@ -504,7 +504,7 @@ def test_live_pairs_are_compared_over_starts_of_the_engines() -> None:
     code = """
 from live_pairs import LEARNED, STOCK, Comparison, Figures, Pair
 def figures(starts, price_ratio, slower=1.0):
-    pairs = [Pair(start, 0, {LEARNED: slower * learned * (1 + start / 100), STOCK: 2.0}, {}, {}, {}, 1.0)
+    pairs = [Pair(start, 0, {LEARNED: slower * learned * (1 + (start - 2) / 100), STOCK: 2.0}, {}, {}, {}, 1.0)
              for start in range(starts) for learned in (1.0, 4.0)]
     return Figures(True, price_ratio, "", 9, pairs, Comparison(10))
 four, five = figures(4, 0.3), figures(5, 0.3)
@@ -516,7 +516,7 @@ print(five.missed())
 """
     pytest.importorskip("torch")
     first, enough, second, third = in_benchmarks(code).splitlines()
-    assert (first, enough) == ("1.0199 5 None", "True False the interval's half width is unknown, True")
+    assert (first, enough) == ("0.9999 5 None", "True False the interval's half width is unknown, True")
     assert second == "[] ['p / d is 0.100, should be at least 0.2'] 2"
     assert third == "['token 3 is 4, should be 5']"
 

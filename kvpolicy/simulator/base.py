@@ -114,8 +114,6 @@ class Server:
     max_model_len: int = 131072
     prefix_caching: bool = True
     scheduling: Scheduling = "fcfs"
-    order: Order = field(default_factory=Fcfs)
-    """The order of service, where it is other than vLLM's own, which ``scheduling`` names."""
     watermark: float = 0.0
     """Share of the device's blocks that stays free when a request is admitted beside running ones; below 1."""
     asynchronous: bool = False
@@ -128,6 +126,8 @@ class Server:
     hardware: Mapping[str, Any] = field(default_factory=lambda: {"device": "simulated"})
     """For the trace's header."""
     geometry: Mapping[str, Any] = field(default_factory=dict)
+    order: Order = field(default_factory=Fcfs)
+    """The order of service, where it is other than vLLM's own, which ``scheduling`` names."""
 
     def __post_init__(self) -> None:
         for name, rule in WHOLE_NUMBERS.items():

@@ -40,7 +40,6 @@ class Serving:
     )
     prefix_caching: bool = option("Switch vLLM's prefix caching off.", True)
     scheduling: str = option("Scheduling policy: fcfs or priority.", "fcfs", one_of("fcfs", "priority"))
-    order: str = option(f"Order of service. {ORDERS}.", "fcfs")
     asynchronous: bool | None = option(
         "Schedule one step ahead. Default: as vLLM does, on all devices but CPUs.", None, flag="--async/--no-async"
     )
@@ -49,6 +48,7 @@ class Serving:
         0.0,
         SHARE_OF_BLOCKS,
     )
+    order: str = option(f"Order of service. {ORDERS}.", "fcfs")
 
     def __post_init__(self) -> None:
         validate(self)
