@@ -47,7 +47,7 @@ class ServerSettings:
         _refuse_object(self.policy)
         validate(self)
         for name, value in (("policy", self.policy), ("order", self.order)):
-            if names_module(value) and not self.allow_python_policies:
+            if names_module(value.replace("/", ":") if name == "order" else value) and not self.allow_python_policies:
                 raise WrongValue(
                     name,
                     f"is {value!r}, which names a module to run; a server runs one only with "

@@ -125,6 +125,13 @@ def test_what_could_never_be_kept_is_refused_before_a_server_starts(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("order", ["python:tests.unruly:Raising", "urgent/python:tests.unruly:Raising"])
+def test_an_order_that_runs_code_needs_permission(order: str) -> None:
+    with pytest.raises(WrongValue, match=r"order is .*--allow-python-policies"):
+        ServerSettings("always-swap", order=order)
+    assert ServerSettings("always-swap", order=order, allow_python_policies=True).order == order
+
+
 def test_vllm_flags_pass_through_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--seed", "3", "-tp", "2", "--max-model-len=64", "--port", "8001", "--enforce-eager"]
     command = dry_run(capsys, "some/llm", "--policy", "always-swap", *flags)

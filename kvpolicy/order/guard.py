@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isnan
+from math import inf, isnan
 from typing import Any
 
 from kvpolicy.order.base import Order, Progress, Rank, View
+
+LAST = (inf,)
+"""Rank of a request that never got one: nobody is displaced for it."""
 
 
 class Guarded(Order):
@@ -35,7 +38,7 @@ class Guarded(Order):
             return rank
         except Exception:  # noqa: BLE001
             self._complain("rank")
-            return Rank(request.rank)
+            return Rank(request.rank or LAST)
 
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
         try:

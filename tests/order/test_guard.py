@@ -37,12 +37,13 @@ def test_an_order_that_raises_displaces_nobody_and_stops_nobody() -> None:
     order, told = guarded(KeyError("x"))
     waiting, running = progress(rank=(3.0,)), [progress(1)]
     assert order.rank(waiting, view()) == Rank((3.0,)), "it keeps its rank"
+    assert order.rank(progress(), view()) == Rank((inf,)), "without one it goes last"
     assert order.displaces(waiting, running[0], view()) is False
     assert order.victims(waiting, running, view()) == ()
     assert order.worth(waiting, running, view()) is False
     assert order.admits(waiting, 0, view()) is True
     assert order.initial_state() is None and order.finished("state", waiting) == "state"
-    assert told == ["rank", "displaces", "victims", "worth", "admits", "initial_state", "finished"]
+    assert told == ["rank", "rank", "displaces", "victims", "worth", "admits", "initial_state", "finished"]
 
 
 @pytest.mark.parametrize("answer", RUBBISH)
