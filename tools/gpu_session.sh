@@ -41,7 +41,7 @@ for step in "$@"; do
   case $step in
     check-first)    what="check --only v2-plain --only v2-slow --only v2-bf16 --only v1-plain" ;;
     check)          what="check" ;;
-    swap-first)     what="swap --only b16-4096-pinned --only b64-4096-pinned" ;;
+    swap-first)     what="swap --only b16-4096-pinned-scattered --only b64-4096-pinned-scattered" ;;
     swap)           what="swap" ;;
     profile-first)  what="profile --only llama-8b-b16-pass0 --only llama-8b-b64-pass0" ;;
     profile)        what="profile" ;;

@@ -371,7 +371,7 @@ def _config_line(policy: str, inputs: Mapping[str, Any], host_gib: float) -> str
     or uses a cost model that is one: a command line cannot name it."""
     if "policy_digest" in inputs or _uses_model_object(policy, inputs):
         return ""
-    module, order = inputs.get("module", ""), inputs["serving"].get("order", "fcfs")
+    module, order = inputs.get("module", ""), inputs.get("serving", {}).get("order", "fcfs")
     line = f"kvpolicy config --policy {shlex.quote(module or policy)}"
     line += "" if order == "fcfs" else f" --order {shlex.quote(order)}"
     line += " --allow-python-policies" if module or PREFIX in order else ""
