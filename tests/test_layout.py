@@ -33,6 +33,7 @@ ELSEWHERE = {
     "kvpolicy.simulator.hardware.layout": ["simulator/hardware/test_layouts.py"],
     "kvpolicy.trace.schemas": ["trace/test_rows.py"],
     "kvpolicy.training.reports": ["training/test_log_fits.py"],
+    "kvpolicy.simulator.builtin.simulator": ["simulator/builtin/test_engine.py"],
     "kvpolicy.simulator.builtin.live_request": ["simulator/builtin/test_blocks.py"],
     "kvpolicy_vllm.bench.engine_run": ["vllm/test_run_profile.py"],
     "kvpolicy_vllm.bench.inspect_model": ["vllm/test_run_profile.py"],

@@ -1,11 +1,8 @@
-"""The built-in simulator: ``Engine``, one run in virtual time, and ``Builtin``, which makes and runs engines."""
+"""One run of the built-in simulator in virtual time."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from operator import attrgetter
@@ -15,8 +12,7 @@ import numpy as np
 from kvpolicy.errors import InputError
 from kvpolicy.events import Cause
 from kvpolicy.order import is_stock
-from kvpolicy.policy import Policy
-from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, Run, Server, Sink, Times, load_of
+from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, load_of
 from kvpolicy.simulator.builtin import costs
 from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
@@ -25,12 +21,12 @@ from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import CopyJob, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.ordering import Ordering
 from kvpolicy.simulator.builtin.preemption import Preemptions
-from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims, VllmVictims
+from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.link_queues import LinkQueues
-from kvpolicy.simulator.sinks import FIXED_DAY, Identity
+from kvpolicy.simulator.sinks import Identity
 from kvpolicy.simulator.summary import SummaryBuilder
-from kvpolicy.workload import Request, Source
+from kvpolicy.workload import Request
 
 COMPUTED = attrgetter("computed")
 FEW_STEPS = 16
@@ -38,7 +34,8 @@ FEW_STEPS = 16
 
 
 class Engine:
-    """One run, step by step. ``identity``: all that it follows from; the others: see :class:`Builtin`."""
+    """One run, step by step. ``identity``: all that it follows from; the others: see
+    :class:`kvpolicy.simulator.Builtin`."""
 
     def __init__(
         self,
@@ -424,53 +421,3 @@ class Engine:
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.now_s
             self.preemptions.survival.admitted(opened.preemption_id)
-
-
-RULES = ("0.32",)
-
-
-@dataclass(frozen=True, slots=True)
-class Builtin:
-    """The built-in simulator. Satisfies :class:`kvpolicy.simulator.Simulator`."""
-
-    leap: bool = True
-    """Whether runs of pure decode steps are taken at once. The results are the same."""
-    victims: Victims | None = None
-    """How victims are chosen; None: as vLLM does."""
-    load_share: float = 1.0
-    """Share of what a swapped request lacks that is loaded, in whole blocks from the front; the rest is computed again.
-    For experiments: the plugin loads everything."""
-    wall: Callable[[], float] = time.perf_counter
-    created: str = FIXED_DAY
-    """Creation time in the trace's header; fixed, so that equal runs give equal traces."""
-
-    @property
-    def name(self) -> str:
-        return "builtin"
-
-    def run(
-        self,
-        requests: Source,
-        policy: Policy,
-        server: Server,
-        times: Times,
-        seed: int = 0,
-        sink: Sink | None = None,
-        on_decision: DecisionObserver | None = None,
-    ) -> Run:
-        """See :class:`kvpolicy.simulator.Simulator`. Raises InputError for scheduling rules of an unsupported version,
-        too."""
-        if server.rules not in RULES:
-            raise InputError(f"server.rules is {server.rules!r}; the built-in engine has {', '.join(RULES)}")
-        began = self.wall()
-        identity = Identity(requests, policy, server, times, seed)
-        core = identity.core("sim")
-        if sink is not None:
-            sink.begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
-        trace_writer = TraceWriter(core, sink)
-        victims = self.victims or VllmVictims(server.scheduling)
-        engine = Engine(identity, trace_writer, victims, self.leap, on_decision, self.load_share)
-        engine.run()
-        trace_writer.flush()
-        trace = None if sink is None else sink.finish()
-        return Run(engine.tallied.summary(self.wall() - began), trace)

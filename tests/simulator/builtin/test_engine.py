@@ -11,7 +11,8 @@ import pytest
 
 from kvpolicy import policy
 from kvpolicy.fields import WrongValue
-from kvpolicy.simulator import Builtin, MemorySink, Server
+from kvpolicy.simulator import MemorySink, Server
+from kvpolicy.simulator.builtin.simulator import Builtin
 from kvpolicy.workload import Request, Workload
 from tests.simulator.random_runs import engine_of
 from tests.simulator.worlds import LINEAR, random_workload, run
