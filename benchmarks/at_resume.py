@@ -4,7 +4,7 @@
 
 Places of the overflow matrix, simulated by the built-in engine with prefix caching: 300 requests at once on two
 machines by their data sheets, over their own link and over slower ones. Every arm meets the same requests, seed by
-seed. ``always-swap`` loads everything that the prefix cache lacks; ``cheapest:analytic`` is asked again when its victim
+seed. ``always-swap`` loads everything that the prefix cache lacks; ``cheapest:analytic`` decides anew when its victim
 comes back, or not; the shares load so many of the lacking blocks, from the front, and compute the rest. Printed are
 throughput and mean end-to-end time over always-recompute, with 95% intervals over the seeds.
 """
@@ -47,7 +47,7 @@ class Arm:
     name: str
     policy: str
     load_share: float = 1.0
-    asked_again: bool = True
+    decides_anew: bool = True
 
 
 class Once(Cheapest[NoState]):
@@ -61,7 +61,7 @@ BASE = Arm("recompute", RECOMPUTE)
 ARMS = (
     Arm("load everything", "always-swap"),
     Arm("cheapest", LEARNED),
-    Arm("cheapest, not asked again", LEARNED, asked_again=False),
+    Arm("cheapest, at the preemption alone", LEARNED, decides_anew=False),
     *(Arm(f"load {share:.0%}", "always-swap", share) for share in SHARES),
 )
 
@@ -85,7 +85,7 @@ def simulated(arm: Arm, machine: str, workload: str, share: float, link: str, se
     blocks = kv_blocks_of(spec, REQUESTS, share, serving)
     cell = Cell(spec, arm.policy, blocks, link, seed, f"{machine}:{config}", "builtin", serving)
     hardware, (policy, _) = machine_of(cell), policy_of(cell)
-    if not arm.asked_again:
+    if not arm.decides_anew:
         assert isinstance(policy, Cheapest)
         policy = Once(policy.name, policy.cost_model, policy.objective)
     engine = Builtin(load_share=arm.load_share)
