@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf, isnan
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpolicy.order.base import Order, Progress, Rank, View
 
+Answer = TypeVar("Answer")
 LAST = (inf,)
 """Rank of a request that never got one: nobody is displaced for it."""
 
@@ -30,56 +31,45 @@ class Guarded(Order):
         return self.base.label
 
     def rank(self, request: Progress, view: View) -> Rank:
-        try:
-            value, until_tokens, until_s = self.base.rank(request, view)
-            rank = Rank(tuple(map(float, value)), float(until_tokens), float(until_s))
-            if any(map(isnan, (*rank.value, rank.until_tokens, rank.until_s))):
-                raise TypeError(f"{rank} contains NaN, which has no order")
-            return rank
-        except Exception:  # noqa: BLE001
-            self._complain("rank")
-            return Rank(request.rank or LAST)
+        return self._guarded("rank", Rank(request.rank or LAST), lambda: _comparable(*self.base.rank(request, view)))
 
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
-        try:
-            return bool(self.base.displaces(waiting, running, view))
-        except Exception:  # noqa: BLE001
-            self._complain("displaces")
-            return False
+        return self._guarded("displaces", False, lambda: bool(self.base.displaces(waiting, running, view)))
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
-        try:
-            chosen = self.base.victims(waiting, running, view)
-            by_number = {other.number: other for other in running}
-            return list({victim.number: by_number[victim.number] for victim in chosen}.values())
-        except Exception:  # noqa: BLE001
-            self._complain("victims")
-            return ()
+        by_number = {other.number: other for other in running}
+
+        def chosen() -> Sequence[Progress]:
+            numbers = [victim.number for victim in self.base.victims(waiting, running, view)]
+            return [by_number[number] for number in dict.fromkeys(numbers)]
+
+        return self._guarded("victims", (), chosen)
 
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
-        try:
-            return bool(self.base.worth(waiting, victims, view))
-        except Exception:  # noqa: BLE001
-            self._complain("worth")
-            return False
+        return self._guarded("worth", False, lambda: bool(self.base.worth(waiting, victims, view)))
 
     def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
-        try:
-            return bool(self.base.admits(waiting, free_after_blocks, view))
-        except Exception:  # noqa: BLE001
-            self._complain("admits")
-            return True
+        return self._guarded("admits", True, lambda: bool(self.base.admits(waiting, free_after_blocks, view)))
 
     def initial_state(self) -> Any:
-        try:
-            return self.base.initial_state()
-        except Exception:  # noqa: BLE001
-            self._complain("initial_state")
-            return None
+        return self._guarded("initial_state", None, self.base.initial_state)
 
     def finished(self, state: Any, request: Progress) -> Any:
+        return self._guarded("finished", state, lambda: self.base.finished(state, request))
+
+    def _guarded(self, method: str, otherwise: Answer, ask: Callable[[], Answer]) -> Answer:
+        """The answer, or ``otherwise`` where the order's code fails."""
         try:
-            return self.base.finished(state, request)
+            return ask()
+        # The boundary between an order and a server: whatever a user's code raises, the request is served.
         except Exception:  # noqa: BLE001
-            self._complain("finished")
-            return state
+            self._complain(method)
+            return otherwise
+
+
+def _comparable(value: Sequence[float], until_tokens: float, until_s: float) -> Rank:
+    """The rank, of numbers. Anything else raises, and so does NaN, which has no order."""
+    rank = Rank(tuple(map(float, value)), float(until_tokens), float(until_s))
+    if any(map(isnan, (*rank.value, rank.until_tokens, rank.until_s))):
+        raise TypeError(f"{rank} contains NaN, which has no order")
+    return rank
