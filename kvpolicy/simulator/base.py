@@ -195,6 +195,8 @@ class Summary:
     """Of each request with two or more output tokens, the longest time between two that follow each other."""
     e2e_per_token_s: Tail = UNKNOWN
     """End-to-end time of each request over its output tokens."""
+    longest_pause_s: float = nan
+    """The longest of all the times of :attr:`longest_gap_s`."""
 
 
 @dataclass(frozen=True, slots=True)

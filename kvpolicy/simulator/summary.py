@@ -187,6 +187,7 @@ class SummaryBuilder:
             steady_tok_s=self.output.steady_tok_s(self._first_arrival_s or 0.0),
             longest_gap_s=_tail(self._longest_gap_s),
             e2e_per_token_s=_tail(self._e2e_per_token_s),
+            longest_pause_s=max(self._longest_gap_s, default=nan),
         )
 
 

@@ -1,0 +1,131 @@
+"""The places of the study of orders: a machine, a number of blocks, requests, and arms of an order and a policy.
+
+Lengths are those of the shipped deepseek-r1 workload, in full. A place's capacity is the rate at which requests finish
+in the middle half of a run in which all arrive at once, under stock vLLM, the mean over the seeds. Loads are shares of
+it. Over capacity the queue grows as long as requests come, and so does what an order is worth: figures belong to a
+number of requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from matrix_places import HOST_GIB, LEARNED, LLAMA_3_1_8B, RECOMPUTE, SWAP
+from matrix_poisson import arriving, middle_rate, served
+
+from kvpolicy.simulator import MemorySink
+from kvpolicy.study.cache import Result
+from kvpolicy.study.cell import Cell
+from kvpolicy.study.config import Run, Serving
+from kvpolicy.study.grid import sweep
+from kvpolicy.study.inputs import workload_named
+from kvpolicy.study.progress import bar
+from kvpolicy.workload import Workload, open_workload
+
+FCFS = "fcfs"
+MACHINES = ("H100-SXM", "A100-SXM-80GB")
+"""Both with Llama-3.1-8B."""
+HOW: Mapping[str, str] = {"recompute": RECOMPUTE, "swap": SWAP, "learned": LEARNED}
+WATERMARKS = (0.01, 0.05, 0.1)
+LENGTHS = "deepseek-r1"
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """An order, how victims' state is kept, and a watermark."""
+
+    order: str = FCFS
+    how: str = "recompute"
+    watermark: float = 0.0
+
+    def text(self) -> str:
+        mark = f", watermark {self.watermark:g}" if self.watermark else ""
+        return f"{self.order}, {self.how}{mark}"
+
+
+STOCK = Arm()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One machine and memory, at one load."""
+
+    machine: str
+    hardware: str
+    kv_blocks: int
+    requests: int
+    load: float
+    rate_per_s: float
+    """Of the arrivals."""
+    seeds: int
+    host_gib: float = HOST_GIB
+
+    def text(self) -> str:
+        return f"{self.machine}, {self.kv_blocks:,} blocks, {self.requests} requests, load {self.load:g}"
+
+    def cells(self, arm: Arm) -> list[Cell]:
+        """One of each seed."""
+        serving = serving_of(self.machine, arm, self.host_gib)
+        return [
+            cell(self.hardware, drawn(self.requests, seed, self.rate_per_s), arm, self.kv_blocks, seed, serving)
+            for seed in range(self.seeds)
+        ]
+
+
+def serving_of(machine: str, arm: Arm, host_gib: float = HOST_GIB) -> Serving:
+    """vLLM's own for the device, but with more host memory."""
+    return Serving(host_gib=host_gib, order=arm.order, watermark=arm.watermark).on(machine)
+
+
+def cell(hardware: str, workload: Workload, arm: Arm, kv_blocks: int, seed: int, serving: Serving) -> Cell:
+    named = workload_named(workload)
+    return Cell(
+        named.label, HOW[arm.how], kv_blocks, "native", seed, hardware, "builtin", serving,
+        workload_digest=named.digest, workload_object=named.value,
+    )  # fmt: skip
+
+
+def hardware_of(machine: str, folder: Path) -> str:
+    """The machine with the model's configuration, which is written into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / f"{LLAMA_3_1_8B['_name_or_path']}.json"
+    config.write_text(json.dumps(LLAMA_3_1_8B))
+    return f"{machine}:{config}"
+
+
+def drawn(requests: int, seed: int, rate_per_s: float | None = None) -> Workload:
+    """Requests with Poisson arrivals; without a rate they are all there at once."""
+    source = open_workload(f"{LENGTHS}?n={requests}&rate=1&seed={seed}")
+    if rate_per_s is None:
+        at_once = tuple(replace(request, arrival_s=0.0) for request in source)
+        return Workload(f"{LENGTHS}, at once", at_once, seed)
+    return arriving(source, rate_per_s, seed)
+
+
+def capacity_of(machine: str, hardware: str, kv_blocks: int, requests: int, seeds: int) -> float:
+    """Requests per second."""
+    serving = serving_of(machine, STOCK)
+    rates = []
+    for seed in range(seeds):
+        workload = drawn(requests, seed)
+        trace = served(cell(hardware, workload, STOCK, kv_blocks, seed, serving), workload, MemorySink()).trace
+        assert trace is not None
+        rates.append(middle_rate([row["last_token_s"] for row in trace.rows("requests")]))
+    return fmean(rates)
+
+
+def simulated(
+    wanted: Sequence[tuple[Place, Sequence[Arm]]], jobs: int | None, cache: Path, fresh: bool = False
+) -> list[dict[Arm, list[Result]]]:
+    """The runs of each place's arms, one result per seed. Raises SystemExit where one fails."""
+    cells = list(dict.fromkeys(cell for place, arms in wanted for arm in arms for cell in place.cells(arm)))
+    with bar() as progress:
+        report = sweep(cells, Run(jobs=jobs, cache=cache, fresh=fresh, progress=progress))
+    if report.failed:
+        raise SystemExit("\n".join(f"failed: {one.text()}" for one in report.failed))
+    results = dict(zip(cells, report.results, strict=True))
+    return [{arm: [results[cell] for cell in place.cells(arm)] for arm in arms} for place, arms in wanted]
