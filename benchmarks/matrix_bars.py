@@ -52,6 +52,10 @@ class Verdict:
         """Whether the mean itself is on the wrong side of the bar."""
         return self.ratio.value > self.limit if self.at_most else self.ratio.value < self.limit
 
+    def line(self) -> str:
+        sign = "at most" if self.at_most else "at least"
+        return f"{self.text}: {self.where}: {self.bar} {self.ratio.text()}, {sign} {self.limit:.3g}"
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "bar": self.bar,

@@ -26,7 +26,7 @@ from kvpolicy.study.inputs import workload_named
 from kvpolicy.study.progress import bar
 from kvpolicy.workload import Workload, open_workload
 
-FCFS = "fcfs"
+FCFS, PRIORITY = "fcfs", "priority"
 MACHINES = ("H100-SXM", "A100-SXM-80GB")
 """Both with Llama-3.1-8B."""
 HOW: Mapping[str, str] = {"recompute": RECOMPUTE, "swap": SWAP, "learned": LEARNED}
@@ -77,8 +77,9 @@ class Place:
 
 
 def serving_of(machine: str, arm: Arm, host_gib: float = HOST_GIB) -> Serving:
-    """vLLM's own for the device, but with more host memory."""
-    return Serving(host_gib=host_gib, order=arm.order, watermark=arm.watermark).on(machine)
+    """vLLM's own for the device, but with more host memory. The order ``priority`` is vLLM's scheduling policy."""
+    order, scheduling = (FCFS, PRIORITY) if arm.order == PRIORITY else (arm.order, FCFS)
+    return Serving(host_gib=host_gib, order=order, scheduling=scheduling, watermark=arm.watermark).on(machine)
 
 
 def cell(hardware: str, workload: Workload, arm: Arm, kv_blocks: int, seed: int, serving: Serving) -> Cell:
@@ -118,14 +119,14 @@ def capacity_of(machine: str, hardware: str, kv_blocks: int, requests: int, seed
     return fmean(rates)
 
 
-def simulated(
-    wanted: Sequence[tuple[Place, Sequence[Arm]]], jobs: int | None, cache: Path, fresh: bool = False
+def run_cells(
+    wanted: Sequence[Mapping[Arm, Sequence[Cell]]], jobs: int | None, cache: Path, fresh: bool = False
 ) -> list[dict[Arm, list[Result]]]:
-    """The runs of each place's arms, one result per seed. Raises SystemExit where one fails."""
-    cells = list(dict.fromkeys(cell for place, arms in wanted for arm in arms for cell in place.cells(arm)))
+    """The results of each arm's cells. Raises SystemExit where one fails."""
+    cells = list(dict.fromkeys(cell for place in wanted for arm_cells in place.values() for cell in arm_cells))
     with bar() as progress:
         report = sweep(cells, Run(jobs=jobs, cache=cache, fresh=fresh, progress=progress))
     if report.failed:
         raise SystemExit("\n".join(f"failed: {one.text()}" for one in report.failed))
     results = dict(zip(cells, report.results, strict=True))
-    return [{arm: [results[cell] for cell in place.cells(arm)] for arm in arms} for place, arms in wanted]
+    return [{arm: [results[cell] for cell in arm_cells] for arm, arm_cells in place.items()} for place in wanted]

@@ -23,7 +23,7 @@ from statistics import fmean
 
 from matrix_bars import MET, Verdict
 from matrix_places import HOST_GIB
-from order_places import HOW, MACHINES, STOCK, WATERMARKS, Arm, Place, capacity_of, hardware_of, simulated
+from order_places import HOW, MACHINES, STOCK, WATERMARKS, Arm, Place, capacity_of, hardware_of, run_cells
 
 from kvpolicy.stats import Ratio, student_ratio
 from kvpolicy.study.cache import Result, default_folder
@@ -159,9 +159,9 @@ def places_of(options: argparse.Namespace) -> list[Place]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     places = places_of(options)
-    found = simulated(
-        [(place, arms_of(options.order or ORDERS)) for place in places], options.jobs, options.cache, options.fresh
-    )
+    arms = arms_of(options.order or ORDERS)
+    wanted = [{arm: place.cells(arm) for arm in arms} for place in places]
+    found = run_cells(wanted, options.jobs, options.cache, options.fresh)
     heads = ["order, how", *FIGURES, "longest pause s", "preempted", "recomputed K", "moved GB"]
     judged: list[Verdict] = []
     for place, runs in zip(places, found, strict=True):
@@ -173,9 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(promotion(place, runs)))
         judged += verdicts(place, runs)
     print()
-    for verdict in judged:
-        sign = "at most" if verdict.at_most else "at least"
-        print(f"{verdict.text}: {verdict.where}: {verdict.bar} {verdict.ratio.text()}, {sign} {verdict.limit:.3g}")
+    print("\n".join(verdict.line() for verdict in judged))
     if options.json:
         written = [
             {
