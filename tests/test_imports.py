@@ -16,7 +16,7 @@ LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
     ("fields", "stats", "stored_values"),
     ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
-    ("features", "hardware", "headroom", "host_store", "load_growth", "order", "survival", "workload"),
+    ("features", "hardware", "headroom", "host_store", "latency", "load_growth", "order", "survival", "workload"),
     ("trace",),
     ("attribution",),
     ("cost", "datasets"),
@@ -38,10 +38,10 @@ INTEGRATION = {
     "launch": {"errors", "fields", "policy", "integrations", "settings"},
     "integration": {"integrations", "settings", "simulator"},
     "plugin": _DECIDE,
-    "simulator": _DECIDE | {"workload", "simulator"},
-    "bench": _DECIDE | {"datasets", "overflow", "stats", "workload", "simulator"},
+    "simulator": _DECIDE | {"latency", "workload", "simulator"},
+    "bench": _DECIDE | {"datasets", "latency", "overflow", "stats", "workload", "simulator"},
     # The whole loop in order: it profiles, and then trains and evaluates as a user would.
-    "bench.run_demo": _DECIDE | {"datasets", "stats", "workload", "simulator", "training", "evaluation"},
+    "bench.run_demo": _DECIDE | {"datasets", "latency", "stats", "workload", "simulator", "training", "evaluation"},
     # The learned policy it serves with is trained on the way.
     "bench.run_characterize": _DECIDE
     | {"datasets", "overflow", "workload", "simulator", "training", "evaluation", "headroom"},

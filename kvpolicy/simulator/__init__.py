@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpolicy.latency import ClassSummary, Slo, Tail
 from kvpolicy.simulator.base import (
     LOAD,
     DecisionObserver,
@@ -12,7 +13,6 @@ from kvpolicy.simulator.base import (
     Sink,
     StepLoad,
     Summary,
-    Tail,
     Times,
 )
 from kvpolicy.simulator.builtin import Builtin, Victims
@@ -22,6 +22,7 @@ from kvpolicy.simulator.sinks import FolderSink, MemorySink
 __all__ = [
     "LOAD",
     "Builtin",
+    "ClassSummary",
     "ConstantTimes",
     "DecisionObserver",
     "FolderSink",
@@ -32,6 +33,7 @@ __all__ = [
     "Server",
     "Simulator",
     "Sink",
+    "Slo",
     "StepLoad",
     "Summary",
     "Tail",

@@ -13,6 +13,7 @@ from kvpolicy.events import Decision, Direction, Kind
 from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, WrongValue, refuse_non_integer
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.headroom import Headroom
+from kvpolicy.latency import NO_SLO, UNKNOWN, ClassSummary, Slo, Tail
 from kvpolicy.order import Fcfs, Order, is_stock
 from kvpolicy.policy import Policy
 from kvpolicy.trace import Header, Row, Trace
@@ -152,18 +153,6 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """Seconds over requests (or, for inter-token times, over tokens after the first); nan where there are none."""
-
-    mean: float
-    p50: float
-    p99: float
-
-
-UNKNOWN = Tail(nan, nan, nan)
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """Figures of one run."""
 
@@ -195,6 +184,16 @@ class Summary:
     """Of each request with two or more output tokens, the longest time between two that follow each other."""
     e2e_per_token_s: Tail = UNKNOWN
     """End-to-end time of each request over its output tokens."""
+    classes: Mapping[str, ClassSummary] = field(default_factory=dict)
+    """The service that the requests of each class got, by the class's name; also where there is a single class."""
+    fairness: float = nan
+    """Jain's index over the rates of all requests; see :func:`kvpolicy.latency.fairness`."""
+    deadline_requests: int = 0
+    """Requests with a deadline, of their own or from the run's ``slo``."""
+    slo_share: float | None = None
+    """Of these, the share that met all of their deadlines; None where there are none."""
+    goodput_req_s: float | None = None
+    """Those that did, over the makespan; None where there are none."""
     longest_pause_s: float = nan
     """The longest of all the times of :attr:`longest_gap_s`."""
 
@@ -236,11 +235,13 @@ class Simulator(Protocol):
         seed: int = 0,
         sink: Sink | None = None,
         on_decision: DecisionObserver | None = None,
+        slo: Slo = NO_SLO,
     ) -> Run:
         """Serve all requests.
 
         ``seed`` seeds the policy's random numbers: one stream per run, one number per decision, so that two policies
         meet the same chance. Without a sink no rows are built, and memory use does not grow with the number of
-        requests. Raises InputError for a request that can never fit the server, naming it.
+        requests. ``slo``: deadlines by which requests that bring none are judged; they change nothing in the run.
+        Raises InputError for a request that can never fit the server, naming it.
         """
         ...

@@ -1,206 +1,97 @@
-"""Summary statistics of a run, in 32 bytes per request and nothing per token; and the number of its steps that lay
-outside the range that the hardware model was measured in."""
+"""Summary statistics of a run, in 32 bytes per request and nothing per token; the rate of its output in the steady
+part; and the number of its steps that lay outside the range that the hardware model was measured in."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
-from math import log, nan
+from copy import deepcopy
+from math import nan
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from kvpolicy.arrays import Flags, Floats, Ints
+from kvpolicy.arrays import Flags, Floats
 from kvpolicy.events import KINDS, Kind
-from kvpolicy.simulator.base import UNKNOWN, Server, StepLoad, Summary, Tail, Times
+from kvpolicy.latency import NO_SLO, ClassTally, OutputCurve, Slo
+from kvpolicy.simulator.base import Server, StepLoad, Summary, Times
 from kvpolicy.simulator.work_count import WorkCount
-
-MIN_S = 1e-9
-MAX_S = 1e7
-RATIO = 1.008
-"""Ratio of a bin's edges. A quantile is reported as the geometric middle of its bin, within 0.4%."""
-MAX_BUFFERED = 4096
-"""Entries that are buffered before they are sorted into bins."""
-
-
-class Histogram:
-    """Counts of positive numbers in bins of equal ratio. Quantiles are within 0.4%; values below 1e-9 count as 0."""
-
-    def __init__(self) -> None:
-        self._counts: Ints = np.zeros(int(log(MAX_S / MIN_S) / log(RATIO)) + 2, dtype=np.int64)
-        self._values: list[float] = []
-        self._weights: list[int] = []
-        self.count = 0
-
-    def add(self, value: float, weight: int = 1) -> None:
-        self._values.append(value)
-        self._weights.append(weight)
-        if len(self._values) >= MAX_BUFFERED:
-            self._sort_in()
-
-    def extend(self, values: list[float], weight: int) -> None:
-        """Add all ``values``, each ``weight`` times."""
-        self._values += values
-        self._weights += [weight] * len(values)
-        if len(self._values) >= MAX_BUFFERED:
-            self._sort_in()
-
-    def quantile(self, level: float) -> float:
-        """The value below which a share ``level`` of the values lies; nan without values."""
-        self._sort_in()
-        if not self.count:
-            return nan
-        at = int(np.searchsorted(np.cumsum(self._counts), level * self.count, side="left"))
-        return 0.0 if at == 0 else MIN_S * RATIO ** (at - 0.5)
-
-    def _sort_in(self) -> None:
-        values = np.maximum(np.asarray(self._values), 0.0)
-        weights = np.asarray(self._weights, dtype=np.int64)
-        with np.errstate(divide="ignore"):
-            bins = np.floor(np.log(values / MIN_S) / log(RATIO)) + 1
-        at = np.clip(bins, 0, len(self._counts) - 1).astype(np.int64)
-        np.add.at(self._counts, at, weights)
-        self.count += int(weights.sum())
-        self._values, self._weights = [], []
-
-
-MAX_POINTS = 8192
-"""Points of the curve of output tokens that are kept."""
-STEADY = (0.25, 0.75)
-"""Shares of all output tokens between which the rate is taken."""
-
-
-class OutputCurve:
-    """How many output tokens were out at which time, between the points linear.
-
-    A long run has every second, fourth, ... of its steps as a point, so that memory is bounded and at least half of
-    ``MAX_POINTS`` remain.
-    """
-
-    def __init__(self) -> None:
-        self._times_s: list[float] = []
-        self._counts: list[int] = []
-        self._stride = 1
-        self._skipped = 0
-        self._last_s = 0.0
-        self.tokens = 0
-
-    def add(self, at_s: float, tokens: int) -> None:
-        """Count the tokens of a step that ended then. Steps come in the order of their ends."""
-        self.tokens += tokens
-        self._last_s = at_s
-        self._skipped += 1
-        if self._skipped == self._stride:
-            self._skipped = 0
-            self._times_s.append(at_s)
-            self._counts.append(self.tokens)
-            if len(self._counts) >= MAX_POINTS:
-                self._thin_out()
-
-    def extend(self, ends_s: list[float], tokens: int) -> None:
-        """Count steps that ended then, each with that many tokens."""
-        first = self._stride - 1 - self._skipped
-        self._times_s += ends_s[first :: self._stride]
-        total = self.tokens + len(ends_s) * tokens
-        self._counts += range(self.tokens + (first + 1) * tokens, total + 1, self._stride * tokens)
-        self._skipped = (self._skipped + len(ends_s)) % self._stride
-        self.tokens, self._last_s = total, ends_s[-1]
-        while len(self._counts) >= MAX_POINTS:
-            self._thin_out()
-
-    def _thin_out(self) -> None:
-        self._skipped += self._stride * (len(self._counts) % 2)
-        self._times_s, self._counts = self._times_s[1::2], self._counts[1::2]
-        self._stride *= 2
-
-    def steady_tok_s(self, began_s: float) -> float:
-        """The rate between the times at which the shares ``STEADY`` of the tokens were out; nan without tokens or time.
-
-        ``began_s``: when the first tokens were asked for.
-        """
-        times_s = [began_s, *self._times_s, self._last_s]
-        counts = [0, *self._counts, self.tokens]
-        low, high = (share * self.tokens for share in STEADY)
-        low_s, high_s = np.interp((low, high), counts, times_s)
-        return float((high - low) / (high_s - low_s)) if high_s > low_s else nan
-
 
 class SummaryBuilder:
     """Accumulates a :class:`Summary` while requests are served."""
 
-    def __init__(self, server: Server, times: Times) -> None:
-        """``times``: the hardware model, for what there is to win and for counting steps outside its measured range."""
+    def __init__(self, server: Server, times: Times, slo: Slo = NO_SLO) -> None:
+        """``times``: the hardware model, for what there is to win and for counting steps outside its measured range.
+        ``slo``: deadlines for requests that bring none."""
         self.beyond = beyond_of(times)
         self.work = WorkCount(server, times)
         self.steps = 0
         self.recomputed_tokens = 0
         self.moved_bytes = 0
         self.preemptions: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        self.itl = Histogram()
         self.output = OutputCurve()
-        self._output_tokens = 0
-        self._itl_s = 0.0
-        self._itl_tokens = 0
-        self._e2e_s = array("d")
-        self._ttft_s = array("d")
-        self._longest_gap_s = array("d")
-        self._e2e_per_token_s = array("d")
-        self._first_arrival_s: float | None = None
-        self._last_token_s = 0.0
+        self._slo = slo
+        self._tallies: dict[str, ClassTally] = {}
 
-    def finished(
-        self, arrival_s: float, first_s: float, last_s: float, output_tokens: int, longest_gap_s: float
-    ) -> None:
-        """Count a finished request. Its inter-token times are added to :attr:`itl` as they occur, and its tokens to
-        :attr:`output`. ``longest_gap_s``: the longest of those times, of any value where there is a single token."""
-        self._e2e_s.append(last_s - arrival_s)
-        self._e2e_per_token_s.append((last_s - arrival_s) / output_tokens)
-        if output_tokens > 1:
-            self._longest_gap_s.append(longest_gap_s)
-        self._ttft_s.append(first_s - arrival_s)
-        self._itl_s += last_s - first_s
-        self._itl_tokens += output_tokens - 1
-        self._output_tokens += output_tokens
-        if self._first_arrival_s is None or arrival_s < self._first_arrival_s:
-            self._first_arrival_s = arrival_s
-        self._last_token_s = max(self._last_token_s, last_s)
+    def tally_of(self, class_name: str) -> ClassTally:
+        """What counts the requests of a class: their inter-token times as they occur, and each one as it finishes."""
+        tally = self._tallies.get(class_name)
+        if tally is None:
+            if len(self._tallies) == 1:
+                self._only.curve = deepcopy(self.output)
+            tally = self._tallies[class_name] = ClassTally(self._slo)
+        return tally
+
+    @property
+    def _only(self) -> ClassTally:
+        return next(iter(self._tallies.values()))
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several classes, whose outputs are to be noted each by itself."""
+        return len(self._tallies) > 1
+
+    def note_classes(self, at_s: float) -> None:
+        """Note how many output tokens of each class are out by now."""
+        for tally in self._tallies.values():
+            tally.note(at_s)
 
     def summary(self, wall_s: float) -> Summary:
         """``wall_s``: wall time of the simulation. Times that no request had are nan."""
         beyond = self.beyond
-        makespan_s = 0.0 if self._first_arrival_s is None else self._last_token_s - self._first_arrival_s
-        itl_mean = self._itl_s / self._itl_tokens if self._itl_tokens else nan
+        if len(self._tallies) == 1:
+            self._only.curve = self.output
+        classes = {name: self._tallies[name].summary() for name in sorted(self._tallies)}
+        tallies = list(self._tallies.values())
+        whole_tally = tallies[0] if len(tallies) == 1 else ClassTally.merged(tallies)
+        whole = next(iter(classes.values())) if len(tallies) == 1 else whole_tally.summary()
         return Summary(
-            requests=len(self._e2e_s),
-            throughput_tok_s=self._output_tokens / makespan_s if makespan_s > 0 else nan,
-            e2e_s=_tail(self._e2e_s),
-            ttft_s=_tail(self._ttft_s),
-            itl_s=Tail(itl_mean, self.itl.quantile(0.5), self.itl.quantile(0.99)),
+            requests=whole.requests,
+            throughput_tok_s=whole.throughput_tok_s,
+            e2e_s=whole.e2e_s,
+            ttft_s=whole.ttft_s,
+            itl_s=whole.itl_s,
             preemptions=_frozen(self.preemptions),
             recomputed_tokens=self.recomputed_tokens,
             moved_bytes=self.moved_bytes,
-            makespan_s=makespan_s,
+            makespan_s=whole.makespan_s,
             steps=self.steps,
             simulator_wall_s=wall_s,
             extrapolated_steps=None if beyond is None else beyond.steps,
             headroom=self.work.headroom(),
-            steady_tok_s=self.output.steady_tok_s(self._first_arrival_s or 0.0),
-            longest_gap_s=_tail(self._longest_gap_s),
-            e2e_per_token_s=_tail(self._e2e_per_token_s),
-            longest_pause_s=max(self._longest_gap_s, default=nan),
+            steady_tok_s=self.output.steady_tok_s(whole_tally.first_arrival_s if len(whole_tally) else 0.0),
+            longest_gap_s=whole.longest_gap_s,
+            e2e_per_token_s=whole.e2e_per_token_s,
+            classes=classes,
+            fairness=whole.fairness,
+            deadline_requests=whole.deadline_requests,
+            slo_share=whole.slo_share,
+            goodput_req_s=whole.goodput_req_s,
+            longest_pause_s=whole.longest_pause_s,
         )
 
 
 def _frozen(counts: Mapping[Kind, int]) -> Mapping[Kind, int]:
     return {kind: counts[kind] for kind in KINDS}
-
-
-def _tail(seconds: array[float]) -> Tail:
-    if not seconds:
-        return UNKNOWN
-    values = np.frombuffer(seconds, dtype=np.float64)
-    p50, p99 = np.quantile(values, (0.5, 0.99))
-    return Tail(float(values.mean()), float(p50), float(p99))
 
 
 MAX_BUFFERED_STEPS = 4096

@@ -8,8 +8,9 @@ from math import isnan
 
 import pytest
 
+from kvpolicy import policy
 from kvpolicy.attribution import offline as attributed
-from kvpolicy.simulator import Link, Server, StepLoad
+from kvpolicy.simulator import Builtin, Link, Server, Slo, StepLoad, Tail
 from kvpolicy.trace import Trace, from_rows, with_core
 from kvpolicy.workload import ClosedLoop, Request
 from tests.simulator.worlds import LINEAR, SECONDS, SMALL, random_workload, run, workload
@@ -54,6 +55,45 @@ def test_what_both_streams_and_the_output_were_like(leap: bool) -> None:
     assert summary.e2e_per_token_s.mean == pytest.approx((8.23 + 15.38) / 2 / 8)
     # The 4th of 16 tokens was out after the third step, at 3.18 s; the 12th at 11.34 s.
     assert summary.steady_tok_s == pytest.approx(8 / (11.34 - 3.18))
+
+
+@pytest.mark.parametrize("leap", [False, True])
+def test_each_class_has_its_own_figures(leap: bool) -> None:
+    """The same two streams. The first meets its 1.1 s a token; the second takes 14.22 s for seven tokens."""
+    first, second = TWO.requests
+    both = workload(replace(first, class_name="urgent", tpot_s=1.1), replace(second, class_name="batch"))
+    simulator = Builtin(leap=leap)
+    found = simulator.run(both, policy.load("always-recompute"), SMALL, SECONDS, slo=Slo(tpot_s=2.0)).summary
+    assert list(found.classes) == ["batch", "urgent"]
+    urgent, batch = found.classes["urgent"], found.classes["batch"]
+    assert (urgent.requests, urgent.output_tokens, urgent.makespan_s) == (1, 8, pytest.approx(8.23))
+    assert (urgent.ttft_s.mean, urgent.e2e_s.mean) == (pytest.approx(1.16), pytest.approx(8.23))
+    assert urgent.itl_s == Tail(pytest.approx(1.01), pytest.approx(1.01, rel=5e-3), pytest.approx(1.01, rel=5e-3))
+    assert batch.itl_s.mean == pytest.approx((15.38 - 1.16) / 7)
+    assert (batch.itl_s.p50, batch.itl_s.p99) == (pytest.approx(1.01, rel=5e-3), pytest.approx(8.16, rel=5e-3))
+    assert (urgent.longest_gap_s.mean, batch.longest_gap_s.mean) == pytest.approx((1.01, 8.16))
+    assert batch.throughput_tok_s == pytest.approx(8 / 15.38)
+    assert (urgent.slo_share, urgent.goodput_req_s) == (1.0, pytest.approx(1 / 8.23))
+    assert (batch.deadline_requests, batch.slo_share, batch.goodput_req_s) == (1, 0.0, 0.0)
+    assert urgent.fairness == batch.fairness == 1.0
+    rates = 8 / 8.23, 8 / 15.38
+    assert found.fairness == pytest.approx(sum(rates) ** 2 / (2 * sum(rate**2 for rate in rates)))
+    assert (found.deadline_requests, found.slo_share, found.goodput_req_s) == (2, 0.5, pytest.approx(1 / 15.38))
+
+
+@pytest.mark.parametrize("leap", [False, True])
+def test_the_run_is_the_same_however_its_requests_are_classed(leap: bool) -> None:
+    source = random_workload(7, 40, 60.0)
+    alike = replace(source, requests=tuple(replace(one, class_name="only") for one in source))
+    server = Server(block_size=16, block_bytes=1, device_blocks=24, host_blocks=100, asynchronous=True)
+    apart, together = (run(one, server, "always-swap", leap=leap)[0].summary for one in (source, alike))
+    assert list(apart.classes) == ["default", "urgent"] and list(together.classes) == ["only"]
+    assert together.classes["only"].e2e_s == together.e2e_s and together.classes["only"].itl_s == together.itl_s
+    for name in ("e2e_s", "ttft_s", "itl_s", "longest_gap_s", "e2e_per_token_s"):
+        one, other = getattr(apart, name), getattr(together, name)
+        assert (one.mean, one.p50, one.p99) == pytest.approx((other.mean, other.p50, other.p99))
+    assert apart.fairness == pytest.approx(together.fairness)
+    assert (apart.throughput_tok_s, apart.steady_tok_s) == (together.throughput_tok_s, together.steady_tok_s)
 
 
 def test_a_stream_of_a_single_token_has_no_gap() -> None:

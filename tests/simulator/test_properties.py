@@ -74,6 +74,27 @@ def test_the_tables_tell_one_story(world: World) -> None:
     assert all(outcome["engine_s"] > -1e-9 for outcome in trace.rows("outcomes"))
 
 
+@few_worlds
+@given(worlds())
+def test_each_class_is_what_its_requests_rows_say(world: World) -> None:
+    source, server, name = world
+    result, trace = run(source, server, name)
+    rows = trace.rows("requests")
+    assert set(result.summary.classes) == {request.class_name for request in source}
+    for class_name, told in result.summary.classes.items():
+        mine = [row for row in rows if row["class"] == class_name]
+        assert (told.requests, told.output_tokens) == (len(mine), sum(row["output_tokens"] for row in mine))
+        e2e_s = np.array([row["last_token_s"] - row["arrival_s"] for row in mine])
+        streamed_s = sum(row["last_token_s"] - row["first_token_s"] for row in mine)
+        assert told.e2e_s.p99 == pytest.approx(np.quantile(e2e_s, 0.99))
+        assert told.ttft_s.mean == pytest.approx(np.mean([row["first_token_s"] - row["arrival_s"] for row in mine]))
+        if gaps := told.output_tokens - told.requests:
+            assert told.itl_s.mean == pytest.approx(streamed_s / gaps)
+        rates = np.array([row["output_tokens"] for row in mine]) / e2e_s
+        assert told.fairness == pytest.approx(rates.sum() ** 2 / (len(rates) * (rates**2).sum()))
+        assert told.makespan_s == max(row["last_token_s"] for row in mine) - min(row["arrival_s"] for row in mine)
+
+
 @pytest.mark.parametrize("name", ["always-swap", "random:0.5"])
 def test_equal_seeds_give_equal_traces(name: str) -> None:
     source = random_workload(5, 40, 60.0)

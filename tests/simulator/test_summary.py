@@ -1,31 +1,16 @@
-"""Quantiles of a run within half a percent, and the rate of its output in the steady part."""
+"""The figures of a run: the rate of its output in the steady part, and each class by itself."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvpolicy.simulator.summary import MAX_POINTS, Histogram, OutputCurve
-
-
-def test_quantiles_are_within_half_a_percent() -> None:
-    values = np.exp(np.random.default_rng(0).normal(-4, 2, 20_000))
-    histogram = Histogram()
-    for value in values[:5000]:
-        histogram.add(float(value))
-    histogram.extend(values[5000:].tolist(), 1)
-    for level in (0.01, 0.5, 0.9, 0.99, 0.999):
-        assert histogram.quantile(level) == pytest.approx(np.quantile(values, level), rel=5e-3)
-    assert histogram.count == 20_000
-
-
-def test_weights_count_as_often() -> None:
-    histogram = Histogram()
-    histogram.add(1.0, 99)
-    histogram.add(2.0, 1)
-    assert histogram.quantile(0.98) == pytest.approx(1.0, rel=5e-3)
-    assert histogram.quantile(0.995) == pytest.approx(2.0, rel=5e-3)
-    assert np.isnan(Histogram().quantile(0.5))
+from kvpolicy import policy
+from kvpolicy.latency import MAX_POINTS, OutputCurve
+from kvpolicy.simulator import Server
+from kvpolicy.simulator.builtin import Builtin
+from kvpolicy.simulator.hardware.law_times import ConstantTimes
+from kvpolicy.workload import Request, Workload
 
 
 def test_the_steady_rate_leaves_out_the_ramp_and_the_tail() -> None:
@@ -64,3 +49,20 @@ def test_a_long_run_is_kept_in_bounded_memory() -> None:
     counts = np.cumsum(tokens)
     low_s, high_s = np.interp((counts[-1] / 4, 3 * counts[-1] / 4), counts, ends_s)
     assert curve.steady_tok_s(0.0) == pytest.approx(counts[-1] / 2 / (high_s - low_s), rel=1e-3)
+
+
+def test_each_class_has_a_steady_rate_and_a_longest_pause_of_its_own() -> None:
+    """A batch request of 400 tokens runs alone for a while, then beside urgent ones of 2 tokens each, 10 a second."""
+    batch = Request(0.0, 8, 400, class_name="batch")
+    urgent = [Request(1.0 + 0.1 * number, 8, 2, class_name="urgent") for number in range(20)]
+    server, times = Server(16, 1, 200, 0), ConstantTimes(0.01, (0.0,) * 6, 0.0, 1.0)
+    both, alone = (
+        Builtin().run(Workload("some", requests, 0), policy.load("always-recompute"), server, times).summary
+        for requests in ((batch, *urgent), (batch,))
+    )
+    assert both.classes["batch"].steady_tok_s == pytest.approx(100.0, rel=0.02)
+    assert both.classes["urgent"].steady_tok_s == pytest.approx(20.0, rel=0.2)
+    assert both.steady_tok_s > both.classes["batch"].steady_tok_s
+    assert alone.classes["batch"].steady_tok_s == alone.steady_tok_s
+    pauses = [one.longest_pause_s for one in both.classes.values()]
+    assert both.longest_pause_s == max(pauses) >= both.longest_gap_s.p99

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 
 from kvpolicy import order, policy
 from kvpolicy.events import SITUATION_FIELDS
-from kvpolicy.simulator import Link, Run, Server, Simulator
+from kvpolicy.simulator import ClassSummary, Link, Run, Server, Simulator, Slo, Summary
 from kvpolicy.simulator.base import Scheduling
 from kvpolicy.simulator.builtin import Builtin
 from kvpolicy.simulator.builtin.engine import Engine as BuiltinEngine
@@ -30,6 +31,8 @@ ORDERS = (
     "urgent", "urgent:quantum=4", "urgent/mlfq:base=8", "reserve:.2", "deadline:ttft=.2,tpot=.01",
     "mlfq:base=8,victims=least-computed", "mlfq:base=4,victims=cheapest",
 )  # fmt: skip
+SLO = Slo(tpot_s=0.02)
+"""For requests that bring no deadline of this kind."""
 SAME_S = 1e-9
 """Times are sums of the same numbers in another order."""
 
@@ -190,7 +193,7 @@ def account(engine: str, case: Case) -> Account:
         server = replace(server, rules=simulator.rules)
     with _watched() as scheduled:
         run = simulator.run(
-            case.work, policy.load(case.policy, allow_python=True), server, case.times, case.seed, MemorySink()
+            case.work, policy.load(case.policy, allow_python=True), server, case.times, case.seed, MemorySink(), slo=SLO
         )
     return Account(run, scheduled)
 
@@ -289,15 +292,24 @@ def _transfers(told: Account) -> Rows:
 
 def _summary(told: Account) -> dict[str, Any]:
     summary = told.run.summary
+    names = ("steady_tok_s", "recomputed_tokens", "moved_bytes")
+    assert summary.headroom is not None
+    to_win = {f"headroom {name}": value for name, value in summary.headroom.to_dict().items()}
+    by_class = [_service(told, f"class {name} ") for name, told in summary.classes.items()]
+    return dict(ChainMap(_service(summary), *by_class, to_win, dict(summary.preemptions))) | {
+        name: getattr(summary, name) for name in names
+    }
+
+
+def _service(told: Summary | ClassSummary, prefix: str = "") -> dict[str, Any]:
+    """The service that requests got, by the name of the figure."""
     tails = {
-        f"{name} {part}": getattr(getattr(summary, name), part)
+        f"{prefix}{name} {part}": getattr(getattr(told, name), part)
         for name in ("e2e_s", "ttft_s", "itl_s", "longest_gap_s", "e2e_per_token_s")
         for part in ("mean", "p50", "p99")
     }
-    names = ("requests", "throughput_tok_s", "steady_tok_s", "recomputed_tokens", "moved_bytes", "makespan_s")
-    assert summary.headroom is not None
-    to_win = {f"headroom {name}": value for name, value in summary.headroom.to_dict().items()}
-    return tails | to_win | {name: getattr(summary, name) for name in names} | dict(summary.preemptions)
+    names = ("requests", "throughput_tok_s", "makespan_s", "fairness", "deadline_requests", "slo_share")
+    return tails | {f"{prefix}{name}": getattr(told, name) for name in (*names, "goodput_req_s")}
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:

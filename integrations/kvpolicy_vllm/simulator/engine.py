@@ -18,6 +18,7 @@ from vllm.v1.request import Request as EngineRequest
 
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS
+from kvpolicy.latency import NO_SLO, ClassTally, Slo
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import DecisionObserver, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue
@@ -61,6 +62,7 @@ class VllmScheduler:
         seed: int = 0,
         sink: Sink | None = None,
         on_decision: DecisionObserver | None = None,
+        slo: Slo = NO_SLO,
     ) -> Run:
         """See :meth:`kvpolicy.simulator.Simulator.run`."""
         if server.rules != self.rules:
@@ -70,7 +72,7 @@ class VllmScheduler:
         core = identity.core("vllm")
         if sink is not None:
             sink.begin(core, identity.header(core, f"vllm {vllm.__version__}, its scheduler alone", self._created))
-        tallied = Engine(core, requests, policy, server, times, seed, sink, on_decision).serve()
+        tallied = Engine(core, requests, policy, server, times, seed, sink, on_decision, slo).serve()
         trace = None if sink is None else sink.finish()
         return Run(tallied.summary(self._wall() - start_s), trace)
 
@@ -96,6 +98,7 @@ class Served:
     number: int
     request: Request
     arrival_s: float
+    tally: ClassTally
     first_s: float | None = None
     last_s: float = 0.0
     longest_gap_s: float = 0.0
@@ -115,6 +118,7 @@ class Engine:
         seed: int,
         sink: Sink | None,
         on_decision: DecisionObserver | None = None,
+        slo: Slo = NO_SLO,
     ) -> None:
         self.server = server
         self.clock = VirtualClock()
@@ -125,7 +129,7 @@ class Engine:
             self.scheduler.ordering.arrived_at = attrgetter("arrival_time")
         self.worker = VirtualWorker(server, times)
         self.arrivals = ArrivalQueue(requests, self._refuse)
-        self.tallied = SummaryBuilder(server, times)
+        self.tallied = SummaryBuilder(server, times, slo)
         self.controller.observers.add(WorkObserver(self.tallied.work))
         self._served: dict[str, Served] = {}
         self._hasher: Any = None
@@ -162,7 +166,7 @@ class Engine:
 
     def _admit(self) -> None:
         for arrival_s, number, request in self.arrivals.until(self.clock.now_s):
-            served = Served(number, request, arrival_s)
+            served = Served(number, request, arrival_s, self.tallied.tally_of(request.class_name))
             engine_request = self._engine_request(served)
             self._served[engine_request.request_id] = served
             self.scheduler.add_request(engine_request)
@@ -211,6 +215,8 @@ class Engine:
                 self._record_output(output)
         if tokens:
             self.tallied.output.add(self.clock.now_s, tokens)
+            if self.tallied.several:
+                self.tallied.note_classes(self.clock.now_s)
         self.tallied.steps += flight.computes or flight.disturbed or bool(self._served)
 
     def _idle(self, flight: Flight) -> bool:
@@ -250,18 +256,28 @@ class Engine:
                 served.first_s = now_s
             else:
                 gap_s = now_s - served.last_s
-                self.tallied.itl.add(gap_s)
+                served.tally.itl.add(gap_s)
                 served.longest_gap_s = max(served.longest_gap_s, gap_s)
             served.last_s = now_s
             served.tokens += 1
+            served.tally.tokens += 1
         if output.finish_reason is not None:
             self._finish(output.request_id, served)
 
     def _finish(self, name: str, served: Served) -> None:
         del self._served[name]
         assert served.first_s is not None
-        self.tallied.finished(served.arrival_s, served.first_s, served.last_s, served.tokens, served.longest_gap_s)
-        self.arrivals.finished(served.number, served.request, self.clock.now_s)
+        request = served.request
+        served.tally.finished(
+            served.arrival_s,
+            served.first_s,
+            served.last_s,
+            served.tokens,
+            served.longest_gap_s,
+            request.ttft_s,
+            request.tpot_s,
+        )
+        self.arrivals.finished(served.number, request, self.clock.now_s)
 
     def _refuse(self, number: int, request: Request) -> None:
         """Raise InputError for a request that could never be served."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from kvpolicy.latency import ClassTally
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.live_request import LiveRequest
 
@@ -53,8 +54,13 @@ class DecodeBatch:
         self.latest_turn: Any = None
         """Highest turn of the members; None without members."""
         self.gaps = LongestGaps()
+        self.tally = ClassTally()
+        """Of the class of the first request that ever joined."""
+        self.others: dict[ClassTally, int] = {}
+        """Members by class, where there are any, without those of :attr:`tally`."""
         self._size = block_size
         self._ahead = ahead
+        self._first_joined = False
         self._members: dict[Any, LiveRequest] = {}
         self._phases: list[dict[Any, LiveRequest]] = [{} for _ in range(block_size)]
         self._unfilled: list[dict[Any, LiveRequest]] = [{} for _ in range(block_size)]
@@ -68,6 +74,8 @@ class DecodeBatch:
         """Add a request that needs exactly one token in the next step and in every step after it."""
         live.joined = self.clock
         live.ends = self.clock + live.request.output_tokens - live.outputs - live.placeholders
+        if live.tally is not self.tally:
+            self._count_joined(live.tally)
         self._members[live.turn] = live
         phase = (self.clock - live.computed) % self._size
         self._phases[phase][live.turn] = live
@@ -123,6 +131,8 @@ class DecodeBatch:
             self._phases[phase].pop(live.turn)
             self._unfilled[phase].pop(live.turn, None)
             self.read_tokens -= computed
+            if live.tally is not self.tally:
+                self._count_left(live.tally)
             leaving.append(live)
         return leaving
 
@@ -131,12 +141,34 @@ class DecodeBatch:
         members = [self._members[turn] for turn in sorted(self._members)]
         self._members.clear()
         self._ends.clear()
+        self.others.clear()
         for phase in (*self._phases, *self._unfilled):
             phase.clear()
         self.read_tokens, self.latest_turn = 0, None
         for live in members:
             self._settle(live, pool)
             yield live
+
+    def count_gaps(self, gaps_s: list[float], members: int, others: Iterable[tuple[ClassTally, int]]) -> None:
+        """Count inter-token times that ``members`` requests had, ``others`` of them by class as in :attr:`others`."""
+        for tally, count in others:
+            tally.itl.extend(gaps_s, count)
+            tally.tokens += count * len(gaps_s)
+            members -= count
+        if members:
+            self.tally.itl.extend(gaps_s, members)
+            self.tally.tokens += members * len(gaps_s)
+
+    def _count_joined(self, tally: ClassTally) -> None:
+        if self._first_joined:
+            self.others[tally] = self.others.get(tally, 0) + 1
+        else:
+            self.tally, self._first_joined = tally, True
+
+    def _count_left(self, tally: ClassTally) -> None:
+        self.others[tally] -= 1
+        if not self.others[tally]:
+            del self.others[tally]
 
     def _computed(self, live: LiveRequest) -> int:
         """Computed tokens of a member, by the clock."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvpolicy.errors import InputError
 from kvpolicy.events import Cause
+from kvpolicy.latency import NO_SLO, Slo
 from kvpolicy.order import is_stock
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, load_of
 from kvpolicy.simulator.builtin import costs
@@ -45,11 +46,12 @@ class Engine:
         leap: bool,
         on_decision: DecisionObserver | None = None,
         load_share: float = 1.0,
+        slo: Slo = NO_SLO,
     ) -> None:
         self.server = server = identity.server
         self.times = times = identity.times
         self.trace_writer = trace_writer
-        self.tallied = SummaryBuilder(server, times)
+        self.tallied = SummaryBuilder(server, times, slo)
         self.now_s = 0.0
         self.arrivals = ArrivalQueue(identity.requests, self._refuse)
         self.copies = HostPool(server)
@@ -100,7 +102,8 @@ class Engine:
             self.ordering.step, self.ordering.now_s = self._steps, self.now_s
         for arrival_s, number, request in self.arrivals.until(self.now_s):
             keys = shared_keys(request, self.server.block_size) if self.server.prefix_caching else ()
-            self.scheduler.arrive(LiveRequest(number, request, arrival_s, keys))
+            tally = self.tallied.tally_of(request.class_name)
+            self.scheduler.arrive(LiveRequest(number, request, arrival_s, keys, tally=tally))
             self.present += 1
 
     def _refuse(self, number: int, request: Request) -> None:
@@ -230,13 +233,19 @@ class Engine:
                 self.finish(live)
         if tokens:
             self.tallied.output.add(self.now_s, tokens)
+            if self.tallied.several:
+                self.tallied.note_classes(self.now_s)
         self._remove(leaving)
 
     def _take_batch(self, step: Step) -> list[LiveRequest]:
         """Give every request of the decode batch its token; return those that got their last one."""
         batch = self.fast_path.batch
         gap_s = self.now_s - batch.last_s
-        self.tallied.itl.add(gap_s, step.batch_requests)
+        if step.batch_others:
+            batch.count_gaps([gap_s], step.batch_requests, step.batch_others)
+        else:
+            batch.tally.itl.add(gap_s, step.batch_requests)
+            batch.tally.tokens += step.batch_requests
         batch.gaps.add(self.now_s, gap_s)
         finished = step.finished
         if self._asynchronous:  # left out of the next step, which is already scheduled
@@ -256,11 +265,12 @@ class Engine:
 
     def take_token(self, live: LiveRequest, stale: bool) -> None:
         live.outputs += 1
+        live.tally.tokens += 1
         if live.first_s is None:
             live.first_s = self.now_s
         else:
             gap_s = self.now_s - live.last_s
-            self.tallied.itl.add(gap_s)
+            live.tally.itl.add(gap_s)
             live.longest_gap_s = max(live.longest_gap_s, gap_s)
         live.last_s = self.now_s
         if self.server.asynchronous:
@@ -281,9 +291,12 @@ class Engine:
         self.preemptions.finished(live, self.copies, self.now_s)
         self.trace_writer.request(live)
         assert live.first_s is not None
-        self.tallied.finished(live.arrival_s, live.first_s, live.last_s, live.outputs, live.longest_gap_s)
+        request = live.request
+        live.tally.finished(
+            live.arrival_s, live.first_s, live.last_s, live.outputs, live.longest_gap_s, request.ttft_s, request.tpot_s
+        )
         self.present -= 1
-        self.arrivals.finished(live.number, live.request, self.now_s)
+        self.arrivals.finished(live.number, request, self.now_s)
 
     def _take_copies(self) -> None:
         for job, transfer in self.link.ended(self.now_s):
@@ -367,8 +380,10 @@ class Engine:
             last_s = step.end_s
         self.now_s = batch.last_s = last_s
         batch.gaps.add(last_s, max(gaps_s))
-        self.tallied.itl.extend(gaps_s, members)
+        batch.count_gaps(gaps_s, members, batch.others.items())
         self.tallied.output.extend(ended_s, members)
+        if self.tallied.several:
+            self.tallied.note_classes(self.now_s)
         self.tallied.work.decoded(tokens, computes_s, busy_s)
         self._device_free_s = ends_s[-1]
         if self.link.running:
@@ -395,6 +410,8 @@ class Engine:
             computes_s=end_s - began_s,
             end_s=end_s,
         )
+        if batch.others:
+            step.batch_others = tuple(batch.others.items())
         self._steps += 1
         self.scheduler.growth.steps += 1
         batch.step(self.scheduler.pool)

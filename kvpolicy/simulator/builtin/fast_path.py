@@ -45,6 +45,8 @@ class FastPath:
         step.finished, self._finished = self._finished, []
         step.batch_requests = len(batch)
         step.batch_read_tokens = batch.read_tokens + step.batch_requests
+        if batch.others:
+            step.batch_others = tuple(batch.others.items())
         batch.step(scheduler.pool)
         budget = self._server.token_budget - step.batch_requests
         if prefills:

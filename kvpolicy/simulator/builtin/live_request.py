@@ -11,6 +11,7 @@ from kvpolicy.attribution import ledger
 from kvpolicy.attribution.ledger import OpenPreemption
 from kvpolicy.events import Decision, Option, Outcome, Preemption
 from kvpolicy.host_store import HostBlock, HostCopy
+from kvpolicy.latency import ClassTally
 from kvpolicy.workload import Request
 
 
@@ -82,6 +83,8 @@ class LiveRequest:
     longest_gap_s: float = 0.0
     """Between two of its tokens; those of its time in the decode batch are added when it leaves."""
     copy: Copy | None = None
+    tally: ClassTally = field(default_factory=ClassTally)
+    """What counts the requests of its class."""
 
     @property
     def tokens(self) -> int:
@@ -151,6 +154,8 @@ class Step(ledger.Step[Account]):
     """Requests of the decode batch, one token each; they are not listed in ``scheduled``."""
     batch_read_tokens: int = 0
     """Context that the decode batch reads."""
+    batch_others: Sequence[tuple[ClassTally, int]] = ()
+    """Requests of the decode batch by class, without those of the batch's first class."""
     finished: list[LiveRequest] = field(default_factory=list)
     """Requests of the decode batch whose last token this step schedules; scheduling ahead, the step before it."""
     sampling: set[LiveRequest] = field(default_factory=set)

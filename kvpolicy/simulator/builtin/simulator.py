@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpolicy.errors import InputError
+from kvpolicy.latency import NO_SLO, Slo
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import DecisionObserver, Run, Server, Sink, Times
 from kvpolicy.simulator.builtin.engine import Engine
@@ -46,6 +47,7 @@ class Builtin:
         seed: int = 0,
         sink: Sink | None = None,
         on_decision: DecisionObserver | None = None,
+        slo: Slo = NO_SLO,
     ) -> Run:
         """See :class:`kvpolicy.simulator.Simulator`. Raises InputError for scheduling rules of an unsupported version,
         too."""
@@ -58,7 +60,7 @@ class Builtin:
             sink.begin(core, identity.header(core, f"kvpolicy builtin, rules of vllm {server.rules}", self.created))
         trace_writer = TraceWriter(core, sink)
         victims = self.victims or VllmVictims(server.scheduling)
-        engine = Engine(identity, trace_writer, victims, self.leap, on_decision, self.load_share)
+        engine = Engine(identity, trace_writer, victims, self.leap, on_decision, self.load_share, slo)
         engine.run()
         trace_writer.flush()
         trace = None if sink is None else sink.finish()
