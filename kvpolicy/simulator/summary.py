@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from math import nan
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +14,7 @@ from kvpolicy.events import KINDS, Kind
 from kvpolicy.latency import NO_SLO, ClassTally, OutputCurve, Slo
 from kvpolicy.simulator.base import Server, StepLoad, Summary, Times
 from kvpolicy.simulator.work_count import WorkCount
+
 
 class SummaryBuilder:
     """Accumulates a :class:`Summary` while requests are served."""
