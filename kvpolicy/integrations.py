@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvpolicy import overflow
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.fields import AMOUNT, refuse_no_path, refuse_non_integer, refuse_other, refuse_single
+from kvpolicy.order import load_order
 from kvpolicy.policy import Policy
 from kvpolicy.settings import Measurement, ServerSettings
 
@@ -70,7 +71,7 @@ class Integration(Protocol):
 
     def profile(self, out: Path, how: Measurement) -> Report: ...
 
-    def demo(self, out: Path, quick: bool, seed: int) -> Report: ...
+    def demo(self, out: Path, quick: bool, seed: int, order: str = "fcfs") -> Report: ...
 
     def characterize(self, out: Path, figures: Sequence[str], how: Measurement) -> Report: ...
 
@@ -154,11 +155,17 @@ def profile(out: Path | str, how: Measurement = Measurement()) -> Report:
     return engine().profile(Path(out), how)
 
 
-def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0) -> Report:
-    """Run the whole loop and an overload with four arms on a small model; writes ``out/demo.json``."""
+def demo(out: Path | str = Path("out/demo"), quick: bool = False, seed: int = 0, order: str = "fcfs") -> Report:
+    """Run the whole loop and an overload with four arms on a small model; writes ``out/demo.json``.
+
+    ``order``: the name of the order of service of the arms that have the plugin. Raises WrongValue for a wrong
+    argument, :class:`EngineMissing` without an engine.
+    """
     refuse_no_path("out", out)
     refuse_non_integer("seed", seed, AMOUNT)
-    return engine().demo(Path(out), quick=quick, seed=seed)
+    refuse_other("order", order, str, "a name: engines are other processes")
+    load_order(order)
+    return engine().demo(Path(out), quick=quick, seed=seed, order=order)
 
 
 def characterize(out: Path | str, figures: Sequence[str] = ("all",), how: Measurement = Measurement()) -> Report:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import log, nan
+from typing import Any
 
 import numpy as np
 
 from kvpolicy.arrays import Floats, Ints
 from kvpolicy.fields import POSITIVE, WrongValue, option, validate
+from kvpolicy.json_values import finite
 
 MIN_S = 1e-9
 MAX_S = 1e7
@@ -230,6 +232,11 @@ class ClassSummary:
     longest_pause_s: float = nan
     """The longest of all the times of :attr:`longest_gap_s`."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: None for nan."""
+        values: dict[str, Any] = finite(asdict(self))
+        return values
+
 
 class ClassTally:
     """Accumulates a :class:`ClassSummary`, in 32 bytes per request and nothing per token."""
@@ -258,9 +265,15 @@ class ClassTally:
     def __len__(self) -> int:
         return len(self._e2e_s)
 
+    @property
+    def makespan_s(self) -> float:
+        """From the first arrival to the last token; 0 without requests."""
+        return self.last_token_s - self.first_arrival_s if len(self) else 0.0
+
     @classmethod
     def merged(cls, tallies: Iterable[ClassTally]) -> ClassTally:
-        """One for the requests of all of these, which are of one run and stay as they are."""
+        """One for the requests of all of these, which stay as they are. Where they are of several runs, the summary
+        has to be given the makespan."""
         whole = cls()
         for tally in tallies:
             whole._include(tally)
@@ -303,7 +316,7 @@ class ClassTally:
     def summary(self, makespan_s: float | None = None) -> ClassSummary:
         """``makespan_s``: where the requests are of several runs, the sum of theirs."""
         if makespan_s is None:
-            makespan_s = self.last_token_s - self.first_arrival_s if len(self) else 0.0
+            makespan_s = self.makespan_s
         gaps = self.output_tokens - len(self)
         known = bool(self._with_deadline)
         return ClassSummary(

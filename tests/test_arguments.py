@@ -16,6 +16,7 @@ from kvpolicy.evaluation import EvaluationReport
 from kvpolicy.events import Cost, Option, Preemption
 from kvpolicy.explanation import Question
 from kvpolicy.fields import WrongValue
+from kvpolicy.order import Fcfs
 from kvpolicy.overflow import FIGURES
 from kvpolicy.policy import NoState, PolicyError, decide, load_policies, load_policy, probabilities_of
 from kvpolicy.policy.cheapest import Cheapest, MinWaste
@@ -219,6 +220,8 @@ class TestACostModelOfOnesOwn:
         (lambda: kvpolicy.calibrate(MODEL, [TRACE], states="5"), "states is '5', should be a whole number"),
         (lambda: kvpolicy.report([TRACE], seed="1"), "seed is '1', should be a whole number"),
         (lambda: kvpolicy.demo(seed="1"), "seed is '1', should be a whole number"),
+        (lambda: kvpolicy.demo(order="lifo"), "order 'lifo' is no order; the orders are fcfs, priority"),
+        (lambda: kvpolicy.demo(order=Fcfs()), "order is fcfs (Fcfs), should be a name: engines are other processes"),
         (lambda: kvpolicy.profile(None), "out is None (NoneType), should be a path"),
         (lambda: kvpolicy.characterize(3), "out is 3 (int), should be a path"),
         (lambda: kvpolicy.serve(3, "always-swap"), "llm is 3 (int), should be a model's name"),

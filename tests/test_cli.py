@@ -104,7 +104,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
                 "how": Estimation(("dr",), "bernstein", limit_s=2.0),
             },
         ),
-        ("demo", ["--out", "d", "--quick", "--seed", "5"], {"out": Path("d"), "quick": True, "seed": 5}),
+        (
+            "demo",
+            ["--out", "d", "--quick", "--seed", "5", "--order", "mlfq:base=64"],
+            {"out": Path("d"), "quick": True, "seed": 5, "order": "mlfq:base=64"},
+        ),
     ],
 )
 def test_a_command_is_its_function(

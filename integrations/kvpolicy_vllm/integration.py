@@ -31,10 +31,10 @@ class VllmIntegration:
 
         return profile(out, how)
 
-    def demo(self, out: Path, quick: bool, seed: int) -> Report:
+    def demo(self, out: Path, quick: bool, seed: int, order: str = "fcfs") -> Report:
         from kvpolicy_vllm.bench.run_demo import demo
 
-        return demo(out, quick=quick, seed=seed)
+        return demo(out, quick=quick, seed=seed, order=order)
 
     def characterize(self, out: Path, figures: Sequence[str], how: Measurement) -> Report:
         from kvpolicy_vllm.bench.run_characterize import characterize

@@ -17,6 +17,7 @@ from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.explanation import Question
 from kvpolicy.fields import WrongValue
 from kvpolicy.hardware.engine_time import EngineTime
+from kvpolicy.order import HELP as ORDERS
 from kvpolicy.policy import HELP
 from kvpolicy.policy.objective import FORM
 from kvpolicy.settings import SEED, Measurement, ServerSettings
@@ -140,9 +141,12 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for traces, models and demo.json.")] = Path("out/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer states and fewer repeats.")] = False,
     seed: Seed = 0,
+    order: Annotated[
+        str, typer.Option(help=f"Order of service of the overload's arms that have the plugin. {ORDERS}.")
+    ] = "fcfs",
 ) -> Any:
     """Run the whole loop on a small model, then the same overload with and without the plugin."""
-    return kvpolicy.demo(out=out, quick=quick, seed=seed)
+    return kvpolicy.demo(out=out, quick=quick, seed=seed, order=order)
 
 
 def import_profile(

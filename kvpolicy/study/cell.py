@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpolicy.errors import InputError
 from kvpolicy.fields import WrongValue
+from kvpolicy.latency import Slo
 from kvpolicy.policy import Policy
 from kvpolicy.study.config import Serving
 from kvpolicy.study.inputs import HardwareObject
@@ -57,6 +58,8 @@ class Cell:
     """Digest of hardware that is an object."""
     hardware_object: HardwareObject | None = field(default=None, compare=False, repr=False)
     """The hardware, where it is an object."""
+    slo: Slo | None = None
+    """Deadlines by which requests that bring none are judged."""
 
     def __post_init__(self) -> None:
         if self.kv_blocks < 1:
@@ -65,14 +68,17 @@ class Cell:
             raise InputError(f"part {self.part} of {self.parts}: should be from 0 to {self.parts - 1}")
 
     def inputs(self) -> dict[str, Any]:
-        """The cell as plain values, with digests for objects; fields about objects only where they are set."""
+        """The cell as plain values, with digests for objects; fields about objects, and ``slo``, only where they are
+        set."""
         by_name = asdict(replace(self, policy_object=None, workload_object=None, hardware_object=None))
-        return {name: value for name, value in by_name.items() if name not in OBJECT_FIELDS or value}
+        return {name: value for name, value in by_name.items() if value or name not in (*OBJECT_FIELDS, "slo")}
 
     def words(self) -> str:
         """The cell in words, for messages."""
-        left_out = ("serving", "part", "parts", *OBJECT_FIELDS)
+        left_out = ("serving", "part", "parts", "slo", *OBJECT_FIELDS)
         shown = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        if self.slo is not None:
+            shown["slo"] = self.slo.text
         if self.parts > 1:
             shown["part"] = f"{self.part + 1}/{self.parts}"
         return ", ".join(f"{name} {value}" for name, value in shown.items())

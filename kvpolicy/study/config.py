@@ -5,15 +5,17 @@ Limits without a flag are those of vLLM 0.32 for the device: ``EngineArgs.get_ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kvpolicy.fields import AMOUNT, COUNT, SHARE_OF_BLOCKS, Rule, WrongValue, one_of, option, validate
 from kvpolicy.hardware.sheets import known_sheet
+from kvpolicy.latency import SLO_FORM, Slo
 from kvpolicy.order import HELP as ORDERS
 from kvpolicy.order import is_stock, load_order
 from kvpolicy.settings import DEFAULT_HOST_GIB, GIB
+from kvpolicy.study.figure import FORM, names_figure
 
 HARDWARE_FORMS = (
     "a folder that `kvpolicy import-profile` wrote, a cost model (a folder, or the name of a shipped one), "
@@ -121,7 +123,7 @@ def _silent(done: int, total: int, words: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a study is run: simulator, repeats, processes, and where results go."""
+    """How a study is run: simulator, repeats, processes, where results go, and what service is good enough."""
 
     engine: str = option("Simulator: builtin, or vllm, which is vLLM's own scheduler on a virtual clock.", "builtin")
     seeds: int = option("Number of runs of each cell, with seeds 0, 1, ...", 1, COUNT)
@@ -136,6 +138,11 @@ class Run:
     cache: Path | None = option("Folder that keeps finished runs. Default: in the user's cache folder.", None)
     fresh: bool = option("Repeat runs that were finished before.", False)
     progress: Progress = _silent
+    slo: Slo | None = option(
+        f"Deadlines by which requests that bring none are judged: {SLO_FORM}. They change nothing in the runs.",
+        None,
+        metavar="DEADLINES",
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -143,20 +150,11 @@ class Run:
             raise WrongValue("progress", f"is {self.progress!r}, should be a function of finished, all and words")
 
 
-JUDGED: Mapping[str, tuple[str, str | None]] = {
-    "e2e": ("e2e_s", "mean"),
-    "ttft": ("ttft_s", "mean"),
-    "itl": ("itl_s", "mean"),
-    "throughput": ("throughput_tok_s", None),
-}
-"""Figures that policies can be judged by: field of a result, and its statistic."""
-
-
 @dataclass(frozen=True, slots=True)
 class Criterion:
     """The figure by which policies are compared, and the smallest gain that is worth a change."""
 
-    judge_by: str = option("Figure to compare: e2e, ttft, itl (mean seconds) or throughput.", "e2e", one_of(*JUDGED))
+    judge_by: str = option(f"Figure to compare: {FORM}.", "e2e", Rule(f"one of {FORM}", names_figure))
     min_gain: float = option(
         "Smallest gain worth a change, as a share; its whole interval must lie above it.", 0.01, AMOUNT
     )

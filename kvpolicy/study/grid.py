@@ -80,6 +80,7 @@ def simulate(
             workload_object=workload.value,
             hardware_digest=named_hardware.digest,
             hardware_object=named_hardware.value,
+            slo=run.slo,
         )
         for workload, blocks, link, policy in itertools.product(
             [workload_named(item) for item in workloads], kv_blocks, links, contenders(policies)

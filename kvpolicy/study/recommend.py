@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
 from kvpolicy.errors import InputError
 from kvpolicy.extensions import PREFIX
-from kvpolicy.fields import refuse_non_integer, refuse_other, refuse_single
+from kvpolicy.fields import WrongValue, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.headroom import Headroom
+from kvpolicy.latency import Slo
 from kvpolicy.policy import Policy
 from kvpolicy.settings import DEFAULT_HOST_GIB
 from kvpolicy.stats import CONFIDENCE, Ratio, geometric_means, student_ratio
 from kvpolicy.study.cache import Result
-from kvpolicy.study.config import JUDGED, Criterion, Run, Serving
+from kvpolicy.study.class_report import service_means
+from kvpolicy.study.config import Criterion, Run, Serving
 from kvpolicy.study.contender import contender_of
+from kvpolicy.study.figure import Figure
 from kvpolicy.study.grid import simulate
 from kvpolicy.study.inputs import HardwareObject, workload_named
 from kvpolicy.study.machine import open_machine
-from kvpolicy.study.report import aligned, beyond_warning, figure_text, figures, mean_headroom, server_words
+from kvpolicy.study.report import (
+    aligned,
+    beyond_warning,
+    class_table,
+    figure_text,
+    figures,
+    mean_headroom,
+    server_words,
+)
 from kvpolicy.study.run_cell import ORACLE, source_named
 from kvpolicy.workload import Source, Workload
 
@@ -51,6 +62,9 @@ class Compared:
     """Preemptions at which swap was feasible, in all runs."""
     extrapolated: int
     figures: Mapping[str, float | None]
+    service: Mapping[str, Any] = field(default_factory=dict)
+    """Latencies, fairness and goodput, of all requests and under ``classes``: means over the runs, in the shape that
+    they have in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +94,16 @@ class Advice:
     """Figures of the workload as one run; empty where there is only one part."""
     headroom: Headroom | None = None
     """What there was to win in the runs under vLLM's default; None where they do not say."""
+    by_class: tuple[str, ...] = ()
+    """Lines of a table by class; none where it would say no more than that of all requests."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON: the service of each policy stands beside its other figures, as in a cell."""
+        values = asdict(self)
+        del values["by_class"]
+        for comparison in values["compared"]:
+            comparison |= comparison.pop("service")
+        return values
 
     def text(self) -> str:
         pairs = self.compared[0].gain.pairs
@@ -102,6 +123,7 @@ class Advice:
             f"intervals: {CONFIDENCE:.0%}, simultaneous; a change is recommended where the whole interval of the gain "
             f"lies above {1.0 + self.min_gain:g}",
             *aligned(rows),
+            *self.by_class,
             "",
             *([] if self.headroom is None else [f"under {DEFAULT}, {self.headroom.sentence()}"]),
             f"deploy this: {self.deploy}: {self.reason}",
@@ -114,17 +136,6 @@ class Advice:
 
 
 COST_COLUMNS = ("e2e s", "recompute", "swap", "repeated tok")
-
-
-def figure_of(result: Result, name: str, statistic: str | None) -> float:
-    """A figure of a run. Raises InputError where it is undefined, as inter-token times of single tokens."""
-    value = result[name] if statistic is None else result[name][statistic]
-    if value is None:
-        figure = name if statistic is None else f"{name}.{statistic}"
-        raise InputError(
-            f"workload {result['inputs']['workload']}: its runs have no {figure}, so that they cannot be compared"
-        )
-    return float(value)
 
 
 def extrapolation_warning(comparison: Compared) -> str | None:
@@ -178,6 +189,7 @@ def recommend(
     refuse_other("criterion", criterion, Criterion, "a Criterion")
     machine = open_machine(hardware)
     source = source_named(workload_named(workload), 0)
+    _refuse_unjudgeable(source, Figure.parse(criterion.judge_by), run.slo)
     defaults = candidates(source, machine.own_model, serving.block_size)
     by_label = {**{contender_of(candidate).label: candidate for candidate in defaults}, **by_label}
 
@@ -201,19 +213,28 @@ def recommend(
     return replace(advice, whole=whole_text, warnings=(*advice.warnings, *([warning] if warning else [])))
 
 
+def _refuse_unjudgeable(source: Source, figure: Figure, slo: Slo | None) -> None:
+    """Raise WrongValue for a figure that no run of this workload can have, before any is simulated."""
+    classes = sorted({request.class_name for request in source})
+    if figure.class_name and figure.class_name not in classes:
+        raise WrongValue("judge_by", f"is {figure.text}; the classes of {source.name} are {', '.join(classes)}")
+    of_class = (request for request in source if figure.class_name in ("", request.class_name))
+    if figure.needs_deadlines and slo is None and all(one.ttft_s is one.tpot_s is None for one in of_class):
+        raise WrongValue("judge_by", f"is {figure.text}, but no request has a deadline: give slo, as ttft=1,tpot=0.05")
+
+
 def whole_run_summary(whole: Sequence[Result], parts: Sequence[Result], judge_by: str) -> tuple[str, str]:
     """Figures of the workload as one run, under the default and the best policy; and a warning where its parts differ
     from it, else an empty text. With one run each there is no interval."""
-    name, statistic = JUDGED[judge_by]
+    figure = Figure.parse(judge_by)
     default, best = whole[0], whole[-1]
-    default_value, best_value = figure_of(default, name, statistic), figure_of(best, name, statistic)
-    unit = "tokens/s" if judge_by == "throughput" else "s"
-    gain = best_value / default_value if judge_by == "throughput" else default_value / best_value
+    default_value, best_value, unit = figure.of(default), figure.of(best), figure.unit
+    gain = best_value / default_value if figure.more_is_better else default_value / best_value
     preempted = sum(default["preemptions"].values())
     summary = f"{DEFAULT} {default_value:.4g} {unit}, {preempted} preemptions"
     if best["inputs"]["policy"] != DEFAULT:
         summary += f"; {best['inputs']['policy']} {best_value:.4g} {unit}, {gain:.3f} times better"
-    part_mean = fmean(figure_of(result, name, statistic) for result in parts)
+    part_mean = fmean(figure.of(result) for result in parts)
     if 1 / MAX_UNLIKE <= default_value / part_mean <= MAX_UNLIKE:
         return summary, ""
     return summary, (
@@ -257,16 +278,19 @@ class Pairs:
     seeds_differ: bool
     """Whether seeds give different requests; else the runs of a part form one pair by their geometric mean."""
 
-    def ratio(self, policy: str, other: str, name: str, statistic: str | None, more_is_better: bool = True) -> Ratio:
+    def ratio(self, policy: str, other: str, figure: str) -> Ratio:
         """Ratio of two policies by a figure. Intervals are wide enough for all that are shown to hold at once
         (Bonferroni), since the most favourable is picked."""
-        values, other_values = self._values(policy, name, statistic), self._values(other, name, statistic)
-        if not more_is_better:
-            values, other_values = other_values, values
+        values, other_values = (self._values(one, Figure.parse(figure)) for one in (policy, other))
         return student_ratio(values, other_values, comparisons=INTERVALS_PER_POLICY * max(1, len(self.runs) - 1))
 
-    def _values(self, policy: str, name: str, statistic: str | None) -> list[float]:
-        values = [figure_of(result, name, statistic) for result in self.runs[policy]]
+    def gain(self, policy: str, other: str, figure: str) -> Ratio:
+        """How many times better a policy is than another by a figure."""
+        pair = (policy, other) if Figure.parse(figure).more_is_better else (other, policy)
+        return self.ratio(*pair, figure)
+
+    def _values(self, policy: str, figure: Figure) -> list[float]:
+        values = [figure.of(result) for result in self.runs[policy]]
         if self.seeds_differ:
             return values
         return geometric_means(values, [result["inputs"]["part"] for result in self.runs[policy]])
@@ -283,7 +307,7 @@ def advise(
     shown."""
     judge_by, min_gain = criterion.judge_by, criterion.min_gain
     pairs = Pairs(runs, seeds_differ)
-    gains = {policy: _gain(pairs, policy, DEFAULT, judge_by) for policy in runs if policy != ORACLE}
+    gains = {policy: pairs.gain(policy, DEFAULT, judge_by) for policy in runs if policy != ORACLE}
     significant = [policy for policy, gain in gains.items() if gain.low is not None and gain.low > 1.0 + min_gain]
     best = max(significant or gains, key=lambda policy: gains[policy].value)
     compared = tuple(_compared(pairs, policy, best, judge_by) for policy in runs)
@@ -316,6 +340,7 @@ def advise(
         config_line=_config_line(deploy, inputs, host_gib) if change else "",
         compared=compared,
         warnings=tuple(warning for warning in warnings if warning),
+        by_class=tuple(class_table(runs)),
     )
 
 
@@ -323,20 +348,16 @@ def _compared(pairs: Pairs, policy: str, best: str, judge_by: str) -> Compared:
     results = pairs.runs[policy]
     return Compared(
         policy=policy,
-        gain=_gain(pairs, policy, DEFAULT, judge_by),
-        to_best=_gain(pairs, best, policy, judge_by),
-        throughput=_gain(pairs, policy, DEFAULT, "throughput"),
-        e2e_p99=pairs.ratio(policy, DEFAULT, "e2e_s", "p99"),
-        ttft_p99=pairs.ratio(policy, DEFAULT, "ttft_s", "p99"),
+        gain=pairs.gain(policy, DEFAULT, judge_by),
+        to_best=pairs.gain(best, policy, judge_by),
+        throughput=pairs.gain(policy, DEFAULT, "throughput"),
+        e2e_p99=pairs.ratio(policy, DEFAULT, "e2e.p99"),
+        ttft_p99=pairs.ratio(policy, DEFAULT, "ttft.p99"),
         choices=sum(result["choices"] for result in results),
         extrapolated=sum(result["extrapolated"] for result in results),
         figures=figures(results),
+        service=service_means(results),
     )
-
-
-def _gain(pairs: Pairs, policy: str, other: str, judge_by: str) -> Ratio:
-    """How many times better a policy is than another by the criterion."""
-    return pairs.ratio(policy, other, *JUDGED[judge_by], more_is_better=judge_by == "throughput")
 
 
 def _reason(best: Compared, compared: Sequence[Compared], change: bool, judge_by: str, min_gain: float) -> str:

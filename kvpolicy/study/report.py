@@ -11,6 +11,7 @@ from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.headroom import Headroom, mean
 from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
+from kvpolicy.study.class_report import class_rows, has_classes
 
 COLUMNS: Mapping[str, str] = {
     "tok/s": "{throughput_tok_s:.1f}",
@@ -60,7 +61,7 @@ class SweepReport:
     def text(self) -> str:
         lines = []
         for place, groups in _by_place(self.results).items():
-            lines += [place, *_table(groups), to_win(groups), ""]
+            lines += [place, *_table(groups), *class_table(groups), to_win(groups), ""]
         lines += _notes(self.results)
         lines += [f"failed: {failure.text()}" for failure in self.failed]
         if self.taken_up:
@@ -120,6 +121,12 @@ def _table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
         values = figures(results)
         rows.append([policy, *(figure_text(column, values) for column in COLUMNS), str(len(results))])
     return aligned(rows)
+
+
+def class_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Lines of a table by class; none where it would say no more than that of all requests."""
+    shown = any(has_classes(results) for results in groups.values())
+    return ["by class", *aligned(class_rows(groups))] if shown else []
 
 
 BASELINE = "always-recompute"

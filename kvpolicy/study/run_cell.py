@@ -20,6 +20,7 @@ from kvpolicy.fields import WrongValue
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.hardware.link import NATIVE, SimulatedLink, header_link
 from kvpolicy.json_values import finite
+from kvpolicy.latency import NO_SLO
 from kvpolicy.order import load_order
 from kvpolicy.policy import Policy
 from kvpolicy.simulator import Link, Server, Simulator, Sink, Summary, Times
@@ -112,6 +113,7 @@ def run(cell: Cell, out: Path | None = None) -> dict[str, Any]:
         seed=cell.seed,
         sink=sink,
         on_decision=count,
+        slo=cell.slo or NO_SLO,
     )
     return {
         "inputs": cell.inputs(),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 import pytest
 
+from kvpolicy.errors import InputError
 from kvpolicy.hardware.link import SimulatedLink
-from kvpolicy_vllm.bench.overload import Arm, Run, Targets, by_arm, summary, throughput_ratio
+from kvpolicy.workload import ClosedLoop, Request, Workload
+from kvpolicy_vllm.bench.overload import Arm, Arms, Run, Settings, Targets, by_arm, summary, throughput_ratio
 
 
 def result(**more: Any) -> dict[str, Any]:
@@ -70,6 +73,20 @@ def test_summary_pools_blocks() -> None:
     assert figures["preemptions"] == {"recompute": 6, "swap": 0}
     assert figures["recomputed_tokens"] == 80
     assert figures["runs"] == 2
+    assert figures["classes"] == {} and figures["e2e_s"]["mean"] is None, "nobody said what was asked for"
+
+
+def test_a_summary_has_the_classes_that_were_asked_for() -> None:
+    """The targets are the deadlines of a request that brings none."""
+    asked = (Request(0.0, 5, 3, class_name="batch"), Request(0.5, 5, 1, class_name="urgent", ttft_s=2.0))
+    figures = summary([Run.of("vllm", block, result(), asked) for block in (0, 1)], Targets(ttft_s=0.2, itl_s=1.0))
+    assert figures["e2e_s"]["mean"] == figures["e2e_s"]["p50"] == 1.25
+    assert figures["longest_gap_s"] == {"mean": 0.5, "p50": 0.5, "p99": 0.5}
+    assert figures["e2e_per_token_s"]["mean"] == pytest.approx((1 / 3 + 1.5) / 2)
+    batch, urgent = figures["classes"]["batch"], figures["classes"]["urgent"]
+    assert (batch["slo_share"], urgent["slo_share"], urgent["requests"]) == (0.0, 1.0, 2)
+    assert urgent["itl_s"] == {"mean": None, "p50": None, "p99": None}
+    assert json.loads(json.dumps(figures, allow_nan=False))["classes"] == figures["classes"]
 
 
 def test_only_whole_blocks_are_compared() -> None:
@@ -94,6 +111,52 @@ def test_an_arm_without_policy_is_stock() -> None:
     arguments = Arm("x", "always-swap", link=SimulatedLink(1e9, 0.001)).arguments()
     extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
     assert (extra["policy"], extra["link"]) == ("always-swap", "1e9,0.001")
+
+
+def test_an_order_is_the_plugins_or_vllms_own() -> None:
+    extra = Arm("x", "always-swap", order="urgent").arguments()["kv_transfer_config"]["kv_connector_extra_config"]
+    assert (extra["policy"], extra["order"]) == ("always-swap", "urgent")
+    assert Arm("x", None, order="priority").arguments() == {"scheduling_policy": "priority"}
+    with pytest.raises(InputError, match="arm x: order mlfq:base=8 is the plugin's: give the arm a policy"):
+        Arm("x", None, order="mlfq:base=8").arguments()
+    own = Arm("x", "always-swap", order="urgent/python:tests.unruly:Raising").arguments()
+    assert own["kv_transfer_config"]["kv_connector_extra_config"]["allow_python_policies"] is True
+    with_trace = Arm("x", "always-swap", extra=(("trace", "/tmp/t"),)).arguments()
+    assert with_trace["kv_transfer_config"]["kv_connector_extra_config"]["trace"] == "/tmp/t"
+
+
+def test_engines_of_different_orders_are_not_shared() -> None:
+    urgent = Arm("a", "always-swap", order="urgent")
+    assert urgent.engine == Arm("b", "threshold:64", order="urgent").engine != Arm("c", "always-swap").engine
+    assert Arm("a", None).engine == Arm("b", "always-swap").engine, "the plugin can be taken out of it"
+    assert Arm("a", None, order="priority").engine != Arm("b", "always-swap", order="priority").engine, "its queue not"
+
+
+class NoEngine:
+    """Takes a job and answers as an engine does."""
+
+    def ask(self, job: dict[str, Any], news: Any) -> dict[str, Any]:
+        self.job = job
+        return result()
+
+
+def test_requests_say_what_they_are_where_the_plugin_is_on() -> None:
+    asked = (Request(0.0, 5, 3), Request(0.5, 5, 1, class_name="urgent", priority=-1, ttft_s=2.0))
+    arms, engine = Arms(Settings("m", True, 9)), NoEngine()
+    for arm in (Arm("on", "always-swap"), Arm("off", None)):
+        arms._arms[arm.name], arms._engines[arm.engine] = arm, engine  # type: ignore[assignment]
+        run = arms.serve(arm.name, Workload("w", asked, 3), 0)
+        assert (run.requests, run.arrival_s) == (asked, (0.0, 0.5)) and engine.job["priorities"] == [0, -1]
+        told = {"class": "urgent", "ttft_s": 2.0, "tpot_s": None}
+        assert engine.job["transfer_params"] == [None, {"kvpolicy": told} if arm.policy else None]
+
+
+@pytest.mark.parametrize("waits", [{"loop": ClosedLoop(2)}, {"session": "s", "think_s": 0.0}])
+def test_requests_that_wait_for_others_are_refused(waits: dict[str, Any]) -> None:
+    work, arms = Workload("w", (Request(0.0, 5, 3), Request(0.0, 5, 3, **waits)), 0), Arms(Settings("m", True, 9))
+    arms._arms["off"] = Arm("off", None)
+    with pytest.raises(InputError, match="workload w, request 1: waits for others to end"):
+        arms.serve("off", work, 0)
 
 
 def test_arms_that_differ_only_in_policy_share_an_engine() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.bench.overload import Run
-from kvpolicy_vllm.bench.run_demo import DEMO_JSON, _clear_folder, _fitting_requests, demo, targets_of
+from kvpolicy_vllm.bench.run_demo import DEMO_JSON, LinkResult, _clear_folder, _fitting_requests, demo, targets_of
 
 
 def run(ttft_s: float, itl_s: tuple[tuple[float, ...], ...]) -> Run:
@@ -44,3 +44,13 @@ def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds thesis\.tex"):
         demo(tmp_path)
     assert (tmp_path / DEMO_JSON).exists()
+
+
+def test_arms_with_the_plugin_have_the_order() -> None:
+    """The stock arm stays as it is, in an engine of its own; without an order all share one."""
+    trained = {"best_threshold": "threshold:64"}
+    stock, *ours = LinkResult("native", None, {}, "cheapest:m", trained, {}, "mlfq:base=64").arms()
+    assert (stock.policy, stock.order) == (None, "fcfs") and len(ours) == 4
+    assert {arm.order for arm in ours} == {"mlfq:base=64"}
+    assert len({arm.engine for arm in ours}) == 1 and stock.engine != ours[0].engine
+    assert len({arm.engine for arm in LinkResult("native", None, {}, "cheapest:m", trained, {}).arms()}) == 1

@@ -16,6 +16,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.cli import main
+from kvpolicy.latency import Slo
 from kvpolicy.study.config import Criterion, Run, Serving
 from tests.study.grids import TIGHT, WORKLOAD
 
@@ -73,7 +74,8 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
         "--requests r.csv --policy p --kv-blocks 10 --kv-blocks 20 --hardware h --link native --link 1e9,0.1 "
         "--engine vllm --block-size 32 --host-blocks 7 --token-budget 2048 --max-num-seqs 64 --no-prefix-caching "
-        "--scheduling priority --async --watermark 0.05 --seeds 3 --parts 2 --jobs 4 --out o --cache c --fresh"
+        "--scheduling priority --async --watermark 0.05 --seeds 3 --parts 2 --jobs 4 --out o --cache c --fresh "
+        "--slo ttft=1,tpot=0.05"
     )
     assert called(monkeypatch, "simulate", *line.split()) == {
         "workloads": ["requests:r.csv"],
@@ -91,7 +93,9 @@ def test_simulate_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
             asynchronous=True,
             watermark=0.05,
         ),
-        "run": Run(engine="vllm", seeds=3, parts=2, jobs=4, out=Path("o"), cache=Path("c"), fresh=True),
+        "run": Run(
+            engine="vllm", seeds=3, parts=2, jobs=4, out=Path("o"), cache=Path("c"), fresh=True, slo=Slo(1.0, 0.05)
+        ),
     }
 
 
@@ -122,7 +126,10 @@ def test_recommend_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--link fast", "--link 'fast': should be BYTES_PER_S[,LATENCY_S], as 25e9 or 25e9,0.00005, or native"),
         ("--kv-blocks 0", "--kv-blocks is 0, should be 1 or more"),
         ("--hardware H100", "--hardware 'H100': should be a folder that"),
-        ("--judge-by speed", "--judge-by is 'speed', should be one of e2e, ttft, itl, throughput"),
+        ("--judge-by speed", "--judge-by is 'speed', should be one of e2e, ttft, itl, gap, per-token"),
+        ("--judge-by ttft:urgent", "--judge-by is ttft:urgent; the classes of azure-conversation-2023"),
+        ("--judge-by slo", "--judge-by is slo, but no request has a deadline: give slo, as ttft=1,tpot=0.05"),
+        ("--slo itl=1", "--slo 'itl=1': should be ttft=SECONDS,tpot=SECONDS, or one of them, each above 0"),
         ("--min-gain -1", "--min-gain is -1.0, should be 0 or above"),
     ],
 )

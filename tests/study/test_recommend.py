@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from math import exp, log, sqrt
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 import kvpolicy
+from kvpolicy.errors import InputError
 from kvpolicy.stats import student_ratio
 from kvpolicy.study.config import Criterion
 from kvpolicy.study.recommend import (
+    DEFAULT,
     advise,
     candidates,
     depends_on_seed,
@@ -24,6 +27,11 @@ from tests.study.conftest import grouped
 from tests.study.grids import TIGHT, WORKLOAD
 
 SERVING: dict[str, Any] = {"token_budget": 2048, "max_num_seqs": 256, "asynchronous": True}
+
+
+TAIL = {"mean": 1.0, "p50": 1.0, "p99": 2.0}
+GOODPUT: dict[str, Any] = {"fairness": 0.5, "deadline_requests": 0, "slo_share": None, "goodput_req_s": None}
+SERVICE: dict[str, Any] = {"longest_gap_s": TAIL, "e2e_per_token_s": TAIL, **GOODPUT, "classes": {}}
 
 
 def result(
@@ -38,6 +46,7 @@ def result(
         "e2e_s": tail,
         "ttft_s": tail,
         "itl_s": tail,
+        **SERVICE,
         "preemptions": {"recompute": preempted, "swap": 0},
         "recomputed_tokens": 10,
         "moved_bytes": 0,
@@ -129,6 +138,56 @@ def test_looking_for_the_best_of_many_asks_for_more() -> None:
     others = {f"other{number}": seconds["always_recompute"] for number in range(19)}
     assert advise(runs(**seconds), Criterion(), 4.0).deploy == "always-swap"
     assert advise(runs(**seconds, **others), Criterion(), 4.0).deploy == "always-recompute"
+
+
+def classed(policy: str, urgent_s: float, batch_s: float, slo_share: float) -> dict[str, Any]:
+    """A run with two classes, of which one has deadlines; better for one may be worse for the other."""
+    latencies = ("e2e_s", "ttft_s", "itl_s", "longest_gap_s", "e2e_per_token_s")
+
+    def told(seconds: float, **goodput: float) -> dict[str, Any]:
+        tails = {name: {"mean": seconds, "p50": seconds, "p99": 3 * seconds} for name in latencies}
+        return {"requests": 4, "throughput_tok_s": 10.0 / seconds, **tails, **GOODPUT, **goodput}
+
+    urgent = told(urgent_s, deadline_requests=4, slo_share=slo_share, goodput_req_s=slo_share / urgent_s)
+    return result(policy, 10.0) | {"deadline_requests": 4, "classes": {"batch": told(batch_s), "urgent": urgent}}
+
+
+def test_policies_are_compared_by_one_class() -> None:
+    """Swapping is a fifth better for the urgent, and a tenth worse for the batch."""
+    some = {
+        DEFAULT: [
+            classed(DEFAULT, 6.0, 10.0, 0.5), classed(DEFAULT, 12.0, 20.0, 0.25), classed(DEFAULT, 3.0, 5.0, 0.8),
+        ],
+        "always-swap": [
+            classed("always-swap", 5.0, 11.0, 0.6), classed("always-swap", 10.0, 22.1, 0.3),
+            classed("always-swap", 2.5, 5.5, 0.97),
+        ],
+    }  # fmt: skip
+    urgent = advise(some, Criterion("ttft.p99:urgent"), 4.0)
+    (gain,) = (one.gain for one in urgent.compared if one.policy == "always-swap")
+    assert gain.value == pytest.approx(1.2) and urgent.deploy == "always-swap"
+    assert "deploy this: always-swap: ttft.p99:urgent 1.200" in urgent.text()
+    batch = advise(some, Criterion("per-token:batch"), 4.0)
+    assert batch.deploy == batch.best == DEFAULT
+    goodput = advise(some, Criterion("slo:urgent"), 4.0).compared[1].gain
+    assert goodput.value == pytest.approx((1.2 * 1.2 * 0.97 / 0.8) ** (1 / 3)), "more is better"
+    with pytest.raises(InputError, match="workload w: has no class 'chat' to compare by; it has batch, urgent"):
+        advise(some, Criterion("ttft:chat"), 4.0)
+    with pytest.raises(InputError, match="workload w: class batch has no goodput_req_s, so that they cannot"):
+        advise(some, Criterion("goodput:batch"), 4.0)
+
+
+def test_each_policy_is_shown_class_by_class() -> None:
+    some = {policy: [classed(policy, 6.0, 10.0, 0.5), classed(policy, 12.0, 20.0, 0.25)] for policy in (DEFAULT, "p")}
+    advice = advise(some, Criterion(), 4.0)
+    (row,) = (line for line in advice.text().splitlines() if line.startswith("p ") and " urgent " in line)
+    assert "37.5%" in row and len([line for line in advice.text().splitlines() if " batch " in line]) == 2
+    told = json.loads(json.dumps(advice.to_dict(), allow_nan=False))["compared"][1]
+    assert told["classes"]["urgent"]["ttft_s"] == {"mean": 9.0, "p50": 9.0, "p99": 27.0}
+    assert told["classes"]["urgent"]["slo_share"] == 0.375 and told["classes"]["batch"]["slo_share"] is None
+    assert told["longest_gap_s"] == TAIL and told["e2e_s"]["p99"] == 20.0 and "service" not in told
+    alone = advise(runs(always_recompute=[10.0], p=[9.0]), Criterion(), 4.0)
+    assert "by class" not in alone.text() and alone.to_dict()["compared"][0]["classes"] == {}
 
 
 def test_copies_of_one_run_are_one_pair() -> None:

@@ -8,22 +8,28 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS
+from kvpolicy.extensions import names_module
 from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.latency import Slo
 from kvpolicy.stats import Ratio, bootstrap_ratio, mean_and_percentiles
-from kvpolicy.workload import Workload
+from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.bench.engine_process import EngineProcess, device_arguments, plugin_arguments
+from kvpolicy_vllm.bench.service import service, service_by_class
 from kvpolicy_vllm.plugin.settings import Settings as PluginSettings
+from kvpolicy_vllm.simulator.controller import transfer_params
 
 SERVING = "kvpolicy_vllm.bench.serve_engine"
 STOCK = "vllm"
 """The arm without the plugin."""
+STOCK_ORDER = "fcfs"
 
 ProgressCallback = Callable[[str, int, int], None]
 """Callback for progress: what is being served, tokens so far, tokens in all; 0 in all while engines start."""
@@ -41,18 +47,37 @@ class Arm:
     seed: int = 0
     device_blocks: int | None = None
     """Overrides the settings' value."""
+    order: str = field(default=STOCK_ORDER, kw_only=True)
+    """Order of service. Without the plugin ``fcfs`` or ``priority``, which is vLLM's own priority scheduling."""
+    extra: tuple[tuple[str, Any], ...] = field(default=(), kw_only=True)
+    """Further settings of the plugin, by name."""
 
     @property
     def engine(self) -> Arm:
-        """Key of the engine that this arm shares with others: the arm without name and policy."""
-        return replace(self, name="", policy="")
+        """Key of the engine that this arm shares with others: the arm without name and policy. The plugin is switched
+        off only where vLLM's own order serves without it."""
+        own = self.policy is None and self.order != STOCK_ORDER
+        return replace(self, name="", policy=None if own else "")
 
     def arguments(self) -> dict[str, Any]:
         memory = {} if self.device_blocks is None else {"num_gpu_blocks_override": self.device_blocks}
         if self.policy is None:
-            return memory
-        settings = PluginSettings(policy=self.policy, link=self.link, host_gib=self.host_gib, seed=self.seed)
+            return memory | self._own_scheduling()
+        settings = PluginSettings(
+            policy=self.policy,
+            link=self.link,
+            host_gib=self.host_gib,
+            seed=self.seed,
+            order=self.order,
+            allow_python_policies=names_module(self.order.replace("/", ":")),
+            **dict(self.extra),
+        )
         return memory | plugin_arguments(settings)
+
+    def _own_scheduling(self) -> dict[str, Any]:
+        if self.order not in (STOCK_ORDER, "priority"):
+            raise InputError(f"arm {self.name}: order {self.order} is the plugin's: give the arm a policy")
+        return {} if self.order == STOCK_ORDER else {"scheduling_policy": self.order}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +127,10 @@ class Run:
     moved_bytes: int
     cpu_s: float = 0.0
     """CPU time of the engine's process from the workload's start to the last token."""
+    arrival_s: tuple[float, ...] = ()
+    """Of each request, from the workload's start; empty for a run that is read from a file without it."""
+    requests: tuple[Request, ...] = ()
+    """What was asked for: classes and deadlines."""
 
     @property
     def output_tokens(self) -> int:
@@ -118,8 +147,8 @@ class Run:
         return sum(targets.met_by(ttft_s, itl_s) for ttft_s, itl_s in pairs) / self.makespan_s
 
     @classmethod
-    def of(cls, arm: str, block: int, result: Mapping[str, Any]) -> Run:
-        """From an answer of :mod:`kvpolicy_vllm.bench.serve_engine`."""
+    def of(cls, arm: str, block: int, result: Mapping[str, Any], requests: Sequence[Request] = ()) -> Run:
+        """From an answer of :mod:`kvpolicy_vllm.bench.serve_engine`. ``requests``: what was asked for."""
         stats = result["stats"]
         executed: dict[str, int] = {kind: _total(stats, "preemptions", f"executed={kind}") for kind in KINDS}
         if not stats:  # stock vLLM recomputes every preempted request
@@ -140,6 +169,8 @@ class Run:
             recomputed_tokens=result["recomputed_tokens"],
             moved_bytes=_total(stats, "copy_bytes") + result.get("offloaded_bytes", 0),
             cpu_s=result.get("cpu_s", 0.0),
+            arrival_s=tuple(result["arrival_s"]),
+            requests=tuple(requests),
         )
 
 
@@ -216,16 +247,23 @@ class Arms:
         progress: ProgressCallback | None = None,
         device_blocks: int | None = None,
     ) -> Run:
-        """Serve a workload. Prompts are drawn from the workload's seed, so every arm gets the same.
+        """Serve a workload by the clock: each request arrives at its ``arrival_s``, with its priority, and, where the
+        arm has the plugin, its class and deadlines. Prompts are drawn from the workload's seed, so every arm gets the
+        same; they share no prefixes. Raises InputError for requests that wait for others.
 
         ``gaps``: whether to record log-probability gaps. ``progress``: called with the progress.
         ``device_blocks``: how many of the engine's KV blocks are used; None uses all.
         """
         arm = self._arms[name]
+        _refuse_waiting(workload)
         job = {
             "do": "serve",
             "requests": [
                 [request.arrival_s, request.prompt_tokens, request.output_tokens] for request in workload.requests
+            ],
+            "priorities": [request.priority for request in workload.requests],
+            "transfer_params": [
+                None if arm.policy is None else transfer_params(request) for request in workload.requests
             ],
             "seed": workload.seed,
             "gaps": gaps,
@@ -237,13 +275,23 @@ class Arms:
             if progress is not None:
                 progress(name, values["tokens"], workload.output_tokens)
 
-        return Run.of(name, block, self._engines[arm.engine].ask(job, news))
+        return Run.of(name, block, self._engines[arm.engine].ask(job, news), workload.requests)
 
     def __enter__(self) -> Arms:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.__exit__(kind, error, at)
+
+
+def _refuse_waiting(workload: Workload) -> None:
+    """Raise InputError for requests whose arrival depends on the end of others."""
+    for number, request in enumerate(workload.requests):
+        if request.think_s is not None or request.loop is not None:
+            raise InputError(
+                f"workload {workload.name}, request {number}: waits for others to end, in a session or a closed loop; "
+                "live engines are driven by the clock: give requests their own times"
+            )
 
 
 def _file_name(name: str) -> str:
@@ -266,8 +314,13 @@ def alternate(
 
 
 def summary(runs: Sequence[Run], targets: Targets) -> dict[str, Any]:
-    """Summary of one arm over its blocks, as in demo.json. Latencies are pooled over all requests and tokens."""
+    """Summary of one arm over its blocks, as in demo.json. Latencies are pooled over all requests and tokens.
+
+    The targets are the deadlines of requests that bring none.
+    """
     makespan_s = sum(run.makespan_s for run in runs)
+    slo = Slo(targets.ttft_s, targets.itl_s)
+    whole = service(runs, slo).to_dict()
     return {
         "throughput_tok_s": sum(run.output_tokens for run in runs) / makespan_s,
         "goodput": sum(run.goodput(targets) * run.makespan_s for run in runs) / makespan_s,
@@ -277,6 +330,8 @@ def summary(runs: Sequence[Run], targets: Targets) -> dict[str, Any]:
         "recomputed_tokens": sum(run.recomputed_tokens for run in runs),
         "moved_bytes": sum(run.moved_bytes for run in runs),
         "runs": len(runs),
+        **{name: whole[name] for name in ("e2e_s", "longest_gap_s", "e2e_per_token_s", "fairness")},
+        "classes": {name: told.to_dict() for name, told in service_by_class(runs, slo).items()},
     }
 
 

@@ -32,6 +32,7 @@ from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.exactness import Comparison, compare
 from kvpolicy_vllm.bench.overload import (
     STOCK,
+    STOCK_ORDER,
     Arm,
     Arms,
     ProgressCallback,
@@ -115,8 +116,17 @@ QUICK = Plan(
 )
 
 
-def demo(out: Path | None = None, quick: bool = False, seed: int = 0, plan: Plan | None = None) -> DemoReport:
+def demo(
+    out: Path | None = None,
+    quick: bool = False,
+    seed: int = 0,
+    plan: Plan | None = None,
+    order: str = STOCK_ORDER,
+) -> DemoReport:
     """Run the whole loop on a small model and write ``out/demo.json``; ``out`` is by default ``out/demo``.
+
+    ``order``: the order of service of the arms with the plugin; with another one than ``fcfs`` the arm without it is an
+    engine of its own.
 
     An unfinished demo in ``out`` is resumed with its unfinished profile; a finished one is replaced. Raises InputError
     where ``out`` holds something else, EngineFailed where an engine fails.
@@ -128,7 +138,7 @@ def demo(out: Path | None = None, quick: bool = False, seed: int = 0, plan: Plan
     console.rule("a small Llama, made from a seed")
     with EngineProcess("kvpolicy_vllm.bench.inspect_model", out / "logs" / "preparing.log") as process:
         answer = process.ask({"llm": None, "make": str(out / "llm"), "seed": seed, "shape": SHAPE})
-    loop = Loop(out, Path(answer["llm"]), not answer["device"], plan, seed, console)
+    loop = Loop(out, Path(answer["llm"]), not answer["device"], plan, seed, console, order)
     native = loop.measure("native", None)
     link = loop.simulated_link()
     results = [native] if link is None else [native, loop.measure("simulated", link)]
@@ -164,25 +174,39 @@ class LinkResult:
     train: dict[str, Any]
     evaluate: dict[str, Any]
 
+    order: str = STOCK_ORDER
+    """Order of service of the arms with the plugin."""
+
     def arms(self) -> tuple[Arm, ...]:
         """Stock vLLM, the fixed policies, the learned one, and the best threshold unless it is one of the fixed."""
         policies = {name: name for name in FIXED} | {LEARNED: self.learned}
         threshold = self.train["best_threshold"]
         if threshold not in FIXED:
             policies[BEST_THRESHOLD] = threshold
-        return (Arm(STOCK, None, self.link), *(Arm(name, policy, self.link) for name, policy in policies.items()))
+        ours = (Arm(name, policy, self.link, order=self.order) for name, policy in policies.items())
+        return (Arm(STOCK, None, self.link), *ours)
 
 
 class Loop:
     """The steps of the demo, in the order of the methods."""
 
-    def __init__(self, out: Path, llm: Path, on_cpu: bool, plan: Plan, seed: int, console: Console) -> None:
+    def __init__(
+        self,
+        out: Path,
+        llm: Path,
+        on_cpu: bool,
+        plan: Plan,
+        seed: int,
+        console: Console,
+        order: str = STOCK_ORDER,
+    ) -> None:
         self._out = out
         self._llm = llm
         self._on_cpu = on_cpu
         self._plan = plan
         self._seed = seed
         self._console = console
+        self._order = order
 
     def measure(self, name: str, link: SimulatedLink | None) -> LinkResult:
         """Profile, train, evaluate."""
@@ -197,7 +221,7 @@ class Loop:
         evaluated = evaluate([trace], [*FIXED, learned], seed=self._seed)
         for report in (profiled, trained, evaluated):
             self._console.print(report.text(), highlight=False, markup=False, soft_wrap=True)
-        return LinkResult(name, link, header_link(link), learned, trained.to_dict(), evaluated.to_dict())
+        return LinkResult(name, link, header_link(link), learned, trained.to_dict(), evaluated.to_dict(), self._order)
 
     def simulated_link(self) -> SimulatedLink | None:
         """A link on which a copy takes as long as what swap saves; None where it saves nothing over the native link."""
@@ -315,6 +339,7 @@ class Loop:
                 "scale": self._plan.scale,
                 "requests": self._plan.requests,
                 "arrivals": "all at once",
+                "order": link.order,
                 "device_blocks": settings.device_blocks,
                 "block_size": settings.block_size,
             },

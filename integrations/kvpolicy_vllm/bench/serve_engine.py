@@ -2,8 +2,9 @@
 
 Jobs (see :mod:`kvpolicy_vllm.bench.engine_process`): ``{"do": "start", "engine": {...}}`` with the arguments of
 :class:`vllm.LLM`, then any number of ``{"do": "serve", "requests": [[arrival_s, prompt_tokens, output_tokens], ...],
-"seed": ...}``. ``"policy"``: the plugin's policy; null switches the plugin off. The engine core runs in this process
-and is stepped here.
+"seed": ...}``. ``"policy"``: the plugin's policy; null switches the plugin off. ``"priorities"`` and
+``"transfer_params"``, where given, hold one entry per request: vLLM's ``priority``, and its ``kv_transfer_params`` or
+null. The engine core runs in this process and is stepped here.
 """
 
 from __future__ import annotations
@@ -30,6 +31,30 @@ NEWS_EVERY_S = 0.2
 SETTLING_STEPS = 1000
 OFFLOADED = ("vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes")
 """Metrics of vLLM's own offloading, where the engine keeps statistics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of a job."""
+
+    name: str
+    arrival_s: float
+    output_tokens: int
+    priority: int
+    transfer_params: dict[str, Any] | None
+
+
+def _requests(job: dict[str, Any], prefix: str) -> list[Asked]:
+    """The requests of a job, in their order. ``prefix``: begins their names."""
+    rows = job["requests"]
+    priorities = job.get("priorities") or [0] * len(rows)
+    parameters = job.get("transfer_params") or [None] * len(rows)
+    return [
+        Asked(f"{prefix}-{number}", arrival_s, output_tokens, priority, params)
+        for number, ((arrival_s, _, output_tokens), priority, params) in enumerate(
+            zip(rows, priorities, parameters, strict=True)
+        )
+    ]
 
 
 @dataclass(slots=True)
@@ -100,8 +125,8 @@ class Serving:
         held_blocks = self._hold_back(job.get("device_blocks"))
         prompts = self._prompts(job)
         number = next(self._names)
-        waiting = [(f"{number}-{i}", *request) for i, request in enumerate(job["requests"])]
-        progress = {name: Progress(arrival_s) for name, arrival_s, _, _ in waiting}
+        waiting = _requests(job, str(number))
+        progress = {request.name: Progress(request.arrival_s) for request in waiting}
         self._counted = ScheduleCounts()
         before, offloaded_before = self._stats(), self._offloaded_bytes()
         start_s = news_s = self._clock()
@@ -109,12 +134,11 @@ class Serving:
         arrived = 0
         while arrived < len(waiting) or self.llm.llm_engine.has_unfinished_requests():
             now = self._clock() - start_s
-            while arrived < len(waiting) and waiting[arrived][1] <= now:
-                name, _, _, output_tokens = waiting[arrived]
-                self._add(name, prompts[arrived], output_tokens, job.get("gaps", False))
+            while arrived < len(waiting) and waiting[arrived].arrival_s <= now:
+                self._add(waiting[arrived], prompts[arrived], job.get("gaps", False))
                 arrived += 1
             if not self.llm.llm_engine.has_unfinished_requests():
-                time.sleep(waiting[arrived][1] - now)
+                time.sleep(waiting[arrived].arrival_s - now)
                 continue
             self._step(progress, start_s)
             if self._clock() - news_s > NEWS_EVERY_S:
@@ -134,16 +158,18 @@ class Serving:
             for _, prompt_tokens, _ in job["requests"]
         ]
 
-    def _add(self, name: str, prompt: list[int], output_tokens: int, gaps: bool) -> None:
+    def _add(self, asked: Asked, prompt: list[int], gaps: bool) -> None:
         parameters = SamplingParams(
             temperature=0.0,
-            max_tokens=output_tokens,
+            max_tokens=asked.output_tokens,
             ignore_eos=True,
             detokenize=False,
             logprobs=2 if gaps else None,
             output_kind=RequestOutputKind.DELTA,
+            extra_args=None if asked.transfer_params is None else {"kv_transfer_params": asked.transfer_params},
         )
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+        engine = self.llm.llm_engine
+        engine.add_request(asked.name, {"prompt_token_ids": prompt}, parameters, priority=asked.priority)
 
     def _step(self, progress: dict[str, Progress], start: float) -> None:
         outputs = self.llm.llm_engine.step()

@@ -72,7 +72,7 @@ class VllmScheduler:
         core = identity.core("vllm")
         if sink is not None:
             sink.begin(core, identity.header(core, f"vllm {vllm.__version__}, its scheduler alone", self._created))
-        tallied = Engine(core, requests, policy, server, times, seed, sink, on_decision, slo).serve()
+        tallied = Engine(core, identity, sink, on_decision, slo).serve()
         trace = None if sink is None else sink.finish()
         return Run(tallied.summary(self._wall() - start_s), trace)
 
@@ -111,16 +111,14 @@ class Engine:
     def __init__(
         self,
         core: str,
-        requests: Source,
-        policy: Policy,
-        server: Server,
-        times: Times,
-        seed: int,
+        identity: Identity,
         sink: Sink | None,
         on_decision: DecisionObserver | None = None,
         slo: Slo = NO_SLO,
     ) -> None:
-        self.server = server
+        """``identity``: all that the run follows from."""
+        self.server = server = identity.server
+        times, policy, seed = identity.times, identity.policy, identity.seed
         self.clock = VirtualClock()
         self.scheduler = scheduler_for(server)
         self.controller = take_control(self.scheduler, core, server, policy, seed, self.clock, sink, on_decision)
@@ -128,7 +126,7 @@ class Engine:
         if self.scheduler.ordering is not None:
             self.scheduler.ordering.arrived_at = attrgetter("arrival_time")
         self.worker = VirtualWorker(server, times)
-        self.arrivals = ArrivalQueue(requests, self._refuse)
+        self.arrivals = ArrivalQueue(identity.requests, self._refuse)
         self.tallied = SummaryBuilder(server, times, slo)
         self.controller.observers.add(WorkObserver(self.tallied.work))
         self._served: dict[str, Served] = {}

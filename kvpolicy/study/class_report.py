@@ -1,0 +1,84 @@
+"""The service that requests got, as means over runs, for reports: of all requests and of each class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from kvpolicy.study.cache import Result
+
+SERVICE = (
+    "e2e_s",
+    "ttft_s",
+    "itl_s",
+    "longest_gap_s",
+    "e2e_per_token_s",
+    "fairness",
+    "deadline_requests",
+    "slo_share",
+    "goodput_req_s",
+    "classes",
+)
+"""Fields of a result about the service that requests got."""
+HEADS = (
+    "class", "requests", "tok/s", "e2e s", "ttft s", "ttft p99", "itl ms", "itl p99", "ms/token", "gap p99 s",
+    "fairness", "in time", "goodput/s",
+)  # fmt: skip
+"""``ms/token``: end-to-end time per output token; ``in time``: share of the requests with a deadline that met it."""
+
+
+def service_means(results: Sequence[Result]) -> dict[str, Any]:
+    """The fields ``SERVICE`` as means over runs, in the shape that they have in one; of runs that have a figure."""
+    return {name: _means([result[name] for result in results]) for name in SERVICE}
+
+
+def _means(values: Sequence[Any]) -> Any:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if isinstance(known[0], Mapping):
+        names = sorted({name for value in known for name in value}) if _differ(known) else list(known[0])
+        return {name: _means([value[name] for value in known if name in value]) for name in names}
+    return fmean(known)
+
+
+def _differ(values: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether they hold different names: not every run need have a request of every class."""
+    return any(value.keys() != values[0].keys() for value in values)
+
+
+def has_classes(results: Sequence[Result]) -> bool:
+    """Whether a table by class says more than one of all requests: several classes, or deadlines."""
+    return any(len(result["classes"]) > 1 or result["deadline_requests"] for result in results)
+
+
+def class_rows(groups: Mapping[str, Sequence[Result]]) -> list[list[str]]:
+    """Rows of a table with its heads: each policy's classes, means over runs. Blank where a figure is undefined."""
+    rows = [["policy", *HEADS]]
+    for policy, results in groups.items():
+        for name, told in service_means(results)["classes"].items():
+            e2e, ttft, itl = told["e2e_s"], told["ttft_s"], told["itl_s"]
+            rows.append(
+                [
+                    policy,
+                    name,
+                    _shown(told["requests"], ".0f"),
+                    _shown(told["throughput_tok_s"], ".1f"),
+                    _shown(e2e["mean"]),
+                    _shown(ttft["mean"]),
+                    _shown(ttft["p99"]),
+                    _shown(itl["mean"], scale=1e3),
+                    _shown(itl["p99"], scale=1e3),
+                    _shown(told["e2e_per_token_s"]["mean"], scale=1e3),
+                    _shown(told["longest_gap_s"]["p99"]),
+                    _shown(told["fairness"]),
+                    _shown(told["slo_share"], ".1%"),
+                    _shown(told["goodput_req_s"]),
+                ]
+            )
+    return rows
+
+
+def _shown(value: float | None, form: str = ".3g", scale: float = 1.0) -> str:
+    return "" if value is None else format(scale * value, form)

@@ -1,0 +1,77 @@
+"""Means over runs, class by class, and the table that they make; and the whole way from a text to the JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpolicy.latency import Slo
+from kvpolicy.study.class_report import class_rows, has_classes, service_means
+from tests.study.grids import simulate
+
+TWO = (
+    "(azure-conversation-2023?class=urgent&share=.5&ttft=0.5 + azure-conversation-2023?class=batch&share=.5)"
+    "?n=30&rate=40&context=1024"
+)
+
+
+def run(**classes: float) -> dict[str, Any]:
+    """A run whose classes have the same figure everywhere; without deadlines."""
+    latencies = ("e2e_s", "ttft_s", "itl_s", "longest_gap_s", "e2e_per_token_s")
+
+    def told(value: float) -> dict[str, Any]:
+        tails = {name: {"mean": value, "p50": value, "p99": value} for name in latencies}
+        rest = {"throughput_tok_s": value, "fairness": value, "deadline_requests": 0}
+        return {"requests": 2, **tails, **rest, "slo_share": None, "goodput_req_s": None}
+
+    return {**told(1.0), "classes": {name: told(value) for name, value in classes.items()}}
+
+
+def test_means_are_over_the_runs_that_have_the_class() -> None:
+    means = service_means([run(a=1.0, b=5.0), run(a=3.0)])
+    assert means["classes"]["a"]["ttft_s"]["p99"] == 2.0 and means["classes"]["b"]["fairness"] == 5.0
+    assert means["classes"]["a"]["slo_share"] is None and means["e2e_s"]["mean"] == 1.0
+
+
+def test_a_single_class_without_deadlines_needs_no_table() -> None:
+    assert not has_classes([run(default=1.0)])
+    assert has_classes([run(default=1.0), run(default=1.0, b=1.0)])
+    assert has_classes([run(default=1.0) | {"deadline_requests": 1}])
+
+
+def test_a_row_for_each_class_of_each_policy() -> None:
+    head, *rows = class_rows({"p": [run(a=1.0, b=2.0)], "q": [run(a=0.5)]})
+    assert [row[:2] for row in rows] == [["p", "a"], ["p", "b"], ["q", "a"]]
+    (first, *_) = [dict(zip(head, row, strict=True)) for row in rows]
+    assert (first["ttft s"], first["itl ms"], first["ms/token"], first["in time"]) == ("1", "1e+03", "1e+03", "")
+
+
+def test_a_cell_has_its_classes_and_the_deadlines_it_was_judged_by(hardware: str, tmp_path: Path) -> None:
+    """Those of the run count for the batch, which brings none; they change no time."""
+    values: dict[str, Any] = {"workloads": [TWO], "policies": ["always-swap"]}
+    plain = simulate(hardware, tmp_path / "c", **values)
+    judged = simulate(hardware, tmp_path / "c", **values, slo=Slo(tpot_s=0.02))
+    (one,), (other,) = plain.results, judged.results
+    assert "slo" not in one["inputs"] and other["inputs"]["slo"] == {"ttft_s": None, "tpot_s": 0.02}
+    assert list(one["classes"]) == ["batch", "urgent"]
+    assert sum(told["requests"] for told in one["classes"].values()) == one["requests"] == 30
+    assert one["classes"]["batch"]["slo_share"] is None and one["classes"]["urgent"]["deadline_requests"] == 15
+    assert other["deadline_requests"] == 30 and 0.0 <= other["classes"]["batch"]["slo_share"] <= 1.0
+    assert other["e2e_s"] == one["e2e_s"] and other["classes"]["urgent"]["e2e_s"] == one["classes"]["urgent"]["e2e_s"]
+    assert "by class" in plain.text() and "batch" in plain.text()
+    assert json.loads(json.dumps(judged.to_dict(), allow_nan=False))["cells"][0]["classes"] == other["classes"]
+    again = simulate(hardware, tmp_path / "c", **values)
+    assert again.taken_up == 1 and again.results[0]["classes"] == one["classes"]
+
+
+def test_one_class_is_told_all_the_same(hardware: str, tmp_path: Path) -> None:
+    report = simulate(hardware, tmp_path / "c", policies=["always-swap"])
+    (one,) = report.results
+    (told,) = one["classes"].values()
+    assert list(one["classes"]) == ["default"] and "by class" not in report.text()
+    for name in ("e2e_s", "ttft_s", "itl_s", "longest_gap_s", "e2e_per_token_s", "fairness", "throughput_tok_s"):
+        assert told[name] == one[name]
+    assert told["fairness"] == pytest.approx(one["fairness"]) and 0 < told["fairness"] <= 1
