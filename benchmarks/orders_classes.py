@@ -3,7 +3,7 @@
     python benchmarks/orders_classes.py [--kv-blocks N] [--seeds N] [--jobs N] [--json FILE]
 
 On an H100 with Llama-3.1-8B by its data sheet, in the built-in simulator. The batch, 400 requests with the lengths of
-deepseek-r1, is there from the beginning; urgent requests, 1,600 with the lengths of Azure's conversations, come at 4 a
+deepseek-r1, is there from the beginning; urgent requests, 2,400 with the lengths of Azure's conversations, come at 4 a
 second on average, by a Poisson process or twelve at a time, and are of priority -1. In 8,000 blocks the batch fills
 memory; in 60,000 it does not. Printed for each arm: the urgent ones' time to first token, and the output tokens per
 second of the batch between the times at which a quarter and three quarters of them were out. The best watermark is that
@@ -65,7 +65,7 @@ class Place:
 
 
 def drawn(arrivals: str, seed: int) -> Workload:
-    urgent = f"azure-conversation-2023?n=1600&rate=4&class={URGENT}&priority=-1{ARRIVALS[arrivals]}&seed={seed}"
+    urgent = f"azure-conversation-2023?n=2400&rate=4&class={URGENT}&priority=-1{ARRIVALS[arrivals]}&seed={seed}"
     batch = f"deepseek-r1?n=400&rate=1000000&class={BATCH}&seed={seed}"
     return Workload(f"urgent {arrivals}, batch", tuple(open_workload(f"{urgent} + {batch}")), seed)
 

@@ -1,0 +1,321 @@
+"""Orders of service on the real CPU engine, short of memory, against unmodified vLLM, in alternating runs.
+
+    python benchmarks/live_orders.py --out DIR [--scenario one|two] [--policy SPEC] [--link BYTES_PER_S,LATENCY_S]
+        [--starts N] [--seeds N] [--requests N] [--blocks N] [--load L]
+
+The model is that of ``live_pairs.py``, as is the cost model, which is profiled and trained once for DIR; a simulated
+link has one of its own. An engine without the plugin is started as anybody would start it. Engines are started
+``--starts`` times; every start serves the same ``--seeds`` workloads by all arms, in random order, and intervals are
+over starts.
+
+Scenario ``one``: requests with the lengths of deepseek-r1, scaled, and Poisson arrivals at ``--load`` of the capacity,
+which is the rate of finishes in the middle half of a run of unmodified vLLM in which all are there at once. Arms: it,
+``mlfq:base=32`` with always-recompute, with always-swap, and with the learned policy. Scenario ``two``: the same
+lengths as batch work that is there from the beginning, and urgent requests, short, six at a time. Arms: vLLM's priority
+scheduling, and ``urgent`` with each of the three.
+
+Printed are p / d at the batch that ran, from a recorded run under the order, and ratios over unmodified vLLM. All
+tokens have to be the same, but for ties. Writes ``live_orders.json`` into DIR. Exits 1 where a bar is missed, tokens
+differ, or p / d is below 0.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from live_pairs import BLOCK_SIZE, CONTEXT_TOKENS, EXTENT, MIN_PRICE_RATIO, SCALE, SHAPE
+from matrix_bars import MET, Verdict
+from matrix_poisson import middle_rate
+
+from kvpolicy.evaluation.log_headroom import log_headroom
+from kvpolicy.hardware.link import SimulatedLink
+from kvpolicy.settings import Measurement
+from kvpolicy.stats import Ratio, geometric_means, student_ratio
+from kvpolicy.study.report import aligned
+from kvpolicy.trace import read
+from kvpolicy.training import train
+from kvpolicy.workload import DEEPSEEK_R1, Request, Workload, all_at_once
+from kvpolicy_vllm.bench.engine_process import EngineProcess
+from kvpolicy_vllm.bench.exactness import Comparison, compare
+from kvpolicy_vllm.bench.overload import STOCK, Arm, Arms, Run, Settings
+from kvpolicy_vllm.bench.run_profile import profile
+
+LEARNED, RECOMPUTE, SWAP = "learned", "always-recompute", "always-swap"
+URGENT, BATCH = "urgent", "batch"
+ORDERS: Mapping[str, tuple[str, str]] = {"one": ("fcfs", "mlfq:base=32"), "two": ("priority", "urgent")}
+"""Unmodified vLLM's scheduling policy, and the order that is judged."""
+BURST = 6
+URGENT_TOKENS = (48, 12)
+"""Prompt and output of an urgent request."""
+HOST_GIB = 2.0
+WARM_UP_REQUESTS = 16
+STEADY = (0.25, 0.75)
+
+
+def e2e_s(run: Run, number: int) -> float:
+    return run.ttft_s[number] + sum(run.itl_s[number])
+
+
+def of_class(run: Run, name: str) -> list[int]:
+    return [number for number, request in enumerate(run.requests) if request.class_name == name]
+
+
+def urgent_ttft_p99(run: Run) -> float:
+    return float(np.quantile([run.ttft_s[number] for number in of_class(run, URGENT)], 0.99))
+
+
+def batch_tok_s(run: Run) -> float:
+    """Between the times at which a quarter and three quarters of the batch's tokens were out."""
+    times = sorted(
+        at_s
+        for number in of_class(run, BATCH)
+        for at_s in accumulate(run.itl_s[number], initial=run.arrival_s[number] + run.ttft_s[number])
+    )
+    low, high = (round(share * (len(times) - 1)) for share in STEADY)
+    return (high - low) / (times[high] - times[low])
+
+
+Figure = Callable[[Run], float]
+FIGURES: Mapping[str, Mapping[str, Figure]] = {
+    "one": {
+        "e2e per token": lambda run: fmean(e2e_s(run, n) / len(tokens) for n, tokens in enumerate(run.tokens)),
+        "e2e": lambda run: fmean(e2e_s(run, number) for number in range(len(run.tokens))),
+        "e2e p99": lambda run: float(np.quantile([e2e_s(run, n) for n in range(len(run.tokens))], 0.99)),
+        "TTFT": lambda run: fmean(run.ttft_s),
+        "tok/s": lambda run: run.throughput_tok_s,
+        "CPU time": lambda run: run.cpu_s,
+    },
+    "two": {
+        "urgent TTFT p99": urgent_ttft_p99,
+        "urgent TTFT": lambda run: fmean(run.ttft_s[number] for number in of_class(run, URGENT)),
+        "batch tok/s": batch_tok_s,
+        "batch e2e": lambda run: fmean(e2e_s(run, number) for number in of_class(run, BATCH)),
+        "CPU time": lambda run: run.cpu_s,
+    },
+}
+BARS: Mapping[str, Sequence[tuple[str, float, bool]]] = {
+    "one": (("e2e per token", 1 / 1.7, True),),
+    "two": (("urgent TTFT p99", 1 / 1.8, True), ("batch tok/s", 0.97, False)),
+}
+"""Figure of the learned policy over unmodified vLLM, its limit, and whether it is the most or the least."""
+
+
+@dataclass(slots=True)
+class Found:
+    """One scenario."""
+
+    scenario: str
+    price_ratio: float | None
+    sentence: str
+    capacity_per_s: float
+    rate_per_s: float
+    blocks: int
+    runs: list[tuple[int, str, Run]] = field(default_factory=list)
+    """Start, arm and run."""
+    comparison: Comparison = field(default_factory=Comparison)
+
+    def ratio(self, figure: str, arm: str, over: str = STOCK) -> Ratio:
+        take = FIGURES[self.scenario][figure]
+        values = {
+            name: [(start, take(run)) for start, other, run in self.runs if other == name] for name in (arm, over)
+        }
+        means = {name: geometric_means([v for _, v in pairs], [s for s, _ in pairs]) for name, pairs in values.items()}
+        return student_ratio(means[arm], means[over])
+
+    def verdicts(self) -> list[Verdict]:
+        where = f"scenario {self.scenario}"
+        learned = ORDERS[self.scenario][1] + ", learned"
+        return [
+            Verdict(f"{learned} over unmodified vLLM: {figure}", where, self.ratio(figure, LEARNED), limit, at_most)
+            for figure, limit, at_most in BARS[self.scenario]
+        ]
+
+    def missed(self) -> list[str]:
+        missed = [one.line() for one in self.verdicts() if one.text != MET]
+        if not self.comparison.exact:
+            missed += self.comparison.wrong[:3] or ["too many ties"]
+        if self.price_ratio is None or self.price_ratio < MIN_PRICE_RATIO:
+            missed.append(f"p / d is {self.price_ratio}, should be at least {MIN_PRICE_RATIO}")
+        return missed
+
+
+class Bench:
+    """One folder, model, policy and link."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._out = options, options.out
+        with EngineProcess("kvpolicy_vllm.bench.inspect_model", self._out / "logs" / "preparing.log") as process:
+            job = {"llm": None, "make": str(self._out / "llm"), "seed": 0, "shape": SHAPE}
+            self._llm = Path(process.ask(job)["llm"])
+        self._link: SimulatedLink | None = options.link
+        self.policy = options.policy or self._trained()
+        self._settings = Settings(str(self._llm), True, options.blocks + 1, BLOCK_SIZE, CONTEXT_TOKENS)
+
+    def _trained(self) -> str:
+        model = self._out / ("model" if self._link is None else "model-behind-link")
+        if not model.exists():
+            trace = self._out / ("profile" if self._link is None else "profile-behind-link")
+            measurement = Measurement(self._llm, seed=0, link=self._link)
+            profile(trace, measurement, extent=EXTENT)
+            train([trace], model, force=True, seed=0)
+        return f"cheapest:{model}"
+
+    def arm(self, name: str, order: str, policy: str | None, trace: Path | None = None) -> Arm:
+        extra = () if trace is None else (("trace", trace),)
+        return Arm(name, policy, self._link if policy else None, HOST_GIB, order=order, extra=extra)
+
+    def workload(self, scenario: str, seed: int, rate_per_s: float) -> Workload:
+        batch = all_at_once(DEEPSEEK_R1, self._options.requests, seed, CONTEXT_TOKENS, SCALE)
+        rng, now_s, made = random.Random(f"{seed} {rate_per_s}"), 0.0, []
+        if scenario == "one":
+            for request in batch.requests:
+                now_s += rng.expovariate(rate_per_s)
+                made.append(replace(request, arrival_s=now_s))
+            return Workload("one class", tuple(made), seed)
+        made = [replace(request, class_name=BATCH) for request in batch.requests]
+        # As long as three quarters of the batch take at its capacity.
+        while now_s < 0.75 * len(made) / rate_per_s:
+            now_s += rng.expovariate(self._options.urgent_rate / BURST)
+            made += [Request(now_s, *URGENT_TOKENS, priority=-1, class_name=URGENT)] * BURST
+        return Workload("two classes", tuple(made), seed)
+
+    def measured(self, scenario: str) -> Found:
+        stock_order, order = ORDERS[scenario]
+        trace = self._out / f"trace-{scenario}-{int(time.time())}"
+        at_once = all_at_once(DEEPSEEK_R1, self._options.requests, 10_000, CONTEXT_TOKENS, SCALE)
+        with Arms(self._settings, self._out / "logs") as arms:
+            arms.start(self.arm(STOCK, stock_order, None), self.arm(RECOMPUTE, order, RECOMPUTE, trace))
+            arms.serve(STOCK, self.workload("one", 20_000, 1e6), -1)
+            run = arms.serve(STOCK, at_once, -1)
+            capacity = middle_rate([e2e_s(run, number) for number in range(len(run.tokens))])
+            rate = capacity * (self._options.load if scenario == "one" else 1.0)
+            arms.serve(RECOMPUTE, self.workload(scenario, 10_001, rate), -1)
+        won = log_headroom([read(trace)])
+        found = Found(scenario, won.price_ratio, won.sentence(), capacity, rate, self._options.blocks)
+        print(
+            f"{scenario}: {self._options.requests} requests, {found.blocks} blocks of {BLOCK_SIZE}, capacity "
+            f"{capacity:.2f}/s, arrivals {rate:.2f}/s, host memory {HOST_GIB:g} GiB, p / d {found.price_ratio}; "
+            f"{found.sentence}",
+            flush=True,
+        )
+        for start in range(self._options.starts):
+            self._start(start, stock_order, order, found)
+            print("\n".join(table(found)), flush=True)
+        return found
+
+    def _start(self, start: int, stock_order: str, order: str, found: Found) -> None:
+        rng = random.Random(f"{start}")
+        with Arms(self._settings, self._out / "logs") as arms:
+            hows = {LEARNED: self.policy, RECOMPUTE: RECOMPUTE, SWAP: SWAP}
+            arms.start(self.arm(STOCK, stock_order, None), *(self.arm(n, order, how) for n, how in hows.items()))
+            for name in arms.names:
+                arms.serve(name, all_at_once(DEEPSEEK_R1, WARM_UP_REQUESTS, 20_000, CONTEXT_TOKENS, SCALE), -1)
+            for seed in range(self._options.seeds):
+                work = self.workload(found.scenario, seed, found.rate_per_s)
+                runs = {name: arms.serve(name, work, start) for name in rng.sample(arms.names, len(arms.names))}
+                for name, run in runs.items():
+                    found.runs.append((start, name, run))
+                    if name != STOCK:
+                        found.comparison += self._compared(arms, work, runs[STOCK], run)
+
+    @staticmethod
+    def _compared(arms: Arms, work: Workload, reference: Run, run: Run) -> Comparison:
+        if reference.tokens == run.tokens:
+            return Comparison(run.output_tokens)
+        gaps = arms.serve(STOCK, work, -1, gaps=True).gaps
+        return compare(reference.tokens, gaps, run.tokens, f"seed {work.seed}, {run.arm}")
+
+
+def table(found: Found) -> list[str]:
+    figures = FIGURES[found.scenario]
+    cells = [["over unmodified vLLM", *figures, "preempted", "swapped", "recomputed", "moved MB"]]
+    for name in (STOCK, RECOMPUTE, SWAP, LEARNED):
+        runs = [run for _, other, run in found.runs if other == name]
+        shown = [
+            f"{fmean(map(take, runs)):.3g}" if name == STOCK else found.ratio(figure, name).text()
+            for figure, take in figures.items()
+        ]
+        cells.append(
+            [
+                "unmodified vLLM, means" if name == STOCK else f"{ORDERS[found.scenario][1]}, {name}",
+                *shown,
+                f"{fmean(sum(run.preemptions.values()) for run in runs):.0f}",
+                f"{fmean(run.preemptions['swap'] for run in runs):.0f}",
+                f"{fmean(run.recomputed_tokens for run in runs):.0f}",
+                f"{fmean(run.moved_bytes for run in runs) / 1e6:.0f}",
+            ]
+        )
+    comparison = found.comparison
+    runs_of = sum(name == STOCK for _, name, _ in found.runs)
+    return [
+        *aligned(cells),
+        f"{runs_of} runs of each arm; {comparison.tokens} tokens, {len(comparison.wrong)} differ, "
+        f"{comparison.ties} ties; intervals: 95% over starts",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _arguments(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options)
+    missed, written = [], {}
+    for scenario in options.scenario or ORDERS:
+        found = bench.measured(scenario)
+        print("\n".join(one.line() for one in found.verdicts()))
+        missed += found.missed()
+        written[scenario] = {
+            "price_ratio": found.price_ratio,
+            "capacity_per_s": found.capacity_per_s,
+            "rate_per_s": found.rate_per_s,
+            "tokens": found.comparison.tokens,
+            "ratios": {
+                f"{name}: {figure}": found.ratio(figure, name).to_dict()
+                for name in (RECOMPUTE, SWAP, LEARNED)
+                for figure in FIGURES[scenario]
+            },
+            "learned over": {
+                f"{name}: {figure}": found.ratio(figure, LEARNED, name).to_dict()
+                for name in (RECOMPUTE, SWAP)
+                for figure in FIGURES[scenario]
+            },
+        }
+        (options.out / "live_orders.json").write_text(json.dumps(written, indent=1))
+    print("\n".join(f"missed: {line}" for line in missed))
+    return 1 if missed else 0
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--scenario", choices=ORDERS, action="append", help="only that one")
+    parser.add_argument("--policy", help="such as cheapest:FOLDER; without it a cost model is trained in DIR")
+    parser.add_argument("--link", dest="link_text", help="simulated link, as BYTES_PER_S,LATENCY_S")
+    parser.add_argument("--starts", type=int, default=5, help="of all engines")
+    parser.add_argument("--seeds", type=int, default=3, help="workloads of every start")
+    parser.add_argument("--requests", type=int, default=160, help="of each workload, urgent ones apart")
+    parser.add_argument("--blocks", type=int, default=130, help="of 32 tokens")
+    parser.add_argument("--load", type=float, default=1.2, help="of scenario one, as a share of capacity")
+    parser.add_argument("--urgent-rate", type=float, default=3.0, help="urgent requests per second")
+    options = parser.parse_args(arguments)
+    for name, least in (("starts", 2), ("seeds", 1), ("requests", 8), ("blocks", 13)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} is {getattr(options, name)}: should be {least} or more")
+    for name in ("load", "urgent_rate"):
+        if not 0 < getattr(options, name) < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}: should be above 0")
+    options.link = None if options.link_text is None else SimulatedLink.parse(options.link_text)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
