@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from kvpolicy.evaluation.direct_model import Design, DirectCosts, folds_of
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, TunedTerms, cross_fitted_dr, importance_weights
 from kvpolicy.evaluation.log_headroom import log_headroom
+from kvpolicy.evaluation.log_service import log_service, service_lines
 from kvpolicy.evaluation.log_threshold import ChosenRules, choose_rules
 from kvpolicy.events import KINDS
 from kvpolicy.fields import WrongValue
 from kvpolicy.headroom import Headroom
 from kvpolicy.json_values import finite
+from kvpolicy.latency import ClassSummary
 from kvpolicy.policy import Policy, PolicyState, load_policies
 from kvpolicy.policy.cheapest import Always, Coin, Threshold
 from kvpolicy.policy.objective import ENGINE, Objective, objective_of
@@ -120,6 +122,8 @@ class OffPolicyReport:
     """What there was to win by choosing better than the logging policy; None for a log without its traces."""
     threshold: LogThreshold | None = None
     """None for a log that supports no estimate, or that was given without a choice of rules."""
+    classes: Mapping[str, ClassSummary] = field(default_factory=dict)
+    """The service that the log's requests got, by class; empty for a log without its traces."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: finite(value) for name, value in asdict(self).items()}
@@ -134,6 +138,7 @@ class OffPolicyReport:
             "",
             *self._logged_lines(),
             *([] if self.headroom is None else [self.headroom.sentence()]),
+            *service_lines(self.classes),
             *(line for judgement in self.policies for line in judgement.lines()),
             *([] if self.threshold is None else self.threshold.lines()),
             "",
@@ -194,7 +199,8 @@ def estimate(
             report, threshold=judge_rules(log, rules, {name: targets[name] for name in by_more}, seed, how)
         )
     cost_model = next((policy.cost_model for policy in loaded if policy.cost_model is not None), None)
-    return replace(report, headroom=log_headroom(list(by_folder.values()), cost_model))
+    recorded = list(by_folder.values())
+    return replace(report, headroom=log_headroom(recorded, cost_model), classes=log_service(recorded))
 
 
 def judge(
