@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("errors", "version", "lazy_names", "arrays", "json_values"),
     ("fields", "stats", "stored_values"),
-    ("events", "overflow", "shape", "regression", "extensions", "code_digest"),
+    ("events", "overflow", "shape", "regression", "extensions", "code_digest", "request_marks"),
     ("features", "hardware", "headroom", "host_store", "latency", "load_growth", "order", "survival", "workload"),
     ("trace",),
     ("attribution",),
@@ -30,7 +30,7 @@ LAYERS = (
 
 _DECIDE = {
     "errors", "arrays", "events", "extensions", "features", "fields", "shape", "hardware", "trace", "attribution",
-    "cost", "policy", "settings", "host_store", "load_growth", "order", "survival",
+    "cost", "policy", "settings", "host_store", "load_growth", "order", "request_marks", "survival",
 }  # fmt: skip
 INTEGRATION = {
     "": {"lazy_names"},

@@ -24,6 +24,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from kvpolicy.code_digest import digest_of, label_of
+from kvpolicy.request_marks import DEFAULT_CLASS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Progress:
     """Rises in the order of arrival; decides between equals."""
     arrival_s: float
     priority: int
-    """As the client gave it; lower is more urgent, as in vLLM."""
+    """As the client gave it, within what the operator allows; lower is more urgent, as in vLLM."""
     prompt_tokens: int
     output_tokens: int
     """Generated so far, those included that a scheduled step will bring."""
@@ -50,7 +51,9 @@ class Progress:
     ttft_s: float | None = None
     """Seconds after its arrival by which the first token should be out; None where nothing was asked for."""
     tpot_s: float | None = None
-    """Seconds that a reader takes for one token."""
+    """Seconds that a reader takes for one token; None where nothing was asked for."""
+    class_name: str = DEFAULT_CLASS
+    """Class of service that it belongs to."""
 
 
 class Rank(NamedTuple):

@@ -8,6 +8,7 @@ from math import ceil, exp2, floor, inf, log2
 from typing import Any
 
 from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.grouped_lengths import GroupedLengths
 from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
 
 
@@ -116,9 +117,11 @@ Predictor = Callable[[Progress, Any], float]
 """Expected tokens still to come, from a request and the order's state."""
 
 
-def by_lengths(request: Progress, state: Lengths) -> float:
-    """From the lengths seen so far: the mean of what those that got further than this one still got."""
-    return state.remaining(request.output_tokens, request.max_output_tokens)
+def by_lengths(request: Progress, state: GroupedLengths) -> float:
+    """From the lengths seen so far of its class and prompt length: the mean of what those that got further than this
+    one still got."""
+    seen = state.of(request.class_name, request.prompt_tokens)
+    return seen.remaining(request.output_tokens, request.max_output_tokens)
 
 
 def by_limit(request: Progress, state: Any) -> float:
@@ -150,11 +153,11 @@ class Srpt(Order):
         got = running.output_tokens
         return got < self.bound * (got + self.predictor(running, view.state))
 
-    def initial_state(self) -> Lengths:
-        return Lengths()
+    def initial_state(self) -> GroupedLengths:
+        return GroupedLengths()
 
-    def finished(self, state: Lengths, request: Progress) -> Lengths:
-        return state.seen(request.output_tokens)
+    def finished(self, state: GroupedLengths, request: Progress) -> GroupedLengths:
+        return state.seen(request.class_name, request.prompt_tokens, request.output_tokens)
 
 
 @dataclass(frozen=True, repr=False)

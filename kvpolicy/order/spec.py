@@ -11,6 +11,8 @@ from kvpolicy import extensions
 from kvpolicy.fields import WrongValue, refuse_other
 from kvpolicy.order import rules
 from kvpolicy.order.base import Order
+from kvpolicy.order.by_class import ByClass
+from kvpolicy.request_marks import CLASS_NAME, CLASS_WORDS
 
 GROUP = "kvpolicy.orders"
 """Entry point group of the orders that installed packages offer by name."""
@@ -24,6 +26,7 @@ FORMS: Mapping[str, str] = {
     "srpt:PREDICTOR": "shortest remaining time; PREDICTOR is lengths (those seen so far) or limit (max_tokens)",
     "gittins": "by the Gittins index of the lengths seen so far per unit of KV memory",
     "deadline": "least slack to what a reader expects: ttft and tpot in seconds",
+    "classes:A+B": "by class, in the order listed, and an earlier class displaces later ones; those not listed go last",
     "ORDER/ORDER": "by the first, and among its equals by the second, as in urgent/mlfq",
     extensions.FORM: "an order of your own, which FACTORY of the module MODULE makes",
 }
@@ -193,6 +196,16 @@ def _predictor(spec: Spec, name: str, text: str) -> rules.Predictor:
     return PREDICTORS[text]
 
 
+def _classes(spec: Spec, name: str, text: str) -> tuple[str, ...]:
+    classes = tuple(text.split("+"))
+    for at, class_name in enumerate(classes):
+        if not CLASS_NAME.fullmatch(class_name):
+            raise spec.refusal(f"has the class {class_name!r}, should be {CLASS_WORDS}")
+        if class_name in classes[:at]:
+            raise spec.refusal(f"has {class_name} twice")
+    return classes
+
+
 _PROMOTE = {"promote": ("promote_s", _positive)}
 _QUANTUM = {"quantum": ("quantum_tokens", _whole), **_PROMOTE}
 KINDS: Mapping[str, Kind] = {
@@ -204,6 +217,7 @@ KINDS: Mapping[str, Kind] = {
     "las": Kind(rules.Las, {"quantum": ("quantum_tokens", _count), **_PROMOTE}),
     "srpt": Kind(rules.Srpt, {"bound": ("bound", _share), **_QUANTUM}, ("predictor", _predictor), needs_value=True),
     "gittins": Kind(rules.Gittins, {"quantum": ("quantum_tokens", _whole), **_PROMOTE}),
+    "classes": Kind(ByClass, _QUANTUM, ("classes", _classes), needs_value=True),
     "deadline": Kind(rules.Deadline, {"ttft": ("ttft_s", _number), "tpot": ("tpot_s", _positive), **_QUANTUM}),
 }
 """The orders that ship, by the part of their name before the colon."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpolicy.request_marks import DEFAULT_CLASS
 from kvpolicy.workload.agentic import AgentSessions
 from kvpolicy.workload.arrivals import (
     Arrivals,
@@ -28,7 +29,7 @@ from kvpolicy.workload.lengths import (
     length_at,
     scale_to,
 )
-from kvpolicy.workload.requests import DEFAULT_CLASS, ClosedLoop, Request, Source, Workload, WorkloadError
+from kvpolicy.workload.requests import ClosedLoop, Request, Source, Workload, WorkloadError
 from kvpolicy.workload.scaling import Faster, First, Resized, Window, at_rate, counts_of
 from kvpolicy.workload.sessions import Conversations, Session, Starting, Turn, Users, served
 from kvpolicy.workload.sharegpt import ShareGPT

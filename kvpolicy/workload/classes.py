@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import heapq
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
+from kvpolicy.request_marks import CLASS_NAME, CLASS_WORDS
 from kvpolicy.workload.files import Counts
 from kvpolicy.workload.requests import ClosedLoop, Request, Source, WorkloadError
 from kvpolicy.workload.scaling import Scaled, counts_of
-
-CLASS_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-"""What a class may be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +27,7 @@ class Labelled(Scaled):
 
     def __post_init__(self) -> None:
         if self.class_name is not None and not CLASS_NAME.fullmatch(self.class_name):
-            raise WorkloadError(
-                f"{self.inner.name}: class is {self.class_name!r}, should be 1 to 64 letters, digits, dots, dashes or "
-                "underscores"
-            )
+            raise WorkloadError(f"{self.inner.name}: class is {self.class_name!r}, should be {CLASS_WORDS}")
         for name, seconds in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
             if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
                 raise WorkloadError(f"{self.inner.name}: {name} is {seconds}, should be above 0")

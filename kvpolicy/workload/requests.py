@@ -10,9 +10,8 @@ from numbers import Integral, Real
 from typing import Protocol
 
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.request_marks import DEFAULT_CLASS
 
-DEFAULT_CLASS = "default"
-"""Class of a request that names none."""
 MARKS: Mapping[str, str] = {
     "class": "class_name",
     "priority": "priority",

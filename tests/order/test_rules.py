@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.order import Fcfs, Order, Priority, Progress, View, is_stock, load
+from kvpolicy.order.grouped_lengths import GroupedLengths
 from kvpolicy.order.seen_lengths import Lengths, level_of
 from tests.order.made import progress, view
 
@@ -64,10 +65,28 @@ def test_what_ends_is_learned() -> None:
     for spec in ("srpt:lengths", "gittins", "urgent/srpt:lengths"):
         order = load(spec)
         state = order.initial_state()
-        learned = order.finished(state, progress(output_tokens=50))
+        learned = order.finished(state, progress(output_tokens=50, prompt_tokens=7, class_name="chat"))
         assert learned != state
-        assert Lengths().seen(50) in (learned, *(learned if isinstance(learned, tuple) else ()))
+        known = Lengths().seen(50) if spec == "gittins" else GroupedLengths().seen("chat", 7, 50)
+        assert known in (learned, *(learned if isinstance(learned, tuple) else ()))
     assert load("urgent").finished(None, progress()) is None
+
+
+def test_srpt_tells_classes_and_prompts_apart() -> None:
+    order = load("srpt:lengths")
+    state = order.initial_state()
+    for _ in range(100):
+        for name, prompt_tokens, tokens in (("chat", 10, 8), ("chat", 900, 80), ("batch", 10, 3000)):
+            seen = progress(class_name=name, prompt_tokens=prompt_tokens, output_tokens=tokens)
+            state = order.finished(state, seen)
+    kinds = (("chat", 10), ("chat", 900), ("batch", 10))
+    ranks = [
+        order.rank(
+            progress(class_name=name, prompt_tokens=tokens, max_output_tokens=10**5), view(state=state)
+        ).value
+        for name, tokens in kinds
+    ]  # fmt: skip
+    assert ranks == sorted(set(ranks))
 
 
 def test_srpt_displaces_only_below_a_share_of_the_length() -> None:

@@ -127,7 +127,7 @@ class TestTraceRecorder:
         """Its class and deadlines are unknown to a server. tests/vllm/test_nothing_lost.py has those of an engine."""
         rows: list[tuple[str, dict[str, Any]]] = []
         writer = SimpleNamespace(dropped=0, add=lambda table, row: rows.append((table, row)))
-        recorder = TraceRecorder(writer, str.upper, "core", Tally())
+        recorder = TraceRecorder(writer, str.upper, "core", Tally(), lambda request: {"priority": request.priority})
         request = SimpleNamespace(
             request_id="r", num_prompt_tokens=5, num_output_tokens=0, num_preemptions=0, priority=-3,
             get_finished_reason=lambda: "abort",

@@ -31,6 +31,11 @@ ORDERS = (
     "urgent", "urgent:quantum=4", "urgent/mlfq:base=8", "reserve:.2", "deadline:ttft=.2,tpot=.01",
     "mlfq:base=8,victims=least-computed", "mlfq:base=4,victims=cheapest",
 )  # fmt: skip
+BY_CLASS = (
+    "deadline:ttft=.2,tpot=.01", "classes:chat+batch", "classes:chat+default,promote=.2/mlfq:base=8", "srpt:lengths",
+    "classes:chat/deadline:ttft=.5,tpot=.02,quantum=4",
+)  # fmt: skip
+"""Orders that heed classes or deadlines."""
 SLO = Slo(tpot_s=0.02)
 """For requests that bring no deadline of this kind."""
 SAME_S = 1e-9
@@ -157,6 +162,22 @@ def ordered(seed: int, count: int = 60) -> Case:
     case = (crowded, drawn, looped)[seed % 3](seed, count)
     served = replace(case.server, scheduling="fcfs", order=order.load(ORDERS[seed % len(ORDERS)]))
     return replace(case, server=served)
+
+
+def classed(seed: int, count: int = 60) -> Case:
+    """A case of :func:`ordered` whose requests have drawn classes and deadlines, served by an order that heeds them."""
+    case, rng = ordered(seed, count), random.Random(f"classes {seed}")
+    made = tuple(
+        replace(
+            request,
+            class_name=rng.choice(("default", "chat", "batch")),
+            ttft_s=rng.choice((None, 0.02, 0.2, 2.0)),
+            tpot_s=rng.choice((None, 0.002, 0.01, 0.1)),
+        )
+        for request in case.work
+    )
+    served = replace(case.server, order=order.load(BY_CLASS[seed % len(BY_CLASS)]))
+    return replace(case, work=replace(case.work, requests=made), server=served)
 
 
 def returned_before_newcomers(told: Account) -> set[int]:

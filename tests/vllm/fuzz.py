@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import claims
 from tests.vllm import alone, harness  # first: it finds the vLLM that is asked for
 
 # isort: split
@@ -215,7 +216,7 @@ class Schedule:
         if self.most_events > MAX_EVENTS_PER_REQUEST * setup.requests:
             yield f"{self.most_events} events in the calendar of at most {setup.requests} requests"
         left = [len(ordering.ranks), *map(len, (ordering._number_of, ordering._by_number, ordering._arrival_of))]
-        left += [len(ordering._waiting), len(ordering._holding)]
+        left += [len(ordering._marks_of), len(ordering._waiting), len(ordering._holding)]
         if any(left):
             yield f"the order of service keeps {left} requests"
         failed = harness.total(self.scheduler.connector.stats(), "order_failed")
@@ -271,7 +272,12 @@ def _job(setup: Setup, model: Path) -> dict[str, Any]:
         "asynchronous": setup.asynchronous,
         "engine": engine,
         "plugin": harness.plugin(
-            setup.policy, seed=setup.seed, host_gib=setup.host_gib, order=setup.served, allow_python_policies=True
+            setup.policy,
+            seed=setup.seed,
+            host_gib=setup.host_gib,
+            order=setup.served,
+            allow_python_policies=True,
+            classes="batch+chat:ttft=0.5,tpot=0.05" + (",priority=-1" if setup.scheduling == "fcfs" else ""),
         ),
     }
 
@@ -290,7 +296,11 @@ def _shares(setup: Setup) -> Shares:
 def drawn_requests(setup: Setup) -> list[Request]:
     rng = random.Random(f"requests {setup.seed}")
     head = [rng.randrange(1, 1000) for _ in range(MAX_SHARED_TOKENS)]
-    return [_drawn_request(number, head, rng, setup) for number in range(setup.requests)]
+    requests = [_drawn_request(number, head, rng, setup) for number in range(setup.requests)]
+    marks = random.Random(f"marks {setup.seed}")
+    for request in requests:
+        request.kv_transfer_params = claims.drawn(marks)
+    return requests
 
 
 def _drawn_request(number: int, head: list[int], rng: random.Random, setup: Setup) -> Request:
@@ -336,6 +346,7 @@ def _left_behind(scheduler: Any, workers: list[SymbolicWorker], learner: Learner
         "open preemptions": len(controller.ledger),
         "decisions awaited": len(learner._awaited.keys() - alone.open_accounts(scheduler)),
         "steps in flight": len(controller._in_flight),
+        "marks of requests": len(controller.marks),
         "accounts": accounts if accounts > MAX_ACCOUNTS else 0,
     }
     for what, count in left.items():

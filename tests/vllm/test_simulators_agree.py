@@ -26,6 +26,7 @@ from tests.vllm.agreement import (
     Account,
     Case,
     account,
+    classed,
     crowded,
     differences,
     displaced,
@@ -50,6 +51,8 @@ ORDERED = (*range(6), 19, *range(7, 13))
 """Each order once, each kind of case several times."""
 TIED = (200, 212)
 """Orders that learn, over closed loops in which several arrive and several end at the same time."""
+CLASSED = range(5)
+"""Each order that heeds classes or deadlines once."""
 CROWDS = range(4)
 """Each combination of prefix caching and asynchronous scheduling once."""
 
@@ -77,6 +80,18 @@ def test_they_agree_under_every_order(seed: int) -> None:
     builtin = account("builtin", case)
     assert not differences(builtin, account("vllm", case))
     assert (displaced(builtin) > 0) == case.server.order.displaces_by_rank
+
+
+@pytest.mark.parametrize("seed", CLASSED)
+def test_they_agree_where_requests_say_what_they_are(seed: int) -> None:
+    """Somebody is displaced, and requests of each class and with deadlines of their own are served."""
+    case = classed(seed, REQUESTS)
+    builtin = account("builtin", case)
+    assert not differences(builtin, account("vllm", case))
+    assert displaced(builtin) > 0
+    rows = builtin.rows("requests")
+    assert {row["class"] for row in rows} == {"default", "chat", "batch"}
+    assert {row["ttft_deadline_s"] for row in rows} >= {None, 0.02, 0.2, 2.0}
 
 
 @pytest.mark.parametrize("seed", TIED)

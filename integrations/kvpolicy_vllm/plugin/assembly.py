@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpolicy.cost import CostModel
+from kvpolicy.errors import InputError
 from kvpolicy.hardware import EngineSpec
 from kvpolicy.order import spec as orders
 from kvpolicy.policy import Decider, Policy
+from kvpolicy.request_marks import Classes
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader, page_bytes
 from kvpolicy_vllm.plugin.host_copies import CopyBook
@@ -52,11 +54,23 @@ def controller_for(
         core, decider, copies, page_bytes(kv_cache), time.monotonic, Complaints(), load_policy, memory
     )
     controller.serve_by(orders.load(settings.order, settings.allow_python_policies))
+    controller.grant_marks(classes_of(settings, vllm_config).grant)
     if settings.trace is not None:
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
         recorder = TraceWriter(settings.trace / core, replace(header, draw_seed=seed))
         controller.record_into(recorder, partial(pseudonym, uuid.uuid4().bytes))
     return controller
+
+
+def classes_of(settings: Settings, vllm_config: VllmConfig) -> Classes:
+    """The classes that clients may claim. Raises InputError where vLLM itself ranks by priorities that they bound."""
+    classes = settings.classes or Classes()
+    if classes.bounds_priority and vllm_config.scheduler_config.policy == "priority":
+        raise InputError(
+            f"classes is {classes.text!r}, which bounds priorities, and --scheduling-policy priority goes by what "
+            'clients give: leave that flag out, and give the order "priority" or "urgent"'
+        )
+    return classes
 
 
 def load_fitting(name: str, settings: Settings, loader: Callable[[str], CostModel], engine: EngineSpec) -> Policy:

@@ -20,15 +20,17 @@ from kvpolicy.events import Cause, Kind, Preemption, copy_was_used
 from kvpolicy.order import Fcfs, Guarded, Order, Priority
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
+from kvpolicy.request_marks import Classes
 from kvpolicy.survival import Survival
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.learner import Learner, Memory
+from kvpolicy_vllm.plugin.marks import Grant, MarkReader
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
 from kvpolicy_vllm.plugin.observers import Identity, MetricsCounter, Observers, Pending, SurvivalLearner
 from kvpolicy_vllm.plugin.situation import RunningView, restorable_tokens, situation_of, why_not_loadable
 from kvpolicy_vllm.plugin.swaps import Swaps
-from kvpolicy_vllm.plugin.trace_writer import Marks, RowWriter, TraceRecorder, own_priority
+from kvpolicy_vllm.plugin.trace_writer import RowWriter, TraceRecorder
 
 
 class Controller:
@@ -60,6 +62,8 @@ class Controller:
         """Takes the trace's rows; None where no trace is recorded."""
         self.order: Order = Fcfs()
         """The order of service, which the scheduler reads when it is made."""
+        self.marks = MarkReader(Classes().grant, self.metrics.tally)
+        """What requests say of themselves."""
         self.next_step = 0
         """Number of the next step in table ``steps``."""
         self._complain, self._load_policy = complain, load_policy
@@ -84,10 +88,14 @@ class Controller:
         self._keep = weakref.finalize(self, self.observers.close)
         self._take_charge(memory)
 
-    def record_into(self, recording: RowWriter, anonymous: Callable[[str], str], marks: Marks = own_priority) -> None:
-        """Record a trace from now on. ``anonymous`` maps a request id to its name in the trace; ``marks``: what a
-        request says of itself."""
+    def grant_marks(self, grant: Grant) -> None:
+        """Let requests be of the classes, and have the deadlines and priorities, that ``grant`` gives them."""
+        self.marks = MarkReader(grant, self.metrics.tally)
+
+    def record_into(self, recording: RowWriter, anonymous: Callable[[str], str]) -> None:
+        """Record a trace from now on. ``anonymous`` maps a request id to its name in the trace."""
         self.recorder = recording
+        marks = self.marks.columns
         self.observers.add(TraceRecorder(recording, anonymous, self.core, self.metrics.tally, marks))
 
     # ---- for tools that drive an engine ----
@@ -313,6 +321,7 @@ class Controller:
         if opened is not None and outcome is not None:
             self.observers.tell("closed", opened, outcome)
         self.observers.tell("ended", request, now)
+        self.marks.forget(request)
 
     def close(self) -> None:
         """Write what is still to be written and close the observers. Further calls do nothing."""

@@ -30,6 +30,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fallbacks": ("Recomputed for another reason than that the policy chose to.", ("reason",)),
     "measuring_failed": ("Times that measuring preemptions' costs, or learning from one, failed.", ()),
     "order_failed": ("Times that code of the order of service failed; requests were served without.", ("method",)),
+    "invalid_marks": ("Requests whose class and deadlines could not be read.", ("reason",)),
+    "clamped_marks": ("Requests that claimed more than their class, or the settings, allow.", ("mark",)),
     "unpriced": ("Times that predicting what displacing a request costs failed.", ()),
     "resume_undecided": ("Times that deciding at resume failed; what was saved was loaded.", ()),
     "records_dropped": ("Trace rows that could not be written.", ()),

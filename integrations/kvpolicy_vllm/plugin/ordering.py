@@ -15,6 +15,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.order import BackOff, Guarded, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
+from kvpolicy.request_marks import Marks
 
 ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -70,7 +71,7 @@ class Ordering:
     """Ranks, queues and displacement of one scheduler. Satisfies :class:`kvpolicy.order.Engine`.
 
     ``price``: see :attr:`kvpolicy.order.View.price`; of a running request. ``complain`` is called with what failed,
-    while the exception is handled.
+    while the exception is handled. ``marks`` gives what a request is allowed to be.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class Ordering:
         clock: Callable[[], float],
         price: Callable[[Any], float | None],
         complain: Callable[[str], None],
+        marks: Callable[[Any], Marks] = lambda request: Marks(priority=request.priority),
     ) -> None:
         self.order = order
+        self._marks = marks
         self._complain = complain
         whose = order.base if isinstance(order, Guarded) else order
         self._gates = type(whose).admits is not Order.admits
@@ -108,6 +111,7 @@ class Ordering:
         self._number_of: dict[Any, int] = {}
         self._by_number: dict[int, Any] = {}
         self._arrival_of: dict[Any, float] = {}
+        self._marks_of: dict[Any, Marks] = {}
         self._scheduling = False
         self._admitting: Mapping[str, int] = {}
         """Tokens that the step which is being settled computes: what it brings to those it admitted does not count yet.
@@ -141,6 +145,7 @@ class Ordering:
         number = self._number_of[request] = next(self._numbers)
         self._by_number[number] = request
         self._arrival_of[request] = self.arrived_at(request)
+        self._marks_of[request] = self._marks(request)
         self._now_s = self._clock()
         self.ranks.arrived(request, self._step, self.view())
         self._back_off.reset()
@@ -168,6 +173,7 @@ class Ordering:
             self.ranks.removed(request, by_itself=request.status in ENDED_BY_ITSELF)
             del self._by_number[self._number_of.pop(request)]
             del self._arrival_of[request]
+            del self._marks_of[request]
             self._back_off.reset()
 
     # ---- around a step ----
@@ -384,10 +390,11 @@ class Ordering:
 
     def _progress_of(self, request: Any, rank: tuple[float, ...], admitted_at_tokens: int) -> Progress:
         output_tokens = request.num_output_tokens + (0 if self._admitting else request.num_output_placeholders)
+        marks = self._marks_of[request]
         return Progress(
             self._number_of[request],
             self._arrival_of[request],
-            request.priority,
+            marks.priority,
             request.num_prompt_tokens,
             output_tokens,
             request.max_tokens,
@@ -395,4 +402,7 @@ class Ordering:
             output_tokens - admitted_at_tokens,
             request.num_preemptions,
             rank,
+            marks.ttft_s,
+            marks.tpot_s,
+            marks.class_name,
         )

@@ -68,7 +68,10 @@ class PolicyHooks:
                 "the flag out"
             )
         controller = self.kvpolicy
-        self.ordering = Ordering(order, self, lambda: controller.clock(), controller.price, controller.order_failed)
+        self.ordering = Ordering(
+            order, self, lambda: controller.clock(), controller.price, controller.order_failed,
+            lambda request: controller.marks.of(request),
+        )  # fmt: skip
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         controller, loaded_requests = self.kvpolicy, self.loaded_requests

@@ -57,11 +57,6 @@ Marks = Callable[[Any], Mapping[str, Any]]
 :data:`kvpolicy.trace.schemas.ABSENT_COLUMNS`, as arguments of :func:`kvpolicy.trace.request_row`."""
 
 
-def own_priority(request: Any) -> Mapping[str, Any]:
-    """The marks of a request of a server: its priority."""
-    return {"priority": request.priority}
-
-
 class TraceRecorder(Observer):
     """Makes the rows of a trace from events. ``anonymous`` maps a request id to its name in the trace; ``marks``: what
     a request says of itself."""
@@ -75,7 +70,7 @@ class TraceRecorder(Observer):
         anonymous: Callable[[str], str],
         core: str,
         tally: Tally,
-        marks: Marks = own_priority,
+        marks: Marks,
     ) -> None:
         self.recorder = recorder
         self._marks = marks

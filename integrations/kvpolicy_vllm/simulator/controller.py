@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import OpenPreemption, Repeated
 from kvpolicy.policy import Decider, Policy
+from kvpolicy.request_marks import DEFAULT_CLASS, KEY, as_said
 from kvpolicy.simulator import DecisionObserver, Server, Sink
 from kvpolicy.simulator.work_count import WorkCount
 from kvpolicy.trace import Row
-from kvpolicy.workload import DEFAULT_CLASS, Request
+from kvpolicy.workload import Request
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 from kvpolicy_vllm.plugin.observers import Observer, Pending
@@ -32,25 +32,11 @@ def number_of(name: str) -> int:
     return int(name)
 
 
-MARKS = "kvpolicy"
-"""Key of a request's ``kv_transfer_params`` under which it says what it is."""
-
-
 def transfer_params(request: Request) -> dict[str, Any] | None:
     """A request's class and deadlines as vLLM's ``kv_transfer_params``; None where it says nothing."""
-    told = {"class": request.class_name, "ttft_s": request.ttft_s, "tpot_s": request.tpot_s}
-    return None if told == {"class": DEFAULT_CLASS, "ttft_s": None, "tpot_s": None} else {MARKS: told}
-
-
-def marks_of(request: Any) -> Mapping[str, Any]:
-    """What a request within vLLM says of itself, for its row."""
-    told = (request.kv_transfer_params or {}).get(MARKS, {})
-    return {
-        "class_name": told.get("class", DEFAULT_CLASS),
-        "priority": request.priority,
-        "ttft_deadline_s": told.get("ttft_s"),
-        "tpot_deadline_s": told.get("tpot_s"),
-    }
+    deadlines = {"ttft_s": request.ttft_s, "tpot_s": request.tpot_s}
+    told = {"class": request.class_name} | {name: value and float(value) for name, value in deadlines.items()}
+    return None if told == {"class": DEFAULT_CLASS, "ttft_s": None, "tpot_s": None} else {KEY: told}
 
 
 class SinkWriter:
@@ -123,8 +109,9 @@ class SimulatedController(Controller):
             _raise,
             policies.load,
         )
+        self.grant_marks(as_said)
         if sink is not None:
-            self.record_into(SinkWriter(sink), lambda request_id: str(number_of(request_id)), marks_of)
+            self.record_into(SinkWriter(sink), lambda request_id: str(number_of(request_id)))
         if on_decision is not None:
             self.observers.add(DecisionReporter(on_decision))
 

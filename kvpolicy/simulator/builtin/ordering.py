@@ -157,6 +157,9 @@ class Ordering:
             output_tokens - admitted_at_tokens,
             live.preemptions,
             rank,
+            request.ttft_s,
+            request.tpot_s,
+            request.class_name,
         )
 
     def _price_of(self, request: Progress) -> float | None:

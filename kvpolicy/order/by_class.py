@@ -1,0 +1,40 @@
+"""An order by the classes of requests, most often the outer one of two: ``classes:interactive+batch/mlfq``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.rules import Layered, WithVictims
+
+
+@dataclass(frozen=True, repr=False)
+class ByClass(Order):
+    """By class, in the order listed, and a request of an earlier class displaces those of later ones.
+
+    rank = position of the request's class in the list; classes that are not listed come last, all alike. As ``urgent``
+    does by priority, it gives up the time of those displaced.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    quantum_tokens: int = 0
+    promote_s: float = inf
+    displaces_by_rank = True
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        listed = request.class_name in self.classes
+        return Rank((self.classes.index(request.class_name) if listed else len(self.classes),))
+
+
+def classes_of(order: Order) -> Iterator[str]:
+    """The classes by which the order, or a part of it, ranks."""
+    if isinstance(order, ByClass):
+        yield from order.classes
+    elif isinstance(order, Layered):
+        yield from classes_of(order.outer)
+        yield from classes_of(order.inner)
+    elif isinstance(order, WithVictims):
+        yield from classes_of(order.base)

@@ -1,0 +1,215 @@
+"""What a request says of itself, its class and its deadlines, and what of it an operator grants.
+
+A client sends the marks as ``kv_transfer_params["kvpolicy"]`` beside vLLM's own ``priority``. The plugin reads them in
+a server, the adapter of vLLM's scheduler in a simulation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from kvpolicy.fields import WrongValue
+
+KEY = "kvpolicy"
+"""Key of ``kv_transfer_params`` under which a request says what it is."""
+DEFAULT_CLASS = "default"
+"""Class of a request that names none."""
+CLASS_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+"""What a class may be called."""
+CLASS_WORDS = "1 to 64 letters, digits, dots, dashes or underscores"
+MAX_DEADLINE_S = 86400.0
+"""The longest deadline granted, a day: one that is longer ranks a request no differently."""
+NAMES = ("class", "ttft_s", "tpot_s")
+"""What a request may say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What a request is, as said or as granted."""
+
+    class_name: str = DEFAULT_CLASS
+    priority: int = 0
+    """Lower is more urgent, as in vLLM."""
+    ttft_s: float | None = None
+    """Seconds from its arrival to its first token; None: no deadline."""
+    tpot_s: float | None = None
+    """Seconds per output token after the first; None: no deadline."""
+
+
+class InvalidMarks(ValueError):
+    """Marks that cannot be read. ``reason``: one of :data:`REASONS`, never a text that a client sent."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(REASONS[reason])
+        self.reason = reason
+
+
+REASONS: Mapping[str, str] = {
+    "type": "is no dictionary",
+    "key": f"has another key than {', '.join(NAMES)}",
+    "class": "has a class that is no name",
+    "ttft_s": "has a ttft_s that is no number above 0",
+    "tpot_s": "has a tpot_s that is no number above 0",
+    "version": "has another action_version than 1",
+    "error": "could not be read",
+}
+"""Why marks are not read."""
+
+
+def read_marks(said: Any, priority: int = 0) -> Marks:
+    """The marks that a client sent, as they are. None stands for nothing said. Raises :class:`InvalidMarks`."""
+    if said is None:
+        return Marks(priority=priority)
+    if not isinstance(said, dict):
+        raise InvalidMarks("type")
+    if len(said) > len(NAMES) or any(name not in NAMES for name in said):
+        raise InvalidMarks("key")
+    class_name = said.get("class")
+    if class_name is None:
+        class_name = DEFAULT_CLASS
+    if not isinstance(class_name, str) or not class_name:
+        raise InvalidMarks("class")
+    return Marks(class_name, priority, _seconds(said, "ttft_s"), _seconds(said, "tpot_s"))
+
+
+def _seconds(said: Mapping[str, Any], name: str) -> float | None:
+    value = said.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise InvalidMarks(name)
+    try:
+        return float(value)
+    except OverflowError:  # a whole number beyond all floats
+        raise InvalidMarks(name) from None
+
+
+def as_said(marks: Marks) -> tuple[Marks, tuple[str, ...]]:
+    """Grant everything, as in a simulation, whose requests nobody else sent."""
+    return marks, ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLimits:
+    """The most urgent that a request of a class may be. It is also what a request has that asks for nothing."""
+
+    ttft_s: float | None = None
+    """None: no deadline is granted."""
+    tpot_s: float | None = None
+    """None: no deadline is granted."""
+    priority: int | None = None
+    """None: see :meth:`Classes.grant`."""
+
+
+FORM = "NAME:ttft=SECONDS,tpot=SECONDS,priority=NUMBER+NAME+..."
+OPTIONS: Mapping[str, str] = {"ttft": "ttft_s", "tpot": "tpot_s", "priority": "priority"}
+"""Options of a class, by the limit that each sets."""
+HELP = (
+    f"Classes that a client may claim for its request, {FORM}: as in interactive:ttft=0.5,tpot=0.05,priority=-1+batch. "
+    "Each option is the most urgent that a request of the class may be, and what it is that asks for nothing. "
+    "Default: every request is of the class default, without deadlines."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The classes that requests may claim. The default one need not be listed."""
+
+    limits: tuple[tuple[str, ClassLimits], ...] = ()
+    text: str = ""
+    """What :meth:`parse` made them from."""
+
+    @classmethod
+    def parse(cls, text: str) -> Classes:
+        """From the form :data:`FORM`, all options optional. Raises WrongValue naming what is wrong."""
+        limits: dict[str, ClassLimits] = {}
+        for part in text.split("+"):
+            name, _, options = part.strip().partition(":")
+            if not CLASS_NAME.fullmatch(name):
+                raise _wrong(text, f"has the class {name!r}, should be {CLASS_WORDS}")
+            if name in limits:
+                raise _wrong(text, f"has {name} twice")
+            limits[name] = _limits(text, name, options)
+        return cls(tuple(limits.items()), text)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.limits)
+
+    @property
+    def bounds_priority(self) -> bool:
+        """Whether any class bounds the priority. Those that do not are bounded by 0, vLLM's default, then."""
+        return any(limit.priority is not None for _, limit in self.limits)
+
+    def grant(self, said: Marks) -> tuple[Marks, tuple[str, ...]]:
+        """What a request is allowed to be, and names of what it claimed in vain.
+
+        A class that is not listed becomes the default one. A deadline is never shorter than the class's, which a
+        request has too that asks for none; a class without one has none. A priority is never lower than the class's,
+        which a request has too that gives vLLM's default, 0. Where no class bounds it, it stays as it is.
+        """
+        vain: list[str] = []
+        class_name, limits = said.class_name, self._of(said.class_name)
+        if limits is None:
+            vain.append("class")
+            class_name, limits = DEFAULT_CLASS, self._of(DEFAULT_CLASS) or ClassLimits()
+        ttft_s, tpot_s = _granted_s(said.ttft_s, limits.ttft_s), _granted_s(said.tpot_s, limits.tpot_s)
+        priority = self._priority(said.priority, limits)
+        vain += [name for name, asked, given in (("ttft_s", said.ttft_s, ttft_s), ("tpot_s", said.tpot_s, tpot_s))
+                 if asked is not None and asked != given]  # fmt: skip
+        if said.priority and priority != said.priority:
+            vain.append("priority")
+        return Marks(class_name, priority, ttft_s, tpot_s), tuple(vain)
+
+    def _of(self, class_name: str) -> ClassLimits | None:
+        for name, limits in self.limits:
+            if name == class_name:
+                return limits
+        return ClassLimits() if class_name == DEFAULT_CLASS else None
+
+    def _priority(self, said: int, limits: ClassLimits) -> int:
+        least = limits.priority
+        if least is None:
+            return max(said, 0) if self.bounds_priority else said
+        return max(said, least) if said else least
+
+
+def _granted_s(asked_s: float | None, least_s: float | None) -> float | None:
+    if asked_s is None or least_s is None:
+        return least_s
+    return min(max(asked_s, least_s), MAX_DEADLINE_S)
+
+
+def _limits(text: str, name: str, options: str) -> ClassLimits:
+    values: dict[str, Any] = {}
+    for part in options.split(",") if options else ():
+        option, _, value = part.partition("=")
+        field = OPTIONS.get(option)
+        if field is None or field in values:
+            raise _wrong(text, f"has {part!r} in {name}; the options are {', '.join(OPTIONS)}, each at most once")
+        values[field] = _priority_of(text, name, value) if field == "priority" else _deadline_of(text, name, part)
+    return ClassLimits(**values)
+
+
+def _deadline_of(text: str, name: str, part: str) -> float:
+    try:
+        seconds = float(part.partition("=")[2])
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= MAX_DEADLINE_S:
+        raise _wrong(text, f"has {part} in {name}, should be seconds above 0, up to {MAX_DEADLINE_S:g}")
+    return seconds
+
+
+def _priority_of(text: str, name: str, value: str) -> int:
+    if not re.fullmatch(r"-?\d{1,9}", value, re.ASCII):
+        raise _wrong(text, f"has priority={value} in {name}, should be a whole number")
+    return int(value)
+
+
+def _wrong(text: str, problem: str) -> WrongValue:
+    return WrongValue("classes", f"is {text!r}, which {problem}; the form is {FORM}")

@@ -1,0 +1,158 @@
+"""Marks of requests: what a client may send, what an operator grants, and that nobody gets more than that."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvpolicy.fields import WrongValue
+from kvpolicy.request_marks import (
+    MAX_DEADLINE_S,
+    REASONS,
+    Classes,
+    ClassLimits,
+    InvalidMarks,
+    Marks,
+    as_said,
+    read_marks,
+)
+
+LISTED = Classes.parse("interactive:ttft=0.5,tpot=0.05,priority=-1+batch:priority=5+other")
+NESTED: dict[str, Any] = {}
+for _ in range(5000):
+    NESTED = {"class": NESTED}
+
+
+@pytest.mark.parametrize(
+    ("said", "marks"),
+    [
+        (None, Marks()),
+        ({}, Marks()),
+        ({"class": "chat"}, Marks("chat")),
+        ({"class": "chat", "ttft_s": 1, "tpot_s": 0.05}, Marks("chat", 0, 1.0, 0.05)),
+        ({"class": None, "ttft_s": None, "tpot_s": None}, Marks()),
+    ],
+)
+def test_what_is_said_is_read(said: Any, marks: Marks) -> None:
+    assert read_marks(said) == marks == as_said(read_marks(said))[0]
+    assert read_marks(said, -3).priority == -3
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("chat", "type"),
+        (["class"], "type"),
+        (True, "type"),
+        ({"klass": "chat"}, "key"),
+        ({"class": "chat", "priority": -1}, "key"),
+        ({"class": "chat", "ttft_s": 1.0, "tpot_s": 1.0, "more": 1}, "key"),
+        ({7: "chat"}, "key"),
+        (dict.fromkeys(range(100_000)), "key"),
+        ({"class": 7}, "class"),
+        ({"class": ""}, "class"),
+        ({"class": ["chat"]}, "class"),
+        (NESTED, "class"),
+        ({"ttft_s": "1"}, "ttft_s"),
+        ({"ttft_s": True}, "ttft_s"),
+        ({"ttft_s": 0}, "ttft_s"),
+        ({"ttft_s": -1.0}, "ttft_s"),
+        ({"ttft_s": float("nan")}, "ttft_s"),
+        ({"ttft_s": float("inf")}, "ttft_s"),
+        ({"ttft_s": 10**400}, "ttft_s"),
+        ({"tpot_s": NESTED}, "tpot_s"),
+        ({"tpot_s": 1j}, "tpot_s"),
+    ],
+)
+def test_what_cannot_be_read_has_a_reason(said: Any, reason: str) -> None:
+    with pytest.raises(InvalidMarks, match=REASONS[reason]) as told:
+        read_marks(said)
+    assert told.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("said", "granted", "vain"),
+    [
+        (Marks(), Marks(), ()),
+        (Marks("interactive"), Marks("interactive", -1, 0.5, 0.05), ()),
+        (Marks("interactive", -9, 0.1, 0.01), Marks("interactive", -1, 0.5, 0.05), ("ttft_s", "tpot_s", "priority")),
+        (Marks("interactive", 3, 2.0, 0.5), Marks("interactive", 3, 2.0, 0.5), ()),
+        (Marks("interactive", 0, 1e300), Marks("interactive", -1, MAX_DEADLINE_S, 0.05), ("ttft_s",)),
+        (Marks("batch", 0, 0.1), Marks("batch", 5), ("ttft_s",)),
+        (Marks("batch", 3), Marks("batch", 5), ("priority",)),
+        (Marks("batch", 7), Marks("batch", 7), ()),
+        (Marks("other", -1000), Marks("other"), ("priority",)),
+        (Marks("urgent", -1000, 0.1), Marks(), ("class", "ttft_s", "priority")),
+        (Marks("x" * 10**7), Marks(), ("class",)),
+        (Marks("interactive\nfaked 1"), Marks(), ("class",)),
+        (Marks("default", 2), Marks("default", 2), ()),
+    ],
+)
+def test_what_an_operator_grants(said: Marks, granted: Marks, vain: tuple[str, ...]) -> None:
+    assert LISTED.grant(said) == (granted, vain)
+
+
+def test_without_a_list_there_is_one_class_without_deadlines() -> None:
+    """A priority is vLLM's own affair until an operator bounds it."""
+    assert Classes().grant(Marks("chat", -7, 0.1, 0.1)) == (Marks(priority=-7), ("class", "ttft_s", "tpot_s"))
+    assert Classes.parse("chat").grant(Marks("chat", -7)) == (Marks("chat", -7), ())
+
+
+def test_the_default_class_may_be_bounded_too() -> None:
+    classes = Classes.parse("default:ttft=2,priority=1+chat")
+    assert classes.grant(Marks(priority=-5)) == (Marks("default", 1, 2.0), ("priority",))
+    assert classes.grant(Marks("nobody", 0, 1.0)) == (Marks("default", 1, 2.0), ("class", "ttft_s"))
+
+
+def test_nobody_is_more_urgent_than_its_class() -> None:
+    """Over drawn lists and claims: listed names alone, no deadline below the class's, no priority below it."""
+    rng = random.Random(1)
+    for _ in range(2000):
+        limits = {
+            name: ClassLimits(rng.choice((None, rng.random())), rng.choice((None, rng.random())), rng.randint(-3, 3))
+            for name in rng.sample(("a", "b", "c", "default"), 3)
+        }
+        said = Marks(
+            rng.choice(("a", "b", "c", "d", "default")), rng.randint(-9, 9), rng.choice((None, rng.random())),
+            rng.choice((None, rng.random())),
+        )  # fmt: skip
+        granted, _ = Classes(tuple(limits.items())).grant(said)
+        limit = limits.get(granted.class_name, ClassLimits(priority=0))
+        assert granted.class_name in {*limits, "default"}
+        assert granted.priority >= (limit.priority or 0)
+        for given, least in ((granted.ttft_s, limit.ttft_s), (granted.tpot_s, limit.tpot_s)):
+            assert given is None if least is None else given is not None and given >= least
+
+
+def test_a_list_is_read() -> None:
+    assert LISTED.names == ("interactive", "batch", "other") and LISTED.bounds_priority
+    assert LISTED.limits[0] == ("interactive", ClassLimits(0.5, 0.05, -1))
+    assert Classes.parse("a + b:ttft=1").names == ("a", "b") and not Classes.parse("a+b").bounds_priority
+    assert Classes.parse(LISTED.text) == LISTED
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "has the class ''"),
+        ("a+", "has the class ''"),
+        ("a b", "has the class 'a b', should be 1 to 64 letters"),
+        ("x" * 65, "should be 1 to 64 letters"),
+        ("a+a", "has a twice"),
+        ("a:ttft", "has ttft in a, should be seconds"),
+        ("a:ttft=1,ttft=2", "each at most once"),
+        ("a:speed=1", "has 'speed=1' in a"),
+        ("a:ttft=0", "has ttft=0 in a, should be seconds above 0, up to 86400"),
+        ("a:tpot=nan", "has tpot=nan in a, should be seconds"),
+        ("a:tpot=1e9", "has tpot=1e9 in a, should be seconds"),
+        ("a:tpot=x", "has tpot=x in a, should be seconds"),
+        ("a:priority=1.5", "has priority=1.5 in a, should be a whole number"),
+        ("a:priority=1_0", "should be a whole number"),
+    ],
+)
+def test_a_list_that_is_wrong_is_named(text: str, named: str) -> None:
+    with pytest.raises(WrongValue, match="the form is NAME:ttft=SECONDS") as told:
+        Classes.parse(text)
+    assert named in str(told.value)
