@@ -16,6 +16,7 @@ from kvpolicy.evaluation.bounds import Resamples, Terms
 from kvpolicy.evaluation.decision_log import Log, attributed_log, read_traces
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, known_by_action, log_refusals, support
 from kvpolicy.evaluation.direct_model import Design, DirectCosts, folds_of
+from kvpolicy.evaluation.displacements import Displacements, displacements_of
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, TunedTerms, cross_fitted_dr, importance_weights
 from kvpolicy.evaluation.log_headroom import log_headroom
@@ -120,6 +121,8 @@ class OffPolicyReport:
     """What there was to win by choosing better than the logging policy; None for a log without its traces."""
     threshold: LogThreshold | None = None
     """None for a log that supports no estimate, or that was given without a choice of rules."""
+    displacements: Displacements | None = None
+    """What the log says of the requests that its order of service displaced; None where none is recorded."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: finite(value) for name, value in asdict(self).items()}
@@ -134,6 +137,7 @@ class OffPolicyReport:
             "",
             *self._logged_lines(),
             *([] if self.headroom is None else [self.headroom.sentence()]),
+            *([] if self.displacements is None else self.displacements.lines()),
             *(line for judgement in self.policies for line in judgement.lines()),
             *([] if self.threshold is None else self.threshold.lines()),
             "",
@@ -194,7 +198,11 @@ def estimate(
             report, threshold=judge_rules(log, rules, {name: targets[name] for name in by_more}, seed, how)
         )
     cost_model = next((policy.cost_model for policy in loaded if policy.cost_model is not None), None)
-    return replace(report, headroom=log_headroom(list(by_folder.values()), cost_model))
+    return replace(
+        report,
+        headroom=log_headroom(list(by_folder.values()), cost_model),
+        displacements=displacements_of(by_folder.values()),
+    )
 
 
 def judge(

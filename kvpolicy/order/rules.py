@@ -258,6 +258,11 @@ class Layered(Order):
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
         return self.inner.victims(waiting, running, self._views(view)[1])
 
+    def probability(
+        self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
+    ) -> float:
+        return self.inner.probability(waiting, victims, running, self._views(view)[1])
+
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
         return all(self._asked(lambda order, its_view: order.worth(waiting, victims, its_view), view))
 
@@ -323,6 +328,11 @@ class WithVictims(Order):
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
         return sorted(running, key=lambda other: (*(-value for value in other.rank), *self.rule(other, view)))
+
+    def probability(
+        self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
+    ) -> float:
+        return 1.0  # by the rule, whatever the other order would draw
 
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
         return self.base.worth(waiting, victims, view)

@@ -32,6 +32,7 @@ from tests.vllm.agreement import (
     drawn,
     looped,
     ordered,
+    priced,
     returned_before_newcomers,
 )
 from tests.vllm.versions import quick_and_others, source_or_skip
@@ -48,6 +49,8 @@ LOOPS = range(8)
 """Each combination of scheduling, prefix caching and asynchronous scheduling once."""
 ORDERED = (*range(6), 19, *range(7, 13))
 """Each order once, each kind of case several times."""
+PRICES = ("mlfq:base=4,victims=cheapest", "gittins:quantum=8")
+"""Orders under which prices are asked for, or only recorded."""
 TIED = (200, 212)
 """Orders that learn, over closed loops in which several arrive and several end at the same time."""
 CROWDS = range(4)
@@ -77,6 +80,18 @@ def test_they_agree_under_every_order(seed: int) -> None:
     builtin = account("builtin", case)
     assert not differences(builtin, account("vllm", case))
     assert (displaced(builtin) > 0) == case.server.order.displaces_by_rank
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("spec", PRICES)
+def test_they_agree_on_what_displacing_somebody_would_cost(spec: str, seed: int) -> None:
+    """And record it: every victim's price is known."""
+    case = priced(spec, seed, REQUESTS)
+    builtin = account("builtin", case)
+    assert not differences(builtin, account("vllm", case))
+    rows = builtin.rows("displacements")
+    assert rows and all(one["price_s"] is not None for row in rows for one in row["candidates"])
+    assert {row["absence_tokens"] is None for row in builtin.rows("decisions")} == {False}
 
 
 @pytest.mark.parametrize("seed", TIED)

@@ -29,6 +29,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "wait_blocks_microseconds": ("Measured wait of preempted requests for free blocks.", ("executed",)),
     "fallbacks": ("Recomputed for another reason than that the policy chose to.", ("reason",)),
     "measuring_failed": ("Times that measuring preemptions' costs, or learning from one, failed.", ()),
+    "displaced": ("Requests displaced for others by the order of service.", ()),
+    "displaced_in_vain": ("Requests that did not come in although others were displaced for them.", ()),
     "order_failed": ("Times that code of the order of service failed; requests were served without.", ("method",)),
     "unpriced": ("Times that predicting what displacing a request costs failed.", ()),
     "resume_undecided": ("Times that deciding at resume failed; what was saved was loaded.", ()),

@@ -11,7 +11,7 @@ from itertools import count
 from math import inf
 from typing import Protocol
 
-from kvpolicy.order import BackOff, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
+from kvpolicy.order import BackOff, Choice, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.live_request import LiveRequest, Status
 
@@ -39,6 +39,8 @@ class Ordering:
         self.back_off = BackOff()
         self.after_miss = BackOff()
         """Looks that are left out because requests were displaced for somebody who did not come in."""
+        self.on_choice: Callable[[Choice], None] | None = None
+        """Takes every choice of victims, before they are displaced; None where choices are not recorded."""
         self._let_in: list[LiveRequest] = []
         self._server = server
         self._price = price
@@ -124,7 +126,10 @@ class Ordering:
 
     def displaced(self, engine: Room, space: Space) -> list[LiveRequest]:
         """The running requests to displace in this step."""
-        taken = make_room(self.order, engine, space, self.view())
+        taken = make_room(self.order, engine, space, self.view(), records=self.on_choice is not None)
+        if self.on_choice is not None:
+            for choice in taken.choices:
+                self.on_choice(choice)
         if taken.missed and not taken.victims:
             self.back_off.missed(self.step)
         self._let_in = [self.by_number[waiting.number] for waiting in taken.let_in]
