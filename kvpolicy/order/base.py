@@ -77,6 +77,10 @@ class View:
     price: Callable[[Progress], float | None] | None = None
     """Predicted engine seconds of displacing a running request, by the cheaper option; None where no policy predicts
     costs. Not to be kept: it is valid during the call."""
+    unfinished: int = 0
+    """Requests that wait or run."""
+    served_s: Callable[[Progress], float] | None = None
+    """Seconds since a running request was admitted; None where it is not known. Valid during the call, as ``price``."""
 
 
 class Order(ABC):

@@ -11,9 +11,12 @@ from kvpolicy import extensions
 from kvpolicy.fields import WrongValue, refuse_other
 from kvpolicy.order import rules
 from kvpolicy.order.base import Order
+from kvpolicy.order.worth import WithWorth
 
 GROUP = "kvpolicy.orders"
 """Entry point group of the orders that installed packages offer by name."""
+WORTH = ("price",)
+"""Rules of whether displacing is worth it."""
 FORMS: Mapping[str, str] = {
     "fcfs": "first come, first served, as vLLM does",
     "priority": "vLLM's priority scheduling: by priority, then arrival, and nobody displaced for a newcomer",
@@ -33,6 +36,7 @@ OPTIONS: Mapping[str, str] = {
     "base": "for mlfq: tokens of the first level, which are its quantum",
     "promote": "seconds of waiting after which a request goes first, for one quantum",
     "victims": f"last, {' or '.join(rules.VICTIM_RULES)}: who is displaced among equals",
+    "worth": f"always, or {' or '.join(WORTH)}: displace only where that gains more waiting than its price costs",
     "bound": "for srpt: share of its predicted length up to which a request may be displaced",
     "ttft": "for deadline: seconds to the first token",
     "tpot": "for deadline: seconds per token after it",
@@ -97,15 +101,18 @@ def load(text: str, allow_python: bool = False) -> Order:
             raise spec.refusal("is no order")
         return checked(order)
     value, options = _split(spec, tail)
-    victims = options.pop("victims", None)
+    victims, worth = options.pop("victims", "last"), options.pop("worth", "always")
     order = _made(spec, KINDS[kind], value, options)
-    if victims in (None, "last"):
-        return order
-    if victims not in rules.VICTIM_RULES:
-        raise spec.refusal(f"has victims={victims}, should be {OPTIONS['victims'].partition(':')[0]}")
-    if not order.displaces_by_rank:
-        raise spec.refusal("chooses victims, and displaces nobody")
-    return rules.WithVictims(text, order, rules.VICTIM_RULES[victims])
+    for name, given, usual, known in (
+        ("victims", victims, "last", rules.VICTIM_RULES), ("worth", worth, "always", WORTH),
+    ):  # fmt: skip
+        if given != usual and given not in known:
+            raise spec.refusal(f"has {name}={given}, should be {OPTIONS[name].partition(':')[0]}")
+        if given != usual and not order.displaces_by_rank:
+            raise spec.refusal(f"has {name}={given}, and displaces nobody")
+    if victims != "last":
+        order = rules.WithVictims(text, order, rules.VICTIM_RULES[victims])
+    return order if worth == "always" else WithWorth(text, order)
 
 
 def checked(order: Order) -> Order:

@@ -136,7 +136,10 @@ class Ordering:
     def view(self) -> View:
         scheduler = self._scheduler
         device_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        return View(self._now_s, scheduler.block_size, device_blocks, self.ranks.state, self._price_of)
+        return View(
+            self._now_s, scheduler.block_size, device_blocks, self.ranks.state, self._price_of, len(self.ranks),
+            self._served_s_of,
+        )  # fmt: skip
 
     # ---- what happens to requests ----
 
@@ -393,6 +396,9 @@ class Ordering:
             return False
         freed = getattr(self._scheduler, "_request_blocks_can_be_freed", None)
         return freed is None or bool(freed(request))
+
+    def _served_s_of(self, request: Progress) -> float:
+        return self._now_s - self.ranks.admitted_s(self._by_number[request.number])
 
     def _price_of(self, request: Progress) -> float | None:
         return self._price(self._by_number[request.number])

@@ -51,7 +51,10 @@ class Ordering:
 
     def view(self) -> View:
         server = self._server
-        return View(self.now_s, server.block_size, server.device_blocks, self.ranks.state, self._price_of)
+        return View(
+            self.now_s, server.block_size, server.device_blocks, self.ranks.state, self._price_of, len(self.ranks),
+            self._served_s_of,
+        )  # fmt: skip
 
     # ---- what happens to requests ----
 
@@ -163,6 +166,9 @@ class Ordering:
             live.preemptions,
             rank,
         )
+
+    def _served_s_of(self, request: Progress) -> float:
+        return self.now_s - self.ranks.admitted_s(self.by_number[request.number])
 
     def _price_of(self, request: Progress) -> float | None:
         return self._price(self.by_number[request.number])
