@@ -199,6 +199,7 @@ def displacement_row(
         "candidates": [
             {
                 "request": name_of(candidate.request.number),
+                "number": candidate.request.number,
                 "rank": list(candidate.request.rank),
                 "output_tokens": candidate.request.output_tokens,
                 "computed_tokens": candidate.request.computed_tokens,

@@ -46,6 +46,7 @@ _REPEATED = pa.struct(
 _CANDIDATE = pa.struct(
     [
         ("request", _TEXT),
+        ("number", _INT),
         ("rank", pa.list_(_REAL)),
         ("output_tokens", _INT),
         ("computed_tokens", _INT),
