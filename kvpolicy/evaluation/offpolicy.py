@@ -11,7 +11,7 @@ import numpy as np
 
 from kvpolicy.arrays import Floats
 from kvpolicy.datasets.threshold import BEST_THRESHOLD, PREEMPTION, Difference
-from kvpolicy.evaluation import bounds
+from kvpolicy.evaluation import bounds, victim_rules
 from kvpolicy.evaluation.bounds import Resamples, Terms
 from kvpolicy.evaluation.decision_log import Log, attributed_log, read_traces
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, known_by_action, log_refusals, support
@@ -21,6 +21,7 @@ from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, TunedTerms, cross_fitted_dr, importance_weights
 from kvpolicy.evaluation.log_headroom import log_headroom
 from kvpolicy.evaluation.log_threshold import ChosenRules, choose_rules
+from kvpolicy.evaluation.victim_rules import VictimRule
 from kvpolicy.events import KINDS
 from kvpolicy.fields import WrongValue
 from kvpolicy.headroom import Headroom
@@ -123,6 +124,8 @@ class OffPolicyReport:
     """None for a log that supports no estimate, or that was given without a choice of rules."""
     displacements: Displacements | None = None
     """What the log says of the requests that its order of service displaced; None where none is recorded."""
+    victims: tuple[VictimRule, ...] = ()
+    """Rules for victims among equals; empty for a log in which none were left to chance."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: finite(value) for name, value in asdict(self).items()}
@@ -138,6 +141,7 @@ class OffPolicyReport:
             *self._logged_lines(),
             *([] if self.headroom is None else [self.headroom.sentence()]),
             *([] if self.displacements is None else self.displacements.lines()),
+            *(line for rule in self.victims for line in rule.lines()),
             *(line for judgement in self.policies for line in judgement.lines()),
             *([] if self.threshold is None else self.threshold.lines()),
             "",
@@ -202,6 +206,7 @@ def estimate(
         report,
         headroom=log_headroom(list(by_folder.values()), cost_model),
         displacements=displacements_of(by_folder.values()),
+        victims=victim_rules.judge_rules(by_folder.values(), seed),
     )
 
 
