@@ -77,6 +77,9 @@ class Preemption:
     """Earlier preemptions of this request."""
     priority: int
     cause: Cause
+    absence_tokens: float | None = None
+    """Tokens expected to be written to the device until the request has blocks again, learned by cause; None where
+    nothing is expected, as after a reset, in a profile and in older traces. ``hit_blocks`` follows from it."""
 
     @property
     def copy_bytes(self) -> int:

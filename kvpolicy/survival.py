@@ -99,6 +99,11 @@ class Survival:
         lost_tokens = mean * (exp(-first_tokens / mean) - exp(-all_tokens / mean))
         return max(float(shared_blocks), hashed_blocks - lost_tokens / block_size)
 
+    def absence_tokens(self, cause: Cause) -> float | None:
+        """Tokens expected to be written until a request preempted for this cause has blocks again; None after a reset,
+        when nothing is expected. Pure."""
+        return None if cause == "reset" else self.absences[cause].mean_tokens
+
     def preempted(self, preemption_id: str, situation: Preemption) -> None:
         """A request was preempted. Without a free block, those that still wait have lost all that could be lost."""
         if situation.free_blocks == 0:

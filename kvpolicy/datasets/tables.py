@@ -101,6 +101,8 @@ class Situations(Sequence[Preemption]):
     def __init__(self, table: pa.Table) -> None:
         self._columns = {
             name: texts(table, name) if pa.types.is_string(table.schema.field(name).type)
+            # What is empty stays None.
+            else np.array(table[name].to_pylist(), object) if table[name].null_count
             # Integers stay integers.
             else np.asarray(table[name].to_numpy())
             for name in SITUATION_FIELDS

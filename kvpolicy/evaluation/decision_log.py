@@ -134,7 +134,7 @@ def read_log(folders: Sequence[Path | str], objective: Objective = ENGINE, clust
     """Read production logs. Missing costs are attributed from the steps.
 
     Raises TraceError, naming folder, table and row, for missing or invalid probabilities, impossible values, duplicate
-    rows, and if no decision is left.
+    rows, and if no decision is left; naming both cores, for logs under different orders of service.
     """
     return attributed_log(read_traces(folders), objective, cluster)
 
@@ -178,6 +178,7 @@ def attributed_log(
         if shared_cores:
             raise TraceError(f"{name}: core {shared_cores[0]} is in another of the traces too; is one given twice?")
         headers |= trace.headers
+        _refuse_other_order(headers)
         _count_others(headers, trace, counts)
         parts.append(_read_one(name, trace, objective, cluster, counts))
     names = np.concatenate([part["cluster"] for part in parts])
@@ -196,6 +197,20 @@ def attributed_log(
         counts=dict(counts),
         pinned=common_host_memory(traces_by_name),
     )
+
+
+def _refuse_other_order(headers: Mapping[str, Header]) -> None:
+    """Raise TraceError, naming both cores, for logs under different orders of service. Headers that name none are taken
+    for any."""
+    named = {core: header for core, header in headers.items() if header.order is not None}
+    for core, header in named.items():
+        first, first_header = next(iter(named.items()))
+        if (header.order, header.order_digest) != (first_header.order, first_header.order_digest):
+            raise TraceError(
+                f"cores {first} and {core} were recorded under different orders of service, {first_header.order} and "
+                f"{header.order} (header.json): who is preempted, and for how long, follows from the order; evaluate "
+                "the logs of one at a time"
+            )
 
 
 def _count_others(headers: Mapping[str, Header], trace: Trace, counts: Counter[str]) -> None:

@@ -11,16 +11,18 @@ import numpy as np
 
 from kvpolicy.arrays import Floats
 from kvpolicy.datasets.threshold import BEST_THRESHOLD, PREEMPTION, Difference
-from kvpolicy.evaluation import bounds
+from kvpolicy.evaluation import bounds, victim_rules
 from kvpolicy.evaluation.bounds import Resamples, Terms
 from kvpolicy.evaluation.decision_log import Log, attributed_log, read_traces
 from kvpolicy.evaluation.diagnostics import Calibration, Support, calibration, known_by_action, log_refusals, support
 from kvpolicy.evaluation.direct_model import Design, DirectCosts, folds_of
+from kvpolicy.evaluation.displacements import Displacements, displacements_of
 from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.estimators import ESTIMATORS, Records, TunedTerms, cross_fitted_dr, importance_weights
 from kvpolicy.evaluation.log_headroom import log_headroom
 from kvpolicy.evaluation.log_service import log_service, service_lines
 from kvpolicy.evaluation.log_threshold import ChosenRules, choose_rules
+from kvpolicy.evaluation.victim_rules import VictimRule
 from kvpolicy.events import KINDS
 from kvpolicy.fields import WrongValue
 from kvpolicy.headroom import Headroom
@@ -124,6 +126,10 @@ class OffPolicyReport:
     """None for a log that supports no estimate, or that was given without a choice of rules."""
     classes: Mapping[str, ClassSummary] = field(default_factory=dict)
     """The service that the log's requests got, by class; empty for a log without its traces."""
+    displacements: Displacements | None = None
+    """What the log says of the requests that its order of service displaced; None where none is recorded."""
+    victims: tuple[VictimRule, ...] = ()
+    """Rules for victims among equals; empty for a log in which none were left to chance."""
 
     def to_dict(self) -> dict[str, Any]:
         return {name: finite(value) for name, value in asdict(self).items()}
@@ -139,6 +145,8 @@ class OffPolicyReport:
             *self._logged_lines(),
             *([] if self.headroom is None else [self.headroom.sentence()]),
             *service_lines(self.classes),
+            *([] if self.displacements is None else self.displacements.lines()),
+            *(line for rule in self.victims for line in rule.lines()),
             *(line for judgement in self.policies for line in judgement.lines()),
             *([] if self.threshold is None else self.threshold.lines()),
             "",
@@ -200,7 +208,13 @@ def estimate(
         )
     cost_model = next((policy.cost_model for policy in loaded if policy.cost_model is not None), None)
     recorded = list(by_folder.values())
-    return replace(report, headroom=log_headroom(recorded, cost_model), classes=log_service(recorded))
+    return replace(
+        report,
+        headroom=log_headroom(recorded, cost_model),
+        classes=log_service(recorded),
+        displacements=displacements_of(recorded),
+        victims=victim_rules.judge_rules(recorded, seed),
+    )
 
 
 def judge(

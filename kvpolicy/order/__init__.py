@@ -1,6 +1,7 @@
 """Orders: which request is served first, whether one displaces another, and which one."""
 
 from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.choice import Candidate, Choice
 from kvpolicy.order.guard import Guarded
 from kvpolicy.order.queue import OrderedQueue
 from kvpolicy.order.ranks import Ranks
@@ -9,7 +10,6 @@ from kvpolicy.order.rules import Fcfs, Priority, is_stock
 from kvpolicy.order.spec import FORMS, HELP, load, load_order
 
 __all__ = [
-    "FORMS", "HELP", "BackOff", "Engine", "Fcfs", "Guarded", "Order", "OrderedQueue", "Priority", "Progress", "Rank",
-    "Ranks", "Space", "Taken", "View", "is_stock", "load", "load_order",
-    "make_room",
+    "FORMS", "HELP", "BackOff", "Candidate", "Choice", "Engine", "Fcfs", "Guarded", "Order", "OrderedQueue", "Priority",
+    "Progress", "Rank", "Ranks", "Space", "Taken", "View", "is_stock", "load", "load_order", "make_room",
 ]  # fmt: skip

@@ -80,6 +80,10 @@ class View:
     price: Callable[[Progress], float | None] | None = None
     """Predicted engine seconds of displacing a running request, by the cheaper option; None where no policy predicts
     costs. Not to be kept: it is valid during the call."""
+    unfinished: int = 0
+    """Requests that wait or run."""
+    served_s: Callable[[Progress], float] | None = None
+    """Seconds since a running request was admitted; None where it is not known. Valid during the call, as ``price``."""
 
 
 class Order(ABC):
@@ -142,3 +146,10 @@ class Order(ABC):
     def finished(self, state: Any, request: Progress) -> Any:
         """Return the state after a request has ended by itself."""
         return state
+
+    def probability(
+        self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
+    ) -> float:
+        """With which ``victims`` are the first of those that :meth:`victims` gives, in this sequence: for traces, so
+        that other rules can be judged by them. 1 for an order that draws nothing."""
+        return 1.0

@@ -57,6 +57,13 @@ class Guarded(Order):
     def finished(self, state: Any, request: Progress) -> Any:
         return self._guarded("finished", state, lambda: self.base.finished(state, request))
 
+    def probability(
+        self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
+    ) -> float:
+        """0 where it is not known: nothing is judged by such a choice."""
+        ask = self.base.probability
+        return self._guarded("probability", 0.0, lambda: float(ask(waiting, victims, running, view)))
+
     def _guarded(self, method: str, otherwise: Answer, ask: Callable[[], Answer]) -> Answer:
         """The answer, or ``otherwise`` where the order's code fails."""
         try:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from math import ceil, inf
+from math import ceil, inf, nan
 from typing import Generic, TypeVar
 
 from kvpolicy.order.base import Order, Progress, Rank, View
@@ -36,6 +36,8 @@ class Entry:
     promoted: bool = False
     version: int = 0
     """Counts what makes its events in the calendar void."""
+    admitted_s: float = nan
+    """When it was last admitted."""
 
 
 class Ranks(Generic[R]):
@@ -67,6 +69,10 @@ class Ranks(Generic[R]):
         entry = self._entries[request]
         return self._look(request, entry.key[0], entry.admitted_at_tokens)
 
+    def admitted_s(self, request: R) -> float:
+        """When the request was last admitted; NaN before the first time."""
+        return self._entries[request].admitted_s
+
     # ---- what happens to requests ----
 
     def arrived(self, request: R, step: int, view: View) -> None:
@@ -79,6 +85,7 @@ class Ranks(Generic[R]):
         """The request runs from this step on."""
         entry = self._entries[request]
         entry.waits_since_s = None
+        entry.admitted_s = view.now_s
         entry.admitted_at_tokens = self.progress(request).output_tokens
         self._ask(request, entry, step, view)
 

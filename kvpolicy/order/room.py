@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpolicy.order.base import Order, Progress, View
+from kvpolicy.order.choice import Choice, Wants, choice_of
 
 MAX_HEADS = 64
 """Waiting requests that are looked at in one step."""
@@ -58,18 +59,22 @@ class Taken:
     """Waiting requests for which they make room."""
     missed: bool = False
     """Whether somebody of a lower rank than a running request could not be let in."""
+    choices: tuple[Choice, ...] = ()
+    """How the victims of each were chosen, where this is recorded."""
 
 
 @dataclass(slots=True)
 class _Plan:
     victims: list[Progress] = field(default_factory=list)
     let_in: list[Progress] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
 
 
-def make_room(order: Order, engine: Engine, space: Space, view: View) -> Taken:
+def make_room(order: Order, engine: Engine, space: Space, view: View, records: bool = False) -> Taken:
     """Choose victims for the waiting requests, one after the other in the order of service, until one cannot be let in.
 
     A request is displaced only by one of a lower rank, only after its quantum, and only if ``order`` agrees.
+    ``records``: whether :attr:`Taken.choices` are wanted, which takes the time to price the candidates.
     """
     free, places, budget = space.free_blocks, space.places, space.budget_tokens
     plan = _Plan()
@@ -93,12 +98,15 @@ def make_room(order: Order, engine: Engine, space: Space, view: View) -> Taken:
         else:
             wanted_places = 1
         victims: list[Progress] = []
+        candidates: list[Progress] = []
+        preferred: Sequence[Progress] = ()
         found_free, found_places = free, places
         if need > free or places < wanted_places:
             candidates = [
                 other for other in left if waiting.rank < other.rank and order.displaces(waiting, other, view)
             ]
-            for victim in order.victims(waiting, candidates, view):
+            preferred = order.victims(waiting, candidates, view)
+            for victim in preferred:
                 if need <= found_free and found_places >= wanted_places:
                     break
                 victims.append(victim)
@@ -109,6 +117,12 @@ def make_room(order: Order, engine: Engine, space: Space, view: View) -> Taken:
         if not (fits and few and (not victims or order.worth(waiting, victims, view))):
             missed = True
             break
+        if victims and records:
+            wants = Wants(need, free, wanted_places, places)
+            probability = order.probability(waiting, victims, candidates, view)
+            plan.choices.append(
+                choice_of(waiting, preferred, len(victims), wants, probability, engine.freed_blocks, view.price)
+            )
         if victims:
             taken = {victim.number for victim in victims}
             left = [other for other in left if other.number not in taken]
@@ -117,7 +131,7 @@ def make_room(order: Order, engine: Engine, space: Space, view: View) -> Taken:
         free, places = found_free - need, found_places - wanted_places
         before_blocks = before_places = 0
         budget -= max(1, waiting.prompt_tokens + waiting.output_tokens - waiting.computed_tokens)
-    return Taken(tuple(plan.victims), tuple(plan.let_in), missed)
+    return Taken(tuple(plan.victims), tuple(plan.let_in), missed, tuple(plan.choices))
 
 
 @dataclass(slots=True)

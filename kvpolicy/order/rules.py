@@ -261,8 +261,19 @@ class Layered(Order):
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
         return self.inner.victims(waiting, running, self._views(view)[1])
 
+    def probability(
+        self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
+    ) -> float:
+        return self.inner.probability(waiting, victims, running, self._views(view)[1])
+
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
-        return all(self._asked(lambda order, its_view: order.worth(waiting, victims, its_view), view))
+        """The inner order judges only those that the outer one holds equal."""
+        outer_view, inner_view = self._views(view)
+        own = self.outer.rank(waiting, outer_view).value
+        equals = [victim for victim in victims if self.outer.rank(victim, outer_view).value == own]
+        return self.outer.worth(waiting, victims, outer_view) and (
+            not equals or self.inner.worth(waiting, equals, inner_view)
+        )
 
     def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
         return all(self._asked(lambda order, its_view: order.admits(waiting, free_after_blocks, its_view), view))
@@ -326,6 +337,11 @@ class WithVictims(Order):
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
         return sorted(running, key=lambda other: (*(-value for value in other.rank), *self.rule(other, view)))
+
+    def probability(
+        self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
+    ) -> float:
+        return 1.0  # by the rule, whatever the other order would draw
 
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
         return self.base.worth(waiting, victims, view)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -12,10 +12,16 @@ from kvpolicy.fields import WrongValue, refuse_other
 from kvpolicy.order import rules
 from kvpolicy.order.base import Order
 from kvpolicy.order.by_class import ByClass
+from kvpolicy.order.draws import WithDraws
+from kvpolicy.order.worth import WithWorth
 from kvpolicy.request_marks import CLASS_NAME, CLASS_WORDS
 
 GROUP = "kvpolicy.orders"
 """Entry point group of the orders that installed packages offer by name."""
+WORTH = ("price",)
+"""Rules of whether displacing is worth it."""
+USUAL: Mapping[str, str] = {"victims": "last", "explore": "0", "worth": "always"}
+"""Options of every order that displaces requests, as they are where they are not given."""
 FORMS: Mapping[str, str] = {
     "fcfs": "first come, first served, as vLLM does",
     "priority": "vLLM's priority scheduling: by priority, then arrival, and nobody displaced for a newcomer",
@@ -36,6 +42,8 @@ OPTIONS: Mapping[str, str] = {
     "base": "for mlfq: tokens of the first level, which are its quantum",
     "promote": "seconds of waiting after which a request goes first, for one quantum",
     "victims": f"last, {' or '.join(rules.VICTIM_RULES)}: who is displaced among equals",
+    "worth": f"always, or {' or '.join(WORTH)}: displace only where that gains more waiting than its price costs",
+    "explore": "share of the choices in which victims among equals are drawn, so that logs can judge other rules",
     "bound": "for srpt: share of its predicted length up to which a request may be displaced",
     "ttft": "for deadline: seconds to the first token",
     "tpot": "for deadline: seconds per token after it",
@@ -100,15 +108,25 @@ def load(text: str, allow_python: bool = False) -> Order:
             raise spec.refusal("is no order")
         return checked(order)
     value, options = _split(spec, tail)
-    victims = options.pop("victims", None)
+    extras = {name: options.pop(name, usual) for name, usual in USUAL.items()}
     order = _made(spec, KINDS[kind], value, options)
-    if victims in (None, "last"):
-        return order
-    if victims not in rules.VICTIM_RULES:
-        raise spec.refusal(f"has victims={victims}, should be {OPTIONS['victims'].partition(':')[0]}")
-    if not order.displaces_by_rank:
-        raise spec.refusal("chooses victims, and displaces nobody")
-    return rules.WithVictims(text, order, rules.VICTIM_RULES[victims])
+    victims = _one_of(spec, "victims", extras["victims"], ("last", *rules.VICTIM_RULES))
+    share = _share(spec, "explore", extras["explore"])
+    worth = _one_of(spec, "worth", extras["worth"], ("always", *WORTH))
+    if extras != USUAL and not order.displaces_by_rank:
+        given = ", ".join(f"{name}={text}" for name, text in extras.items() if text != USUAL[name])
+        raise spec.refusal(f"has {given}, and displaces nobody")
+    if victims != "last":
+        order = rules.WithVictims(text, order, rules.VICTIM_RULES[victims])
+    if share:
+        order = WithDraws(text, order, share)
+    return order if worth == "always" else WithWorth(text, order)
+
+
+def _one_of(spec: Spec, name: str, text: str, known: Sequence[str]) -> str:
+    if text not in known:
+        raise spec.refusal(f"has {name}={text}, should be {OPTIONS[name].partition(':')[0]}")
+    return text
 
 
 def checked(order: Order) -> Order:

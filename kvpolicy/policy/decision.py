@@ -86,6 +86,7 @@ def at_resume(
         batch_tokens=batch_tokens,
         queued_save_bytes=queued_save_bytes,
         queued_load_bytes=queued_load_bytes,
+        absence_tokens=0.0,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from kvpolicy.errors import InputError
+from kvpolicy.order import Priority
 from kvpolicy.policy import Policy
 from kvpolicy.simulator.base import NULL_BLOCK, Server, Times
 from kvpolicy.trace import SCHEMAS, Header, Row, Trace, from_rows, with_core, write_part
@@ -114,4 +115,11 @@ class Identity:
             host_blocks=server.host_blocks,
             policy=self.policy.label,
         )
-        return replace(header, seed=self.seed, notes=f"workload {self.requests.name}; times: {self.times.source}")
+        order = server.order if server.scheduling == "fcfs" else Priority()
+        return replace(
+            header,
+            seed=self.seed,
+            notes=f"workload {self.requests.name}; times: {self.times.source}",
+            order=order.label,
+            order_digest=order.digest,
+        )

@@ -56,7 +56,8 @@ class Serving:
         validate(self)
         if self.host_gib is not None and self.host_blocks is not None:
             raise WrongValue("host_blocks", "is given with host_gib, should be given without: both set the same memory")
-        if self.scheduling != "fcfs" and not is_stock(load_order(self.order), self.scheduling):
+        order = load_order(self.order)  # a wrong one is refused here, where its flag is known
+        if self.scheduling != "fcfs" and not is_stock(order, self.scheduling):
             raise WrongValue(
                 "order", f"is {self.order}, which ranks requests itself, should be given without scheduling"
             )

@@ -3,6 +3,7 @@
 from kvpolicy.trace.rows import (
     Row,
     decision_row,
+    displacement_row,
     outcome_row,
     request_row,
     step_row,
@@ -32,6 +33,7 @@ __all__ = [
     "TraceError",
     "core_folders",
     "decision_row",
+    "displacement_row",
     "from_rows",
     "iter_parts",
     "outcome_row",

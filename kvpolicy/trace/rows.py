@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvpolicy.events import Decision, Outcome, Preemption, Transfer, as_row
+from kvpolicy.order import Choice
 
 Row = dict[str, Any]
 
@@ -174,6 +175,43 @@ def decision_row(
 def outcome_row(outcome: Outcome) -> Row:
     """A row of ``outcomes``."""
     return as_row(outcome)
+
+
+def displacement_row(
+    choice: Choice, *, displacement_id: str, step: int, time_s: float, order: str, name_of: Callable[[int], str]
+) -> Row:
+    """A row of ``displacements``. ``order``: the label of the order of service; ``name_of``: a request's name in the
+    trace, by its number in the order of arrival."""
+    waiting = choice.waiting
+    return {
+        "displacement_id": displacement_id,
+        "step": step,
+        "time_s": time_s,
+        "order": order,
+        "request": name_of(waiting.number),
+        "rank": list(waiting.rank),
+        "prompt_tokens": waiting.prompt_tokens,
+        "output_tokens": waiting.output_tokens,
+        "need_blocks": choice.need_blocks,
+        "free_blocks": choice.free_blocks,
+        "need_places": choice.need_places,
+        "free_places": choice.free_places,
+        "candidates": [
+            {
+                "request": name_of(candidate.request.number),
+                "number": candidate.request.number,
+                "rank": list(candidate.request.rank),
+                "output_tokens": candidate.request.output_tokens,
+                "computed_tokens": candidate.request.computed_tokens,
+                "freed_blocks": candidate.freed_blocks,
+                "price_s": candidate.price_s,
+            }
+            for candidate in choice.candidates
+        ],
+        "taken": choice.taken,
+        "left_out": choice.left_out,
+        "probability": choice.probability,
+    }
 
 
 def window_row(

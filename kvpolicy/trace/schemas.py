@@ -22,7 +22,7 @@ def _columns(*, optional: Sequence[str] = (), **types: pa.DataType) -> pa.Schema
 
 
 _SITUATION: dict[str, pa.DataType] = {
-    f.name: {"float": _REAL, "int": _INT}.get(str(f.type), _TEXT) for f in fields(Preemption)
+    f.name: {"float": _REAL, "float | None": _REAL, "int": _INT}.get(str(f.type), _TEXT) for f in fields(Preemption)
 }
 _OPTION = pa.struct([("kind", _TEXT), ("load_tokens", _INT), ("tier", _TEXT), ("synchronous", _FLAG)])
 _COST = pa.struct(
@@ -36,8 +36,23 @@ LATER_COLUMNS = {"decisions": {"hit_blocks": "shared_blocks", "save_blocks": "he
 what it would have held when it was recorded. A table that lacks only some of them is damaged."""
 ABSENT_COLUMNS = {"requests": ("class", "priority", "ttft_deadline_s", "tpot_deadline_s")}
 """Columns that a table may lack, as in older traces. They are not filled in, so that such a trace keeps its digest."""
+EMPTY_COLUMNS = {"decisions": ("absence_tokens",)}
+"""Columns that older traces of the same schema version lack, by table; they are read as empty. A trace in which one is
+empty throughout has the digest that it would have without it."""
 _REPEATED = pa.struct(
     [("preemption_id", _TEXT), ("tokens", _INT), ("kv_read_tokens", _INT), ("chunk_context", _INT), ("decodes", _INT)]
+)
+
+_CANDIDATE = pa.struct(
+    [
+        ("request", _TEXT),
+        ("number", _INT),
+        ("rank", pa.list_(_REAL)),
+        ("output_tokens", _INT),
+        ("computed_tokens", _INT),
+        ("freed_blocks", _INT),
+        ("price_s", _REAL),
+    ]
 )
 
 SCHEMAS: dict[str, pa.Schema] = {
@@ -60,7 +75,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         state_id=_TEXT,
         arm=_TEXT,
         repeat=_INT,
-        optional=("state_id", "arm", "repeat"),
+        optional=("state_id", "arm", "repeat", *EMPTY_COLUMNS["decisions"]),
     ),
     "outcomes": _columns(
         preemption_id=_TEXT,
@@ -131,6 +146,26 @@ SCHEMAS: dict[str, pa.Schema] = {
         ttft_deadline_s=_REAL,
         tpot_deadline_s=_REAL,
         optional=("first_token_s", "last_token_s", *ABSENT_COLUMNS["requests"]),
+    ),
+    # One row per request that others were displaced for: of `candidates` the first `taken` were. What they cost is in
+    # the outcomes of the decisions of the same step, cause and request.
+    "displacements": _columns(
+        displacement_id=_TEXT,
+        step=_INT,
+        time_s=_REAL,
+        order=_TEXT,
+        request=_TEXT,
+        rank=pa.list_(_REAL),
+        prompt_tokens=_INT,
+        output_tokens=_INT,
+        need_blocks=_INT,
+        free_blocks=_INT,
+        need_places=_INT,
+        free_places=_INT,
+        candidates=pa.list_(_CANDIDATE),
+        taken=_INT,
+        left_out=_INT,
+        probability=_REAL,
     ),
     # Profiles only: one row per measuring window, including discarded ones.
     "windows": _columns(

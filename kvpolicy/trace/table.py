@@ -1,12 +1,13 @@
 """Traces: what an engine or a simulator did, as a folder of Parquet part files.
 
     TRACE/CORE/header.json
-    TRACE/CORE/decisions/part-000000.parquet      likewise outcomes, steps, transfers, requests, windows
+    TRACE/CORE/decisions/part-000000.parquet      likewise the other tables of kvpolicy.trace.schemas
 
 There is one ``CORE`` sub-folder per engine core, so that several servers can write into one trace. Part files are
 renamed into place when they are complete. Unknown columns are preserved. A missing column, a wrong type or an empty
 value in a required column raises a :class:`TraceError` that names file, column and row. Columns that were added later
-(:data:`~kvpolicy.trace.schemas.LATER_COLUMNS`) are filled in where an older trace lacks them; those of
+(:data:`~kvpolicy.trace.schemas.LATER_COLUMNS`, :data:`~kvpolicy.trace.schemas.EMPTY_COLUMNS`) are filled in where an
+older trace lacks them; those of
 :data:`~kvpolicy.trace.schemas.ABSENT_COLUMNS` stay absent.
 """
 
@@ -34,11 +35,15 @@ from kvpolicy.trace.digest import row_texts
 from kvpolicy.trace.schemas import (
     ABSENT_COLUMNS,
     ALLOWED_WORDS,
+    EMPTY_COLUMNS,
     LATER_COLUMNS,
     LATER_FIELDS,
     SCHEMA_VERSION,
     SCHEMAS,
 )
+
+LATER_NAMES = ("order", "order_digest")
+"""Fields that headers of older versions lack. A header without them has the digest that it had then."""
 
 
 class TraceError(KVPolicyError):
@@ -75,6 +80,10 @@ class Header:
     """Maximum tokens of a step (``max_num_batched_tokens``); None in headers of versions that did not record it."""
     draw_seed: int | None = None
     """Seed of the policy's random draws in this engine core; None if nothing was drawn or it was not recorded."""
+    order: str | None = None
+    """Label of the order of service; None in headers of versions that did not record it."""
+    order_digest: str | None = None
+    """See :attr:`kvpolicy.order.Order.digest`; None as above."""
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
@@ -143,7 +152,7 @@ class Header:
             version = values["schema_version"]
             raise TraceError(f"{path}: schema_version is {version}, this kvpolicy reads {SCHEMA_VERSION}")
         names = {f.name for f in fields(cls)}
-        missing = sorted(names - values.keys() - {"token_budget", "draw_seed"})
+        missing = sorted(names - values.keys() - {"token_budget", "draw_seed", *LATER_NAMES})
         if missing:
             raise TraceError(f"{path}: field {missing[0]} is missing")
         for name in ("block_size", "block_bytes"):
@@ -162,6 +171,9 @@ class Header:
         draw_seed = values.setdefault("draw_seed", None)
         if draw_seed is not None and type(draw_seed) is not int:
             raise TraceError(f"{path}: field draw_seed is {draw_seed!r}, should be a whole number, or null")
+        for name in LATER_NAMES:
+            if not isinstance(values.setdefault(name, None), str | None):
+                raise TraceError(f"{path}: field {name} is {values[name]!r}, should be a text, or null")
         return cls(**{name: values[name] for name in names})
 
 
@@ -189,9 +201,17 @@ class Trace:
         """SHA-256 over headers and tables, independent of the split into part files."""
         state = hashlib.sha256()
         for core in sorted(self.headers):
-            state.update(json.dumps(asdict(self.headers[core]), sort_keys=True).encode())
+            values = asdict(self.headers[core])
+            known = {name: value for name, value in values.items() if value is not None or name not in LATER_NAMES}
+            state.update(json.dumps(known, sort_keys=True).encode())
         for name in sorted(SCHEMAS):
-            for text in row_texts(self.table(name)):
+            table = self.table(name)
+            empty = [
+                column
+                for column in EMPTY_COLUMNS.get(name, ())
+                if column in table.column_names and table[column].null_count == table.num_rows
+            ]
+            for text in row_texts(table.drop_columns(empty)):
                 state.update(text)
         return state.hexdigest()
 
@@ -281,7 +301,7 @@ def read_part(path: Path, name: str) -> pa.Table:
         table = pq.read_table(path, partitioning=None)
     except (OSError, pa.ArrowException) as error:
         raise TraceError(f"{path}: damaged or not a Parquet file: {error}") from error
-    table = _with_later_columns(table, name)
+    table = _with_empty_columns(_with_later_columns(table, name), name)
     known = [column for column in SCHEMAS[name].names if not _may_lack(table, name, column)]
     for column in map(SCHEMAS[name].field, known):
         if column.name not in table.column_names:
@@ -309,6 +329,14 @@ def _with_later_columns(table: pa.Table, name: str) -> pa.Table:
         if not pa.types.is_integer(table[source].type):
             return table
         table = table.append_column(column, pc.cast(table[source], SCHEMAS[name].field(column).type))
+    return table
+
+
+def _with_empty_columns(table: pa.Table, name: str) -> pa.Table:
+    """Add the columns that the table lacks because it is older, empty."""
+    for column in EMPTY_COLUMNS.get(name, ()):
+        if column not in table.column_names:
+            table = table.append_column(column, pa.nulls(table.num_rows, SCHEMAS[name].field(column).type))
     return table
 
 

@@ -30,7 +30,7 @@ def test_orders_of_other_names_are_others() -> None:
 
 def test_every_form_and_option_is_listed() -> None:
     assert {form.partition(":")[0] for form in FORMS} >= set(KINDS)
-    taken = {name for kind in KINDS.values() for name in kind.options} | {"victims"}
+    taken = {name for kind in KINDS.values() for name in kind.options} | {"victims", "worth", "explore"}
     assert taken == set(OPTIONS) and all(name in HELP for name in OPTIONS)
 
 
@@ -56,7 +56,10 @@ def test_values_arrive() -> None:
         ("mlfq:promote=0", "promote=0, should be above 0"),
         ("mlfq:promote=nan", "promote=nan, should be a number"),
         ("mlfq:victims=first", "victims=first, should be last, least-computed or cheapest"),
-        ("priority:victims=cheapest", "chooses victims, and displaces nobody"),
+        ("priority:victims=cheapest", "has victims=cheapest, and displaces nobody"),
+        ("reserve:.1,worth=price", "has worth=price, and displaces nobody"),
+        ("mlfq:explore=2", "has explore=2, should be a share from 0 to 1"),
+        ("mlfq:worth=gold", "has worth=gold, should be always, or price"),
         ("reserve", "lacks what follows its name"),
         ("reserve:1.5", "SHARE=1.5, should be a share from 0 to 1"),
         ("srpt", "lacks what follows its name"),

@@ -6,9 +6,11 @@ import pytest
 
 from kvpolicy.attribution.ledger import OpenPreemption, Repeated, Step
 from kvpolicy.events import Decision, Option, Transfer
+from kvpolicy.order import Candidate, Choice
 from kvpolicy.trace import (
     Row,
     decision_row,
+    displacement_row,
     from_rows,
     outcome_row,
     request_row,
@@ -17,6 +19,7 @@ from kvpolicy.trace import (
     window_row,
 )
 from kvpolicy.trace.schemas import SCHEMAS
+from tests.order.made import progress
 from tests.trace.test_table import OUTCOME, SITUATION
 
 DECISION = Decision((Option("recompute"),), (1.0,), 0, (), "always-recompute", "{}", executed="recompute")
@@ -63,6 +66,27 @@ ROWS: dict[str, Row] = {
         ttft_deadline_s=0.5,
         tpot_deadline_s=None,
     ),
+    "displacements": displacement_row(
+        Choice(
+            progress(7, rank=(0.0,), prompt_tokens=20),
+            (
+                Candidate(progress(3, rank=(2.0, 1.0), output_tokens=9, computed_tokens=40), 3, 0.25),
+                Candidate(progress(4, rank=(2.0, 0.0), output_tokens=5, computed_tokens=30), 2, None),
+            ),
+            taken=1,
+            left_out=5,
+            need_blocks=4,
+            free_blocks=1,
+            need_places=1,
+            free_places=2,
+            probability=0.5,
+        ),
+        displacement_id="c-1",
+        step=4,
+        time_s=2.5,
+        order="mlfq",
+        name_of=lambda number: f"r{number}",
+    ),
     "windows": window_row(
         state_id="s",
         arm="swap",
@@ -98,6 +122,14 @@ def test_a_transfer_is_named_by_its_copy() -> None:
     row = ROWS["transfers"]
     assert (row["generation"], row["step"], row["tier"], row["ok"]) == (3, 4, "host", False)
     assert (row["bytes"], row["segments"], row["segment_bytes"], row["queued_bytes"]) == (100, 2, 50, 40)
+
+
+def test_a_displacement_names_whom_it_considered_in_the_order_in_which_they_would_be_taken() -> None:
+    row = ROWS["displacements"]
+    assert (row["request"], row["rank"], row["prompt_tokens"], row["taken"], row["left_out"]) == ("r7", [0.0], 20, 1, 5)
+    assert [(one["request"], one["rank"], one["price_s"]) for one in row["candidates"]] == [
+        ("r3", [2.0, 1.0], 0.25), ("r4", [2.0, 0.0], None),
+    ]  # fmt: skip
 
 
 def test_a_decision_outside_a_profile_has_no_state() -> None:

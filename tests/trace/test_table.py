@@ -310,6 +310,28 @@ def test_a_header_from_before_the_token_budget_reads(tmp_path: Path) -> None:
         Header.read(tmp_path / "header.json")
 
 
+def test_traces_from_before_absences_and_orders_were_recorded_read_with_the_digest_they_had(folder: Path) -> None:
+    (part,) = folder.glob("*/decisions/part-*.parquet")
+    table = pq.read_table(part)
+    core = folder / "core-0"
+    digest = read(folder).digest()
+    pq.write_table(table.drop_columns(["absence_tokens"]), part)
+    values = json.loads((core / "header.json").read_text())
+    (core / "header.json").write_text(json.dumps({k: v for k, v in values.items() if not k.startswith("order")}))
+    old = read(folder)
+    assert old.digest() == digest and situation_of(old.rows("decisions")[0]).absence_tokens is None
+    assert (old.headers["core-0"].order, old.headers["core-0"].order_digest) == (None, None)
+    absent = pa.array([12.5] * table.num_rows)
+    pq.write_table(table.drop_columns(["absence_tokens"]).append_column("absence_tokens", absent), part)
+    assert situation_of(read(folder).rows("decisions")[0]).absence_tokens == 12.5 and read(folder).digest() != digest
+    pq.write_table(table, part)
+    replace(HEADER, order="mlfq", order_digest="0f").write(core)
+    assert read(folder).headers["core-0"].order == "mlfq" and read(folder).digest() != digest
+    (core / "header.json").write_text(json.dumps(values | {"order": 3}))
+    with pytest.raises(TraceError, match="order is 3, should be a text, or null"):
+        read(folder)
+
+
 def test_rows_of_some_columns_are_those_alone() -> None:
     trace = make_trace(states=12)
     (one, *_) = trace.rows("decisions", ("core", "arm"))

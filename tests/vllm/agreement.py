@@ -180,6 +180,17 @@ def classed(seed: int, count: int = 60) -> Case:
     return replace(case, work=replace(case.work, requests=made), server=served)
 
 
+PRICED = "python:tests.priced:Priced"
+
+
+def priced(spec: str, seed: int, count: int = 60) -> Case:
+    """A case of :func:`crowded` or :func:`drawn` in turn, with an order that asks what displacing somebody costs, and
+    a policy that can tell."""
+    case = (crowded, drawn)[seed % 2](seed, count)
+    served = replace(case.server, scheduling="fcfs", order=order.load(spec))
+    return replace(case, server=served, policy=PRICED)
+
+
 def returned_before_newcomers(told: Account) -> set[int]:
     """Requests that ran before others again that were admitted while they were away."""
     first: dict[int, int] = {}
@@ -252,6 +263,7 @@ def differences(one: Account, other: Account) -> list[str]:
         _rows_differ("steps", _steps(one), _steps(other)),
         _rows_differ("decisions", _decisions(one), _decisions(other)),
         _rows_differ("outcomes", _outcomes(one), _outcomes(other)),
+        _rows_differ("displacements", _displacements(one), _displacements(other)),
         _rows_differ("requests", _sorted(one.rows("requests"), "request"), _sorted(other.rows("requests"), "request")),
         _rows_differ("transfers", _transfers(one), _transfers(other)),
         _rows_differ("summary", [_summary(one)], [_summary(other)]),
@@ -294,6 +306,21 @@ def _decisions(told: Account) -> Rows:
         "reason",
     )
     return _sorted([{name: row[name] for name in expected} for row in told.rows("decisions")], "preemption_id")
+
+
+def _displacements(told: Account) -> Rows:
+    """With one column for each value of a candidate, and without numbers of steps."""
+    rows = []
+    for row in told.rows("displacements"):
+        candidates = row.pop("candidates")
+        del row["step"], row["displacement_id"]
+        values = {
+            f"candidate {at}, {name}": value
+            for at, candidate in enumerate(candidates)
+            for name, value in candidate.items()
+        }
+        rows.append(row | values)
+    return rows
 
 
 def _outcomes(told: Account) -> Rows:

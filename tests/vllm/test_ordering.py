@@ -50,6 +50,9 @@ def test_whoever_others_are_displaced_for_comes_in(seed: int, asynchronous: bool
     assert outcome.problems == () and outcome.displaced > 30
     assert made.scheduler.ordering.displaced == outcome.displaced
     assert made.scheduler.ordering.missed == 0
+    stats = made.scheduler.connector.stats()
+    assert harness.total(stats, "displaced") == outcome.displaced
+    assert harness.total(stats, "displaced_in_vain") == 0
 
 
 def test_where_nobody_comes_in_victims_grow_rare(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +67,7 @@ def test_where_nobody_comes_in_victims_grow_rare(model: Path, monkeypatch: pytes
     made = schedule(model)
     outcome = served(made)
     assert outcome.problems == () and made.scheduler.ordering.missed > 5
+    assert harness.total(made.scheduler.connector.stats(), "displaced_in_vain") == made.scheduler.ordering.missed
     assert max(rests) >= 4
 
 

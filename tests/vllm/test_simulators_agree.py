@@ -33,6 +33,7 @@ from tests.vllm.agreement import (
     drawn,
     looped,
     ordered,
+    priced,
     returned_before_newcomers,
 )
 from tests.vllm.versions import quick_and_others, source_or_skip
@@ -49,6 +50,8 @@ LOOPS = range(8)
 """Each combination of scheduling, prefix caching and asynchronous scheduling once."""
 ORDERED = (*range(6), 19, *range(7, 13))
 """Each order once, each kind of case several times."""
+PRICES = ("mlfq:base=4,victims=cheapest", "gittins:quantum=8", "mlfq:base=4,worth=price")
+"""Orders under which prices are asked for, or only recorded."""
 TIED = (200, 212)
 """Orders that learn, over closed loops in which several arrive and several end at the same time."""
 CLASSED = range(5)
@@ -92,6 +95,18 @@ def test_they_agree_where_requests_say_what_they_are(seed: int) -> None:
     rows = builtin.rows("requests")
     assert {row["class"] for row in rows} == {"default", "chat", "batch"}
     assert {row["ttft_deadline_s"] for row in rows} >= {None, 0.02, 0.2, 2.0}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("spec", PRICES)
+def test_they_agree_on_what_displacing_somebody_would_cost(spec: str, seed: int) -> None:
+    """And record it: every victim's price is known."""
+    case = priced(spec, seed, REQUESTS)
+    builtin = account("builtin", case)
+    assert not differences(builtin, account("vllm", case))
+    rows = builtin.rows("displacements")
+    assert rows and all(one["price_s"] is not None for row in rows for one in row["candidates"])
+    assert {row["absence_tokens"] is None for row in builtin.rows("decisions")} == {False}
 
 
 @pytest.mark.parametrize("seed", TIED)

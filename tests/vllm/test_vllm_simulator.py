@@ -25,6 +25,7 @@ from kvpolicy.trace import Header, Trace
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.simulator.controller import ROWS
 from kvpolicy_vllm.simulator.engine import VllmScheduler
+from tests.simulator.scarce import refuse_loss
 from tests.vllm.agreement import drawn
 
 pytestmark = [
@@ -50,6 +51,11 @@ def served(*requests: Request, server: Server = SERVER) -> Trace:
 def test_it_is_a_simulator() -> None:
     simulator: Simulator = VllmScheduler()
     assert simulator.name == "vllm"
+
+
+def test_little_host_memory_is_used_where_it_saves_most() -> None:
+    """The plugin's own pool of host memory."""
+    refuse_loss(VllmScheduler(), range(2), VllmScheduler().rules)
 
 
 def test_time_passes_by_steps_alone() -> None:

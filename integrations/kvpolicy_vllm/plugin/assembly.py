@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.hardware import EngineSpec
+from kvpolicy.order import Priority
 from kvpolicy.order import spec as orders
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.request_marks import Classes
@@ -53,11 +54,14 @@ def controller_for(
     controller = Controller(
         core, decider, copies, page_bytes(kv_cache), time.monotonic, Complaints(), load_policy, memory
     )
-    controller.serve_by(orders.load(settings.order, settings.allow_python_policies))
+    order = orders.load(settings.order, settings.allow_python_policies)
+    controller.serve_by(order)
     controller.grant_marks(classes_of(settings, vllm_config).grant)
     if settings.trace is not None:
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
-        recorder = TraceWriter(settings.trace / core, replace(header, draw_seed=seed))
+        serves = Priority() if vllm_config.scheduler_config.policy == "priority" else order
+        header = replace(header, draw_seed=seed, order=serves.label, order_digest=serves.digest)
+        recorder = TraceWriter(settings.trace / core, header)
         controller.record_into(recorder, partial(pseudonym, uuid.uuid4().bytes))
     return controller
 

@@ -17,7 +17,7 @@ from typing import Any
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
 from kvpolicy.events import Cause, Kind, Preemption, copy_was_used
-from kvpolicy.order import Fcfs, Guarded, Order, Priority
+from kvpolicy.order import Choice, Fcfs, Guarded, Order, Priority
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
 from kvpolicy.request_marks import Classes
@@ -340,6 +340,11 @@ class Controller:
         """Count and log an error in the order of service, while the exception is handled."""
         self.metrics.tally.add("order_failed", method=method)
         self._complain(f"{method}() in order {self.order.name} failed; going on without (counted as order_failed)")
+
+    def displacing(self, order: str, choice: Choice, id_of: Callable[[int], str]) -> None:
+        """Requests are about to be displaced. ``order``: the label of the order of service; ``id_of``: a request's id,
+        by its number in ``choice``."""
+        self.observers.tell("displacing", order, choice, id_of, self._belongs_to, self.clock())
 
     def price(self, request: Any) -> float | None:
         """Predicted engine seconds of displacing a running request, by the cheaper option; None without predictions."""

@@ -29,6 +29,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "wait_blocks_microseconds": ("Measured wait of preempted requests for free blocks.", ("executed",)),
     "fallbacks": ("Recomputed for another reason than that the policy chose to.", ("reason",)),
     "measuring_failed": ("Times that measuring preemptions' costs, or learning from one, failed.", ()),
+    "displaced": ("Requests displaced for others by the order of service.", ()),
+    "displaced_in_vain": ("Requests that did not come in although others were displaced for them.", ()),
     "order_failed": ("Times that code of the order of service failed; requests were served without.", ("method",)),
     "invalid_marks": ("Requests whose class and deadlines could not be read.", ("reason",)),
     "clamped_marks": ("Requests that claimed more than their class, or the settings, allow.", ("mark",)),

@@ -14,6 +14,7 @@ from typing import Any
 from kvpolicy.attribution import LiveCost
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step
 from kvpolicy.events import Cause, Decision, Outcome, Preemption
+from kvpolicy.order import Choice
 from kvpolicy.policy import Policy
 from kvpolicy.survival import Survival
 from kvpolicy_vllm.plugin.host_copies import CopyBook, Settled
@@ -61,6 +62,10 @@ class Observer:
 
     def preempted(self, request: Any) -> None:
         """A request is about to lose its blocks, for any decision."""
+
+    def displacing(self, order: str, choice: Choice, id_of: Callable[[int], str], step: int, now: float) -> None:
+        """Requests are about to be displaced in the order of service ``order``, a label. ``id_of``: a request's id, by
+        its number in ``choice``."""
 
     def decided(self, pending: Pending) -> None:
         """A decision was made and is being executed."""

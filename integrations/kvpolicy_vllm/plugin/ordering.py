@@ -14,7 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
-from kvpolicy.order import BackOff, Guarded, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
+from kvpolicy.order import BackOff, Choice, Guarded, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
 from kvpolicy.request_marks import Marks
 
 ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -94,6 +94,11 @@ class Ordering:
         """Requests displaced so far."""
         self.missed = 0
         """Requests for which others were displaced and which did not come in."""
+        self.on_choice: Callable[[Choice, Callable[[int], str]], None] | None = None
+        """Takes every choice of victims, before they are displaced, with the ids of requests by their numbers; None
+        where choices are not recorded."""
+        self.count: Callable[[str, float], None] = lambda name, amount: None
+        """Adds to a counter of the engine's metrics."""
         self.arrived_at: Callable[[Any], float] = lambda request: clock()
         """When a request arrived, by the controller's clock."""
         self._scheduler = scheduler
@@ -135,7 +140,10 @@ class Ordering:
     def view(self) -> View:
         scheduler = self._scheduler
         device_blocks = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        return View(self._now_s, scheduler.block_size, device_blocks, self.ranks.state, self._price_of)
+        return View(
+            self._now_s, scheduler.block_size, device_blocks, self.ranks.state, self._price_of, len(self.ranks),
+            self._served_s_of,
+        )  # fmt: skip
 
     # ---- what happens to requests ----
 
@@ -191,7 +199,7 @@ class Ordering:
         if scheduler.pause_state != PauseState.UNPAUSED or not self._looks():
             return []
         try:
-            taken = make_room(self.order, self, self._space(), self.view())
+            taken = make_room(self.order, self, self._space(), self.view(), records=self.on_choice is not None)
         # The boundary between an order and a server: nobody is displaced in this step, then.
         except Exception:  # noqa: BLE001
             self._complain("make_room")
@@ -199,9 +207,17 @@ class Ordering:
             return []
         if taken.missed and not taken.victims:
             self._back_off.missed(self._step)
-        self.displaced += len(taken.victims)
+        if taken.victims:
+            self.displaced += len(taken.victims)
+            self.count("displaced", len(taken.victims))
+        if self.on_choice is not None:
+            for choice in taken.choices:
+                self.on_choice(choice, self._id_of)
         self._let_in = [self._by_number[waiting.number] for waiting in taken.let_in]
         return [self._by_number[victim.number] for victim in taken.victims]
+
+    def _id_of(self, number: int) -> str:
+        return str(self._by_number[number].request_id)
 
     def _renew(self) -> None:
         changed = self.ranks.due(self._step, self.view())
@@ -237,6 +253,8 @@ class Ordering:
         victims would be taken in vain, too."""
         missed = sum(request.status in READY for request in self._let_in)
         self.missed += missed
+        if missed:
+            self.count("displaced_in_vain", missed)
         self._let_in = []
         if missed:
             self._after_miss.missed(self._step)
@@ -384,6 +402,9 @@ class Ordering:
             return False
         freed = getattr(self._scheduler, "_request_blocks_can_be_freed", None)
         return freed is None or bool(freed(request))
+
+    def _served_s_of(self, request: Progress) -> float:
+        return self._now_s - self.ranks.admitted_s(self._by_number[request.number])
 
     def _price_of(self, request: Progress) -> float | None:
         return self._price(self._by_number[request.number])

@@ -9,6 +9,7 @@ exactly as stock vLLM does.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -72,6 +73,9 @@ class PolicyHooks:
             order, self, lambda: controller.clock(), controller.price, controller.order_failed,
             lambda request: controller.marks.of(request),
         )  # fmt: skip
+        self.ordering.count = controller.metrics.tally.add
+        if controller.recorder is not None:
+            self.ordering.on_choice = partial(controller.displacing, order.label)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         controller, loaded_requests = self.kvpolicy, self.loaded_requests

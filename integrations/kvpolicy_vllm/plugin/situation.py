@@ -127,6 +127,7 @@ def situation_of(
         earlier_preemptions=request.num_preemptions,
         priority=request.priority,
         cause=cause,
+        absence_tokens=None if survival is None else survival.absence_tokens(cause),
     )
 
 

@@ -18,12 +18,14 @@ from typing import Any, Protocol
 
 from kvpolicy.attribution.ledger import OpenPreemption, Step
 from kvpolicy.events import Outcome
+from kvpolicy.order import Choice
 from kvpolicy.policy.decision import HOST_TIER
 from kvpolicy.trace import (
     SCHEMAS,
     Header,
     Row,
     decision_row,
+    displacement_row,
     from_rows,
     outcome_row,
     request_row,
@@ -78,6 +80,7 @@ class TraceRecorder(Observer):
         self._core = core
         self._tally = tally
         self._dropped = 0
+        self._displacements = 0
         self._tokens = TokenTimes()
 
     def begin_afresh(self) -> bool:
@@ -171,6 +174,18 @@ class TraceRecorder(Observer):
             **identity.labels,
         )
         self.recorder.add("decisions", row)
+
+    def displacing(self, order: str, choice: Choice, id_of: Callable[[int], str], step: int, now: float) -> None:
+        self._displacements += 1
+        row = displacement_row(
+            choice,
+            displacement_id=f"{self._core}-{self._displacements}",
+            step=step,
+            time_s=now,
+            order=order,
+            name_of=lambda number: self._anonymous(id_of(number)),
+        )
+        self.recorder.add("displacements", row)
 
     def closed(self, opened: OpenPreemption, outcome: Outcome) -> None:
         self.recorder.add("outcomes", outcome_row(outcome))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from itertools import pairwise
 from math import inf
 from operator import attrgetter
@@ -12,7 +13,7 @@ import numpy as np
 from kvpolicy.errors import InputError
 from kvpolicy.events import Cause
 from kvpolicy.latency import NO_SLO, Slo
-from kvpolicy.order import is_stock
+from kvpolicy.order import Choice, is_stock
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, load_of
 from kvpolicy.simulator.builtin import costs
 from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue
@@ -61,6 +62,8 @@ class Engine:
         stock = is_stock(server.order, server.scheduling)
         self.ordering = None if stock else Ordering(server.order, server, self._price)
         """None where vLLM's own order serves."""
+        if self.ordering is not None and trace_writer.enabled:
+            self.ordering.on_choice = partial(self._note_choice, self.ordering, server.order.label)
         self.scheduler = Scheduler(server, pool, self.copies, victims, self._preempting, self._admitted, self.ordering)
         self.copies.loads = self._loads
         self.copies.load_share = load_share
@@ -425,6 +428,9 @@ class Engine:
 
     def _price(self, live: LiveRequest) -> float | None:
         return self.preemptions.price(live, self.scheduler, self.copies, self.now_s)
+
+    def _note_choice(self, ordering: Ordering, order: str, choice: Choice) -> None:
+        self.trace_writer.displacement(choice, ordering.by_number, self._step.number, self.now_s, order)
 
     def _loads(self, live: LiveRequest, total_tokens: int, local: int) -> bool:
         return self.preemptions.loads(live, total_tokens, local, self.scheduler, self.copies)

@@ -11,7 +11,7 @@ from itertools import count
 from math import inf
 from typing import Protocol
 
-from kvpolicy.order import BackOff, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
+from kvpolicy.order import BackOff, Choice, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.live_request import LiveRequest, Status
 
@@ -39,6 +39,8 @@ class Ordering:
         self.back_off = BackOff()
         self.after_miss = BackOff()
         """Looks that are left out because requests were displaced for somebody who did not come in."""
+        self.on_choice: Callable[[Choice], None] | None = None
+        """Takes every choice of victims, before they are displaced; None where choices are not recorded."""
         self._let_in: list[LiveRequest] = []
         self._server = server
         self._price = price
@@ -49,7 +51,10 @@ class Ordering:
 
     def view(self) -> View:
         server = self._server
-        return View(self.now_s, server.block_size, server.device_blocks, self.ranks.state, self._price_of)
+        return View(
+            self.now_s, server.block_size, server.device_blocks, self.ranks.state, self._price_of, len(self.ranks),
+            self._served_s_of,
+        )  # fmt: skip
 
     # ---- what happens to requests ----
 
@@ -124,7 +129,10 @@ class Ordering:
 
     def displaced(self, engine: Room, space: Space) -> list[LiveRequest]:
         """The running requests to displace in this step."""
-        taken = make_room(self.order, engine, space, self.view())
+        taken = make_room(self.order, engine, space, self.view(), records=self.on_choice is not None)
+        if self.on_choice is not None:
+            for choice in taken.choices:
+                self.on_choice(choice)
         if taken.missed and not taken.victims:
             self.back_off.missed(self.step)
         self._let_in = [self.by_number[waiting.number] for waiting in taken.let_in]
@@ -161,6 +169,9 @@ class Ordering:
             request.tpot_s,
             request.class_name,
         )
+
+    def _served_s_of(self, request: Progress) -> float:
+        return self.now_s - self.ranks.admitted_s(self.by_number[request.number])
 
     def _price_of(self, request: Progress) -> float | None:
         return self._price(self.by_number[request.number])

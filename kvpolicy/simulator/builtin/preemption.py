@@ -233,6 +233,7 @@ def situation_of(
         earlier_preemptions=live.preemptions,
         priority=live.request.priority,
         cause=cause,
+        absence_tokens=survival.absence_tokens(cause),
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvpolicy.events import Outcome, Transfer
+from kvpolicy.order import Choice
 from kvpolicy.simulator.base import Sink
 from kvpolicy.simulator.builtin.live_request import Account, Copy, LiveRequest, Step
-from kvpolicy.trace import Row, decision_row, outcome_row, request_row, step_row, transfer_row
+from kvpolicy.trace import Row, decision_row, displacement_row, outcome_row, request_row, step_row, transfer_row
 
 BATCH_ROWS = 1000
 
@@ -18,6 +21,7 @@ class TraceWriter:
         self.enabled = sink is not None
         self._sink = sink
         self._rows: dict[str, list[Row]] = {}
+        self._displacements = 0
 
     def flush(self) -> None:
         if self._sink is not None:
@@ -45,6 +49,23 @@ class TraceWriter:
             overflow_id=f"{self.core}-{account.first_step}",
         )
         self._add("decisions", row)
+
+    def displacement(
+        self, choice: Choice, live_by_number: Mapping[int, LiveRequest], step: int, now_s: float, order: str
+    ) -> None:
+        """``live_by_number``: requests by the numbers in ``choice``."""
+        if not self.enabled:
+            return
+        self._displacements += 1
+        row = displacement_row(
+            choice,
+            displacement_id=f"{self.core}-{self._displacements}",
+            step=step,
+            time_s=now_s,
+            order=order,
+            name_of=lambda number: name_of(live_by_number[number]),
+        )
+        self._add("displacements", row)
 
     def outcome(self, outcome: Outcome) -> None:
         if self.enabled:

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from kvpolicy.simulator import Builtin
 from kvpolicy.simulator.builtin.blocks import Contents
 from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import Account, KeyedBlock, LiveRequest
 from kvpolicy.workload import Request
+from tests.simulator.scarce import refuse_loss
 from tests.simulator.worlds import SMALL
 
 
@@ -102,3 +104,7 @@ def test_a_save_that_is_forgotten_under_way_still_ends(pool: HostPool) -> None:
     assert (pool.free, pool.queued_bytes("save"), account.busy) == (8, 3, 1), "the link is busy with it"
     pool.saved(save)
     assert (pool.queued_bytes("save"), account.busy) == (0, 0)
+
+
+def test_little_host_memory_is_used_where_it_saves_most() -> None:
+    refuse_loss(Builtin(), range(5))

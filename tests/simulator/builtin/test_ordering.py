@@ -141,18 +141,20 @@ def test_an_order_is_told_what_displacing_would_cost() -> None:
     "spec",
     ["mlfq:base=8", "mlfq:base=8,promote=1", "las:quantum=16", "gittins:quantum=8", "srpt:limit", "srpt:lengths",
      "urgent", "urgent:quantum=8,promote=2", "urgent/mlfq:base=8", "deadline:ttft=.5,tpot=.02", "reserve:.2",
-     "priority", "mlfq:base=8,victims=least-computed"],
+     "priority", "mlfq:base=8,victims=least-computed", "mlfq:base=8,victims=cheapest,worth=price"],
 )  # fmt: skip
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_leaps_change_nothing(spec: str, asynchronous: bool) -> None:
-    for prefix_caching, name in ((False, "always-swap"), (True, "always-recompute")):
+    recomputes = "python:tests.priced:Priced" if "price" in spec else "always-recompute"
+    for prefix_caching, name in ((False, "always-swap"), (True, recomputes)):
         server = Server(
             16, 1 << 16, 60, 300, token_budget=256, max_running=24, prefix_caching=prefix_caching,
             asynchronous=asynchronous, order=load(spec),
         )  # fmt: skip
         source = long_outputs(len(spec), 60)
         leaping, stepping = (
-            Builtin(leap=leap).run(source, policy.load(name), server, LINEAR, 1).summary for leap in (True, False)
+            Builtin(leap=leap).run(source, policy.load(name, allow_python=True), server, LINEAR, 1).summary
+            for leap in (True, False)
         )
         for field in ("e2e_s", "ttft_s", "preemptions", "recomputed_tokens", "moved_bytes", "steps", "makespan_s"):
             assert getattr(leaping, field) == pytest.approx(getattr(stepping, field)), (field, prefix_caching)

@@ -1,0 +1,86 @@
+"""What is reported of displaced requests: counted by hand from a simulated log; and logs of several orders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvpolicy import trace as traces
+from kvpolicy.attribution.offline import attribute
+from kvpolicy.evaluation.decision_log import log_from_traces
+from kvpolicy.evaluation.displacements import displacements_of
+from kvpolicy.evaluation.offpolicy import estimate
+from kvpolicy.order import load
+from kvpolicy.simulator import Server
+from kvpolicy.trace import Trace, TraceError
+from tests.simulator.worlds import LINEAR, random_workload, run
+from tests.synthetic_logs import make_log
+
+SERVER = Server(16, 1 << 16, 60, 300, token_budget=256, max_running=24)
+
+
+SOURCE = random_workload(1, 60, 200.0)
+PRICED = "python:tests.priced:Priced"
+
+
+def served(spec: str, policy: str = "random:0.5") -> Trace:
+    return run(SOURCE, replace(SERVER, order=load(spec)), policy, LINEAR)[1]
+
+
+def test_what_is_reported_is_what_was_recorded() -> None:
+    trace = attribute(served("mlfq:base=8", PRICED))
+    found = displacements_of([trace])
+    rows = trace.rows("displacements")
+    victims = [row for row in trace.rows("decisions") if row["cause"] == "displaced"]
+    assert found is not None and found.let_in == len(rows) and found.displaced == len(victims) > 10
+    assert found.order == "mlfq:base=8" and sum(found.by_rank.values()) == found.displaced and found.drawn == 0
+    engine_s = {row["preemption_id"]: row["engine_s"] for row in trace.rows("outcomes")}
+    costs_s = [engine_s[row["preemption_id"]] for row in victims]
+    assert found.known == len(costs_s) - costs_s.count(None)
+    assert found.mean_cost_s == pytest.approx(sum(cost for cost in costs_s if cost is not None) / found.known)
+    prices_s = [one["price_s"] for row in rows for one in row["candidates"][: row["taken"]]]
+    assert found.priced == len(prices_s) and found.mean_price_s == pytest.approx(sum(prices_s) / len(prices_s))
+    text = "\n".join(found.lines())
+    assert f"{found.displaced} requests for {found.let_in} others" in text and "by rank: " in text
+
+
+def test_a_policy_without_predictions_has_no_price() -> None:
+    found = displacements_of([served("mlfq:base=8")])
+    assert found is not None and (found.priced, found.mean_price_s) == (0, None)
+    assert "mean price unknown (predicted for 0)" in found.lines()[-1]
+
+
+def test_nothing_is_reported_where_nobody_was_displaced() -> None:
+    assert displacements_of([served("fcfs"), make_log(1)]) is None
+
+
+def test_an_evaluation_reports_them(tmp_path: Path) -> None:
+    served("mlfq:base=8").write(tmp_path / "trace")
+    report = estimate([tmp_path / "trace"], ["always-swap"])
+    assert report.displacements is not None and report.displacements.lines()[0] in report.text()
+
+
+def test_logs_of_different_orders_are_not_judged_as_one() -> None:
+    one, other = make_log(1, name="one"), make_log(2, name="other")
+
+    def under(trace: Trace, order: str | None, digest: str | None = "0") -> Trace:
+        headers = {core: replace(header, order=order, order_digest=digest) for core, header in trace.headers.items()}
+        return Trace(headers, trace.tables)
+
+    for order, digest in (("mlfq", "0"), ("fcfs", "1")):
+        with pytest.raises(TraceError, match=rf"core-one and core-other .* orders of service, fcfs and {order}"):
+            log_from_traces({"a": under(one, "fcfs"), "b": under(other, order, digest)})
+    assert len(log_from_traces({"a": under(one, "fcfs"), "b": under(other, "fcfs")})) == 800
+    assert len(log_from_traces({"a": under(one, None), "b": under(other, "fcfs")})) == 800
+
+
+def test_a_trace_names_its_order() -> None:
+    for spec in ("fcfs", "mlfq:base=8"):
+        (header,) = served(spec).headers.values()
+        assert (header.order, header.order_digest) == (spec, load(spec).digest)
+    stock = run(SOURCE, replace(SERVER, scheduling="priority"), "always-swap", LINEAR)[1]
+    (header,) = stock.headers.values()
+    assert header.order == "priority"
+    assert traces.SCHEMAS["displacements"].names[0] == "displacement_id"
