@@ -32,6 +32,7 @@ OPTIONS: Mapping[str, str] = {
     "quantum": "output tokens that a request gets before it may be displaced",
     "base": "for mlfq: tokens of the first level, which are its quantum",
     "promote": "seconds of waiting after which a request goes first, for one quantum",
+    "cool": "seconds after its return in which a request that was preempted may not be displaced again",
     "victims": f"last, {' or '.join(rules.VICTIM_RULES)}: who is displaced among equals",
     "bound": "for srpt: share of its predicted length up to which a request may be displaced",
     "ttft": "for deadline: seconds to the first token",
@@ -193,7 +194,7 @@ def _predictor(spec: Spec, name: str, text: str) -> rules.Predictor:
     return PREDICTORS[text]
 
 
-_PROMOTE = {"promote": ("promote_s", _positive)}
+_PROMOTE = {"promote": ("promote_s", _positive), "cool": ("cool_down_s", _number)}
 _QUANTUM = {"quantum": ("quantum_tokens", _whole), **_PROMOTE}
 KINDS: Mapping[str, Kind] = {
     "fcfs": Kind(rules.Fcfs, {}),

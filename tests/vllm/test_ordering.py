@@ -13,8 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus, StreamingUpdate
 
-from kvpolicy.order import Priority, Progress, Rank, View, load
-from kvpolicy_vllm.plugin import ordering
+from kvpolicy.order import Priority, Progress, Rank, View, load, room
 from kvpolicy_vllm.plugin.ordering import Ordering
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 from tests.vllm import fuzz, harness
@@ -57,9 +56,9 @@ def test_where_nobody_comes_in_victims_grow_rare(model: Path, monkeypatch: pytes
     right = Ordering.need_blocks
     monkeypatch.setattr(Ordering, "need_blocks", lambda self, waiting: max(1, right(self, waiting) - 5))
     rests: list[int] = []
-    missed = ordering.BackOff.missed
+    missed = room.BackOff.missed
     monkeypatch.setattr(
-        ordering.BackOff, "missed", lambda self, step: (missed(self, step), rests.append(self.next_step - step))[0]
+        room.BackOff, "missed", lambda self, step: (missed(self, step), rests.append(self.next_step - step))[0]
     )
     made = schedule(model)
     outcome = served(made)
@@ -118,7 +117,7 @@ def test_whoever_does_not_come_in_is_counted_in_whichever_queue(status: RequestS
     waiting.status = status
     served_by._let_in = [waiting]
     served_by._count_missed()
-    assert served_by.missed == 1 and served_by._after_miss.next_step > 0
+    assert served_by.missed == 1 and served_by.lookout.after_miss.next_step > 0
 
 
 def test_an_answer_that_changes_at_once_leaves_the_queues_one_to_offer(model: Path) -> None:
@@ -178,7 +177,7 @@ def test_what_is_kept_of_who_has_ended_is_seen(model: Path, monkeypatch: pytest.
 
 
 def test_running_requests_in_another_order_are_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ordering, "_sort_running", lambda self: None)
+    monkeypatch.setattr(Ordering, "_sort_running", lambda self, changed: None)
     assert any("in another order" in problem for problem in served(schedule(model)).problems)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpolicy.order import load
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from tests.vllm import agreement, harness
 from tests.vllm.agreement import (
@@ -77,6 +78,24 @@ def test_they_agree_under_every_order(seed: int) -> None:
     builtin = account("builtin", case)
     assert not differences(builtin, account("vllm", case))
     assert (displaced(builtin) > 0) == case.server.order.displaces_by_rank
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_they_agree_where_requests_sit_steps_out(seed: int) -> None:
+    case = ordered(seed, REQUESTS, "python:tests.holds:Holds")
+    told = account("builtin", case)
+    assert not differences(told, account("vllm", case))
+    free = replace(case, server=replace(case.server, order=load("urgent:quantum=2")))
+    assert told.scheduled != account("builtin", free).scheduled
+
+
+@pytest.mark.parametrize("spec", ["mlfq:base=4,cool=0.05", "urgent:cool=0.2", "python:tests.holds:Measured"])
+@pytest.mark.parametrize("seed", [1, 2, 4])
+def test_they_agree_where_requests_cool_down_or_are_ranked_by_levels(seed: int, spec: str) -> None:
+    case = ordered(seed, REQUESTS, spec)
+    told = account("builtin", case)
+    assert not differences(told, account("vllm", case))
+    assert displaced(told) > 0
 
 
 @pytest.mark.parametrize("seed", TIED)
