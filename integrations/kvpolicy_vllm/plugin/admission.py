@@ -1,6 +1,7 @@
 """What vLLM's scheduler asks of memory, places and budget before it admits a request, without asking it to.
 
-The rules differ between versions of vLLM; each is named where it does.
+The rules differ between versions of vLLM, which are named where they do. Drafted tokens and pipeline stages take no
+part: the plugin serves neither.
 """
 
 from __future__ import annotations
@@ -21,21 +22,10 @@ class Admission:
         config = scheduler.scheduler_config
         self._reserves_whole = bool(scheduler.scheduler_reserve_full_isl)
         """Whether the blocks of the whole sequence must be free, not only those of its first chunk."""
-        self._lookahead = int(scheduler.num_lookahead_tokens)
-        self._spec_tokens = int(scheduler.num_spec_tokens)
-        self._sampled = int(scheduler.num_sampled_tokens_per_step)
         self._chunked = bool(config.enable_chunked_prefill)
         self._long_prefill = int(config.long_prefill_token_threshold)
-        self._load_step_blocks = int(getattr(scheduler, "_spec_decode_step_blocks", 0))
-        """Blocks that a load must leave beyond its own; from vLLM 0.31 on."""
-        version = engine_version(allow_untested=True)
-        self._streams_hold_places = version >= (0, 25)
+        self._streams_hold_places = engine_version(allow_untested=True) >= (0, 25)
         """Whether sessions that wait for streaming input count as running. In vLLM 0.24 they do not."""
-        self._pads_decodes = self._spec_tokens > 0 and version >= (0, 25)
-        """Whether a request that lacks one token is admitted with room for drafted ones, too."""
-        drafts = scheduler.vllm_config.speculative_config
-        self._draft_slots = int(drafts.max_num_new_slots_for_drafting) if drafts and version >= (0, 28) else 0
-        """Input tokens that each scheduled request takes for drafting; from vLLM 0.28 on."""
 
     # ---- who waits ----
 
@@ -60,8 +50,7 @@ class Admission:
         missing = self._missing(request, local_tokens, len(hits), chunk=not load_tokens)
         if load_tokens:
             loaded = max(0, self._blocks(local_tokens + load_tokens) - len(hits))
-            reserved = self._scheduler._inflight_prefill_reserved_blocks() + self._load_step_blocks
-            missing = max(missing, loaded + reserved)
+            missing = max(missing, loaded + self._scheduler._inflight_prefill_reserved_blocks())
         return int(missing + idle + self._watermark())
 
     def need_blocks_besides(self, request: Any, held: int) -> int:
@@ -74,13 +63,9 @@ class Admission:
         return max(0, max(whole, first) - held)
 
     def _first_chunk_ends(self, request: Any, computed: int) -> int:
-        """Position that the request's first chunk and what may be drafted after it need blocks up to."""
-        scheduler = self._scheduler
-        tokens = request.num_tokens - computed
-        if tokens == 1 and self._pads_decodes:
-            tokens += self._spec_tokens
-        tokens = min(tokens, self._longest_chunk(), scheduler.max_num_scheduled_tokens)
-        return int(min(computed + tokens + self._lookahead, scheduler.max_model_len))
+        """Position that the request's first chunk needs blocks up to."""
+        budget = self._scheduler.max_num_scheduled_tokens
+        return int(computed + min(request.num_tokens - computed, self._longest_chunk(), budget))
 
     def _watermark(self) -> int:
         scheduler = self._scheduler
@@ -125,25 +110,23 @@ class Admission:
         """What the next step has left once the running requests have what they take in it."""
         scheduler = self._scheduler
         manager, longest = scheduler.kv_cache_manager, self._longest_chunk()
-        budget, step = scheduler.max_num_scheduled_tokens, scheduler.current_step + 1
-        inputs = scheduler.scheduler_config.max_num_batched_tokens
+        budget = scheduler.max_num_scheduled_tokens
         free = manager.block_pool.get_num_free_blocks()
         for request in scheduler.running:
-            if budget <= 0 or inputs <= self._draft_slots:
+            if budget <= 0:
                 break
-            if self.is_ending(request) or step < request.next_decode_eligible_step:
+            if self.is_ending(request):
                 continue
             computed = request.num_computed_tokens
-            new = int(min(request.num_tokens_with_spec + request.num_output_placeholders - computed, longest, budget))
-            new = min(new, inputs - self._draft_slots, scheduler.max_model_len - computed - self._sampled)
+            new = int(min(request.num_tokens + request.num_output_placeholders - computed, longest, budget))
+            new = min(new, scheduler.max_model_len - computed - 1)
             if new <= 0:
                 continue
-            wanted = self._blocks(min(computed + new + self._lookahead, scheduler.max_model_len))
+            wanted = self._blocks(computed + new)
             if wanted > computed // self._size:
                 free -= max(0, wanted - len(manager.get_blocks(request.request_id).blocks[0]))
             budget -= new
-            inputs -= new + self._draft_slots
-        return Space(free, self._places(), min(budget, inputs - self._draft_slots), self._chunked)
+        return Space(free, self._places(), budget, self._chunked)
 
     def _places(self) -> int:
         scheduler = self._scheduler

@@ -230,7 +230,8 @@ class Ordering:
         except Exception:  # noqa: BLE001
             self._complain("hold")
             return []
-        self._held = [self._by_number[number] for number in held]
+        # vLLM counts the adapters of those that it schedules: another one might take the slot meanwhile.
+        self._held = [one for one in map(self._by_number.__getitem__, held) if not one.lora_request]
         for request in self._held:
             scheduler.running.remove(request)
         return self._held
