@@ -3,6 +3,8 @@
 from kvpolicy.order.base import Order, Progress, Rank, View
 from kvpolicy.order.choice import Candidate, Choice
 from kvpolicy.order.guard import Guarded
+from kvpolicy.order.holding import Holding
+from kvpolicy.order.lookout import Lookout
 from kvpolicy.order.queue import OrderedQueue
 from kvpolicy.order.ranks import Ranks
 from kvpolicy.order.room import BackOff, Engine, Space, Taken, make_room
@@ -10,6 +12,7 @@ from kvpolicy.order.rules import Fcfs, Priority, is_stock
 from kvpolicy.order.spec import FORMS, HELP, load, load_order
 
 __all__ = [
-    "FORMS", "HELP", "BackOff", "Candidate", "Choice", "Engine", "Fcfs", "Guarded", "Order", "OrderedQueue", "Priority",
+    "FORMS", "HELP", "BackOff", "Candidate", "Choice", "Engine", "Fcfs", "Guarded", "Holding", "Lookout", "Order",
+    "OrderedQueue", "Priority",
     "Progress", "Rank", "Ranks", "Space", "Taken", "View", "is_stock", "load", "load_order", "make_room",
 ]  # fmt: skip

@@ -20,11 +20,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import copysign, floor, inf, isinf, log
 from typing import Any, NamedTuple
 
 from kvpolicy.code_digest import digest_of, label_of
 from kvpolicy.request_marks import DEFAULT_CLASS
+
+MAX_CANDIDATES = 32
+"""Running requests that an order which chooses among them is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Progress:
     """Seconds that a reader takes for one token; None where nothing was asked for."""
     class_name: str = DEFAULT_CLASS
     """Class of service that it belongs to."""
+    cools_until_s: float = -inf
+    """Until then it may not be displaced, as it has just come back."""
 
 
 class Rank(NamedTuple):
@@ -65,6 +70,18 @@ class Rank(NamedTuple):
     """Output tokens at which it may change."""
     until_s: float = inf
     """Time at which it may change."""
+
+
+def levels(value: tuple[float, ...], ratio: float) -> tuple[float, ...]:
+    """The numbers of the levels that a rank's values are in; see :attr:`Order.rank_ratio`."""
+    return value if ratio <= 1.0 else tuple(_level(one, ratio) for one in value)
+
+
+def _level(value: float, ratio: float) -> float:
+    """Levels are numbered from 0, which holds all below 1, and alike on both sides of it."""
+    if isinf(value):
+        return value
+    return copysign(floor(log(max(1.0, abs(value))) / log(ratio) + 1e-9), value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,13 @@ class Order(ABC):
     """Seconds of waiting after which a request goes before all others, for one quantum; inf for never."""
     max_victims: int = 8
     """Requests displaced in one step, at most."""
+    cool_down_s: float = 0.0
+    """Seconds after its return in which a request that was preempted may not be displaced."""
+    rank_ratio: float = 1.0
+    """Ratio of neighbouring levels to which the values of a rank are rounded; 1 takes them as they are. For an order
+    whose ranks are measures, such as predicted seconds: whoever is ahead by little displaces nobody then."""
+    max_held_steps: int = 16
+    """Steps in a row in which a request may be held, at most."""
 
     @property
     def digest(self) -> str:
@@ -113,6 +137,17 @@ class Order(ABC):
 
     def __repr__(self) -> str:
         return self.label
+
+    @property
+    def holds(self) -> bool:
+        """Whether :meth:`hold` may name anybody. It is asked in every step then, with all that run."""
+        return type(self).hold is not Order.hold
+
+    @property
+    def max_candidates(self) -> int:
+        """Running requests of the highest ranks that :meth:`victims` is shown, at most."""
+        takes_the_last = type(self).victims is Order.victims
+        return self.max_victims if takes_the_last else MAX_CANDIDATES
 
     @abstractmethod
     def rank(self, request: Progress, view: View) -> Rank:
@@ -128,7 +163,8 @@ class Order(ABC):
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
         """In what order those that ``waiting`` may displace are taken: by default the highest rank, then the latest
-        arrival, first. ``running`` is in the order of service."""
+        arrival, first. ``running`` is in the order of service: the last :attr:`max_candidates` that may be displaced.
+        """
         return list(reversed(running))
 
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
@@ -138,6 +174,14 @@ class Order(ABC):
     def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
         """Whether ``waiting`` may be admitted beside running requests, if ``free_after_blocks`` are left then."""
         return True
+
+    def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        """Running requests that sit this step out, keeping their blocks: nobody by default.
+
+        ``running`` is in the order of service. Whoever was held for :attr:`max_held_steps` in a row runs in the next
+        step, and where all would be held, the first one runs.
+        """
+        return ()
 
     def initial_state(self) -> Any:
         """The state of an order that learns: a frozen value."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf, isnan
 from typing import Any, TypeVar
 
-from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.base import MAX_CANDIDATES, Order, Progress, Rank, View
 
 Answer = TypeVar("Answer")
 LAST = (inf,)
@@ -23,12 +23,23 @@ class Guarded(Order):
         self.quantum_tokens = int(order.quantum_tokens)
         self.promote_s = float(order.promote_s)
         self.max_victims = int(order.max_victims)
+        self.cool_down_s = float(order.cool_down_s)
+        self.rank_ratio = float(order.rank_ratio)
+        self.max_held_steps = int(order.max_held_steps)
         self.base = order
         self._complain = complain
 
     @property
     def label(self) -> str:
         return self.base.label
+
+    @property
+    def max_candidates(self) -> int:
+        return self._guarded("max_candidates", MAX_CANDIDATES, lambda: int(self.base.max_candidates))
+
+    @property
+    def holds(self) -> bool:
+        return self._guarded("holds", False, lambda: bool(self.base.holds))
 
     def rank(self, request: Progress, view: View) -> Rank:
         return self._guarded("rank", Rank(request.rank or LAST), lambda: _comparable(*self.base.rank(request, view)))
@@ -37,19 +48,16 @@ class Guarded(Order):
         return self._guarded("displaces", False, lambda: bool(self.base.displaces(waiting, running, view)))
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
-        by_number = {other.number: other for other in running}
-
-        def chosen() -> Sequence[Progress]:
-            numbers = [victim.number for victim in self.base.victims(waiting, running, view)]
-            return [by_number[number] for number in dict.fromkeys(numbers)]
-
-        return self._guarded("victims", (), chosen)
+        return self._guarded("victims", (), lambda: _among(running, self.base.victims(waiting, running, view)))
 
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
         return self._guarded("worth", False, lambda: bool(self.base.worth(waiting, victims, view)))
 
     def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
         return self._guarded("admits", True, lambda: bool(self.base.admits(waiting, free_after_blocks, view)))
+
+    def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return self._guarded("hold", (), lambda: _among(running, self.base.hold(running, view)))
 
     def initial_state(self) -> Any:
         return self._guarded("initial_state", None, self.base.initial_state)
@@ -72,6 +80,12 @@ class Guarded(Order):
         except Exception:  # noqa: BLE001
             self._complain(method)
             return otherwise
+
+
+def _among(running: Sequence[Progress], chosen: Sequence[Progress]) -> Sequence[Progress]:
+    """Those chosen, each once. Any other request than a running one raises."""
+    by_number = {other.number: other for other in running}
+    return [by_number[number] for number in dict.fromkeys(one.number for one in chosen)]
 
 
 def _comparable(value: Sequence[float], until_tokens: float, until_s: float) -> Rank:

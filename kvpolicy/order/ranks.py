@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import ceil, inf, nan
 from typing import Generic, TypeVar
 
-from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.base import Order, Progress, Rank, View, levels
 
 R = TypeVar("R", bound=Hashable)
 Key = tuple[tuple[float, ...], float, int]
@@ -34,6 +34,8 @@ class Entry:
     waits_since_s: float | None = None
     """None while it runs. Loading is part of the waiting."""
     promoted: bool = False
+    cools_until_s: float = -inf
+    """Until then it may not be displaced."""
     version: int = 0
     """Counts what makes its events in the calendar void."""
     admitted_s: float = nan
@@ -67,7 +69,8 @@ class Ranks(Generic[R]):
 
     def progress(self, request: R) -> Progress:
         entry = self._entries[request]
-        return self._look(request, entry.key[0], entry.admitted_at_tokens)
+        progress = self._look(request, entry.key[0], entry.admitted_at_tokens)
+        return progress if entry.cools_until_s == -inf else replace(progress, cools_until_s=entry.cools_until_s)
 
     def admitted_s(self, request: R) -> float:
         """When the request was last admitted; NaN before the first time."""
@@ -86,12 +89,15 @@ class Ranks(Generic[R]):
         entry = self._entries[request]
         entry.waits_since_s = None
         entry.admitted_s = view.now_s
-        entry.admitted_at_tokens = self.progress(request).output_tokens
+        progress = self.progress(request)
+        entry.admitted_at_tokens = progress.output_tokens
+        if self.order.cool_down_s and progress.preemptions:
+            entry.cools_until_s = view.now_s + self.order.cool_down_s
         self._ask(request, entry, step, view)
 
     def preempted(self, request: R, step: int, view: View) -> None:
         entry = self._entries[request]
-        entry.waits_since_s = view.now_s
+        entry.waits_since_s, entry.cools_until_s = view.now_s, -inf
         self._ask(request, entry, step, view)
 
     def removed(self, request: R, by_itself: bool) -> None:
@@ -173,8 +179,9 @@ class Ranks(Generic[R]):
             if tokens < inf:
                 ahead = max(1.0, tokens - progress.output_tokens)
                 self._add(self._by_step, step + ceil(ahead / self._per_step), request)
-        if rank.until_s < inf:
-            self._add(self._by_time, rank.until_s, request)
+        until_s = min(rank.until_s, entry.cools_until_s) if entry.cools_until_s > view.now_s else rank.until_s
+        if until_s < inf:
+            self._add(self._by_time, until_s, request)
         return entry.key != before
 
     def _rank(self, progress: Progress, entry: Entry, view: View) -> Rank:
@@ -187,4 +194,6 @@ class Ranks(Generic[R]):
         if entry.promoted:
             return Rank(FIRST, entry.admitted_at_tokens + max(1, quantum) if since is None else inf)
         rank = self.order.rank(progress, view)
+        if self.order.rank_ratio > 1.0:
+            rank = rank._replace(value=levels(rank.value, self.order.rank_ratio))
         return rank if since is None else rank._replace(until_s=min(rank.until_s, since + promote_s))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, exp2, floor, inf, log2
 from typing import Any
 
-from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.base import Order, Progress, Rank, View, levels
 from kvpolicy.order.grouped_lengths import GroupedLengths
 from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
 
@@ -48,6 +48,7 @@ class Urgent(Order):
     name: str = "urgent"
     quantum_tokens: int = 0
     promote_s: float = inf
+    cool_down_s: float = 0.0
     displaces_by_rank = True
 
     def rank(self, request: Progress, view: View) -> Rank:
@@ -85,6 +86,7 @@ class Mlfq(Order):
     name: str
     quantum_tokens: int = 64
     promote_s: float = inf
+    cool_down_s: float = 0.0
     displaces_by_rank = True
 
     def rank(self, request: Progress, view: View) -> Rank:
@@ -106,6 +108,7 @@ class Las(Order):
     name: str
     quantum_tokens: int = 256
     promote_s: float = inf
+    cool_down_s: float = 0.0
     displaces_by_rank = True
 
     def rank(self, request: Progress, view: View) -> Rank:
@@ -143,6 +146,7 @@ class Srpt(Order):
     bound: float = 0.8
     quantum_tokens: int = 0
     promote_s: float = inf
+    cool_down_s: float = 0.0
     displaces_by_rank = True
 
     def rank(self, request: Progress, view: View) -> Rank:
@@ -173,6 +177,7 @@ class Gittins(Order):
     name: str
     quantum_tokens: int = 64
     promote_s: float = inf
+    cool_down_s: float = 0.0
     displaces_by_rank = True
 
     def rank(self, request: Progress, view: View) -> Rank:
@@ -214,6 +219,7 @@ class Deadline(Order):
     bound_s: float = 20.0
     quantum_tokens: int = 16
     promote_s: float = inf
+    cool_down_s: float = 0.0
     displaces_by_rank = True
 
     def rank(self, request: Progress, view: View) -> Rank:
@@ -246,10 +252,21 @@ class Layered(Order):
         object.__setattr__(self, "quantum_tokens", self.inner.quantum_tokens)
         object.__setattr__(self, "promote_s", min(part.promote_s for part in parts))
         object.__setattr__(self, "max_victims", min(part.max_victims for part in parts))
+        object.__setattr__(self, "cool_down_s", max(part.cool_down_s for part in parts))
+        object.__setattr__(self, "max_held_steps", min(part.max_held_steps for part in parts))
+
+    @property
+    def max_candidates(self) -> int:
+        return self.inner.max_candidates
+
+    @property
+    def holds(self) -> bool:
+        return any(part.holds for part in (self.outer, self.inner))
 
     def rank(self, request: Progress, view: View) -> Rank:
         outer, inner = self._asked(lambda order, its_view: order.rank(request, its_view), view)
-        value = self._outer_value(outer.value) + inner.value
+        value = self._outer_value(levels(outer.value, self.outer.rank_ratio))
+        value += levels(inner.value, self.inner.rank_ratio)
         return Rank(value, min(outer.until_tokens, inner.until_tokens), min(outer.until_s, inner.until_s))
 
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
@@ -277,6 +294,11 @@ class Layered(Order):
 
     def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
         return all(self._asked(lambda order, its_view: order.admits(waiting, free_after_blocks, its_view), view))
+
+    def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        held = self._asked(lambda order, its_view: order.hold(running, its_view), view)
+        numbers = {one.number for part in held for one in part}
+        return [one for one in running if one.number in numbers]
 
     def initial_state(self) -> Any:
         return self.outer.initial_state(), self.inner.initial_state()
@@ -314,6 +336,10 @@ def cheapest(request: Progress, view: View) -> tuple[float, ...]:
     return (inf, request.computed_tokens) if price_s is None else (price_s / blocks, request.computed_tokens)
 
 
+SETTINGS = (
+    "displaces_by_rank", "quantum_tokens", "promote_s", "max_victims", "cool_down_s", "rank_ratio", "max_held_steps",
+)  # fmt: skip
+"""Attributes of an order that its mechanism goes by."""
 VICTIM_RULES: dict[str, VictimRule] = {"least-computed": least_computed, "cheapest": cheapest}
 
 
@@ -326,8 +352,12 @@ class WithVictims(Order):
     rule: VictimRule
 
     def __post_init__(self) -> None:
-        for attribute in ("displaces_by_rank", "quantum_tokens", "promote_s", "max_victims"):
+        for attribute in SETTINGS:
             object.__setattr__(self, attribute, getattr(self.base, attribute))
+
+    @property
+    def holds(self) -> bool:
+        return self.base.holds
 
     def rank(self, request: Progress, view: View) -> Rank:
         return self.base.rank(request, view)
@@ -345,6 +375,9 @@ class WithVictims(Order):
 
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
         return self.base.worth(waiting, victims, view)
+
+    def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return self.base.hold(running, view)
 
     def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
         return self.base.admits(waiting, free_after_blocks, view)

@@ -41,6 +41,7 @@ OPTIONS: Mapping[str, str] = {
     "quantum": "output tokens that a request gets before it may be displaced",
     "base": "for mlfq: tokens of the first level, which are its quantum",
     "promote": "seconds of waiting after which a request goes first, for one quantum",
+    "cool": "seconds after its return in which a request that was preempted may not be displaced again",
     "victims": f"last, {' or '.join(rules.VICTIM_RULES)}: who is displaced among equals",
     "worth": f"always, or {' or '.join(WORTH)}: displace only where that gains more waiting than its price costs",
     "explore": "share of the choices in which victims among equals are drawn, so that logs can judge other rules",
@@ -224,7 +225,7 @@ def _classes(spec: Spec, name: str, text: str) -> tuple[str, ...]:
     return classes
 
 
-_PROMOTE = {"promote": ("promote_s", _positive)}
+_PROMOTE = {"promote": ("promote_s", _positive), "cool": ("cool_down_s", _number)}
 _QUANTUM = {"quantum": ("quantum_tokens", _whole), **_PROMOTE}
 KINDS: Mapping[str, Kind] = {
     "fcfs": Kind(rules.Fcfs, {}),

@@ -27,6 +27,7 @@ class ByLevel(Order):
     quantum_tokens: int = 0
     promote_s: float = inf
     max_victims: int = 8
+    cool_down_s: float = 0.0
     displaces_by_rank = True
 
     def rank(self, request: Progress, view: View) -> Rank:
@@ -48,6 +49,9 @@ class Requests:
         self._known[name] = progress(len(self._known), **values)
         self.tokens[name] = 0
         return name
+
+    def set(self, name: str, **values: Any) -> None:
+        self._known[name] = replace(self._known[name], **values)
 
     def look(self, name: str, rank: tuple[float, ...], admitted_at_tokens: int) -> Progress:
         tokens = self.tokens[name]

@@ -181,3 +181,49 @@ def test_a_quiet_step_asks_nobody() -> None:
         assert ranks.next_step > step
         assert ranks.due(step, view(step * 1.0)) is None
     assert not asked
+
+
+# ---- back again, and ranks that are measures ----
+
+
+def test_whoever_comes_back_cools_down() -> None:
+    """It may not be displaced meanwhile, and the end of it is foreseen, so that room is looked for then."""
+    ranks, requests = made(ByLevel(cool_down_s=5.0), "a")
+    ranks.admitted("a", 1, view(1.0))
+    assert ranks.progress("a").cools_until_s == -inf, "it comes in for the first time"
+    ranks.preempted("a", 2, view(2.0))
+    requests.set("a", preemptions=1)
+    ranks.admitted("a", 3, view(3.0))
+    assert ranks.progress("a").cools_until_s == 8.0 and ranks.next_s == 8.0
+    assert ranks.due(4, view(8.0)) == [] and ranks.next_s == inf
+    ranks.preempted("a", 5, view(9.0))
+    assert ranks.progress("a").cools_until_s == -inf
+
+
+def test_a_rank_that_ends_first_does_not_forget_the_cooling() -> None:
+    ranks, requests = made(ByLevel(cool_down_s=50.0), "a")
+    requests.set("a", preemptions=1)
+    ranks.admitted("a", 1, view(1.0))
+    requests.tokens["a"] = 10
+    assert ranks.due(11, view(2.0)) == ["a"] and ranks.next_s == 51.0
+
+
+class Measured(ByLevel):
+    """By what is measured, as a user may write it."""
+
+    rank_ratio = 1.25
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((request.prompt_tokens / 7, -request.prompt_tokens / 7, inf))
+
+
+def test_measures_are_ranked_by_levels() -> None:
+    found = []
+    for tokens in (1, 6, 7, 8, 9, 700, 800, 900):
+        requests = Requests()
+        ranks: Ranks[str] = Ranks(Measured(), requests.look)
+        ranks.arrived(requests.add("a", prompt_tokens=tokens), 0, view())
+        up, down, last = ranks.key("a")[0]
+        assert up == -down and last == inf
+        found.append(up)
+    assert found == [0, 0, 0, 0, 1, 20, 21, 21]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from kvpolicy.order import BackOff, Order, Progress, Space, Taken, View, make_room
+from kvpolicy.order.base import MAX_CANDIDATES
 from kvpolicy.order.room import MAX_BACK_OFF, MAX_HEADS
 from tests.order.made import ByLevel, progress, view
 
@@ -19,12 +20,27 @@ class Engine:
 
     waits: dict[Progress, int] = field(default_factory=dict)
     runs: dict[Progress, int] = field(default_factory=dict)
+    left: Space = field(default_factory=lambda: Space(0, 9, 1000))
+    asked: list[str] = field(default_factory=list)
+    """What was asked of it, but for heads and needs."""
 
     def heads(self) -> list[Progress]:
         return sorted(self.waits, key=lambda one: (not one.computed_tokens, one.rank, one.number))
 
-    def running(self) -> list[Progress]:
-        return sorted(self.runs, key=lambda one: (one.rank, one.number))
+    def last_running(self) -> Iterator[Progress]:
+        for one in sorted(self.runs, key=lambda one: (one.rank, one.number), reverse=True):
+            self.asked.append(f"running {one.number}")
+            yield one
+
+    def free_blocks(self) -> int:
+        return self.left.free_blocks
+
+    def held_blocks(self, running: Progress) -> int:
+        return self.runs[running]
+
+    def space(self) -> Space:
+        self.asked.append("space")
+        return replace(self.left)
 
     def need_blocks(self, waiting: Progress) -> int:
         return self.waits[waiting]
@@ -42,7 +58,9 @@ def runs(number: int, rank: int, served_tokens: int = 99, **values: Any) -> Prog
 
 
 def room(engine: Engine, order: Order | None = None, free: int = 0, places: int = 9, budget: int = 1000) -> Taken:
-    return make_room(order or ByLevel(), engine, Space(free, places, budget), view())
+    engine.left = Space(free, places, budget)
+    engine.asked.clear()
+    return make_room(order or ByLevel(), engine, view())
 
 
 def numbers(taken: Taken) -> tuple[list[int], list[int], bool]:
@@ -150,6 +168,51 @@ def test_a_victim_is_taken_once() -> None:
     engine = Engine({waits(7, 0): 4, waits(8, 0): 4, waits(9, 0): 4}, THREE)
     taken = room(engine)
     assert numbers(taken) == ([3, 2, 1], [7, 8, 9], False)
+
+
+def test_a_look_in_vain_costs_by_what_it_considers() -> None:
+    """Three hundred run; whoever does not fit however many are displaced is found out by the last few."""
+    many = {runs(number, number // 10): 4 for number in range(300)}
+    engine = Engine({waits(999, 0): 33}, many)
+    taken = room(engine)
+    assert taken.missed and not taken.in_vain
+    assert "space" not in engine.asked and len(engine.asked) <= ByLevel().max_victims + 1
+    assert len(room(Engine({waits(999, 0): 32}, many)).victims) == 8
+
+
+def test_a_look_that_finds_nobody_to_let_in_is_told() -> None:
+    assert room(Engine({waits(8, 7): 4}, THREE)).in_vain, "nobody goes before a running request"
+    assert room(Engine({}, THREE)).in_vain and room(Engine({waits(8, 0): 4}, {})).in_vain
+    fits = room(Engine({waits(8, 0): 4}, THREE), free=9)
+    assert not fits.in_vain and not fits.missed
+    assert not room(Engine({waits(8, 0): 4}, THREE), budget=0).in_vain, "the budget comes back with the next step"
+
+
+def test_an_order_that_chooses_is_shown_so_many() -> None:
+    shown: list[int] = []
+
+    class Choosing(ByLevel):
+        def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+            shown[:] = [one.number for one in running]
+            return running
+
+    many = {runs(number, 5): 4 for number in range(300)}
+    taken = room(Engine({waits(999, 0): 4}, many), Choosing())
+    assert shown == list(range(300 - MAX_CANDIDATES, 300)) and numbers(taken) == ([300 - MAX_CANDIDATES], [999], False)
+
+
+def test_whoever_has_just_come_back_is_spared() -> None:
+    back = {runs(1, 5): 4, runs(2, 6, cools_until_s=7.0): 4}
+    engine = Engine({waits(8, 0): 4}, back)
+    assert numbers(make_room(ByLevel(), engine, view(6.9))) == ([1], [8], False)
+    assert numbers(make_room(ByLevel(), engine, view(7.0))) == ([2], [8], False)
+
+
+def test_a_prompt_that_must_be_computed_at_once_needs_the_whole_budget() -> None:
+    engine = Engine({waits(8, 0, prompt_tokens=100): 4}, THREE, Space(0, 9, 99, chunked=False))
+    assert numbers(make_room(ByLevel(), engine, view())) == ([], [], True)
+    engine.left = Space(0, 9, 100, chunked=False)
+    assert numbers(make_room(ByLevel(), engine, view())) == ([3], [8], False)
 
 
 def test_looks_that_let_nobody_in_grow_rare() -> None:

@@ -157,10 +157,11 @@ def crowded(seed: int, count: int = 40) -> Case:
     return Case(seed, Workload(f"crowded {seed}", tuple(made), seed), server, "always-swap", times)
 
 
-def ordered(seed: int, count: int = 60) -> Case:
-    """A case of :func:`crowded`, :func:`drawn` or :func:`looped` in turn, served by another order in turn."""
+def ordered(seed: int, count: int = 60, spec: str = "") -> Case:
+    """A case of :func:`crowded`, :func:`drawn` or :func:`looped` in turn, served by that order, or another in turn."""
     case = (crowded, drawn, looped)[seed % 3](seed, count)
-    served = replace(case.server, scheduling="fcfs", order=order.load(ORDERS[seed % len(ORDERS)]))
+    named = order.load(spec or ORDERS[seed % len(ORDERS)], allow_python=True)
+    served = replace(case.server, scheduling="fcfs", order=named)
     return replace(case, server=served)
 
 

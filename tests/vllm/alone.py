@@ -338,21 +338,25 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def drive(
     scheduler: Any,
-    arriving: deque[Request],
+    arriving: deque[Any],
     execute: Callable[[Any, dict[str, bool]], ModelRunnerOutput],
     asynchronous: bool,
     before_step: Callable[[], None] = lambda: None,
+    throttles: Callable[[], bool] = lambda: False,
+    add: Callable[[Any], None] | None = None,
 ) -> Iterator[Any]:
     """Step until everything is served, with two arrivals a step; yields what each step scheduled, already executed.
 
     What was scheduled is executed at once and in order, as in an engine; only the answer may be read later.
+    ``throttles``: whether the next step is told to compute no prompts. ``add``: what is done with what arrives, instead
+    of giving it to the scheduler.
     """
     flying = deque[tuple[Any, ModelRunnerOutput]]()
     depth = 2 if asynchronous else 1
     while True:
         for _ in range(2):
             if arriving:
-                scheduler.add_request(arriving.popleft())
+                (add or scheduler.add_request)(arriving.popleft())
         paused = scheduler.pause_state != PauseState.UNPAUSED
         if not arriving and not scheduler.has_requests() and not paused:
             if not flying:
@@ -360,7 +364,7 @@ def drive(
             scheduler.update_from_output(*flying.popleft())
             continue
         before_step()
-        output = scheduler.schedule()
+        output = scheduler.schedule(throttles())
         sampled = {name: not scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         flying.append((output, execute(output, sampled)))
         yield output

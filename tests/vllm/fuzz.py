@@ -14,6 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ STEP_S = 0.05
 """What a step takes by the clock of the controller."""
 MAX_IDLE_STEPS = 40
 """So long nothing may be scheduled though nothing is paused, loading or compiling."""
+TURN_STEPS = 40
+"""What a turn may last beyond the request's tokens: steps until room is looked for, and until a victim is saved."""
 MAX_GRAMMAR_STEPS = 60
 MAX_EVENTS_PER_REQUEST = 8
 MAX_ACCOUNTS = 6
@@ -63,6 +66,12 @@ class Outcome:
     displaced: int = 0
     waits: tuple[int, ...] = ()
     """Of every load that ended: steps that its request then held its blocks and was not scheduled."""
+    turns: int = 0
+    """Further inputs that came for sessions."""
+    missed: int = 0
+    """Requests for which others were displaced and which did not come in."""
+    longest_wait: int = 0
+    """Under an order that promotes: most steps in a row in which a request could have been scheduled and was not."""
 
 
 class Grammars:
@@ -124,8 +133,25 @@ class Schedule:
         self.stalled = ""
         self.waits: list[int] = []
         self.most_events = 0
+        self.turns = self.longest_wait = 0
+        self._rng = random.Random(f"throttle {setup.seed}")
+        self._throttled = False
         self._idle_steps = self._compiling = 0
         self._waiting: dict[str, int] = {}
+        self._queued: dict[str, int] = {}
+        """Steps in a row that each request has been waiting."""
+        self._tell_workers_of_turns()
+
+    def _tell_workers_of_turns(self) -> None:
+        update = self.scheduler._update_request_as_session
+
+        def updated(session: Request, *arguments: Any) -> None:
+            update(session, *arguments)
+            self.turns += 1
+            for worker in self.workers:
+                worker.next_turn(session)
+
+        self.scheduler._update_request_as_session = updated
 
     def _make_repeatable(self) -> None:
         """Elsewhere each start draws differently, and a suspension of swapping lasts as long as the machine is slow."""
@@ -135,8 +161,16 @@ class Schedule:
 
     def run(self) -> None:
         """Step to the end, or to the first stall."""
-        arriving = deque(self.requests)
-        steps = alone.drive(self.scheduler, arriving, self._execute, self.setup.asynchronous, self._before_step)
+        arriving = deque(with_further_inputs(self.requests, self.setup))
+        steps = alone.drive(
+            self.scheduler,
+            arriving,
+            self._execute,
+            self.setup.asynchronous,
+            self._before_step,
+            self._throttles,
+            self._add,
+        )
         for output in steps:
             self.steps += 1
             self.tokens += output.total_num_scheduled_tokens
@@ -146,6 +180,18 @@ class Schedule:
                 self.most_events = max(self.most_events, self.scheduler.ordering.ranks.events)
             if self.stalled:
                 return
+
+    def _throttles(self) -> bool:
+        self._throttled = self.setup.throttled and self._rng.random() < 0.3
+        return self._throttled
+
+    def _add(self, arrival: Request | None) -> None:
+        """None is a pause between arrivals; what comes for a session that has ended is late."""
+        if arrival is None:
+            return
+        known = any(arrival is request for request in self.requests)
+        if known or arrival.request_id in self.scheduler.requests:
+            self.scheduler.add_request(arrival)
 
     def _before_step(self) -> None:
         self._compiling = self.grammars.step(self.scheduler.requests)
@@ -172,6 +218,21 @@ class Schedule:
         if self._idle_steps > MAX_IDLE_STEPS:
             self.stalled = f"nothing scheduled for {MAX_IDLE_STEPS} steps: {self._situation()}"
         self._count_waits(output)
+        self._count_queued(output)
+
+    def _count_queued(self, output: Any) -> None:
+        """Only of those whom nothing keeps waiting but memory, places and the order of service."""
+        ordering = self.scheduler.ordering
+        if ordering is None or ordering.order.promote_s == inf or self.setup.adapters:
+            return
+        queued = {
+            name: self._queued.get(name, 0) + (not self._throttled)
+            for name, request in self.scheduler.requests.items()
+            if name not in output.num_scheduled_tokens
+            and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        }
+        self.longest_wait = max(self.longest_wait, max(queued.values(), default=0))
+        self._queued = queued
 
     def _count_waits(self, output: Any) -> None:
         for name in list(self._waiting):
@@ -202,9 +263,22 @@ class Schedule:
         yield from _left_behind(self.scheduler, self.workers, self.learner)
         yield from _miscounted(self.scheduler, self.requests)
         yield from self._ill_ordered()
+        if self.longest_wait > self._patience():
+            yield f"a request waited for {self.longest_wait} steps, of {self._patience()} at most"
         if self.swaps.found:
             yield f"recorded as swapped, but computed again: {', '.join(self.swaps.found[:5])}"
         yield from _ended_badly(self.requests, self.disturbances.aborted)
+
+    def _patience(self) -> float:
+        """Steps until somebody is promoted and everybody else has had a turn, one after the other: a prompt, a late
+        load, and a quantum."""
+        ordering, setup = self.scheduler.ordering, self.setup
+        if ordering is None or ordering.order.promote_s == inf:
+            return inf
+        longest = MAX_SHARED_TOKENS + setup.max_prompt_tokens + setup.max_output_tokens
+        chunk = min(setup.long_prefill or setup.token_budget, setup.token_budget)
+        turn = longest / chunk + setup.max_late_steps + ordering.order.quantum_tokens + TURN_STEPS
+        return ordering.order.promote_s / STEP_S + setup.requests * turn
 
     def _ill_ordered(self) -> Iterator[str]:
         """What the order of service got wrong, or kept of requests that have ended."""
@@ -234,6 +308,9 @@ class Schedule:
             swaps=int(harness.total(stats, "preemptions", executed="swap")),
             displaced=int(harness.total(stats, "preemptions", cause="displaced")),
             waits=tuple(self.waits),
+            turns=self.turns,
+            missed=self.scheduler.ordering.missed if self.scheduler.ordering is not None else 0,
+            longest_wait=self.longest_wait,
         )
 
 
@@ -259,7 +336,11 @@ class UnusedSwaps(Observer):
 
 
 def _job(setup: Setup, model: Path) -> dict[str, Any]:
-    engine: dict[str, Any] = {"tensor_parallel_size": setup.ranks}
+    engine: dict[str, Any] = {
+        "tensor_parallel_size": setup.ranks,
+        "scheduler_reserve_full_isl": setup.reserves_whole,
+        "long_prefill_token_threshold": setup.long_prefill,
+    }
     if setup.adapters:
         engine |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": setup.adapters}
     return {
@@ -303,6 +384,26 @@ def drawn_requests(setup: Setup) -> list[Request]:
     return requests
 
 
+def with_further_inputs(requests: list[Request], setup: Setup) -> list[Request | None]:
+    """Requests in the order in which they come, each session followed by further inputs and its end, with pauses."""
+    rng = random.Random(f"sessions {setup.seed}")
+    arrivals: list[Request | None] = [*requests]
+    for session in (request for request in requests if request.resumable):
+        at = arrivals.index(session)
+        for left in reversed(range(rng.randint(1, 4))):
+            at = rng.randint(at + 1, len(arrivals) + 60)
+            arrivals += [None] * (at - len(arrivals))
+            arrivals.insert(at, _further_input(session, rng, setup, ends=not left))
+    return arrivals
+
+
+def _further_input(session: Request, rng: random.Random, setup: Setup, ends: bool) -> Request:
+    prompt = [rng.randrange(1, 1000) for _ in range(rng.randint(1, 20))]
+    parameters = SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 20), ignore_eos=True)
+    number = int(session.request_id[1:])
+    return alone.made_request(number, prompt, parameters, priority=session.priority, resumable=not ends)
+
+
 def _drawn_request(number: int, head: list[int], rng: random.Random, setup: Setup) -> Request:
     own = rng.randint(5, setup.max_prompt_tokens)
     prompt = head[: rng.choice([0, 32, 64, 96])] + [rng.randrange(1, 1000) for _ in range(own)]
@@ -317,7 +418,9 @@ def _drawn_request(number: int, head: list[int], rng: random.Random, setup: Setu
     parameters = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, **special)
     adapter = rng.randint(0, setup.adapters)
     lora = LoRARequest(f"adapter-{adapter}", adapter, "/nowhere") if adapter else None
-    return alone.made_request(number, prompt, parameters, priority=rng.randrange(4), lora_request=lora)
+    session = setup.has_sessions and not special and random.Random(f"session {setup.seed} {number}").random() < 0.4
+    more: dict[str, Any] = {"resumable": True} if session else {}
+    return alone.made_request(number, prompt, parameters, priority=rng.randrange(4), lora_request=lora, **more)
 
 
 def _wrong_contents(workers: list[SymbolicWorker]) -> Iterator[str]:
@@ -371,7 +474,7 @@ def _ended_badly(requests: list[Request], aborted: set[str]) -> Iterator[str]:
     right = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
     for request in requests:
         name, status = request.request_id, request.status
-        if status == RequestStatus.FINISHED_ABORTED and name in aborted:
+        if status == RequestStatus.FINISHED_ABORTED and (name in aborted or request.resumable):
             continue
         if status not in right:
             yield f"{name} is {status.name}"

@@ -14,12 +14,15 @@ MAX_SHARED_TOKENS = 96
 
 FICKLE = "python:tests.fickle:Fickle"
 RAISING, RUBBISH = "python:tests.unruly:Raising", "python:tests.unruly:Rubbish"
+HOLDING = "python:tests.holds:Holds"
 UNRULY = (RAISING, RUBBISH)
 """Orders whose code fails."""
 ORDERS = (
     "mlfq:base=4", "mlfq:base=8,promote=2", "mlfq:base=4,victims=cheapest", "las:quantum=8,promote=5", "srpt:lengths",
     "gittins:quantum=8", "urgent", "urgent:quantum=8,promote=3", "urgent/mlfq:base=4,promote=4", "reserve:.2",
-    "deadline:ttft=.5,tpot=.05", *UNRULY,
+    "deadline:ttft=.5,tpot=.05", *UNRULY, "urgent:quantum=2,promote=4,cool=1", "mlfq:base=4,promote=3,cool=.5",
+    "gittins:quantum=4,promote=5,cool=2,victims=least-computed", "srpt:lengths,quantum=4,promote=4,bound=.5", HOLDING,
+    "python:tests.holds:Measured",
 )  # fmt: skip
 
 
@@ -64,6 +67,15 @@ class Setup:
     resets: str
     """``none``, ``weights`` or ``cache``."""
     pauses: bool
+    # What vLLM's admission goes by besides.
+    sessions: bool
+    """Some requests are sessions, whose next input comes while they are served or later."""
+    reserves_whole: bool
+    """Whether the blocks of a whole sequence must be free before its first chunk is computed."""
+    long_prefill: int
+    """Tokens of a prompt in one step, at most; 0: as many as fit."""
+    throttled: bool
+    """Now and then a step computes no prompts."""
 
     @classmethod
     def draw(cls, seed: int, **fixed: Any) -> Setup:
@@ -92,6 +104,12 @@ class Setup:
     def served(self) -> str:
         """The order of service: vLLM's own where its scheduling is another than first come, first served."""
         return self.order if self.scheduling == "fcfs" else "fcfs"
+
+    @property
+    def has_sessions(self) -> bool:
+        """Only where the order of service is not vLLM's own, whose running list :class:`Places` checks by arrival; and
+        not where weights change, as vLLM lets an idle session keep what it computed under the old ones."""
+        return self.sessions and self.served != "fcfs" and self.resets != "weights"
 
     @property
     def blocks(self) -> int:
@@ -124,4 +142,8 @@ _DRAWS = {
     "resets": lambda rng: rng.choice(["none", "none", "weights", "cache"]),
     "pauses": lambda rng: rng.random() < 0.3,
     "order": lambda rng: rng.choice(["fcfs", *ORDERS]),
+    "sessions": lambda rng: rng.random() < 0.3,
+    "reserves_whole": lambda rng: rng.random() < 0.7,
+    "long_prefill": lambda rng: rng.choice([0, 0, 40]),
+    "throttled": lambda rng: rng.random() < 0.2,
 }

@@ -43,6 +43,7 @@ CODE = (
     "integrations/kvpolicy_vllm/plugin",
     "integrations/kvpolicy_vllm/connector.py",
     "kvpolicy",
+    "tests/holds.py",
     "tests/unruly.py",
     *(f"tests/vllm/{name}.py" for name in ("alone", "disturbances", "fuzz", "harness", "places", "setups", "symbolic")),
 )
@@ -66,11 +67,13 @@ class Summary:
     def __str__(self) -> str:
         total = {name: sum(outcome[name] for outcome in self.outcomes) for name in TOTALS}
         waits = sorted(wait for outcome in self.outcomes for wait in outcome["waits"])
+        longest = max((outcome.get("longest_wait", 0) for outcome in self.outcomes), default=0)
+        turns = sum(outcome.get("turns", 0) for outcome in self.outcomes)
         p90 = f"{waits[len(waits) * 9 // 10]} steps" if waits else "none"
         return (
             f"{self.version}: {len(self.outcomes)} schedules, {len(self.failed)} failed; {total['steps']} steps, "
             f"{total['swaps']} swaps of {total['preemptions']} preemptions, {total['displaced']} of them displaced, "
-            f"loaded requests waited p90 {p90}"
+            f"loaded requests waited p90 {p90}, others under promotion {longest} steps at most, {turns} further inputs"
         )
 
     def replays(self) -> list[str]:

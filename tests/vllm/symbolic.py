@@ -69,9 +69,17 @@ class SymbolicWorker:
         self._loading: deque[tuple[int, int, Job, bool]] = deque()
         """Steps in which each load began and ends, the load, and whether it succeeds."""
         self._saving: deque[Saving] = deque()
-        self._weights, self._steps = 0, 0
+        self._weights, self._steps, self._turns = 0, 0, 0
         self._wrong: list[str] = []
         self._counts = {"positions_read": 0, "partial_loads": 0, "resets": 0, "reset_when_loaded_and_waiting": 0}
+
+    def next_turn(self, session: Request) -> None:
+        """New input has come for a session, whose text goes on differently from there."""
+        name = session.request_id
+        self._turns += 1
+        rng = random.Random(f"text {name} {self._turns}")
+        said = [rng.randrange(1, 1000) for _ in range(session.max_tokens + 1)]
+        self._texts[name] = np.array([*session.all_token_ids, *said])
 
     def weights_changed(self, loaded_and_waiting: int = 0) -> None:
         """No step may come between this and the reset that goes with it. ``loaded_and_waiting``: requests that were

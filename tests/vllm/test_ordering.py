@@ -13,13 +13,12 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus, StreamingUpdate
 
-from kvpolicy.order import Priority, Progress, Rank, View, load
-from kvpolicy_vllm.plugin import ordering
+from kvpolicy.order import Priority, Progress, Rank, View, load, room
 from kvpolicy_vllm.plugin.ordering import Ordering
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 from tests.vllm import fuzz, harness
 from tests.vllm.models import write_llama
-from tests.vllm.setups import UNRULY, Setup
+from tests.vllm.setups import HOLDING, UNRULY, Setup
 from tests.vllm.test_soak import PRESSED
 
 pytestmark = pytest.mark.scheduler
@@ -60,9 +59,9 @@ def test_where_nobody_comes_in_victims_grow_rare(model: Path, monkeypatch: pytes
     right = Ordering.need_blocks
     monkeypatch.setattr(Ordering, "need_blocks", lambda self, waiting: max(1, right(self, waiting) - 5))
     rests: list[int] = []
-    missed = ordering.BackOff.missed
+    missed = room.BackOff.missed
     monkeypatch.setattr(
-        ordering.BackOff, "missed", lambda self, step: (missed(self, step), rests.append(self.next_step - step))[0]
+        room.BackOff, "missed", lambda self, step: (missed(self, step), rests.append(self.next_step - step))[0]
     )
     made = schedule(model)
     outcome = served(made)
@@ -122,7 +121,7 @@ def test_whoever_does_not_come_in_is_counted_in_whichever_queue(status: RequestS
     waiting.status = status
     served_by._let_in = [waiting]
     served_by._count_missed()
-    assert served_by.missed == 1 and served_by._after_miss.next_step > 0
+    assert served_by.missed == 1 and served_by.lookout.after_miss.next_step > 0
 
 
 def test_an_answer_that_changes_at_once_leaves_the_queues_one_to_offer(model: Path) -> None:
@@ -157,9 +156,11 @@ def test_whoever_vllm_passed_over_is_admitted_by_the_order_too(model: Path, monk
     passed_over.priority = newcomer.priority = 1
     pool = SimpleNamespace(num_gpu_blocks=101, get_num_free_blocks=lambda: 100)
     ready: list[Any] = [None]
+    config = SimpleNamespace(enable_chunked_prefill=True, long_prefill_token_threshold=0)
     vllm_30 = SimpleNamespace(
         block_size=16, running=["somebody"], kv_cache_manager=SimpleNamespace(block_pool=pool), waiting=None,
         skipped_waiting=None, loaded_requests=SimpleNamespace(in_front=lambda queue: ready[0]),
+        scheduler_config=config, scheduler_reserve_full_isl=True,
     )  # fmt: skip
     ordered = Ordering(load("reserve:.2"), vllm_30, lambda: 0.0, lambda request: None, pytest.fail)
     needs = {0: 90, 1: 10}
@@ -176,13 +177,50 @@ def test_whoever_vllm_passed_over_is_admitted_by_the_order_too(model: Path, monk
     assert vllm_30.skipped_waiting and vllm_30.waiting
 
 
+def test_whoever_holds_an_adapter_sits_no_step_out(model: Path) -> None:
+    """vLLM counts the adapters of those that it schedules: it would give the slot away, and end with an assertion."""
+    made = schedule(model, order=HOLDING, adapters=2, resets="none")
+    outcome = served(made)
+    assert outcome.problems == () and outcome.displaced > 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_whoever_sits_a_step_out_goes_on_where_it_was(asynchronous: bool, model: Path) -> None:
+    made = schedule(model, order=HOLDING, asynchronous=asynchronous)
+    held: list[int] = []
+    hold = made.scheduler.ordering.hold
+    made.scheduler.ordering.hold = lambda: (found := hold(), held.append(len(found)))[0]
+    outcome = served(made)
+    assert outcome.problems == () and sum(held) > 50
+
+
+def test_a_hold_that_fails_is_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = schedule(model, order=HOLDING)
+    monkeypatch.setattr(made.scheduler.ordering._holding_back, "held", lambda running, view: {}["nobody"])
+    made.run()
+    assert harness.total(made.scheduler.connector.stats(), "order_failed", method="hold") > 5
+    assert all(request.is_finished() for request in made.requests)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"sessions": True}, {"reserves_whole": False}, {"long_prefill": 40}, {"throttled": True}], ids=str
+)
+def test_what_admission_goes_by_besides(setting: dict[str, Any], model: Path) -> None:
+    """Whoever others are displaced for comes in."""
+    drawn = {"sessions": False, "reserves_whole": True, "long_prefill": 0, "throttled": False, "token_budget": 64}
+    made = schedule(model, 3, **drawn | setting)
+    outcome = served(made)
+    assert outcome.problems == () and outcome.displaced > 20 and (outcome.turns > 0) == ("sessions" in setting)
+    assert made.scheduler.ordering.missed == 0
+
+
 def test_what_is_kept_of_who_has_ended_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ordering, "forget_ended", lambda self, step=(): None)
     assert any("the order of service keeps" in problem for problem in served(schedule(model)).problems)
 
 
 def test_running_requests_in_another_order_are_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ordering, "_sort_running", lambda self: None)
+    monkeypatch.setattr(Ordering, "_sort_running", lambda self, changed: None)
     assert any("in another order" in problem for problem in served(schedule(model)).problems)
 
 

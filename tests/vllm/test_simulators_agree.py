@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpolicy.order import load
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
 from tests.vllm import agreement, harness
 from tests.vllm.agreement import (
@@ -107,6 +108,24 @@ def test_they_agree_on_what_displacing_somebody_would_cost(spec: str, seed: int)
     rows = builtin.rows("displacements")
     assert rows and all(one["price_s"] is not None for row in rows for one in row["candidates"])
     assert {row["absence_tokens"] is None for row in builtin.rows("decisions")} == {False}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_they_agree_where_requests_sit_steps_out(seed: int) -> None:
+    case = ordered(seed, REQUESTS, "python:tests.holds:Holds")
+    told = account("builtin", case)
+    assert not differences(told, account("vllm", case))
+    free = replace(case, server=replace(case.server, order=load("urgent:quantum=2")))
+    assert told.scheduled != account("builtin", free).scheduled
+
+
+@pytest.mark.parametrize("spec", ["mlfq:base=4,cool=0.05", "urgent:cool=0.2", "python:tests.holds:Measured"])
+@pytest.mark.parametrize("seed", [1, 2, 4])
+def test_they_agree_where_requests_cool_down_or_are_ranked_by_levels(seed: int, spec: str) -> None:
+    case = ordered(seed, REQUESTS, spec)
+    told = account("builtin", case)
+    assert not differences(told, account("vllm", case))
+    assert displaced(told) > 0
 
 
 @pytest.mark.parametrize("seed", TIED)

@@ -53,13 +53,17 @@ class LoadedRequests:
         """
         self.requests = {name: request for name, request in self.requests.items() if _holds_blocks(request)}
         self._passed_over.clear()
-        taken_slots = self._full_adapters()
+        taken_slots = self.full_adapters() if self.requests else None
         self._lower(
             sum(
-                not self._is_ready(returning) or _lacks_slot(returning, taken_slots)
+                not self._is_ready(returning) or lacks_slot(returning, taken_slots)
                 for returning in self.requests.values()
             )
         )
+
+    def keep_places(self, count: int) -> None:
+        """Reserve places for running requests that sit this step out, before the scheduler runs."""
+        self._lower(count)
 
     def give_places(self) -> None:
         """Restore the configured limit after the scheduler ran. Must not be called where ``configured`` is None."""
@@ -85,10 +89,10 @@ class LoadedRequests:
             first = self._scheduler.ordering.first_of(ready)
         return FrontOf(queue, first, self._passed_over)
 
-    def _full_adapters(self) -> frozenset[int] | None:
+    def full_adapters(self) -> frozenset[int] | None:
         """Adapters of the running requests where they take all LoRA slots; None where a slot is free."""
         config = getattr(self._scheduler, "lora_config", None)
-        if config is None or not self.requests:
+        if config is None:
             return None
         used = frozenset(
             request.lora_request.lora_int_id for request in self._scheduler.running if request.lora_request
@@ -116,8 +120,8 @@ def _holds_blocks(request: Any) -> bool:
     return bool(request.status == RequestStatus.PREEMPTED and request.num_computed_tokens > 0)
 
 
-def _lacks_slot(request: Any, taken_slots: frozenset[int] | None) -> bool:
-    """Whether no LoRA slot is free for the request. ``taken_slots``: see :meth:`LoadedRequests._full_adapters`."""
+def lacks_slot(request: Any, taken_slots: frozenset[int] | None) -> bool:
+    """Whether no LoRA slot is free for the request. ``taken_slots``: see :meth:`LoadedRequests.full_adapters`."""
     return (
         taken_slots is not None and bool(request.lora_request) and request.lora_request.lora_int_id not in taken_slots
     )

@@ -6,7 +6,8 @@ running requests loses its blocks, and is given queues of its own public interfa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -14,11 +15,28 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
-from kvpolicy.order import BackOff, Choice, Guarded, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
+from kvpolicy.order import (
+    Choice,
+    Guarded,
+    Holding,
+    Lookout,
+    Order,
+    OrderedQueue,
+    Progress,
+    Ranks,
+    Space,
+    Taken,
+    View,
+    make_room,
+)  # fmt: skip
 from kvpolicy.request_marks import Marks
+from kvpolicy_vllm.plugin.admission import Admission
+from kvpolicy_vllm.plugin.loaded_requests import lacks_slot
 
 ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+MAX_MOVED = 8
+"""More requests than that are put in order by sorting all."""
 
 
 class RankedQueue(RequestQueue):
@@ -89,6 +107,7 @@ class Ordering:
         whose = order.base if isinstance(order, Guarded) else order
         self._gates = type(whose).admits is not Order.admits
         """Whether the order may refuse to admit. Finding out takes a look at the prefix cache."""
+        self._holds = order.holds
         self.ranks: Ranks[Any] = Ranks(order, self._progress_of, self._most_tokens(scheduler))
         self.displaced = 0
         """Requests displaced so far."""
@@ -106,10 +125,13 @@ class Ordering:
         self._price = price
         self._step = 0
         self._now_s = clock()
-        self._back_off = BackOff()
-        self._after_miss = BackOff()
+        self.lookout: Lookout[Any] = Lookout(self._is_ready_itself)
         self._hit_ids: frozenset[int] = frozenset()
         """Blocks in the prefix cache of the request whose need was asked for last."""
+        self._admission = Admission(scheduler)
+        self._holding_back = Holding(order)
+        self._held: list[Any] = []
+        """Running requests that sit this step out."""
         self._let_in: list[Any] = []
         """Requests for which others were displaced in this step."""
         self._numbers = count()
@@ -156,19 +178,19 @@ class Ordering:
         self._marks_of[request] = self._marks(request)
         self._now_s = self._clock()
         self.ranks.arrived(request, self._step, self.view())
-        self._back_off.reset()
+        self.lookout.happened()
 
     def preempted(self, request: Any) -> None:
         """The request is about to be preempted, and then to be queued."""
         self.ranks.preempted(request, self._step, self.view())
-        self._back_off.reset()
+        self.lookout.happened()
 
     def next_turn(self, session: Any) -> None:
         """Streaming input has come for a request that ran: it waits from now on, and its counts begin anew."""
         self._now_s = self._clock()
         self.ranks.preempted(session, self._step, self.view())
         self._requeue([session])
-        self._back_off.reset()
+        self.lookout.happened()
 
     def forget_ended(self, step: Iterable[str] = ()) -> None:
         """Forget the requests that have ended, in the order of the step that ended them: an order learns from one after
@@ -182,13 +204,13 @@ class Ordering:
             del self._by_number[self._number_of.pop(request)]
             del self._arrival_of[request]
             del self._marks_of[request]
-            self._back_off.reset()
+            self.lookout.happened()
 
     # ---- around a step ----
 
-    def step_begins(self) -> list[Any]:
+    def step_begins(self, throttled: bool = False) -> list[Any]:
         """Renew the ranks that may have changed; return the running requests to displace, none where the engine is
-        paused."""
+        paused, or computes no prompts in this step. ``throttled``: see :meth:`Admission.defers_prefills`."""
         scheduler = self._scheduler
         self._step += 1
         self._now_s = self._clock()
@@ -198,15 +220,16 @@ class Ordering:
             self._renew()
         if scheduler.pause_state != PauseState.UNPAUSED or not self._looks():
             return []
+        if self._admission.defers_prefills(throttled):
+            return []
+        self.lookout.begins()
         try:
-            taken = make_room(self.order, self, self._space(), self.view(), records=self.on_choice is not None)
+            taken = make_room(self.order, self, self.view(), records=self.on_choice is not None)
         # The boundary between an order and a server: nobody is displaced in this step, then.
         except Exception:  # noqa: BLE001
             self._complain("make_room")
-            self._back_off.missed(self._step)
-            return []
-        if taken.missed and not taken.victims:
-            self._back_off.missed(self._step)
+            taken = Taken(missed=True)
+        self.lookout.looked(taken, self._step)
         if taken.victims:
             self.displaced += len(taken.victims)
             self.count("displaced", len(taken.victims))
@@ -219,14 +242,36 @@ class Ordering:
     def _id_of(self, number: int) -> str:
         return str(self._by_number[number].request_id)
 
+    def hold(self) -> list[Any]:
+        """Take the requests that sit this step out off the running list; they keep their blocks."""
+        scheduler = self._scheduler
+        if not self._holds or scheduler.pause_state != PauseState.UNPAUSED:
+            return []
+        try:
+            held = self._holding_back.held([*map(self.ranks.progress, scheduler.running)], self.view())
+        # The boundary between an order and a server: nobody is held in this step, then.
+        except Exception:  # noqa: BLE001
+            self._complain("hold")
+            return []
+        # vLLM counts the adapters of those that it schedules: another one might take the slot meanwhile.
+        self._held = [one for one in map(self._by_number.__getitem__, held) if not one.lora_request]
+        for request in self._held:
+            scheduler.running.remove(request)
+        return self._held
+
+    def release(self) -> None:
+        """Put those that sat the step out back on the running list."""
+        self._scheduler.running.extend(self._held)
+        self._held = []
+
     def _renew(self) -> None:
         changed = self.ranks.due(self._step, self.view())
         if changed is None:
             return
-        self._back_off.reset()
+        self.lookout.happened()
         self._requeue(changed)
         if changed:
-            self._sort_running()
+            self._sort_running(changed)
 
     def _requeue(self, changed: Iterable[Any]) -> None:
         """Put waiting requests where their present ranks belong."""
@@ -235,18 +280,19 @@ class Ordering:
                 if request in queue:
                     queue.append(request)
 
-    def settle(self, output: Any) -> None:
-        """Rank the requests that this step admitted."""
+    def settle(self, output: Any, held: Sequence[Any] = ()) -> None:
+        """Rank the requests that this step admitted, and put those that it ``held`` back where they were."""
         admitted = [request.req_id for request in output.scheduled_new_reqs]
         admitted += output.scheduled_cached_reqs.resumed_req_ids
         self._admitting = output.num_scheduled_tokens
-        for name in admitted:
-            self.ranks.admitted(self._scheduler.requests[name], self._step, self.view())
+        requests = [self._scheduler.requests[name] for name in admitted]
+        for request in requests:
+            self.ranks.admitted(request, self._step, self.view())
         self._admitting = {}
         if self._let_in:
             self._count_missed()
-        if admitted:
-            self._sort_running()
+        if requests or held:
+            self._sort_running([*requests, *held])
 
     def _count_missed(self) -> None:
         """Displace nobody for some steps where somebody did not come in, for whatever reason of vLLM's: the next
@@ -256,13 +302,19 @@ class Ordering:
         if missed:
             self.count("displaced_in_vain", missed)
         self._let_in = []
-        if missed:
-            self._after_miss.missed(self._step)
-        else:
-            self._after_miss.reset()
+        self.lookout.came_in(not missed, self._step)
 
-    def _sort_running(self) -> None:
-        self._scheduler.running.sort(key=self.ranks.key)
+    def _sort_running(self, changed: Sequence[Any]) -> None:
+        """Put the running requests among ``changed`` where their present ranks belong; the others are in order."""
+        running, key = self._scheduler.running, self.ranks.key
+        if len(changed) > MAX_MOVED:
+            running.sort(key=key)
+            return
+        moved = [request for request in changed if request.status == RequestStatus.RUNNING and request in running]
+        for request in moved:
+            running.remove(request)
+        for request in moved:
+            insort(running, request, key=key)
 
     def scheduling(self, begins: bool) -> None:
         """vLLM begins, or has ended, to schedule a step: only meanwhile does a queue hide whom the order does not
@@ -295,8 +347,7 @@ class Ordering:
     def _looks(self) -> bool:
         """Whether to look for room in this step: somebody waits who goes before a running request."""
         running = self._scheduler.running
-        from_step = max(self._back_off.next_step, self._after_miss.next_step)
-        if not (self.order.displaces_by_rank and running and self._step >= from_step):
+        if not (self.order.displaces_by_rank and running and self.lookout.is_due(self._step)):
             return False
         worst = self.ranks.key(running[-1])[0]
         return any(len(queue) and self.ranks.key(queue.first())[0] < worst for queue in (self._holding, self._waiting))
@@ -316,34 +367,41 @@ class Ordering:
     # ---- what making room asks ----
 
     def heads(self) -> Iterator[Progress]:
+        worst = self.ranks.key(self._scheduler.running[-1])[0]
+        adapters = self._scheduler.loaded_requests.full_adapters()
         for queue in (self._holding, self._waiting):
             for request in queue:
-                if self._is_ready(request):
+                if not self._is_ready_itself(request):
+                    if self.ranks.key(request)[0] < worst:
+                        self.lookout.passed_over(request)
+                    elif queue is self._waiting:
+                        break
+                elif not lacks_slot(request, adapters):
                     yield self.ranks.progress(request)
 
-    def running(self) -> list[Progress]:
-        return [self.ranks.progress(request) for request in self._scheduler.running if self._may_lose(request)]
+    def last_running(self) -> Iterator[Progress]:
+        for request in reversed(self._scheduler.running):
+            if self._may_lose(request):
+                yield self.ranks.progress(request)
+
+    def free_blocks(self) -> int:
+        return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def held_blocks(self, running: Progress) -> int:
+        request = self._by_number[running.number]
+        return len(self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
 
     def need_blocks(self, waiting: Progress) -> int:
-        """Blocks that must be free for vLLM to admit it: those of the whole sequence, the watermark, and those that a
-        load must leave free."""
+        """Blocks that must be free for vLLM to admit it."""
         scheduler, request = self._scheduler, self._by_number[waiting.number]
-        manager = scheduler.kv_cache_manager
-        watermark = getattr(manager, "watermark_blocks", 0) if scheduler.running else 0
-        total = -(-request.num_tokens // scheduler.block_size)
         self._hit_ids = frozenset()
         if request.num_computed_tokens > 0:
-            held = len(manager.get_blocks(request.request_id).blocks[0])
-            return int(max(0, total - held) + watermark)
+            held = len(scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+            return self._admission.need_blocks_besides(request, held)
         hits, local_tokens = self._local_hits(request)
         self._hit_ids = frozenset(block.block_id for block in hits)
-        idle = sum(block.ref_cnt == 0 for block in hits)
         loads = scheduler.kvpolicy.loadable_tokens(request, local_tokens)
-        missing = max(0, total - len(hits))
-        if loads:
-            loaded = max(0, -(-(local_tokens + loads) // scheduler.block_size) - len(hits))
-            missing = max(missing, loaded + scheduler._inflight_prefill_reserved_blocks())
-        return int(missing + idle + watermark)
+        return self._admission.need_blocks(request, hits, local_tokens, loads)
 
     def freed_blocks(self, running: Progress, waiting: Progress) -> int:
         request = self._by_number[running.number]
@@ -359,46 +417,22 @@ class Ordering:
         blocks, tokens = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[:2]
         return blocks[0], tokens
 
-    def _space(self) -> Space:
-        """What this step has left once the running requests have what they take in it."""
-        scheduler = self._scheduler
-        size, budget = scheduler.block_size, scheduler.max_num_scheduled_tokens
-        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        for request in scheduler.running:
-            if budget <= 0 or not self._may_lose(request):
-                continue
-            computed = request.num_computed_tokens
-            new = min(request.num_tokens + request.num_output_placeholders - computed, budget)
-            if -(-(computed + new) // size) > computed // size:
-                held = len(scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0])
-                free -= max(0, -(-(computed + new) // size) - held)
-            budget -= new
-        limit = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
-        places = limit - len(scheduler.running) - scheduler.loaded_requests.places_held()
-        return Space(free, places, budget)
+    def space(self) -> Space:
+        return self._admission.space()
 
-    def _is_ready(self, request: Any) -> bool:
-        """Whether the request could be admitted in this step, memory and places apart."""
-        scheduler = self._scheduler
+    def _is_ready_itself(self, request: Any) -> bool:
+        """Whether the request could be admitted in this step, memory, places and what others hold apart."""
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return bool(request.request_id in scheduler.finished_recving_kv_req_ids)
+            return bool(request.request_id in self._scheduler.finished_recving_kv_req_ids)
         if request.status not in READY:
             return False
         if getattr(request, "num_stale_output_tokens", 0) and not getattr(request, "drop_stale_output", False):
             return False
-        return not self._lacks_adapter_slot(request)
-
-    def _lacks_adapter_slot(self, request: Any) -> bool:
-        config = getattr(self._scheduler, "lora_config", None)
-        if config is None or not request.lora_request:
-            return False
-        used = {other.lora_request.lora_int_id for other in self._scheduler.running if other.lora_request}
-        return request.lora_request.lora_int_id not in used and len(used) >= config.max_loras
+        return not self._admission.lacks_encoder_room(request)
 
     def _may_lose(self, request: Any) -> bool:
         """Whether a running request may be displaced. One whose last token is in flight ends by itself."""
-        flying = request.num_output_placeholders
-        if flying and request.num_computed_tokens + 2 - flying >= request.num_prompt_tokens + request.max_tokens:
+        if self._admission.is_ending(request):
             return False
         freed = getattr(self._scheduler, "_request_blocks_can_be_freed", None)
         return freed is None or bool(freed(request))

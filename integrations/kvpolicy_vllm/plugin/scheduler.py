@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from kvpolicy.events import Cause
 
 
+def _throttles(throttle_prefills: bool = False, *args: Any, **kwargs: Any) -> bool:
+    """What vLLM passes to `schedule`: whether to compute no prompts in this step."""
+    return bool(throttle_prefills)
+
+
 class PolicyHooks:
     """Mixin over vLLM's scheduler classes."""
 
@@ -82,12 +87,16 @@ class PolicyHooks:
         controller.step_begins(self)
         forced_out = self._force_out() if self._forced_out else []
         ordering = self.ordering
+        held: list[Any] = []
         if ordering is not None:
-            forced_out += self._displace(ordering)
+            forced_out += self._displace(ordering, _throttles(*args, **kwargs))
+            held = ordering.hold()
         self._cause = "memory"
         try:
             if loaded_requests.requests:
                 loaded_requests.hold_places()
+            if held:
+                loaded_requests.keep_places(len(held))
             if ordering is not None:
                 ordering.scheduling(True)
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # the mixin's base comes from vLLM
@@ -95,6 +104,7 @@ class PolicyHooks:
             self._cause = "reset"
             if ordering is not None:
                 ordering.scheduling(False)
+                ordering.release()
             if loaded_requests.configured is not None:
                 loaded_requests.give_places()
             for request in reversed(forced_out):
@@ -102,7 +112,7 @@ class PolicyHooks:
         if ordering is None:
             self.running_order.settle(output)
         else:
-            ordering.settle(output)
+            ordering.settle(output, held)
         # Up to vLLM 0.31 no loaded request is admitted in a pause: a load would seem to last as long as the pause.
         if self.pause_state == PauseState.UNPAUSED:
             loaded_requests.growth.steps += output.total_num_scheduled_tokens > 0
@@ -227,10 +237,10 @@ class PolicyHooks:
         self.running.append(request)
         self.running_order.put_last(request)
 
-    def _displace(self, ordering: Ordering) -> list[Any]:
+    def _displace(self, ordering: Ordering, throttled: bool) -> list[Any]:
         """Preempt the running requests that make room for others, and unqueue them so that this step does not admit
         them."""
-        victims = ordering.step_begins()
+        victims = ordering.step_begins(throttled)
         self._cause = "displaced"
         for request in victims:
             self.running.remove(request)

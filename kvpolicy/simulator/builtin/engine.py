@@ -60,7 +60,7 @@ class Engine:
         self.preemptions = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
         pool = pool_for(server.device_blocks, server.block_size, server.prefix_caching)
         stock = is_stock(server.order, server.scheduling)
-        self.ordering = None if stock else Ordering(server.order, server, self._price)
+        self.ordering = None if stock else Ordering(server.order, server, self._price, self._is_ready)
         """None where vLLM's own order serves."""
         if self.ordering is not None and trace_writer.enabled:
             self.ordering.on_choice = partial(self._note_choice, self.ordering, server.order.label)
@@ -145,7 +145,7 @@ class Engine:
         """Renew the ranks that may have changed; return whether to schedule by the plain scheduler, which alone
         displaces requests."""
         ordering.step, ordering.now_s = step.number, self.now_s
-        if not ordering.is_due and not ordering.looks(self.scheduler.running):
+        if not ordering.is_due and not ordering.looks(self.scheduler.running) and not ordering.order.holds:
             return False
         self.fast_path.dissolve_batch(self.steps_in_flight)
         self.scheduler.renew_ranks()
@@ -337,6 +337,8 @@ class Engine:
             return False
         events_s = [at_s for at_s in (self.link.next_end_s(), self.arrivals.next_s) if at_s is not None]
         if self.ordering is not None:
+            if self.ordering.order.holds:
+                return False
             if self.ordering.ranks.next_s <= self.now_s:
                 return False
             max_steps = int(min(max_steps, self.ordering.quiet_steps(self._steps, self.scheduler.running)))
@@ -431,6 +433,9 @@ class Engine:
 
     def _note_choice(self, ordering: Ordering, order: str, choice: Choice) -> None:
         self.trace_writer.displacement(choice, ordering.by_number, self._step.number, self.now_s, order)
+
+    def _is_ready(self, live: LiveRequest) -> bool:
+        return self.scheduler.is_ready(live)
 
     def _loads(self, live: LiveRequest, total_tokens: int, local: int) -> bool:
         return self.preemptions.loads(live, total_tokens, local, self.scheduler, self.copies)

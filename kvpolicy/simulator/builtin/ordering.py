@@ -11,9 +11,9 @@ from itertools import count
 from math import inf
 from typing import Protocol
 
-from kvpolicy.order import BackOff, Choice, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
+from kvpolicy.order import Choice, Holding, Lookout, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
 from kvpolicy.simulator.base import Server
-from kvpolicy.simulator.builtin.live_request import LiveRequest, Status
+from kvpolicy.simulator.builtin.live_request import LiveRequest
 
 Price = Callable[[LiveRequest], float | None]
 
@@ -27,20 +27,24 @@ class RankedQueue(OrderedQueue[LiveRequest]):
 
 
 class Ordering:
-    """Ranks, queues and displacement of one engine core. ``price``: see :attr:`kvpolicy.order.View.price`."""
+    """Ranks, queues and displacement of one engine core.
 
-    def __init__(self, order: Order, server: Server, price: Price) -> None:
+    ``price``: see :attr:`kvpolicy.order.View.price`. ``is_ready``: see :class:`kvpolicy.order.Lookout`.
+    """
+
+    def __init__(
+        self, order: Order, server: Server, price: Price, is_ready: Callable[[LiveRequest], bool] = lambda live: True
+    ) -> None:
         self.order = order
         self.ranks: Ranks[LiveRequest] = Ranks(order, self._progress_of)
         self.waiting = RankedQueue(self.ranks.key)
         self.holding = RankedQueue(self.ranks.key)
         self.step = 0
         self.now_s = 0.0
-        self.back_off = BackOff()
-        self.after_miss = BackOff()
-        """Looks that are left out because requests were displaced for somebody who did not come in."""
         self.on_choice: Callable[[Choice], None] | None = None
         """Takes every choice of victims, before they are displaced; None where choices are not recorded."""
+        self.lookout: Lookout[LiveRequest] = Lookout(is_ready)
+        self._holding_back = Holding(order)
         self._let_in: list[LiveRequest] = []
         self._server = server
         self._price = price
@@ -62,7 +66,7 @@ class Ordering:
         number = self._number_of[live] = next(self._numbers)
         self.by_number[number] = live
         self.ranks.arrived(live, self.step, self.view())
-        self.back_off.reset()
+        self.lookout.happened()
 
     def admitted(self, live: LiveRequest) -> None:
         """The request runs from this step on; its turn is set."""
@@ -71,12 +75,12 @@ class Ordering:
 
     def preempted(self, live: LiveRequest) -> None:
         self.ranks.preempted(live, self.step, self.view())
-        self.back_off.reset()
+        self.lookout.happened()
 
     def finished(self, live: LiveRequest) -> None:
         self.ranks.removed(live, by_itself=True)
         del self.by_number[self._number_of.pop(live)]
-        self.back_off.reset()
+        self.lookout.happened()
 
     # ---- before a step ----
 
@@ -93,7 +97,7 @@ class Ordering:
         changed = self.ranks.due(self.step, self.view())
         if changed is None:
             return False
-        self.back_off.reset()
+        self.lookout.happened()
         for live in changed:
             if live in self.waiting:
                 self.waiting.append(live)
@@ -107,11 +111,7 @@ class Ordering:
 
     def looks(self, running: Sequence[LiveRequest]) -> bool:
         """Whether to look for room in this step: somebody waits who goes before a running request."""
-        return self.step >= self._next_look and self.outranks(running)
-
-    @property
-    def _next_look(self) -> int:
-        return max(self.back_off.next_step, self.after_miss.next_step)
+        return self.lookout.is_due(self.step) and self.outranks(running)
 
     def outranks(self, running: Sequence[LiveRequest]) -> bool:
         """Whether a waiting request goes before a running one, and may displace it."""
@@ -124,26 +124,30 @@ class Ordering:
         """Number of steps, from ``step`` on, before any rank may change or room may be looked for; time apart."""
         until = self.ranks.next_step
         if self.outranks(running):
-            until = min(until, self._next_look)
+            until = min(until, self.lookout.next_step)
         return until - step if until < inf else inf
 
-    def displaced(self, engine: Room, space: Space) -> list[LiveRequest]:
+    def displaced(self, engine: Room) -> list[LiveRequest]:
         """The running requests to displace in this step."""
-        taken = make_room(self.order, engine, space, self.view(), records=self.on_choice is not None)
+        self.lookout.begins()
+        taken = make_room(self.order, engine, self.view(), records=self.on_choice is not None)
+        self.lookout.looked(taken, self.step)
         if self.on_choice is not None:
             for choice in taken.choices:
                 self.on_choice(choice)
-        if taken.missed and not taken.victims:
-            self.back_off.missed(self.step)
         self._let_in = [self.by_number[waiting.number] for waiting in taken.let_in]
         return [self.by_number[victim.number] for victim in taken.victims]
 
+    def held(self, running: Sequence[LiveRequest]) -> list[LiveRequest]:
+        """The running requests that sit this step out."""
+        return [
+            self.by_number[number]
+            for number in self._holding_back.held([*map(self.ranks.progress, running)], self.view())
+        ]
+
     def count_missed(self) -> None:
         """Displace nobody for some steps where somebody for whom others were displaced did not come in."""
-        if any(live in self.waiting for live in self._let_in):
-            self.after_miss.missed(self.step)
-        else:
-            self.after_miss.reset()
+        self.lookout.came_in(not any(live in self.waiting for live in self._let_in), self.step)
         self._let_in = []
 
     def admits(self, live: LiveRequest, free_after_blocks: int) -> bool:
@@ -181,7 +185,12 @@ class Memory(Protocol):
     """What the scheduler knows of memory and loads."""
 
     running: list[LiveRequest]
-    loaded: set[LiveRequest]
+
+    def is_ready(self, live: LiveRequest) -> bool: ...
+
+    def space(self) -> Space: ...
+
+    def free_blocks(self) -> int: ...
 
     def last_token_is_coming(self, live: LiveRequest) -> bool: ...
 
@@ -195,19 +204,36 @@ class Room:
 
     def __init__(self, memory: Memory, ordering: Ordering) -> None:
         self._memory = memory
+        self._ordering = ordering
         self._ranks = ordering.ranks
-        self._queues = ordering.holding, ordering.waiting
         self._by_number = ordering.by_number
 
     def heads(self) -> Iterator[Progress]:
-        for queue in self._queues:
+        ordering, memory = self._ordering, self._memory
+        worst = self._ranks.key(memory.running[-1])[0]
+        for queue in (ordering.holding, ordering.waiting):
             for live in queue:
-                if not live.stale and (live.status is not Status.LOADING or live in self._memory.loaded):
+                if memory.is_ready(live):
                     yield self._ranks.progress(live)
+                elif self._ranks.key(live)[0] < worst:
+                    ordering.lookout.passed_over(live)
+                elif queue is ordering.waiting:
+                    break
 
-    def running(self) -> list[Progress]:
+    def last_running(self) -> Iterator[Progress]:
         memory = self._memory
-        return [self._ranks.progress(live) for live in memory.running if not memory.last_token_is_coming(live)]
+        for live in reversed(memory.running):
+            if not memory.last_token_is_coming(live):
+                yield self._ranks.progress(live)
+
+    def space(self) -> Space:
+        return self._memory.space()
+
+    def free_blocks(self) -> int:
+        return self._memory.free_blocks()
+
+    def held_blocks(self, running: Progress) -> int:
+        return self._by_number[running.number].held
 
     def need_blocks(self, waiting: Progress) -> int:
         return self._memory.need_blocks(self._by_number[waiting.number])

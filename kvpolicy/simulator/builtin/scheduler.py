@@ -176,6 +176,8 @@ class Scheduler:
         self._turns = 0
         self._loading = 0
         """Waiting requests whose load is under way, or has ended but was not yet considered."""
+        self._held = 0
+        """Running requests that sit this step out."""
         self._watermark_blocks = int(server.watermark * (server.device_blocks + NULL_BLOCK))
 
     @property
@@ -192,10 +194,13 @@ class Scheduler:
     def schedule(self, step: Step) -> None:
         """Fill ``step``; requests' computed tokens then include it."""
         displaced = self._displace() if self._ordering is not None else ()
+        held = self._hold() if self._ordering is not None else ()
         lost = len(step.lost)
         budget = self.run(step, self._server.token_budget, 0)
         if len(step.lost) == lost:
             self.admit(step, budget)
+        if held:
+            self._release(held)
         if displaced and self._ordering is not None:
             self._ordering.count_missed()
         for live in displaced:
@@ -298,8 +303,8 @@ class Scheduler:
         return admitted
 
     def _max_running(self) -> int:
-        """Requests that may run: one being loaded keeps its place; one that is loaded comes first and takes it."""
-        return self._server.max_running - self._loading + len(self.loaded)
+        """Requests that may run: one being loaded or held keeps its place, and one that is loaded takes it."""
+        return self._server.max_running - self._loading + len(self.loaded) - self._held
 
     def _ready(self, live: LiveRequest) -> bool:
         """Whether the request itself is ready to be admitted."""
@@ -417,14 +422,37 @@ class Scheduler:
         assert ordering is not None
         if not ordering.looks(self.running):
             return []
-        victims = ordering.displaced(Room(self, ordering), self._space())
+        victims = ordering.displaced(Room(self, ordering))
         for victim in victims:
             self.running.remove(victim)
             self.preempt(victim, "displaced")
             self.waiting.remove(victim)
         return victims
 
-    def _space(self) -> Space:
+    def _hold(self) -> list[LiveRequest]:
+        """Take the requests that sit this step out off the running list; they keep their blocks."""
+        ordering = self._ordering
+        assert ordering is not None
+        held = ordering.held(self.running) if ordering.order.holds else []
+        for live in held:
+            self.running.remove(live)
+        self._held = len(held)
+        return held
+
+    def _release(self, held: Iterable[LiveRequest]) -> None:
+        """Put those that sat a step out back where they were."""
+        for live in held:
+            insort(self.running, live, key=TURN)
+        self._held = 0
+
+    def is_ready(self, live: LiveRequest) -> bool:
+        """Whether a waiting request could be admitted now, memory and places apart."""
+        return not live.stale and (live.status is not Status.LOADING or live in self.loaded)
+
+    def free_blocks(self) -> int:
+        return self.pool.free
+
+    def space(self) -> Space:
         """What this step has left once the running requests have what they take in it."""
         budget, free = self._server.token_budget, self.pool.free
         for live in self.running:

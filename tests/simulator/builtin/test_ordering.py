@@ -77,9 +77,9 @@ def test_a_leap_ends_where_room_is_looked_for_again() -> None:
     order.arrived(waits)
     order.waiting.append(waits)
     assert order.quiet_steps(3, [runs]) <= 0 and order.looks([runs])
-    order.back_off.missed(5)
+    order.lookout.back_off.missed(5)
     assert order.quiet_steps(3, [runs]) == 3 and not order.looks([runs])
-    order.after_miss.missed(7)
+    order.lookout.came_in(False, 7)
     assert order.quiet_steps(3, [runs]) == 5
 
 

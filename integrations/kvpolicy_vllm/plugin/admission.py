@@ -1,0 +1,138 @@
+"""What vLLM's scheduler asks of memory, places and budget before it admits a request, without asking it to.
+
+The rules differ between versions of vLLM, which are named where they do. Drafted tokens and pipeline stages take no
+part: the plugin serves neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvpolicy.order import Space
+from kvpolicy_vllm.plugin.versions import engine_version
+
+
+class Admission:
+    """The arithmetic of one scheduler's admissions. Changes nothing."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._size = int(scheduler.block_size)
+        config = scheduler.scheduler_config
+        self._reserves_whole = bool(scheduler.scheduler_reserve_full_isl)
+        """Whether the blocks of the whole sequence must be free, not only those of its first chunk."""
+        self._chunked = bool(config.enable_chunked_prefill)
+        self._long_prefill = int(config.long_prefill_token_threshold)
+        self._streams_hold_places = engine_version(allow_untested=True) >= (0, 25)
+        """Whether sessions that wait for streaming input count as running. In vLLM 0.24 they do not."""
+
+    # ---- who waits ----
+
+    def lacks_encoder_room(self, request: Any) -> bool:
+        """Whether the request's next token belongs to an input that the encoder cannot take now."""
+        if not request.has_encoder_inputs:
+            return False
+        scheduler, cache = self._scheduler, self._scheduler.encoder_cache_manager
+        for number, feature in enumerate(request.mm_features):
+            place = feature.mm_position
+            if place.offset > request.num_computed_tokens:
+                return False
+            if place.offset + place.length > request.num_computed_tokens and feature.identifier not in cache.cached:
+                wanted = request.get_num_encoder_embeds(number)
+                return bool(wanted > min(scheduler.max_num_encoder_input_tokens, cache.num_freeable_slots))
+        return False
+
+    def need_blocks(self, request: Any, hits: Sequence[Any], local_tokens: int, load_tokens: int) -> int:
+        """Blocks that must be free for a request that holds none. ``hits``: blocks of it in the prefix cache,
+        ``local_tokens`` tokens. ``load_tokens``: to be loaded first."""
+        idle = sum(block.ref_cnt == 0 for block in hits)
+        missing = self._missing(request, local_tokens, len(hits), chunk=not load_tokens)
+        if load_tokens:
+            loaded = max(0, self._blocks(local_tokens + load_tokens) - len(hits))
+            missing = max(missing, loaded + self._scheduler._inflight_prefill_reserved_blocks())
+        return int(missing + idle + self._watermark())
+
+    def need_blocks_besides(self, request: Any, held: int) -> int:
+        """Blocks that must be free for a request that was loaded and holds ``held``."""
+        return self._missing(request, request.num_computed_tokens, held, chunk=True) + self._watermark()
+
+    def _missing(self, request: Any, computed: int, held: int, chunk: bool) -> int:
+        whole = self._blocks(min(request.num_tokens, self._scheduler.max_model_len)) if self._reserves_whole else 0
+        first = self._blocks(self._first_chunk_ends(request, computed)) if chunk else 0
+        return max(0, max(whole, first) - held)
+
+    def _first_chunk_ends(self, request: Any, computed: int) -> int:
+        """Position that the request's first chunk needs blocks up to."""
+        budget = self._scheduler.max_num_scheduled_tokens
+        return int(computed + min(request.num_tokens - computed, self._longest_chunk(), budget))
+
+    def _watermark(self) -> int:
+        scheduler = self._scheduler
+        return int(getattr(scheduler.kv_cache_manager, "watermark_blocks", 0)) if scheduler.running else 0
+
+    def _longest_chunk(self) -> float:
+        """Most tokens of one request in a step, the budget apart."""
+        if not self._long_prefill:
+            return float("inf")
+        scheduler = self._scheduler
+        if not hasattr(scheduler, "adaptive_long_prefill_threshold"):  # up to vLLM 0.30
+            return self._long_prefill
+        requests = sum(scheduler.get_request_counts())
+        if requests < 2:
+            return float("inf")
+        share = scheduler.scheduler_config.max_num_batched_tokens // requests
+        return max(self._long_prefill, share) if scheduler.adaptive_long_prefill_threshold else self._long_prefill
+
+    # ---- who runs ----
+
+    def is_ending(self, request: Any) -> bool:
+        """Whether a running request's last token is in flight, so that it is not scheduled again."""
+        flying = request.num_output_placeholders
+        ends = request.num_prompt_tokens + request.max_tokens
+        return bool(flying and request.num_computed_tokens + 2 - flying >= ends)
+
+    def defers_prefills(self, throttled: bool) -> bool:
+        """Whether a step computes no prompts, so that only loads begin in it. ``throttled``: as vLLM is told, where
+        several engines are to compute prompts at the same time."""
+        scheduler = self._scheduler
+        if scheduler.prefill_capacity_bound or not (throttled or self._keeps_interval()):
+            return False
+        return any(not request.is_prefill_chunk for request in scheduler.running)
+
+    def _keeps_interval(self) -> bool:
+        """Whether the last prompts were computed too few steps ago; from vLLM 0.33 on."""
+        scheduler = self._scheduler
+        interval = getattr(scheduler, "local_prefill_interval", 1)
+        return interval > 1 and scheduler.num_executed_steps + 1 - scheduler.last_prefill_step < interval
+
+    def space(self) -> Space:
+        """What the next step has left once the running requests have what they take in it."""
+        scheduler = self._scheduler
+        manager, longest = scheduler.kv_cache_manager, self._longest_chunk()
+        budget = scheduler.max_num_scheduled_tokens
+        free = manager.block_pool.get_num_free_blocks()
+        for request in scheduler.running:
+            if budget <= 0:
+                break
+            if self.is_ending(request):
+                continue
+            computed = request.num_computed_tokens
+            new = int(min(request.num_tokens + request.num_output_placeholders - computed, longest, budget))
+            new = min(new, scheduler.max_model_len - computed - 1)
+            if new <= 0:
+                continue
+            wanted = self._blocks(computed + new)
+            if wanted > computed // self._size:
+                free -= max(0, wanted - len(manager.get_blocks(request.request_id).blocks[0]))
+            budget -= new
+        return Space(free, self._places(), budget, self._chunked)
+
+    def _places(self) -> int:
+        scheduler = self._scheduler
+        limit = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
+        streams = scheduler.num_waiting_for_streaming_input if self._streams_hold_places else 0
+        return int(limit - len(scheduler.running) - streams - scheduler.loaded_requests.places_held())
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._size)

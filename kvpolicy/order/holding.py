@@ -1,0 +1,29 @@
+"""Who sits a step out: a running request that keeps its blocks, and is computed again in a later step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpolicy.order.base import Order, Progress, View
+
+
+class Holding:
+    """Bounds what an order holds, so that nobody starves. One per engine core."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._steps: dict[int, int] = {}
+        """By number: steps in a row in which the request has been held."""
+
+    def held(self, running: Sequence[Progress], view: View) -> set[int]:
+        """Numbers of the requests that sit this step out. ``running``: all that run, in the order of service.
+
+        Whoever was held for as many steps in a row as the order allows runs now; at least the first one does.
+        """
+        steps, most = self._steps, self._order.max_held_steps
+        chosen = {one.number for one in self._order.hold(running, view)}
+        held = {one.number for one in running if one.number in chosen and steps.get(one.number, 0) < most}
+        if running and len(held) == len(running):
+            held.remove(running[0].number)
+        self._steps = {number: steps.get(number, 0) + 1 for number in held}
+        return held
