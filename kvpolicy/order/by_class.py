@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf
 
 from kvpolicy.order.base import Order, Progress, Rank, View
-from kvpolicy.order.rules import Layered, WithVictims
+from kvpolicy.order.rules import Layered
+from kvpolicy.order.wrapper import Wrapped
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,6 +23,7 @@ class ByClass(Order):
     classes: tuple[str, ...]
     quantum_tokens: int = 0
     promote_s: float = inf
+    cool_down_s: float = 0.0
     displaces_by_rank = True
 
     def rank(self, request: Progress, view: View) -> Rank:
@@ -36,5 +38,5 @@ def classes_of(order: Order) -> Iterator[str]:
     elif isinstance(order, Layered):
         yield from classes_of(order.outer)
         yield from classes_of(order.inner)
-    elif isinstance(order, WithVictims):
+    elif isinstance(order, Wrapped):
         yield from classes_of(order.base)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from math import ceil, exp2, floor, inf, log2
 from typing import Any
 
-from kvpolicy.order.base import Order, Progress, Rank, View, levels
+from kvpolicy.order.base import MAX_CANDIDATES, Order, Progress, Rank, View, levels
 from kvpolicy.order.grouped_lengths import GroupedLengths
 from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
+from kvpolicy.order.wrapper import Wrapped
 
 
 @dataclass(frozen=True, repr=False)
@@ -336,34 +337,18 @@ def cheapest(request: Progress, view: View) -> tuple[float, ...]:
     return (inf, request.computed_tokens) if price_s is None else (price_s / blocks, request.computed_tokens)
 
 
-SETTINGS = (
-    "displaces_by_rank", "quantum_tokens", "promote_s", "max_victims", "cool_down_s", "rank_ratio", "max_held_steps",
-)  # fmt: skip
-"""Attributes of an order that its mechanism goes by."""
 VICTIM_RULES: dict[str, VictimRule] = {"least-computed": least_computed, "cheapest": cheapest}
 
 
 @dataclass(frozen=True, repr=False)
-class WithVictims(Order):
+class WithVictims(Wrapped):
     """Another order, which displaces those of equal rank by a rule instead of by the latest arrival."""
 
-    name: str
-    base: Order
     rule: VictimRule
 
-    def __post_init__(self) -> None:
-        for attribute in SETTINGS:
-            object.__setattr__(self, attribute, getattr(self.base, attribute))
-
     @property
-    def holds(self) -> bool:
-        return self.base.holds
-
-    def rank(self, request: Progress, view: View) -> Rank:
-        return self.base.rank(request, view)
-
-    def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
-        return self.base.displaces(waiting, running, view)
+    def max_candidates(self) -> int:
+        return MAX_CANDIDATES
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
         return sorted(running, key=lambda other: (*(-value for value in other.rank), *self.rule(other, view)))
@@ -372,18 +357,3 @@ class WithVictims(Order):
         self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
     ) -> float:
         return 1.0  # by the rule, whatever the other order would draw
-
-    def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
-        return self.base.worth(waiting, victims, view)
-
-    def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
-        return self.base.hold(running, view)
-
-    def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
-        return self.base.admits(waiting, free_after_blocks, view)
-
-    def initial_state(self) -> Any:
-        return self.base.initial_state()
-
-    def finished(self, state: Any, request: Progress) -> Any:
-        return self.base.finished(state, request)

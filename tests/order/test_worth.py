@@ -88,9 +88,9 @@ def test_what_the_other_order_finds_not_worth_it_is_not() -> None:
 
 def test_all_else_is_the_other_orders() -> None:
     """And its state beside the lengths."""
-    order = load("srpt:lengths,quantum=3,promote=7,victims=cheapest,worth=price")
+    order = load("gittins:quantum=3,promote=7,cool=2,victims=cheapest,worth=price")
     assert isinstance(order, WithWorth) and order.name.endswith("worth=price")
-    assert (order.quantum_tokens, order.promote_s, order.displaces_by_rank) == (3, 7.0, True)
+    assert (order.quantum_tokens, order.promote_s, order.cool_down_s, order.displaces_by_rank) == (3, 7.0, 2.0, True)
     state = order.initial_state()
     assert isinstance(state, Seen)
     learned = order.finished(state, progress(output_tokens=50))

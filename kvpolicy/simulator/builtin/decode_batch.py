@@ -159,6 +159,14 @@ class DecodeBatch:
             self.tally.itl.extend(gaps_s, members)
             self.tally.tokens += members * len(gaps_s)
 
+    def note_outputs(self, ends_s: list[float], members: int) -> None:
+        """Note the output of steps that ended then, in which ``members`` requests got a token each, by class."""
+        for tally, count in self.others.items():
+            tally.curve.extend(ends_s, count)
+            members -= count
+        if members:
+            self.tally.curve.extend(ends_s, members)
+
     def _count_joined(self, tally: ClassTally) -> None:
         if self._first_joined:
             self.others[tally] = self.others.get(tally, 0) + 1

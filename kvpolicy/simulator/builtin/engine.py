@@ -388,7 +388,7 @@ class Engine:
         batch.count_gaps(gaps_s, members, batch.others.items())
         self.tallied.output.extend(ended_s, members)
         if self.tallied.several:
-            self.tallied.note_classes(self.now_s)
+            batch.note_outputs(ended_s, members)
         self.tallied.work.decoded(tokens, computes_s, busy_s)
         self._device_free_s = ends_s[-1]
         if self.link.running:

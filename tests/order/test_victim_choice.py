@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvpolicy.order import Choice, Order, Progress, Space, View, make_room
-from kvpolicy.order.choice import MAX_CANDIDATES
+from kvpolicy.order.victim_choice import MAX_CANDIDATES
 from tests.order.made import ByLevel
 from tests.order.test_room import Engine, runs, waits
 
@@ -12,7 +14,7 @@ ENGINE = Engine({waits(8, 0): 5}, {runs(1, 5): 4, runs(2, 6): 4, runs(3, 7): 4})
 
 def choices(engine: Engine, order: Order, free: int = 0, places: int = 9) -> tuple[Choice, ...]:
     view = View(0.0, 16, 100, price=lambda one: None if one.number == 1 else one.number / 10)
-    return make_room(order, engine, Space(free, places, 1000), view, records=True).choices
+    return make_room(order, replace(engine, left=Space(free, places, 1000)), view, records=True).choices
 
 
 def test_the_taken_come_first_and_everybody_has_a_price_that_is_known() -> None:
@@ -32,7 +34,7 @@ def test_what_was_free_is_told_after_those_before() -> None:
 
 def test_no_more_are_recorded_than_fit_but_all_that_were_taken() -> None:
     many = {runs(number, 5): 1 for number in range(MAX_CANDIDATES + 4)}
-    (choice,) = choices(Engine({waits(99, 0): 1}, many), ByLevel())
+    (choice,) = choices(Engine({waits(99, 0): 1}, many), ByLevel(max_victims=99))
     assert (len(choice.candidates), choice.left_out) == (MAX_CANDIDATES, 4)
     (choice,) = choices(Engine({waits(99, 0): MAX_CANDIDATES + 2}, many), ByLevel(max_victims=99))
     assert (len(choice.candidates), choice.taken, choice.left_out) == (MAX_CANDIDATES + 2, MAX_CANDIDATES + 2, 2)
@@ -42,7 +44,7 @@ def test_nothing_is_asked_where_nothing_is_recorded() -> None:
     def price(one: Progress) -> float | None:
         raise AssertionError
 
-    taken = make_room(ByLevel(), ENGINE, Space(0, 9, 1000), View(0.0, 16, 100, price=price))
+    taken = make_room(ByLevel(), ENGINE, View(0.0, 16, 100, price=price))
     assert taken.victims and taken.choices == ()
 
 

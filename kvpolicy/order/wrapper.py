@@ -1,0 +1,66 @@
+"""Another order, of which a rule changes one part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpolicy.order.base import Order, Progress, Rank, View
+
+TAKEN_OVER = (
+    "displaces_by_rank", "quantum_tokens", "promote_s", "max_victims", "cool_down_s", "rank_ratio", "max_held_steps",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class Wrapped(Order):
+    """All that a subclass leaves alone is the other order's: values, ranks, victims, state."""
+
+    name: str
+    base: Order
+
+    def __post_init__(self) -> None:
+        for attribute in TAKEN_OVER:
+            object.__setattr__(self, attribute, getattr(self.base, attribute))
+
+    @property
+    def holds(self) -> bool:
+        return self.base.holds
+
+    @property
+    def max_candidates(self) -> int:
+        return self.base.max_candidates
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return self.base.rank(request, self.base_view(view))
+
+    def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
+        return self.base.displaces(waiting, running, self.base_view(view))
+
+    def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return self.base.victims(waiting, running, self.base_view(view))
+
+    def probability(
+        self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
+    ) -> float:
+        return self.base.probability(waiting, victims, running, self.base_view(view))
+
+    def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
+        return self.base.worth(waiting, victims, self.base_view(view))
+
+    def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
+        return self.base.admits(waiting, free_after_blocks, self.base_view(view))
+
+    def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return self.base.hold(running, self.base_view(view))
+
+    def initial_state(self) -> Any:
+        return self.base.initial_state()
+
+    def finished(self, state: Any, request: Progress) -> Any:
+        return self.base.finished(state, request)
+
+    def base_view(self, view: View) -> View:
+        """The view as the other order knows it: a subclass with a state of its own gives the other's."""
+        return view

@@ -1,0 +1,67 @@
+"""An order within another one: what a rule leaves alone is the other's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import pytest
+
+from kvpolicy.order import Order, Progress, View, load
+from kvpolicy.order.base import MAX_CANDIDATES
+from kvpolicy.order.wrapper import TAKEN_OVER, Wrapped
+from tests.order.made import ByLevel, progress, view
+
+
+@dataclass(frozen=True, repr=False)
+class Picky(ByLevel):
+    """Answers nothing as an order does that was not asked."""
+
+    rank_ratio: float = 1.5
+    max_held_steps: int = 3
+
+    def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
+        return False
+
+    def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
+        return False
+
+    def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
+        return False
+
+    def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return running[:1]
+
+    def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return running
+
+    def probability(
+        self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
+    ) -> float:
+        return 0.25
+
+
+def test_every_value_and_answer_is_the_others() -> None:
+    base = Picky(quantum_tokens=7, promote_s=3.0, max_victims=2, cool_down_s=0.5)
+    order, some, seen = Wrapped("outer", base), [progress(1), progress(2)], view()
+    assert {name: getattr(order, name) for name in TAKEN_OVER} == {name: getattr(base, name) for name in TAKEN_OVER}
+    assert (order.name, order.holds, order.max_candidates) == ("outer", True, MAX_CANDIDATES)
+    assert order.rank(some[0], seen) == base.rank(some[0], seen)
+    assert (
+        not order.displaces(*some, seen) and not order.worth(some[0], some, seen) and not order.admits(some[0], 9, seen)
+    )
+    assert (order.hold(some, seen), order.victims(some[0], some, seen)) == (some[:1], some)
+    assert order.probability(some[0], some, some, seen) == 0.25
+    assert order.initial_state() is None and order.finished(None, progress(output_tokens=5)) == 5
+
+
+def test_no_value_of_an_order_is_forgotten() -> None:
+    values = {name for name, value in vars(Order).items() if isinstance(value, bool | int | float)}
+    assert values == set(TAKEN_OVER)
+
+
+@pytest.mark.parametrize("option", ["victims=cheapest", "worth=price", "explore=0.5"])
+def test_options_keep_quantum_promotion_and_cool_down(option: str) -> None:
+    order = load(f"mlfq:base=8,promote=5,cool=2,{option}")
+    assert (order.quantum_tokens, order.promote_s, order.cool_down_s) == (8, 5.0, 2.0)
+    assert isinstance(order, Wrapped) and {field.name for field in fields(Wrapped)} == {"name", "base"}
