@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.fields import WrongValue
 
 KEY = "kvpolicy"
@@ -40,7 +41,7 @@ class Marks:
     """Seconds per output token after the first; None: no deadline."""
 
 
-class InvalidMarks(ValueError):
+class InvalidMarks(KVPolicyError):
     """Marks that cannot be read. ``reason``: one of :data:`REASONS`, never a text that a client sent."""
 
     def __init__(self, reason: str) -> None:
