@@ -31,12 +31,12 @@ class ByClass(Order):
         return Rank((self.classes.index(request.class_name) if listed else len(self.classes),))
 
 
-def classes_of(order: Order) -> Iterator[str]:
+def ranked_classes(order: Order) -> Iterator[str]:
     """The classes by which the order, or a part of it, ranks."""
     if isinstance(order, ByClass):
         yield from order.classes
     elif isinstance(order, Layered):
-        yield from classes_of(order.outer)
-        yield from classes_of(order.inner)
+        yield from ranked_classes(order.outer)
+        yield from ranked_classes(order.inner)
     elif isinstance(order, Wrapped):
-        yield from classes_of(order.base)
+        yield from ranked_classes(order.base)

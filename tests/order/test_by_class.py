@@ -8,7 +8,7 @@ import pytest
 
 from kvpolicy.fields import WrongValue
 from kvpolicy.order import Order, load
-from kvpolicy.order.by_class import classes_of
+from kvpolicy.order.by_class import ranked_classes
 from tests.order.made import progress, view
 
 
@@ -39,12 +39,12 @@ def test_within_a_class_the_inner_order_decides() -> None:
 
 def test_options_and_victims() -> None:
     order = load("classes:a,quantum=8,victims=least-computed")
-    assert order.quantum_tokens == 8 and list(classes_of(order)) == ["a"]
+    assert order.quantum_tokens == 8 and list(ranked_classes(order)) == ["a"]
 
 
-def test_the_classes_of_an_order_are_found_in_its_parts() -> None:
-    assert list(classes_of(load("urgent/classes:a+b/mlfq"))) == ["a", "b"]
-    assert not list(classes_of(load("urgent/mlfq")))
+def test_the_ranked_classes_an_order_are_found_in_its_parts() -> None:
+    assert list(ranked_classes(load("urgent/classes:a+b/mlfq"))) == ["a", "b"]
+    assert not list(ranked_classes(load("urgent/mlfq")))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from kvpolicy.errors import InputError
 from kvpolicy.order import Order, Progress, Rank, View
 from kvpolicy.request_marks import KEY
+from kvpolicy_vllm.plugin.marks import MarkReader
 from kvpolicy_vllm.plugin.metrics import COUNTERS
 from tests.vllm import alone, fuzz, harness
 from tests.vllm.models import write_llama
@@ -80,6 +81,13 @@ def test_whatever_is_sent_everybody_is_served(order: str, model: Path) -> None:
     assert made.outcome().problems == ()
     invalid = harness.total(made.scheduler.connector.stats(), "invalid_marks")
     assert (invalid > 10) == (order != "fcfs"), "without an order or a trace nothing is read"
+
+
+def test_marks_that_are_kept_are_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MarkReader, "forget", lambda self, request: None)
+    made = schedule(model, order="urgent", requests=12)
+    made.run()
+    assert "12 marks of requests left" in made.outcome().problems
 
 
 class FailsOnClasses(Order):

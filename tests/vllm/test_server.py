@@ -25,6 +25,7 @@ import kvpolicy
 from benchmarks.gpu.alternating import ALTERNATING
 from kvpolicy import trace
 from kvpolicy.settings import ServerSettings
+from kvpolicy.simulator.trace_workload import RecordedRequests
 from tests.policy.ten_line_policy import Longer
 from tests.vllm import harness
 from tests.vllm.test_own_policy import OWN
@@ -98,8 +99,10 @@ def wait_until(true: Callable[[], bool], otherwise: Callable[[], str]) -> None:
         time.sleep(0.2)
 
 
-def complete(base: str, seed: int, tokens: tuple[int, int] = (60, 120), rank: int | None = None) -> dict[str, object]:
-    """Ask for so many tokens, of the data-parallel engine core ``rank`` where that is given."""
+def complete(
+    base: str, seed: int, tokens: tuple[int, int] = (60, 120), rank: int | None = None, **more: object
+) -> dict[str, object]:
+    """Ask for so many tokens, of the data-parallel engine core ``rank`` where that is given. ``more``: of the body."""
     rng = random.Random(seed)
     body = {
         "model": "small",
@@ -107,6 +110,7 @@ def complete(base: str, seed: int, tokens: tuple[int, int] = (60, 120), rank: in
         "max_tokens": rng.randint(*tokens),
         "temperature": 0.0,
         "ignore_eos": True,
+        **more,
     }
     headers = {"Content-Type": "application/json"} | ({} if rank is None else {"X-data-parallel-rank": str(rank)})
     request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode(), headers)
@@ -168,6 +172,37 @@ def test_thirty_two_clients_then_killed(model: str, tmp_path: Path) -> None:
             process.wait(timeout=PATIENCE_S)
         assert any(future.exception() is not None for future in cut_off)
     assert is_recorded(folder, result)
+
+
+def test_requests_say_what_they_are(model: str, tmp_path: Path) -> None:
+    """Over HTTP, well-meant or not: everybody is served, by what was granted, and the trace has that and no more."""
+    folder = tmp_path / "trace"
+    options = (
+        "--policy", "always-swap", "--host-gib", "0.25", "--trace", str(folder), "--order", "deadline:ttft=5,tpot=1",
+        "--classes", "chat:ttft=0.5,priority=-1+batch:priority=3",
+    )  # fmt: skip
+    said: list[object] = [{"class": "chat"}, {"class": "batch", "ttft_s": 0.001}, {"class": "Jane Doe"}, {}]
+    unreadable = [{"class": {"class": []}}, {"ttft_s": True}, "x" * 10**6, {"class": "chat", "more": 1}]
+    with server(model, tmp_path, *options) as (base, process):
+
+        def ask(number: int) -> dict[str, object]:
+            sent = {"kvpolicy": [*said, *unreadable][number]}
+            return complete(base, number, (20, 40), kv_transfer_params=sent, priority=-1000 if number == 2 else 0)
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(ask, range(8)))
+        assert all(answer["kv_transfer_params"] is None for answer in answers), "nothing is sent back"
+        wait_until(lambda: metrics(base)["invalid_marks_total"] >= 4, lambda: f"not counted: {metrics(base)}")
+        assert metrics(base)["invalid_marks_total"] == 4 and metrics(base)["order_failed_total"] == 0
+        assert metrics(base)["clamped_marks_total"] == 3, "a deadline, a class and a priority"
+        process.terminate()
+        process.wait(timeout=PATIENCE_S)
+    columns = ("class", "priority", "ttft_deadline_s", "tpot_deadline_s")
+    rows = sorted(tuple(str(row[name]) for name in columns) for row in trace.read(folder).rows("requests"))
+    default = ("default", "0", "None", "None")
+    assert rows == sorted([("chat", "-1", "0.5", "None"), ("batch", "3", "None", "None"), *[default] * 6])
+    again = {(request.class_name, request.priority, request.ttft_s) for request in RecordedRequests(folder)}
+    assert again == {("chat", -1, 0.5), ("batch", 3, None), ("default", 0, None)}
 
 
 def settled(told: dict[str, float]) -> bool:

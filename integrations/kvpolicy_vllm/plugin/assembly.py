@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 from kvpolicy.cost import CostModel
 from kvpolicy.errors import InputError
 from kvpolicy.hardware import EngineSpec
-from kvpolicy.order import Priority
+from kvpolicy.order import Order, Priority
 from kvpolicy.order import spec as orders
+from kvpolicy.order.by_class import ranked_classes
 from kvpolicy.policy import Decider, Policy
-from kvpolicy.request_marks import Classes
+from kvpolicy.request_marks import DEFAULT_CLASS, Classes
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.engine_config import engine_spec, header_of, model_loader, page_bytes
 from kvpolicy_vllm.plugin.host_copies import CopyBook
@@ -54,9 +55,10 @@ def controller_for(
     controller = Controller(
         core, decider, copies, page_bytes(kv_cache), time.monotonic, Complaints(), load_policy, memory
     )
-    order = orders.load(settings.order, settings.allow_python_policies)
+    order, classes = orders.load(settings.order, settings.allow_python_policies), claimable(settings, vllm_config)
+    warn_of_unclaimable(order, classes)
     controller.serve_by(order)
-    controller.grant_marks(classes_of(settings, vllm_config).grant)
+    controller.grant_marks(classes.grant)
     if settings.trace is not None:
         header = header_of(settings, engine, core, decider.policy.label, kv_cache.num_blocks, slots)
         serves = Priority() if vllm_config.scheduler_config.policy == "priority" else order
@@ -66,7 +68,7 @@ def controller_for(
     return controller
 
 
-def classes_of(settings: Settings, vllm_config: VllmConfig) -> Classes:
+def claimable(settings: Settings, vllm_config: VllmConfig) -> Classes:
     """The classes that clients may claim. Raises InputError where vLLM itself ranks by priorities that they bound."""
     classes = settings.classes or Classes()
     if classes.bounds_priority and vllm_config.scheduler_config.policy == "priority":
@@ -75,6 +77,13 @@ def classes_of(settings: Settings, vllm_config: VllmConfig) -> Classes:
             'clients give: leave that flag out, and give the order "priority" or "urgent"'
         )
     return classes
+
+
+def warn_of_unclaimable(order: Order, classes: Classes) -> None:
+    """Log the classes by which the order ranks and of which no request can be."""
+    for name in ranked_classes(order):
+        if name not in (*classes.names, DEFAULT_CLASS):
+            logger.warning("kvpolicy: order %s ranks by class %s, which --classes does not list", order.name, name)
 
 
 def load_fitting(name: str, settings: Settings, loader: Callable[[str], CostModel], engine: EngineSpec) -> Policy:
