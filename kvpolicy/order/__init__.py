@@ -1,7 +1,7 @@
 """Orders: which request is served first, whether one displaces another, and which one."""
 
 from kvpolicy.order.base import Order, Progress, Rank, View
-from kvpolicy.order.choice import Candidate, Choice
+from kvpolicy.order.candidates import Candidate, Choice
 from kvpolicy.order.guard import Guarded
 from kvpolicy.order.queue import OrderedQueue
 from kvpolicy.order.ranks import Ranks

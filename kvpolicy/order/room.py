@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpolicy.order.base import Order, Progress, View
-from kvpolicy.order.choice import Choice, Wants, choice_of
+from kvpolicy.order.candidates import Choice, Wants, choice_of
 
 MAX_HEADS = 64
 """Waiting requests that are looked at in one step."""
