@@ -1,6 +1,7 @@
 """Orders: which request is served first, whether one displaces another, and which one."""
 
 from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.candidates import Candidate, Choice
 from kvpolicy.order.guard import Guarded
 from kvpolicy.order.holds import Holding
 from kvpolicy.order.lookout import Lookout
@@ -9,7 +10,6 @@ from kvpolicy.order.ranks import Ranks
 from kvpolicy.order.room import BackOff, Engine, Space, Taken, make_room
 from kvpolicy.order.rules import Fcfs, Priority, is_stock
 from kvpolicy.order.spec import FORMS, HELP, load, load_order
-from kvpolicy.order.victim_choice import Candidate, Choice
 
 __all__ = [
     "FORMS", "HELP", "BackOff", "Candidate", "Choice", "Engine", "Fcfs", "Guarded", "Holding", "Lookout", "Order",

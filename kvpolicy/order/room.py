@@ -13,7 +13,7 @@ from heapq import nlargest
 from typing import Protocol
 
 from kvpolicy.order.base import Order, Progress, View
-from kvpolicy.order.victim_choice import Choice, Wants, choice_of
+from kvpolicy.order.candidates import Choice, Wants, choice_of
 
 MAX_HEADS = 64
 """Waiting requests that are looked at in one step."""

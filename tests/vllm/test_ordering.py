@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,14 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus, StreamingUpdate
 
+from kvpolicy import trace as traces
 from kvpolicy.order import Priority, Progress, Rank, View, load, room
 from kvpolicy_vllm.plugin.ordering import Ordering
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
-from tests.vllm import fuzz, harness
+from tests.vllm import alone, fuzz, harness
 from tests.vllm.models import write_llama
 from tests.vllm.setups import HOLDING, UNRULY, Setup
+from tests.vllm.test_same_schedule import BASE
 from tests.vllm.test_soak import PRESSED
 
 pytestmark = pytest.mark.scheduler
@@ -38,6 +41,36 @@ def schedule(model: Path, seed: int = 1, **fixed: Any) -> fuzz.Schedule:
 def served(made: fuzz.Schedule) -> fuzz.Outcome:
     made.run()
     return made.outcome()
+
+
+def test_a_server_records_whom_it_displaces_and_in_which_order(model: Path, tmp_path: Path) -> None:
+    """By names that are not the clients'; a policy without predictions has no prices."""
+    order = "mlfq:base=4,explore=.5"
+    plugin = harness.plugin("always-recompute", order=order, trace=str(tmp_path))
+    job = BASE | {"model": str(model), "plugin": plugin, "blocks": 200, "requests": 60}
+    scheduler, worker = alone.scheduler_for(job), alone.Worker(late=0)
+    for _ in alone.drive(scheduler, deque(alone.made_requests(job)), worker.execute, False):
+        pass
+    scheduler.kvpolicy.close()
+    trace = traces.read(tmp_path)
+    (header,) = trace.headers.values()
+    assert (header.order, header.order_digest) == (order, load(order).digest)
+    rows = trace.rows("displacements")
+    taken = {(row["step"], one["request"]) for row in rows for one in row["candidates"][: row["taken"]]}
+    decided = {(row["step"], row["request"]) for row in trace.rows("decisions") if row["cause"] == "displaced"}
+    assert taken == decided and len(taken) == scheduler.ordering.displaced > 10
+    named = {row["request"] for row in trace.rows("requests")}
+    assert {name for _, name in taken} | {row["request"] for row in rows} <= named and "r0" not in named
+    assert {one["price_s"] for row in rows for one in row["candidates"]} == {None}
+    assert {row["order"] for row in rows} == {order} and any(row["probability"] < 1.0 for row in rows)
+
+
+def test_the_header_names_vllms_own_priority_scheduling(model: Path, tmp_path: Path) -> None:
+    plugin = harness.plugin("always-recompute", trace=str(tmp_path))
+    job = BASE | {"model": str(model), "plugin": plugin, "blocks": 200, "scheduling": "priority"}
+    controller = alone.scheduler_for(job).kvpolicy
+    assert controller.recorder._header.order == "priority"
+    controller.close()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

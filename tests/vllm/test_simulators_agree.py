@@ -51,7 +51,7 @@ LOOPS = range(8)
 """Each combination of scheduling, prefix caching and asynchronous scheduling once."""
 ORDERED = (*range(6), 19, *range(7, 13))
 """Each order once, each kind of case several times."""
-PRICES = ("mlfq:base=4,victims=cheapest", "gittins:quantum=8", "mlfq:base=4,worth=price")
+PRICES = ("mlfq:base=4,victims=cheapest", "gittins:quantum=8", "mlfq:base=4,explore=.5,worth=price")
 """Orders under which prices are asked for, or only recorded."""
 TIED = (200, 212)
 """Orders that learn, over closed loops in which several arrive and several end at the same time."""

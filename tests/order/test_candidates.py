@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvpolicy.order import Choice, Order, Progress, Space, View, make_room
-from kvpolicy.order.victim_choice import MAX_CANDIDATES
+from kvpolicy.order.candidates import MAX_CANDIDATES
 from tests.order.made import ByLevel
 from tests.order.test_room import Engine, runs, waits
 
