@@ -37,7 +37,7 @@ from kvpolicy_vllm.plugin.observers import Observer
 from tests.vllm.disturbances import Disturbances, Shares, loaded_and_waiting
 from tests.vllm.models import write_llama
 from tests.vllm.places import Places
-from tests.vllm.setups import BLOCK, MAX_SHARED_TOKENS, UNRULY, Setup
+from tests.vllm.setups import BLOCK, MAX_SESSIONS, MAX_SHARED_TOKENS, UNRULY, Setup
 from tests.vllm.symbolic import Faults, SymbolicWorker
 
 MAX_STEPS = 60_000
@@ -418,7 +418,7 @@ def _drawn_request(number: int, head: list[int], rng: random.Random, setup: Setu
     parameters = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, **special)
     adapter = rng.randint(0, setup.adapters)
     lora = LoRARequest(f"adapter-{adapter}", adapter, "/nowhere") if adapter else None
-    session = setup.has_sessions and not special and random.Random(f"session {setup.seed} {number}").random() < 0.4
+    session = setup.has_sessions and not special and number % (setup.requests // MAX_SESSIONS) == 3
     more: dict[str, Any] = {"resumable": True} if session else {}
     return alone.made_request(number, prompt, parameters, priority=rng.randrange(4), lora_request=lora, **more)
 

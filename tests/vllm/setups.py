@@ -12,6 +12,11 @@ MAX_SHARED_TOKENS = 96
 """Prompts begin alike up to here."""
 
 
+MAX_SESSIONS = 2
+MAX_FURTHER_TOKENS = 160
+"""What a session's further inputs and the answers to them come to."""
+
+
 FICKLE = "python:tests.fickle:Fickle"
 RAISING, RUBBISH = "python:tests.unruly:Raising", "python:tests.unruly:Rubbish"
 HOLDING = "python:tests.holds:Holds"
@@ -107,15 +112,18 @@ class Setup:
 
     @property
     def has_sessions(self) -> bool:
-        """Only where the order of service is not vLLM's own, whose running list :class:`Places` checks by arrival; and
-        not where weights change, as vLLM lets an idle session keep what it computed under the old ones."""
-        return self.sessions and self.served != "fcfs" and self.resets != "weights"
+        """Only where the order of service is not vLLM's own, whose running list :class:`Places` checks by arrival. Not
+        where weights change, as vLLM lets an idle session keep what it computed under the old ones, nor scheduling
+        ahead: vLLM loses a session from its queues that is preempted while the token that stops it is in flight."""
+        return self.sessions and not self.asynchronous and self.served != "fcfs" and self.resets != "weights"
 
     @property
     def blocks(self) -> int:
         """KV blocks of the device, vLLM's own null block among them."""
         longest = MAX_SHARED_TOKENS + self.max_prompt_tokens + self.max_output_tokens
-        return longest // BLOCK + 2 + self.spare_blocks
+        # Sessions keep their blocks while they wait, which nothing can take: beside them the longest request must fit.
+        kept = MAX_SESSIONS * ((longest + MAX_FURTHER_TOKENS) // BLOCK + 1) if self.has_sessions else 0
+        return longest // BLOCK + 2 + self.spare_blocks + kept
 
 
 _DRAWS = {

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.scheduler
 
 BESIDES: tuple[dict[str, Any], ...] = (
     {"reserves_whole": False, "token_budget": 48}, {"reserves_whole": False, "long_prefill": 40}, {"long_prefill": 40},
-    {"sessions": True, "max_running": 4}, {"throttled": True},
+    {"sessions": True, "asynchronous": False, "max_running": 4}, {"throttled": True},
 )  # fmt: skip
 PLAIN = {"sessions": False, "reserves_whole": True, "long_prefill": 0, "throttled": False}
 

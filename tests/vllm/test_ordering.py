@@ -240,7 +240,14 @@ def test_a_hold_that_fails_is_counted(model: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_what_admission_goes_by_besides(setting: dict[str, Any], model: Path) -> None:
     """Whoever others are displaced for comes in."""
-    drawn = {"sessions": False, "reserves_whole": True, "long_prefill": 0, "throttled": False, "token_budget": 64}
+    drawn = {
+        "asynchronous": False,
+        "sessions": False,
+        "reserves_whole": True,
+        "long_prefill": 0,
+        "throttled": False,
+        "token_budget": 64,
+    }
     made = schedule(model, 3, **drawn | setting)
     outcome = served(made)
     assert outcome.problems == () and outcome.displaced > 20 and (outcome.turns > 0) == ("sessions" in setting)
