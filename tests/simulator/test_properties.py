@@ -29,6 +29,7 @@ def test_nothing_is_lost_and_nothing_is_left(world: World) -> None:
     assert engine.copies.queued_bytes("save") == engine.copies.queued_bytes("load") == 0
     assert engine.present == 0 and not engine.scheduler.running and not engine.scheduler.waiting_requests
     assert not engine.scheduler._prefills and not engine.preemptions._closing and not len(engine.fast_path.batch)
+    assert not engine.fast_path.batch.others
     assert engine.tallied.summary(0.0).requests == len(source)
     assert engine.tallied.output.tokens == sum(request.output_tokens for request in source)
 
