@@ -121,8 +121,6 @@ class Classes:
     """The classes that requests may claim. The default one need not be listed."""
 
     limits: tuple[tuple[str, ClassLimits], ...] = ()
-    text: str = ""
-    """What :meth:`parse` made them from."""
 
     @classmethod
     def parse(cls, text: str) -> Classes:
@@ -135,7 +133,17 @@ class Classes:
             if name in limits:
                 raise _wrong(text, f"has {name} twice")
             limits[name] = _limits(text, name, options)
-        return cls(tuple(limits.items()), text)
+        return cls(tuple(limits.items()))
+
+    @property
+    def text(self) -> str:
+        """A text that :meth:`parse` accepts for these classes."""
+        parts = []
+        for name, limits in self.limits:
+            given = {option: getattr(limits, field) for option, field in OPTIONS.items()}
+            options = ",".join(f"{option}={value!r}" for option, value in given.items() if value is not None)
+            parts.append(f"{name}:{options}" if options else name)
+        return "+".join(parts)
 
     @property
     def names(self) -> tuple[str, ...]:

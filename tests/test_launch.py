@@ -17,6 +17,7 @@ from kvpolicy import KVPolicyError, integrations
 from kvpolicy.cli import main
 from kvpolicy.extensions import NotAllowed
 from kvpolicy.fields import WrongValue
+from kvpolicy.request_marks import Classes, ClassLimits
 from kvpolicy.settings import ServerSettings
 from kvpolicy_vllm import launch
 from kvpolicy_vllm.plugin.settings import Settings
@@ -412,3 +413,13 @@ class TestFromPython:
         monkeypatch.setattr(integrations, "find_spec", lambda name: None)
         with pytest.raises(integrations.EngineMissing, match="vllm is not installed"):
             kvpolicy.serve("some/llm", "always-swap")
+
+
+@pytest.mark.parametrize(
+    "classes", ["chat:ttft=0.5+batch", Classes((("chat", ClassLimits(0.5)), ("batch", ClassLimits())))]
+)
+def test_classes_reach_the_plugin_as_they_are(classes: Any) -> None:
+    extra = launch.options(ServerSettings("always-swap", classes=classes))
+    assert extra["classes"] == "chat:ttft=0.5+batch"
+    read = Settings.read(extra).classes
+    assert read is not None and read.names == ("chat", "batch")

@@ -130,7 +130,9 @@ def test_a_list_is_read() -> None:
     assert LISTED.names == ("interactive", "batch", "other") and LISTED.bounds_priority
     assert LISTED.limits[0] == ("interactive", ClassLimits(0.5, 0.05, -1))
     assert Classes.parse("a + b:ttft=1").names == ("a", "b") and not Classes.parse("a+b").bounds_priority
-    assert Classes.parse(LISTED.text) == LISTED
+    assert LISTED.text == "interactive:ttft=0.5,tpot=0.05,priority=-1+batch:priority=5+other"
+    by_hand = Classes((("a", ClassLimits(1e-5, None, 0)), ("b", ClassLimits(None, 3.0))))
+    assert Classes.parse(by_hand.text) == by_hand
 
 
 @pytest.mark.parametrize(
