@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpolicy.order.base import Order, Progress, Rank, View
 from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
+from kvpolicy.order.wrapper import Wrapper
 
 
 @dataclass(frozen=True, repr=False)
@@ -315,22 +316,10 @@ VICTIM_RULES: dict[str, VictimRule] = {"least-computed": least_computed, "cheape
 
 
 @dataclass(frozen=True, repr=False)
-class WithVictims(Order):
+class WithVictims(Wrapper):
     """Another order, which displaces those of equal rank by a rule instead of by the latest arrival."""
 
-    name: str
-    base: Order
     rule: VictimRule
-
-    def __post_init__(self) -> None:
-        for attribute in ("displaces_by_rank", "quantum_tokens", "promote_s", "max_victims"):
-            object.__setattr__(self, attribute, getattr(self.base, attribute))
-
-    def rank(self, request: Progress, view: View) -> Rank:
-        return self.base.rank(request, view)
-
-    def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
-        return self.base.displaces(waiting, running, view)
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
         return sorted(running, key=lambda other: (*(-value for value in other.rank), *self.rule(other, view)))
@@ -339,15 +328,3 @@ class WithVictims(Order):
         self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
     ) -> float:
         return 1.0  # by the rule, whatever the other order would draw
-
-    def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
-        return self.base.worth(waiting, victims, view)
-
-    def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
-        return self.base.admits(waiting, free_after_blocks, view)
-
-    def initial_state(self) -> Any:
-        return self.base.initial_state()
-
-    def finished(self, state: Any, request: Progress) -> Any:
-        return self.base.finished(state, request)

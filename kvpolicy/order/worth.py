@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.base import Progress, View
 from kvpolicy.order.ranks import FIRST
 from kvpolicy.order.seen_lengths import Lengths
+from kvpolicy.order.wrapper import Wrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Seen:
 
 
 @dataclass(frozen=True, repr=False)
-class WithWorth(Order):
+class WithWorth(Wrapper):
     """Another order, which displaces only where that saves more waiting than it costs.
 
     gain = seconds per token x (the most tokens that a victim has left - those that each victim waits for): where nobody
@@ -33,29 +34,8 @@ class WithWorth(Order):
     Where no policy predicts costs, and for a request that has waited for too long, the other order decides alone.
     """
 
-    name: str
-    base: Order
-
-    def __post_init__(self) -> None:
-        for attribute in ("displaces_by_rank", "quantum_tokens", "promote_s", "max_victims"):
-            object.__setattr__(self, attribute, getattr(self.base, attribute))
-
-    def rank(self, request: Progress, view: View) -> Rank:
-        return self.base.rank(request, self._view(view))
-
-    def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
-        return self.base.displaces(waiting, running, self._view(view))
-
-    def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
-        return self.base.victims(waiting, running, self._view(view))
-
-    def probability(
-        self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
-    ) -> float:
-        return self.base.probability(waiting, victims, running, self._view(view))
-
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
-        if not self.base.worth(waiting, victims, self._view(view)):
+        if not super().worth(waiting, victims, view):
             return False
         cost_s, token_s = _cost_s(victims, view), _seconds_per_token(victims, view)
         if cost_s is None or token_s is None or waiting.rank == FIRST:
@@ -66,16 +46,13 @@ class WithWorth(Order):
         delays = (min(own, max(self.quantum_tokens, tokens)) for tokens in ahead)
         return token_s * (max(left) - sum(delays)) > cost_s
 
-    def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
-        return self.base.admits(waiting, free_after_blocks, self._view(view))
-
     def initial_state(self) -> Seen:
         return Seen(self.base.initial_state(), Lengths())
 
     def finished(self, state: Seen, request: Progress) -> Seen:
         return Seen(self.base.finished(state.base, request), state.lengths.seen(request.output_tokens))
 
-    def _view(self, view: View) -> View:
+    def of_base(self, view: View) -> View:
         return replace(view, state=view.state.base)
 
 
