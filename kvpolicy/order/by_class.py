@@ -8,7 +8,7 @@ from math import inf
 
 from kvpolicy.order.base import Order, Progress, Rank, View
 from kvpolicy.order.rules import Layered
-from kvpolicy.order.wrapper import Wrapped
+from kvpolicy.order.wrapper import Wrapper
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,5 +38,5 @@ def ranked_classes(order: Order) -> Iterator[str]:
     elif isinstance(order, Layered):
         yield from ranked_classes(order.outer)
         yield from ranked_classes(order.inner)
-    elif isinstance(order, Wrapped):
+    elif isinstance(order, Wrapper):
         yield from ranked_classes(order.base)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvpolicy.order.base import MAX_CANDIDATES, Progress, View
-from kvpolicy.order.wrapper import Wrapped
+from kvpolicy.order.wrapper import Wrapper
 
 
 @dataclass(frozen=True, repr=False)
-class WithDraws(Wrapped):
+class WithDraws(Wrapper):
     """Another order, which in a share of the choices displaces those of equal rank in random order.
 
     The draw follows from the requests themselves, as a hash does: equal runs draw alike, and nothing is kept. Who goes
@@ -27,7 +27,7 @@ class WithDraws(Wrapped):
         return MAX_CANDIDATES
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
-        preferred = self.base.victims(waiting, running, view)
+        preferred = super().victims(waiting, running, view)
         drawn = random.Random(
             f"{waiting.number}/{waiting.output_tokens}/{waiting.preemptions}/"
             f"{[(other.number, other.output_tokens) for other in running]}"

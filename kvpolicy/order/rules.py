@@ -10,7 +10,7 @@ from typing import Any
 from kvpolicy.order.base import MAX_CANDIDATES, Order, Progress, Rank, View, levels
 from kvpolicy.order.grouped_lengths import GroupedLengths
 from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
-from kvpolicy.order.wrapper import Wrapped
+from kvpolicy.order.wrapper import Wrapper
 
 
 @dataclass(frozen=True, repr=False)
@@ -341,7 +341,7 @@ VICTIM_RULES: dict[str, VictimRule] = {"least-computed": least_computed, "cheape
 
 
 @dataclass(frozen=True, repr=False)
-class WithVictims(Wrapped):
+class WithVictims(Wrapper):
     """Another order, which displaces those of equal rank by a rule instead of by the latest arrival."""
 
     rule: VictimRule

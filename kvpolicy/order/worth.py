@@ -10,7 +10,7 @@ from typing import Any
 from kvpolicy.order.base import Progress, View
 from kvpolicy.order.ranks import FIRST
 from kvpolicy.order.seen_lengths import Lengths
-from kvpolicy.order.wrapper import Wrapped
+from kvpolicy.order.wrapper import Wrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Seen:
 
 
 @dataclass(frozen=True, repr=False)
-class WithWorth(Wrapped):
+class WithWorth(Wrapper):
     """Another order, which displaces only where that saves more waiting than it costs.
 
     gain = seconds per token x (the most tokens that a victim has left - those that each victim waits for): where nobody
@@ -35,7 +35,7 @@ class WithWorth(Wrapped):
     """
 
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
-        if not self.base.worth(waiting, victims, self.base_view(view)):
+        if not super().worth(waiting, victims, view):
             return False
         cost_s, token_s = _cost_s(victims, view), _seconds_per_token(victims, view)
         if cost_s is None or token_s is None or waiting.rank == FIRST:
@@ -52,7 +52,7 @@ class WithWorth(Wrapped):
     def finished(self, state: Seen, request: Progress) -> Seen:
         return Seen(self.base.finished(state.base, request), state.lengths.seen(request.output_tokens))
 
-    def base_view(self, view: View) -> View:
+    def of_base(self, view: View) -> View:
         return replace(view, state=view.state.base)
 
 

@@ -14,7 +14,7 @@ TAKEN_OVER = (
 
 
 @dataclass(frozen=True, repr=False)
-class Wrapped(Order):
+class Wrapper(Order):
     """All that a subclass leaves alone is the other order's: values, ranks, victims, state."""
 
     name: str
@@ -33,27 +33,27 @@ class Wrapped(Order):
         return self.base.max_candidates
 
     def rank(self, request: Progress, view: View) -> Rank:
-        return self.base.rank(request, self.base_view(view))
+        return self.base.rank(request, self.of_base(view))
 
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
-        return self.base.displaces(waiting, running, self.base_view(view))
+        return self.base.displaces(waiting, running, self.of_base(view))
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
-        return self.base.victims(waiting, running, self.base_view(view))
+        return self.base.victims(waiting, running, self.of_base(view))
 
     def probability(
         self, waiting: Progress, victims: Sequence[Progress], running: Sequence[Progress], view: View
     ) -> float:
-        return self.base.probability(waiting, victims, running, self.base_view(view))
+        return self.base.probability(waiting, victims, running, self.of_base(view))
 
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
-        return self.base.worth(waiting, victims, self.base_view(view))
+        return self.base.worth(waiting, victims, self.of_base(view))
 
     def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
-        return self.base.admits(waiting, free_after_blocks, self.base_view(view))
+        return self.base.admits(waiting, free_after_blocks, self.of_base(view))
 
     def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
-        return self.base.hold(running, self.base_view(view))
+        return self.base.hold(running, self.of_base(view))
 
     def initial_state(self) -> Any:
         return self.base.initial_state()
@@ -61,6 +61,6 @@ class Wrapped(Order):
     def finished(self, state: Any, request: Progress) -> Any:
         return self.base.finished(state, request)
 
-    def base_view(self, view: View) -> View:
+    def of_base(self, view: View) -> View:
         """The view as the other order knows it: a subclass with a state of its own gives the other's."""
         return view
