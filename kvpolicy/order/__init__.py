@@ -2,7 +2,7 @@
 
 from kvpolicy.order.base import Order, Progress, Rank, View
 from kvpolicy.order.guard import Guarded
-from kvpolicy.order.holding import Holding
+from kvpolicy.order.held_steps import Holding
 from kvpolicy.order.lookout import Lookout
 from kvpolicy.order.queue import OrderedQueue
 from kvpolicy.order.ranks import Ranks

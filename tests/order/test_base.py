@@ -1,0 +1,34 @@
+"""What every order has: levels of ranks, and how many running requests it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import pytest
+
+from kvpolicy.order import Guarded, Progress, View, load
+from kvpolicy.order.base import MAX_CANDIDATES, levels
+from tests.order.made import ByLevel
+
+
+def test_values_are_rounded_to_levels_alike_on_both_sides_of_zero() -> None:
+    assert levels((0.4, 1.0, 1.9, 2.0, 4.0, 1000.0), 2.0) == (0, 0, 0, 1, 2, 9)
+    assert levels((-4.0, -inf, inf), 2.0) == (-2, -inf, inf)
+    assert levels((0.4, 7.3), 1.0) == (0.4, 7.3), "a ratio of 1 takes them as they are"
+
+
+class Choosing(ByLevel):
+    def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return running
+
+
+def test_an_order_that_takes_the_last_is_shown_no_more_than_it_may_take() -> None:
+    assert ByLevel(max_victims=3).max_candidates == 3
+    assert load("mlfq").max_candidates == load("urgent/mlfq").max_candidates == 8
+    assert Guarded(ByLevel(max_victims=3), pytest.fail).max_candidates == 3
+
+
+def test_an_order_that_chooses_is_shown_more() -> None:
+    assert Choosing().max_candidates == load("mlfq:victims=cheapest").max_candidates == MAX_CANDIDATES
+    assert Guarded(Choosing(), pytest.fail).max_candidates == MAX_CANDIDATES
