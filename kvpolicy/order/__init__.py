@@ -3,7 +3,7 @@
 from kvpolicy.order.base import Order, Progress, Rank, View
 from kvpolicy.order.candidates import Candidate, Choice
 from kvpolicy.order.guard import Guarded
-from kvpolicy.order.holds import Holding
+from kvpolicy.order.held_steps import Holding
 from kvpolicy.order.lookout import Lookout
 from kvpolicy.order.queue import OrderedQueue
 from kvpolicy.order.ranks import Ranks

@@ -1,12 +1,37 @@
-"""What an order is that says nothing but ranks."""
+"""What every order has: levels of ranks, and how many running requests it is shown."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
+
 import pytest
 
-from kvpolicy.order import Order, load
+from kvpolicy.order import Guarded, Progress, View, load
 from kvpolicy.order.base import MAX_CANDIDATES, levels
-from tests.order.made import ByLevel, progress, view
+from tests.order.made import ByLevel
+
+
+def test_values_are_rounded_to_levels_alike_on_both_sides_of_zero() -> None:
+    assert levels((0.4, 1.0, 1.9, 2.0, 4.0, 1000.0), 2.0) == (0, 0, 0, 1, 2, 9)
+    assert levels((-4.0, -inf, inf), 2.0) == (-2, -inf, inf)
+    assert levels((0.4, 7.3), 1.0) == (0.4, 7.3), "a ratio of 1 takes them as they are"
+
+
+class Choosing(ByLevel):
+    def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return running
+
+
+def test_an_order_that_takes_the_last_is_shown_no_more_than_it_may_take() -> None:
+    assert ByLevel(max_victims=3).max_candidates == 3
+    assert load("mlfq").max_candidates == load("urgent/mlfq").max_candidates == 8
+    assert Guarded(ByLevel(max_victims=3), pytest.fail).max_candidates == 3
+
+
+def test_an_order_that_chooses_is_shown_more() -> None:
+    assert Choosing().max_candidates == load("mlfq:victims=cheapest").max_candidates == MAX_CANDIDATES
+    assert Guarded(Choosing(), pytest.fail).max_candidates == MAX_CANDIDATES
 
 
 def test_by_default_the_last_goes_first_everything_is_worth_it_and_nobody_is_held() -> None:
@@ -15,22 +40,3 @@ def test_by_default_the_last_goes_first_everything_is_worth_it_and_nobody_is_hel
     assert order.displaces(progress(9), some[0], view()) and order.worth(progress(9), some, view())
     assert order.admits(progress(9), 0, view()) and not order.hold(some, view()) and not order.holds
     assert order.probability(progress(9), some, some, view()) == 1.0
-
-
-def test_an_order_that_takes_the_last_is_shown_no_more_than_it_may_take() -> None:
-    assert ByLevel(max_victims=3).max_candidates == 3
-    assert load("mlfq:victims=cheapest").max_candidates == MAX_CANDIDATES
-
-
-@pytest.mark.parametrize("ratio", [1.25, 2.0])
-def test_values_within_a_level_are_equal_and_levels_keep_the_order(ratio: float) -> None:
-    values = [-100.0, -3.0, 0.0, 3.0, 100.0]
-    found = [levels((value,), ratio) for value in values]
-    assert found == sorted(found) and len(set(found)) == len(values)
-    assert levels((0.3,), ratio) == levels((0.0,), ratio)
-    assert levels((100.0,), ratio) == levels((100.0 * (1 + (ratio - 1) / 50),), ratio)
-    assert levels((3.7,), 1.0) == (3.7,)
-
-
-def test_it_is_shown_by_its_label() -> None:
-    assert repr(load("mlfq:base=8")) == load("mlfq:base=8").label and isinstance(load("mlfq"), Order)

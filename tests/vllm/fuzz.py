@@ -273,7 +273,7 @@ class Schedule:
         """Steps until somebody is promoted and everybody else has had a turn, one after the other: a prompt, a late
         load, and a quantum."""
         ordering, setup = self.scheduler.ordering, self.setup
-        if ordering is None or ordering.order.promote_s == inf:
+        if ordering is None or ordering.order.promote_s == inf or setup.served in UNRULY:
             return inf
         longest = MAX_SHARED_TOKENS + setup.max_prompt_tokens + setup.max_output_tokens
         chunk = min(setup.long_prefill or setup.token_budget, setup.token_budget)
@@ -418,7 +418,8 @@ def _drawn_request(number: int, head: list[int], rng: random.Random, setup: Setu
     parameters = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, **special)
     adapter = rng.randint(0, setup.adapters)
     lora = LoRARequest(f"adapter-{adapter}", adapter, "/nowhere") if adapter else None
-    session = setup.has_sessions and not special and number % (setup.requests // MAX_SESSIONS) == 3
+    plain = special.keys() <= {"stop_token_ids"}
+    session = setup.has_sessions and plain and number % (setup.requests // MAX_SESSIONS) == 3
     more: dict[str, Any] = {"resumable": True} if session else {}
     return alone.made_request(number, prompt, parameters, priority=rng.randrange(4), lora_request=lora, **more)
 

@@ -46,3 +46,40 @@ def test_the_benchmark_says_how_long_own_functions_take_and_beside_what(rows: li
     for row in rows:
         assert 0.0 < row["own_least_us"] <= row["own_us"] and row["stock_us"] > 0.0
         assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]
+
+
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("ordered") / "figures.json"
+    command = [
+        sys.executable,
+        "benchmarks/order_cost.py",
+        "--running",
+        "8",
+        "40",
+        "--rounds",
+        "1",
+        "--orders",
+        "urgent",
+    ]
+    done = subprocess.run(
+        [*command, "--json", str(out)], env=harness.environment(), cwd=harness.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    part: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return part
+
+
+def test_no_order_goes_through_the_running_requests_where_nobody_is_displaced(ordered: list[dict[str, Any]]) -> None:
+    """Whether nobody waits, or somebody who is outranked, does not fit, or is not ready: 32 requests more that run
+    bring less than one instruction each."""
+    opcodes: dict[tuple[str, str], list[float]] = {}
+    for row in ordered:
+        opcodes.setdefault((row["order"], row["situation"]), []).append(row["opcodes"])
+    assert len(opcodes) == 8
+    assert all(many - few < 32 for few, many in opcodes.values()), opcodes
+
+
+def test_looks_in_vain_are_rare(ordered: list[dict[str, Any]]) -> None:
+    costs = {row["situation"]: row["opcodes"] for row in ordered if row["order"] == "urgent"}
+    assert costs["in vain"] - costs["outranked"] < 400 and costs["not ready"] - costs["alone"] < 400
