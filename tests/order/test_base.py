@@ -9,7 +9,7 @@ import pytest
 
 from kvpolicy.order import Guarded, Progress, View, load
 from kvpolicy.order.base import MAX_CANDIDATES, levels
-from tests.order.made import ByLevel
+from tests.order.made import ByLevel, progress, view
 
 
 def test_values_are_rounded_to_levels_alike_on_both_sides_of_zero() -> None:
