@@ -8,17 +8,20 @@ number of requests.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from matrix_bars import Verdict
 from matrix_places import HOST_GIB, LEARNED, LLAMA_3_1_8B, RECOMPUTE, SWAP
 from matrix_poisson import arriving, middle_rate, served
 
 from kvpolicy.simulator import MemorySink
-from kvpolicy.study.cache import Result
+from kvpolicy.study.cache import Result, default_folder
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Run, Serving
 from kvpolicy.study.grid import sweep
@@ -117,6 +120,28 @@ def capacity_of(machine: str, hardware: str, kv_blocks: int, requests: int, seed
         assert trace is not None
         rates.append(middle_rate([row["last_token_s"] for row in trace.rows("requests")]))
     return fmean(rates)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of every study of orders."""
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, help="processes; one per core without it, 0 for none but this one")
+    parser.add_argument(
+        "--cache", type=Path, default=default_folder(), help="folder of finished runs; else in the user's cache folder"
+    )
+    parser.add_argument("--fresh", action="store_true", help="simulate also what was finished before")
+    parser.add_argument("--json", type=Path)
+
+
+def write(
+    path: Path, places: Sequence[Any], found: Sequence[Mapping[Arm, Sequence[Result]]], bars: Sequence[Verdict]
+) -> None:
+    """All results and verdicts as JSON. ``places``: dataclasses, one for each of ``found``."""
+    written = [
+        {"place": asdict(place), "arms": [asdict(arm) | {"results": list(results)} for arm, results in runs.items()]}
+        for place, runs in zip(places, found, strict=True)
+    ]
+    path.write_text(json.dumps({"places": written, "bars": [one.to_dict() for one in bars]}, indent=1))
 
 
 def run_cells(

@@ -1,6 +1,6 @@
 """Urgent requests beside batch work: orders that displace, against vLLM's priority scheduling with its best watermark.
 
-    python benchmarks/orders_classes.py [--kv-blocks N] [--seeds N] [--jobs N] [--json FILE]
+    python benchmarks/orders_classes.py [--kv-blocks N] [--seeds N] [--urgent N] [--batch N] [--jobs N] [--json FILE]
 
 On an H100 with Llama-3.1-8B by its data sheet, in the built-in simulator. The batch, 400 requests with the lengths of
 deepseek-r1, is there from the beginning; urgent requests, 2,400 with the lengths of Azure's conversations, come at 4 a
@@ -16,18 +16,16 @@ batch's tokens per second; where the batch does not fill memory, neither worse.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean
 
 from matrix_bars import MET, Verdict
-from order_places import PRIORITY, WATERMARKS, Arm, cell, hardware_of, run_cells, serving_of
+from order_places import PRIORITY, WATERMARKS, Arm, add_arguments, cell, hardware_of, run_cells, serving_of, write
 
 from kvpolicy.stats import student_ratio
-from kvpolicy.study.cache import Result, default_folder
+from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.report import aligned
 from kvpolicy.workload import Workload, open_workload
@@ -42,7 +40,7 @@ MARKED = tuple(Arm(PRIORITY, watermark=share) for share in WATERMARKS)
 JUDGED = Arm("urgent", "learned")
 ARMS = (
     STOCK, *MARKED, Arm(PRIORITY, "swap"), Arm("urgent"), Arm("urgent", "swap"), JUDGED, Arm("reserve:0.1", "learned"),
-    Arm("urgent/mlfq:base=256", "learned"), Arm("deadline:ttft=1,tpot=0.1", "learned"),
+    Arm("urgent/mlfq:base=256", "learned"),
 )  # fmt: skip
 Runs = Mapping[Arm, Sequence[Result]]
 
@@ -52,6 +50,9 @@ class Place:
     arrivals: str
     kv_blocks: int
     seeds: int
+    urgent: int
+    """Urgent requests, and those of the batch."""
+    batch: int
 
     def text(self) -> str:
         return f"{self.kv_blocks:,} blocks, urgent ones {self.arrivals}"
@@ -59,15 +60,16 @@ class Place:
     def cells(self, arm: Arm, hardware: str) -> list[Cell]:
         """One of each seed."""
         return [
-            cell(hardware, drawn(self.arrivals, seed), arm, self.kv_blocks, seed, serving_of(MACHINE, arm))
+            cell(hardware, drawn(self, seed), arm, self.kv_blocks, seed, serving_of(MACHINE, arm))
             for seed in range(self.seeds)
         ]
 
 
-def drawn(arrivals: str, seed: int) -> Workload:
-    urgent = f"azure-conversation-2023?n=2400&rate=4&class={URGENT}&priority=-1{ARRIVALS[arrivals]}&seed={seed}"
-    batch = f"deepseek-r1?n=400&rate=1000000&class={BATCH}&seed={seed}"
-    return Workload(f"urgent {arrivals}, batch", tuple(open_workload(f"{urgent} + {batch}")), seed)
+def drawn(place: Place, seed: int) -> Workload:
+    urgent = f"azure-conversation-2023?n={place.urgent}&rate=4&class={URGENT}&priority=-1{ARRIVALS[place.arrivals]}"
+    batch = f"deepseek-r1?n={place.batch}&rate=1000000&class={BATCH}"
+    requests = open_workload(f"{urgent}&seed={seed} + {batch}&seed={seed}")
+    return Workload(f"urgent {place.arrivals}, batch", tuple(requests), seed)
 
 
 def ttft_p99(result: Result) -> float:
@@ -115,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _arguments(arguments)
     hardware = hardware_of(MACHINE, options.cache / "configs")
     blocks = options.kv_blocks or (FULL_BLOCKS, AMPLE_BLOCKS)
-    places = [Place(arrivals, count, options.seeds) for count in blocks for arrivals in ARRIVALS]
+    sizes = options.seeds, options.urgent, options.batch
+    places = [Place(arrivals, count, *sizes) for count in blocks for arrivals in ARRIVALS]
     wanted = [{arm: place.cells(arm, hardware) for arm in ARMS} for place in places]
     found = run_cells(wanted, options.jobs, options.cache, options.fresh)
     heads = ["order, how", "urgent TTFT mean s", "p99", "e2e", "batch tok/s", "e2e", "longest gap p99 s", "preempted"]
@@ -127,27 +130,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print()
     print("\n".join(verdict.line() for verdict in judged))
     if options.json:
-        written = [
-            {
-                "place": asdict(place),
-                "arms": [asdict(arm) | {"results": list(results)} for arm, results in runs.items()],
-            }
-            for place, runs in zip(places, found, strict=True)
-        ]
-        options.json.write_text(json.dumps({"places": written, "bars": [one.to_dict() for one in judged]}, indent=1))
+        write(options.json, places, found, judged)
     return 0 if all(verdict.text == MET for verdict in judged) else 1
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-blocks", type=int, action="append", help="of 16 tokens; 8000 and 60000 without it")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, help="processes; one per core without it, 0 for none but this one")
-    parser.add_argument(
-        "--cache", type=Path, default=default_folder(), help="folder of finished runs; else in the user's cache folder"
-    )
-    parser.add_argument("--fresh", action="store_true", help="simulate also what was finished before")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--urgent", type=int, default=2400, help="urgent requests")
+    parser.add_argument("--batch", type=int, default=400, help="requests of the batch")
+    add_arguments(parser)
     options = parser.parse_args(arguments)
     if options.seeds < 2:
         parser.error(f"--seeds is {options.seeds}: should be 2 or more, one run has no interval")

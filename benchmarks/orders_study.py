@@ -13,20 +13,30 @@ Virtual time: the figures are the same in every run. Exits 1 where a bar is miss
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import nan
-from pathlib import Path
 from statistics import fmean
 
 from matrix_bars import MET, Verdict
 from matrix_places import HOST_GIB
-from order_places import HOW, MACHINES, STOCK, WATERMARKS, Arm, Place, capacity_of, hardware_of, run_cells
+from order_places import (
+    HOW,
+    MACHINES,
+    STOCK,
+    WATERMARKS,
+    Arm,
+    Place,
+    add_arguments,
+    capacity_of,
+    hardware_of,
+    run_cells,
+    write,
+)  # fmt: skip
 
 from kvpolicy.stats import Ratio, student_ratio
-from kvpolicy.study.cache import Result, default_folder
+from kvpolicy.study.cache import Result
 from kvpolicy.study.report import aligned
 
 MLFQ, PROMOTED, GITTINS = "mlfq:base=256", "mlfq:base=256,promote=30", "gittins:quantum=64"
@@ -175,14 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print()
     print("\n".join(verdict.line() for verdict in judged))
     if options.json:
-        written = [
-            {
-                "place": asdict(place),
-                "arms": [asdict(arm) | {"results": list(results)} for arm, results in runs.items()],
-            }
-            for place, runs in zip(places, found, strict=True)
-        ]
-        options.json.write_text(json.dumps({"places": written, "bars": [one.to_dict() for one in judged]}, indent=1))
+        write(options.json, places, found, judged)
     return 0 if all(verdict.text == MET for verdict in judged) else 1
 
 
@@ -193,14 +196,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--load", type=float, action="append", help="share of capacity; 0.9 and 1.2 without it")
     parser.add_argument("--order", action="append", help="only these orders beside fcfs")
     parser.add_argument("--requests", type=int, default=800)
-    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--host-gib", type=float, default=HOST_GIB)
-    parser.add_argument("--jobs", type=int, help="processes; one per core without it, 0 for none but this one")
-    parser.add_argument(
-        "--cache", type=Path, default=default_folder(), help="folder of finished runs; else in the user's cache folder"
-    )
-    parser.add_argument("--fresh", action="store_true", help="simulate also what was finished before")
-    parser.add_argument("--json", type=Path)
+    add_arguments(parser)
     options = parser.parse_args(arguments)
     for name, least in (("requests", 4), ("seeds", 2)):
         if getattr(options, name) < least:

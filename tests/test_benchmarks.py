@@ -527,3 +527,70 @@ print(five.missed())
 def test_live_pairs_refuses_what_cannot_be(wrong: tuple[str, str], said: str) -> None:
     done = run("live_pairs.py", "--out", "unused", *wrong)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_orders_study_prints_what_the_figures_belong_to(tmp_path: Path) -> None:
+    asked = ("--machine", "H100-SXM", "--requests", "40", "--kv-blocks", "4000", "--seeds", "2", "--load", "1.2")
+    written = tmp_path / "study.json"
+    done = run(
+        "orders_study.py",
+        *asked,
+        "--order",
+        "mlfq:base=64",
+        "--jobs",
+        "0",
+        "--cache",
+        str(tmp_path),
+        "--json",
+        str(written),
+    )
+    assert done.returncode == 0, done.stderr  # no bar is set for this order
+    assert "4,000 blocks of 16 tokens, 128 GiB of host memory, 40 requests of deepseek-r1: capacity " in done.stdout
+    assert done.stdout.count("fcfs, recompute") == 2, "stock vLLM, and the best watermark"
+    (place,) = json.loads(written.read_text())["places"]
+    assert [(arm["order"], arm["how"]) for arm in place["arms"]][-3:] == [
+        ("mlfq:base=64", how) for how in ("recompute", "swap", "learned")
+    ]
+    assert run("orders_study.py", "--seeds", "1").returncode == 2
+
+
+def test_orders_classes_judges_urgent_requests_and_the_batch(tmp_path: Path) -> None:
+    asked = ("--urgent", "40", "--batch", "12", "--kv-blocks", "4000", "--seeds", "2", "--jobs", "0")
+    done = run("orders_classes.py", *asked, "--cache", str(tmp_path))
+    assert done.returncode in (0, 1) and not done.stderr, done.stderr
+    assert "4,000 blocks, urgent ones twelve at a time" in done.stdout
+    assert (
+        done.stdout.count("urgent TTFT p99") == 2
+        and done.stdout.count("batch tok/s 1.") + done.stdout.count("batch tok/s 0.") == 2
+    )
+
+
+def test_live_orders_takes_rates_in_the_steady_part_and_compares_over_starts() -> None:
+    code = """
+from live_orders import FIGURES, LEARNED, STOCK, Found, Run, Request
+def served(gap_s, ttft_s):
+    requests = (Request(0.0, 8, 41, class_name="batch"), Request(1.0, 8, 1, priority=-1, class_name="urgent"))
+    times = (1.0, ttft_s), ((gap_s,) * 40, ())
+    return Run("arm", 0, 50.0, *times, ((1,) * 41, (1,)), (), {}, 0, 0, 1.0, (0.0, 1.0), requests)
+found = Found("two", 0.5, "", 1.0, 1.0, 100)
+for start in (0, 1):
+    found.runs += [(start, STOCK, served(1.0, 4.0)), (start, LEARNED, served(0.5, 1.0))]
+print(FIGURES["two"]["batch tok/s"](found.runs[0][2]), found.ratio("batch tok/s", LEARNED).value)
+print(found.ratio("urgent TTFT p99", LEARNED).value, found.missed())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "integrations", ROOT / "benchmarks")))},
+    )
+    assert done.stdout.split("\n")[:2] == ["1.0 2.0", "0.25 []"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [(("--starts", "1"), "--starts is 1: should be 2 or more"), (("--load", "0"), "--load is 0.0: should be above 0")],
+)
+def test_live_orders_refuses_what_cannot_be(wrong: tuple[str, str], said: str) -> None:
+    done = run("live_orders.py", "--out", "unused", *wrong)
+    assert done.returncode == 2 and said in done.stderr
