@@ -29,7 +29,7 @@ def test_five_hundred_preemptions(model: str, tmp_path: Path) -> None:
     closed = {row["preemption_id"] for row in recorded.rows("outcomes")}
     assert len(decided) == preempted and decided == closed
     assert recorded.table("requests").num_rows == len(requests)
-    assert {(row["priority"], row["class"]) for row in recorded.rows("requests")} == {(0, None)}
+    assert {(row["priority"], row["class"]) for row in recorded.rows("requests")} == {(0, "default")}
     repeated = sum(row["recomputed_tokens"] for row in recorded.rows("steps"))
     assert repeated == harness.total(stats, "recomputed_tokens")
     assert repeated == sum(row["recomputed_tokens"] for row in recorded.rows("requests"))
