@@ -41,6 +41,10 @@ class Guarded(Order):
     def holds(self) -> bool:
         return self._guarded("holds", False, lambda: bool(self.base.holds))
 
+    @property
+    def gates(self) -> bool:
+        return self._guarded("gates", False, lambda: bool(self.base.gates))
+
     def rank(self, request: Progress, view: View) -> Rank:
         return self._guarded("rank", Rank(request.rank or LAST), lambda: _comparable(*self.base.rank(request, view)))
 

@@ -126,6 +126,23 @@ def test_an_order_whose_code_fails_is_counted(order: str, model: Path) -> None:
     assert harness.total(made.scheduler.connector.stats(), "order_failed", method="rank") > 5
 
 
+@pytest.mark.parametrize("order", ["urgent/mlfq:base=4", "mlfq:base=4,victims=least-computed", "reserve:.2"])
+def test_what_a_newcomer_would_leave_free_is_looked_up_only_where_an_order_may_refuse_it(
+    order: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    need = Ordering.need_blocks
+
+    def noting(self: Ordering, waiting: Progress) -> int:
+        looked.append(self._scheduling)
+        return need(self, waiting)
+
+    monkeypatch.setattr(Ordering, "need_blocks", noting)
+    made = schedule(model, order=order)
+    assert served(made).problems == () and looked
+    assert any(looked) == (order == "reserve:.2")
+
+
 class Derived(Priority):
     """vLLM's priority, whose code fails for every third request."""
 

@@ -17,7 +17,6 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy.order import (
     Choice,
-    Guarded,
     Holding,
     Lookout,
     Order,
@@ -104,9 +103,7 @@ class Ordering:
         self.order = order
         self._marks = marks
         self._complain = complain
-        whose = order.base if isinstance(order, Guarded) else order
-        self._gates = type(whose).admits is not Order.admits
-        """Whether the order may refuse to admit. Finding out takes a look at the prefix cache."""
+        self._gates = order.gates
         self._holds = order.holds
         self.ranks: Ranks[Any] = Ranks(order, self._progress_of, self._most_tokens(scheduler))
         self.displaced = 0
