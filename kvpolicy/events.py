@@ -7,7 +7,7 @@ tokens, ``_blocks`` KV blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 Record = TypeVar("Record")
@@ -216,6 +216,15 @@ def as_row(record: Any) -> dict[str, Any]:
 def situation_of(row: Mapping[str, Any]) -> Preemption:
     """The situation from a row of the ``decisions`` table."""
     return Preemption(**{name: row[name] for name in SITUATION_FIELDS})
+
+
+def as_taken_out(situation: Preemption) -> Preemption:
+    """The situation of a request that still runs as it will be once it has left the running requests."""
+    return replace(
+        situation,
+        running_requests=situation.running_requests - 1,
+        batch_tokens=situation.batch_tokens - situation.computed_tokens,
+    )
 
 
 SITUATION_FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Preemption))

@@ -144,6 +144,12 @@ class Order(ABC):
         return type(self).hold is not Order.hold
 
     @property
+    def gates(self) -> bool:
+        """Whether :meth:`admits` may refuse anybody. A server that asks looks the waiting request up in its prefix
+        cache, whenever somebody could be admitted."""
+        return type(self).admits is not Order.admits
+
+    @property
     def max_candidates(self) -> int:
         """Running requests of the highest ranks that :meth:`victims` is shown, at most."""
         takes_the_last = type(self).victims is Order.victims

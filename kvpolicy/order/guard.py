@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from math import inf, isnan
 from typing import Any, TypeVar
 
-from kvpolicy.order.base import MAX_CANDIDATES, Order, Progress, Rank, View
+from kvpolicy.order.base import MAX_CANDIDATES, Order, Progress, Rank, View, levels
+from kvpolicy.order.ranks import FIRST
 
 Answer = TypeVar("Answer")
 LAST = (inf,)
@@ -15,7 +16,10 @@ LAST = (inf,)
 
 class Guarded(Order):
     """Another order, whose errors are passed to ``complain``, called while the exception is handled, and answered as
-    stock vLLM would: the request keeps its rank, nobody is displaced, and whoever fits is admitted."""
+    stock vLLM would: the request keeps its rank, nobody is displaced, and whoever fits is admitted.
+
+    Ranks are in levels already, so that one which a request keeps is not rounded again.
+    """
 
     def __init__(self, order: Order, complain: Callable[[str], None]) -> None:
         self.name = order.name
@@ -24,7 +28,7 @@ class Guarded(Order):
         self.promote_s = float(order.promote_s)
         self.max_victims = int(order.max_victims)
         self.cool_down_s = float(order.cool_down_s)
-        self.rank_ratio = float(order.rank_ratio)
+        self._ratio = float(order.rank_ratio)
         self.max_held_steps = int(order.max_held_steps)
         self.base = order
         self._complain = complain
@@ -41,8 +45,16 @@ class Guarded(Order):
     def holds(self) -> bool:
         return self._guarded("holds", False, lambda: bool(self.base.holds))
 
+    @property
+    def gates(self) -> bool:
+        return self._guarded("gates", False, lambda: bool(self.base.gates))
+
     def rank(self, request: Progress, view: View) -> Rank:
-        return self._guarded("rank", Rank(request.rank or LAST), lambda: _comparable(*self.base.rank(request, view)))
+        kept = LAST if request.rank in ((), FIRST) else request.rank  # the first place is for one quantum only
+        return self._guarded("rank", Rank(kept), lambda: self._in_levels(_comparable(*self.base.rank(request, view))))
+
+    def _in_levels(self, rank: Rank) -> Rank:
+        return rank._replace(value=levels(rank.value, self._ratio))
 
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
         return self._guarded("displaces", False, lambda: bool(self.base.displaces(waiting, running, view)))

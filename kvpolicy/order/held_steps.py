@@ -18,12 +18,16 @@ class Holding:
     def held(self, running: Sequence[Progress], view: View) -> set[int]:
         """Numbers of the requests that sit this step out. ``running``: all that run, in the order of service.
 
-        Whoever was held for as many steps in a row as the order allows runs now; at least the first one does.
+        Whoever was held for as many steps in a row as the order allows runs now; at least the first one does. Where one
+        runs or nobody does, the order is not asked.
         """
+        if len(running) < 2:
+            self._steps = {}
+            return set()
         steps, most = self._steps, self._order.max_held_steps
         chosen = {one.number for one in self._order.hold(running, view)}
         held = {one.number for one in running if one.number in chosen and steps.get(one.number, 0) < most}
-        if running and len(held) == len(running):
+        if len(held) == len(running):
             held.remove(running[0].number)
         self._steps = {number: steps.get(number, 0) + 1 for number in held}
         return held

@@ -264,6 +264,10 @@ class Layered(Order):
     def holds(self) -> bool:
         return any(part.holds for part in (self.outer, self.inner))
 
+    @property
+    def gates(self) -> bool:
+        return any(part.gates for part in (self.outer, self.inner))
+
     def rank(self, request: Progress, view: View) -> Rank:
         outer, inner = self._asked(lambda order, its_view: order.rank(request, its_view), view)
         value = self._outer_value(levels(outer.value, self.outer.rank_ratio))

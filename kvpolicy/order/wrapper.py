@@ -26,7 +26,11 @@ class Wrapper(Order):
 
     @property
     def holds(self) -> bool:
-        return self.base.holds
+        return type(self).hold is not Wrapper.hold or self.base.holds
+
+    @property
+    def gates(self) -> bool:
+        return type(self).admits is not Wrapper.admits or self.base.gates
 
     @property
     def max_candidates(self) -> int:

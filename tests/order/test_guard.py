@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.order import Guarded, Order, Rank, load
+from kvpolicy.order import Guarded, Order, Progress, Rank, Ranks, View, load
+from kvpolicy.order.ranks import FIRST
 from tests.order.made import progress, view
 from tests.unruly import RUBBISH, Raising, Rubbish
 
@@ -83,6 +84,58 @@ def test_an_order_that_is_right_is_left_alone() -> None:
     request = progress(output_tokens=5)
     assert order.rank(request, view()) == base.rank(request, view()) == Rank((1,), 8)
     assert not told
+
+
+class Breaks(Order):
+    """By a measure, rounded to levels, until its code begins to fail."""
+
+    name = "breaks"
+    rank_ratio = 2.0
+    quantum_tokens = 4
+    promote_s = 10.0
+    broken = False
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        if self.broken:
+            raise ValueError("broken")
+        return Rank((1000.0,), request.output_tokens + 1)
+
+
+def ranked(base: Breaks, outputs: list[int]) -> Ranks[str]:
+    """Of one request that runs; the last of ``outputs`` is how many tokens it has."""
+    ranks: Ranks[str] = Ranks(
+        Guarded(base, lambda method: None),
+        lambda request, rank, admitted: progress(
+            output_tokens=outputs[-1], served_tokens=outputs[-1] - admitted, rank=rank
+        ),
+    )
+    ranks.arrived("one", 0, view(now_s=0.0))
+    ranks.admitted("one", 0, view(now_s=0.0))
+    return ranks
+
+
+def test_a_rank_that_is_kept_is_not_rounded_again() -> None:
+    base, outputs = Breaks(), [0]
+    ranks = ranked(base, outputs)
+    assert ranks.key("one")[0] == (9.0,)
+    base.broken = True
+    for step in range(1, 4):
+        outputs.append(step)
+        ranks.preempted("one", step, view(now_s=1.0))
+        ranks.admitted("one", step, view(now_s=1.0))
+        assert ranks.key("one")[0] == (9.0,)
+
+
+def test_the_first_place_is_not_kept_beyond_its_quantum() -> None:
+    base, outputs = Breaks(), [1]
+    ranks = ranked(base, outputs)
+    base.broken = True
+    ranks.preempted("one", 1, view(now_s=1.0))
+    assert ranks.due(2, view(now_s=11.0)) == ["one"] and ranks.key("one")[0] == FIRST
+    ranks.admitted("one", 3, view(now_s=12.0))
+    assert ranks.key("one")[0] == FIRST
+    outputs.append(5)
+    assert ranks.due(7, view(now_s=13.0)) == ["one"] and ranks.key("one")[0] == (inf,)
 
 
 @pytest.mark.parametrize("base", [Raising(), Rubbish()])

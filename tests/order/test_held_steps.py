@@ -49,6 +49,20 @@ def test_somebody_runs() -> None:
     assert holding.held(THREE[:1], view()) == set() and holding.held([], view()) == set()
 
 
+def test_an_order_is_asked_only_where_somebody_could_sit_out() -> None:
+    """A server also takes steps in which nobody runs, as while sessions wait for their next turn."""
+
+    class AllButTheOldest(Holds):
+        def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+            oldest = min(one.number for one in running)
+            return [one for one in running if one.number != oldest]
+
+    holding = Holding(Guarded(AllButTheOldest(), pytest.fail))
+    assert holding.held(THREE, view()) == {2, 3}
+    assert holding.held([], view()) == holding.held(THREE[:1], view()) == set()
+    assert [holding.held(THREE, view()) for _ in range(3)] == [{2, 3}, {2, 3}, set()]
+
+
 def test_whoever_does_not_run_is_not_held() -> None:
     class Strange(Holds):
         def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:

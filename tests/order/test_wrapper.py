@@ -8,10 +8,11 @@ from inspect import isfunction
 
 import pytest
 
-from kvpolicy.order import Order, Progress, View, load
+from kvpolicy.order import Guarded, Order, Progress, View, load
 from kvpolicy.order.base import MAX_CANDIDATES
 from kvpolicy.order.rules import Srpt
 from kvpolicy.order.wrapper import TAKEN_OVER, Wrapper
+from tests.holds import Holds
 from tests.order.made import ByLevel, progress, view
 
 
@@ -93,3 +94,25 @@ def test_the_other_order_answers_from_its_own_state() -> None:
     assert order.probability(one, [other], [one, other], seen) == 1.0 and order.admits(one, 0, seen)
     assert (order.quantum_tokens, order.promote_s, order.displaces_by_rank, order.max_victims) == (7, 3.0, True, 8)
     assert order.name == "boxed" and order.digest != base.digest
+
+
+@dataclass(frozen=True, repr=False)
+class Strict(Wrapper):
+    """Refuses and holds by rules of its own."""
+
+    def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
+        return False
+
+    def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+        return running
+
+
+@pytest.mark.parametrize("option", ["victims=cheapest", "worth=price", "explore=0.5"])
+def test_whether_an_order_may_refuse_or_hold_is_what_its_parts_may(option: str) -> None:
+    for plain in (load(f"mlfq:base=8,{option}"), load(f"urgent/mlfq:{option}"), Boxed("boxed", load("mlfq"))):
+        assert (plain.gates, plain.holds) == (Guarded(plain, pytest.fail).gates, plain.holds) == (False, False)
+    for gating in (load("reserve:.2"), load("reserve:.2/mlfq"), Boxed("boxed", load("reserve:.2/mlfq"))):
+        assert gating.gates and Guarded(gating, pytest.fail).gates and not gating.holds
+    strict = Strict("strict", load("mlfq"))
+    assert strict.gates and strict.holds
+    assert Boxed("boxed", Holds()).holds and not Boxed("boxed", Holds()).gates

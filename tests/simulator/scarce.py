@@ -6,8 +6,12 @@ import random
 from collections.abc import Sequence
 from statistics import fmean
 
+import pytest
+
 from kvpolicy import policy
+from kvpolicy.events import Decision, Preemption
 from kvpolicy.order import load
+from kvpolicy.policy import Decider
 from kvpolicy.simulator import ConstantTimes, Server, Simulator
 from kvpolicy.workload import Request, Workload
 
@@ -41,3 +45,28 @@ def refuse_loss(simulator: Simulator, seeds: Sequence[int], rules: str = "0.32")
     )  # fmt: skip
     assert priced_s < recomputed_s
     assert worth_s < 0.97 * stock_s < priced_s, "it is a case in which displacing everybody does not pay"
+
+
+def refuse_other_situation(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A victim's price is asked for while it runs, but is of the batch without it, as its decision is."""
+    priced: dict[tuple[float, int, int], Preemption] = {}
+    first: dict[float, Preemption] = {}
+    price, decide = Decider.price, Decider.decide
+
+    def of(situation: Preemption) -> tuple[float, int, int]:
+        return situation.time_s, situation.prompt_tokens, situation.output_tokens
+
+    def noting_price(self: Decider, situation: Preemption, refusal: str) -> float | None:
+        priced[of(situation)] = situation
+        return price(self, situation, refusal)
+
+    def noting_decision(self: Decider, situation: Preemption, refusal: str) -> Decision:
+        if situation.cause == "displaced":
+            first.setdefault(situation.time_s, situation)
+        return decide(self, situation, refusal)
+
+    monkeypatch.setattr(Decider, "price", noting_price)
+    monkeypatch.setattr(Decider, "decide", noting_decision)
+    mean_e2e_s(simulator, "mlfq:base=16,victims=cheapest", PRICED, [1])
+    found = [(situation, priced[of(situation)]) for situation in first.values() if of(situation) in priced]
+    assert len(found) > 20 and all(decided == asked for decided, asked in found)

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus, StreamingUpdate
 
 from kvpolicy import trace as traces
 from kvpolicy.order import Priority, Progress, Rank, View, load, room
+from kvpolicy_vllm.bench.plugin_switch import PluginSwitch
 from kvpolicy_vllm.plugin.ordering import Ordering
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 from tests.vllm import alone, fuzz, harness
@@ -124,6 +125,23 @@ def test_an_order_whose_code_fails_is_counted(order: str, model: Path) -> None:
     made = schedule(model, order=order)
     assert served(made).problems == ()
     assert harness.total(made.scheduler.connector.stats(), "order_failed", method="rank") > 5
+
+
+@pytest.mark.parametrize("order", ["urgent/mlfq:base=4", "mlfq:base=4,victims=least-computed", "reserve:.2"])
+def test_what_a_newcomer_would_leave_free_is_looked_up_only_where_an_order_may_refuse_it(
+    order: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    need = Ordering.need_blocks
+
+    def noting(self: Ordering, waiting: Progress) -> int:
+        looked.append(self._scheduling)
+        return need(self, waiting)
+
+    monkeypatch.setattr(Ordering, "need_blocks", noting)
+    made = schedule(model, order=order)
+    assert served(made).problems == () and looked
+    assert any(looked) == (order == "reserve:.2")
 
 
 class Derived(Priority):
@@ -254,6 +272,22 @@ def test_what_admission_goes_by_besides(setting: dict[str, Any], model: Path) ->
     assert made.scheduler.ordering.missed == 0
 
 
+def test_a_request_that_ended_is_forgotten_though_another_has_its_id(model: Path) -> None:
+    """As a client's that gives up and asks again at once, under an id of its own."""
+    made = schedule(model)
+    gone, other = made.requests[:2]
+    other.request_id = gone.request_id
+    made.scheduler.add_request(gone)
+    made.scheduler.finish_requests(gone.request_id, RequestStatus.FINISHED_ABORTED)
+    made.scheduler.add_request(other)
+    made.scheduler.ordering.step_begins()
+    assert len(made.scheduler.ordering.ranks) == 1
+    assert made.scheduler.ordering.ranks.progress(other).number == 1
+    made.scheduler.finish_requests(gone.request_id, RequestStatus.FINISHED_ABORTED)
+    made.scheduler.ordering.step_begins()
+    assert len(made.scheduler.ordering.ranks) == 0
+
+
 def test_what_is_kept_of_who_has_ended_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ordering, "forget_ended", lambda self, step=(): None)
     assert any("the order of service keeps" in problem for problem in served(schedule(model)).problems)
@@ -278,3 +312,29 @@ def test_an_order_is_set_before_requests_come(model: Path) -> None:
     made.scheduler.add_request(made.requests[0])
     with pytest.raises(RuntimeError, match="1 requests are unfinished"):
         made.scheduler.serve_by(load("urgent"))
+
+
+def test_an_idle_engine_goes_back_to_vllms_own_order(model: Path) -> None:
+    made = schedule(model, order="mlfq:base=4")
+    made.scheduler.serve_by(load("fcfs"))
+    assert made.scheduler.ordering is None
+    assert type(made.scheduler.waiting).__module__.startswith("vllm.")
+    made.run()
+    assert all(request.is_finished() for request in made.requests)
+    assert harness.total(made.scheduler.connector.stats(), "displaced") == 0
+
+
+def test_the_plugin_of_an_engine_with_an_order_of_its_own_is_not_switched_off(model: Path) -> None:
+    """What would serve then is neither vLLM's order nor the plugin's."""
+    made = schedule(model, order="mlfq:base=4")
+    runner = SimpleNamespace(kv_connector=SimpleNamespace(set_disabled=lambda disabled: None))
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    switch = PluginSwitch(
+        SimpleNamespace(scheduler=made.scheduler, model_executor=SimpleNamespace(driver_worker=worker))
+    )
+    switch.set(True)
+    with pytest.raises(ValueError, match="mlfq:base=4 has queues of its own"):
+        switch.set(False)
+    made.scheduler.serve_by(load("fcfs"))
+    switch.set(False)
+    assert not hasattr(made.scheduler, "serve_by")

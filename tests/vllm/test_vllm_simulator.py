@@ -25,7 +25,7 @@ from kvpolicy.trace import Header, Trace
 from kvpolicy.workload import Request, Workload
 from kvpolicy_vllm.simulator.controller import ROWS
 from kvpolicy_vllm.simulator.engine import VllmScheduler
-from tests.simulator.scarce import refuse_loss
+from tests.simulator.scarce import refuse_loss, refuse_other_situation
 from tests.vllm.agreement import drawn
 
 pytestmark = [
@@ -56,6 +56,10 @@ def test_it_is_a_simulator() -> None:
 def test_little_host_memory_is_used_where_it_saves_most() -> None:
     """The plugin's own pool of host memory."""
     refuse_loss(VllmScheduler(), range(2), VllmScheduler().rules)
+
+
+def test_a_victims_price_is_of_the_batch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_other_situation(VllmScheduler(), monkeypatch)
 
 
 def test_time_passes_by_steps_alone() -> None:

@@ -39,7 +39,8 @@ class PluginSwitch:
         """Whether the engine was started with the plugin."""
 
     def set(self, on: bool) -> None:
-        """Switch the plugin on or off. Raises ValueError if the engine was started without it, or is not idle."""
+        """Switch the plugin on or off. Raises ValueError if the engine was started without it, is not idle, or would be
+        without the plugin in an order of the plugin's."""
         scheduler = self._scheduler
         if on and not self.available:
             raise ValueError("this engine was started without the plugin")
@@ -47,6 +48,11 @@ class PluginSwitch:
             return
         if scheduler.requests:
             raise ValueError("the plugin is switched between workloads only: the engine has requests")
+        if not on and scheduler.ordering is not None:
+            raise ValueError(
+                f"the plugin is switched off only in vLLM's own order: {scheduler.ordering.order.name} has queues of "
+                "its own"
+            )
         scheduler.__class__ = self._plugin_class if on else self._stock_class
         scheduler.connector = self._connector if on else None
         if hasattr(self._runner, "kv_connector"):  # model runner v2 has its own switch

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption, Step, StepClock
-from kvpolicy.events import Cause, Kind, Preemption, copy_was_used
+from kvpolicy.events import Cause, Kind, Preemption, as_taken_out, copy_was_used
 from kvpolicy.order import Choice, Fcfs, Guarded, Order, Priority
 from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
@@ -354,6 +354,7 @@ class Controller:
                 request, scheduler, RunningView(scheduler, request), "displaced", self.copies, self._segment_bytes,
                 self.survival, now,
             )  # fmt: skip
+            situation = as_taken_out(situation)
             refusal = why_not_loadable(request, self.copies, now)
             return self.decider.price(situation, policies.why_no_swap(situation, refusal))
         # The boundary between a policy and a server: victims are chosen without prices, then.

@@ -17,7 +17,6 @@ from vllm.v1.request import RequestStatus
 
 from kvpolicy.order import (
     Choice,
-    Guarded,
     Holding,
     Lookout,
     Order,
@@ -104,9 +103,7 @@ class Ordering:
         self.order = order
         self._marks = marks
         self._complain = complain
-        whose = order.base if isinstance(order, Guarded) else order
-        self._gates = type(whose).admits is not Order.admits
-        """Whether the order may refuse to admit. Finding out takes a look at the prefix cache."""
+        self._gates = order.gates
         self._holds = order.holds
         self.ranks: Ranks[Any] = Ranks(order, self._progress_of, self._most_tokens(scheduler))
         self.displaced = 0
@@ -147,12 +144,20 @@ class Ordering:
         self._holding: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
         # From vLLM 0.31 on requests that hold blocks have a queue of their own. Before, those that were passed over are
         # in it, too.
-        if hasattr(scheduler, "kv_holding_waiting"):
+        holding = "kv_holding_waiting" if hasattr(scheduler, "kv_holding_waiting") else "skipped_waiting"
+        self._replaced = {name: getattr(scheduler, name) for name in ("waiting", holding)}
+        """vLLM's own queues."""
+        if holding == "kv_holding_waiting":
             scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits)
             scheduler.kv_holding_waiting = RankedQueue(self._holding, self._arrived, lambda request: True)
         else:
             scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits_of_both)
             scheduler.skipped_waiting = RankedQueue(self._holding, self._arrived, self._admits_of_both)
+
+    def give_back_queues(self) -> None:
+        """Another order serves from now on. Nobody may wait."""
+        for name, queue in self._replaced.items():
+            setattr(self._scheduler, name, queue)
 
     @staticmethod
     def _most_tokens(scheduler: Any) -> int:
@@ -196,10 +201,9 @@ class Ordering:
         """Forget the requests that have ended, in the order of the step that ended them: an order learns from one after
         the other."""
         requests = self._scheduler.requests
-        ended = {request.request_id: request for request in self._number_of if request.request_id not in requests}
-        in_step = [name for name in step if name in ended]
-        for name in dict.fromkeys([*in_step, *ended]):
-            request = ended[name]
+        ended = [request for request in self._number_of if requests.get(request.request_id) is not request]
+        places = {name: place for place, name in enumerate(step)}
+        for request in sorted(ended, key=lambda request: places.get(request.request_id, len(places))):
             self.ranks.removed(request, by_itself=request.status in ENDED_BY_ITSELF)
             del self._by_number[self._number_of.pop(request)]
             del self._arrival_of[request]

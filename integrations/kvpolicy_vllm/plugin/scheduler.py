@@ -66,6 +66,9 @@ class PolicyHooks:
         """Serve by this order from now on. The engine must be idle."""
         if self.requests:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished: an order is set while there are none")
+        if self.ordering is not None:
+            self.ordering.give_back_queues()
+            self.ordering = None
         if is_stock(order, self.policy.value):
             return
         if self.policy.value != "fcfs":

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvpolicy import policy as policies
 from kvpolicy.attribution.ledger import Ledger
-from kvpolicy.events import Cause, Outcome, Preemption
+from kvpolicy.events import Cause, Outcome, Preemption, as_taken_out
 from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.policy import Decider, Feedback, Policy
 from kvpolicy.policy.decision import at_resume
@@ -80,6 +80,7 @@ class Preemptions:
     def price(self, live: LiveRequest, scheduler: Scheduler, copies: HostPool, now_s: float) -> float | None:
         """Predicted engine seconds of displacing a running request, by the cheaper option; None without predictions."""
         situation = situation_of(live, scheduler, copies, self._server, self.survival, now_s, "displaced")
+        situation = as_taken_out(situation)
         return self._decider.price(situation, policies.why_no_swap(situation))
 
     def _settle(self, account: Account) -> None:

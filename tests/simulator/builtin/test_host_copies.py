@@ -12,7 +12,7 @@ from kvpolicy.simulator.builtin.blocks import Contents
 from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import Account, KeyedBlock, LiveRequest
 from kvpolicy.workload import Request
-from tests.simulator.scarce import refuse_loss
+from tests.simulator.scarce import refuse_loss, refuse_other_situation
 from tests.simulator.worlds import SMALL
 
 
@@ -108,3 +108,7 @@ def test_a_save_that_is_forgotten_under_way_still_ends(pool: HostPool) -> None:
 
 def test_little_host_memory_is_used_where_it_saves_most() -> None:
     refuse_loss(Builtin(), range(5))
+
+
+def test_a_victims_price_is_of_the_batch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_other_situation(Builtin(), monkeypatch)
