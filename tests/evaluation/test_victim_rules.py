@@ -21,16 +21,25 @@ CANDIDATES = 3
 PRICED = "python:tests.priced:Priced"
 
 
-def made(count: int = 3000, share: float = 0.6, unknown: float = 0.0, seed: int = 3, priced: bool = True) -> Trace:
+def made(
+    count: int = 3000,
+    share: float = 0.6,
+    unknown: float = 0.0,
+    seed: int = 3,
+    priced: bool = True,
+    computed_tokens: tuple[int, int] = (100, 2000),
+) -> Trace:
     """Each choice is one of three equals; a share of the choices is drawn, in the others the last comer is taken. What
-    one costs is its price and some noise."""
+    one costs is its price and some noise. ``computed_tokens``: the least and the most that one has."""
     rng, base = random.Random(seed), make_log(1, decisions=1)
     (core,) = base.headers
     template = base.rows("decisions")[0], base.rows("outcomes")[0]
     rows: dict[str, list[dict[str, Any]]] = {"decisions": [], "outcomes": [], "displacements": []}
     for step in range(count):
         equals = [
-            Candidate(progress(number, rank=(1.0,), computed_tokens=rng.randint(100, 2000)), 4, rng.uniform(0.1, 1.0))
+            Candidate(
+                progress(number, rank=(1.0,), computed_tokens=rng.randint(*computed_tokens)), 4, rng.uniform(0.1, 1.0)
+            )
             for number in range(CANDIDATES)
         ]
         last = equals[-1]
@@ -60,9 +69,9 @@ def made(count: int = 3000, share: float = 0.6, unknown: float = 0.0, seed: int 
 
 def truth(trace: Trace, rule: str) -> float:
     """Mean price of whom the rule takes."""
-    return sum(
-        min(row["candidates"], key=lambda one: RULES[rule](one, 32))["price_s"] for row in trace.rows("displacements")
-    ) / trace.table("displacements").num_rows  # fmt: skip
+    rows = trace.rows("displacements")
+    taken = (min(row["candidates"], key=lambda one: (RULES[rule](one, 32), one["number"])) for row in rows)
+    return sum(one["price_s"] for one in taken) / len(rows)
 
 
 @pytest.mark.parametrize("unknown", [0.0, 0.05])
@@ -77,6 +86,15 @@ def test_estimates_cover_what_the_rules_would_have_cost(unknown: float) -> None:
     by_price = {name: one.estimates[-1].value_s for name, one in judged.items()}
     assert by_price["cheapest"] < 0.75 * by_price["last"]
     assert "victims cheapest: agrees with " in judged["cheapest"].lines()[0]
+
+
+def test_which_of_those_alike_was_drawn_does_not_decide_whom_a_rule_would_have_taken() -> None:
+    """With three different numbers of tokens, most choices hold some that are alike."""
+    trace = made(computed_tokens=(1, 3))
+    (_, least, _) = judge_rules([trace])
+    assert least.refused == ()
+    for estimate in least.estimates:
+        assert estimate.low_s <= truth(trace, "least-computed") <= estimate.high_s, estimate
 
 
 def test_a_model_makes_the_interval_tight() -> None:
