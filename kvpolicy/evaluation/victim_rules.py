@@ -22,7 +22,7 @@ from kvpolicy.arrays import Floats
 from kvpolicy.evaluation import bounds
 from kvpolicy.evaluation.bounds import Resamples, Terms
 from kvpolicy.evaluation.diagnostics import MAX_UNKNOWN, MIN_CLUSTERS, MIN_EFFECTIVE, WEIGHT_LIMITS
-from kvpolicy.evaluation.displacements import costs_by_victim
+from kvpolicy.evaluation.displacements import costs_by_victim, has_price
 from kvpolicy.evaluation.estimators import ips_terms, weighted
 from kvpolicy.trace import Trace
 
@@ -136,7 +136,7 @@ def _choices(trace: Trace) -> Iterable[_Choice]:
 def _judged(name: str, rule: Rule, choices: Sequence[_Choice], seed: int) -> VictimRule:
     cost_s = np.array([choice.cost_s for choice in choices])
     known = ~np.isnan(cost_s)
-    priced = all(one["price_s"] is not None for choice in choices for one in choice.row["candidates"])
+    priced = all(has_price(one) for choice in choices for one in choice.row["candidates"])
     refused = _log_refusals(choices, float(known.mean()))
     if name in NEEDS_PRICES and not priced:
         refused.append("the log's policy predicted no prices")

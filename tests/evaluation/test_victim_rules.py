@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 import pytest
 
 from kvpolicy import trace as traces
+from kvpolicy.evaluation.displacements import displacements_of
 from kvpolicy.evaluation.victim_rules import RULES, judge_rules
 from kvpolicy.order import Candidate, Choice, load
 from kvpolicy.simulator import Server
@@ -111,6 +113,20 @@ def test_what_the_log_does_not_support_is_refused() -> None:
     last, _, cheapest = judge_rules([made(priced=False)])
     assert cheapest.refused == ("the log's policy predicted no prices",)
     assert {one.estimator for one in last.estimates} == {"ips", "snips"}
+
+
+def test_a_price_that_is_no_number_is_none() -> None:
+    trace = made()
+    rows = [{name: value for name, value in row.items() if name != "core"} for row in trace.rows("displacements")]
+    rows[0]["candidates"][0]["price_s"] = nan
+    (core,) = trace.headers
+    table = traces.with_core(traces.from_rows("displacements", rows), core)
+    trace = Trace(trace.headers, dict(trace.tables) | {"displacements": table})
+    last, _, cheapest = judge_rules([trace])
+    assert cheapest.refused == ("the log's policy predicted no prices",)
+    assert {one.estimator for one in last.estimates} == {"ips", "snips"}
+    found = displacements_of([trace])
+    assert found is not None and found.priced == found.displaced - 1
 
 
 def test_nothing_is_judged_where_nothing_was_left_to_chance() -> None:
