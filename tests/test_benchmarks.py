@@ -569,3 +569,12 @@ def test_a_watermark_that_slows_the_batch_down_is_not_what_its_rate_is_judged_by
     assert "over priority, recompute: batch tok/s" in found[2].bar
     found = classes.verdicts(place, {classes.STOCK: runs(4.0, 80.0), classes.JUDGED: runs(1.0, 90.0), **marked})
     assert len(found) == 2, "without a watermark is the best"
+
+
+def test_a_live_scenario_tells_its_own_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    live = import_module("live_orders")
+    bench = live.Bench.__new__(live.Bench)
+    bench._options = live._arguments(["--out", "x", "--urgent-rate", "3"])
+    assert bench.arrivals("one", 1.5) == "arrivals 1.50/s"
+    assert bench.arrivals("two", 1.5) == "all there at once, urgent ones 3.00/s, 6 at a time"
