@@ -189,6 +189,11 @@ class Bench:
             made += [Request(now_s, *URGENT_TOKENS, priority=-1, class_name=URGENT)] * BURST
         return Workload("two classes", tuple(made), seed)
 
+    def arrivals(self, scenario: str, rate_per_s: float) -> str:
+        if scenario == "one":
+            return f"arrivals {rate_per_s:.2f}/s"
+        return f"all there at once, urgent ones {self._options.urgent_rate:.2f}/s, {BURST} at a time"
+
     def measured(self, scenario: str) -> Found:
         stock_order, order = ORDERS[scenario]
         trace = self._out / f"trace-{scenario}-{int(time.time())}"
@@ -204,8 +209,8 @@ class Bench:
         found = Found(scenario, won.price_ratio, won.sentence(), capacity, rate, self._options.blocks)
         print(
             f"{scenario}: {self._options.requests} requests, {found.blocks} blocks of {BLOCK_SIZE}, capacity "
-            f"{capacity:.2f}/s, arrivals {rate:.2f}/s, host memory {HOST_GIB:g} GiB, p / d {found.price_ratio}; "
-            f"{found.sentence}",
+            f"{capacity:.2f}/s, {self.arrivals(scenario, rate)}, host memory {HOST_GIB:g} GiB, p / d "
+            f"{found.price_ratio}; {found.sentence}",
             flush=True,
         )
         for start in range(self._options.starts):

@@ -589,3 +589,54 @@ print(found.ratio("urgent TTFT p99", LEARNED).value, found.missed())
 def test_live_orders_refuses_what_cannot_be(wrong: tuple[str, str], said: str) -> None:
     done = run("live_orders.py", "--out", "unused", *wrong)
     assert done.returncode == 2 and said in done.stderr
+
+
+TAIL = {"mean": 2.0, "p50": 2.0, "p99": 4.0}
+
+
+@pytest.mark.parametrize(("pause_s", "status"), [(40.0, 0), (60.0, 1)])
+def test_a_study_of_orders_fails_where_promotion_bounds_no_pause(
+    pause_s: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    study = import_module("orders_study")
+    result = dict.fromkeys(("e2e_per_token_s", "e2e_s", "ttft_s", "longest_gap_s"), TAIL) | {
+        "steady_tok_s": 9.0, "throughput_tok_s": 8.0, "longest_pause_s": pause_s, "preemptions": {"swap": 1},
+        "recomputed_tokens": 1, "moved_bytes": 1,
+    }  # fmt: skip
+    place = study.Place("H100-SXM", "h", 26_000, 800, 0.7, 1.0, 2)
+    monkeypatch.setattr(study, "places_of", lambda options: [place])
+    monkeypatch.setattr(study, "run_cells", lambda wanted, *_: [{arm: [result] * 2 for arm in wanted[0]}])
+    assert study.main(["--order", study.PROMOTED, "--load", "0.7", "--cache", str(tmp_path)]) == status
+    assert (
+        f"longest pause {pause_s:.1f} s, at most 1.6 x 30 s: {'missed' if status else 'met'}" in capsys.readouterr().out
+    )
+
+
+def test_a_watermark_that_slows_the_batch_down_is_not_what_its_rate_is_judged_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The best watermark for urgent requests may be one under which the batch is slow."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    classes = import_module("orders_classes")
+
+    def runs(ttft_s: float, tok_s: float) -> list[dict[str, object]]:
+        urgent = {"ttft_s": {"p99": ttft_s}}
+        return [{"classes": {"urgent": urgent, "batch": {"steady_tok_s": tok_s + seed}}} for seed in (0.0, 0.1)]
+
+    marked = {arm: runs(5.0, 80.0) for arm in classes.MARKED}
+    place = classes.Place("Poisson", 8_000, 2, 40, 12)
+    found = classes.verdicts(place, {classes.STOCK: runs(9.0, 100.0), classes.JUDGED: runs(1.0, 90.0), **marked})
+    assert [one.text for one in found] == ["met", "met", "missed"]
+    assert "over priority, recompute: batch tok/s" in found[2].bar
+    found = classes.verdicts(place, {classes.STOCK: runs(4.0, 80.0), classes.JUDGED: runs(1.0, 90.0), **marked})
+    assert len(found) == 2, "without a watermark is the best"
+
+
+def test_a_live_scenario_tells_its_own_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    live = import_module("live_orders")
+    bench = live.Bench.__new__(live.Bench)
+    bench._options = live._arguments(["--out", "x", "--urgent-rate", "3"])
+    assert bench.arrivals("one", 1.5) == "arrivals 1.50/s"
+    assert bench.arrivals("two", 1.5) == "all there at once, urgent ones 3.00/s, 6 at a time"

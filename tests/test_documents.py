@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from kvpolicy import Family, Policy, Request, integrations, load_policy, open_workload
+from kvpolicy.latency import ClassSummary
 from kvpolicy.policy import probabilities_of
 from kvpolicy.policy.cheapest import Cheapest
+from kvpolicy.study.class_report import SERVICE
 from kvpolicy.training.family import family_of
 from kvpolicy.workload import Format
 from kvpolicy_vllm import launch
@@ -137,6 +140,14 @@ def prose_of(page: str) -> list[str]:
     """Lines outside of code and tables."""
     text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     return [line for line in text.splitlines() if not line.startswith("|")]
+
+
+def test_the_figures_of_a_class_are_all_told() -> None:
+    text = (ROOT / "docs/simulating.md").read_text()
+    (table,) = re.findall(r"\| field \| of the finished requests.*?\n\n", text, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", table)) >= {one.name for one in fields(ClassSummary)}
+    (cells,) = re.findall(r"The JSON holds for each cell: .*?\n\n", text, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", cells)) >= set(SERVICE) | {"longest_pause_s", "steady_tok_s"}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -17,11 +17,15 @@ Row = Mapping[str, Any]
 CLOCK_ROUNDING_S = 1e-9
 """A difference of clock readings may be this far below 0."""
 
+PROBABILITY_ROUNDING = 1e-9
+"""A sum of shares may be this far above 1."""
+
 IDENTITY: Mapping[str, tuple[str, ...]] = {
     "decisions": ("core", "decision_id"),
     "outcomes": ("core", "preemption_id"),
     "steps": ("core", "step"),
     "transfers": ("core", "preemption_id", "generation", "direction"),
+    "displacements": ("core", "displacement_id"),
     "windows": ("core", "state_id", "arm", "repeat", "first_step", "preemption_id"),
 }
 """Columns that identify a row of a table. Requests have none, because clients name them and may reuse a name."""
@@ -62,6 +66,27 @@ def refuse_doubled(folder: str, trace: Trace) -> None:
                     f"{folder}: table {table}, row {number} is row {seen[key]} again ({description}); each should be "
                     "there once: was a part file copied?"
                 )
+
+
+def refuse_choices_of_victims(folder: str, trace: Trace) -> None:
+    """Raises TraceError for the first row of ``displacements`` that no order can have brought about."""
+    for number, row in enumerate(
+        trace.rows("displacements", ("core", "candidates", "taken", "left_out", "probability"))
+    ):
+        candidates = row["candidates"]
+        if not 1 <= row["taken"] <= len(candidates):
+            wrong = f"taken is {row['taken']}, should be from 1 to the number of candidates, {len(candidates)}"
+        elif row["left_out"] < 0:
+            wrong = f"left_out is {row['left_out']}, should be 0 or above"
+        elif not 0.0 <= row["probability"] <= 1.0 + PROBABILITY_ROUNDING:
+            wrong = f"probability is {row['probability']:g}, should be from 0 to 1, or 0 where it is not known"
+        elif empty := [
+            name for one in candidates for name, value in one.items() if value is None and name != "price_s"
+        ]:
+            wrong = f"{empty[0]} of a candidate is empty"
+        else:
+            continue
+        raise TraceError(f"{folder}: table displacements, row {number} of core {row['core']}: {wrong}")
 
 
 def refuse_negative(folder: str, table: str, number: int, row: Row, column: str) -> None:

@@ -31,7 +31,7 @@ from kvpolicy import trace as traces
 from kvpolicy.arrays import Flags, Floats, Ints
 from kvpolicy.datasets.host_memory import common_host_memory
 from kvpolicy.datasets.logs import with_attributed_costs
-from kvpolicy.datasets.validation import COUNTS, refuse_doubled
+from kvpolicy.datasets.validation import COUNTS, refuse_choices_of_victims, refuse_doubled
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.evaluation import estimation
 from kvpolicy.events import KINDS, SITUATION_FIELDS, Option, Preemption
@@ -154,6 +154,7 @@ def read_traces(folders: Sequence[Path | str]) -> dict[str, Trace]:
 
 def _attributed(name: str, trace: Trace) -> Trace:
     refuse_doubled(name, trace)
+    refuse_choices_of_victims(name, trace)
     return with_attributed_costs(trace)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from statistics import fmean
 from typing import Any
 
@@ -65,7 +66,7 @@ def displacements_of(traces: Iterable[Trace]) -> Displacements | None:
             drawn += row["probability"] < 1.0
             for victim in row["candidates"][: row["taken"]]:
                 ranks["/".join(f"{value:g}" for value in victim["rank"])] += 1
-                prices_s += [] if victim["price_s"] is None else [victim["price_s"]]
+                prices_s += [victim["price_s"]] if has_price(victim) else []
                 cost_s = cost_of.get((row["core"], row["step"], victim["request"]))
                 costs_s += [] if cost_s is None else [cost_s]
     if not let_in:
@@ -81,6 +82,11 @@ def displacements_of(traces: Iterable[Trace]) -> Displacements | None:
         mean_cost_s=fmean(costs_s) if costs_s else None,
         drawn=drawn,
     )
+
+
+def has_price(candidate: Mapping[str, Any]) -> bool:
+    """Whether its cost was predicted. A policy's own code may predict what is no number."""
+    return candidate["price_s"] is not None and isfinite(candidate["price_s"])
 
 
 def costs_by_victim(trace: Trace) -> dict[tuple[str, int, str], float]:

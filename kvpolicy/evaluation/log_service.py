@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import nan
 
 from kvpolicy.latency import NO_SLO, ClassSummary, ClassTally, Slo
-from kvpolicy.trace import Trace
+from kvpolicy.trace import Trace, TraceError
 from kvpolicy.workload import DEFAULT_CLASS
 
 UNFINISHED = ("abort", "error")
@@ -26,6 +26,11 @@ def log_service(traces: Sequence[Trace], slo: Slo = NO_SLO) -> dict[str, ClassSu
         for row in trace.rows("requests"):
             if row["first_token_s"] is None or row["last_token_s"] is None or row["finish"] in UNFINISHED:
                 continue
+            if row["output_tokens"] < 1:
+                raise TraceError(
+                    f"table requests, request {row['request']} of core {row['core']}: output_tokens is "
+                    f"{row['output_tokens']}, although it has a first token"
+                )
             by_core = tallies.setdefault(row.get("class") or DEFAULT_CLASS, {})
             by_core.setdefault((number, row["core"]), ClassTally(slo)).finished(
                 row["arrival_s"],

@@ -22,20 +22,22 @@ from kvpolicy.arrays import Floats
 from kvpolicy.evaluation import bounds
 from kvpolicy.evaluation.bounds import Resamples, Terms
 from kvpolicy.evaluation.diagnostics import MAX_UNKNOWN, MIN_CLUSTERS, MIN_EFFECTIVE, WEIGHT_LIMITS
-from kvpolicy.evaluation.displacements import costs_by_victim
+from kvpolicy.evaluation.displacements import costs_by_victim, has_price
 from kvpolicy.evaluation.estimators import ips_terms, weighted
 from kvpolicy.trace import Trace
 
 Row = Mapping[str, Any]
-Rule = Callable[[Row, int], float]
-"""Whoever has the lowest value is displaced first, among those of equal rank. From a candidate and the block size."""
+Rule = Callable[[Row, int], tuple[float, ...]]
+"""Whoever has the lowest value is displaced first, among those of equal rank; the first comer, where values are equal.
+From a candidate and the block size."""
 RULES: Mapping[str, Rule] = {
-    "last": lambda candidate, block_size: -candidate["number"],
-    "least-computed": lambda candidate, block_size: candidate["computed_tokens"],
-    "cheapest": lambda candidate, block_size: candidate["price_s"] / max(
-        1, -(-candidate["computed_tokens"] // block_size)
+    "last": lambda candidate, block_size: (-candidate["number"],),
+    "least-computed": lambda candidate, block_size: (candidate["computed_tokens"],),
+    "cheapest": lambda candidate, block_size: (
+        candidate["price_s"] / max(1, -(-candidate["computed_tokens"] // block_size)),
+        candidate["computed_tokens"],
     ),
-}  # fmt: skip
+}
 """The rules of orders that ship, from what a trace says of a candidate; see :data:`kvpolicy.order.rules.VICTIM_RULES`.
 """
 NEEDS_PRICES = ("cheapest",)
@@ -90,8 +92,10 @@ class _Choice:
     def would_take(self, rule: Rule) -> list[Row]:
         """The victims by ``rule``, in its sequence."""
         row = self.row
+        # Candidates are recorded in the sequence in which they were drawn, so that it must not decide between equals.
         candidates = sorted(
-            row["candidates"], key=lambda one: (*(-value for value in one["rank"]), rule(one, self.block_size))
+            row["candidates"],
+            key=lambda one: (*(-value for value in one["rank"]), *rule(one, self.block_size), one["number"]),
         )
         taken: list[Row] = []
         free, places = row["free_blocks"], row["free_places"]
@@ -132,7 +136,7 @@ def _choices(trace: Trace) -> Iterable[_Choice]:
 def _judged(name: str, rule: Rule, choices: Sequence[_Choice], seed: int) -> VictimRule:
     cost_s = np.array([choice.cost_s for choice in choices])
     known = ~np.isnan(cost_s)
-    priced = all(one["price_s"] is not None for choice in choices for one in choice.row["candidates"])
+    priced = all(has_price(one) for choice in choices for one in choice.row["candidates"])
     refused = _log_refusals(choices, float(known.mean()))
     if name in NEEDS_PRICES and not priced:
         refused.append("the log's policy predicted no prices")

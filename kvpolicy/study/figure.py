@@ -64,7 +64,8 @@ class Figure:
         return self.field in OF_DEADLINES
 
     def of(self, result: Result) -> float:
-        """Its value in a run. Raises InputError where it is undefined, as inter-token times of single tokens."""
+        """Its value in a run. Raises InputError where it is undefined, as inter-token times of single tokens, or 0, of
+        which nothing is a multiple."""
         workload = result["inputs"]["workload"]
         values = result
         if self.class_name:
@@ -79,6 +80,10 @@ class Figure:
             name = ".".join(part for part in (self.field, self.statistic) if part)
             whose = f"class {self.class_name} has" if self.class_name else "its runs have"
             raise InputError(f"workload {workload}: {whose} no {name}, so that they cannot be compared")
+        if value == 0:
+            raise WrongValue(
+                "judge_by", f"is {self.text}, which is 0 in a run of workload {workload}: nothing is a multiple of it"
+            )
         return float(value)
 
 

@@ -40,6 +40,7 @@ from kvpolicy.study.report import (
     server_words,
 )
 from kvpolicy.study.run_cell import ORACLE, source_named
+from kvpolicy.study.workload_parts import Part
 from kvpolicy.workload import Source, Workload
 
 DEFAULT = "always-recompute"
@@ -189,7 +190,10 @@ def recommend(
     refuse_other("criterion", criterion, Criterion, "a Criterion")
     machine = open_machine(hardware)
     source = source_named(workload_named(workload), 0)
-    _refuse_unjudgeable(source, Figure.parse(criterion.judge_by), run.slo)
+    figure = Figure.parse(criterion.judge_by)
+    _refuse_unjudgeable(source, figure, run.slo)
+    for part in range(run.parts if run.parts > 1 and (figure.class_name or figure.needs_deadlines) else 0):
+        _refuse_unjudgeable(Part(source, part, run.parts), figure, run.slo)
     defaults = candidates(source, machine.own_model, serving.block_size)
     by_label = {**{contender_of(candidate).label: candidate for candidate in defaults}, **by_label}
 
@@ -214,13 +218,18 @@ def recommend(
 
 
 def _refuse_unjudgeable(source: Source, figure: Figure, slo: Slo | None) -> None:
-    """Raise WrongValue for a figure that no run of this workload can have, before any is simulated."""
+    """Raise WrongValue for a figure that no run of this workload, or of this part of one, can have, before any is
+    simulated."""
     classes = sorted({request.class_name for request in source})
     if figure.class_name and figure.class_name not in classes:
-        raise WrongValue("judge_by", f"is {figure.text}; the classes of {source.name} are {', '.join(classes)}")
+        fewer = "; give fewer parts" if isinstance(source, Part) else ""
+        raise WrongValue("judge_by", f"is {figure.text}; the classes of {source.name} are {', '.join(classes)}{fewer}")
     of_class = (request for request in source if figure.class_name in ("", request.class_name))
     if figure.needs_deadlines and slo is None and all(one.ttft_s is one.tpot_s is None for one in of_class):
-        raise WrongValue("judge_by", f"is {figure.text}, but no request has a deadline: give slo, as ttft=1,tpot=0.05")
+        where = f" in {source.name}" if isinstance(source, Part) else ""
+        raise WrongValue(
+            "judge_by", f"is {figure.text}, but no request{where} has a deadline: give slo, as ttft=1,tpot=0.05"
+        )
 
 
 def whole_run_summary(whole: Sequence[Result], parts: Sequence[Result], judge_by: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,3 +85,30 @@ def test_a_trace_names_its_order() -> None:
     (header,) = stock.headers.values()
     assert header.order == "priority"
     assert traces.SCHEMAS["displacements"].names[0] == "displacement_id"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"taken": 0}, "taken is 0, should be from 1 to the number of candidates"),
+        ({"taken": 99}, "taken is 99, should be from 1 to the number of candidates"),
+        ({"candidates": []}, "taken is 1, should be from 1 to the number of candidates, 0"),
+        ({"left_out": -1}, "left_out is -1"),
+        ({"probability": 1.5}, "probability is 1.5, should be from 0 to 1"),
+        ({"rank of a candidate": None}, "rank of a candidate is empty"),
+        ({"again": True}, "is row 0 again"),
+    ],
+)
+def test_choices_that_no_order_makes_are_refused(wrong: dict[str, Any], why: str) -> None:
+    trace = served("mlfq:base=8")
+    (core,) = trace.headers
+    rows = [{name: value for name, value in row.items() if name != "core"} for row in trace.rows("displacements")]
+    first = {"taken": 1} | wrong
+    if "rank of a candidate" in first:
+        rows[0]["candidates"][0]["rank"] = first.pop("rank of a candidate")
+    if first.pop("again", False):
+        rows.append(rows[0])
+    rows[0].update(first)
+    table = traces.with_core(traces.from_rows("displacements", rows), core)
+    with pytest.raises(TraceError, match=f"log: table displacements, row .*{why}"):
+        log_from_traces({"log": Trace(trace.headers, dict(trace.tables) | {"displacements": table})})

@@ -14,7 +14,7 @@ from kvpolicy.evaluation.log_service import log_service, service_lines
 from kvpolicy.latency import Slo
 from kvpolicy.simulator import FolderSink, Server
 from kvpolicy.simulator.builtin import Builtin
-from kvpolicy.trace import Trace, from_rows, request_row, with_core
+from kvpolicy.trace import Trace, TraceError, from_rows, request_row, with_core
 from tests.simulator.worlds import LINEAR, random_workload, run
 
 
@@ -82,3 +82,8 @@ def test_the_report_on_a_log_has_the_classes(tmp_path: Path) -> None:
     told = json.loads(json.dumps(report.to_dict(), allow_nan=False))["classes"]
     assert list(told) == ["default", "urgent"] and told["urgent"]["longest_gap_s"]["mean"] is None
     assert told["urgent"]["e2e_s"]["p99"] > 0 and "served, class urgent: " in report.text()
+
+
+def test_a_first_token_without_tokens_is_refused() -> None:
+    with pytest.raises(TraceError, match="table requests, request 0 of core a: output_tokens is 0"):
+        log_service([trace("a", served(1.0, 2.0, 3.0, 0))])

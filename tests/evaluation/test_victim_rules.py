@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 import pytest
 
 from kvpolicy import trace as traces
+from kvpolicy.evaluation.displacements import displacements_of
 from kvpolicy.evaluation.victim_rules import RULES, judge_rules
 from kvpolicy.order import Candidate, Choice, load
 from kvpolicy.simulator import Server
@@ -21,16 +23,25 @@ CANDIDATES = 3
 PRICED = "python:tests.priced:Priced"
 
 
-def made(count: int = 3000, share: float = 0.6, unknown: float = 0.0, seed: int = 3, priced: bool = True) -> Trace:
+def made(
+    count: int = 3000,
+    share: float = 0.6,
+    unknown: float = 0.0,
+    seed: int = 3,
+    priced: bool = True,
+    computed_tokens: tuple[int, int] = (100, 2000),
+) -> Trace:
     """Each choice is one of three equals; a share of the choices is drawn, in the others the last comer is taken. What
-    one costs is its price and some noise."""
+    one costs is its price and some noise. ``computed_tokens``: the least and the most that one has."""
     rng, base = random.Random(seed), make_log(1, decisions=1)
     (core,) = base.headers
     template = base.rows("decisions")[0], base.rows("outcomes")[0]
     rows: dict[str, list[dict[str, Any]]] = {"decisions": [], "outcomes": [], "displacements": []}
     for step in range(count):
         equals = [
-            Candidate(progress(number, rank=(1.0,), computed_tokens=rng.randint(100, 2000)), 4, rng.uniform(0.1, 1.0))
+            Candidate(
+                progress(number, rank=(1.0,), computed_tokens=rng.randint(*computed_tokens)), 4, rng.uniform(0.1, 1.0)
+            )
             for number in range(CANDIDATES)
         ]
         last = equals[-1]
@@ -60,9 +71,9 @@ def made(count: int = 3000, share: float = 0.6, unknown: float = 0.0, seed: int 
 
 def truth(trace: Trace, rule: str) -> float:
     """Mean price of whom the rule takes."""
-    return sum(
-        min(row["candidates"], key=lambda one: RULES[rule](one, 32))["price_s"] for row in trace.rows("displacements")
-    ) / trace.table("displacements").num_rows  # fmt: skip
+    rows = trace.rows("displacements")
+    taken = (min(row["candidates"], key=lambda one: (RULES[rule](one, 32), one["number"])) for row in rows)
+    return sum(one["price_s"] for one in taken) / len(rows)
 
 
 @pytest.mark.parametrize("unknown", [0.0, 0.05])
@@ -79,6 +90,15 @@ def test_estimates_cover_what_the_rules_would_have_cost(unknown: float) -> None:
     assert "victims cheapest: agrees with " in judged["cheapest"].lines()[0]
 
 
+def test_which_of_those_alike_was_drawn_does_not_decide_whom_a_rule_would_have_taken() -> None:
+    """With three different numbers of tokens, most choices hold some that are alike."""
+    trace = made(computed_tokens=(1, 3))
+    (_, least, _) = judge_rules([trace])
+    assert least.refused == ()
+    for estimate in least.estimates:
+        assert estimate.low_s <= truth(trace, "least-computed") <= estimate.high_s, estimate
+
+
 def test_a_model_makes_the_interval_tight() -> None:
     (_, _, cheapest) = judge_rules([made()])
     width_s = {one.estimator: one.high_s - one.low_s for one in cheapest.estimates}
@@ -93,6 +113,20 @@ def test_what_the_log_does_not_support_is_refused() -> None:
     last, _, cheapest = judge_rules([made(priced=False)])
     assert cheapest.refused == ("the log's policy predicted no prices",)
     assert {one.estimator for one in last.estimates} == {"ips", "snips"}
+
+
+def test_a_price_that_is_no_number_is_none() -> None:
+    trace = made()
+    rows = [{name: value for name, value in row.items() if name != "core"} for row in trace.rows("displacements")]
+    rows[0]["candidates"][0]["price_s"] = nan
+    (core,) = trace.headers
+    table = traces.with_core(traces.from_rows("displacements", rows), core)
+    trace = Trace(trace.headers, dict(trace.tables) | {"displacements": table})
+    last, _, cheapest = judge_rules([trace])
+    assert cheapest.refused == ("the log's policy predicted no prices",)
+    assert {one.estimator for one in last.estimates} == {"ips", "snips"}
+    found = displacements_of([trace])
+    assert found is not None and found.priced == found.displaced - 1
 
 
 def test_nothing_is_judged_where_nothing_was_left_to_chance() -> None:

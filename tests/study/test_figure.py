@@ -48,3 +48,9 @@ def test_what_a_run_does_not_have_is_named() -> None:
         Figure.parse("itl.p99").of(RESULT)
     with pytest.raises(InputError, match="has no class 'batch' to compare by; it has urgent"):
         Figure.parse("e2e:batch").of(RESULT)
+
+
+@pytest.mark.parametrize(("text", "values"), [("slo", {"slo_share": 0.0}), ("ttft", {"ttft_s": {"mean": 0.0}})])
+def test_what_is_0_has_no_ratio(text: str, values: dict[str, Any]) -> None:
+    with pytest.raises(WrongValue, match=rf"judge_by is {text}, which is 0 in a run of workload w"):
+        Figure.parse(text).of(RESULT | values)

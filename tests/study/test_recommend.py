@@ -256,6 +256,25 @@ def test_missing_figures_are_not_judged() -> None:
         advise(some, Criterion("itl"), 4.0)
 
 
+def test_every_part_has_to_have_what_is_judged(hardware: str) -> None:
+    """Before anything is simulated."""
+    requests = [
+        Request(float(at), 32, 8, class_name="rare" if at == 0 else "default", ttft_s=1.0 if at == 0 else None)
+        for at in range(4)
+    ]
+    values: dict[str, Any] = {"workload": Workload("some", tuple(requests), 0), "hardware": hardware, "parts": 2}
+
+    def never(*_: Any) -> None:
+        raise AssertionError("simulated")
+
+    for judge_by, why in (
+        ("e2e:rare", "judge_by is e2e:rare; the classes of some part 2/2 are default; give fewer parts"),
+        ("slo", "judge_by is slo, but no request in some part 2/2 has a deadline"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            kvpolicy.recommend(**grouped(**values, kv_blocks=64, judge_by=judge_by, progress=never))
+
+
 def test_without_preemptions_there_is_nothing_to_choose() -> None:
     same = {policy: [result(policy, one, preempted=0) for one in (5.0, 6.0)] for policy in ("always-recompute", "x")}
     assert "nothing was preempted" in advise(same, Criterion(), 4.0).reason
