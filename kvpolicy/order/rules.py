@@ -276,7 +276,7 @@ class Layered(Order):
 
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
         outer_view, inner_view = self._views(view)
-        across = self.outer.rank(waiting, outer_view).value < self.outer.rank(running, outer_view).value
+        across = self._outer_level(waiting, outer_view) < self._outer_level(running, outer_view)
         decides, its_view = (self.outer, outer_view) if across else (self.inner, inner_view)
         return decides.displaces_by_rank and decides.displaces(waiting, running, its_view)
 
@@ -291,8 +291,8 @@ class Layered(Order):
     def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
         """The inner order judges only those that the outer one holds equal."""
         outer_view, inner_view = self._views(view)
-        own = self.outer.rank(waiting, outer_view).value
-        equals = [victim for victim in victims if self.outer.rank(victim, outer_view).value == own]
+        own = self._outer_level(waiting, outer_view)
+        equals = [victim for victim in victims if self._outer_level(victim, outer_view) == own]
         return self.outer.worth(waiting, victims, outer_view) and (
             not equals or self.inner.worth(waiting, equals, inner_view)
         )
@@ -313,6 +313,10 @@ class Layered(Order):
 
     def _views(self, view: View) -> tuple[View, View]:
         return replace(view, state=view.state[0]), replace(view, state=view.state[1])
+
+    def _outer_level(self, request: Progress, outer_view: View) -> tuple[float, ...]:
+        """What the outer order ranks by: requests whose values are in the same levels are its equals."""
+        return levels(self.outer.rank(request, outer_view).value, self.outer.rank_ratio)
 
     def _asked(self, ask: Callable[[Order, View], Any], view: View) -> tuple[Any, Any]:
         outer_view, inner_view = self._views(view)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 import pytest
 
-from kvpolicy.order import Fcfs, Order, Priority, Progress, View, is_stock, load
+from kvpolicy.order import Fcfs, Order, Priority, Progress, Rank, View, is_stock, load
 from kvpolicy.order.grouped_lengths import GroupedLengths
+from kvpolicy.order.rules import Layered
 from kvpolicy.order.seen_lengths import Lengths, level_of
-from tests.order.made import progress, view
+from tests.order.made import ByLevel, progress, view
 
 
 def ranked(spec: str, now_s: float = 0.0, **values: Any) -> Any:
@@ -175,3 +177,24 @@ def test_an_order_of_ones_own_says_no_more_than_its_rank() -> None:
     assert order.victims(progress(2), running, view()) == running[::-1]
     assert order.worth(progress(), running, view()) and order.admits(progress(), 0, view())
     assert order.initial_state() is None and not order.displaces_by_rank
+
+
+class Rough(Plain):
+    """By prompt length, in levels that double; displaces nobody."""
+
+    rank_ratio = 2.0
+
+    def rank(self, request: Any, view: Any) -> Any:
+        return Rank((request.prompt_tokens,))
+
+
+def test_whoever_is_in_the_same_level_of_the_outer_order_is_its_equal() -> None:
+    class Reluctant(ByLevel):
+        def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
+            return False
+
+    order, seen = Layered("rough/reluctant", Rough(), Reluctant()), view(state=(None, None))
+    new, old, longer = progress(0, prompt_tokens=5), progress(1, prompt_tokens=7, output_tokens=90), progress(2)
+    assert order.rank(new, seen).value < order.rank(old, seen).value < order.rank(longer, seen).value
+    assert order.displaces(new, old, seen) and not order.displaces(new, longer, seen)
+    assert not order.worth(new, [old], seen) and order.worth(new, [longer], seen)
