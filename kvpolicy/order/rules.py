@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpolicy.order.base import MAX_CANDIDATES, Order, Progress, Rank, View, levels
 from kvpolicy.order.grouped_lengths import GroupedLengths
+from kvpolicy.order.ranks import FIRST
 from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
 from kvpolicy.order.wrapper import Wrapper
 
@@ -276,6 +277,9 @@ class Layered(Order):
 
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
         outer_view, inner_view = self._views(view)
+        if waiting.rank == FIRST:  # it goes before all others, whatever either order says of them
+            asked = (self.outer, outer_view), (self.inner, inner_view)
+            return all(part.displaces(waiting, running, its) for part, its in asked if part.displaces_by_rank)
         across = self._outer_level(waiting, outer_view) < self._outer_level(running, outer_view)
         decides, its_view = (self.outer, outer_view) if across else (self.inner, inner_view)
         return decides.displaces_by_rank and decides.displaces(waiting, running, its_view)

@@ -11,6 +11,7 @@ import pytest
 
 from kvpolicy.order import Fcfs, Order, Priority, Progress, Rank, View, is_stock, load
 from kvpolicy.order.grouped_lengths import GroupedLengths
+from kvpolicy.order.ranks import FIRST
 from kvpolicy.order.rules import Layered
 from kvpolicy.order.seen_lengths import Lengths, level_of
 from tests.order.made import ByLevel, progress, view
@@ -198,3 +199,14 @@ def test_whoever_is_in_the_same_level_of_the_outer_order_is_its_equal() -> None:
     assert order.rank(new, seen).value < order.rank(old, seen).value < order.rank(longer, seen).value
     assert order.displaces(new, old, seen) and not order.displaces(new, longer, seen)
     assert not order.worth(new, [old], seen) and order.worth(new, [longer], seen)
+
+
+@pytest.mark.parametrize("spec", ["urgent:promote=9/fcfs", "fcfs/urgent:promote=9", "urgent/mlfq:promote=9"])
+def test_whoever_has_waited_for_too_long_displaces_under_either_layer(spec: str) -> None:
+    """Those that the outer order holds equal, too, where the inner one displaces nobody; and those that it ranks
+    before."""
+    order = load(spec)
+    assert order.displaces_by_rank and order.promote_s == 9.0
+    seen = view(state=order.initial_state())
+    promoted = progress(0, rank=FIRST, priority=1, output_tokens=500)
+    assert all(order.displaces(promoted, progress(1, priority=priority), seen) for priority in (0, 1, 2))
