@@ -242,7 +242,10 @@ class Deadline(Order):
 
 @dataclass(frozen=True, repr=False)
 class Layered(Order):
-    """By ``outer``, and among its equals by ``inner``, as in urgent/mlfq: feedback within each class."""
+    """By ``outer``, and among its equals by ``inner``, as in urgent/mlfq: feedback within each class.
+
+    Victims are chosen by ``inner``; a bound that both have, as quantum and cool-down, is the stricter one.
+    """
 
     name: str
     outer: Order
@@ -251,7 +254,7 @@ class Layered(Order):
     def __post_init__(self) -> None:
         parts = self.outer, self.inner
         object.__setattr__(self, "displaces_by_rank", any(part.displaces_by_rank for part in parts))
-        object.__setattr__(self, "quantum_tokens", self.inner.quantum_tokens)
+        object.__setattr__(self, "quantum_tokens", max(part.quantum_tokens for part in parts))
         object.__setattr__(self, "promote_s", min(part.promote_s for part in parts))
         object.__setattr__(self, "max_victims", min(part.max_victims for part in parts))
         object.__setattr__(self, "cool_down_s", max(part.cool_down_s for part in parts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -14,6 +14,7 @@ from kvpolicy.order.base import Order
 from kvpolicy.order.by_class import ByClass
 from kvpolicy.order.draws import WithDraws
 from kvpolicy.order.worth import WithWorth
+from kvpolicy.order.wrapper import Wrapper
 from kvpolicy.request_marks import CLASS_NAME, CLASS_WORDS
 
 GROUP = "kvpolicy.orders"
@@ -101,7 +102,10 @@ def load(text: str, allow_python: bool = False) -> Order:
         return checked(extensions.from_module(text, Order, "order", allow_python))
     outer, slash, inner = text.partition("/")
     if slash:
-        return rules.Layered(text, load(outer, allow_python), load(inner, allow_python))
+        first = load(outer, allow_python)
+        for name in _choosing(first):
+            raise spec.refusal(f"has {name}= before its last order, which alone chooses among equals")
+        return rules.Layered(text, first, load(inner, allow_python))
     kind, _, tail = text.partition(":")
     if kind not in KINDS:
         order = extensions.from_entry_point(text, GROUP, Order, "order")
@@ -122,6 +126,14 @@ def load(text: str, allow_python: bool = False) -> Order:
     if share:
         order = WithDraws(text, order, share)
     return order if worth == "always" else WithWorth(text, order)
+
+
+def _choosing(order: Order) -> Iterator[str]:
+    """The options of the order that change whom it chooses among equals."""
+    while isinstance(order, Wrapper):
+        if isinstance(order, rules.WithVictims | WithDraws):
+            yield "victims" if isinstance(order, rules.WithVictims) else "explore"
+        order = order.base
 
 
 def _one_of(spec: Spec, name: str, text: str, known: Sequence[str]) -> str:

@@ -39,6 +39,7 @@ def test_values_arrive() -> None:
     assert (order.bound, order.quantum_tokens, order.promote_s) == (0.5, 3, 7.0)  # type: ignore[attr-defined]
     assert load("reserve:.25,above=-2").above == -2  # type: ignore[attr-defined]
     assert load("urgent/mlfq:base=8,promote=9").promote_s == 9.0
+    assert load("urgent:quantum=32/mlfq:base=8").quantum_tokens == load("mlfq:base=32/urgent").quantum_tokens == 32
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,8 @@ def test_values_arrive() -> None:
         ("srpt", "lacks what follows its name"),
         ("srpt:oracle", "predictor 'oracle', should be lengths or limit"),
         ("urgent/fifo", "'fifo' is no order"),
+        ("urgent:victims=cheapest/mlfq", "has victims= before its last order"),
+        ("urgent/las:explore=.5,worth=price/mlfq", "has explore= before its last order"),
         ("deadline:tpot=0", "tpot=0, should be above 0"),
     ],
 )  # fmt: skip
