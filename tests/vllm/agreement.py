@@ -341,7 +341,7 @@ def _transfers(told: Account) -> Rows:
 
 def _summary(told: Account) -> dict[str, Any]:
     summary = told.run.summary
-    names = ("steady_tok_s", "recomputed_tokens", "moved_bytes")
+    names = ("recomputed_tokens", "moved_bytes")
     assert summary.headroom is not None
     to_win = {f"headroom {name}": value for name, value in summary.headroom.to_dict().items()}
     by_class = [_service(told, f"class {name} ") for name, told in summary.classes.items()]
@@ -357,8 +357,11 @@ def _service(told: Summary | ClassSummary, prefix: str = "") -> dict[str, Any]:
         for name in ("e2e_s", "ttft_s", "itl_s", "longest_gap_s", "e2e_per_token_s")
         for part in ("mean", "p50", "p99")
     }
-    names = ("requests", "throughput_tok_s", "makespan_s", "fairness", "deadline_requests", "slo_share")
-    return tails | {f"{prefix}{name}": getattr(told, name) for name in (*names, "goodput_req_s")}
+    names = (
+        "requests", "throughput_tok_s", "makespan_s", "fairness", "deadline_requests", "slo_share", "goodput_req_s",
+        "steady_tok_s", "longest_pause_s",
+    )  # fmt: skip
+    return tails | {f"{prefix}{name}": getattr(told, name) for name in names}
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
