@@ -11,6 +11,7 @@ from math import sqrt
 import pytest
 
 from kvpolicy.order import Progress, View, load
+from kvpolicy.order.base import MAX_CANDIDATES
 from kvpolicy.order.draws import WithDraws
 from kvpolicy.simulator import Server
 from kvpolicy.trace import Trace
@@ -58,6 +59,10 @@ def test_equal_choices_are_drawn_alike_and_the_others_are_not() -> None:
     assert numbers(ORDER.victims(waiting, RUNNING, view())) == numbers(ORDER.victims(waiting, RUNNING, view(7.0)))
     later = [[replace(one, output_tokens=n) for one in RUNNING] for n in range(40)]
     assert len({numbers(ORDER.victims(waiting, running, view())) for running in later}) > 1
+
+
+def test_more_are_shown_than_are_taken() -> None:
+    assert ORDER.max_candidates == MAX_CANDIDATES > ORDER.max_victims
 
 
 def test_nothing_is_drawn_unless_it_is_asked_for() -> None:

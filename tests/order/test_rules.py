@@ -210,3 +210,10 @@ def test_whoever_has_waited_for_too_long_displaces_under_either_layer(spec: str)
     seen = view(state=order.initial_state())
     promoted = progress(0, rank=FIRST, priority=1, output_tokens=500)
     assert all(order.displaces(promoted, progress(1, priority=priority), seen) for priority in (0, 1, 2))
+
+
+def test_a_bound_that_both_have_is_the_stricter_one() -> None:
+    one = ByLevel(quantum_tokens=3, promote_s=9.0, max_victims=2, cool_down_s=1.0)
+    other = ByLevel(quantum_tokens=5, promote_s=7.0, max_victims=4, cool_down_s=2.0)
+    for order in (Layered("a/b", one, other), Layered("b/a", other, one)):
+        assert (order.quantum_tokens, order.promote_s, order.max_victims, order.cool_down_s) == (5, 7.0, 2, 2.0)
