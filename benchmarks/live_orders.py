@@ -140,8 +140,20 @@ class Found:
             for figure, limit, at_most in BARS[self.scenario]
         ]
 
+    def over_fixed(self) -> list[tuple[str, Ratio, bool]]:
+        """The learned policy over each fixed one under the same order: what is compared, by how much, and whether it is
+        worse beyond its interval."""
+        found = []
+        for name in (RECOMPUTE, SWAP):
+            for figure, _, less_is_better in BARS[self.scenario]:
+                ratio = self.ratio(figure, LEARNED, name)
+                worse = ratio.significant and (ratio.value > 1) == less_is_better
+                found.append((f"scenario {self.scenario}: learned over {name}: {figure}", ratio, worse))
+        return found
+
     def missed(self) -> list[str]:
         missed = [one.line() for one in self.verdicts() if one.text != MET]
+        missed += [f"{what} {ratio.text()}: worse" for what, ratio, worse in self.over_fixed() if worse]
         if not self.comparison.exact:
             missed += self.comparison.wrong[:3] or ["too many ties"]
         if self.price_ratio is None or self.price_ratio < MIN_PRICE_RATIO:
@@ -277,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for scenario in options.scenario or ORDERS:
         found = bench.measured(scenario)
         print("\n".join(one.line() for one in found.verdicts()))
+        print("\n".join(f"{what} {ratio.text()}" for what, ratio, _ in found.over_fixed()))
         missed += found.missed()
         written[scenario] = {
             "price_ratio": found.price_ratio,
