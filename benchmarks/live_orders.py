@@ -1,7 +1,7 @@
 """Orders of service on the real CPU engine, short of memory, against unmodified vLLM, in alternating runs.
 
     python benchmarks/live_orders.py --out DIR [--scenario one|two] [--policy SPEC] [--link BYTES_PER_S,LATENCY_S]
-        [--starts N] [--seeds N] [--requests N] [--blocks N] [--load L]
+        [--learned-only] [--starts N] [--seeds N] [--requests N] [--blocks N] [--load L]
 
 The model is that of ``live_pairs.py``, as is the cost model, which is profiled and trained once for DIR; a simulated
 link has one of its own. An engine without the plugin is started as anybody would start it. Engines are started
@@ -132,6 +132,12 @@ class Found:
         means = {name: geometric_means([v for _, v in pairs], [s for s, _ in pairs]) for name, pairs in values.items()}
         return student_ratio(means[arm], means[over])
 
+    @property
+    def fixed(self) -> list[str]:
+        """The fixed policies that were served."""
+        served = {name for _, name, _ in self.runs}
+        return [name for name in (RECOMPUTE, SWAP) if name in served]
+
     def verdicts(self) -> list[Verdict]:
         where = f"scenario {self.scenario}"
         learned = ORDERS[self.scenario][1] + ", learned"
@@ -144,7 +150,7 @@ class Found:
         """The learned policy over each fixed one under the same order: what is compared, by how much, and whether it is
         worse beyond its interval."""
         found = []
-        for name in (RECOMPUTE, SWAP):
+        for name in self.fixed:
             for figure, _, less_is_better in BARS[self.scenario]:
                 ratio = self.ratio(figure, LEARNED, name)
                 worse = ratio.significant and (ratio.value > 1) == less_is_better
@@ -233,7 +239,8 @@ class Bench:
     def _start(self, start: int, stock_order: str, order: str, found: Found) -> None:
         rng = random.Random(f"{start}")
         with Arms(self._settings, self._out / "logs") as arms:
-            hows = {LEARNED: self.policy, RECOMPUTE: RECOMPUTE, SWAP: SWAP}
+            fixed = {} if self._options.learned_only else {RECOMPUTE: RECOMPUTE, SWAP: SWAP}
+            hows = {LEARNED: self.policy, **fixed}
             arms.start(self.arm(STOCK, stock_order, None), *(self.arm(n, order, how) for n, how in hows.items()))
             for name in arms.names:
                 arms.serve(name, all_at_once(DEEPSEEK_R1, WARM_UP_REQUESTS, 20_000, CONTEXT_TOKENS, SCALE), -1)
@@ -256,7 +263,7 @@ class Bench:
 def table(found: Found) -> list[str]:
     figures = FIGURES[found.scenario]
     cells = [["over unmodified vLLM", *figures, "preempted", "swapped", "recomputed", "moved MB"]]
-    for name in (STOCK, RECOMPUTE, SWAP, LEARNED):
+    for name in (STOCK, *found.fixed, LEARNED):
         runs = [run for _, other, run in found.runs if other == name]
         shown = [
             f"{fmean(map(take, runs)):.3g}" if name == STOCK else found.ratio(figure, name).text()
@@ -298,12 +305,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "tokens": found.comparison.tokens,
             "ratios": {
                 f"{name}: {figure}": found.ratio(figure, name).to_dict()
-                for name in (RECOMPUTE, SWAP, LEARNED)
+                for name in (*found.fixed, LEARNED)
                 for figure in FIGURES[scenario]
             },
             "learned over": {
                 f"{name}: {figure}": found.ratio(figure, LEARNED, name).to_dict()
-                for name in (RECOMPUTE, SWAP)
+                for name in found.fixed
                 for figure in FIGURES[scenario]
             },
         }
@@ -318,6 +325,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scenario", choices=ORDERS, action="append", help="only that one")
     parser.add_argument("--policy", help="such as cheapest:FOLDER; without it a cost model is trained in DIR")
     parser.add_argument("--link", dest="link_text", help="simulated link, as BYTES_PER_S,LATENCY_S")
+    parser.add_argument("--learned-only", action="store_true", help="leave the fixed policies out")
     parser.add_argument("--starts", type=int, default=5, help="of all engines")
     parser.add_argument("--seeds", type=int, default=3, help="workloads of every start")
     parser.add_argument("--requests", type=int, default=160, help="of each workload, urgent ones apart")
