@@ -65,6 +65,7 @@ def test_json_has_the_promised_shape(report: DemoReport) -> None:
         assert set(values) == {
             *("throughput_tok_s", "goodput", "ttft_s", "itl_s", "preemptions"),
             *("recomputed_tokens", "moved_bytes", "runs"),
+            *("e2e_s", "e2e_per_token_s", "longest_gap_s", "fairness", "classes"),
         }
         assert set(values["ttft_s"]) == set(values["itl_s"]) == {"mean", "p50", "p99"}
         assert set(values["preemptions"]) == {"recompute", "swap"}
