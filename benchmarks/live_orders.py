@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             },
         }
         (options.out / "live_orders.json").write_text(json.dumps(written, indent=1))
-    print("\n".join(f"missed: {line}" for line in missed))
+    print("\n".join(missed))
     return 1 if missed else 0
 
 
