@@ -24,7 +24,7 @@ MAX_LONGEST_GAP, MAX_ITL = 1.0, 1.02
 LONG_TAIL = ("H100-SXM", "deepseek-r1", 0.2)
 """Where recomputes are felt in the time between tokens."""
 MAX_LONG_TAIL_ITL = 1 / 1.5
-MET, MISSED, UNTOLD = "met", "missed", "not told"
+MET, MISSED, UNDECIDED = "met", "missed", "undecided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """``not told`` where the bar lies within the interval: more repeats would be needed."""
+        """``undecided`` where the bar lies within the interval: more repeats would be needed."""
         low, high = self.ratio.low, self.ratio.high
         if low is None or high is None:
-            return UNTOLD
+            return UNDECIDED
         if self.at_most:
-            return MET if high <= self.limit else MISSED if low > self.limit else UNTOLD
-        return MET if low >= self.limit else MISSED if high < self.limit else UNTOLD
+            return MET if high <= self.limit else MISSED if low > self.limit else UNDECIDED
+        return MET if low >= self.limit else MISSED if high < self.limit else UNDECIDED
 
     @property
     def beyond(self) -> bool:
@@ -144,10 +144,10 @@ def lines(verdicts: Sequence[Verdict]) -> list[str]:
     summary = []
     for bar, group in groupby(verdicts, lambda verdict: verdict.bar):
         of_bar = list(group)
-        counts = {text: sum(verdict.text == text for verdict in of_bar) for text in (MET, UNTOLD, MISSED)}
-        beyond = sum(verdict.beyond for verdict in of_bar if verdict.text == UNTOLD)
+        counts = {text: sum(verdict.text == text for verdict in of_bar) for text in (MET, UNDECIDED, MISSED)}
+        beyond = sum(verdict.beyond for verdict in of_bar if verdict.text == UNDECIDED)
         summary.append(
-            f"{bar}: {counts[MET]} met, {counts[UNTOLD]} not told (the mean of {beyond} beyond the bar), "
+            f"{bar}: {counts[MET]} met, {counts[UNDECIDED]} undecided (the mean of {beyond} beyond the bar), "
             f"{counts[MISSED]} missed"
         )
     return [*aligned(cells), "", *summary]

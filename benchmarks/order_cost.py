@@ -246,8 +246,8 @@ def main() -> None:
     failed = misses(rows)
     show(rows, runs, failed)
     if options.json:
-        told = {"rows": rows, "simulator": runs, "bar_us": BAR_US, "missed": failed}
-        options.json.write_text(json.dumps(told, indent=2) + "\n")
+        figures = {"rows": rows, "simulator": runs, "bar_us": BAR_US, "missed": failed}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
     sys.exit(1 if failed else 0)
 
 

@@ -39,7 +39,7 @@ LENGTHS = "deepseek-r1"
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """An order, how victims' state is kept, and a watermark."""
+    """An order, a policy (recompute or swap), and a watermark."""
 
     order: str = FCFS
     how: str = "recompute"

@@ -1,4 +1,4 @@
-"""Orders of service x how victims' state is kept x load x memory, on two machines, in the built-in simulator.
+"""Orders of service x recompute or swap x load x memory, on two machines, in the built-in simulator.
 
     python benchmarks/orders_study.py [--machine M] [--kv-blocks N] [--load L] [--requests N] [--seeds N] [--order SPEC]
         [--host-gib G] [--jobs N] [--json FILE]

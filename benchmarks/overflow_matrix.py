@@ -14,7 +14,7 @@ pair by pair; ``best threshold`` is chosen for each repeat on the other ones.
 compared (``matrix_poisson.py``).
 
 Bars (``matrix_bars.py``): each is a ratio with its 95% interval over the repeats. It is met where the whole interval is
-on the right side, missed where the whole interval is on the wrong side, and else not told. Exits 1 where a bar is
+on the right side, missed where the whole interval is on the wrong side, and else undecided. Exits 1 where a bar is
 missed or a run fails.
 """
 

@@ -276,10 +276,10 @@ for at_most in (True, False):
 """
     at_most, at_least = in_benchmarks(code).splitlines()
     assert at_most == (
-        "['met', 'missed', 'met', 'not told', 'not told'] [False, True, False, True, True] [0, 1, 0, 0, 0]"
+        "['met', 'missed', 'met', 'undecided', 'undecided'] [False, True, False, True, True] [0, 1, 0, 0, 0]"
     )
     assert at_least == (
-        "['missed', 'met', 'met', 'not told', 'not told'] [True, False, False, False, False] [1, 0, 0, 0, 0]"
+        "['missed', 'met', 'met', 'undecided', 'undecided'] [True, False, False, False, False] [1, 0, 0, 0, 0]"
     )
 
 

@@ -50,15 +50,16 @@ def _summary(by_core: Sequence[ClassTally]) -> ClassSummary:
 
 def service_lines(classes: Mapping[str, ClassSummary]) -> list[str]:
     """One line per class."""
-    return [f"served, class {name}: {_words(told)}" for name, told in classes.items()]
+    return [f"served, class {name}: {_words(service)}" for name, service in classes.items()]
 
 
-def _words(told: ClassSummary) -> str:
+def _words(service: ClassSummary) -> str:
     words = (
-        f"{told.requests} requests, {told.throughput_tok_s:.1f} tokens/s; time to first token {told.ttft_s.mean:.3g} s "
-        f"(p99 {told.ttft_s.p99:.3g}), end to end {told.e2e_s.mean:.3g} s (p99 {told.e2e_s.p99:.3g}), "
-        f"{told.e2e_per_token_s.mean:.3g} s per output token; fairness {told.fairness:.3g}"
+        f"{service.requests} requests, {service.throughput_tok_s:.1f} tokens/s; "
+        f"time to first token {service.ttft_s.mean:.3g} s (p99 {service.ttft_s.p99:.3g}), "
+        f"end to end {service.e2e_s.mean:.3g} s (p99 {service.e2e_s.p99:.3g}), "
+        f"{service.e2e_per_token_s.mean:.3g} s per output token; fairness {service.fairness:.3g}"
     )
-    if told.slo_share is None:
+    if service.slo_share is None:
         return words
-    return f"{words}; {told.slo_share:.1%} of {told.deadline_requests} with a deadline met it"
+    return f"{words}; {service.slo_share:.1%} of {service.deadline_requests} with a deadline met it"

@@ -57,24 +57,24 @@ def class_rows(groups: Mapping[str, Sequence[Result]]) -> list[list[str]]:
     """Rows of a table with its heads: each policy's classes, means over runs. Blank where a figure is undefined."""
     rows = [["policy", *HEADS]]
     for policy, results in groups.items():
-        for name, told in service_means(results)["classes"].items():
-            e2e, ttft, itl = told["e2e_s"], told["ttft_s"], told["itl_s"]
+        for name, service in service_means(results)["classes"].items():
+            e2e, ttft, itl = service["e2e_s"], service["ttft_s"], service["itl_s"]
             rows.append(
                 [
                     policy,
                     name,
-                    _shown(told["requests"], ".0f"),
-                    _shown(told["throughput_tok_s"], ".1f"),
+                    _shown(service["requests"], ".0f"),
+                    _shown(service["throughput_tok_s"], ".1f"),
                     _shown(e2e["mean"]),
                     _shown(ttft["mean"]),
                     _shown(ttft["p99"]),
                     _shown(itl["mean"], scale=1e3),
                     _shown(itl["p99"], scale=1e3),
-                    _shown(told["e2e_per_token_s"]["mean"], scale=1e3),
-                    _shown(told["longest_gap_s"]["p99"]),
-                    _shown(told["fairness"]),
-                    _shown(told["slo_share"], ".1%"),
-                    _shown(told["goodput_req_s"]),
+                    _shown(service["e2e_per_token_s"]["mean"], scale=1e3),
+                    _shown(service["longest_gap_s"]["p99"]),
+                    _shown(service["fairness"]),
+                    _shown(service["slo_share"], ".1%"),
+                    _shown(service["goodput_req_s"]),
                 ]
             )
     return rows

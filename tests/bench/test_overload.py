@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from kvpolicy.errors import InputError
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.workload import ClosedLoop, Request, Workload
+from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.overload import Arm, Arms, Run, Settings, Targets, by_arm, summary, throughput_ratio
 
 
@@ -113,7 +116,7 @@ def test_an_arm_without_policy_is_stock() -> None:
     assert (extra["policy"], extra["link"]) == ("always-swap", "1e9,0.001")
 
 
-def test_an_order_is_the_plugins_or_vllms_own() -> None:
+def test_an_order_is_the_plugins_or_vllms_own(tmp_path: Path) -> None:
     extra = Arm("x", "always-swap", order="urgent").arguments()["kv_transfer_config"]["kv_connector_extra_config"]
     assert (extra["policy"], extra["order"]) == ("always-swap", "urgent")
     assert Arm("x", None, order="priority").arguments() == {"scheduling_policy": "priority"}
@@ -121,8 +124,8 @@ def test_an_order_is_the_plugins_or_vllms_own() -> None:
         Arm("x", None, order="mlfq:base=8").arguments()
     own = Arm("x", "always-swap", order="urgent/python:tests.unruly:Raising").arguments()
     assert own["kv_transfer_config"]["kv_connector_extra_config"]["allow_python_policies"] is True
-    with_trace = Arm("x", "always-swap", extra=(("trace", "/tmp/t"),)).arguments()
-    assert with_trace["kv_transfer_config"]["kv_connector_extra_config"]["trace"] == "/tmp/t"
+    with_trace = Arm("x", "always-swap", extra=(("trace", str(tmp_path)),)).arguments()
+    assert with_trace["kv_transfer_config"]["kv_connector_extra_config"]["trace"] == str(tmp_path)
 
 
 def test_engines_of_different_orders_are_not_shared() -> None:
@@ -132,10 +135,13 @@ def test_engines_of_different_orders_are_not_shared() -> None:
     assert Arm("a", None, order="priority").engine != Arm("b", "always-swap", order="priority").engine, "its queue not"
 
 
-class NoEngine:
-    """Takes a job and answers as an engine does."""
+class NoEngine(EngineProcess):
+    """Takes a job and answers as an engine does, without a process."""
 
-    def ask(self, job: dict[str, Any], news: Any) -> dict[str, Any]:
+    def __init__(self) -> None:
+        self.job: dict[str, Any] = {}
+
+    def ask(self, job: dict[str, Any], news: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
         self.job = job
         return result()
 
@@ -144,11 +150,11 @@ def test_requests_say_what_they_are_where_the_plugin_is_on() -> None:
     asked = (Request(0.0, 5, 3), Request(0.5, 5, 1, class_name="urgent", priority=-1, ttft_s=2.0))
     arms, engine = Arms(Settings("m", True, 9)), NoEngine()
     for arm in (Arm("on", "always-swap"), Arm("off", None)):
-        arms._arms[arm.name], arms._engines[arm.engine] = arm, engine  # type: ignore[assignment]
+        arms._arms[arm.name], arms._engines[arm.engine] = arm, engine
         run = arms.serve(arm.name, Workload("w", asked, 3), 0)
         assert (run.requests, run.arrival_s) == (asked, (0.0, 0.5)) and engine.job["priorities"] == [0, -1]
-        told = {"class": "urgent", "ttft_s": 2.0, "tpot_s": None}
-        assert engine.job["transfer_params"] == [None, {"kvpolicy": told} if arm.policy else None]
+        marks = {"class": "urgent", "ttft_s": 2.0, "tpot_s": None}
+        assert engine.job["transfer_params"] == [None, {"kvpolicy": marks} if arm.policy else None]
 
 
 @pytest.mark.parametrize("waits", [{"loop": ClosedLoop(2)}, {"session": "s", "think_s": 0.0}])

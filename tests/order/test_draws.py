@@ -13,6 +13,7 @@ import pytest
 from kvpolicy.order import Progress, View, load
 from kvpolicy.order.base import MAX_CANDIDATES
 from kvpolicy.order.draws import WithDraws
+from kvpolicy.order.wrapper import Wrapper
 from kvpolicy.simulator import Server
 from kvpolicy.trace import Trace
 from tests.order.made import ByLevel, progress, view
@@ -68,7 +69,7 @@ def test_more_are_shown_than_are_taken() -> None:
 def test_nothing_is_drawn_unless_it_is_asked_for() -> None:
     assert not isinstance(load("mlfq:explore=0"), WithDraws)
     order = load("mlfq:base=8,victims=cheapest,explore=.25,worth=price")
-    assert isinstance(order.base, WithDraws) and order.base.share == 0.25  # type: ignore[attr-defined]
+    assert isinstance(order, Wrapper) and isinstance(order.base, WithDraws) and order.base.share == 0.25
     assert load("urgent/mlfq:explore=.5").probability(progress(9), RUNNING[-1:], RUNNING, layered()) == pytest.approx(
         0.5 + 0.5 / 3
     )
