@@ -90,7 +90,7 @@ def _seconds(said: Mapping[str, Any], name: str) -> float | None:
 
 
 def as_said(marks: Marks) -> tuple[Marks, tuple[str, ...]]:
-    """Grant everything, as in a simulation, whose requests nobody else sent."""
+    """Grant everything, as in a simulation, whose workload holds what was granted already."""
     return marks, ()
 
 

@@ -68,9 +68,12 @@ class Cell:
             raise InputError(f"part {self.part} of {self.parts}: should be from 0 to {self.parts - 1}")
 
     def inputs(self) -> dict[str, Any]:
-        """The cell as plain values, with digests for objects; fields about objects, and ``slo``, only where they are
-        set."""
+        """The cell as plain values, with digests for objects; fields about objects, ``slo`` and the server's
+        ``classes`` only where they are set."""
         by_name = asdict(replace(self, policy_object=None, workload_object=None, hardware_object=None))
+        del by_name["serving"]["classes"]
+        if self.serving.classes is not None:
+            by_name["serving"]["classes"] = self.serving.classes.text
         return {name: value for name, value in by_name.items() if value or name not in (*OBJECT_FIELDS, "slo")}
 
     def words(self) -> str:

@@ -14,6 +14,8 @@ from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.latency import SLO_FORM, Slo
 from kvpolicy.order import HELP as ORDERS
 from kvpolicy.order import is_stock, load_order
+from kvpolicy.request_marks import FORM as CLASSES_FORM
+from kvpolicy.request_marks import Classes
 from kvpolicy.settings import DEFAULT_HOST_GIB, GIB
 from kvpolicy.study.figure import FORM, names_figure
 
@@ -51,6 +53,11 @@ class Serving:
         SHARE_OF_BLOCKS,
     )
     order: str = option(f"Order of service. {ORDERS}.", "fcfs")
+    classes: Classes | None = option(
+        f"Classes that requests may claim, as for `kvpolicy serve`, {CLASSES_FORM}. A request is granted what a server "
+        "would grant it. Default: what the workload says, without limits.",
+        None,
+    )
 
     def __post_init__(self) -> None:
         validate(self)
@@ -60,6 +67,12 @@ class Serving:
         if self.scheduling != "fcfs" and not is_stock(order, self.scheduling):
             raise WrongValue(
                 "order", f"is {self.order}, which ranks requests itself, should be given without scheduling"
+            )
+        if self.scheduling == "priority" and self.classes is not None and self.classes.bounds_priority:
+            raise WrongValue(
+                "classes",
+                f"is {self.classes.text!r}, which bounds priorities, and vLLM's priority scheduling goes by what "
+                "clients give: give the order priority in place of scheduling",
             )
 
     def on(self, device: str) -> Serving:

@@ -1,12 +1,12 @@
 """Advice on what to deploy: the user's workload on the user's hardware under every policy, compared run by run.
 
 Two policies are compared on the same runs by the ratio of their figures, with an interval over the pairs of runs. The
-advice says which policy to deploy, and how much better than vLLM's default it was.
+advice says which policy to deploy, and how much better than always-recompute it was: vLLM's default, unless an order of
+service is given, which then holds for every policy.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
@@ -14,13 +14,11 @@ from statistics import fmean
 from typing import Any
 
 from kvpolicy.errors import InputError
-from kvpolicy.extensions import PREFIX
 from kvpolicy.fields import WrongValue, refuse_non_integer, refuse_other, refuse_single
 from kvpolicy.hardware.link import NATIVE
 from kvpolicy.headroom import Headroom
 from kvpolicy.latency import Slo
 from kvpolicy.policy import Policy
-from kvpolicy.settings import DEFAULT_HOST_GIB
 from kvpolicy.stats import CONFIDENCE, Ratio, geometric_means, student_ratio
 from kvpolicy.study.cache import Result
 from kvpolicy.study.class_report import service_means
@@ -39,21 +37,19 @@ from kvpolicy.study.report import (
     mean_headroom,
     server_words,
 )
-from kvpolicy.study.run_cell import ORACLE, source_named
+from kvpolicy.study.run_cell import ORACLE, granted, source_named
+from kvpolicy.study.server_flags import DEFAULT, FCFS, baseline_words, config_line, order_of, uses_model_object
 from kvpolicy.study.workload_parts import Part
-from kvpolicy.workload import Source, Workload
-
-DEFAULT = "always-recompute"
-"""vLLM's own behaviour."""
+from kvpolicy.workload import DEFAULT_CLASS, Source, Workload
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A policy compared with vLLM's default over the same runs."""
+    """A policy compared with always-recompute over the same runs, under the same order of service."""
 
     policy: str
     gain: Ratio
-    """How many times better than vLLM's default, by the criterion; above 1 is better."""
+    """How many times better than always-recompute, by the criterion; above 1 is better."""
     to_best: Ratio
     """How many times better the best policy was than this one."""
     throughput: Ratio
@@ -88,13 +84,13 @@ class Advice:
     """``best``, where it is significantly better by more than ``min_gain``; else ``always-recompute``."""
     reason: str
     config_line: str
-    """The command that prints the server's flags; empty where nothing is to be changed."""
+    """The command that prints the server's flags; empty where stock vLLM is to be left as it is."""
     compared: tuple[Compared, ...]
     warnings: tuple[str, ...]
     whole: str = ""
     """Figures of the workload as one run; empty where there is only one part."""
     headroom: Headroom | None = None
-    """What there was to win in the runs under vLLM's default; None where they do not say."""
+    """What there was to win in the runs under always-recompute; None where they do not say."""
     by_class: tuple[str, ...] = ()
     """Lines of a table by class; none where it would say no more than that of all requests."""
 
@@ -157,6 +153,10 @@ FEWER_USERS = (
     "a closed loop in parts: each part has only a share of the users and of the load; --parts 1 keeps them together, "
     "with --seeds for several runs where sessions depend on the seed"
 )
+UNLIMITED = (
+    "these runs granted every request the class and the deadlines of the workload; a server grants only what --classes "
+    "lists, and without it every request is of the class default, without deadlines: give --classes here too"
+)
 MAX_UNLIKE = 1.2
 """Factor by which the whole workload may differ from the mean of its parts without a warning."""
 INTERVALS_PER_POLICY = 4
@@ -173,7 +173,10 @@ def recommend(
     run: Run = Run(parts=8),
     criterion: Criterion = Criterion(),
 ) -> Advice:
-    """Simulate ``workload`` under vLLM's own behaviour, the usual policies and ``policies``, and say which to deploy.
+    """Simulate ``workload`` under always-recompute, the usual policies and ``policies``, and say which to deploy.
+
+    The order of service, the classes and the limits of ``serving`` hold for all of them; without an order,
+    always-recompute is vLLM's own behaviour.
 
     ``workload``, ``hardware`` and ``policies`` are names or objects, as for :func:`simulate`.
 
@@ -189,7 +192,7 @@ def recommend(
     refuse_other("run", run, Run, "a Run")
     refuse_other("criterion", criterion, Criterion, "a Criterion")
     machine = open_machine(hardware)
-    source = source_named(workload_named(workload), 0)
+    source = granted(source_named(workload_named(workload), 0), serving)
     figure = Figure.parse(criterion.judge_by)
     _refuse_unjudgeable(source, figure, run.slo)
     for part in range(run.parts if run.parts > 1 and (figure.class_name or figure.needs_deadlines) else 0):
@@ -210,6 +213,8 @@ def recommend(
     advice = replace(advice, headroom=mean_headroom(runs[DEFAULT]))
     if run.parts > 1 and is_closed_loop(source):
         advice = replace(advice, warnings=(*advice.warnings, FEWER_USERS))
+    if advice.config_line and serving.order != FCFS and serving.classes is None and says_what_it_is(source):
+        advice = replace(advice, warnings=(*advice.warnings, UNLIMITED))
     if run.parts == 1:
         return advice
     whole = results_of([DEFAULT, by_label[advice.best]], replace(run, seeds=1, parts=1))
@@ -258,6 +263,14 @@ def is_closed_loop(source: Source) -> bool:
     starts = {request.session: request.arrival_s for request in reversed(list(source))}
     thinks = any(request.think_s is not None for request in source)
     return thinks and len(starts) > 1 and len(set(starts.values())) == 1
+
+
+def says_what_it_is(source: Source) -> bool:
+    """Whether any request claims a class or a deadline."""
+    return any(
+        request.class_name != DEFAULT_CLASS or request.ttft_s is not None or request.tpot_s is not None
+        for request in source
+    )
 
 
 def depends_on_seed(workload: str | Workload) -> bool:
@@ -323,12 +336,12 @@ def advise(
     best_comparison = next(comparison for comparison in compared if comparison.policy == best)
     change = best_comparison.gain.low is not None and best_comparison.gain.low > 1.0 + min_gain
     deploy = best if change else DEFAULT
-    inputs = runs[best][0]["inputs"]
+    inputs, deployed = runs[best][0]["inputs"], runs[deploy][0]["inputs"]
     warnings = [extrapolation_warning(best_comparison)] if change else []
     warnings.append(beyond_warning([result for results in runs.values() for result in results]))
     warnings += [f"not measured: {note}" for note in runs[best][0]["unmeasured"]]
     warnings += list(runs[best][0]["warnings"])
-    if change and _uses_model_object(deploy, inputs):
+    if change and uses_model_object(deploy, inputs):
         warnings.append(
             f"{deploy} uses the cost model that was given as an object: a server loads it from the folder that `train` "
             "or `calibrate` writes"
@@ -345,8 +358,8 @@ def advise(
         seeds_differ=seeds_differ,
         best=best,
         deploy=deploy,
-        reason=_reason(best_comparison, compared, change, judge_by, min_gain),
-        config_line=_config_line(deploy, inputs, host_gib) if change else "",
+        reason=_reason(best_comparison, compared, change, judge_by, min_gain, baseline_words(inputs)),
+        config_line=config_line(deploy, deployed, host_gib) if change or order_of(deployed) != FCFS else "",
         compared=compared,
         warnings=tuple(warning for warning in warnings if warning),
         by_class=tuple(class_table(runs)),
@@ -369,22 +382,24 @@ def _compared(pairs: Pairs, policy: str, best: str, judge_by: str) -> Compared:
     )
 
 
-def _reason(best: Compared, compared: Sequence[Compared], change: bool, judge_by: str, min_gain: float) -> str:
+def _reason(
+    best: Compared, compared: Sequence[Compared], change: bool, judge_by: str, min_gain: float, baseline: str
+) -> str:
     base = next(comparison for comparison in compared if comparison.policy == DEFAULT)
     if not base.choices and not base.figures["recompute"]:
-        return "nothing was preempted in any run, so every policy does the same; keep vLLM's default"
+        return f"nothing was preempted in any run, so every policy does the same; keep {baseline}"
     if best.policy == DEFAULT:
-        return "keep vLLM's default; no other policy had a better mean in these runs"
+        return f"keep {baseline}; no other policy had a better mean in these runs"
     if best.gain.low is None:
         return (
-            f"keep vLLM's default; with one run there is no interval, so that the gain of {best.policy}, "
+            f"keep {baseline}; with one run there is no interval, so that the gain of {best.policy}, "
             f"{best.gain.value:.3f} times better by {judge_by}, may be chance; "
             "set --parts, or --seeds where the requests depend on the seed"
         )
     if not change:
         claim = "" if not best.gain.significant else f" above the smallest gain worth a change, {min_gain:.1%}"
         return (
-            f"keep vLLM's default; the best other policy, {best.policy}, is {best.gain.text()} times better by "
+            f"keep {baseline}; the best other policy, {best.policy}, is {best.gain.text()} times better by "
             f"{judge_by}, but not significantly{claim}"
         )
     ties = [
@@ -392,22 +407,5 @@ def _reason(best: Compared, compared: Sequence[Compared], change: bool, judge_by
         for comparison in compared
         if comparison.policy != best.policy and not comparison.to_best.significant
     ]
-    text = f"{judge_by} {best.gain.text()} times better than vLLM's default"
+    text = f"{judge_by} {best.gain.text()} times better than {baseline}"
     return f"{text}; not significantly different: {', '.join(ties)}" if ties else text
-
-
-def _config_line(policy: str, inputs: Mapping[str, Any], host_gib: float) -> str:
-    """The ``kvpolicy config`` command for a policy. ``inputs``: those of its runs. Empty where the policy is an object,
-    or uses a cost model that is one: a command line cannot name it."""
-    if "policy_digest" in inputs or _uses_model_object(policy, inputs):
-        return ""
-    module, order = inputs.get("module", ""), inputs.get("serving", {}).get("order", "fcfs")
-    line = f"kvpolicy config --policy {shlex.quote(module or policy)}"
-    line += "" if order == "fcfs" else f" --order {shlex.quote(order)}"
-    line += " --allow-python-policies" if module or PREFIX in order else ""
-    return line if host_gib == DEFAULT_HOST_GIB else f"{line} --host-gib {host_gib:g}"
-
-
-def _uses_model_object(policy: str, inputs: Mapping[str, Any]) -> bool:
-    model = policy.partition(":")[2].partition(",")[0]
-    return "hardware_digest" in inputs and model == inputs["hardware"]

@@ -12,6 +12,7 @@ from kvpolicy.headroom import Headroom, mean
 from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.class_report import class_rows, has_classes
+from kvpolicy.study.server_flags import DEFAULT, ordered_by
 
 COLUMNS: Mapping[str, str] = {
     "tok/s": "{throughput_tok_s:.1f}",
@@ -129,13 +130,10 @@ def class_table(groups: Mapping[str, Sequence[Result]]) -> list[str]:
     return ["by class", *aligned(class_rows(groups))] if shown else []
 
 
-BASELINE = "always-recompute"
-
-
 def to_win(groups: Mapping[str, Sequence[Result]]) -> str:
     """What there is to win by choosing better than always-recompute, or than the first policy where that did not run:
     means over the runs, in one sentence."""
-    policy = BASELINE if BASELINE in groups else next(iter(groups))
+    policy = DEFAULT if DEFAULT in groups else next(iter(groups))
     return f"under {policy}, {mean_headroom(groups[policy]).sentence()}"
 
 
@@ -151,13 +149,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def server_words(serving: Mapping[str, Any], device: str) -> str:
-    """The server's limits in words, and where those without a flag come from."""
+    """The server's limits in words, where those without a flag come from, and its order and classes if they are set."""
     known = known_sheet(device) is not None or device == "cpu"
     own = "defaults of vLLM 0.32 for this device" if known else f"{device} is unknown: defaults for the smallest GPU"
     ahead = "one step ahead" if serving["asynchronous"] else "step by step"
     return (
         f"at most {serving['token_budget']} tokens a step and {serving['max_num_seqs']} requests, scheduling {ahead} "
-        f"({own}, unless set by a flag)"
+        f"({own}, unless set by a flag)" + "".join(f", {name} {text}" for name, text in ordered_by(serving).items())
     )
 
 

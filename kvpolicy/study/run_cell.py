@@ -36,7 +36,7 @@ from kvpolicy.study.config import Serving
 from kvpolicy.study.inputs import Named
 from kvpolicy.study.machine import Behind, Machine, machine_named
 from kvpolicy.study.workload_parts import Part
-from kvpolicy.workload import Format, Source, Workload, counts_of, open_workload
+from kvpolicy.workload import Format, Granted, Source, Workload, counts_of, open_workload
 from kvpolicy.workload.files import cells, lines
 from kvpolicy.workload.join_text import with_seed
 from kvpolicy.workload.options import Options
@@ -138,8 +138,9 @@ def numbers(summary: Summary) -> dict[str, Any]:
 
 
 def source_of(cell: Cell) -> Source:
-    """The cell's workload, or its part of it."""
-    whole = source_named(Named(cell.workload, cell.workload_digest, cell.workload_object), cell.seed)
+    """The cell's workload, or its part of it, as its server grants it."""
+    named = Named(cell.workload, cell.workload_digest, cell.workload_object)
+    whole = granted(source_named(named, cell.seed), cell.serving)
     return whole if cell.parts == 1 else Part(whole, cell.part, cell.parts)
 
 
@@ -148,6 +149,11 @@ def source_named(workload: Named[Workload], seed: int) -> Source:
     if workload.value is not None:
         return workload.value
     return open_source(with_seed(workload.label, seed), workload_digest(workload.label))
+
+
+def granted(source: Source, serving: Serving) -> Source:
+    """The requests as this server grants them: as they are, where it lists no classes."""
+    return source if serving.classes is None else Granted(source, serving.classes)
 
 
 def rows_of(source: Source) -> dict[str, int] | None:

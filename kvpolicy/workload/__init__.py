@@ -16,7 +16,7 @@ from kvpolicy.workload.arrivals import (
     Weibull,
     random_arrivals,
 )
-from kvpolicy.workload.classes import Joined, Labelled, Looped
+from kvpolicy.workload.classes import Granted, Joined, Labelled, Looped
 from kvpolicy.workload.files import Care, Counts
 from kvpolicy.workload.length_tables import LengthTable
 from kvpolicy.workload.lengths import (
@@ -62,6 +62,7 @@ __all__ = [
     "First",
     "Format",
     "Gamma",
+    "Granted",
     "Groups",
     "Joined",
     "Labelled",

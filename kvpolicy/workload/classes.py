@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from kvpolicy.request_marks import CLASS_NAME, CLASS_WORDS
+from kvpolicy.request_marks import CLASS_NAME, CLASS_WORDS, Classes, Marks
 from kvpolicy.workload.files import Counts
 from kvpolicy.workload.requests import ClosedLoop, Request, Source, WorkloadError
 from kvpolicy.workload.scaling import Scaled, counts_of
@@ -46,6 +46,26 @@ class Labelled(Scaled):
         marks = self.marks
         for request in self.inner:
             yield replace(request, **marks)
+
+
+@dataclass(frozen=True, slots=True)
+class Granted(Scaled):
+    """Requests with the class, priority and deadlines that a server grants them, by
+    :meth:`kvpolicy.request_marks.Classes.grant`."""
+
+    classes: Classes
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self.inner:
+            claimed = Marks(request.class_name, request.priority, request.ttft_s, request.tpot_s)
+            granted, _ = self.classes.grant(claimed)
+            yield request if granted == claimed else _with_marks(request, granted)
+
+
+def _with_marks(request: Request, marks: Marks) -> Request:
+    return replace(
+        request, class_name=marks.class_name, priority=marks.priority, ttft_s=marks.ttft_s, tpot_s=marks.tpot_s
+    )
 
 
 @dataclass(frozen=True, slots=True)

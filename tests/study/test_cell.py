@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvpolicy.request_marks import Classes
 from kvpolicy.study.cell import Cell
+from kvpolicy.study.config import Serving
 from tests.study.object_grids import MODEL, NAME, TIGHT
 
 
@@ -14,6 +16,13 @@ def test_a_cell_of_texts_has_the_inputs_that_it_always_had() -> None:
     cell = Cell(NAME, "always-swap", TIGHT, "native", 0, MODEL)
     names = ["workload", "policy", "kv_blocks", "link", "seed", "hardware", "engine", "serving", "part", "parts"]
     assert list(cell.inputs()) == names
+    assert "classes" not in cell.inputs()["serving"]
+
+
+def test_the_classes_that_are_granted_are_an_input() -> None:
+    limited = replace(CELL, serving=Serving(classes=Classes.parse("chat:ttft=1+batch")))
+    assert limited.inputs()["serving"]["classes"] == "chat:ttft=1.0+batch"
+    assert limited.digest({}) != CELL.digest({})
 
 
 CELL = Cell("azure-conversation-2023", "always-swap", 200, "native", 0, "cpu-llama-native")

@@ -94,6 +94,19 @@ def test_what_is_deployed_serves_by_the_order_that_was_judged(
     monkeypatch.setitem(SERVING, "order", order)
     advice = advise(runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 18.1, 35.9]), Criterion(), 8.0)
     assert advice.config_line == f"kvpolicy config --policy always-swap {flags}--host-gib 8"
+    baseline = "vLLM's default" if order == "fcfs" else f"always-recompute under the order {order}"
+    assert advice.reason.endswith(f"times better than {baseline}")
+
+
+def test_an_order_is_deployed_whatever_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock vLLM would serve in another order, so the advice is not to leave it as it is."""
+    monkeypatch.setitem(SERVING, "order", "urgent")
+    monkeypatch.setitem(SERVING, "classes", "chat:priority=-1+batch")
+    advice = advise(runs(always_recompute=[10.0, 20.0, 40.0], always_swap=[9.0, 21.0, 37.0]), Criterion(), 4.0)
+    line = "kvpolicy config --policy always-recompute --order urgent --classes chat:priority=-1+batch"
+    assert (advice.deploy, advice.config_line) == ("always-recompute", line)
+    assert "keep always-recompute under the order urgent" in advice.reason and "vLLM's default" not in advice.text()
+    assert advice.server.endswith(", order urgent, classes chat:priority=-1+batch")
 
 
 def test_an_insignificant_gain_keeps_the_default() -> None:
@@ -353,3 +366,18 @@ def test_a_single_pair_has_no_interval() -> None:
 def test_values_without_a_ratio_are_refused(ours: list[float], theirs: list[float]) -> None:
     with pytest.raises(ValueError, match="numbers above 0"):
         student_ratio(ours, theirs)
+
+
+def test_a_server_without_classes_grants_none(hardware: str, tmp_path: Path) -> None:
+    """The advice says so where the runs granted what the workload claims, and its command has the classes else."""
+    values: dict[str, Any] = {
+        "workload": f"{WORKLOAD}&class=chat&ttft=1 + {WORKLOAD}&class=batch", "hardware": hardware, "kv_blocks": TIGHT,
+        "cache": tmp_path, "jobs": 0, "parts": 1, "order": "classes:chat+batch",
+    }  # fmt: skip
+    advice = kvpolicy.recommend(**grouped(**values))
+    assert advice.config_line.endswith("--order classes:chat+batch") and "give --classes here too" in advice.text()
+    limited = kvpolicy.recommend(**grouped(**values, classes="chat:ttft=1+batch"))
+    assert limited.config_line.endswith("--order classes:chat+batch --classes chat:ttft=1.0+batch")
+    assert "give --classes" not in limited.text()
+    with pytest.raises(ValueError, match=r"judge_by is e2e:batch; the classes of .* are chat, default"):
+        kvpolicy.recommend(**grouped(**values, classes="chat:ttft=1", judge_by="e2e:batch"))

@@ -12,6 +12,8 @@ import pytest
 
 from kvpolicy import cost
 from kvpolicy import trace as traces
+from kvpolicy.fields import WrongValue
+from kvpolicy.request_marks import Classes
 from kvpolicy.study import run_cell
 from kvpolicy.study.cell import Cell
 from kvpolicy.study.config import Serving
@@ -112,3 +114,31 @@ def test_every_file_of_a_join_counts(hardware: str, tmp_path: Path) -> None:
     assert run_cell.contents(Cell(text, "always-swap", TIGHT, "native", 0, hardware))["workload"] != digest
     drawn = [tuple(run_cell.source_of(Cell(text, "always-swap", TIGHT, "native", seed, hardware))) for seed in (0, 1)]
     assert drawn[0] != drawn[1]
+
+
+TWO_CLASSES = f"{WORKLOAD}&class=chat&priority=-1&ttft=0.1 + {WORKLOAD}&class=batch"
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_simulated_server_grants_what_a_real_one_would(hardware: str, tmp_path: Path, parts: int) -> None:
+    """Claims of classes that are not listed, and deadlines that are too short, change neither the schedule nor the
+    figures by class."""
+    values = {"workloads": [TWO_CLASSES], "policies": ["always-swap"], "order": "urgent", "parts": parts}
+    report = simulate(hardware, tmp_path / "c", classes="chat:ttft=2,priority=3", out=tmp_path / "out", **values)
+    assert report.ok, report.text()
+    rows = [row for folder in (tmp_path / "out").iterdir() for row in traces.read(folder).rows("requests")]
+    marks = {(row["class"], row["priority"], row["ttft_deadline_s"], row["tpot_deadline_s"]) for row in rows}
+    assert len(rows) == 60 and marks == {("chat", 3, 2.0, None), ("default", 0, None, None)}
+    assert {name for result in report.results for name in result["classes"]} == {"chat", "default"}
+    assert "order urgent, classes chat:ttft=2.0,priority=3" in report.text()
+    freely = simulate(hardware, tmp_path / "c", **values)
+    assert freely.taken_up == 0 and {name for one in freely.results for name in one["classes"]} == {"batch", "chat"}
+    chat, limited = (one.results[0]["classes"]["chat"] for one in (freely, report))
+    assert chat["slo_share"] != limited["slo_share"]
+    assert (chat["ttft_s"] != limited["ttft_s"]) == (parts == 1), "the first of two parts has no batch"
+
+
+def test_bounds_on_priorities_are_refused_where_clients_priorities_rank(hardware: str, tmp_path: Path) -> None:
+    with pytest.raises(WrongValue, match=r"classes is 'chat:priority=-1', which bounds priorities"):
+        simulate(hardware, tmp_path / "c", scheduling="priority", classes="chat:priority=-1")
+    assert Serving(scheduling="priority", classes=Classes.parse("chat:ttft=1")).classes is not None

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpolicy.request_marks import Classes
 from kvpolicy.workload import (
     AZURE,
     AZURE_CONVERSATION,
@@ -19,6 +20,7 @@ from kvpolicy.workload import (
     Care,
     ClosedLoop,
     Conversations,
+    Granted,
     Joined,
     Labelled,
     Looped,
@@ -46,6 +48,20 @@ def test_what_is_set_is_set_for_all_and_the_rest_stays() -> None:
     assert second == Request(2.0, 20, 2, class_name="own", priority=-1, ttft_s=0.5, tpot_s=0.1)
     assert source.name == "hand,priority=-1,ttft_s=0.5"
     assert [request.class_name for request in Labelled(HAND, "urgent")] == ["urgent", "urgent"]
+
+
+def test_a_request_is_what_a_server_grants_it() -> None:
+    """By the operator's list, whatever it claims; and nothing else about it changes."""
+    source = Granted(Joined((HAND, Looped(Labelled(HAND, "chat", -3, 0.1, 0.1), 2))), Classes.parse("chat:ttft=1+own"))
+    assert [(one.class_name, one.priority, one.ttft_s, one.tpot_s) for one in source] == [
+        ("default", 0, None, None),
+        ("chat", -3, 1.0, None),
+        ("own", 3, None, None),
+        ("chat", -3, 1.0, None),
+    ]
+    unmarked = {"class_name": "x", "priority": 0, "ttft_s": None, "tpot_s": None}
+    assert [replace(one, **unmarked) for one in source] == [replace(one, **unmarked) for one in source.inner]
+    assert (source.name, source.seed) == (source.inner.name, 3)
 
 
 def test_a_closed_loop_is_one_loop() -> None:
