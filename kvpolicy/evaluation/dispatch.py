@@ -37,6 +37,6 @@ def evaluate(
         return offpolicy.estimate(traces, policies, seed, objective, how)
     if how != Estimation():
         raise InputError(
-            "a profile measured both options and is replayed; estimator, interval, cluster and limit are for logs"
+            "a profile measured both options and is replayed; estimator, interval, cluster, limit and slo are for logs"
         )
     return replay.evaluate(traces, policies, seed, objective)

@@ -1,10 +1,11 @@
-"""Settings of off-policy estimation: estimators, interval and clusters."""
+"""Settings of off-policy estimation: estimators, interval, clusters, and the deadlines of the log's requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvpolicy.fields import POSITIVE, WrongValue, one_of, option, validate
+from kvpolicy.latency import SLO_FORM, Slo
 
 ESTIMATORS = ("dm", "ips", "snips", "dr", "cross-fitted-dr", "switch-dr", "dros")
 INTERVALS = ("bootstrap", "bernstein", "sequence")
@@ -28,6 +29,12 @@ class Estimation:
     )
     limit_s: float | None = option(
         "For the interval bernstein: limit on the absolute value of any cost.", None, POSITIVE, metavar="SECONDS"
+    )
+    slo: Slo | None = option(
+        f"For logs: deadlines by which requests that brought none are judged: {SLO_FORM}. They say what service the "
+        "requests got under the log's own policy, and change no estimate.",
+        None,
+        metavar="DEADLINES",
     )
 
     def __post_init__(self) -> None:

@@ -62,4 +62,7 @@ def _words(service: ClassSummary) -> str:
     )
     if service.slo_share is None:
         return words
-    return f"{words}; {service.slo_share:.1%} of {service.deadline_requests} with a deadline met it"
+    return (
+        f"{words}; {service.slo_share:.1%} of {service.deadline_requests} with a deadline met it, goodput "
+        f"{service.goodput_req_s:.3g} requests/s"
+    )

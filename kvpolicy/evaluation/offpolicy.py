@@ -27,7 +27,7 @@ from kvpolicy.events import KINDS
 from kvpolicy.fields import WrongValue
 from kvpolicy.headroom import Headroom
 from kvpolicy.json_values import finite
-from kvpolicy.latency import ClassSummary
+from kvpolicy.latency import NO_SLO, ClassSummary
 from kvpolicy.policy import Policy, PolicyState, load_policies
 from kvpolicy.policy.cheapest import Always, Coin, Threshold
 from kvpolicy.policy.objective import ENGINE, Objective, objective_of
@@ -211,7 +211,7 @@ def estimate(
     return replace(
         report,
         headroom=log_headroom(recorded, cost_model),
-        classes=log_service(recorded),
+        classes=log_service(recorded, how.slo or NO_SLO),
         displacements=displacements_of(recorded),
         victims=victim_rules.judge_rules(recorded, seed),
     )

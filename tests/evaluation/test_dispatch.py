@@ -11,6 +11,7 @@ import pytest
 import kvpolicy
 from kvpolicy.evaluation import OffPolicyReport, evaluate
 from kvpolicy.evaluation.estimation import Estimation
+from kvpolicy.latency import Slo
 from kvpolicy.trace import TraceError
 from tests.synthetic import make_trace
 
@@ -21,6 +22,8 @@ def test_profiles_and_logs_are_not_judged_together(folder: Path, tmp_path: Path)
         evaluate([folder, tmp_path / "profile"], ["always-swap"])
     with pytest.raises(ValueError, match="a profile measured both options and is replayed"):
         evaluate([tmp_path / "profile"], ["always-swap"], how=Estimation(("dr",)))
+    with pytest.raises(ValueError, match="limit and slo are for logs"):
+        evaluate([tmp_path / "profile"], ["always-swap"], how=Estimation(slo=Slo(ttft_s=1.0)))
 
 
 def test_the_public_function_judges_logs(folder: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import kvpolicy
+from kvpolicy.evaluation import OffPolicyReport
+from kvpolicy.evaluation.estimation import Estimation
 from kvpolicy.evaluation.log_service import log_service, service_lines
 from kvpolicy.latency import Slo
 from kvpolicy.simulator import FolderSink, Server
@@ -55,7 +57,9 @@ def test_each_class_by_hand() -> None:
     assert log_service([one], Slo(tpot_s=1.0))["default"].slo_share == 1.0
     lines = service_lines(told)
     assert lines[0].startswith("served, class chat: 3 requests, 0.9 tokens/s; time to first token 1.67 s (p99")
-    assert lines[0].endswith("; 50.0% of 2 with a deadline met it") and lines[1].endswith("fairness 1")
+    assert lines[0].endswith("; 50.0% of 2 with a deadline met it, goodput 0.1 requests/s") and lines[1].endswith(
+        "fairness 1"
+    )
     assert log_service([trace("c")]) == {}
     older = one.table("requests").drop_columns(["class", "priority", "ttft_deadline_s", "tpot_deadline_s"])
     assert {name: told.requests for name, told in log_service([Trace({}, {"requests": older})]).items()} == {
@@ -82,6 +86,23 @@ def test_the_report_on_a_log_has_the_classes(tmp_path: Path) -> None:
     told = json.loads(json.dumps(report.to_dict(), allow_nan=False))["classes"]
     assert list(told) == ["default", "urgent"] and told["urgent"]["longest_gap_s"]["mean"] is None
     assert told["urgent"]["e2e_s"]["p99"] > 0 and "served, class urgent: " in report.text()
+
+
+def test_deadlines_judge_the_service_and_no_policy(tmp_path: Path) -> None:
+    """Goodput by class is what the simulator said of the run, under the same deadlines; no estimate changes."""
+    server = Server(block_size=16, block_bytes=1 << 16, device_blocks=24, host_blocks=100)
+    policy, slo = kvpolicy.load_policy("random:0.5"), Slo(ttft_s=0.05, tpot_s=0.01)
+    served = random_workload(7, 60, 60.0)
+    run = Builtin().run(served, policy, server, LINEAR, sink=FolderSink(tmp_path / "log"), slo=slo)
+    plain, judged = (kvpolicy.evaluate([tmp_path / "log"], ["always-swap"], how=Estimation(slo=given))
+                     for given in (None, slo))  # fmt: skip
+    assert isinstance(plain, OffPolicyReport) and isinstance(judged, OffPolicyReport)
+    for name, simulated in run.summary.classes.items():
+        of_log = judged.classes[name]
+        assert (of_log.deadline_requests, of_log.slo_share) == (simulated.deadline_requests, simulated.slo_share)
+        assert of_log.deadline_requests == of_log.requests > 0 and of_log.slo_share not in (0.0, 1.0)
+    assert plain.classes != judged.classes and plain.policies == judged.policies
+    assert "with a deadline met it, goodput" in judged.text()
 
 
 def test_a_first_token_without_tokens_is_refused() -> None:
