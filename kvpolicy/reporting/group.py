@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvpolicy.evaluation.displacements import Displacements
 from kvpolicy.headroom import Headroom
 from kvpolicy.reporting.findings import Finding
 from kvpolicy.reporting.measurements import Material
@@ -28,6 +29,8 @@ class Group:
     learned: Learned
     headrooms: Mapping[str, Headroom] = field(default_factory=dict)
     """What there was to win in the runs served under recompute, by state."""
+    displacements: Displacements | None = None
+    """Requests that an order of service displaced; None where none is recorded."""
 
     def findings_of(self, figure: str) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.figure == figure)

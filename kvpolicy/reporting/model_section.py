@@ -66,7 +66,11 @@ def learned(traces: Sequence[Path], cost_model: str | None, seed: int) -> Learne
 
 
 def _judged(traces: Sequence[Path], model: str, name: str, seed: int) -> Learned:
-    dataset, lacking = read_dataset(list(traces)), []
+    lacking = []
+    try:
+        dataset = read_dataset(list(traces))
+    except KVPolicyError as error:  # as in a log of production, whose states were not measured under both options
+        return Learned(name, lacking=(f"boundary, calibration and regret: {error}",), fitted=load(model))
     calibration = _calibration(dataset, model)
     if not calibration:
         lacking.append("calibration: the model was trained on every state of these traces")

@@ -129,6 +129,7 @@ def _section(group: Group, number: int, inlined: dict[tuple[int, str], Markup]) 
         "answers": [(_counted(answer, count), CLASSES[answer]) for answer, count in group.answers.items() if count],
         "missing": dict(group.missing),
         "to_win": served_lines(group.headrooms),
+        "displaced": [] if group.displacements is None else group.displacements.lines(),
         "findings": {
             figure: [
                 {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from kvpolicy import trace as traces
 from kvpolicy.errors import InputError
+from kvpolicy.evaluation.displacements import displacements_of
 from kvpolicy.evaluation.log_headroom import served_headrooms, served_lines
 from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths, refuse_non_integer, refuse_other
 from kvpolicy.hardware import fingerprint
@@ -38,6 +39,7 @@ class StudyReport:
                 "findings": [finding.to_dict() for finding in group.findings],
                 "missing": dict(group.missing),
                 "headroom": {state: won.to_dict() for state, won in group.headrooms.items()},
+                "displacements": None if group.displacements is None else asdict(group.displacements),
             }
             for group in self.groups
         }
@@ -52,6 +54,7 @@ class StudyReport:
             lines += [f"  {figure} is not filled: {why}" for figure, why in group.missing]
             lines += [f"  {reason}" for reason in group.learned.lacking]
             lines += [f"  {line}" for line in served_lines(group.headrooms)]
+            lines += [] if group.displacements is None else [f"  {line}" for line in group.displacements.lines()]
         lines.append(f"written: {self.out}" + (f" and {len(self.figures)} figure files" if self.figures else ""))
         return "\n".join(lines)
 
@@ -130,4 +133,5 @@ def _group(name: str, folders: Sequence[Path], cost_model: str | None, seed: int
     results = tuple(finding for figure in FIGURES for finding in findings(measurements, figure, rng))
     judged = learned(folders, cost_model, seed)
     headrooms = served_headrooms(measurements.trace, judged.fitted)
-    return Group(name, tuple(folders), measurements, results, unfilled, judged, headrooms)
+    displaced = displacements_of([measurements.trace])
+    return Group(name, tuple(folders), measurements, results, unfilled, judged, headrooms, displaced)

@@ -43,6 +43,11 @@ def test_what_is_reported_is_what_was_recorded() -> None:
     assert found.mean_cost_s == pytest.approx(sum(cost for cost in costs_s if cost is not None) / found.known)
     prices_s = [one["price_s"] for row in rows for one in row["candidates"][: row["taken"]]]
     assert found.priced == len(prices_s) and found.mean_price_s == pytest.approx(sum(prices_s) / len(prices_s))
+    outcomes = {row["preemption_id"]: row for row in trace.rows("outcomes")}
+    ended = [outcomes[row["preemption_id"]] for row in victims]
+    away_s = [row["victim_delay_s"] + row["wait_blocks_s"] for row in ended if row["ended"] == "resumed"]
+    assert found.returned == len(away_s) > 10 and found.mean_away_s == pytest.approx(sum(away_s) / len(away_s))
+    assert found.longest_away_s == pytest.approx(max(away_s)) and max(away_s) > 0
     text = "\n".join(found.lines())
     assert f"{found.displaced} requests for {found.let_in} others" in text and "by rank: " in text
 
@@ -50,7 +55,48 @@ def test_what_is_reported_is_what_was_recorded() -> None:
 def test_a_policy_without_predictions_has_no_price() -> None:
     found = displacements_of([served("mlfq:base=8")])
     assert found is not None and (found.priced, found.mean_price_s) == (0, None)
-    assert "mean price unknown (predicted for 0)" in found.lines()[-1]
+    assert any("mean price unknown (predicted for 0)" in line for line in found.lines())
+
+
+def test_each_class_by_itself() -> None:
+    """The displaced ones and those that others were displaced for, by the class in their rows of requests."""
+    trace = served("classes:urgent+default/mlfq:base=8", PRICED)
+    found = displacements_of([trace])
+    assert found is not None and list(found.by_class) == ["default", "urgent"]
+    class_of = {row["request"]: row["class"] for row in trace.rows("requests")}
+    rows = trace.rows("displacements")
+    for name, one in found.by_class.items():
+        assert one.let_in == sum(class_of[row["request"]] == name for row in rows)
+        taken = [victim for row in rows for victim in row["candidates"][: row["taken"]]]
+        mine = [victim for victim in taken if class_of[victim["request"]] == name]
+        assert one.displaced == len(mine)
+        if mine:
+            assert one.mean_price_s == pytest.approx(sum(victim["price_s"] for victim in mine) / len(mine))
+            assert one.mean_away_s is not None and one.mean_away_s > 0
+    default, urgent = found.by_class.values()
+    assert default.displaced + urgent.displaced == found.displaced > 20 and default.let_in and urgent.let_in
+    assert f"  class urgent: {urgent.displaced} displaced" in "\n".join(found.lines())
+
+
+def test_by_class_it_is_said_for_whom() -> None:
+    found = displacements_of([served("classes:urgent+default")])
+    assert found is not None
+    default, urgent = found.by_class["default"], found.by_class["urgent"]
+    assert (default.displaced, default.let_in) == (found.displaced, 0) and default.mean_price_s is None
+    assert (urgent.displaced, urgent.let_in, urgent.mean_away_s) == (0, found.let_in, None)
+    assert f"  class urgent: 0 displaced; others displaced for {found.let_in} of them" in found.lines()
+
+
+def test_who_had_not_ended_has_no_class() -> None:
+    """A log may end, or begin, between a request's displacement and its end."""
+    trace = served("mlfq:base=8")
+    tables = dict(trace.tables) | {"requests": trace.table("requests").slice(0, 0)}
+    found = displacements_of([Trace(trace.headers, tables)])
+    assert found is not None and list(found.by_class) == ["unfinished"]
+    assert found.by_class["unfinished"].displaced == found.displaced and "class" not in "\n".join(found.lines())
+    older = trace.table("requests").drop_columns(["class", "priority", "ttft_deadline_s", "tpot_deadline_s"])
+    found = displacements_of([Trace(trace.headers, dict(trace.tables) | {"requests": older})])
+    assert found is not None and list(found.by_class) == ["default"]
 
 
 def test_nothing_is_reported_where_nobody_was_displaced() -> None:
