@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import claims
-from tests.vllm import alone, harness  # first: it finds the vLLM that is asked for
+from tests.vllm import alone, harness, memory  # first: it finds the vLLM that is asked for
 
 # isort: split
 from vllm import SamplingParams
@@ -36,6 +37,7 @@ from kvpolicy_vllm.plugin.learner import Learner
 from kvpolicy_vllm.plugin.observers import Observer
 from tests.vllm.disturbances import Disturbances, Shares, loaded_and_waiting
 from tests.vllm.models import write_llama
+from tests.vllm.pictures import RefusedByEncoder, drawn_features, limit_encoder
 from tests.vllm.places import Places
 from tests.vllm.setups import BLOCK, MAX_SESSIONS, MAX_SHARED_TOKENS, UNRULY, Setup
 from tests.vllm.symbolic import Faults, SymbolicWorker
@@ -72,6 +74,8 @@ class Outcome:
     """Requests for which others were displaced and which did not come in."""
     longest_wait: int = 0
     """Under an order that promotes: most steps in a row in which a request could have been scheduled and was not."""
+    let_in_with_pictures: int = 0
+    """Requests with pictures for which others were displaced."""
 
 
 class Grammars:
@@ -112,6 +116,7 @@ class Schedule:
         self.setup = setup
         self.grammars = Grammars(setup.seed)
         self.scheduler = alone.scheduler_for(_job(setup, model), grammars=self.grammars if setup.grammars else None)
+        limit_encoder(self.scheduler, setup)
         self.steps = self.tokens = 0
         self._make_repeatable()
         controller = self.scheduler.kvpolicy
@@ -130,6 +135,7 @@ class Schedule:
         self._aggregator = KVOutputAggregator(setup.ranks)
         self.disturbances = Disturbances(self.scheduler, self.workers, setup.seed, _shares(setup))
         self.places = Places(self.scheduler)
+        self.refused_by_encoder = RefusedByEncoder(self.scheduler)
         self.stalled = ""
         self.waits: list[int] = []
         self.most_events = 0
@@ -261,10 +267,14 @@ class Schedule:
         yield from self.places.wrong
         yield from _wrong_contents(self.workers)
         yield from _left_behind(self.scheduler, self.workers, self.learner)
+        yield from memory.naming(self.scheduler, {request.request_id for request in self.requests})
         yield from _miscounted(self.scheduler, self.requests)
         yield from self._ill_ordered()
         if self.longest_wait > self._patience():
             yield f"a request waited for {self.longest_wait} steps, of {self._patience()} at most"
+        if self.refused_by_encoder.found:
+            names = ", ".join(self.refused_by_encoder.found[:5])
+            yield f"others were displaced for requests whose pictures cannot be encoded: {names}"
         if self.swaps.found:
             yield f"recorded as swapped, but computed again: {', '.join(self.swaps.found[:5])}"
         yield from _ended_badly(self.requests, self.disturbances.aborted)
@@ -311,6 +321,7 @@ class Schedule:
             turns=self.turns,
             missed=self.scheduler.ordering.missed if self.scheduler.ordering is not None else 0,
             longest_wait=self.longest_wait,
+            let_in_with_pictures=self.refused_by_encoder.let_in,
         )
 
 
@@ -421,6 +432,8 @@ def _drawn_request(number: int, head: list[int], rng: random.Random, setup: Setu
     plain = special.keys() <= {"stop_token_ids"}
     session = setup.has_sessions and plain and number % (setup.requests // MAX_SESSIONS) == 3
     more: dict[str, Any] = {"resumable": True} if session else {}
+    if not session:
+        more["mm_features"] = drawn_features(setup, number, len(prompt) - own, len(prompt))
     return alone.made_request(number, prompt, parameters, priority=rng.randrange(4), lora_request=lora, **more)
 
 
@@ -497,16 +510,22 @@ def run(setup: Setup, model: Path) -> Outcome:
 
 
 def main(job_path: str, results_path: str) -> None:
-    """JOB: ``setups``, each as its `repr`. Each outcome is written as soon as it is there."""
+    """JOB: ``setups``, each as its `repr`. Each outcome is written as soon as it is there, and at the end, beside them,
+    the memory of this process after each."""
     logging.disable(logging.ERROR)
     job = json.loads(Path(job_path).read_text())
     results = Path(results_path)
     model = write_llama(results.parent / "model")
+    resident = []
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through after each schedule
     with results.open("a") as lines:
         for text in job["setups"]:
             outcome = run(Setup.parse(text), model)
             lines.write(json.dumps(asdict(outcome)) + "\n")
             lines.flush()
+            resident.append(memory.resident_kib())
+    memory.write(results, resident)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,11 @@ class Setup:
     """Tokens of a prompt in one step, at most; 0: as many as fit."""
     throttled: bool
     """Now and then a step computes no prompts."""
+    # An encoder.
+    pictures: int
+    """Tokens of the largest picture in a prompt; 0: there are none."""
+    encoder_room: float
+    """What the encoder takes in a step, and its cache holds, in largest pictures."""
 
     @classmethod
     def draw(cls, seed: int, **fixed: Any) -> Setup:
@@ -154,4 +159,6 @@ _DRAWS = {
     "reserves_whole": lambda rng: rng.random() < 0.7,
     "long_prefill": lambda rng: rng.choice([0, 0, 40]),
     "throttled": lambda rng: rng.random() < 0.2,
+    "pictures": lambda rng: rng.choice([0, 0, 24, 60]),
+    "encoder_room": lambda rng: rng.choice([1.0, 1.0, 1.5, 4.0]),
 }

@@ -7,8 +7,9 @@
     python -m tests.vllm.soak --versions 0.30.0 --replay 'Setup(seed=7, ...)'
 
 What is done is remembered in ``.soak``, by version and by a digest of the code: the plugin, what it decides with, and
-the fuzz. Prints a line per version, and for the first failures a line that replays each; exit status 1 where one
-failed or a version has no sources.
+the fuzz. Prints a line per version, with what the memory of its processes grew by, and for the first failures a line
+that replays each; exit status 1 where one failed, memory grew by more than :data:`tests.vllm.memory.MAX_GROWTH_KIB`,
+or a version has no sources.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.vllm import harness
+from tests.vllm import harness, memory
 from tests.vllm.setups import Setup
 from tests.vllm.versions import CLAIMED, INSTALLED, ROOT, source_of
 
@@ -39,13 +40,14 @@ CHUNK = 125
 CHUNK_TIMEOUT_S = 3600.0
 SHOWN_FAILURES = 3
 TOTALS = ("steps", "preemptions", "swaps", "displaced")
+PARTS = ("alone", "disturbances", "fuzz", "harness", "memory", "pictures", "places", "setups", "symbolic")
 CODE = (
     "integrations/kvpolicy_vllm/plugin",
     "integrations/kvpolicy_vllm/connector.py",
     "kvpolicy",
     "tests/holds.py",
     "tests/unruly.py",
-    *(f"tests/vllm/{name}.py" for name in ("alone", "disturbances", "fuzz", "harness", "places", "setups", "symbolic")),
+    *(f"tests/vllm/{name}.py" for name in PARTS),
 )
 
 
@@ -59,10 +61,17 @@ class Summary:
 
     version: str
     outcomes: tuple[dict[str, Any], ...]
+    grown_kib: int | None = None
+    """What the memory of a process grew by, at most of those that ran them; None where too few ran in one."""
 
     @property
     def failed(self) -> list[dict[str, Any]]:
         return [outcome for outcome in self.outcomes if outcome["problems"]]
+
+    @property
+    def leaks(self) -> bool:
+        """Whether a process took more and more memory."""
+        return self.grown_kib is not None and self.grown_kib > memory.MAX_GROWTH_KIB
 
     def __str__(self) -> str:
         total = {name: sum(outcome[name] for outcome in self.outcomes) for name in TOTALS}
@@ -73,8 +82,15 @@ class Summary:
         return (
             f"{self.version}: {len(self.outcomes)} schedules, {len(self.failed)} failed; {total['steps']} steps, "
             f"{total['swaps']} swaps of {total['preemptions']} preemptions, {total['displaced']} of them displaced, "
-            f"loaded requests waited p90 {p90}, others under promotion {longest} steps at most, {turns} further inputs"
+            f"loaded requests waited p90 {p90}, others under promotion {longest} steps at most, "
+            f"{turns} further inputs, {self._memory()}"
         )
+
+    def _memory(self) -> str:
+        if self.grown_kib is None:
+            return "memory not compared: too few schedules in a process"
+        grown = f"memory grew by {self.grown_kib / 1024:.1f} MiB"
+        return f"{grown}, more than {memory.MAX_GROWTH_KIB / 1024:g}" if self.leaks else grown
 
     def replays(self) -> list[str]:
         """For the first failures: what went wrong, and the command that shows it again."""
@@ -107,7 +123,7 @@ def run(version: str, setups: Iterable[Setup], folder: Path) -> Summary:
     if missing:
         job.write_text(json.dumps({"setups": missing}))
         _run_process(version, source, job, results)
-    return Summary(version, tuple(read(results)))
+    return Summary(version, tuple(read(results)), memory.read_growth(results))
 
 
 def _run_process(version: str, source: str, job: Path, results: Path) -> None:
@@ -160,7 +176,9 @@ def soak(versions: Sequence[str], seeds: range, fixed: dict[str, Any], workers: 
         started = {version: [pool.submit(chunk, version, part) for part in chunks] for version in versions}
         for version, parts in started.items():
             found = [part.result() for part in parts]
-            summaries.append(Summary(version, tuple(outcome for one in found for outcome in one.outcomes)))
+            growths = [one.grown_kib for one in found if one.grown_kib is not None]
+            outcomes = tuple(outcome for one in found for outcome in one.outcomes)
+            summaries.append(Summary(version, outcomes, max(growths, default=None)))
     return summaries
 
 
@@ -181,7 +199,7 @@ def main() -> int:
         print(summary)
         for line in summary.replays():
             print(line)
-    return int(any(summary.failed for summary in summaries))
+    return int(any(summary.failed or summary.leaks for summary in summaries))
 
 
 def _arguments() -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,10 @@ BESIDES: tuple[dict[str, Any], ...] = (
     {"reserves_whole": False, "token_budget": 48}, {"reserves_whole": False, "long_prefill": 40}, {"long_prefill": 40},
     {"sessions": True, "asynchronous": False, "max_running": 4}, {"throttled": True},
 )  # fmt: skip
+NO_PREFIX_CACHE: dict[str, Any] = {
+    "kv_cache_manager": SimpleNamespace(enable_caching=False),
+    "kvpolicy": SimpleNamespace(loadable_tokens=lambda request, local_tokens: 0),
+}
 PLAIN = {"sessions": False, "reserves_whole": True, "long_prefill": 0, "throttled": False}
 
 
@@ -137,7 +142,48 @@ def test_an_input_that_the_encoder_cannot_take_keeps_its_request_waiting(
         get_num_encoder_embeds=lambda number: 50,
     )  # fmt: skip
     cache = SimpleNamespace(cached=cached, num_freeable_slots=free)
-    made = engine(max_num_encoder_input_tokens=budget, encoder_cache_manager=cache)
+    made = engine(max_num_encoder_input_tokens=budget, encoder_cache_manager=cache, **NO_PREFIX_CACHE)
     assert Admission(made).lacks_encoder_room(request) == lacks
     request.has_encoder_inputs = False
     assert not Admission(made).lacks_encoder_room(request)
+
+
+@pytest.mark.parametrize(("hit", "loads", "lacks"), [(0, 0, False), (10, 0, True), (60, 0, False), (10, 16, False)])
+def test_an_input_counts_that_follows_what_is_cached(hit: int, loads: int, lacks: bool) -> None:
+    """Past a prefix that is cached the picture comes first; nothing is encoded in the step that loads blocks."""
+    picture = SimpleNamespace(identifier="picture", mm_position=SimpleNamespace(offset=10, length=50))
+    request = SimpleNamespace(
+        has_encoder_inputs=True, mm_features=[picture], num_computed_tokens=0, num_tokens=90, block_hashes=[],
+        skip_reading_prefix_cache=False, get_num_encoder_embeds=lambda number: 50,
+    )  # fmt: skip
+    coordinator = SimpleNamespace(find_longest_cache_hit=lambda hashes, tokens: ((), hit))
+    made = engine(
+        max_num_encoder_input_tokens=40, encoder_cache_manager=SimpleNamespace(cached=[], num_freeable_slots=90),
+        kv_cache_manager=SimpleNamespace(enable_caching=True, coordinator=coordinator),
+        kvpolicy=SimpleNamespace(loadable_tokens=lambda request, local: loads),
+    )  # fmt: skip
+    assert Admission(made).lacks_encoder_room(request) == lacks
+    request.skip_reading_prefix_cache = True
+    assert not Admission(made).lacks_encoder_room(request)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("version", quick_and_others(INSTALLED, FETCHED_BY_MAKE))
+def test_nobody_is_displaced_for_a_picture_that_cannot_be_encoded(version: str, tmp_path: Path) -> None:
+    """Where the encoder takes one large picture at a time. A request is passed over while its picture has no room, and
+    others come in before it: drawn schedules fail where others were displaced for it."""
+    source_or_skip(version)
+    pictures: dict[str, Any] = {"pictures": 60, "encoder_room": 1.0, "token_budget": 128, "spare_blocks": 4}
+    setups = [
+        Setup.draw(seed, **ORDERED | PLAIN | pictures | {"order": order, "prefix_caching": prefix_caching})
+        for seed, (order, prefix_caching) in enumerate(product(("urgent", "mlfq:base=4"), (True, False)))
+    ]
+    done = soak.run(version, setups, tmp_path)
+    assert not done.failed, "\n".join([str(done), *done.replays()])
+    assert sum(outcome["let_in_with_pictures"] for outcome in done.outcomes) > 20
+
+
+def test_a_picture_without_room_is_seen_where_it_is_not_heeded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "lacks_encoder_room", lambda admission, request: False)
+    setup = Setup.draw(1, **ORDERED | PLAIN | {"pictures": 60, "encoder_room": 1.0, "token_budget": 128})
+    assert any("pictures cannot be encoded" in problem for problem in fuzz.run(setup, model).problems)

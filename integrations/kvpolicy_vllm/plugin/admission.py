@@ -33,15 +33,30 @@ class Admission:
         """Whether the request's next token belongs to an input that the encoder cannot take now."""
         if not request.has_encoder_inputs:
             return False
-        scheduler, cache = self._scheduler, self._scheduler.encoder_cache_manager
-        for number, feature in enumerate(request.mm_features):
-            place = feature.mm_position
-            if place.offset > request.num_computed_tokens:
-                return False
-            if place.offset + place.length > request.num_computed_tokens and feature.identifier not in cache.cached:
-                wanted = request.get_num_encoder_embeds(number)
-                return bool(wanted > min(scheduler.max_num_encoder_input_tokens, cache.num_freeable_slots))
-        return False
+        cache = self._scheduler.encoder_cache_manager
+        room = min(self._scheduler.max_num_encoder_input_tokens, cache.num_freeable_slots)
+        too_large = [
+            feature.mm_position
+            for number, feature in enumerate(request.mm_features)
+            if feature.identifier not in cache.cached and request.get_num_encoder_embeds(number) > room
+        ]
+        if not too_large:
+            return False
+        position = self._begins_at(request)
+        return any(place.offset <= position < place.offset + place.length for place in too_large)
+
+    def _begins_at(self, request: Any) -> int:
+        """Position of the first token that would be computed at its admission, past the prefix cache; the request's end
+        where blocks would be loaded first, as nothing is computed then."""
+        manager = self._scheduler.kv_cache_manager
+        if request.num_computed_tokens > 0:
+            return int(request.num_computed_tokens)
+        local_tokens = 0
+        if manager.enable_caching and not request.skip_reading_prefix_cache:
+            hit = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+            local_tokens = int(hit[1])
+        loads = self._scheduler.kvpolicy.loadable_tokens(request, local_tokens)
+        return int(request.num_tokens if loads else local_tokens)
 
     def need_blocks(self, request: Any, hits: Sequence[Any], local_tokens: int, load_tokens: int) -> int:
         """Blocks that must be free for a request that holds none. ``hits``: blocks of it in the prefix cache,
