@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,6 +37,8 @@ ROUNDS = 8
 one does."""
 BEFORE_EPHEMERAL = range(20000, 32000)
 """Ports that no connection is given by chance."""
+DISPLACES = {("chat", "batch"), ("chat", "default"), ("batch", "default")}
+"""Under the order classes:chat+batch: whose request displaces whose."""
 WORDS = ("block", "page", "cache", "step", "batch", "queue", "token", "prompt", "decode", "evict", "swap", "host")
 
 
@@ -129,10 +131,17 @@ def all_answered(base: str, clients: int, number: int, cores: int = 1) -> None:
 
 def pressed(base: str) -> set[str]:
     """Engine cores that have preempted somebody."""
+    return {core for core, count in by_core(base, "preemptions_total").items() if count}
+
+
+def by_core(base: str, name: str) -> dict[str, float]:
+    """One of our metrics by engine core, summed over its other labels."""
+    result: dict[str, float] = defaultdict(float)
     with urllib.request.urlopen(f"{base}/metrics", timeout=PATIENCE_S) as answer:
-        lines = answer.read().decode().splitlines()
-    counts = [line for line in lines if line.startswith("vllm:kvpolicy_preemptions_total{") and float(line.split()[-1])]
-    return {line.split('engine="')[1].split('"')[0] for line in counts}
+        for line in answer.read().decode().splitlines():
+            if line.startswith(f"vllm:kvpolicy_{name}{{"):
+                result[line.split('engine="')[1].split('"')[0]] += float(line.rsplit(" ", 1)[1])
+    return result
 
 
 def metrics(base: str) -> dict[str, float]:
@@ -266,3 +275,47 @@ def test_two_data_parallel_cores(model: str, tmp_path: Path) -> None:
     recorded = trace.read(folder)
     assert len(recorded.headers) == 2
     assert set(recorded.table("decisions")["core"].to_pylist()) == set(recorded.headers)
+
+
+def test_marks_and_an_order_reach_both_cores(model: str, tmp_path: Path) -> None:
+    """Each core ranks its own requests by what was granted, displaces among them alone, and counts for itself."""
+    folder, order = tmp_path / "trace", "classes:chat+batch"
+    options = (
+        "--policy", "always-swap", "--host-gib", "0.25", "--trace", str(folder), "--data-parallel-size", "2",
+        "--order", order, "--classes", "chat:ttft=0.5+batch",
+    )  # fmt: skip
+    with server(model, tmp_path, *options, workers=2) as (base, process):
+
+        def ask(seed: int, class_name: str, tokens: tuple[int, int]) -> dict[str, object]:
+            marks = {"kvpolicy": {"class": class_name}}
+            return complete(base, seed, tokens, rank=seed % 2, kv_transfer_params=marks)
+
+        asked = 24
+        with ThreadPoolExecutor(asked) as pool:
+            batch = [pool.submit(ask, seed, "batch", (600, 700)) for seed in range(12)]
+            batch += [pool.submit(ask, seed, "nobody's", (600, 700)) for seed in (12, 13)]
+            for number in range(4 * ROUNDS):  # long prompts, so that one takes the blocks of somebody
+                seeds = range(100 + 8 * number, 108 + 8 * number)
+                list(pool.map(lambda seed: ask(seed, "chat", (60, 80)), seeds))
+                if len([core for core, count in by_core(base, "displaced_total").items() if count]) == 2:
+                    break
+            for one in batch:
+                one.result()
+        wait_until(lambda: settled(metrics(base)), lambda: f"the metrics do not settle: {metrics(base)}")
+        displaced, clamped = by_core(base, "displaced_total"), by_core(base, "clamped_marks_total")
+        process.terminate()
+        process.wait(timeout=PATIENCE_S)
+    recorded = trace.read(folder)
+    assert len(displaced) == 2 and min(displaced.values()) > 0, displaced
+    assert clamped == {"0": 1, "1": 1}, "a class that nobody listed, of each core"
+    assert [header.order for header in recorded.headers.values()] == [order, order]
+    class_of = {(row["core"], row["request"]): row["class"] for row in recorded.rows("requests")}
+    taken = Counter[str]()
+    for row in recorded.rows("displacements"):
+        for victim in row["candidates"][: row["taken"]]:
+            taken[row["core"]] += 1
+            assert (class_of[row["core"], row["request"]], class_of[row["core"], victim["request"]]) in DISPLACES
+    assert sorted(taken.values()) == sorted(displaced.values())
+    for core in recorded.headers:
+        assert Counter(name for at, name in class_of.items() if at[0] == core)["batch"] == 6
+        assert {"chat", "default"} <= {name for at, name in class_of.items() if at[0] == core}
