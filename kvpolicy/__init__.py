@@ -60,6 +60,7 @@ _HOMES = {
     "explain": "kvpolicy.explanation",
     "calibrate": "kvpolicy.training",
     "profile": "kvpolicy.integrations",
+    "check": "kvpolicy.integrations",
     "serve": "kvpolicy.integrations",
     "demo": "kvpolicy.integrations",
     "characterize": "kvpolicy.integrations",

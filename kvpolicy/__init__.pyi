@@ -15,6 +15,7 @@ from kvpolicy.explanation import Explanation as Explanation
 from kvpolicy.explanation import Question as Question
 from kvpolicy.explanation import explain as explain
 from kvpolicy.integrations import characterize as characterize
+from kvpolicy.integrations import check as check
 from kvpolicy.integrations import demo as demo
 from kvpolicy.integrations import profile as profile
 from kvpolicy.integrations import serve as serve
@@ -88,6 +89,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "characterize",
+    "check",
     "demo",
     "evaluate",
     "explain",

@@ -41,6 +41,15 @@ class Report(Protocol):
     def text(self) -> str: ...
 
 
+class Checked(Report, Protocol):
+    """Whether an engine would start."""
+
+    @property
+    def ok(self) -> bool: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 class Launcher(Protocol):
     """Writes a server's flags; the engine itself need not be installed."""
 
@@ -67,6 +76,10 @@ class Integration(Protocol):
 
     def simulator(self) -> Simulator:
         """A simulator that runs the engine's own code."""
+        ...
+
+    def check(self, llm: str, settings: ServerSettings, vllm_flags: Sequence[str]) -> Checked:
+        """Whether the engine would start with these flags, without its weights."""
         ...
 
     def profile(self, out: Path, how: Measurement) -> Report: ...
@@ -117,6 +130,13 @@ def require(name: str = DEFAULT) -> None:
 
 def serve_command(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str] = ()) -> list[str]:
     """The command that :func:`serve` runs; arguments and errors are the same."""
+    settings = _served(llm, settings, vllm_flags)
+    launch = launcher()
+    return launch.serve_command(llm, launch.options(settings), vllm_flags)
+
+
+def _served(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str]) -> ServerSettings:
+    """The settings. Raises WrongValue for an argument of a wrong type."""
     if isinstance(settings, str | Policy) or (isinstance(settings, type) and issubclass(settings, Policy)):
         settings = ServerSettings(settings)  # which refuses an object, with its path
     refuse_other("settings", settings, ServerSettings, "a policy's name or ServerSettings")
@@ -124,8 +144,16 @@ def serve_command(llm: str, settings: ServerSettings | str, vllm_flags: Sequence
     refuse_single(vllm_flags=vllm_flags)
     for number, flag in enumerate(vllm_flags):
         refuse_other(f"vllm_flags[{number}]", flag, str, "a text")
-    launch = launcher()
-    return launch.serve_command(llm, launch.options(settings), vllm_flags)
+    return settings
+
+
+def check(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str] = ()) -> Checked:
+    """Whether a server started with the same arguments as for :func:`serve` would start, in seconds: the engine's
+    configuration and its KV cache are made, its weights are not read.
+
+    Raises as :func:`serve`, and EngineFailed where the process that looks ends badly.
+    """
+    return engine().check(llm, _served(llm, settings, vllm_flags), vllm_flags)
 
 
 def serve(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str] = ()) -> subprocess.Popen[bytes]:

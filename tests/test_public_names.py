@@ -30,11 +30,14 @@ RESULTS = (
     "Explanation",
 )  # fmt: skip
 VERBS = (
-    "train", "evaluate", "simulate", "recommend", "explain", "calibrate", "profile", "serve", "demo", "characterize",
-    "report", "import_profile",
+    "train", "evaluate", "simulate", "recommend", "explain", "calibrate", "profile", "check", "serve", "demo",
+    "characterize", "report", "import_profile",
 )  # fmt: skip
 NAMES = (*NOUNS, *OF_ONES_OWN, *ARGUMENTS, *RESULTS, *VERBS)
-UNNAMED = {"Report": "what an engine's integration returns", "StudyReport": "read as text", "Imported": "read as text"}
+UNNAMED = {
+    "Report": "what an engine's integration returns", "Checked": "the same", "StudyReport": "read as text",
+    "Imported": "read as text",
+}  # fmt: skip
 """Types in the signatures of verbs that nobody has to make or to name, and why."""
 RARE = {"EngineTime", "ModelShape", "SimulatedLink"}
 """Arguments of `import_profile` that it makes of files and texts."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from kvpolicy_vllm import launch
 
 if TYPE_CHECKING:
-    from kvpolicy.integrations import Launcher, Report
-    from kvpolicy.settings import Measurement
+    from kvpolicy.integrations import Checked, Launcher, Report
+    from kvpolicy.settings import Measurement, ServerSettings
     from kvpolicy.simulator.base import Simulator
 
 
@@ -25,6 +25,11 @@ class VllmIntegration:
         from kvpolicy_vllm.simulator.engine import VllmScheduler
 
         return VllmScheduler()
+
+    def check(self, llm: str, settings: ServerSettings, vllm_flags: Sequence[str]) -> Checked:
+        from kvpolicy_vllm.check import check
+
+        return check(llm, settings, vllm_flags)
 
     def profile(self, out: Path, how: Measurement) -> Report:
         from kvpolicy_vllm.bench.run_profile import profile

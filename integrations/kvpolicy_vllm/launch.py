@@ -75,6 +75,12 @@ def config_yaml(extra: Mapping[str, Any]) -> str:
 
 def serve_command(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
     """The command that starts the server. Raises InputError naming flags that would override the plugin's."""
+    flags_of_both = serve_flags(llm, extra, vllm_flags)
+    return [*server(llm), *flags_of_both]
+
+
+def serve_flags(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
+    """The server's flags, after the model: the plugin's and vLLM's. Raises as :func:`serve_command`."""
     if llm.startswith("-"):
         raise InputError(f"the model comes before vLLM's flags, as in: kvpolicy serve LLM --policy P {llm} ...")
     present_flags = _present_flags(vllm_flags)
@@ -86,7 +92,7 @@ def serve_command(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str])
         and _vllm_knows(SHUTDOWN)
     ):
         shutdown_flags = [SHUTDOWN, str(SHUTDOWN_S)]
-    return [*server(llm), *flags(extra), *shutdown_flags, *vllm_flags]
+    return [*flags(extra), *shutdown_flags, *vllm_flags]
 
 
 def _refuse_flags(present_flags: Iterable[tuple[str, str]]) -> None:

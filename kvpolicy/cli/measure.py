@@ -113,6 +113,18 @@ def explain(
         raise WrongValue("plot", report.not_drawn)
 
 
+def check(
+    context: typer.Context,
+    llm: Annotated[
+        str, typer.Argument(metavar="LLM", help="The model, as for `vllm serve`, followed by vLLM's flags.")
+    ],
+    settings: ServerSettings,
+) -> Any:
+    """Say in seconds, without reading weights, whether a server with these flags would start, and why not. Flags that
+    are not kvpolicy's are vLLM's."""
+    return kvpolicy.check(llm, settings, context.args)
+
+
 def serve(
     context: typer.Context,
     llm: Annotated[
@@ -180,6 +192,7 @@ def add_to(app: typer.Typer) -> None:
     add(calibrate)
     add(evaluate, "File for the report.")
     add(explain)
+    add(check, "File for the report.", context_settings=SERVER_FLAGS)
     add(serve, context_settings=SERVER_FLAGS)
     add(config)
     add(demo)

@@ -30,8 +30,11 @@ PATIENCE_S = 20.0
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def environment() -> dict[str, str]:
-    """Environment of an engine process. Variables that the user has set win, except those that drive the process."""
+def environment(online: bool = False) -> dict[str, str]:
+    """Environment of an engine process. Variables that the user has set win, except those that drive the process.
+
+    ``online``: whether a model's files may be asked for at a hub.
+    """
     paths = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
     defaults = {
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -41,7 +44,7 @@ def environment() -> dict[str, str]:
         # The connector is named by module path, so no other plugin is needed; none may affect the measurement.
         "VLLM_PLUGINS": "kvpolicy",
     }
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    offline = {} if online else {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return defaults | _without_accelerator() | os.environ | offline | {"PYTHONPATH": paths, **_in_process()}
 
 
@@ -72,10 +75,11 @@ def device_arguments(on_cpu: bool) -> dict[str, Any]:
 class EngineProcess:
     """A child process with one engine. A context manager; :meth:`ask` runs a job and may be called repeatedly.
 
-    ``module`` is run as ``__main__``; its output goes to ``log`` (None: a temporary file).
+    ``module`` is run as ``__main__``; its output goes to ``log`` (None: a temporary file). ``online``: as for
+    :func:`environment`.
     """
 
-    def __init__(self, module: str, log: Path | None = None) -> None:
+    def __init__(self, module: str, log: Path | None = None, online: bool = False) -> None:
         jobs_read, jobs_write = os.pipe()
         answers_read, answers_write = os.pipe()
         self._log_folder = tempfile.TemporaryDirectory() if log is None else None
@@ -86,7 +90,7 @@ class EngineProcess:
         with self._log.open("w") as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env=environment() | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
+                env=environment(online) | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,110 @@
+"""Whether the plugin serves a model with vLLM's flags, said in seconds and without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpolicy.settings import GIB, ServerSettings
+from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench.engine_process import EngineProcess
+
+KINDS = {
+    "FullAttentionSpec": "full attention",
+    "SlidingWindowSpec": "sliding-window attention",
+    "ChunkedLocalAttentionSpec": "chunked local attention",
+    "MLAAttentionSpec": "multi-head latent attention",
+    "MambaSpec": "a recurrent state",
+}
+"""By vLLM's class of a KV cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers whose KV is kept alike."""
+
+    kind: str
+    """vLLM's class, as FullAttentionSpec."""
+    layers: int
+    block_size: int
+    """Tokens."""
+    window: int | None
+    """Tokens, where attention is limited to as many."""
+
+    def text(self) -> str:
+        window = "" if self.window is None else f" over {self.window:,} tokens"
+        kind = KINDS.get(self.kind, self.kind)
+        return f"{self.layers} layers of {kind}{window}, blocks of {self.block_size} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What an engine with these flags would say when it starts."""
+
+    llm: str
+    engine: str
+    """Such as vllm 0.32.0; empty where the flags were refused before."""
+    device: str
+    refused: str
+    """Why the engine would not start, and what would be right; empty where it would."""
+    groups: tuple[Group, ...]
+    """Empty where the model was refused before it was laid out, or could not be."""
+    block_bytes: int
+    """Of one block in all layers that share it, over all ranks; 0 as above."""
+    not_laid_out: str
+    """Why the model's layers could not be made without weights: the engine itself says then whether it is served."""
+    host_gib: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.refused
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks that the host memory holds; 0 where a block's bytes are not known."""
+        return int(self.host_gib * GIB / self.block_bytes) if self.block_bytes else 0
+
+    def text(self) -> str:
+        where = f" by {self.engine} on {self.device}" if self.engine else ""
+        lines = [f"{self.llm}: {'served' if self.ok else 'not served'}{where}"]
+        lines += [f"  {group.text()}" for group in self.groups]
+        if self.ok and self.host_blocks:
+            tokens = f", {self.host_blocks * self.groups[0].block_size:,} tokens" if len(self.groups) == 1 else ""
+            lines.append(f"  {self.host_gib:g} GiB of host memory hold {self.host_blocks:,} blocks{tokens}")
+        if self.refused:
+            lines.append(f"  {self.refused}")
+        if self.not_laid_out:
+            lines.append(
+                "  its KV cache could not be looked at without the weights, so the engine says at its start whether it "
+                f"is served: {self.not_laid_out}"
+            )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "llm": self.llm,
+            "served": self.ok,
+            "engine": self.engine,
+            "device": self.device,
+            "refused": self.refused or None,
+            "groups": [
+                {"kind": one.kind, "layers": one.layers, "block_size": one.block_size, "window": one.window}
+                for one in self.groups
+            ],
+            "block_bytes": self.block_bytes or None,
+            "host_blocks": self.host_blocks or None,
+            "not_laid_out": self.not_laid_out or None,
+        }
+
+
+def check(llm: str, settings: ServerSettings, vllm_flags: Sequence[str]) -> CheckReport:
+    """What the engine would say; it is a process of its own, since vLLM binds its process to a device and cores.
+
+    Raises InputError as :func:`kvpolicy_vllm.launch.serve_command`, EngineFailed where the process ends badly.
+    """
+    flags = launch.serve_flags(llm, launch.options(settings), vllm_flags)
+    with EngineProcess("kvpolicy_vllm.check.lay_out", online=True) as process:
+        found = process.ask({"flags": [llm, *flags]})
+    groups = tuple(Group(**group) for group in found.pop("groups"))
+    return CheckReport(llm=llm, groups=groups, host_gib=settings.host_gib, **found)

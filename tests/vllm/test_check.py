@@ -1,0 +1,145 @@
+"""`kvpolicy check`: what an engine would say at its start, without its weights.
+
+The child is :mod:`kvpolicy_vllm.check.lay_out`; its answers are compared with what engines of the same flags have.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import MistralConfig
+
+from kvpolicy.settings import ServerSettings
+from kvpolicy_vllm import launch
+from kvpolicy_vllm.bench.engine_process import EngineProcess
+from kvpolicy_vllm.bench.models import make_tokenizer
+from kvpolicy_vllm.check import CheckReport, Group, check
+from tests.test_launch import run
+
+pytestmark = pytest.mark.scheduler
+
+SWAP = ServerSettings("always-swap", host_gib=0.5)
+BLOCK_SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EngineProcess]:
+    with EngineProcess("kvpolicy_vllm.check.lay_out") as started:
+        yield started
+
+
+def asked(process: EngineProcess, llm: str, *flags: str) -> dict[str, Any]:
+    return process.ask({"flags": [llm, *launch.serve_flags(llm, launch.options(SWAP), flags)]})
+
+
+def bytes_of_a_block(llm: str) -> int:
+    """From the configuration alone: keys and values, float32."""
+    config = json.loads((Path(llm) / "config.json").read_text())
+    width = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
+    return int(2 * config["num_hidden_layers"] * width * 4 * BLOCK_SIZE)
+
+
+def test_a_model_that_is_served(process: EngineProcess, model: str) -> None:
+    found = asked(process, model, "--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--port", "8001")
+    layers = json.loads((Path(model) / "config.json").read_text())["num_hidden_layers"]
+    group = {"kind": "FullAttentionSpec", "layers": layers, "block_size": BLOCK_SIZE, "window": None}
+    assert found["groups"] == [group] and found["block_bytes"] == bytes_of_a_block(model)
+    assert found["refused"] == found["not_laid_out"] == ""
+
+
+def test_no_weights_are_read(process: EngineProcess, model: str, tmp_path: Path) -> None:
+    """And no memory is taken for them: the layers of a model of many GiB are made as fast."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    config |= {"num_hidden_layers": 64, "intermediate_size": 1 << 17, "hidden_size": 1 << 13}
+    config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    shutil.copytree(model, tmp_path / "large", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "large" / "config.json").write_text(json.dumps(config))
+    found = asked(process, str(tmp_path / "large"), "--dtype", "float32", "--block-size", str(BLOCK_SIZE))
+    assert not found["refused"] and found["block_bytes"] == 2 * 64 * 8 * 128 * 4 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--no-such-flag",), "--no-such-flag"),
+        (("--block-size", "many"), "--block-size"),
+        (("--pipeline-parallel-size", "2"), "kvpolicy does not serve pipeline parallelism: --pipeline-parallel-size"),
+        (("--max-model-len", "1000000"), "max_model_len"),
+    ],
+)
+def test_flags_that_would_end_the_engine(
+    process: EngineProcess, model: str, flags: tuple[str, ...], words: str
+) -> None:
+    found = asked(process, model, *flags)
+    assert words in found["refused"] and "validation error" not in found["refused"]
+    assert found["groups"] == [] and found["engine"].startswith("vllm ")
+
+
+def test_a_folder_without_a_model(process: EngineProcess, tmp_path: Path) -> None:
+    assert "config.json" in asked(process, str(tmp_path))["refused"]
+
+
+def test_layers_are_told_apart(process: EngineProcess, tmp_path: Path) -> None:
+    """By what vLLM makes of them, whether or not they are served."""
+    config = MistralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=2048, sliding_window=128, max_position_embeddings=2048, architectures=["MistralForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    make_tokenizer(256).save_pretrained(tmp_path)
+    (group,) = asked(process, str(tmp_path), "--dtype", "float32")["groups"]
+    assert group["kind"] == "SlidingWindowSpec" and group["window"] == 128 and group["layers"] == 2
+
+
+def report(**changes: Any) -> CheckReport:
+    values: dict[str, Any] = {
+        "llm": "m", "engine": "vllm 0", "device": "cpu", "refused": "",
+        "groups": (Group("FullAttentionSpec", 4, 16, None),), "block_bytes": 1 << 20, "not_laid_out": "",
+        "host_gib": 1.0,
+    }  # fmt: skip
+    return CheckReport(**values | changes)
+
+
+def test_the_report_says_what_host_memory_holds() -> None:
+    assert report().text().splitlines() == [
+        "m: served by vllm 0 on cpu",
+        "  4 layers of full attention, blocks of 16 tokens",
+        "  1 GiB of host memory hold 1,024 blocks, 16,384 tokens",
+    ]
+    two = (Group("FullAttentionSpec", 4, 16, None), Group("SlidingWindowSpec", 4, 16, 128))
+    assert "sliding-window attention over 128 tokens" in report(groups=two).text()
+    assert report(groups=two).text().endswith("1,024 blocks")
+
+
+def test_the_report_says_why_not() -> None:
+    refused = report(refused="no: leave --x out", groups=(), block_bytes=0)
+    assert not refused.ok and refused.text() == "m: not served by vllm 0 on cpu\n  no: leave --x out"
+    assert refused.to_dict()["refused"] == "no: leave --x out" and refused.to_dict()["served"] is False
+    late = report(not_laid_out="RuntimeError: needs weights", groups=(), block_bytes=0)
+    assert late.ok and "the engine says at its start" in late.text()
+
+
+def test_ranks_beyond_the_kv_heads_hold_copies(model: str) -> None:
+    """Of a model with two KV heads four ranks hold every token's KV twice."""
+    heads = json.loads((Path(model) / "config.json").read_text())["num_key_value_heads"]
+    alone = check(model, SWAP, ["--dtype", "float32", "--block-size", str(BLOCK_SIZE)])
+    many = check(
+        model, SWAP, ["--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--tensor-parallel-size", str(2 * heads)]
+    )
+    assert many.ok and many.block_bytes == 2 * alone.block_bytes
+    assert alone.host_blocks == (1 << 29) // alone.block_bytes
+
+
+def test_the_command_ends_with_status_one_where_it_is_refused(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "check.json"
+    command = ["check", model, "--policy", "always-swap", "--json", str(file)]
+    assert run(*command, "--pipeline-parallel-size", "2") == 1
+    assert "not served" in capsys.readouterr().out
+    assert "pipeline parallelism" in json.loads(file.read_text())["refused"]
