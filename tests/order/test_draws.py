@@ -11,7 +11,7 @@ from math import sqrt
 import pytest
 
 from kvpolicy.order import Progress, View, load
-from kvpolicy.order.base import MAX_CANDIDATES
+from kvpolicy.order.base import MAX_SHOWN
 from kvpolicy.order.draws import WithDraws
 from kvpolicy.simulator import Server
 from kvpolicy.trace import Trace
@@ -62,7 +62,7 @@ def test_equal_choices_are_drawn_alike_and_the_others_are_not() -> None:
 
 
 def test_more_are_shown_than_are_taken() -> None:
-    assert ORDER.max_candidates == MAX_CANDIDATES > ORDER.max_victims
+    assert ORDER.max_candidates == MAX_SHOWN > ORDER.max_victims
 
 
 def test_nothing_is_drawn_unless_it_is_asked_for() -> None:

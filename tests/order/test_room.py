@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpolicy.order import BackOff, Order, Progress, Space, Taken, View, make_room
-from kvpolicy.order.base import MAX_CANDIDATES
+from kvpolicy.order.base import MAX_SHOWN
 from kvpolicy.order.room import MAX_BACK_OFF, MAX_HEADS
 from tests.order.made import ByLevel, progress, view
 
@@ -198,7 +198,7 @@ def test_an_order_that_chooses_is_shown_so_many() -> None:
 
     many = {runs(number, 5): 4 for number in range(300)}
     taken = room(Engine({waits(999, 0): 4}, many), Choosing())
-    assert shown == list(range(300 - MAX_CANDIDATES, 300)) and numbers(taken) == ([300 - MAX_CANDIDATES], [999], False)
+    assert shown == list(range(300 - MAX_SHOWN, 300)) and numbers(taken) == ([300 - MAX_SHOWN], [999], False)
 
 
 def test_whoever_has_just_come_back_is_spared() -> None:
