@@ -302,6 +302,9 @@ class Ordering:
         loads = scheduler.kvpolicy.loadable_tokens(request, local_tokens)
         return self._admission.need_blocks(request, hits, local_tokens, loads)
 
+    def spare_blocks(self) -> int:
+        return self._admission.watermark_blocks()
+
     def freed_blocks(self, running: Progress, waiting: Progress) -> int:
         request = self._by_number[running.number]
         blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
