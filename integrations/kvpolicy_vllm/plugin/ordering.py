@@ -171,16 +171,17 @@ class Ordering:
         if not self._holds or scheduler.pause_state != PauseState.UNPAUSED:
             return []
         held = self._guarded("hold", set[int](), self._chosen_to_sit_out)
-        # vLLM counts the adapters of those that it schedules: another one might take the slot meanwhile.
-        self._held = [one for one in map(self._by_number.__getitem__, held) if not one.lora_request]
+        self._held = [self._by_number[number] for number in held]
         for request in self._held:
             scheduler.running.remove(request)
         return self._held
 
     def _chosen_to_sit_out(self) -> set[int]:
         """Numbers of the running requests that sit this step out."""
-        running = [*map(self.ranks.progress, self._scheduler.running)]
-        return self._holding_back.held(running, self.view())
+        running = self._scheduler.running
+        # vLLM counts the adapters of those that it schedules: another one might take the slot meanwhile.
+        exempt = {self._number_of[request] for request in running if request.lora_request}
+        return self._holding_back.held([*map(self.ranks.progress, running)], self.view(), exempt)
 
     def release(self) -> None:
         """Put those that sat the step out back on the running list."""
