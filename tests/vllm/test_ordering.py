@@ -17,7 +17,9 @@ from vllm.v1.request import RequestStatus, StreamingUpdate
 from kvpolicy import trace as traces
 from kvpolicy.order import Priority, Progress, Rank, View, load, room
 from kvpolicy_vllm.bench.plugin_switch import PluginSwitch
+from kvpolicy_vllm.plugin import observers
 from kvpolicy_vllm.plugin.ordering import Ordering
+from kvpolicy_vllm.plugin.trace_writer import TraceRecorder
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine
 from tests.vllm import alone, fuzz, harness
 from tests.vllm.models import write_llama
@@ -64,6 +66,26 @@ def test_a_server_records_whom_it_displaces_and_in_which_order(model: Path, tmp_
     assert {name for _, name in taken} | {row["request"] for row in rows} <= named and "r0" not in named
     assert {one["price_s"] for row in rows for one in row["candidates"]} == {None}
     assert {row["order"] for row in rows} == {order} and any(row["probability"] < 1.0 for row in rows)
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_candidates_are_priced_only_while_somebody_records_them(
+    records: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody does once the trace's recorder has failed too often: here that is once."""
+    plugin = harness.plugin("always-recompute", order="mlfq:base=4", trace=str(tmp_path))
+    job = BASE | {"model": str(model), "plugin": plugin, "blocks": 200, "requests": 20}
+    if not records:
+        monkeypatch.setattr(observers, "MAX_FAILURES", 1)
+        monkeypatch.setattr(TraceRecorder, "arrived", lambda self, request, now: 1 / 0)
+    scheduler, worker = alone.scheduler_for(job), alone.Worker(late=0)
+    chosen: list[Any] = []
+    choice_of = room.choice_of
+    monkeypatch.setattr(room, "choice_of", lambda *known: (chosen.append(known), choice_of(*known))[1])
+    for _ in alone.drive(scheduler, deque(alone.made_requests(job)), worker.execute, False):
+        pass
+    scheduler.kvpolicy.close()
+    assert harness.total(scheduler.connector.stats(), "displaced") > 0 and bool(chosen) == records
 
 
 def test_the_header_names_vllms_own_priority_scheduling(model: Path, tmp_path: Path) -> None:
@@ -228,8 +250,21 @@ def test_whoever_vllm_passed_over_is_admitted_by_the_order_too(model: Path, monk
 def test_whoever_holds_an_adapter_sits_no_step_out(model: Path) -> None:
     """vLLM counts the adapters of those that it schedules: it would give the slot away, and end with an assertion."""
     made = schedule(model, order=HOLDING, adapters=2, resets="none")
+    ordering = made.scheduler.ordering
+    hold, counted = ordering.hold, ordering._holding_back
+    wrong: list[Any] = []
+
+    def noting() -> list[Any]:
+        found: list[Any] = hold()
+        numbers = {ordering._number_of[request] for request in found}
+        if counted._steps.keys() != numbers or any(request.lora_request for request in found):
+            wrong.append((counted._steps, found))
+        return found
+
+    ordering.hold = noting
     outcome = served(made)
     assert outcome.problems == () and outcome.displaced > 0
+    assert not wrong, "only those that sat it out are counted as held"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -49,9 +49,10 @@ class Ordering:
         self._gates = order.gates
         self._holds = order.holds
         self.ranks: Ranks[Any] = Ranks(order, self._progress_of, self._most_tokens(scheduler))
-        self.on_choice: Callable[[Choice, Callable[[int], str]], None] | None = None
-        """Takes every choice of victims, before they are displaced, with the ids of requests by their numbers; None
-        where choices are not recorded."""
+        self.on_choice: Callable[[Choice, Callable[[int], str]], None] = lambda choice, id_of: None
+        """Takes every choice of victims, before they are displaced, with the ids of requests by their numbers."""
+        self.records_choices: Callable[[], bool] = lambda: False
+        """Whether ``on_choice`` is to be called: the candidates of a choice are priced only for it."""
         self.count: Callable[[str, float], None] = lambda name, amount: None
         """Adds to a counter of the engine's metrics."""
         self.arrived_at: Callable[[Any], float] = lambda request: clock()
@@ -149,16 +150,16 @@ class Ordering:
         if self._admission.defers_prefills(throttled):
             return []
         self.lookout.begins()
-        records = self.on_choice is not None
         taken = self._guarded(
-            "make_room", Taken(missed=True), lambda: make_room(self.order, self, self.view(), records)
+            "make_room",
+            Taken(missed=True),
+            lambda: make_room(self.order, self, self.view(), records=self.records_choices()),
         )
         self.lookout.looked(taken, self._step)
         if taken.victims:
             self.count("displaced", len(taken.victims))
-        if self.on_choice is not None:
-            for choice in taken.choices:
-                self.on_choice(choice, self._id_of)
+        for choice in taken.choices:
+            self.on_choice(choice, self._id_of)
         self._let_in = [self._by_number[waiting.number] for waiting in taken.let_in]
         return [self._by_number[victim.number] for victim in taken.victims]
 

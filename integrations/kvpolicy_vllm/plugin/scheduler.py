@@ -82,8 +82,8 @@ class PolicyHooks:
             lambda request: controller.marks.of(request),
         )  # fmt: skip
         self.ordering.count = controller.metrics.tally.add
-        if controller.recorder is not None:
-            self.ordering.on_choice = partial(controller.displacing, order.label)
+        self.ordering.on_choice = partial(controller.displacing, order.label)
+        self.ordering.records_choices = partial(controller.observers.follows, "displacing")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         controller, loaded_requests = self.kvpolicy, self.loaded_requests
