@@ -22,7 +22,7 @@ from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import CopyJob, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.ordering import Ordering
 from kvpolicy.simulator.builtin.preemption import Preemptions
-from kvpolicy.simulator.builtin.room import is_ready
+from kvpolicy.simulator.builtin.room_needs import is_ready
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.link_queues import LinkQueues

@@ -19,7 +19,7 @@ from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import KeyedBlock, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.ordering import Ordering
-from kvpolicy.simulator.builtin.room import Room
+from kvpolicy.simulator.builtin.room_needs import Room
 from kvpolicy.simulator.builtin.waiting_queues import Queue, queue_for
 
 TURN = attrgetter("turn")

@@ -9,7 +9,7 @@ import pytest
 from kvpolicy.order import load
 from kvpolicy.simulator import Server
 from kvpolicy.simulator.builtin.live_request import LiveRequest, Status
-from kvpolicy.simulator.builtin.room import is_ready
+from kvpolicy.simulator.builtin.room_needs import is_ready
 from kvpolicy.workload import Request
 from tests.simulator.worlds import SECONDS, run, workload
 
