@@ -12,7 +12,27 @@ from kvpolicy.order.rules import Fcfs, Priority, is_stock
 from kvpolicy.order.spec import FORMS, HELP, load, load_order
 
 __all__ = [
-    "FORMS", "HELP", "BackOff", "Candidate", "Choice", "Engine", "Fcfs", "Guarded", "Holding", "Lookout", "Order",
-    "OrderedQueue", "Priority",
-    "Progress", "Rank", "Ranks", "Space", "Taken", "View", "is_stock", "load", "load_order", "make_room",
-]  # fmt: skip
+    "FORMS",
+    "HELP",
+    "BackOff",
+    "Candidate",
+    "Choice",
+    "Engine",
+    "Fcfs",
+    "Guarded",
+    "Holding",
+    "Lookout",
+    "Order",
+    "OrderedQueue",
+    "Priority",
+    "Progress",
+    "Rank",
+    "Ranks",
+    "Space",
+    "Taken",
+    "View",
+    "is_stock",
+    "load",
+    "load_order",
+    "make_room",
+]

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from kvpolicy.code_digest import digest_of, label_of
 from kvpolicy.request_marks import DEFAULT_CLASS
 
-MAX_CANDIDATES = 32
+MAX_SHOWN = 32
 """Running requests that an order which chooses among them is shown."""
 
 
@@ -153,7 +153,7 @@ class Order(ABC):
     def max_candidates(self) -> int:
         """Running requests of the highest ranks that :meth:`victims` is shown, at most."""
         takes_the_last = type(self).victims is Order.victims
-        return self.max_victims if takes_the_last else MAX_CANDIDATES
+        return self.max_victims if takes_the_last else MAX_SHOWN
 
     @abstractmethod
     def rank(self, request: Progress, view: View) -> Rank:

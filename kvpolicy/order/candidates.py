@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvpolicy.order.base import Progress
 
-MAX_CANDIDATES = 16
+MAX_RECORDED = 16
 """Candidates that are recorded of one choice; those that were taken come first, and are recorded in any case."""
 
 
@@ -66,7 +66,7 @@ def choice_of(
     ``taken`` are. ``freed_blocks``: see :meth:`kvpolicy.order.Engine.freed_blocks`; ``price``: see
     :attr:`kvpolicy.order.View.price`, asked once for each candidate recorded.
     """
-    recorded = preferred[: max(MAX_CANDIDATES, taken)]
+    recorded = preferred[: max(MAX_RECORDED, taken)]
     candidates = (Candidate(one, freed_blocks(one, waiting), None if price is None else price(one)) for one in recorded)
     return Choice(
         waiting=waiting,

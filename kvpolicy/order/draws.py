@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvpolicy.order.base import MAX_CANDIDATES, Progress, View
+from kvpolicy.order.base import MAX_SHOWN, Progress, View
 from kvpolicy.order.wrapper import Wrapper
 
 
@@ -24,7 +24,7 @@ class WithDraws(Wrapper):
 
     @property
     def max_candidates(self) -> int:
-        return MAX_CANDIDATES
+        return MAX_SHOWN
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
         preferred = super().victims(waiting, running, view)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf, isnan
 from typing import Any, TypeVar
 
-from kvpolicy.order.base import MAX_CANDIDATES, Order, Progress, Rank, View, levels
+from kvpolicy.order.base import MAX_SHOWN, Order, Progress, Rank, View, levels
 from kvpolicy.order.ranks import FIRST
 
 Answer = TypeVar("Answer")
@@ -39,7 +39,7 @@ class Guarded(Order):
 
     @property
     def max_candidates(self) -> int:
-        return self._guarded("max_candidates", MAX_CANDIDATES, lambda: int(self.base.max_candidates))
+        return self._guarded("max_candidates", MAX_SHOWN, lambda: int(self.base.max_candidates))
 
     @property
     def holds(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvpolicy.order.base import Order, Progress, View
 
@@ -15,8 +15,9 @@ class Holding:
         self._steps: dict[int, int] = {}
         """By number: steps in a row in which the request has been held."""
 
-    def held(self, running: Sequence[Progress], view: View) -> set[int]:
-        """Numbers of the requests that sit this step out. ``running``: all that run, in the order of service.
+    def held(self, running: Sequence[Progress], view: View, exempt: Collection[int] = ()) -> set[int]:
+        """Numbers of the requests that sit this step out. ``running``: all that run, in the order of service;
+        ``exempt``: numbers of those that the engine has to run.
 
         Whoever was held for as many steps in a row as the order allows runs now; at least the first one does. Where one
         runs or nobody does, the order is not asked.
@@ -25,7 +26,7 @@ class Holding:
             self._steps = {}
             return set()
         steps, most = self._steps, self._order.max_held_steps
-        chosen = {one.number for one in self._order.hold(running, view)}
+        chosen = {one.number for one in self._order.hold(running, view)}.difference(exempt)
         held = {one.number for one in running if one.number in chosen and steps.get(one.number, 0) < most}
         if len(held) == len(running):
             held.remove(running[0].number)

@@ -186,7 +186,7 @@ class Ranks(Generic[R]):
 
     def _rank(self, progress: Progress, entry: Entry, view: View) -> Rank:
         promote_s, quantum = self.order.promote_s, self.order.quantum_tokens
-        if entry.promoted and entry.waits_since_s is None and progress.served_tokens >= max(1, quantum):
+        if entry.promoted and progress.served_tokens >= max(1, quantum):
             entry.promoted = False
         since = entry.waits_since_s
         if since is not None and view.now_s >= since + promote_s:

@@ -47,7 +47,11 @@ class Engine(Protocol):
         ...
 
     def need_blocks(self, waiting: Progress) -> int:
-        """Blocks that must be free for it to be admitted."""
+        """Blocks that must be free for it to be admitted, :meth:`spare_blocks` among them."""
+        ...
+
+    def spare_blocks(self) -> int:
+        """Blocks of each need that must be free beside what the request takes, and are free for the next one again."""
         ...
 
     def freed_blocks(self, running: Progress, waiting: Progress) -> int:
@@ -152,16 +156,18 @@ def make_room(order: Order, engine: Engine, view: View, records: bool = False) -
     plan, left = _Plan(), _Left(order, engine, view)
     space: Space | None = None
     missed = False
-    before_blocks = before_places = 0
+    spare_blocks = before_blocks = before_places = 0
     for number, waiting in enumerate(engine.heads()):
         last = left.last()
         if number == MAX_HEADS or last is None:
             break
+        if not number:
+            spare_blocks = engine.spare_blocks()
         if waiting.rank >= last.rank:
             if not waiting.computed_tokens:
                 break
             # Loaded, for want of a last block: whatever its rank, it is admitted before those without blocks.
-            before_blocks += engine.need_blocks(waiting)
+            before_blocks += engine.need_blocks(waiting) - spare_blocks
             before_places += 1
             continue
         need, wanted_places = engine.need_blocks(waiting), 1
@@ -189,7 +195,7 @@ def make_room(order: Order, engine: Engine, view: View, records: bool = False) -
             left.take(found.victims)
             plan.victims += found.victims
             plan.let_in.append(waiting)
-        space.free_blocks, space.places = found.free_blocks - need, found.places - wanted_places
+        space.free_blocks, space.places = found.free_blocks - (need - spare_blocks), found.places - wanted_places
         space.budget_tokens -= tokens
         before_blocks = before_places = 0
     in_vain = space is None and not missed

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, exp2, floor, inf, log2
 from typing import Any
 
-from kvpolicy.order.base import MAX_CANDIDATES, Order, Progress, Rank, View, levels
+from kvpolicy.order.base import MAX_SHOWN, Order, Progress, Rank, View, levels
 from kvpolicy.order.grouped_lengths import GroupedLengths
 from kvpolicy.order.ranks import FIRST
 from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
@@ -363,7 +363,7 @@ class WithVictims(Wrapper):
 
     @property
     def max_candidates(self) -> int:
-        return MAX_CANDIDATES
+        return MAX_SHOWN
 
     def victims(self, waiting: Progress, running: Sequence[Progress], view: View) -> Sequence[Progress]:
         return sorted(running, key=lambda other: (*(-value for value in other.rank), *self.rule(other, view)))

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from kvpolicy.order import Guarded, Progress, View, load
-from kvpolicy.order.base import MAX_CANDIDATES, levels
+from kvpolicy.order.base import MAX_SHOWN, levels
 from tests.order.made import ByLevel, progress, view
 
 
@@ -30,8 +30,8 @@ def test_an_order_that_takes_the_last_is_shown_no_more_than_it_may_take() -> Non
 
 
 def test_an_order_that_chooses_is_shown_more() -> None:
-    assert Choosing().max_candidates == load("mlfq:victims=cheapest").max_candidates == MAX_CANDIDATES
-    assert Guarded(Choosing(), pytest.fail).max_candidates == MAX_CANDIDATES
+    assert Choosing().max_candidates == load("mlfq:victims=cheapest").max_candidates == MAX_SHOWN
+    assert Guarded(Choosing(), pytest.fail).max_candidates == MAX_SHOWN
 
 
 def test_by_default_the_last_goes_first_everything_is_worth_it_and_nobody_is_held() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvpolicy.order import Choice, Order, Progress, Space, View, make_room
-from kvpolicy.order.candidates import MAX_CANDIDATES
+from kvpolicy.order.candidates import MAX_RECORDED
 from tests.order.made import ByLevel
 from tests.order.test_room import Engine, runs, waits
 
@@ -33,11 +33,11 @@ def test_what_was_free_is_told_after_those_before() -> None:
 
 
 def test_no_more_are_recorded_than_fit_but_all_that_were_taken() -> None:
-    many = {runs(number, 5): 1 for number in range(MAX_CANDIDATES + 4)}
+    many = {runs(number, 5): 1 for number in range(MAX_RECORDED + 4)}
     (choice,) = choices(Engine({waits(99, 0): 1}, many), ByLevel(max_victims=99))
-    assert (len(choice.candidates), choice.left_out) == (MAX_CANDIDATES, 4)
-    (choice,) = choices(Engine({waits(99, 0): MAX_CANDIDATES + 2}, many), ByLevel(max_victims=99))
-    assert (len(choice.candidates), choice.taken, choice.left_out) == (MAX_CANDIDATES + 2, MAX_CANDIDATES + 2, 2)
+    assert (len(choice.candidates), choice.left_out) == (MAX_RECORDED, 4)
+    (choice,) = choices(Engine({waits(99, 0): MAX_RECORDED + 2}, many), ByLevel(max_victims=99))
+    assert (len(choice.candidates), choice.taken, choice.left_out) == (MAX_RECORDED + 2, MAX_RECORDED + 2, 2)
 
 
 def test_nothing_is_asked_where_nothing_is_recorded() -> None:

@@ -11,7 +11,7 @@ from math import sqrt
 import pytest
 
 from kvpolicy.order import Progress, View, load
-from kvpolicy.order.base import MAX_CANDIDATES
+from kvpolicy.order.base import MAX_SHOWN
 from kvpolicy.order.draws import WithDraws
 from kvpolicy.order.wrapper import Wrapper
 from kvpolicy.simulator import Server
@@ -62,8 +62,22 @@ def test_equal_choices_are_drawn_alike_and_the_others_are_not() -> None:
     assert len({numbers(ORDER.victims(waiting, running, view())) for running in later}) > 1
 
 
+@pytest.mark.parametrize("part", ["number", "output_tokens", "preemptions"])
+def test_every_part_of_what_is_known_of_the_newcomer_sets_the_draw(part: str) -> None:
+    newcomers = [replace(progress(9), **{part: value}) for value in range(40)]  # type: ignore[arg-type]
+    drawn = {numbers(WithDraws("always", ByLevel(), 1.0).victims(one, RUNNING, view())) for one in newcomers}
+    assert len(drawn) > 1
+
+
+def test_who_runs_besides_sets_the_draw() -> None:
+    """Those of another rank too: whose numbers alone differ, the draw differs."""
+    besides = [[progress(number, rank=(0,)), *RUNNING] for number in range(100, 140)]
+    order = WithDraws("always", ByLevel(), 1.0)
+    assert len({numbers(order.victims(progress(9), running, view()))[:3] for running in besides}) > 1
+
+
 def test_more_are_shown_than_are_taken() -> None:
-    assert ORDER.max_candidates == MAX_CANDIDATES > ORDER.max_victims
+    assert ORDER.max_candidates == MAX_SHOWN > ORDER.max_victims
 
 
 def test_nothing_is_drawn_unless_it_is_asked_for() -> None:

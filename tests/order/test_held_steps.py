@@ -33,6 +33,19 @@ def test_whoever_was_held_long_enough_runs_in_the_next_step() -> None:
     assert [holding.held(THREE, view()) for _ in range(5)] == [{2, 3}, {2, 3}, set(), {2, 3}, {2, 3}]
 
 
+def test_whoever_has_to_run_is_neither_held_nor_counted() -> None:
+    """It is held for as long as any other once it may be; and where it runs, all others may sit out."""
+    holding = Holding(Holds())
+    assert [holding.held(THREE, view(), {2, 99}) for _ in range(2)] == [{3}, {3}]
+    assert [holding.held(THREE, view()) for _ in range(3)] == [{2}, {2, 3}, {3}]
+
+    class All(Holds):
+        whom = (1, 2, 3)
+
+    assert Holding(All()).held(THREE, view(), {3}) == {1, 2}
+    assert Holding(All()).held(THREE, view(), {1, 2, 3}) == set()
+
+
 def test_a_step_in_between_counts_anew() -> None:
     holding = Holding(Holds())
     holding.held(THREE, view())

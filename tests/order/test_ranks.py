@@ -118,6 +118,31 @@ def test_who_is_preempted_during_its_turn_stays_first() -> None:
     assert ranks.key("a")[0] == FIRST, "three tokens of a whole quantum"
 
 
+@pytest.mark.parametrize(("quantum", "turn"), [(0, 1), (1, 1), (4, 4)])
+def test_a_promotion_ends_after_a_quantum_since_the_admission_and_not_before(quantum: int, turn: int) -> None:
+    """What it had got before does not count, and no step before the last one asks."""
+    ranks, requests = made(ByLevel(promote_s=5.0, quantum_tokens=quantum), "a")
+    requests.tokens["a"] = 23
+    ranks.due(1, view(5.0))
+    ranks.admitted("a", 2, view(5.0))
+    assert ranks.key("a")[0] == FIRST and ranks.next_step == 2 + turn
+    requests.tokens["a"] = 23 + turn
+    assert ranks.due(2 + turn, view(5.0)) == ["a"] and ranks.key("a")[0] == (2,)
+    ranks.preempted("a", 9, view(6.0))
+    assert ranks.key("a")[0] == (2,), "it has had its turn"
+
+
+def test_who_is_preempted_at_the_end_of_its_turn_goes_first_no_more() -> None:
+    """Until it has waited for too long once more."""
+    ranks, requests = made(ByLevel(quantum_tokens=4, promote_s=5.0), "a")
+    ranks.due(1, view(5.0))
+    ranks.admitted("a", 2, view(5.0))
+    requests.tokens["a"] = 4
+    ranks.preempted("a", 6, view(6.0))
+    assert ranks.key("a")[0] == (0,) and ranks.next_s == 11.0
+    assert ranks.due(7, view(11.0)) == ["a"] and ranks.key("a")[0] == FIRST
+
+
 def test_without_a_quantum_a_turn_is_a_token() -> None:
     ranks, requests = made(ByLevel(promote_s=5.0), "a")
     ranks.due(1, view(5.0))

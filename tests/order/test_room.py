@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvpolicy.order import BackOff, Order, Progress, Space, Taken, View, make_room
-from kvpolicy.order.base import MAX_CANDIDATES
-from kvpolicy.order.room import MAX_BACK_OFF, MAX_HEADS
+from kvpolicy.order.base import MAX_SHOWN
+from kvpolicy.order.room import MAX_ASKED, MAX_BACK_OFF, MAX_HEADS
 from tests.order.made import ByLevel, progress, view
 
 
@@ -21,6 +21,8 @@ class Engine:
     waits: dict[Progress, int] = field(default_factory=dict)
     runs: dict[Progress, int] = field(default_factory=dict)
     left: Space = field(default_factory=lambda: Space(0, 9, 1000))
+    spare: int = 0
+    """Of each need."""
     asked: list[str] = field(default_factory=list)
     """What was asked of it, but for heads and needs."""
 
@@ -44,6 +46,9 @@ class Engine:
 
     def need_blocks(self, waiting: Progress) -> int:
         return self.waits[waiting]
+
+    def spare_blocks(self) -> int:
+        return self.spare
 
     def freed_blocks(self, running: Progress, waiting: Progress) -> int:
         return self.runs[running]
@@ -134,6 +139,30 @@ def test_a_loaded_request_that_lacks_a_block_does_not_stop_more_urgent_ones() ->
     assert numbers(room(Engine({loaded: 1}, THREE))) == ([], [], False)
 
 
+def test_several_loaded_requests_that_lack_blocks_come_before_all_others() -> None:
+    """They take blocks and places, each its own, and once."""
+    loaded = {waits(5, 8, computed_tokens=64): 1, waits(6, 9, computed_tokens=64): 2}
+    engine = Engine(loaded | {waits(8, 0): 4}, THREE)
+    assert numbers(room(engine, free=7)) == ([], [], False)
+    assert numbers(room(engine, free=6)) == ([3], [8], False)
+    assert numbers(room(engine, free=50, places=3)) == ([], [], False)
+    assert numbers(room(engine, free=50, places=2)) == ([3], [8], False)
+    engine.waits[waits(9, 1)] = 4
+    assert numbers(room(engine, free=11)) == ([], [], False)
+    assert numbers(room(engine, free=50, places=4)) == ([], [], False)
+    assert numbers(room(engine, free=10)) == ([3], [9], False)
+
+
+def test_blocks_that_must_be_free_beside_are_counted_once() -> None:
+    """Six are four and two beside them, which serve the next one too."""
+    five = dict.fromkeys(THREE, 5)
+    assert numbers(room(Engine({waits(7, 0): 6, waits(8, 0): 6}, five, spare=2))) == ([3, 2], [7], False)
+    assert numbers(room(Engine({waits(7, 0): 6, waits(8, 0): 7}, five, spare=2))) == ([3, 2, 1], [7, 8], False)
+    behind_a_load = Engine({waits(7, 9, computed_tokens=64): 3, waits(8, 0): 6}, five, spare=2)
+    assert numbers(room(behind_a_load, free=7)) == ([], [], False)
+    assert numbers(room(behind_a_load, free=6)) == ([3], [8], False)
+
+
 def test_a_loaded_request_that_goes_first_displaces() -> None:
     engine = Engine({waits(7, 0, computed_tokens=64): 1}, THREE)
     assert numbers(room(engine)) == ([3], [7], False)
@@ -198,7 +227,24 @@ def test_an_order_that_chooses_is_shown_so_many() -> None:
 
     many = {runs(number, 5): 4 for number in range(300)}
     taken = room(Engine({waits(999, 0): 4}, many), Choosing())
-    assert shown == list(range(300 - MAX_CANDIDATES, 300)) and numbers(taken) == ([300 - MAX_CANDIDATES], [999], False)
+    assert shown == list(range(300 - MAX_SHOWN, 300)) and numbers(taken) == ([300 - MAX_SHOWN], [999], False)
+
+
+def test_an_order_is_asked_about_so_many() -> None:
+    asked: list[int] = []
+
+    class Refusing(ByLevel):
+        agrees_to = -1
+
+        def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
+            asked.append(running.number)
+            return running.number == self.agrees_to
+
+    order, many = Refusing(), {runs(number, 5): 4 for number in range(300)}
+    assert numbers(room(Engine({waits(999, 0): 4}, many), order)) == ([], [], True)
+    assert asked == list(range(299, 299 - MAX_ASKED, -1))
+    Refusing.agrees_to = 300 - MAX_ASKED
+    assert numbers(room(Engine({waits(999, 0): 4}, many), order)) == ([300 - MAX_ASKED], [999], False)
 
 
 def test_whoever_has_just_come_back_is_spared() -> None:

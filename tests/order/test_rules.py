@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from kvpolicy.order import Fcfs, Order, Priority, Progress, Rank, View, is_stock, load
+from kvpolicy.order.draws import WithDraws
 from kvpolicy.order.grouped_lengths import GroupedLengths
 from kvpolicy.order.ranks import FIRST
-from kvpolicy.order.rules import Layered
+from kvpolicy.order.rules import Layered, WithVictims, least_computed
 from kvpolicy.order.seen_lengths import Lengths, level_of
 from tests.order.made import ByLevel, progress, view
 
@@ -199,6 +200,37 @@ def test_whoever_is_in_the_same_level_of_the_outer_order_is_its_equal() -> None:
     assert order.rank(new, seen).value < order.rank(old, seen).value < order.rank(longer, seen).value
     assert order.displaces(new, old, seen) and not order.displaces(new, longer, seen)
     assert not order.worth(new, [old], seen) and order.worth(new, [longer], seen)
+
+
+def test_the_inner_order_is_asked_about_those_alone_that_are_equal() -> None:
+    asked: list[list[int]] = []
+
+    class Asked(ByLevel):
+        def worth(self, waiting: Progress, victims: Sequence[Progress], view: View) -> bool:
+            asked.append([victim.number for victim in victims])
+            return True
+
+    order, seen = Layered("rough/asked", Rough(), Asked()), view(state=(None, None))
+    equal, longer = progress(1, prompt_tokens=7), progress(2, prompt_tokens=70)
+    assert order.worth(progress(prompt_tokens=5), [equal, longer], seen)
+    assert order.worth(progress(prompt_tokens=5), [longer], seen)
+    assert asked == [[1]]
+
+
+def test_both_orders_rank_by_levels() -> None:
+    """Values of the inner one within a level are equal too: whoever is ahead by little displaces nobody."""
+    order, seen = Layered("plain/rough", ByLevel(), Rough()), view(state=(None, None))
+    values = [order.rank(progress(prompt_tokens=tokens), seen).value for tokens in (4, 7, 8)]
+    assert values[0] == values[1] < values[2]
+
+
+def test_a_rule_draws_nothing_whatever_the_order_within_it_draws() -> None:
+    drawing = WithDraws("drawn", ByLevel(), 0.5)
+    order = WithVictims("drawn,victims=least-computed", drawing, least_computed)
+    running = [progress(number, rank=(1,), computed_tokens=number) for number in range(3)]
+    victims = order.victims(progress(9), running, view())[:1]
+    assert drawing.probability(progress(9), victims, running, view()) < 0.5
+    assert order.probability(progress(9), victims, running, view()) == 1.0
 
 
 @pytest.mark.parametrize("spec", ["urgent:promote=9/fcfs", "fcfs/urgent:promote=9", "urgent/mlfq:promote=9"])

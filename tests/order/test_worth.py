@@ -64,6 +64,21 @@ def test_a_victim_waits_until_the_newcomer_has_got_as_far() -> None:
     assert ORDER.worth(near, [runs(1, 90, price_s=0.0)], view())
 
 
+def test_the_newcomer_would_wait_for_the_longest_victim() -> None:
+    """59 tokens saved by the long one, as above, though another victim is about to end."""
+    both = [runs(1, 200, price_s=0.05), runs(2, 1, price_s=0.05)]
+    assert ORDER.worth(NEW, both, view()) and ORDER.worth(NEW, both[::-1], view())
+    assert not ORDER.worth(NEW, [runs(1, 40, price_s=0.05), both[1]], view())
+
+
+def test_a_victim_waits_for_a_quantum_at_least() -> None:
+    """90 tokens are left to both, and the newcomer is 10 behind: it keeps the place for its quantum."""
+    newcomer = replace(NEW, output_tokens=10**6 - 10, max_output_tokens=10**6 + 80)
+    short, long = (WithWorth("worth", ByLevel(quantum_tokens=tokens)) for tokens in (10, 50))
+    victim = runs(1, 90, price_s=0.1)
+    assert short.worth(newcomer, [victim], view()) and not long.worth(newcomer, [victim], view())
+
+
 def test_nobody_is_displaced_who_would_end_at_once() -> None:
     assert not ORDER.worth(NEW, [runs(1, 1, price_s=0.0)], view())
 

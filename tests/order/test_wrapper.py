@@ -9,7 +9,7 @@ from inspect import isfunction
 import pytest
 
 from kvpolicy.order import Guarded, Order, Progress, View, load
-from kvpolicy.order.base import MAX_CANDIDATES
+from kvpolicy.order.base import MAX_SHOWN
 from kvpolicy.order.rules import Srpt
 from kvpolicy.order.wrapper import TAKEN_OVER, Wrapper
 from tests.holds import Holds
@@ -48,7 +48,7 @@ def test_every_value_and_answer_is_the_others() -> None:
     base = Picky(quantum_tokens=7, promote_s=3.0, max_victims=2, cool_down_s=0.5)
     order, some, seen = Wrapper("outer", base), [progress(1), progress(2)], view()
     assert {name: getattr(order, name) for name in TAKEN_OVER} == {name: getattr(base, name) for name in TAKEN_OVER}
-    assert (order.name, order.holds, order.max_candidates) == ("outer", True, MAX_CANDIDATES)
+    assert (order.name, order.holds, order.max_candidates) == ("outer", True, MAX_SHOWN)
     assert order.rank(some[0], seen) == base.rank(some[0], seen)
     assert (
         not order.displaces(*some, seen) and not order.worth(some[0], some, seen) and not order.admits(some[0], 9, seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from kvpolicy.attribution.ledger import OpenPreemption
 from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from kvpolicy.events import Cause, Cost, Decision, Option, Outcome
 from kvpolicy.policy import Decider, load
+from kvpolicy.request_marks import KEY, Classes
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
 from kvpolicy_vllm.plugin.host_copies import CopyBook
@@ -468,6 +470,27 @@ def test_a_controller_that_nobody_closes_closes_what_it_recorded() -> None:
     assert rows.closed == 1
     world.controller.close()
     assert rows.closed == 1
+
+
+def test_records_are_written_when_the_controller_is_collected() -> None:
+    """As some versions of vLLM shut no engine down; so nothing that is recorded with may hold the controller."""
+    world = World()
+    rows = world.rows
+    del world
+    gc.collect()
+    assert rows.closed == 1
+
+
+def test_a_trace_records_what_is_granted_later_too() -> None:
+    world = World()
+    request, controller = world.request, world.controller
+    request.kv_transfer_params, request.get_finished_reason = {KEY: {"class": "chat"}}, lambda: "stop"
+    controller.arrived(request)
+    assert controller.marks.of(request).class_name == "default", "no class may be claimed yet"
+    controller.grant_marks(Classes.parse("chat:ttft=0.5").grant)
+    controller.finished(request)
+    (row,) = world.rows.rows["requests"]
+    assert (row["class"], row["ttft_deadline_s"]) == ("chat", 0.5)
 
 
 def test_a_recorder_that_fails_stops_no_request(monkeypatch: pytest.MonkeyPatch) -> None:

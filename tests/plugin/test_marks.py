@@ -43,6 +43,14 @@ def test_what_a_request_is_is_read_once_and_forgotten_at_its_end() -> None:
     assert len(marks) == 0
 
 
+def test_what_was_read_is_read_anew_once_more_is_granted() -> None:
+    marks = MarkReader(Classes().grant, Tally())
+    one = request({"class": "chat"})
+    assert marks.of(one).class_name == "default"
+    marks.grant_by(CLASSES.grant)
+    assert marks.of(one) == Marks("chat", 0, 0.5)
+
+
 def test_its_row_has_what_was_granted() -> None:
     """So no text that a client sent gets into a trace, but for the names that an operator listed."""
     marks, _ = reader()

@@ -91,6 +91,17 @@ def test_steps_are_not_reported_without_subscribers() -> None:
     assert not observers.follow_steps
 
 
+def test_whoever_is_dropped_follows_nothing_any_more() -> None:
+    observers = Observers(lambda what: None)
+    assert not observers.follows("arrived")
+    observers.add(Follower(works=0))
+    assert observers.follows("arrived") and not observers.follows("scheduled")
+    for _ in range(MAX_FAILURES):
+        assert observers.follows("arrived")
+        observers.tell("arrived", 1, 0.0)
+    assert not observers.follows("arrived")
+
+
 def test_a_replaced_observer_is_closed() -> None:
     observers = Observers(pytest.fail)
     first, second = Follower(), Follower()

@@ -300,7 +300,7 @@ class Schedule:
         if self.most_events > MAX_EVENTS_PER_REQUEST * setup.requests:
             yield f"{self.most_events} events in the calendar of at most {setup.requests} requests"
         left = [len(ordering.ranks), *map(len, (ordering._number_of, ordering._by_number, ordering._arrival_of))]
-        left += [len(ordering._marks_of), len(ordering._waiting), len(ordering._holding)]
+        left += [len(ordering._marks_of), *map(len, ordering.queues)]
         if any(left):
             yield f"the order of service keeps {left} requests"
         failed = harness.total(self.scheduler.connector.stats(), "order_failed")
@@ -319,7 +319,7 @@ class Schedule:
             displaced=int(harness.total(stats, "preemptions", cause="displaced")),
             waits=tuple(self.waits),
             turns=self.turns,
-            missed=self.scheduler.ordering.missed if self.scheduler.ordering is not None else 0,
+            missed=int(harness.total(stats, "displaced_in_vain")),
             longest_wait=self.longest_wait,
             let_in_with_pictures=self.refused_by_encoder.let_in,
         )

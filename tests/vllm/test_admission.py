@@ -77,6 +77,23 @@ def test_a_prompt_that_may_not_be_computed_in_parts_is_told(model: Path) -> None
     assert not Admission(alone.scheduler_for(job)).space().chunked
 
 
+def test_the_watermark_is_free_beside_every_request_while_others_run(model: Path) -> None:
+    """Once for all that come in: vLLM asks for it at each admission, and none of them takes it."""
+    made = schedule(model, reserves_whole=True, token_budget=64)
+    scheduler, manager = made.scheduler, made.scheduler.kv_cache_manager
+    requests = [alone.made_request(number, [number] * 20, SamplingParams(max_tokens=4)) for number in range(900, 903)]
+    scheduler.add_request(requests[0])
+    scheduler.schedule()
+    needs = Admission(scheduler)
+    assert needs.watermark_blocks() == 0 and needs.need_blocks(requests[1], (), 0, 0) == 2
+    manager.watermark_blocks = 3
+    assert needs.watermark_blocks() == 3 and needs.need_blocks(requests[1], (), 0, 0) == 5
+    manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks() - (2 + 2 + 3))
+    for request in requests[1:]:
+        scheduler.add_request(request)
+    assert {"r901", "r902"} <= scheduler.schedule().num_scheduled_tokens.keys()
+
+
 def test_an_idle_session_keeps_its_place(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = schedule(model).scheduler
     scheduler.num_waiting_for_streaming_input = 3

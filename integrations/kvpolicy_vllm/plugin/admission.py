@@ -66,11 +66,11 @@ class Admission:
         if load_tokens:
             loaded = max(0, self._blocks(local_tokens + load_tokens) - len(hits))
             missing = max(missing, loaded + self._scheduler._inflight_prefill_reserved_blocks())
-        return int(missing + idle + self._watermark())
+        return int(missing + idle + self.watermark_blocks())
 
     def need_blocks_besides(self, request: Any, held: int) -> int:
         """Blocks that must be free for a request that was loaded and holds ``held``."""
-        return self._missing(request, request.num_computed_tokens, held, chunk=True) + self._watermark()
+        return self._missing(request, request.num_computed_tokens, held, chunk=True) + self.watermark_blocks()
 
     def _missing(self, request: Any, computed: int, held: int, chunk: bool) -> int:
         whole = self._blocks(min(request.num_tokens, self._scheduler.max_model_len)) if self._reserves_whole else 0
@@ -82,7 +82,8 @@ class Admission:
         budget = self._scheduler.max_num_scheduled_tokens
         return int(computed + min(request.num_tokens - computed, self._longest_chunk(), budget))
 
-    def _watermark(self) -> int:
+    def watermark_blocks(self) -> int:
+        """Blocks that must be free beside those that a request takes: none where nobody runs."""
         scheduler = self._scheduler
         return int(getattr(scheduler.kv_cache_manager, "watermark_blocks", 0)) if scheduler.running else 0
 

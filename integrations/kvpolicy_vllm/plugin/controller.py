@@ -90,7 +90,7 @@ class Controller:
 
     def grant_marks(self, grant: Grant) -> None:
         """Let requests be of the classes, and have the deadlines and priorities, that ``grant`` gives them."""
-        self.marks = MarkReader(grant, self.metrics.tally)
+        self.marks.grant_by(grant)
 
     def record_into(self, recording: RowWriter, anonymous: Callable[[str], str]) -> None:
         """Record a trace from now on. ``anonymous`` maps a request id to its name in the trace."""

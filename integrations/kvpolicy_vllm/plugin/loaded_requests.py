@@ -86,7 +86,7 @@ class LoadedRequests:
         # By priority where that is the policy, as in vLLM's own queues; else in the order in which loads began.
         first = min(ready) if self._scheduler.policy.value == "priority" else ready[0]
         if self._scheduler.ordering is not None:
-            first = self._scheduler.ordering.first_of(ready)
+            first = self._scheduler.ordering.queues.first_of(ready)
         return FrontOf(queue, first, self._passed_over)
 
     def full_adapters(self) -> frozenset[int] | None:

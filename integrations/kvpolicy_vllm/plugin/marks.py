@@ -33,6 +33,11 @@ class MarkReader:
     def __len__(self) -> int:
         return len(self._marks)
 
+    def grant_by(self, grant: Grant) -> None:
+        """Let requests be what ``grant`` gives them from now on; marks that were read before are read anew."""
+        self._grant = grant
+        self._marks.clear()
+
     def of(self, request: Any) -> Marks:
         """What the request is, read when it is first asked for."""
         marks = self._marks.get(request.request_id)

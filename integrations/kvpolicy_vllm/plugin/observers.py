@@ -158,6 +158,10 @@ class Observers:
             except Exception:  # noqa: BLE001
                 self._failed(follow.__self__)  # type: ignore[attr-defined]  # a bound method of an observer
 
+    def follows(self, event: str) -> bool:
+        """Whether an observer follows the event: those that were dropped no longer do."""
+        return bool(self._following[event])
+
     def close(self) -> None:
         self.tell("idle")  # all begin to write before the first one waits for its disk
         for observer in (*self._all, *self._given_up):
@@ -173,7 +177,7 @@ class Observers:
             self._following[event] = tuple(
                 getattr(o, event) for o in observers if getattr(type(o), event) is not default
             )
-        self.follow_steps = bool(self._following["scheduled"] or self._following["done"])
+        self.follow_steps = self.follows("scheduled") or self.follows("done")
 
     def _failed(self, observer: Observer) -> None:
         self._complain(observer.trouble)

@@ -9,79 +9,22 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
-from kvpolicy.order import (
-    Choice,
-    Holding,
-    Lookout,
-    Order,
-    OrderedQueue,
-    Progress,
-    Ranks,
-    Space,
-    Taken,
-    View,
-    make_room,
-)  # fmt: skip
+from kvpolicy.order import Choice, Holding, Lookout, Order, Progress, Ranks, Space, Taken, View, make_room
 from kvpolicy.request_marks import Marks
 from kvpolicy_vllm.plugin.admission import Admission
 from kvpolicy_vllm.plugin.loaded_requests import lacks_slot
+from kvpolicy_vllm.plugin.ranked_queues import RankedQueues
 
 ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+Answer = TypeVar("Answer")
 MAX_MOVED = 8
 """More requests than that are put in order by sorting all."""
-
-
-class RankedQueue(RequestQueue):
-    """Waiting requests by rank. ``admits``: asked for the first one whether it may be admitted now.
-
-    vLLM asks whether the queue is empty before it looks at the first request: so where that one is not admitted the
-    queue says that it is, as long as vLLM schedules.
-    """
-
-    def __init__(self, queue: OrderedQueue[Any], arrived: Callable[[Any], None], admits: Callable[[Any], bool]) -> None:
-        self.queue = queue
-        self._arrived, self._admits = arrived, admits
-
-    def add_request(self, request: Any) -> None:
-        self._arrived(request)
-        self.queue.append(request)
-
-    def prepend_request(self, request: Any) -> None:
-        self.add_request(request)
-
-    def prepend_requests(self, requests: Iterable[Any]) -> None:
-        for request in requests:
-            self.add_request(request)
-
-    def peek_request(self) -> Any:
-        return self.queue.first()
-
-    def pop_request(self) -> Any:
-        return self.queue.pop()
-
-    def remove_request(self, request: Any) -> None:
-        self.queue.remove(request)
-
-    def remove_requests(self, requests: Iterable[Any]) -> None:
-        for request in requests:
-            if request in self.queue:
-                self.queue.remove(request)
-
-    def __bool__(self) -> bool:
-        return len(self.queue) > 0 and self._admits(self.queue.first())
-
-    def __len__(self) -> int:
-        return len(self.queue)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.queue)
 
 
 class Ordering:
@@ -106,13 +49,10 @@ class Ordering:
         self._gates = order.gates
         self._holds = order.holds
         self.ranks: Ranks[Any] = Ranks(order, self._progress_of, self._most_tokens(scheduler))
-        self.displaced = 0
-        """Requests displaced so far."""
-        self.missed = 0
-        """Requests for which others were displaced and which did not come in."""
-        self.on_choice: Callable[[Choice, Callable[[int], str]], None] | None = None
-        """Takes every choice of victims, before they are displaced, with the ids of requests by their numbers; None
-        where choices are not recorded."""
+        self.on_choice: Callable[[Choice, Callable[[int], str]], None] = lambda choice, id_of: None
+        """Takes every choice of victims, before they are displaced, with the ids of requests by their numbers."""
+        self.records_choices: Callable[[], bool] = lambda: False
+        """Whether ``on_choice`` is to be called: the candidates of a choice are priced only for it."""
         self.count: Callable[[str, float], None] = lambda name, amount: None
         """Adds to a counter of the engine's metrics."""
         self.arrived_at: Callable[[Any], float] = lambda request: clock()
@@ -140,24 +80,7 @@ class Ordering:
         self._admitting: Mapping[str, int] = {}
         """Tokens that the step which is being settled computes: what it brings to those it admitted does not count yet.
         """
-        self._waiting: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
-        self._holding: OrderedQueue[Any] = OrderedQueue(self.ranks.key)
-        # From vLLM 0.31 on requests that hold blocks have a queue of their own. Before, those that were passed over are
-        # in it, too.
-        holding = "kv_holding_waiting" if hasattr(scheduler, "kv_holding_waiting") else "skipped_waiting"
-        self._replaced = {name: getattr(scheduler, name) for name in ("waiting", holding)}
-        """vLLM's own queues."""
-        if holding == "kv_holding_waiting":
-            scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits)
-            scheduler.kv_holding_waiting = RankedQueue(self._holding, self._arrived, lambda request: True)
-        else:
-            scheduler.waiting = RankedQueue(self._waiting, self._arrived, self._admits_of_both)
-            scheduler.skipped_waiting = RankedQueue(self._holding, self._arrived, self._admits_of_both)
-
-    def give_back_queues(self) -> None:
-        """Another order serves from now on. Nobody may wait."""
-        for name, queue in self._replaced.items():
-            setattr(self._scheduler, name, queue)
+        self.queues = RankedQueues(scheduler, self.ranks.key, self._arrived, self._admits, self._is_gated)
 
     @staticmethod
     def _most_tokens(scheduler: Any) -> int:
@@ -194,7 +117,7 @@ class Ordering:
         """Streaming input has come for a request that ran: it waits from now on, and its counts begin anew."""
         self._now_s = self._clock()
         self.ranks.preempted(session, self._step, self.view())
-        self._requeue([session])
+        self.queues.renew([session])
         self.lookout.happened()
 
     def forget_ended(self, step: Iterable[str] = ()) -> None:
@@ -227,19 +150,16 @@ class Ordering:
         if self._admission.defers_prefills(throttled):
             return []
         self.lookout.begins()
-        try:
-            taken = make_room(self.order, self, self.view(), records=self.on_choice is not None)
-        # The boundary between an order and a server: nobody is displaced in this step, then.
-        except Exception:  # noqa: BLE001
-            self._complain("make_room")
-            taken = Taken(missed=True)
+        taken = self._guarded(
+            "make_room",
+            Taken(missed=True),
+            lambda: make_room(self.order, self, self.view(), records=self.records_choices()),
+        )
         self.lookout.looked(taken, self._step)
         if taken.victims:
-            self.displaced += len(taken.victims)
             self.count("displaced", len(taken.victims))
-        if self.on_choice is not None:
-            for choice in taken.choices:
-                self.on_choice(choice, self._id_of)
+        for choice in taken.choices:
+            self.on_choice(choice, self._id_of)
         self._let_in = [self._by_number[waiting.number] for waiting in taken.let_in]
         return [self._by_number[victim.number] for victim in taken.victims]
 
@@ -251,17 +171,18 @@ class Ordering:
         scheduler = self._scheduler
         if not self._holds or scheduler.pause_state != PauseState.UNPAUSED:
             return []
-        try:
-            held = self._holding_back.held([*map(self.ranks.progress, scheduler.running)], self.view())
-        # The boundary between an order and a server: nobody is held in this step, then.
-        except Exception:  # noqa: BLE001
-            self._complain("hold")
-            return []
-        # vLLM counts the adapters of those that it schedules: another one might take the slot meanwhile.
-        self._held = [one for one in map(self._by_number.__getitem__, held) if not one.lora_request]
+        held = self._guarded("hold", set[int](), self._chosen_to_sit_out)
+        self._held = [self._by_number[number] for number in held]
         for request in self._held:
             scheduler.running.remove(request)
         return self._held
+
+    def _chosen_to_sit_out(self) -> set[int]:
+        """Numbers of the running requests that sit this step out."""
+        running = self._scheduler.running
+        # vLLM counts the adapters of those that it schedules: another one might take the slot meanwhile.
+        exempt = {self._number_of[request] for request in running if request.lora_request}
+        return self._holding_back.held([*map(self.ranks.progress, running)], self.view(), exempt)
 
     def release(self) -> None:
         """Put those that sat the step out back on the running list."""
@@ -273,16 +194,9 @@ class Ordering:
         if changed is None:
             return
         self.lookout.happened()
-        self._requeue(changed)
+        self.queues.renew(changed)
         if changed:
             self._sort_running(changed)
-
-    def _requeue(self, changed: Iterable[Any]) -> None:
-        """Put waiting requests where their present ranks belong."""
-        for request in changed:
-            for queue in (self._waiting, self._holding):
-                if request in queue:
-                    queue.append(request)
 
     def settle(self, output: Any, held: Sequence[Any] = ()) -> None:
         """Rank the requests that this step admitted, and put those that it ``held`` back where they were."""
@@ -302,7 +216,6 @@ class Ordering:
         """Displace nobody for some steps where somebody did not come in, for whatever reason of vLLM's: the next
         victims would be taken in vain, too."""
         missed = sum(request.status in READY for request in self._let_in)
-        self.missed += missed
         if missed:
             self.count("displaced_in_vain", missed)
         self._let_in = []
@@ -325,60 +238,44 @@ class Ordering:
         admit."""
         self._scheduling = begins
 
-    def _admits(self, request: Any) -> bool:
-        if not (self._gates and self._scheduling and self._scheduler.running):
-            return True
-        try:
-            progress = self.ranks.progress(request)
-            free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-            return self.order.admits(progress, free - self.need_blocks(progress), self.view())
-        # The boundary between an order and a server: whoever fits is admitted, then.
-        except Exception:  # noqa: BLE001
-            self._complain("admits")
-            return True
+    def _is_gated(self) -> bool:
+        """Whether the order may refuse anybody now: only beside running requests, in a step."""
+        return bool(self._gates and self._scheduling and self._scheduler.running)
 
-    def _admits_of_both(self, request: Any) -> bool:
-        """Whether whoever goes first in both queues may be admitted now. One that holds blocks always may; vLLM is
-        offered those that were loaded before all others."""
-        if not (self._gates and self._scheduling and self._scheduler.running):
-            return True
-        if self._scheduler.loaded_requests.in_front(self._holding) is not None:
-            return True
-        first = self.first_of(queue.first() for queue in (self._holding, self._waiting) if len(queue))
-        holds_blocks = first.status == RequestStatus.WAITING_FOR_REMOTE_KVS or first.num_computed_tokens > 0
-        return holds_blocks or self._admits(first)
+    def _admits(self, request: Any) -> bool:
+        def admitted() -> bool:
+            progress = self.ranks.progress(request)
+            return self.order.admits(progress, self.free_blocks() - self.need_blocks(progress), self.view())
+
+        return self._guarded("admits", True, admitted)
+
+    def _guarded(self, what: str, otherwise: Answer, ask: Callable[[], Answer]) -> Answer:
+        """The answer, or ``otherwise`` where that fails: a server goes on without."""
+        try:
+            return ask()
+        # The boundary between what an order asks for and a server: whatever fails here, requests are served.
+        except Exception:  # noqa: BLE001
+            self._complain(what)
+            return otherwise
 
     def _looks(self) -> bool:
         """Whether to look for room in this step: somebody waits who goes before a running request."""
         running = self._scheduler.running
         if not (self.order.displaces_by_rank and running and self.lookout.is_due(self._step)):
             return False
-        worst = self.ranks.key(running[-1])[0]
-        return any(len(queue) and self.ranks.key(queue.first())[0] < worst for queue in (self._holding, self._waiting))
-
-    def first_queue(self, *queues: RankedQueue) -> RankedQueue | None:
-        """Of the queues that are not empty the one whose first request goes first; None where all are empty.
-
-        vLLM has just been told that one of them is not. An order that now answers otherwise is not heeded.
-        """
-        full = [queue for queue in queues if queue] or [queue for queue in queues if len(queue)]
-        return min(full, key=lambda queue: self.ranks.key(queue.peek_request()), default=None)
-
-    def first_of(self, requests: Iterable[Any]) -> Any:
-        """The first of some requests in the order of service."""
-        return min(requests, key=self.ranks.key)
+        return self.queues.go_before(self.ranks.key(running[-1])[0])
 
     # ---- what making room asks ----
 
     def heads(self) -> Iterator[Progress]:
         worst = self.ranks.key(self._scheduler.running[-1])[0]
         adapters = self._scheduler.loaded_requests.full_adapters()
-        for queue in (self._holding, self._waiting):
+        for queue in self.queues:
             for request in queue:
                 if not self._is_ready_itself(request):
                     if self.ranks.key(request)[0] < worst:
                         self.lookout.passed_over(request)
-                    elif queue is self._waiting:
+                    elif queue is self.queues.waiting:
                         break
                 elif not lacks_slot(request, adapters):
                     yield self.ranks.progress(request)
@@ -406,6 +303,9 @@ class Ordering:
         self._hit_ids = frozenset(block.block_id for block in hits)
         loads = scheduler.kvpolicy.loadable_tokens(request, local_tokens)
         return self._admission.need_blocks(request, hits, local_tokens, loads)
+
+    def spare_blocks(self) -> int:
+        return self._admission.watermark_blocks()
 
     def freed_blocks(self, running: Progress, waiting: Progress) -> int:
         request = self._by_number[running.number]

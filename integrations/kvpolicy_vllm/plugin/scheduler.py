@@ -67,7 +67,7 @@ class PolicyHooks:
         if self.requests:
             raise RuntimeError(f"{len(self.requests)} requests are unfinished: an order is set while there are none")
         if self.ordering is not None:
-            self.ordering.give_back_queues()
+            self.ordering.queues.give_back()
             self.ordering = None
         if is_stock(order, self.policy.value):
             return
@@ -82,8 +82,8 @@ class PolicyHooks:
             lambda request: controller.marks.of(request),
         )  # fmt: skip
         self.ordering.count = controller.metrics.tally.add
-        if controller.recorder is not None:
-            self.ordering.on_choice = partial(controller.displacing, order.label)
+        self.ordering.on_choice = partial(controller.displacing, order.label)
+        self.ordering.records_choices = partial(controller.observers.follows, "displacing")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         controller, loaded_requests = self.kvpolicy, self.loaded_requests
@@ -133,7 +133,7 @@ class PolicyHooks:
         if queue is not None:
             return queue
         if self.ordering is not None:
-            return self.ordering.first_queue(self.waiting, self.skipped_waiting)
+            return self.ordering.queues.first_queue(self.waiting, self.skipped_waiting)
         return super()._select_waiting_queue_for_scheduling()  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

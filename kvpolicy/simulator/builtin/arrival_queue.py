@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvpolicy.errors import InputError
+from kvpolicy.simulator.base import Server
 from kvpolicy.workload import ClosedLoop, Request, Source
 
 Due = tuple[float, float, int, Request]
@@ -125,3 +126,20 @@ class ArrivalQueue:
         assert request.think_s is not None
         due_s = max(request.arrival_s, ended_s + request.think_s)
         heapq.heappush(self._due, (due_s, due_s, number, request))
+
+
+def refuse_unservable(server: Server, number: int, request: Request) -> None:
+    """Raise InputError, naming the request, for one that the server could never serve."""
+    if request.prompt_tokens < 1 or request.output_tokens < 1:
+        raise InputError(f"request {number}: {request}: both lengths should be 1 or more")
+    if request.total_tokens > server.max_model_len:
+        raise InputError(
+            f"request {number} has {request.total_tokens} tokens, prompt and output; max_model_len is "
+            f"{server.max_model_len}"
+        )
+    blocks = -(-(request.total_tokens - 1) // server.block_size)
+    if blocks > server.device_blocks:
+        raise InputError(
+            f"request {number} needs {blocks} blocks of {server.block_size} tokens for its "
+            f"{request.total_tokens} tokens; device_blocks is {server.device_blocks}"
+        )

@@ -10,25 +10,24 @@ from operator import attrgetter
 
 import numpy as np
 
-from kvpolicy.errors import InputError
 from kvpolicy.events import Cause
 from kvpolicy.latency import NO_SLO, Slo
 from kvpolicy.order import Choice, is_stock
 from kvpolicy.simulator.base import NULL_BLOCK, DecisionObserver, load_of
 from kvpolicy.simulator.builtin import costs
-from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue
+from kvpolicy.simulator.builtin.arrival_queue import ArrivalQueue, refuse_unservable
 from kvpolicy.simulator.builtin.blocks import pool_for, shared_keys
 from kvpolicy.simulator.builtin.fast_path import FastPath
 from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import CopyJob, LiveRequest, Status, Step
 from kvpolicy.simulator.builtin.ordering import Ordering
 from kvpolicy.simulator.builtin.preemption import Preemptions
+from kvpolicy.simulator.builtin.room_needs import is_ready
 from kvpolicy.simulator.builtin.scheduler import Scheduler, Victims
 from kvpolicy.simulator.builtin.trace_writer import TraceWriter
 from kvpolicy.simulator.link_queues import LinkQueues
 from kvpolicy.simulator.sinks import Identity
 from kvpolicy.simulator.summary import SummaryBuilder
-from kvpolicy.workload import Request
 
 COMPUTED = attrgetter("computed")
 FEW_STEPS = 16
@@ -54,7 +53,7 @@ class Engine:
         self.trace_writer = trace_writer
         self.tallied = SummaryBuilder(server, times, slo)
         self.now_s = 0.0
-        self.arrivals = ArrivalQueue(identity.requests, self._refuse)
+        self.arrivals = ArrivalQueue(identity.requests, partial(refuse_unservable, server))
         self.copies = HostPool(server)
         self.link: LinkQueues[CopyJob] = LinkQueues(server, times)
         self.preemptions = Preemptions(server, identity.policy, identity.seed, trace_writer, self.tallied, on_decision)
@@ -108,22 +107,6 @@ class Engine:
             tally = self.tallied.tally_of(request.class_name)
             self.scheduler.arrive(LiveRequest(number, request, arrival_s, keys, tally=tally))
             self.present += 1
-
-    def _refuse(self, number: int, request: Request) -> None:
-        server = self.server
-        if request.prompt_tokens < 1 or request.output_tokens < 1:
-            raise InputError(f"request {number}: {request}: both lengths should be 1 or more")
-        if request.total_tokens > server.max_model_len:
-            raise InputError(
-                f"request {number} has {request.total_tokens} tokens, prompt and output; max_model_len is "
-                f"{server.max_model_len}"
-            )
-        blocks = -(-(request.total_tokens - 1) // server.block_size)
-        if blocks > server.device_blocks:
-            raise InputError(
-                f"request {number} needs {blocks} blocks of {server.block_size} tokens for its "
-                f"{request.total_tokens} tokens; device_blocks is {server.device_blocks}"
-            )
 
     # ---- a step begins ----
 
@@ -435,7 +418,7 @@ class Engine:
         self.trace_writer.displacement(choice, ordering.by_number, self._step.number, self.now_s, order)
 
     def _is_ready(self, live: LiveRequest) -> bool:
-        return self.scheduler.is_ready(live)
+        return is_ready(live, self.scheduler.loaded)
 
     def _loads(self, live: LiveRequest, total_tokens: int, local: int) -> bool:
         return self.preemptions.loads(live, total_tokens, local, self.scheduler, self.copies)

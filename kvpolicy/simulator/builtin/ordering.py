@@ -1,4 +1,4 @@
-"""The order of service in the built-in simulator: ranks of live requests, and room made for those that wait.
+"""The order of service in the built-in simulator: ranks of live requests, and when room is made for those that wait.
 
 Only for orders other than vLLM's own. The running list is kept sorted by rank, so that the last of it loses its blocks
 first; waiting requests are in queues by rank.
@@ -6,12 +6,11 @@ first; waiting requests are in queues by rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import inf
-from typing import Protocol
 
-from kvpolicy.order import Choice, Holding, Lookout, Order, OrderedQueue, Progress, Ranks, Space, View, make_room
+from kvpolicy.order import Choice, Engine, Holding, Lookout, Order, OrderedQueue, Progress, Ranks, View, make_room
 from kvpolicy.simulator.base import Server
 from kvpolicy.simulator.builtin.live_request import LiveRequest
 
@@ -127,7 +126,7 @@ class Ordering:
             until = min(until, self.lookout.next_step)
         return until - step if until < inf else inf
 
-    def displaced(self, engine: Room) -> list[LiveRequest]:
+    def displaced(self, engine: Engine) -> list[LiveRequest]:
         """The running requests to displace in this step."""
         self.lookout.begins()
         taken = make_room(self.order, engine, self.view(), records=self.on_choice is not None)
@@ -179,64 +178,3 @@ class Ordering:
 
     def _price_of(self, request: Progress) -> float | None:
         return self._price(self.by_number[request.number])
-
-
-class Memory(Protocol):
-    """What the scheduler knows of memory and loads."""
-
-    running: list[LiveRequest]
-
-    def is_ready(self, live: LiveRequest) -> bool: ...
-
-    def space(self) -> Space: ...
-
-    def free_blocks(self) -> int: ...
-
-    def last_token_is_coming(self, live: LiveRequest) -> bool: ...
-
-    def need_blocks(self, live: LiveRequest) -> int: ...
-
-    def freed_blocks(self, live: LiveRequest, waiting: LiveRequest) -> int: ...
-
-
-class Room:
-    """What making room asks of the engine: satisfies :class:`kvpolicy.order.Engine`."""
-
-    def __init__(self, memory: Memory, ordering: Ordering) -> None:
-        self._memory = memory
-        self._ordering = ordering
-        self._ranks = ordering.ranks
-        self._by_number = ordering.by_number
-
-    def heads(self) -> Iterator[Progress]:
-        ordering, memory = self._ordering, self._memory
-        worst = self._ranks.key(memory.running[-1])[0]
-        for queue in (ordering.holding, ordering.waiting):
-            for live in queue:
-                if memory.is_ready(live):
-                    yield self._ranks.progress(live)
-                elif self._ranks.key(live)[0] < worst:
-                    ordering.lookout.passed_over(live)
-                elif queue is ordering.waiting:
-                    break
-
-    def last_running(self) -> Iterator[Progress]:
-        memory = self._memory
-        for live in reversed(memory.running):
-            if not memory.last_token_is_coming(live):
-                yield self._ranks.progress(live)
-
-    def space(self) -> Space:
-        return self._memory.space()
-
-    def free_blocks(self) -> int:
-        return self._memory.free_blocks()
-
-    def held_blocks(self, running: Progress) -> int:
-        return self._by_number[running.number].held
-
-    def need_blocks(self, waiting: Progress) -> int:
-        return self._memory.need_blocks(self._by_number[waiting.number])
-
-    def freed_blocks(self, running: Progress, waiting: Progress) -> int:
-        return self._memory.freed_blocks(self._by_number[running.number], self._by_number[waiting.number])

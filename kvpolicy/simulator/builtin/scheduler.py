@@ -1,14 +1,12 @@
 """vLLM V1's ``Scheduler.schedule``, rule by rule, for one group of full-attention blocks.
 
 The scheduler knows neither time nor policies: it calls ``preempting`` with a victim before the victim's blocks are
-freed. The module begins with the choice of victims and the queues of waiting requests.
+freed. The module begins with the choice of victims.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -16,12 +14,13 @@ from typing import NamedTuple, Protocol
 
 from kvpolicy.events import Cause
 from kvpolicy.load_growth import LoadGrowth
-from kvpolicy.order import Space
 from kvpolicy.simulator.base import NULL_BLOCK, Scheduling, Server
 from kvpolicy.simulator.builtin.blocks import Pool
 from kvpolicy.simulator.builtin.host_copies import HostPool
 from kvpolicy.simulator.builtin.live_request import KeyedBlock, LiveRequest, Status, Step
-from kvpolicy.simulator.builtin.ordering import Ordering, Room
+from kvpolicy.simulator.builtin.ordering import Ordering
+from kvpolicy.simulator.builtin.room_needs import Room
+from kvpolicy.simulator.builtin.waiting_queues import Queue, queue_for
 
 TURN = attrgetter("turn")
 
@@ -45,80 +44,6 @@ class VllmVictims:
             return len(running) - 1
         ranks = [(live.request.priority, live.arrival_s) for live in running]
         return ranks.index(max(ranks))
-
-
-class Queue(Protocol):
-    """The part of vLLM's ``RequestQueue`` that the scheduler needs."""
-
-    def __len__(self) -> int: ...
-
-    def append(self, live: LiveRequest) -> None: ...
-
-    def first(self) -> LiveRequest: ...
-
-    def pop(self) -> LiveRequest: ...
-
-    def put_back(self, lives: Iterable[LiveRequest]) -> None:
-        """Return requests to the front in their order, or to their rank in a ranked queue."""
-        ...
-
-    def remove(self, live: LiveRequest) -> None: ...
-
-
-class Fifo:
-    """First come, first served."""
-
-    def __init__(self) -> None:
-        self._lives: deque[LiveRequest] = deque()
-
-    def __len__(self) -> int:
-        return len(self._lives)
-
-    def append(self, live: LiveRequest) -> None:
-        self._lives.append(live)
-
-    def first(self) -> LiveRequest:
-        return self._lives[0]
-
-    def pop(self) -> LiveRequest:
-        return self._lives.popleft()
-
-    def put_back(self, lives: Iterable[LiveRequest]) -> None:
-        self._lives.extendleft(reversed(list(lives)))
-
-    def remove(self, live: LiveRequest) -> None:
-        self._lives.remove(live)
-
-
-class Ranked:
-    """By priority, then arrival, then number."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, int], LiveRequest]] = []
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def append(self, live: LiveRequest) -> None:
-        heapq.heappush(self._heap, (live.order, live))
-
-    def first(self) -> LiveRequest:
-        return self._heap[0][1]
-
-    def pop(self) -> LiveRequest:
-        return heapq.heappop(self._heap)[1]
-
-    def put_back(self, lives: Iterable[LiveRequest]) -> None:
-        for live in lives:
-            self.append(live)
-
-    def remove(self, live: LiveRequest) -> None:
-        self._heap.remove((live.order, live))
-        heapq.heapify(self._heap)
-
-
-def queue_for(scheduling: Scheduling) -> Queue:
-    return Fifo() if scheduling == "fcfs" else Ranked()
 
 
 class Demand(NamedTuple):
@@ -179,10 +104,16 @@ class Scheduler:
         self._held = 0
         """Running requests that sit this step out."""
         self._watermark_blocks = int(server.watermark * (server.device_blocks + NULL_BLOCK))
+        self._room = None if ordering is None else Room(self, ordering, server)
 
     @property
     def waiting_requests(self) -> int:
         return len(self.waiting) + len(self.holding)
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that must be free beside those that a request takes: none where nobody runs."""
+        return self._watermark_blocks if self.running else 0
 
     def arrive(self, live: LiveRequest) -> None:
         if not len(self.waiting) or self._server.scheduling == "priority" or self._ordering is not None:
@@ -277,7 +208,7 @@ class Scheduler:
         waiting: list[LiveRequest] = []
         holding: list[LiveRequest] = []
         admitted: list[LiveRequest] = []
-        while budget > 0 and len(self.running) < self._max_running():
+        while budget > 0 and len(self.running) < self.max_running():
             queue = self.holding if len(self.holding) else self.waiting
             if not len(queue):
                 break
@@ -302,7 +233,7 @@ class Scheduler:
         self.waiting.put_back(waiting)
         return admitted
 
-    def _max_running(self) -> int:
+    def max_running(self) -> int:
         """Requests that may run: one being loaded or held keeps its place, and one that is loaded takes it."""
         return self._server.max_running - self._loading + len(self.loaded) - self._held
 
@@ -324,7 +255,7 @@ class Scheduler:
 
         None where what it needs is not free, or the order of service does not let it in.
         """
-        demand = self._demand(live, budget)
+        demand = self.demand(live, budget)
         free_after = self.pool.free - demand.needed_blocks
         if free_after < 0:
             return None
@@ -346,7 +277,7 @@ class Scheduler:
             self._cache_chunk(live, demand.computed + demand.new_tokens)
         return demand.new_tokens
 
-    def _demand(self, live: LiveRequest, budget: int) -> Demand:
+    def demand(self, live: LiveRequest, budget: int) -> Demand:
         """What its next chunk, or the load before it, takes. A load must leave the blocks that unfinished prefills
         still need, and those that running requests will take while it lasts."""
         fresh = live.computed == 0
@@ -359,7 +290,7 @@ class Scheduler:
         whole = max(self._blocks(live.tokens) - held, 0)
         missing = max(self._blocks(computed + new) - held, 0)
         at_once = missing + (self._reserved_blocks() if loads else 0)
-        others = self.pool.idle(hits) + (self._watermark_blocks if self.running else 0)
+        others = self.pool.idle(hits) + self.watermark_blocks
         return Demand(hits, computed, loads, new, missing, max(whole, at_once) + others)
 
     def _start(self, live: LiveRequest, new: int) -> None:
@@ -418,11 +349,11 @@ class Scheduler:
 
         They are left out of the waiting queue, so that this step does not admit them.
         """
-        ordering = self._ordering
-        assert ordering is not None
+        ordering, room = self._ordering, self._room
+        assert ordering is not None and room is not None
         if not ordering.looks(self.running):
             return []
-        victims = ordering.displaced(Room(self, ordering))
+        victims = ordering.displaced(room)
         for victim in victims:
             self.running.remove(victim)
             self.preempt(victim, "displaced")
@@ -444,32 +375,3 @@ class Scheduler:
         for live in held:
             insort(self.running, live, key=TURN)
         self._held = 0
-
-    def is_ready(self, live: LiveRequest) -> bool:
-        """Whether a waiting request could be admitted now, memory and places apart."""
-        return not live.stale and (live.status is not Status.LOADING or live in self.loaded)
-
-    def free_blocks(self) -> int:
-        return self.pool.free
-
-    def space(self) -> Space:
-        """What this step has left once the running requests have what they take in it."""
-        budget, free = self._server.token_budget, self.pool.free
-        for live in self.running:
-            if budget <= 0 or self.last_token_is_coming(live):
-                continue
-            new = min(live.tokens + live.placeholders - live.computed, budget)
-            free -= max(self._blocks(live.computed + new) - live.held, 0)
-            budget -= new
-        return Space(free, self._max_running() - len(self.running), budget)
-
-    def need_blocks(self, live: LiveRequest) -> int:
-        """Blocks that must be free for a waiting request to be admitted."""
-        return self._demand(live, self._server.token_budget).needed_blocks
-
-    def freed_blocks(self, live: LiveRequest, waiting: LiveRequest) -> int:
-        """Blocks that a waiting request gains once another has lost its own: not those that it would take over."""
-        hits = self.pool.hits(waiting) if waiting.computed == 0 else ()
-        taken_over = {id(block) for block in hits if block.holders == 1}
-        mine = sum(id(block) in taken_over for block in live.keyed_blocks)
-        return live.held - self.pool.shared(live, live.held) - mine
