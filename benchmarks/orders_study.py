@@ -16,7 +16,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import inf, nan
 from statistics import fmean
 
 from matrix_bars import MET, MISSED, Verdict
@@ -30,13 +30,17 @@ from order_places import (
     Place,
     add_arguments,
     capacity_of,
+    drawn,
     hardware_of,
     run_cells,
     write,
 )  # fmt: skip
 
+from kvpolicy.errors import KVPolicyError
+from kvpolicy.order import load as load_order
 from kvpolicy.stats import Ratio, student_ratio
 from kvpolicy.study.cache import Result
+from kvpolicy.study.config import Serving
 from kvpolicy.study.report import aligned
 
 MLFQ, PROMOTED, GITTINS = "mlfq:base=256", "mlfq:base=256,promote=30", "gittins:quantum=64"
@@ -197,12 +201,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if bounded and all(verdict.text == MET for verdict in judged) else 1
 
 
+def longest_blocks(requests: int, seeds: int) -> int:
+    """Blocks that the longest of the requests needs, its last token apart, whose KV is not stored."""
+    most = max(request.total_tokens for seed in range(seeds) for request in drawn(requests, seed).requests)
+    return -(-(most - 1) // Serving().block_size)
+
+
+def order_named(text: str) -> str:
+    """The name itself. Raises what argparse prints where there is no such order."""
+    try:
+        load_order(text)
+    except KVPolicyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", choices=MACHINES, action="append", help="only that one")
     parser.add_argument("--kv-blocks", type=int, action="append", help="of 16 tokens; 26000 without it")
     parser.add_argument("--load", type=float, action="append", help="share of capacity; 0.9 and 1.2 without it")
-    parser.add_argument("--order", action="append", help="only these orders beside fcfs")
+    parser.add_argument("--order", type=order_named, action="append", help="only these orders beside fcfs")
     parser.add_argument("--requests", type=int, default=800)
     parser.add_argument("--host-gib", type=float, default=HOST_GIB)
     add_arguments(parser)
@@ -211,8 +230,13 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}: should be {least} or more")
     for load in options.load or ():
-        if not 0 < load < float("inf"):
+        if not 0 < load < inf:
             parser.error(f"--load is {load}: should be above 0")
+    for blocks in options.kv_blocks or ():
+        if blocks < (least := longest_blocks(options.requests, options.seeds)):
+            parser.error(f"--kv-blocks is {blocks}: should be {least} or more, which the longest request needs")
+    if not 0 <= options.host_gib < inf:
+        parser.error(f"--host-gib is {options.host_gib:g}: should be 0 or more")
     return options
 
 

@@ -554,6 +554,25 @@ def test_orders_study_prints_what_the_figures_belong_to(tmp_path: Path) -> None:
     assert run("orders_study.py", "--seeds", "1").returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--order", "mlqf"), "argument --order: order 'mlqf' is no order; the orders are fcfs"),
+        (("--order", "mlfq:base=0"), "has base=0, should be 1 or more"),
+        (("--kv-blocks", "10"), "--kv-blocks is 10: should be 3028 or more, which the longest request needs"),
+        (("--host-gib", "-1"), "--host-gib is -1: should be 0 or more"),
+        (("--host-gib", "nan"), "--host-gib is nan: should be 0 or more"),
+    ],
+)
+def test_orders_study_refuses_what_cannot_be(
+    wrong: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    with pytest.raises(SystemExit) as refused:
+        import_module("orders_study").main(["--requests", "60", "--seeds", "2", *wrong])
+    assert refused.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_orders_classes_judges_urgent_requests_and_the_batch(tmp_path: Path) -> None:
     asked = ("--urgent", "40", "--batch", "12", "--kv-blocks", "4000", "--seeds", "2", "--jobs", "0")
     done = run("orders_classes.py", *asked, "--cache", str(tmp_path))

@@ -18,8 +18,9 @@ and *whom*. Both are pure: the same objects run in a server and in the simulator
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import copysign, floor, inf, isinf, log
 from typing import Any, NamedTuple
 
@@ -162,6 +163,15 @@ class Order(ABC):
         Few distinct values are better than many: whoever has the lower rank by however little may displace another.
         """
 
+    def rank_group(self, request: Progress) -> Hashable:
+        """What the rank follows from besides the request's output tokens and the order's state, where that never
+        changes while the request is unfinished: requests of equal groups share ranks, and most of the cost. None, as by
+        default, where the rank follows from more, such as the time.
+
+        It belongs to the class that has :meth:`rank`: where a subclass ranks otherwise, it is not asked.
+        """
+        return None
+
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
         """Whether ``waiting`` may take the place of ``running``. Asked for pairs in which the former has the lower
         rank."""
@@ -203,3 +213,17 @@ class Order(ABC):
         """With which ``victims`` are the first of those that :meth:`victims` gives, in this sequence: for traces, so
         that other rules can be judged by them. 1 for an order that draws nothing."""
         return 1.0
+
+
+def group_of(order: Order, request: Progress) -> Hashable:
+    """The order's :meth:`Order.rank_group`; None where a subclass ranks otherwise than the class that has it."""
+    return order.rank_group(request) if _groups_its_ranks(type(order)) else None
+
+
+@cache
+def _groups_its_ranks(kind: type[Order]) -> bool:
+    ranks, groups = (
+        next(place for place, one in enumerate(kind.__mro__) if method in vars(one))
+        for method in ("rank", "rank_group")
+    )
+    return groups <= ranks

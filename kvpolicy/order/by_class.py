@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -29,6 +29,9 @@ class ByClass(Order):
     def rank(self, request: Progress, view: View) -> Rank:
         listed = request.class_name in self.classes
         return Rank((self.classes.index(request.class_name) if listed else len(self.classes),))
+
+    def rank_group(self, request: Progress) -> Hashable:
+        return request.class_name
 
 
 def ranked_classes(order: Order) -> Iterator[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvpolicy.order.seen_lengths import DECAY, LEVELS, Lengths, level_of
+from kvpolicy.order.seen_lengths import DECAY, LEVELS, Lengths, Weights, level_of
 
-Weights = tuple[float, ...]
 MAX_CLASSES = 8
 """Classes with lengths of their own, the first ones seen; those of others count among all alone."""
 PROMPT_LEVELS = 21
@@ -27,6 +26,8 @@ class GroupedLengths:
     classes: tuple[str, ...] = ()
     groups: tuple[Weights, ...] = ()
     """For each class those of its prompt lengths, then that of all of them; empty before the first length."""
+    _lengths: dict[int, Lengths] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By position among the groups, what :meth:`of` has made of it."""
 
     def seen(self, class_name: str, prompt_tokens: int, tokens: int) -> GroupedLengths:
         pooled, classes, groups = self.pooled.seen(tokens), self.classes, list(self.groups)
@@ -48,8 +49,12 @@ class GroupedLengths:
         if class_name not in self.classes:
             return self.pooled
         first = self.classes.index(class_name) * _CELLS
-        of_class = _shrunk(self.groups[first + PROMPT_LEVELS], self.pooled.weights)
-        return Lengths(_shrunk(self.groups[first + prompt_level(prompt_tokens)], of_class))
+        at = first + prompt_level(prompt_tokens)
+        found = self._lengths.get(at)
+        if found is None:
+            of_class = _shrunk(self.groups[first + PROMPT_LEVELS], self.pooled.weights)
+            found = self._lengths[at] = Lengths(_shrunk(self.groups[at], of_class))
+        return found
 
 
 def prompt_level(tokens: int) -> int:

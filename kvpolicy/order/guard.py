@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import inf, isnan
 from typing import Any, TypeVar
 
-from kvpolicy.order.base import MAX_SHOWN, Order, Progress, Rank, View, levels
+from kvpolicy.order.base import MAX_SHOWN, Order, Progress, Rank, View, group_of, levels
 from kvpolicy.order.ranks import FIRST
 
 Answer = TypeVar("Answer")
@@ -52,6 +52,9 @@ class Guarded(Order):
     def rank(self, request: Progress, view: View) -> Rank:
         kept = LAST if request.rank in ((), FIRST) else request.rank  # the first place is for one quantum only
         return self._guarded("rank", Rank(kept), lambda: self._in_levels(_comparable(*self.base.rank(request, view))))
+
+    def rank_group(self, request: Progress) -> Hashable:
+        return self._guarded("rank_group", None, lambda: _hashable(group_of(self.base, request)))
 
     def _in_levels(self, rank: Rank) -> Rank:
         return rank._replace(value=levels(rank.value, self._ratio))
@@ -106,3 +109,9 @@ def _comparable(value: Sequence[float], until_tokens: float, until_s: float) -> 
     if any(map(isnan, (*rank.value, rank.until_tokens, rank.until_s))):
         raise TypeError(f"{rank} contains NaN, which has no order")
     return rank
+
+
+def _hashable(group: Hashable) -> Hashable:
+    """The group itself. One that has no hash raises."""
+    hash(group)
+    return group

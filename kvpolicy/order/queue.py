@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import count
 from typing import Any, Generic, TypeVar
 
@@ -42,6 +42,12 @@ class OrderedQueue(Generic[R]):
         key = self._keys[request] = self._key(request)
         heapq.heappush(self._heap, (key, next(self._numbers), request))
         self._clear()
+
+    def renew(self, changed: Iterable[R]) -> None:
+        """Take note of the new keys of those that are in the queue."""
+        if self._keys:
+            for request in filter(self._keys.__contains__, changed):
+                self.append(request)
 
     def first(self) -> R:
         heap = self._heap

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp2, floor, inf, log2
 from typing import Any
 
-from kvpolicy.order.base import MAX_SHOWN, Order, Progress, Rank, View, levels
+from kvpolicy.order.base import MAX_SHOWN, Order, Progress, Rank, View, group_of, levels
 from kvpolicy.order.grouped_lengths import GroupedLengths
 from kvpolicy.order.ranks import FIRST
 from kvpolicy.order.seen_lengths import BOUNDS, Lengths, level_of
@@ -33,6 +33,9 @@ class Priority(Order):
     def rank(self, request: Progress, view: View) -> Rank:
         return Rank((request.priority,))
 
+    def rank_group(self, request: Progress) -> Hashable:
+        return request.priority
+
 
 def is_stock(order: Order, scheduling: str) -> bool:
     """Whether the order is what vLLM does by itself under this scheduling policy. One derived from it may do more."""
@@ -56,6 +59,9 @@ class Urgent(Order):
     def rank(self, request: Progress, view: View) -> Rank:
         return Rank((request.priority,))
 
+    def rank_group(self, request: Progress) -> Hashable:
+        return request.priority
+
 
 @dataclass(frozen=True, repr=False)
 class Reserve(Order):
@@ -71,6 +77,9 @@ class Reserve(Order):
 
     def rank(self, request: Progress, view: View) -> Rank:
         return Rank((request.priority,))
+
+    def rank_group(self, request: Progress) -> Hashable:
+        return request.priority
 
     def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
         return waiting.priority <= self.above or free_after_blocks >= self.share * view.device_blocks
@@ -98,6 +107,9 @@ class Mlfq(Order):
         level = 1 + floor(log2(tokens / base))
         return Rank((level,), base * exp2(level))
 
+    def rank_group(self, request: Progress) -> Hashable:
+        return ()
+
 
 @dataclass(frozen=True, repr=False)
 class Las(Order):
@@ -116,6 +128,9 @@ class Las(Order):
     def rank(self, request: Progress, view: View) -> Rank:
         level = request.output_tokens // self.quantum_tokens
         return Rank((level,), (level + 1) * self.quantum_tokens)
+
+    def rank_group(self, request: Progress) -> Hashable:
+        return ()
 
 
 Predictor = Callable[[Progress, Any], float]
@@ -155,6 +170,13 @@ class Srpt(Order):
         level = level_of(self.predictor(request, view.state))
         return Rank((level,), _next_bound(request.output_tokens))
 
+    def rank_group(self, request: Progress) -> Hashable:
+        if self.predictor is by_limit:
+            return request.max_output_tokens
+        if self.predictor is by_lengths:
+            return request.class_name, request.prompt_tokens, request.max_output_tokens
+        return None
+
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
         got = running.output_tokens
         return got < self.bound * (got + self.predictor(running, view.state))
@@ -188,6 +210,9 @@ class Gittins(Order):
             return Rank((0,), self.quantum_tokens)
         index = view.state.index(request.prompt_tokens, got, request.max_output_tokens)
         return Rank((1, _level_of_cost(1.0 / index)), _next_bound(got))
+
+    def rank_group(self, request: Progress) -> Hashable:
+        return request.prompt_tokens, request.max_output_tokens
 
     def initial_state(self) -> Lengths:
         return Lengths()
@@ -277,6 +302,10 @@ class Layered(Order):
         value = self._outer_value(levels(outer.value, self.outer.rank_ratio))
         value += levels(inner.value, self.inner.rank_ratio)
         return Rank(value, min(outer.until_tokens, inner.until_tokens), min(outer.until_s, inner.until_s))
+
+    def rank_group(self, request: Progress) -> Hashable:
+        groups = group_of(self.outer, request), group_of(self.inner, request)
+        return None if None in groups else groups
 
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
         outer_view, inner_view = self._views(view)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpolicy.order.base import Order, Progress, Rank, View
+from kvpolicy.order.base import Order, Progress, Rank, View, group_of
 
 TAKEN_OVER = (
     "displaces_by_rank", "quantum_tokens", "promote_s", "max_victims", "cool_down_s", "rank_ratio", "max_held_steps",
@@ -38,6 +38,9 @@ class Wrapper(Order):
 
     def rank(self, request: Progress, view: View) -> Rank:
         return self.base.rank(request, self.of_base(view))
+
+    def rank_group(self, request: Progress) -> Hashable:
+        return group_of(self.base, request)
 
     def displaces(self, waiting: Progress, running: Progress, view: View) -> bool:
         return self.base.displaces(waiting, running, self.of_base(view))

@@ -35,6 +35,14 @@ def test_a_new_key_counts_once_it_is_appended() -> None:
     assert found.pop() == "a" and list(found) == ["b", "c"], "the void entry does not come up again"
 
 
+def test_those_that_are_queued_are_renewed_and_no_others() -> None:
+    keys = {"a": 1, "b": 2}
+    found = queue(keys)
+    keys |= {"a": 9, "c": 0}
+    found.renew(["c", "a"])
+    assert list(found) == ["b", "a"]
+
+
 def test_removed_and_queued_again() -> None:
     """The same key twice in the heap is one request."""
     found = queue({"a": 1, "b": 2})

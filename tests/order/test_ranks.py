@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 import pytest
 
-from kvpolicy.order import Order, Progress, Rank, Ranks, View
+from kvpolicy.order import Order, Progress, Rank, Ranks, View, load
+from kvpolicy.order.guard import Guarded
 from kvpolicy.order.ranks import FIRST, MAX_VOID
+from kvpolicy.order.wrapper import Wrapper
 from tests.order.made import ByLevel, Requests, view
 
 
@@ -252,3 +256,116 @@ def test_measures_are_ranked_by_levels() -> None:
         assert up == -down and last == inf
         found.append(up)
     assert found == [0, 0, 0, 0, 1, 20, 21, 21]
+
+
+class Counted(ByLevel):
+    """By level, and counts how often it is asked."""
+
+    asked = 0
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        Counted.asked += 1
+        return super().rank(request, view)
+
+    def rank_group(self, request: Progress) -> Hashable:
+        return ()
+
+
+class Backwards(Counted):
+    """Ranks otherwise than the class that groups."""
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((float(-request.number),), request.output_tokens + 1)
+
+
+def test_requests_of_equal_groups_and_tokens_share_a_rank_until_the_state_changes() -> None:
+    Counted.asked = 0
+    ranks, requests = made(Counted(), "a", "b", "c")
+    for name in "abc":
+        ranks.admitted(name, 0, view())
+    assert Counted.asked == 1
+    requests.tokens |= {"a": 10, "b": 10, "c": 11}
+    assert ranks.due(10, view()) == ["a", "b", "c"] and Counted.asked == 3
+    assert {ranks.key(name)[0] for name in "abc"} == {(1,)}
+    requests.tokens |= {"a": 20, "b": 20, "c": 20}
+    assert sorted(ranks.due(20, view(state="another")) or ()) == ["a", "b", "c"] and Counted.asked == 4
+    ranks.preempted("a", 20, view(state="a third"))
+    assert Counted.asked == 5
+
+
+def test_who_ranks_otherwise_than_the_class_that_groups_is_asked_for_each_request() -> None:
+    ranks, _ = made(Backwards(), "a", "b")
+    assert [ranks.key(name)[0] for name in "ab"] == [(0,), (-1,)]
+
+
+def test_a_rank_without_an_end_is_not_shared() -> None:
+    """A server answers so for an order that fails: each request has the rank that it had."""
+
+    class Fails(Counted):
+        broken = False
+
+        def rank(self, request: Progress, view: View) -> Rank:
+            if self.broken:
+                raise ValueError("broken")
+            return Rank((request.priority,), request.output_tokens + 1)
+
+        def rank_group(self, request: Progress) -> Hashable:
+            return ()
+
+    order = Fails()
+    requests = Requests()
+    ranks: Ranks[str] = Ranks(Guarded(order, lambda method: None), requests.look)
+    ranks.arrived(requests.add("a", priority=1), 0, view())
+    ranks.arrived(requests.add("b", priority=2), 0, view(state="so that it is asked"))
+    Fails.broken = True
+    for name in "ab":
+        ranks.preempted(name, 1, view(state=name))
+    for name in "ab":
+        ranks.preempted(name, 2, view(state="b"))
+    assert [ranks.key(name)[0] for name in "ab"] == [(1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "mlfq:base=3",
+        "las:quantum=4",
+        "srpt:limit",
+        "srpt:lengths",
+        "gittins:quantum=3",
+        "urgent/mlfq:base=2",
+        "classes:chat+batch/las:quantum=3",
+        "urgent:quantum=3",
+    ],
+)
+def test_shared_ranks_are_those_that_each_request_would_get(spec: str) -> None:
+    """Over drawn requests and steps, beside ranks asked for one by one."""
+    rng = random.Random(spec)
+    order = load(spec)
+    shared, alone = Ranks[str](order, (requests := Requests()).look), Ranks[str](Ungrouped(spec, order), requests.look)
+    names = [f"r{number}" for number in range(30)]
+    for name in names:
+        requests.add(
+            name, priority=rng.randrange(2), prompt_tokens=rng.choice((5, 50)), max_output_tokens=rng.choice((40, 90)),
+            class_name=rng.choice(("chat", "batch", "other")),
+        )  # fmt: skip
+        for ranks in (shared, alone):
+            ranks.arrived(name, 0, view(state=ranks.state))
+            ranks.admitted(name, 0, view(state=ranks.state))
+    for step in range(1, 60):
+        for name in names:
+            requests.tokens[name] += rng.random() < 0.9
+        changed = [ranks.due(step, view(float(step), ranks.state)) for ranks in (shared, alone)]
+        assert changed[0] == changed[1], step
+        assert [*map(shared.key, names)] == [*map(alone.key, names)], step
+        if step % 7 == 0:
+            ended = names.pop(rng.randrange(len(names)))
+            for ranks in (shared, alone):
+                ranks.removed(ended, by_itself=True)
+
+
+class Ungrouped(Wrapper):
+    """The same order, asked for every request."""
+
+    def rank_group(self, request: Progress) -> Hashable:
+        return None

@@ -38,6 +38,18 @@ def test_the_mean_still_to_come() -> None:
     assert both.remaining(20, 10**5) > both.remaining(0, 10**5), "who has got beyond the short ones is a long one"
 
 
+@pytest.mark.parametrize("limit", [1, 3, 8, 41, 90, 100, 1000, 10**7])
+def test_what_is_ahead_does_not_depend_on_what_was_asked_before(limit: int) -> None:
+    """Tables are made for any limit, and cut by it."""
+    asked = learned(*range(1, 300, 7))
+    for other in (2, 50, 10**6):
+        asked.remaining(7, other)
+    fresh = learned(*range(1, 300, 7))
+    assert asked.remaining(7, limit) == fresh.remaining(7, limit)
+    assert asked.index(10, 7, limit) == fresh.index(10, 7, limit)
+    assert asked == fresh and 1.0 <= fresh.remaining(7, limit) <= max(1, limit - 7)
+
+
 def test_the_index_of_a_request_that_ends_with_its_next_token() -> None:
     """P = 1 over a horizon of one step, in which half a token more than the prompt is held."""
     assert Lengths().index(10, 0, 1) == pytest.approx(1 / 10.5)

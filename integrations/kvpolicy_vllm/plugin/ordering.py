@@ -48,7 +48,7 @@ class Ordering:
         self._complain = complain
         self._gates = order.gates
         self._holds = order.holds
-        self.ranks: Ranks[Any] = Ranks(order, self._progress_of, self._most_tokens(scheduler))
+        self.ranks: Ranks[Any] = Ranks(order, self._progress_of, self._most_tokens(scheduler), self._output_tokens_of)
         self.on_choice: Callable[[Choice, Callable[[int], str]], None] = lambda choice, id_of: None
         """Takes every choice of victims, before they are displaced, with the ids of requests by their numbers."""
         self.records_choices: Callable[[], bool] = lambda: False
@@ -347,8 +347,12 @@ class Ordering:
     def _price_of(self, request: Progress) -> float | None:
         return self._price(self._by_number[request.number])
 
+    def _output_tokens_of(self, request: Any) -> int:
+        tokens: int = request.num_output_tokens
+        return tokens if self._admitting else tokens + request.num_output_placeholders
+
     def _progress_of(self, request: Any, rank: tuple[float, ...], admitted_at_tokens: int) -> Progress:
-        output_tokens = request.num_output_tokens + (0 if self._admitting else request.num_output_placeholders)
+        output_tokens = self._output_tokens_of(request)
         marks = self._marks_of[request]
         return Progress(
             self._number_of[request],

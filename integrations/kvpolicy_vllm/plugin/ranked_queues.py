@@ -5,7 +5,7 @@ Which queues there are differs between versions of vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -99,12 +99,10 @@ class RankedQueues:
         for name, queue in self._replaced.items():
             setattr(self._scheduler, name, queue)
 
-    def renew(self, changed: Iterable[Any]) -> None:
+    def renew(self, changed: Sequence[Any]) -> None:
         """Put those of the requests that wait where their present keys belong."""
-        for request in changed:
-            for queue in self:
-                if request in queue:
-                    queue.append(request)
+        for queue in self:
+            queue.renew(changed)
 
     def go_before(self, rank: tuple[float, ...]) -> bool:
         """Whether anybody waits who has a lower rank."""

@@ -35,7 +35,7 @@ class Ordering:
         self, order: Order, server: Server, price: Price, is_ready: Callable[[LiveRequest], bool] = lambda live: True
     ) -> None:
         self.order = order
-        self.ranks: Ranks[LiveRequest] = Ranks(order, self._progress_of)
+        self.ranks: Ranks[LiveRequest] = Ranks(order, self._progress_of, output_tokens=_output_tokens)
         self.waiting = RankedQueue(self.ranks.key)
         self.holding = RankedQueue(self.ranks.key)
         self.step = 0
@@ -156,7 +156,7 @@ class Ordering:
     def _progress_of(self, live: LiveRequest, rank: tuple[float, ...], admitted_at_tokens: int) -> Progress:
         """The request as an order sees it."""
         request = live.request
-        output_tokens = live.outputs + live.placeholders
+        output_tokens = _output_tokens(live)
         return Progress(
             self._number_of[live],
             live.arrival_s,
@@ -178,3 +178,7 @@ class Ordering:
 
     def _price_of(self, request: Progress) -> float | None:
         return self._price(self.by_number[request.number])
+
+
+def _output_tokens(live: LiveRequest) -> int:
+    return live.outputs + live.placeholders
