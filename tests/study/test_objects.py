@@ -14,8 +14,9 @@ import kvpolicy
 from kvpolicy import HardwareModel, Request, Workload, cost
 from kvpolicy.shape import ModelShape
 from kvpolicy.study.config import Run, Serving
-from kvpolicy.study.recommend import _config_line, depends_on_seed
+from kvpolicy.study.recommend import depends_on_seed
 from kvpolicy.study.report import SweepReport
+from kvpolicy.study.server_flags import config_line
 from tests.simulator import tables
 from tests.study.object_grids import MODEL, NAME, simulate, workload
 from tests.synthetic import options_for, situation
@@ -80,8 +81,8 @@ def test_advice_for_objects(tmp_path: Path) -> None:
 
 def test_no_line_deploys_a_model_that_is_an_object() -> None:
     values = {"hardware": "boosted@0123456789ab", "hardware_digest": "0123456789ab0"}
-    assert _config_line("cheapest:boosted@0123456789ab,online=on", values, 4.0) == ""
-    assert _config_line("always-swap", values, 4.0) == "kvpolicy config --policy always-swap"
+    assert config_line("cheapest:boosted@0123456789ab,online=on", values, 4.0) == ""
+    assert config_line("always-swap", values, 4.0) == "kvpolicy config --policy always-swap"
 
 
 def test_a_compiled_model_travels() -> None:
