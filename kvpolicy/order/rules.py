@@ -232,40 +232,6 @@ def _next_bound(tokens: int) -> float:
 
 
 @dataclass(frozen=True, repr=False)
-class Deadline(Order):
-    """Whose reader runs dry first: least slack first.
-
-    slack = arrival + ttft + output tokens x tpot - now, in whole seconds from -``bound_s`` to ``bound_s``; a request
-    that brings times of its own goes by these. After Andes (Liu et al., 2024, arXiv:2404.16283), by slack instead of
-    the gradient of a quality of experience. It moves with time, so it displaces far more often than an order by length.
-    """
-
-    name: str
-    ttft_s: float = 1.0
-    tpot_s: float = 0.1
-    bound_s: float = 20.0
-    quantum_tokens: int = 16
-    promote_s: float = inf
-    cool_down_s: float = 0.0
-    displaces_by_rank = True
-
-    def rank(self, request: Progress, view: View) -> Rank:
-        ttft_s = self.ttft_s if request.ttft_s is None else request.ttft_s
-        tpot_s = self.tpot_s if request.tpot_s is None else request.tpot_s
-        slack_s = request.arrival_s + ttft_s + request.output_tokens * tpot_s - view.now_s
-        whole_s = floor(slack_s)
-        if whole_s < -self.bound_s:
-            return Rank((-self.bound_s,), request.output_tokens + self._tokens(-slack_s - self.bound_s, tpot_s))
-        until_s = view.now_s + max(slack_s - min(whole_s, self.bound_s), 0.001)
-        return Rank((min(whole_s, self.bound_s),), request.output_tokens + self._tokens(1.0, tpot_s), until_s)
-
-    @staticmethod
-    def _tokens(slack_s: float, tpot_s: float) -> float:
-        """Tokens after which the slack may have grown by as much."""
-        return max(1, ceil(slack_s / tpot_s)) if tpot_s > 0 else inf
-
-
-@dataclass(frozen=True, repr=False)
 class Layered(Order):
     """By ``outer``, and among its equals by ``inner``, as in urgent/mlfq: feedback within each class.
 

@@ -12,6 +12,7 @@ from kvpolicy.fields import WrongValue, refuse_other
 from kvpolicy.order import rules
 from kvpolicy.order.base import Order
 from kvpolicy.order.by_class import ByClass
+from kvpolicy.order.deadline import Deadline
 from kvpolicy.order.draws import WithDraws
 from kvpolicy.order.worth import WithWorth
 from kvpolicy.order.wrapper import Wrapper
@@ -49,6 +50,9 @@ OPTIONS: Mapping[str, str] = {
     "bound": "for srpt: share of its predicted length up to which a request may be displaced",
     "ttft": "for deadline: seconds to the first token",
     "tpot": "for deadline: seconds per token after it",
+    "step": "for deadline: seconds of slack in the first level; the others double",
+    "ahead": "for deadline: seconds of tokens ahead of its reader with which a request sits out while another is late",
+    "late": "for deadline: seconds behind its reader from which a request goes after all others",
     "above": "for reserve: the highest priority that may use the reserve",
 }
 OPTIONS_HELP = "options are written ORDER:NAME=VALUE,NAME=VALUE"
@@ -249,6 +253,16 @@ KINDS: Mapping[str, Kind] = {
     "srpt": Kind(rules.Srpt, {"bound": ("bound", _share), **_QUANTUM}, ("predictor", _predictor), needs_value=True),
     "gittins": Kind(rules.Gittins, {"quantum": ("quantum_tokens", _whole), **_PROMOTE}),
     "classes": Kind(ByClass, _QUANTUM, ("classes", _classes), needs_value=True),
-    "deadline": Kind(rules.Deadline, {"ttft": ("ttft_s", _number), "tpot": ("tpot_s", _positive), **_QUANTUM}),
+    "deadline": Kind(
+        Deadline,
+        {
+            "ttft": ("ttft_s", _number),
+            "tpot": ("tpot_s", _positive),
+            "step": ("step_s", _positive),
+            "ahead": ("ahead_s", _number),
+            "late": ("late_s", _positive),
+            **_QUANTUM,
+        },
+    ),
 }
 """The orders that ship, by the part of their name before the colon."""

@@ -108,17 +108,6 @@ def test_a_reserve_is_for_the_urgent() -> None:
     assert not order.admits(progress(priority=2), 9, view())
 
 
-def test_slack_to_a_deadline() -> None:
-    spec = "deadline:ttft=3,tpot=.5"
-    assert ranked(spec, 10.0, arrival_s=9.0).value == (2,)
-    assert ranked(spec, 10.0, arrival_s=9.0, output_tokens=4).value == (4,)
-    assert ranked(spec, 10.0, arrival_s=9.0, ttft_s=1.0).value == (0,), "its own deadline"
-    late, very_late = ranked(spec, 99.0), ranked(spec, 999.0)
-    assert late.value == very_late.value == (-20,), "who is hopelessly late is no more urgent than others"
-    soon = ranked(spec, 10.25, arrival_s=9.0)
-    assert (soon.value, soon.until_s, soon.until_tokens) == ((1,), pytest.approx(11.0), 2)
-
-
 def test_layers_decide_in_turn() -> None:
     order = load("urgent/mlfq:base=4")
     state = order.initial_state()

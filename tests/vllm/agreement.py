@@ -29,11 +29,11 @@ FICKLE = "python:tests.fickle:Fickle"
 ORDERS = (
     "mlfq:base=8", "mlfq:base=4,promote=0.2", "las:quantum=8", "srpt:limit", "srpt:lengths", "gittins:quantum=8",
     "urgent", "urgent:quantum=4", "urgent/mlfq:base=8", "reserve:.2", "deadline:ttft=.2,tpot=.01",
-    "mlfq:base=8,victims=least-computed", "mlfq:base=4,victims=cheapest",
+    "mlfq:base=8,victims=least-computed", "mlfq:base=4,victims=cheapest", "deadline:ttft=.2,tpot=.01,step=.02,ahead=.1",
 )  # fmt: skip
 BY_CLASS = (
     "deadline:ttft=.2,tpot=.01", "classes:chat+batch", "classes:chat+default,promote=.2/mlfq:base=8", "srpt:lengths",
-    "classes:chat/deadline:ttft=.5,tpot=.02,quantum=4",
+    "classes:chat/deadline:ttft=.5,tpot=.02,quantum=4", "deadline:ttft=.2,tpot=.01,ahead=.02",
 )  # fmt: skip
 """Orders that heed classes or deadlines."""
 SLO = Slo(tpot_s=0.02)
