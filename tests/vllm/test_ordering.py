@@ -29,7 +29,9 @@ from tests.vllm.test_soak import PRESSED
 
 pytestmark = pytest.mark.scheduler
 
-ORDERED = PRESSED | {"order": "mlfq:base=4", "prefix_caching": True, "max_running": 16, "token_budget": 128}
+ORDERED = PRESSED | {
+    "order": "mlfq:base=4", "prefix_caching": True, "max_running": 16, "token_budget": 128, "pictures": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,13 @@ def test_whoever_others_are_displaced_for_comes_in(seed: int, asynchronous: bool
     assert outcome.problems == () and outcome.displaced > 30
     assert harness.total(made.scheduler.connector.stats(), "displaced") == outcome.displaced
     assert outcome.missed == 0
+
+
+def test_few_are_displaced_in_vain_for_requests_with_pictures(model: Path) -> None:
+    """Of several that want the encoder in one step, and of running ones, who gets it is vLLM's to say."""
+    outcome = served(schedule(model, 0, pictures=24, encoder_room=1.0))
+    assert outcome.problems == () and outcome.displaced > 30 and outcome.let_in_with_pictures > 10
+    assert outcome.missed <= 0.1 * outcome.let_in_with_pictures
 
 
 def test_where_nobody_comes_in_victims_grow_rare(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
