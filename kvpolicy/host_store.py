@@ -11,7 +11,7 @@ Pure bookkeeping, the same for the plugin and for the built-in simulator: it mov
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,16 +136,18 @@ class HostStore:
         gone = [watched.pop(place) for place in places if place in watched]
         return [block for block in gone if block.holders and self._give_slot(block)]
 
-    def begin_load(self, copy: HostCopy, first: int, last: int) -> list[HostBlock]:
-        """Blocks ``first`` to ``last``, exclusive, are about to be loaded; the copy's others are no longer needed.
+    def begin_load(self, copy: HostCopy, wanted: Sequence[int]) -> list[HostBlock]:
+        """The copy's blocks with these indices are about to be loaded; its others are no longer needed.
 
         Return those that only the device has, which must be saved before, with slots. One that can have none, because
         loads use them all, keeps the slot None: it cannot be loaded, and as nobody watches it any more, no later copy
         may find it.
         """
-        for block in copy.blocks[:first] + copy.blocks[last:]:
-            self._leave(block, copy)
-        copy.blocks = copy.blocks[first:last]
+        loaded = set(wanted)
+        for index, block in enumerate(copy.blocks):
+            if index not in loaded:
+                self._leave(block, copy)
+        copy.blocks = [copy.blocks[index] for index in wanted]
         copy.loading = True
         there = [block for block in copy.blocks if block.slot is None]
         for block in there:

@@ -13,9 +13,12 @@ SHARE = 0.125
 
 
 class LoadGrowth:
-    """The growth to expect while a load lasts. One per scheduler."""
+    """The growth to expect while a load lasts. One per scheduler.
 
-    def __init__(self, block_size: int) -> None:
+    ``block_size``: tokens that a request computes for each block that it takes.
+    """
+
+    def __init__(self, block_size: float) -> None:
         self.steps = 0
         """Steps scheduled so far that compute something. The scheduler counts them."""
         self._block_size = block_size

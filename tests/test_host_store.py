@@ -55,7 +55,7 @@ def test_a_load_keeps_only_what_it_reads_and_saves_what_is_still_on_the_device()
     copy = HostCopy(64)
     store.add(copy, [("a", 6), ("b", 7), ("c", 8), (None, 9)])
     store.lost([7])
-    assert keys(store.begin_load(copy, 1, 4)) == ["c"]
+    assert keys(store.begin_load(copy, range(1, 4))) == ["c"]
     assert [block.slot is not None for block in copy.blocks] == [True, True, True]
     assert not store.watched and store.used == 3, "the first one was in the prefix cache"
     store.release(copy)
@@ -115,7 +115,7 @@ def test_a_load_is_never_given_up() -> None:
     store = HostStore(1)
     short, long = HostCopy(16), HostCopy(32)
     store.add(short, [(None, 1)])
-    store.begin_load(short, 0, 1)
+    store.begin_load(short, range(0, 1))
     store.add(long, [("a", 2)])
     assert store.obtainable(32, 1) == 0
     assert store.lost([2]) == [] and store.given_up == [long] and slots(short) == [0]
@@ -126,17 +126,17 @@ def test_a_block_that_can_have_no_slot_cannot_be_loaded() -> None:
     first, second = HostCopy(16), HostCopy(32)
     store.add(first, [(None, 1)])
     store.add(second, [("a", 2)])
-    store.begin_load(first, 0, 1)
-    assert store.begin_load(second, 0, 1) == [] and slots(second) == [None] and store.given_up == []
+    store.begin_load(first, range(0, 1))
+    assert store.begin_load(second, range(0, 1)) == [] and slots(second) == [None] and store.given_up == []
 
 
 def test_no_later_copy_finds_a_block_that_could_have_no_slot() -> None:
     store = HostStore(1)
     first, second, third = HostCopy(16), HostCopy(32), HostCopy(40)
     store.add(first, [(None, 1)])
-    store.begin_load(first, 0, 1)
+    store.begin_load(first, range(0, 1))
     store.add(second, [("a", 2)])
-    store.begin_load(second, 0, 1)
+    store.begin_load(second, range(0, 1))
     store.add(third, [("a", 5)])
     store.release(first)
     store.release(second)
@@ -168,7 +168,7 @@ def test_after_a_change_of_weights_no_content_is_found_by_its_key() -> None:
     old, new = HostCopy(16), HostCopy(16)
     store.add(old, [("a", 7)])
     store.lost([7])
-    store.begin_load(old, 0, 1)
+    store.begin_load(old, range(0, 1))
     store.forget_keys()
     store.add(new, [("a", 7)])
     assert new.blocks[0] is not old.blocks[0] and store.key_at(7) == "a"
@@ -228,7 +228,7 @@ class Device:
     def load(self) -> None:
         copy = self.random.choice(list(self.kept))
         first = self.random.randint(0, len(copy.blocks) - 1)
-        self.save(self.store.begin_load(copy, first, len(copy.blocks)))
+        self.save(self.store.begin_load(copy, range(first, len(copy.blocks))))
         for block, content in zip(copy.blocks, self.kept[copy][first:], strict=True):
             assert block.slot is None or self.host[block.slot] == content
             assert block.slot is not None or len(copy.blocks) > self.store.total

@@ -75,7 +75,7 @@ def at_resume(
     return replace(
         situation,
         computed_tokens=total_tokens,
-        held_blocks=-(-total_tokens // size),
+        held_blocks=(situation.held_blocks if total_tokens == situation.computed_tokens else -(-total_tokens // size)),
         shared_blocks=0,
         hashed_blocks=hit_blocks,
         hit_blocks=float(hit_blocks),

@@ -176,12 +176,12 @@ class World:
     def come_back(self) -> None:
         """By a load, as far as there is one, and the tokens that are left."""
         load = self.controller.loadable_tokens(self.request, 0)
-        self.controller.admitted(self.request, [1, 2, 3], load)
+        self.controller.admitted(self.request, [[1, 2, 3]], load)
         if load:
             self.step()
             self.finish_copies("load")
             self.request.num_computed_tokens = load
-            self.controller.admitted(self.request, [1, 2, 3], 0)
+            self.controller.admitted(self.request, [[1, 2, 3]], 0)
         self.step(self.request.num_tokens - self.request.num_computed_tokens)
 
     def stats(self, name: str) -> dict[str, float]:
@@ -238,7 +238,7 @@ def test_a_save_that_fails_makes_a_recompute_of_it(world: World) -> None:
 def test_a_load_that_fails_makes_a_recompute_of_it(world: World) -> None:
     world.preempt()
     world.finish_copies("save")
-    world.controller.admitted(world.request, [1, 2, 3], world.controller.loadable_tokens(world.request, 0))
+    world.controller.admitted(world.request, [[1, 2, 3]], world.controller.loadable_tokens(world.request, 0))
     world.step()
     world.finish_copies("load", ok=False)
     world.come_back()
@@ -260,7 +260,7 @@ def test_a_policy_that_is_certain_at_resume_has_the_rest_computed() -> None:
     world.finish_copies("save")
     assert [world.controller.loadable_tokens(world.request, hit) for hit in (0, 16, 0)] == [40, 0, 40]
     assert world.controller.loadable_tokens(world.request, 16) == 0
-    world.controller.admitted(world.request, [1, 2, 3], 0)
+    world.controller.admitted(world.request, [[1, 2, 3]], 0)
     world.request.num_computed_tokens = 16
     world.step(world.request.num_tokens - 16)
     assert world.events.told[-2:] == [("fell_back", "cheaper_at_resume"), ("resumed", "recompute")]
@@ -274,7 +274,7 @@ def test_what_is_all_on_the_device_after_all_is_no_recompute_by_choice() -> None
     world.preempt()
     world.finish_copies("save")
     assert [world.controller.loadable_tokens(world.request, hit) for hit in (16, COMPUTED)] == [0, 0]
-    world.controller.admitted(world.request, [1, 2, 3], 0)
+    world.controller.admitted(world.request, [[1, 2, 3]], 0)
     world.request.num_computed_tokens = COMPUTED
     world.step(1)
     assert world.events.told[-1] == ("resumed", "swap") and not world.stats("fallbacks")
@@ -329,14 +329,14 @@ class TestBlocksThatSurvive:
         world.controller.preempting(other, "memory")
         world.rest_of_step({})
         world.scheduler.hash_block(8, None)
-        world.controller.admitted(other, [5, 8, 6], 40)
+        world.controller.admitted(other, [[5, 8, 6]], 40)
         world.step()
         assert self.saved(world) == [(9,), (10, 11, 12), (8,)]
         assert [job.block_ids for job in world.jobs[-1].loads] == [(5, 8, 6)]
 
     def test_what_a_load_needs_and_only_the_device_has_is_saved_before(self, world: World) -> None:
         world.preempt()
-        world.controller.admitted(world.request, [7, 5, 6], 24)
+        world.controller.admitted(world.request, [[7, 5, 6]], 24)
         world.step()
         assert self.saved(world) == [(9,), (8,)] and [job.block_ids for job in world.jobs[-1].loads] == [(5, 6)]
 
@@ -399,7 +399,7 @@ class TestBlocksThatSurvive:
         world.request.num_computed_tokens = 32
         world.preempt()
         assert self.saved(world) == [] and world.events.told == [("decided", "swap"), ("executed", "swap")]
-        world.controller.admitted(world.request, [7, 8, 5], 0)
+        world.controller.admitted(world.request, [[7, 8, 5]], 0)
         world.request.num_computed_tokens = 32
         world.step(1)
         assert world.events.told[2:] == [("resumed", "swap")] and world.controller.stats()["host_slots_used"] == 0

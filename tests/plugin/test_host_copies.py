@@ -48,7 +48,7 @@ class TestCopies:
         assert [settled.ok for settled in book.acknowledge([ack(save.copy_id, "save")])] == [True]
         assert book.queued_bytes("save") == 0
         assert book.loadable_tokens("r", 100, 16) == 24
-        book.begin_load("r", 1, (1, 2), 24)
+        book.begin_load("r", range(1, 3), (1, 2), 24)
         assert book.loadable_tokens("r", 100, 0) == 0 and book.queued_bytes("load") == 200
         (load,) = book.take_jobs(1, idle=False, taken_of=nobody).loads
         assert (load.request_id, load.block_ids, load.slots, load.saved_by) == ("r", (1, 2), slots[1:], save.copy_id)
@@ -65,7 +65,7 @@ class TestCopies:
         (second,) = book.take_jobs(1, False, {8, 9}.intersection).saves
         assert second.block_ids == (8,), "when the device gives it away"
         assert book.take_jobs(2, False, {8}.intersection) is book.take_jobs(3, False, nobody), "named once"
-        book.begin_load("r", 1, (4, 5), 24)
+        book.begin_load("r", range(1, 3), (4, 5), 24)
         (load,) = book.take_jobs(4, False, nobody).loads
         assert load.slots == slots_of(copy) and load.saved_by == second.copy_id and not book.pool.watched
 
@@ -98,15 +98,15 @@ class TestCopies:
         book = CopyBook(slots=1, ranks=1, block_bytes=100)
         book.keep("r", "p1", 16, unhashed(1))
         book.keep("s", "p2", 32, [("h", 2)])
-        book.begin_load("r", 0, (5,), 16)
-        book.begin_load("s", 0, (6,), 16)
+        book.begin_load("r", range(0, 1), (5,), 16)
+        book.begin_load("s", range(0, 1), (6,), 16)
         assert book.take_jobs(0, False, nobody).loads[1].slots == (NO_SLOT,), "the worker fails it"
 
     def test_nothing_is_found_by_its_hash_after_a_reset(self) -> None:
         book = CopyBook(slots=2, ranks=1, block_bytes=100)
         book.keep("r", "p1", 16, [("h", 1)])
         book.lost([1])
-        book.begin_load("r", 0, (5,), 16)
+        book.begin_load("r", range(0, 1), (5,), 16)
         book.take_jobs(0, False, nobody)
         book.forget_all()
         book.keep("s", "p2", 16, [("h", 2)])
@@ -140,7 +140,7 @@ class TestCopies:
         book.keep("s", "p", 10, unhashed(1))
         (save,) = book.take_jobs(1, idle=False, taken_of=nobody).saves
         book.acknowledge([ack(save.copy_id, "save")] * 2)
-        book.begin_load("s", 0, (2,), 10)
+        book.begin_load("s", range(0, 1), (2,), 10)
         assert book.under_way
         (load,) = book.take_jobs(2, idle=False, taken_of=nobody).loads
         book.acknowledge([ack(load.copy_id, "load")] * 2)
@@ -201,7 +201,7 @@ class TestCopies:
         book = CopyBook(slots=1, ranks=1, block_bytes=100)
         book.keep("r", "p", 10, unhashed(1))
         book.take_jobs(0, idle=False, taken_of=nobody)
-        book.begin_load("r", 0, (2,), 10)
+        book.begin_load("r", range(0, 1), (2,), 10)
         book.forget("r")
         assert book.of("r") is None and book.pool.free == 0
         (load,) = book.take_jobs(1, idle=False, taken_of=nobody).loads
@@ -228,7 +228,7 @@ class TestCopies:
     def test_a_load_that_begins_before_its_save_is_handed_over_keeps_its_slots(self) -> None:
         book = CopyBook(slots=1, ranks=1, block_bytes=100)
         book.keep("r", "p", 10, unhashed(1))
-        book.begin_load("r", 0, (2,), 10)
+        book.begin_load("r", range(0, 1), (2,), 10)
         jobs = book.take_jobs(0, idle=False, taken_of=nobody)
         assert [job.saved_by for job in jobs.loads] == [job.copy_id for job in jobs.saves]
         book.forget("r")

@@ -88,6 +88,12 @@ class TestAtResume:
         assert (recompute.recomputed_tokens, swap.save_bytes) == (36, 0)
         assert swap.load_bytes == 2 * VICTIM.block_bytes
 
+    def test_blocks_of_several_tables_are_as_many_as_were_saved(self) -> None:
+        """Their number does not follow from that of the tokens."""
+        victim = replace(VICTIM, computed_tokens=100, held_blocks=7)
+        assert at_resume(victim, 100, 0, 7, 5, 0, 0).held_blocks == 7
+        assert at_resume(victim, 99, 0, 7, 5, 0, 0).held_blocks == 4
+
     @pytest.mark.parametrize("name", ["always-swap", "threshold:101", "random:0.01"])
     def test_what_was_decided_stands(self, name: str) -> None:
         assert Decider(load(name), random.Random(0)).loads(self.RESUMED)

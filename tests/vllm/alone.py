@@ -13,6 +13,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,25 +25,26 @@ if os.environ.get("KVPOLICY_VLLM_SOURCE"):
 
     vllm.platforms._current_platform = CpuPlatform()
 
-import torch
 import vllm
 from vllm import SamplingParams
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 from vllm.platforms import Platform, PlatformEnum
 from vllm.utils.hashing import sha256
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpolicy.attribution.step_time import HeldOutError, StepTimeModel
 from tests.vllm.disturbances import Disturbances, Shares
+from tests.vllm.kv_caches import KINDS, kv_cache, scheduler_block_size, spec_of
 from tests.vllm.places import Places
 
 BLOCK = 16
@@ -58,8 +60,9 @@ if "KVPOLICY_VLLM_SOURCE" in os.environ:
     )
 
 
-def scheduler_for(job: dict[str, Any], groups: int = 1, grammars: Any = None) -> Any:
-    """``job["engine"]``: further engine arguments. ``grammars`` takes the place of vLLM's structured outputs."""
+def scheduler_for(job: dict[str, Any], grammars: Any = None) -> Any:
+    """``job["engine"]``: further engine arguments; ``job["layers"]``: one of :data:`tests.vllm.kv_caches.KINDS`.
+    ``grammars`` takes the place of vLLM's structured outputs."""
     arguments = EngineArgs(
         model=job["model"], dtype="float32", skip_tokenizer_init=True, block_size=BLOCK, max_model_len=2048,
         max_num_seqs=job["sequences"], max_num_batched_tokens=job["budget"],
@@ -70,20 +73,15 @@ def scheduler_for(job: dict[str, Any], groups: int = 1, grammars: Any = None) ->
     config.cache_config.num_gpu_blocks = job["blocks"]
     # The CPU platform turns it off; the scheduler alone needs no platform.
     config.scheduler_config.async_scheduling = job["asynchronous"]
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
-    cache = KVCacheConfig(
-        num_blocks=job["blocks"],
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec([f"layer.{i}" for i in range(4)], spec)] * groups,
-    )
-    if hasattr(cache, "hash_block_size"):
-        cache.hash_block_size = BLOCK
+    cache = kv_cache(job.get("layers", "full"), job["blocks"], BLOCK, job["prefix_caching"])
+    if "state" in KINDS[job.get("layers", "full")]:
+        config.cache_config.mamba_cache_mode = "align" if job["prefix_caching"] else "none"
     if job.get("worker_first"):  # as in an engine, where workers set up before the scheduler
         KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
     return config.scheduler_config.get_scheduler_cls()(
         vllm_config=config, kv_cache_config=cache,
         structured_output_manager=StructuredOutputManager(config) if grammars is None else grammars,
-        block_size=BLOCK, log_stats=True,
+        block_size=scheduler_block_size(cache), log_stats=True,
     )  # fmt: skip
 
 
@@ -155,7 +153,7 @@ class Worker:
 def refusals(job: dict[str, Any]) -> dict[str, str]:
     """What each configuration is told when its scheduler is made; empty where it is not refused."""
 
-    def told(plugin: dict[str, Any], groups: int = 1, only_configure: bool = False) -> str:
+    def told(plugin: dict[str, Any], layers: str = "full", only_configure: bool = False) -> str:
         try:
             own = {
                 "model": plugin.get("model", job["model"]),
@@ -167,7 +165,7 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
             if only_configure:
                 EngineArgs(model=job["model"], skip_tokenizer_init=True, **plugin).create_engine_config()
             else:
-                scheduler_for(job | own | {"worker_first": worker_first}, groups)
+                scheduler_for(job | own | {"worker_first": worker_first, "layers": layers})
         except Exception as error:  # noqa: BLE001  # the test reads whatever was raised
             return f"{type(error).__name__}: {error}"
         return ""
@@ -175,7 +173,11 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
     found = {name: told(plugin) for name, plugin in job["refusals"].items()}
     good = job["refusals"]["nothing fits"] | {}
     good = with_policy(good, "always-swap")
-    found["groups"] = told(good, groups=2)
+    with mock.patch("kvpolicy_vllm.plugin.engine_config.device_name", return_value="NVIDIA H100 80GB HBM3"):
+        for layers in KINDS:
+            found[f"layers {layers}"] = told(good, layers)
+            found[f"layers {layers} cheapest:analytic"] = told(with_policy(good, "cheapest:analytic"), layers)
+    found |= refused_groups(job, good, told)
     for device in ("cpu", "cuda", "rocm", "xpu", "tpu", "oot"):
         made = type("Made", (Platform,), {"_enum": PlatformEnum[device.upper()], "device_name": device})()
         with mock.patch("kvpolicy_vllm.plugin.versions.platform", return_value=made):
@@ -187,12 +189,49 @@ def refusals(job: dict[str, Any]) -> dict[str, str]:
         found["diffusion by its settings"] = refused(engine)
     with mock.patch.dict(engine.model_config.__dict__, is_diffusion=True):
         found["diffusion by its model"] = refused(engine)
+    with mock.patch.object(ModelConfig, "use_mla", True):
+        found["MLA"] = refused(engine)
+    with (
+        mock.patch.object(ModelConfig, "is_hybrid", True),
+        mock.patch.object(VllmConfig, "use_v2_model_runner", True, create=True),
+    ):
+        found["states beside attention"] = refused(engine)
     with mock.patch("kvpolicy_vllm.plugin.engine_config.device_name", return_value="NVIDIA H100 80GB HBM3"):
         found["untrained"] = told(with_policy(good, "cheapest:analytic"))
     real, vllm.__version__ = vllm.__version__, "0.99.0"
     found["version"] = told(good)
     found["version asked for"] = told(with_policy(good, "always-swap", allow_untested_version=True))
     vllm.__version__ = real
+    return found
+
+
+def refused_groups(job: dict[str, Any], good: dict[str, Any], told: Callable[..., str]) -> dict[str, str]:
+    """What is said of groups of layers that no model here has."""
+    from kvpolicy_vllm.plugin.versions import engine_version, refuse_unsupported  # here: stock vLLM does without it
+
+    found = {"serves block tables": "yes" if engine_version() >= (0, 32) else ""}
+    found["layers full-window in order urgent"] = told(with_policy(good, "always-swap", order="urgent"), "full-window")
+    config = EngineArgs(model=job["model"], dtype="float32", skip_tokenizer_init=True, **good).create_engine_config()
+    window, state = spec_of("window", BLOCK, True), spec_of("state", BLOCK, True)
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=state.dtypes[0], attention_chunk_size=64
+    )
+    cases = {
+        "group ChunkedLocalAttentionSpec": KVCacheGroupSpec(["layer"], chunked),
+        "group MAMBA1": KVCacheGroupSpec(["layer"], replace(state, mamba_type=MambaAttentionBackendEnum.MAMBA1)),
+        "group mode all": KVCacheGroupSpec(["layer"], replace(state, mamba_cache_mode="all")),
+        "group host": KVCacheGroupSpec(["layer"], window),
+        "states on runner v2": KVCacheGroupSpec(["layer"], state),
+    }
+    cases["group host"].host_resident = True
+    for name, group in cases.items():
+        cache = KVCacheConfig(num_blocks=9, kv_cache_tensors=[], kv_cache_groups=[group])
+        with mock.patch.object(VllmConfig, "use_v2_model_runner", True, create=True):
+            try:
+                refuse_unsupported(config, cache)
+                found[name] = ""
+            except ValueError as error:
+                found[name] = str(error)
     return found
 
 

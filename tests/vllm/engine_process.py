@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm import scenarios
+from tests.vllm.interruptions import interrupted
 
 
 def main(job_path: str, result_path: str) -> None:
     job: dict[str, Any] = json.loads(Path(job_path).read_text())
-    result = getattr(scenarios, job["scenario"])(job)
+    scenario = interrupted if job["scenario"] == "interrupted" else getattr(scenarios, job["scenario"])
+    result = scenario(job)
     Path(result_path).write_text(json.dumps(result))
 
 

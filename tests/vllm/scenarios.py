@@ -32,11 +32,10 @@ class Run:
         self.job = job
         self.llm = LLM(
             model=job["model"],
-            dtype="float32",
             skip_tokenizer_init=True,
             enforce_eager=True,
             disable_log_stats=False,
-            **job["engine"],
+            **{"dtype": "float32"} | job["engine"],
             **plugin_of(job),
         )
         self.engine = self.llm.llm_engine
@@ -56,7 +55,7 @@ class Run:
     def copier(self) -> Any:
         return get_kv_transfer_group().copier
 
-    def add(self, name: str, request: dict[str, Any]) -> None:
+    def add(self, name: str, request: dict[str, Any], logprobs: int | None = None) -> None:
         self._many[name] = request.get("n", 1) > 1
         parameters = SamplingParams(
             temperature=request.get("temperature", 0.0),
@@ -65,7 +64,7 @@ class Run:
             max_tokens=request["max_tokens"],
             ignore_eos=True,
             detokenize=False,
-            logprobs=2 if self.job.get("gaps") else None,
+            logprobs=2 if self.job.get("gaps") else logprobs,
         )
         self.engine.add_request(
             name, {"prompt_token_ids": request["prompt"]}, parameters, priority=request.get("priority", 0)

@@ -20,6 +20,8 @@ from kvpolicy_vllm.plugin.messages import Direction, Job, StepJobs, Transfer, Tr
 
 NOTHING, HALF_COPIED = -1, -2
 POSITIONS, TOKENS = 1 << 12, 1 << 12
+STATE = 1 << 40
+"""Above all other symbols."""
 WRONG_SHOWN = 20
 
 
@@ -62,6 +64,9 @@ class SymbolicWorker:
         self._scheduler, self._requests, self._block, self._faults = scheduler, requests, block, faults
         self._rng = random.Random(f"faults {seed} {rank}")
         self._texts = {request.request_id: _text(request) for request in requests}
+        self._windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in _groups(scheduler)]
+        self._sizes = [group.kv_cache_spec.block_size for group in _groups(scheduler)]
+        self._keeps_states = [not hasattr(group.kv_cache_spec, "num_kv_heads") for group in _groups(scheduler)]
         self._device = np.full((scheduler.kv_cache_manager.block_pool.num_gpu_blocks, block), NOTHING)
         self._host = np.full((scheduler.kvpolicy.copies.pool.total, block), NOTHING)
         self._saved: set[int] = set()
@@ -111,6 +116,7 @@ class SymbolicWorker:
         done = [transfer for job in jobs.saves for transfer in self._begin_save(job)]
         for saving in self._saving:
             self._read(saving, jobs.overwritten)
+        self._device[list(getattr(output, "new_block_ids_to_zero", None) or ())] = NOTHING
         ends = {name: self._compute(name, count) for name, count in output.num_scheduled_tokens.items()}
         for job in jobs.loads:
             self._begin_load(job)
@@ -128,20 +134,41 @@ class SymbolicWorker:
         """Read the context, write ``count`` positions after it; returns where they end."""
         end = self._scheduler.requests[name].num_computed_tokens
         start = end - count
-        positions = np.arange(end)
-        blocks = np.array(self._scheduler.kv_cache_manager.get_block_ids(name)[0])[positions // self._block]
-        right = (self._weights * TOKENS + self._texts[name][:end]) * POSITIONS + positions
-        there = self._device[blocks, positions % self._block]
-        different = np.flatnonzero(there[:start] != right[:start])
+        right = (self._weights * TOKENS + self._texts[name][:end]) * POSITIONS + np.arange(end)
+        for group, table in enumerate(self._scheduler.kv_cache_manager.get_block_ids(name)):
+            if self._keeps_states[group]:
+                self._compute_state(name, group, np.array(table), start, right)
+            else:
+                self._compute_layers(name, group, np.array(table), start, right)
+        self._counts["positions_read"] += start
+        return end
+
+    def _compute_layers(self, name: str, group: int, table: np.ndarray, start: int, right: np.ndarray) -> None:
+        """Of layers that attend to everything, or to a window that ends with the token computed."""
+        window = self._windows[group]
+        positions = np.arange(0 if window is None else max(0, start - window + 1), len(right))
+        blocks, right = table[positions // self._block], right[positions]
+        there, old = self._device[blocks, positions % self._block], positions < start
+        different = np.flatnonzero((there != right) & old)
         if different.size:
             at = different[0]
             self._wrong.append(
-                f"step {self._steps}, {name}: {different.size} of {start} positions, first {at}: "
-                f"{_named(there[at])} instead of {_named(right[at])}"
+                f"step {self._steps}, {name}, group {group}: {different.size} of {old.sum()} positions, first "
+                f"{positions[at]}: {_named(there[at])} instead of {_named(right[at])}"
             )
-        self._counts["positions_read"] += start
-        self._device[blocks[start:], positions[start:] % self._block] = right[start:]
-        return end
+        self._device[blocks[~old], positions[~old] % self._block] = right[~old]
+
+    def _compute_state(self, name: str, group: int, table: np.ndarray, start: int, right: np.ndarray) -> None:
+        """Of layers that keep a state: that after the last token before this step, named after that token, is read from
+        that token's block, and the one after this step is written to its last token's."""
+        size, end = self._sizes[group], len(right)
+        if start:
+            there, wanted = self._device[table[(start - 1) // size], 0], STATE + right[start - 1]
+            if there != wanted:
+                self._wrong.append(
+                    f"step {self._steps}, {name}, group {group}: {_named(there)} instead of {_named(wanted)}"
+                )
+        self._device[table[(end - 1) // size], 0] = STATE + right[end - 1]
 
     def _begin_save(self, job: Job) -> list[Transfer]:
         """The transfer where the save fails, at once; nothing where it goes on."""
@@ -174,8 +201,9 @@ class SymbolicWorker:
         return done
 
     def _begin_load(self, job: Job) -> None:
-        first = self._scheduler.kv_cache_manager.get_block_ids(job.request_id)[0][0]
-        self._counts["partial_loads"] += first != job.block_ids[0]
+        tables = self._scheduler.kv_cache_manager.get_blocks(job.request_id).blocks
+        held = [block.block_id for table in tables for block in table if not block.is_null]
+        self._counts["partial_loads"] += len(job.block_ids) < len(held)
         ok = self._saved.issuperset(job.slots) and self._rng.random() >= self._faults.loads_failing
         self._loading.append((self._steps, self._steps + self._rng.randint(0, self._faults.max_late_steps), job, ok))
 
@@ -216,7 +244,13 @@ def _failures(failed: list[Job]) -> dict[str, Any]:
     return {"invalid_block_ids": {block for job in failed for block in job.block_ids}}
 
 
+def _groups(scheduler: Any) -> Any:
+    return scheduler.kv_cache_config.kv_cache_groups
+
+
 def _named(symbol: int) -> str:
+    if symbol >= STATE:
+        return f"the state after {_named(symbol - STATE)}"
     if symbol < 0:
         return {NOTHING: "nothing", HALF_COPIED: "half a copy"}[int(symbol)]
     rest, position = divmod(int(symbol), POSITIONS)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.vllm import harness
 from tests.vllm.test_same_schedule import BASE, run_alone, versions
+from tests.vllm.versions import INSTALLED
 
 pytestmark = pytest.mark.scheduler
 
@@ -20,6 +21,7 @@ modes = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asy
 
 
 SEEDS = range(1, 5)
+SEEDS_OF_LAYERS = range(1, 3)
 RESET_SEEDS = range(1, 25)
 """More, because the moment to be met comes about in one run of five."""
 
@@ -63,6 +65,28 @@ def test_every_position_is_right(
         assert_eventful(result)
     if prefix_caching:
         assert sum(result["partial_loads"] for result in done), "no resume found part of its tokens on the device"
+
+
+with_tables = pytest.mark.parametrize(
+    "version", [INSTALLED, pytest.param("0.33.0", marks=pytest.mark.slow)], scope="module"
+)
+"""Versions that several block tables are served on."""
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True], ids=["no-prefixes", "prefixes"])
+@pytest.mark.parametrize(
+    ("layers", "blocks"), [("two-full", 200), ("window", 60), ("full-window", 130), ("full-states", 180)]
+)
+@modes
+@with_tables
+def test_every_position_and_state_of_every_group_is_right(
+    version: str, layers: str, blocks: int, asynchronous: bool, prefix_caching: bool, model: str, tmp_path: Path
+) -> None:
+    """Layers that attend to a window, or keep a state, have block tables of their own."""
+    more = {"layers": layers, "blocks": blocks, "asynchronous": asynchronous, "prefix_caching": prefix_caching}
+    for result in runs(model, tmp_path, version, SEEDS_OF_LAYERS, resets=False, **more):
+        assert_right(result)
+        assert_eventful(result)
 
 
 @modes

@@ -15,10 +15,11 @@ from typing import Any, Literal
 from vllm import SamplingParams
 from vllm.v1.request import RequestStatus
 
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import InputError, KVPolicyError
 from kvpolicy.trace import Row, window_row
 from kvpolicy_vllm.bench.states import State, free_blocks_for, running_for, waiting_prompt_tokens
 from kvpolicy_vllm.bench.tool_copies import ToolCopies
+from kvpolicy_vllm.plugin.kv_layout import attends_to_everything
 
 Arm = Literal["none", "recompute", "swap"]
 ARMS: tuple[Arm, ...] = ("none", "recompute", "swap")
@@ -75,6 +76,11 @@ class WindowDriver:
     def __init__(self, llm: Any, seed: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine = llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
+        if not attends_to_everything(self.scheduler.kv_cache_config):
+            raise InputError(
+                "costs are measured on models all of whose layers attend to everything, with keys and values of their "
+                "own; this one's have windows, states or latent KV"
+            )
         self.controller = self.scheduler.kvpolicy
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.model_tokens = int(self.scheduler.max_model_len)

@@ -21,6 +21,7 @@ from kvpolicy.settings import GIB
 from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
+from kvpolicy_vllm.plugin.kv_layout import block_bytes, is_plain, segments_of_layers
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.settings import Settings
@@ -79,7 +80,11 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the copier. If called again with other memory, earlier saves can no longer be loaded."""
-        segments = unique_segments(kv_caches, self._kv_cache_config.num_blocks)
+        kv_cache = self._kv_cache_config
+        if is_plain(kv_cache):
+            segments = unique_segments(kv_caches, kv_cache.num_blocks)
+        else:
+            segments = segments_of_layers(kv_caches, kv_cache)
         block_size_bytes = sum(segment.shape[1] * segment.element_size() for segment in segments)
         if block_size_bytes != self.block_bytes:
             raise InputError(
@@ -170,12 +175,16 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         assert self.controller is not None, "this is the worker's side"
         return self.controller
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All: what a request needs of each group is loaded. vLLM 0.32 and later ask."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._controlling.loadable_tokens(request, num_computed_tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._controlling.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._controlling.admitted(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         controller = self.controller
@@ -227,12 +236,6 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KVPolicyPromMetrics:
         return KVPolicyPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def block_bytes(kv_cache: KVCacheConfig) -> int:
-    """Bytes of one KV block over all layers of one rank."""
-    group = kv_cache.kv_cache_groups[0]
-    return int(group.kv_cache_spec.page_size_bytes * len(group.layer_names))
 
 
 def cores_here(vllm_config: VllmConfig) -> int:

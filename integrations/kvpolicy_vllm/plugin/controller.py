@@ -11,7 +11,7 @@ have done, and the reason is counted. Counting, recording, measuring and learnin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvpolicy import policy as policies
@@ -22,8 +22,9 @@ from kvpolicy.policy import Decider, Policy
 from kvpolicy.policy.decision import at_resume
 from kvpolicy.request_marks import Classes
 from kvpolicy.survival import Survival
+from kvpolicy_vllm.plugin.block_tables import BlockTables
 from kvpolicy_vllm.plugin.cost_meter import CostMeter
-from kvpolicy_vllm.plugin.host_copies import CopyBook
+from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook
 from kvpolicy_vllm.plugin.learner import Learner, Memory
 from kvpolicy_vllm.plugin.marks import Grant, MarkReader
 from kvpolicy_vllm.plugin.messages import StepJobs, Transfer
@@ -68,6 +69,8 @@ class Controller:
         """Number of the next step in table ``steps``."""
         self._complain, self._load_policy = complain, load_policy
         self._segment_bytes = segment_bytes
+        self.tables: BlockTables | None = None
+        """None where one block table holds every token's block."""
         self._labels: Mapping[str, Any] = {}
         self._scheduler: Any = None
         self._running_view: RunningView | None = None
@@ -245,17 +248,16 @@ class Controller:
             self._complain("deciding at resume failed; the copy is loaded (counted as resume_undecided)")
         return copy.loads
 
-    def admitted(self, request: Any, block_ids: list[int], load_tokens: int) -> None:
-        """The request has blocks again; ``load_tokens`` of them are to be loaded (0: none)."""
+    def admitted(self, request: Any, block_ids: Sequence[list[int]], load_tokens: int) -> None:
+        """The request has blocks again, of which ``block_ids`` are its tables; ``load_tokens`` tokens are to be loaded
+        (0: none)."""
         request_id = request.request_id
         copy, opened = self.copies.of(request_id), self.ledger.open_preemption(request_id)
         if load_tokens > 0 and copy is not None:
-            size = int(self._scheduler.block_size)
-            total = restorable_tokens(request, self._scheduler, self.copies)
-            first, last = (total - load_tokens) // size, -(-total // size)
-            self.copies.begin_load(request_id, first, tuple(block_ids[first:last]), load_tokens)
+            wanted, into = self._to_load(request, copy, block_ids, load_tokens)
+            self.copies.begin_load(request_id, wanted, tuple(into), load_tokens)
             if self.copies.pool.watched:
-                self._unlisted_blocks += block_ids[first:last]
+                self._unlisted_blocks += into
             self._scheduler.loaded_requests.load_begins(request)
         elif copy is not None and copy.load_tokens == 0:
             # The prefix cache has all its tokens, it is better to compute them, or vLLM does not load.
@@ -265,6 +267,19 @@ class Controller:
         if opened is not None and opened.admitted_s is None:
             opened.admitted_s = self.clock()
             self.survival.admitted(opened.preemption_id)
+
+    def _to_load(
+        self, request: Any, copy: Copy, block_ids: Sequence[list[int]], load_tokens: int
+    ) -> tuple[Sequence[int], list[int]]:
+        """Indices of the copy's blocks that are loaded, and the device blocks that they go to."""
+        total = restorable_tokens(request, self._scheduler, self.copies)
+        if self.tables is None or copy.positions is None:
+            size = int(self._scheduler.block_size)
+            first, last = (total - load_tokens) // size, -(-total // size)
+            return range(first, last), block_ids[0][first:last]
+        into = self.tables.to_load(self._scheduler, block_ids, total - load_tokens, total)
+        index_at = {position: index for index, position in enumerate(copy.positions)}
+        return [index_at[position] for position in into], [*into.values()]
 
     def take_jobs(self, output: Any) -> StepJobs:
         """The workers' jobs in the step that vLLM has just scheduled. ``output``: what it schedules."""
@@ -351,8 +366,8 @@ class Controller:
         scheduler, now = self._scheduler, self.clock()
         try:
             situation = situation_of(
-                request, scheduler, RunningView(scheduler, request), "displaced", self.copies, self._segment_bytes,
-                self.survival, now,
+                request, scheduler, RunningView(scheduler, request, self.tables), "displaced", self.copies,
+                self._segment_bytes, self.survival, now,
             )  # fmt: skip
             situation = as_taken_out(situation)
             refusal = why_not_loadable(request, self.copies, now)
@@ -371,7 +386,7 @@ class Controller:
             computed_blocks = -(-request.num_computed_tokens // self._scheduler.block_size)
             self._unlisted_blocks += [block.block_id for block in blocks[computed_blocks:]]
         if self._running_view is None:
-            self._running_view = RunningView(self._scheduler, request)
+            self._running_view = RunningView(self._scheduler, request, self.tables)
         view, scheduler, now = self._running_view, self._scheduler, self.clock()
         survival = None if self._labels else self.survival  # a tool that measures evicts what the victim alone held
         situation = situation_of(request, scheduler, view, cause, self.copies, self._segment_bytes, survival, now)
@@ -381,11 +396,19 @@ class Controller:
         pending = Pending(situation, decision, identity)
         executed: Kind = "swap" if decision.executed == "swap" else "recompute"
         if executed == "swap":
-            self.swaps.begin(pending, self._contents(request.request_id, situation))
+            self._swap(pending)
         else:
             self.observers.tell("executed", pending)
         self.observers.tell("decided", pending)
         return executed
+
+    def _swap(self, pending: Pending) -> None:
+        request_id, situation = pending.identity.request_id, pending.situation
+        if self.tables is None:
+            self.swaps.begin(pending, self._contents(request_id, situation))
+            return
+        needed = self.tables.needed(self._scheduler, request_id, situation.computed_tokens)
+        self.swaps.begin(pending, [(None, block.block_id) for block in needed.values()], tuple(needed))
 
     def _contents(self, request_id: str, situation: Preemption) -> list[tuple[Hashable | None, int]]:
         """Hash and number of each block that a request loses, in order.

@@ -15,17 +15,13 @@ from kvpolicy.hardware import EngineSpec, Geometry, describe
 from kvpolicy.hardware.link import header_link
 from kvpolicy.shape import ConfigError
 from kvpolicy.trace import Header
+from kvpolicy_vllm.plugin.kv_layout import block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvpolicy_vllm.plugin.settings import Settings
-
-
-def page_bytes(kv_cache: KVCacheConfig) -> int:
-    """Bytes of one block in one layer, which are contiguous unless a worker reports smaller pieces."""
-    return int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
 
 
 def device_name() -> str:
@@ -35,7 +31,7 @@ def device_name() -> str:
 def engine_spec(config: VllmConfig, kv_cache: KVCacheConfig, block_bytes: int, settings: Settings) -> EngineSpec:
     """The engine as cost models are checked against it: one rank, with the plugin's link and host pool."""
     return EngineSpec(
-        block_size=int(kv_cache.kv_cache_groups[0].kv_cache_spec.block_size),
+        block_size=block_size(kv_cache),
         token_budget=int(config.scheduler_config.max_num_batched_tokens),
         ranks=config.parallel_config.tensor_parallel_size,
         pinned=settings.pin_memory,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvpolicy.events import TOOL_COPY, Preemption
 from kvpolicy.host_store import HostBlock, HostCopy, HostStore, by_owner
+from kvpolicy_vllm.plugin.block_tables import Position
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, NO_SLOT, Direction, Job, StepJobs, Transfer
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class Copy(HostCopy):
     """Local hit and bytes of loads under way when the policy was last asked whether to load it."""
     loads: bool = True
     """Its answer."""
+    positions: tuple[Position, ...] | None = None
+    """Of its blocks in the request's block tables, in order; None where they are the first ones of the only table."""
     orphan: bool = False
     """Its request is gone or its content stale. It is released as soon as no worker reads its slots."""
 
@@ -149,14 +152,15 @@ class CopyBook:
             return 0
         return max(0, min(copy.tokens, wanted) - local)
 
-    def begin_load(self, request_id: str, first_block: int, block_ids: tuple[int, ...], tokens: int) -> None:
-        """Queue the load of ``tokens`` tokens into ``block_ids``, from block ``first_block`` of the copy on."""
+    def begin_load(self, request_id: str, wanted: Sequence[int], block_ids: tuple[int, ...], tokens: int) -> None:
+        """Queue the load of ``tokens`` tokens into ``block_ids``. ``wanted``: the indices of the copy's blocks that
+        are loaded there, one each."""
         copy = self._of_request[request_id]
         copy.load_tokens = tokens
-        self._queue_load(copy, first_block, block_ids)
+        self._queue_load(copy, wanted, block_ids)
 
-    def _queue_load(self, copy: Copy, first_block: int, block_ids: tuple[int, ...]) -> None:
-        self._queue_saves(self.pool.begin_load(copy, first_block, first_block + len(block_ids)))
+    def _queue_load(self, copy: Copy, wanted: Sequence[int], block_ids: tuple[int, ...]) -> None:
+        self._queue_saves(self.pool.begin_load(copy, wanted))
         self.loading += 1
         copy.load_into = block_ids
         self._queued_blocks["load"] += len(block_ids)
@@ -175,7 +179,7 @@ class CopyBook:
 
     def load_for_tool(self, copy: Copy, block_ids: tuple[int, ...]) -> None:
         """Queue the load of a tool's copy into device blocks that nobody reads."""
-        self._queue_load(copy, 0, block_ids)
+        self._queue_load(copy, range(len(block_ids)), block_ids)
 
     def forget(self, request_id: str) -> Copy | None:
         """The request no longer needs its copy: resumed without it, finished or aborted."""

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from vllm.v1.request import RequestStatus
 
 from kvpolicy.load_growth import LoadGrowth
+from kvpolicy_vllm.plugin.block_tables import BlockTables
 
 
 class LoadedRequests:
@@ -16,17 +17,17 @@ class LoadedRequests:
 
     A victim that is being loaded is not among the running requests. Where ``max_num_seqs`` binds, vLLM would give its
     place to a new request, and the victim would wait, holding its blocks, until a request ends. While loads are under
-    way the scheduler therefore sees a lower limit.
+    way the scheduler therefore sees a lower limit. ``tables``: None where one block table holds every token's block.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, tables: BlockTables | None = None) -> None:
         self._scheduler = scheduler
         # vLLM 0.31 and later have a separate limit for admissions.
         self._limit = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
         self.requests: dict[str, Any] = {}
         self.configured: int | None = None
         """The configured limit while the scheduler sees a lower one; None otherwise."""
-        self.growth = LoadGrowth(int(scheduler.block_size))
+        self.growth = LoadGrowth(int(scheduler.block_size) if tables is None else tables.growth_tokens)
         self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Number of steps at which each load under way began."""
         self._passed_over: set[str] = set()

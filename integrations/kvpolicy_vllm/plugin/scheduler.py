@@ -56,7 +56,7 @@ class PolicyHooks:
         self.kvpolicy = connector.controller
         self._cause: Cause = "reset"  # outside schedule() only a reset preempts requests
         self._forced_out: list[str] = []
-        self.loaded_requests = LoadedRequests(self)
+        self.loaded_requests = LoadedRequests(self, self.kvpolicy.tables)
         self.running_order = RunningOrder(self)
         self.ordering: Ordering | None = None
         """None where vLLM's own order serves."""
@@ -71,6 +71,11 @@ class PolicyHooks:
             self.ordering = None
         if is_stock(order, self.policy.value):
             return
+        if self.kvpolicy.tables is not None:
+            raise UnsupportedEngine(
+                f"order {order.name}: counts the blocks of full attention, and this model's layers keep windows or "
+                "states: leave the order out"
+            )
         if self.policy.value != "fcfs":
             raise UnsupportedEngine(
                 f"order {order.name}: ranks requests itself, --scheduling-policy {self.policy.value} does too: leave "

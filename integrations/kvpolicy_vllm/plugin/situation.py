@@ -12,17 +12,19 @@ from typing import Any
 from kvpolicy.events import Cause, Preemption
 from kvpolicy.features import lacking_blocks, short_blocks
 from kvpolicy.survival import Survival
+from kvpolicy_vllm.plugin.block_tables import BlockTables
 from kvpolicy_vllm.plugin.host_copies import CopyBook
 
 
 class RunningView:
     """Sums over all running requests for the preemptions of one step, computed once. O(running requests) to make.
 
-    ``first``: the step's first victim. Victims have already been removed from ``scheduler.running``.
+    ``first``: the step's first victim. Victims have already been removed from ``scheduler.running``. ``tables``: None
+    where one block table holds every token's block.
     """
 
-    def __init__(self, scheduler: Any, first: Any) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Any, first: Any, tables: BlockTables | None = None) -> None:
+        self._scheduler, self.tables = scheduler, tables
         self._computed_tokens = first.num_computed_tokens + sum(
             other.num_computed_tokens for other in scheduler.running
         )
@@ -62,6 +64,8 @@ class RunningView:
         computed, size = request.num_computed_tokens, self._scheduler.block_size
         known_tokens = request.num_tokens + request.num_output_placeholders
         next_tokens = min(max(1, known_tokens - computed), self._scheduler.max_num_scheduled_tokens)
+        if self.tables is not None:
+            return self.tables.lacking_blocks(self._scheduler, request.request_id, computed + next_tokens)
         covered = -(-computed // size)
         if lacking_blocks(computed, next_tokens, covered, size) == 0:
             return 0  # true for nearly every decode; counting the blocks it holds takes far longer
@@ -82,14 +86,20 @@ def situation_of(
     """The situation of ``request``, already removed from ``scheduler.running``. O(its blocks), apart from the view.
 
     ``survival``: None where only the blocks of other requests survive, and all that are not in host memory are saved at
-    once.
+    once. Of several block tables all that the request needs is saved at once, and nothing is expected to survive: a
+    request finds its tokens again only where all groups have what it needs.
     """
     pool = scheduler.kv_cache_manager.block_pool
-    size = scheduler.block_size
-    computed = request.num_computed_tokens
-    held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
-    shared = len(held) - [block.ref_cnt for block in held].count(1)
-    hashed = min(bisect_left(held, True, key=_is_unhashed), computed // size)  # see Controller._contents
+    computed, tables = request.num_computed_tokens, running.tables
+    if tables is None:
+        size = scheduler.block_size
+        held = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0][: -(-computed // size)]
+        shared = len(held) - [block.ref_cnt for block in held].count(1)
+        hashed = min(bisect_left(held, True, key=_is_unhashed), computed // size)  # see Controller._contents
+    else:
+        size, survival = min(tables.block_sizes), None
+        held = [*tables.needed(scheduler, request.request_id, computed).values()]
+        shared = hashed = 0
     free = pool.get_num_free_blocks()
     waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
     hit_blocks = float(shared)
@@ -149,11 +159,14 @@ def why_not_loadable(request: Any, copies: CopyBook, now: float) -> str:
 def restorable_tokens(request: Any, scheduler: Any, copies: CopyBook) -> int:
     """Number of tokens that ``request`` can have after a load; 0 without a copy.
 
-    The last known token is always computed, in order to sample the next one.
+    The last known token is always computed, in order to sample the next one. A copy of several block tables is loaded
+    whole or not at all: it has a state after its last token only, and no more than the last window.
     """
     copy = copies.of(request.request_id)
     tokens = 0 if copy is None else min(copy.tokens, int(request.num_tokens) - 1)
     # With --enable-return-routed-experts vLLM 0.33 loads only whole blocks. Earlier versions with it are refused.
     if getattr(scheduler, "aux_output_connector", None) is not None:
         tokens -= tokens % int(scheduler.block_size)
+    if copy is not None and copy.positions is not None and tokens != copy.tokens:
+        return 0
     return tokens

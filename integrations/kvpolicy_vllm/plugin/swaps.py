@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 from kvpolicy.attribution.ledger import Ledger, OpenPreemption
+from kvpolicy_vllm.plugin.block_tables import Position
 from kvpolicy_vllm.plugin.host_copies import Copy, CopyBook, Settled
 from kvpolicy_vllm.plugin.messages import NO_REQUEST
 from kvpolicy_vllm.plugin.observers import Observers, Pending
@@ -23,13 +24,19 @@ class Swaps:
         self.undecided: dict[str, Pending] = {}
         """Decisions whose execution is not yet final, by preemption."""
 
-    def begin(self, pending: Pending, contents: Iterable[tuple[Hashable | None, int]]) -> None:
-        """Keep what the request loses. ``contents``: hash and device block of each of its blocks."""
+    def begin(
+        self,
+        pending: Pending,
+        contents: Iterable[tuple[Hashable | None, int]],
+        positions: tuple[Position, ...] | None = None,
+    ) -> None:
+        """Keep what the request loses. ``contents``: hash and device block of each of its blocks; ``positions``: of
+        these in its block tables, None where they are the first ones of the only table."""
         identity = pending.identity
         self.forget(identity.request_id)
         tokens = pending.situation.computed_tokens
         copy = self._copies.keep(identity.request_id, identity.preemption_id, tokens, contents)
-        copy.situation = pending.situation
+        copy.situation, copy.positions = pending.situation, positions
         self.undecided[identity.preemption_id] = pending
 
     def settled(self, settled: Settled) -> None:

@@ -18,6 +18,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpolicy import policy as policies
 from kvpolicy.errors import KVPolicyError
+from kvpolicy_vllm.plugin.kv_layout import FULL_ATTENTION, is_plain, kind_of
 from kvpolicy_vllm.plugin.settings import Settings
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
 OLDEST = (0, 24)
 NEWEST = (0, 33)
+OLDEST_WITH_TABLES = (0, 32)
+"""For all but one group of full attention. Earlier versions take a failed load by its blocks, which they refuse where
+there are several groups, and lay out the KV cache in another way."""
+SERVED_GROUPS = (*FULL_ATTENTION, "SlidingWindowSpec", "MambaSpec")
+"""Specifications of KV cache groups, by vLLM's names."""
+SERVED_STATES = ("MAMBA2", "GDN_ATTN")
 BETWEEN_RELEASES = re.compile(r"\d(a|b|rc)\d|\.dev\d")
 """A release candidate, or a build from untagged sources. Not refused, since nearly all of its code is that of a release
 and refusing would exclude all users who build vLLM."""
@@ -127,7 +134,7 @@ def refuse_unsupported(config: VllmConfig, kv_cache: KVCacheConfig | None) -> No
     _refuse_model(config)
     _refuse_routed_experts(config)
     if kv_cache is not None:
-        _refuse_kv_cache(kv_cache)
+        _refuse_kv_cache(config, kv_cache)
 
 
 def platform() -> Platform:
@@ -213,11 +220,18 @@ def _refuse_model(config: VllmConfig) -> None:
         (model.runner_type == "pooling", "pooling models"),
         # They need their own scheduler, which the plugin's would silently replace.
         (config.diffusion_config is not None or model.is_diffusion, "diffusion models"),
-        (model.use_mla, "MLA models (not tested yet)"),
         (model.is_attention_free, "attention-free models"),
-        (model.is_hybrid, "hybrid models (attention together with layers that keep another state)"),
     )
     _refuse_first(refusals)
+    if model.is_hybrid:
+        _refuse_older(config, "a model whose layers keep states beside attention")
+        if config.use_v2_model_runner:
+            raise UnsupportedEngine(
+                "kvpolicy does not serve a model whose layers keep states beside attention on vLLM's model runner v2, "
+                "which overwrites blocks before they can be saved; set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+    if model.use_mla:
+        _refuse_older(config, "an MLA model")
 
 
 def _refuse_routed_experts(config: VllmConfig) -> None:
@@ -237,16 +251,44 @@ def _refuse_first(refusals: Iterable[tuple[bool, str]]) -> None:
             raise UnsupportedEngine(f"kvpolicy does not serve {what}; run this engine without the kvpolicy flags")
 
 
-def _refuse_kv_cache(kv_cache: KVCacheConfig) -> None:
-    groups = kv_cache.kv_cache_groups
-    if len(groups) != 1:
+def _refuse_older(config: VllmConfig, what: str, instead: str = "run this engine without the kvpolicy flags") -> None:
+    if engine_version(allow_untested=allows_untested(config)) < OLDEST_WITH_TABLES:
+        oldest = ".".join(map(str, OLDEST_WITH_TABLES))
+        raise UnsupportedEngine(f"kvpolicy does not serve {what} on a vLLM older than {oldest}; {instead}")
+
+
+def _refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
+    for group in kv_cache.kv_cache_groups:
+        problem = _problem_of(group)
+        if problem:
+            raise UnsupportedEngine(f"kvpolicy does not serve {problem}; run this engine without the kvpolicy flags")
+    if is_plain(kv_cache):
+        return
+    kinds = sorted({kind_of(group) for group in kv_cache.kv_cache_groups})
+    named = f"{len(kv_cache.kv_cache_groups)} KV cache groups ({', '.join(kinds)})"
+    instead = "run this engine without the kvpolicy flags"
+    if "MambaSpec" not in kinds:
+        instead = "install it, or give --disable-hybrid-kv-cache-manager, which takes more memory"
+    _refuse_older(config, named, instead)
+    if kv_cache.needs_kv_cache_zeroing and config.use_v2_model_runner:
         raise UnsupportedEngine(
-            f"kvpolicy does not serve models with {len(groups)} KV cache groups (hybrid attention) yet; "
-            "run this engine without the kvpolicy flags"
+            f"kvpolicy does not serve {named} on vLLM's model runner v2, which overwrites blocks of several precisions "
+            "or with states before they can be saved; set VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    spec = groups[0].kv_cache_spec
-    if type(spec).__name__ != "FullAttentionSpec" or getattr(spec, "sliding_window", None) is not None:
-        raise UnsupportedEngine(
-            f"kvpolicy serves full attention only, this model's KV cache is {type(spec).__name__}"
-            f"{' with a sliding window' if getattr(spec, 'sliding_window', None) else ''}"
-        )
+
+
+def _problem_of(group: Any) -> str:
+    """What is not served about a KV cache group; empty where all is."""
+    spec, kind = group.kv_cache_spec, kind_of(group)
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        return f"a KV cache group ({kind}) that is in host memory or may not be transferred"
+    if kind not in SERVED_GROUPS:
+        return f"KV cache groups of the kind {kind}, only {', '.join(SERVED_GROUPS)}"
+    if kind != "MambaSpec":
+        return ""
+    state = getattr(spec.mamba_type, "name", str(spec.mamba_type))
+    if state not in SERVED_STATES:
+        return f"states of the kind {state}, only {', '.join(SERVED_STATES)}"
+    if spec.mamba_cache_mode not in ("none", "align"):
+        return f"--mamba-cache-mode {spec.mamba_cache_mode}, only none and align"
+    return ""

@@ -91,7 +91,7 @@ class HostPool:
         copy = live.copy
         assert copy is not None
         copy.load_tokens = tokens
-        self._queue_saves(self._store.begin_load(copy, self._blocks(local), self._blocks(local + tokens)))
+        self._queue_saves(self._store.begin_load(copy, range(self._blocks(local), self._blocks(local + tokens))))
         self._queued_blocks["load"] += len(copy.blocks)
         self._loads.append(copy)
 

@@ -1,0 +1,77 @@
+"""Which blocks of a request a copy needs, where layers keep different parts of what a request computed.
+
+vLLM puts the layers of a model into groups, each with a block table of its own for every request. Where a layer attends
+to a window, or keeps a state, the table has null blocks for what is needed no more. What is still needed follows from
+the number of tokens and from vLLM's own rule for the group. Imports no vLLM: all is read from the scheduler object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpolicy.errors import KVPolicyError
+
+Position = tuple[int, int]
+"""A group, and an index into its block table."""
+
+
+class MissingBlock(KVPolicyError, RuntimeError):
+    """A block that the request needs is not in its block table."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTables:
+    """The block tables of an engine. Where one holds every token's block, none of this is needed."""
+
+    block_sizes: tuple[int, ...]
+    """Tokens in a block, by group."""
+
+    @property
+    def growth_tokens(self) -> float:
+        """Tokens that a request computes for each block that it takes."""
+        return 1.0 / sum(1.0 / size for size in self.block_sizes)
+
+    def needed(self, scheduler: Any, request_id: str, tokens: int) -> dict[Position, Any]:
+        """The blocks without which a request cannot go on after ``tokens`` computed tokens.
+
+        Raises MissingBlock where one of them is null, or is not there.
+        """
+        tables = scheduler.kv_cache_manager.get_blocks(request_id).blocks
+        found: dict[Position, Any] = {}
+        for group, (table, positions) in enumerate(zip(tables, self._ranges(scheduler, tokens), strict=True)):
+            for index in positions:
+                if index >= len(table) or table[index].is_null:
+                    raise MissingBlock(f"block {index} of group {group} is missing at {tokens} tokens")
+                found[group, index] = table[index]
+        return found
+
+    def to_load(
+        self, scheduler: Any, block_ids: Sequence[Sequence[int]], local_tokens: int, tokens: int
+    ) -> dict[Position, int]:
+        """Device blocks to load into, for a request that goes on after ``tokens`` tokens of which the first
+        ``local_tokens`` are on the device. ``block_ids``: its block tables."""
+        return {
+            (group, index): block_ids[group][index]
+            for group, positions in enumerate(self._ranges(scheduler, tokens))
+            for index in positions
+            if index >= local_tokens // self.block_sizes[group]
+        }
+
+    def lacking_blocks(self, scheduler: Any, request_id: str, tokens: int) -> int:
+        """Blocks that the request lacks for ``tokens`` tokens; an upper bound where it keeps states.
+
+        Where caching is off, a group of states has one block for the whole request."""
+        tables = scheduler.kv_cache_manager.get_blocks(request_id).blocks
+        return sum(
+            max(0, -(-tokens // size) - len(table)) for size, table in zip(self.block_sizes, tables, strict=True)
+        )
+
+    def _ranges(self, scheduler: Any, tokens: int) -> list[range]:
+        """The indices needed, by group."""
+        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        return [
+            range(max(0, manager.get_num_skipped_tokens(tokens)) // size, -(-tokens // size))
+            for manager, size in zip(managers, self.block_sizes, strict=True)
+        ]

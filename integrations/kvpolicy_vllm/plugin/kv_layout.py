@@ -1,0 +1,147 @@
+"""The KV cache as vLLM lays it out: its groups of layers, and the bytes of one block in device memory.
+
+A block of memory belongs to one group at a time and has the same bytes whatever group that is: the groups are laid over
+one another. So a block is one page in each of the regions that the groups share.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kvpolicy.errors import InputError
+from kvpolicy_vllm.plugin.block_tables import BlockTables
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Specifications of layers for which every block of a request is needed, up to its last token."""
+
+
+class Piece(NamedTuple):
+    """Contiguous bytes of each block."""
+
+    offset: int
+    """Of block 0, bytes from the start of the device memory for the KV cache."""
+    stride: int
+    """Bytes from one block to the next."""
+    size: int
+
+
+def kind_of(group: Any) -> str:
+    """The name of the group's specification."""
+    return type(group.kv_cache_spec).__name__
+
+
+def is_plain(kv_cache: KVCacheConfig) -> bool:
+    """Whether there is one block table, and every block in it is needed."""
+    groups = kv_cache.kv_cache_groups
+    return len(groups) == 1 and kind_of(groups[0]) in FULL_ATTENTION
+
+
+def attends_to_everything(kv_cache: KVCacheConfig) -> bool:
+    """Whether every layer is one of full attention with keys and values of its own, which cost models are made for."""
+    spec = kv_cache.kv_cache_groups[0].kv_cache_spec
+    named = [getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return is_plain(kv_cache) and type(spec).__name__ == "FullAttentionSpec" and not any(named)
+
+
+def block_tables(kv_cache: KVCacheConfig) -> BlockTables | None:
+    """What to save and load where there are several block tables, or one with unneeded blocks; else None."""
+    if is_plain(kv_cache):
+        return None
+    return BlockTables(tuple(int(group.kv_cache_spec.block_size) for group in kv_cache.kv_cache_groups))
+
+
+def block_size(kv_cache: KVCacheConfig) -> int:
+    """Tokens in a block. Where groups have blocks of several sizes, the smallest."""
+    return min(int(group.kv_cache_spec.block_size) for group in kv_cache.kv_cache_groups)
+
+
+def block_bytes(kv_cache: KVCacheConfig) -> int:
+    """Bytes of one KV block over all layers of one rank."""
+    if is_plain(kv_cache):
+        group = kv_cache.kv_cache_groups[0]
+        return int(group.kv_cache_spec.page_size_bytes * len(group.layer_names))
+    return sum(piece.size for piece in pieces(kv_cache))
+
+
+def page_bytes(kv_cache: KVCacheConfig) -> int:
+    """Bytes of one block in one layer, which are contiguous unless a worker reports smaller pieces."""
+    if is_plain(kv_cache):
+        return int(kv_cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
+    return pieces(kv_cache)[0].size
+
+
+def pieces(kv_cache: KVCacheConfig) -> list[Piece]:
+    """The contiguous pieces of a block, in the order of their addresses, each region once however many groups share it.
+
+    Raises InputError where blocks are not equally far apart in all regions, or regions overlap in part.
+    """
+    page_of = {
+        name: _page(group.kv_cache_spec, name) for group in kv_cache.kv_cache_groups for name in group.layer_names
+    }
+    size_at: dict[int, int] = {}
+    for tensor in kv_cache.kv_cache_tensors:
+        for number, layer in enumerate(tensor.layers):
+            offset = int(tensor.offset + number * tensor.layer_stride)
+            size_at[offset] = max(size_at.get(offset, 0), page_of[layer])
+    strides = {int(tensor.block_stride) for tensor in kv_cache.kv_cache_tensors}
+    if len(strides) != 1:
+        raise InputError(f"KV blocks are {sorted(strides)} bytes apart; kvpolicy copies those of one distance")
+    stride = strides.pop()
+    found = _joined([Piece(offset, stride, size) for offset, size in sorted(size_at.items())])
+    _refuse_overlaps(found, kv_cache.num_blocks)
+    return found
+
+
+def _page(spec: Any, layer: str) -> int:
+    return int(getattr(spec, "kv_cache_specs", {}).get(layer, spec).page_size_bytes)
+
+
+def _joined(regions: list[Piece]) -> list[Piece]:
+    """Regions that touch are one piece, where a block holds the pages of several layers one after the other."""
+    found = regions[:1]
+    for region in regions[1:]:
+        last = found[-1]
+        if last.offset + last.size == region.offset and last.size + region.size <= last.stride:
+            found[-1] = last._replace(size=last.size + region.size)
+        else:
+            found.append(region)
+    return found
+
+
+def _refuse_overlaps(found: list[Piece], blocks: int) -> None:
+    """Neighbours lie apart by all blocks, or side by side within a block's stride."""
+    for piece, following in pairwise(found):
+        distance = following.offset - piece.offset
+        inside = distance >= piece.size and distance + following.size <= piece.stride
+        if not inside and distance < (blocks - 1) * piece.stride + piece.size:
+            raise InputError(
+                f"KV cache regions at bytes {piece.offset} and {following.offset} overlap, with blocks of {piece.size} "
+                f"bytes {piece.stride} apart; kvpolicy copies regions that are the same or apart"
+            )
+    if any(piece.size > piece.stride for piece in found):
+        raise InputError("KV blocks overlap one another; kvpolicy copies blocks that lie apart")
+
+
+def segments_of_layers(kv_caches: dict[str, Any], kv_cache: KVCacheConfig) -> list[torch.Tensor]:
+    """Views of shape (blocks, bytes), one per piece, of the device memory that the tensors of all layers lie in.
+
+    ``kv_caches``: a tensor, or several, of each layer. Raises InputError where they are of several allocations.
+    """
+    tensors = [
+        tensor for held in kv_caches.values() for tensor in (held if isinstance(held, (list, tuple)) else [held])
+    ]
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    if len(storages) != 1:
+        raise InputError(f"the KV cache lies in {len(storages)} allocations; kvpolicy copies from one")
+    (any_tensor,) = storages.values()
+    memory = torch.empty(0, dtype=torch.uint8, device=any_tensor.device).set_(any_tensor.untyped_storage())
+    return [
+        torch.as_strided(memory, (kv_cache.num_blocks, piece.size), (piece.stride, 1), piece.offset)
+        for piece in pieces(kv_cache)
+    ]

@@ -1,0 +1,139 @@
+"""Small models with random weights, one for each kind of KV cache, made from a seed; nothing is downloaded.
+
+Their shapes are those of the families they are named after: which layers attend to everything, to a window, or keep a
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    MistralConfig,
+    NemotronHConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+)
+
+from kvpolicy_vllm.bench.models import make_tokenizer
+
+WINDOW = 128
+VOCABULARY = 2048
+SPREAD = 0.15
+"""Standard deviation of the weights, wide enough that greedy text does not repeat itself at once."""
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "initializer_range": SPREAD,
+    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+}  # fmt: skip
+
+
+NO_CACHING = {"enable_prefix_caching": False}
+"""For models with one block table: with prefix caching their blocks are not saved before others take them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of model."""
+
+    config: Callable[[], PretrainedConfig]
+    groups: tuple[str, ...]
+    """The kinds of its KV cache groups, by the names of vLLM's specifications, sorted."""
+    dtype: str = "float32"
+    """The only one that vLLM's CPU build computes it in, where it is not float32."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Engine arguments."""
+    chunks: bool = True
+    """Whether vLLM computes its prompts in chunks on a CPU without AMX."""
+
+
+def gpt_oss() -> PretrainedConfig:
+    return GptOssConfig(
+        **COMMON, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+
+
+def gemma3() -> PretrainedConfig:
+    return Gemma3TextConfig(
+        **COMMON | {"num_hidden_layers": 6}, sliding_window=WINDOW, query_pre_attn_scalar=32,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"], architectures=["Gemma3ForCausalLM"],
+    )  # fmt: skip
+
+
+def mistral() -> PretrainedConfig:
+    return MistralConfig(**COMMON, num_hidden_layers=4, sliding_window=WINDOW)
+
+
+def granite4() -> PretrainedConfig:
+    return GraniteMoeHybridConfig(
+        **COMMON, num_hidden_layers=4, layer_types=["mamba", "mamba", "attention", "mamba"], num_local_experts=0,
+        num_experts_per_tok=0, shared_intermediate_size=256, mamba_n_heads=8, mamba_n_groups=1, mamba_d_state=32,
+        mamba_d_head=32, mamba_expand=2, mamba_d_conv=4, mamba_chunk_size=32, position_embedding_type="rope",
+    )  # fmt: skip
+
+
+def nemotron_h() -> PretrainedConfig:
+    return NemotronHConfig(
+        **COMMON, layers_block_type=["mamba", "attention", "mamba", "mlp"], mamba_num_heads=8, mamba_head_dim=32,
+        ssm_state_size=32, n_groups=1, conv_kernel=4, chunk_size=32,
+    )  # fmt: skip
+
+
+def qwen3_next() -> PretrainedConfig:
+    return Qwen3NextConfig(
+        **COMMON | {"head_dim": 128}, num_hidden_layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+    )  # fmt: skip
+
+
+def deepseek_v2() -> PretrainedConfig:
+    return DeepseekV2Config(
+        **COMMON | {"num_key_value_heads": 4}, num_hidden_layers=2, first_k_dense_replace=2, moe_intermediate_size=64,
+        n_routed_experts=2, num_experts_per_tok=1, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,
+        qk_nope_head_dim=128, v_head_dim=128,
+    )  # fmt: skip
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt-oss": Family(gpt_oss, ("FullAttentionSpec", "SlidingWindowSpec"), engine={"block_size": 32}),
+    "gpt-oss, windows stored whole": Family(
+        gpt_oss,
+        ("FullAttentionSpec",),
+        engine={"block_size": 32, "disable_hybrid_kv_cache_manager": True, **NO_CACHING},
+    ),
+    "gemma-3": Family(gemma3, ("FullAttentionSpec", *["SlidingWindowSpec"] * 5), engine={"block_size": 32}),
+    "mistral": Family(mistral, ("SlidingWindowSpec",), engine={"block_size": 32}),
+    "granite-4": Family(granite4, ("FullAttentionSpec", *["MambaSpec"] * 3)),
+    "nemotron-h": Family(nemotron_h, ("FullAttentionSpec", *["MambaSpec"] * 2)),
+    "qwen3-next": Family(qwen3_next, ("FullAttentionSpec", *["MambaSpec"] * 3), "bfloat16"),
+    "deepseek-v2": Family(deepseek_v2, ("MLAAttentionSpec",), "bfloat16", NO_CACHING, chunks=False),
+}
+
+
+def has_bfloat16() -> bool:
+    return "bf16" in Path("/proc/cpuinfo").read_text()
+
+
+def make(name: str, folder: Path, seed: int = 0) -> Path:
+    """Write the family's model and a tokenizer to ``folder``; return the folder."""
+    family = FAMILIES[name]
+    config = family.config()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, family.dtype))
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1)
+    model.save_pretrained(folder)
+    make_tokenizer(4096).save_pretrained(folder)
+    return folder

@@ -1,0 +1,74 @@
+"""Hand-made KV caches for a scheduler that has no model: which layers attend to everything, to a window, or keep a
+state."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from math import lcm
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+WINDOW = 40
+"""Tokens, no whole number of blocks."""
+MODEL_TOKENS = 2048
+KINDS = {
+    "full": ("full",),
+    "two-full": ("full", "full"),
+    "window": ("window",),
+    "full-window": ("window", "full"),
+    "full-states": ("state", "full", "state"),
+}
+"""Kinds of the groups of layers, by name."""
+
+
+def spec_of(kind: str, block: int, caching: bool) -> Any:
+    """vLLM's specification of a group; every page has the same size."""
+    shape: dict[str, Any] = {"num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+    if kind == "window":
+        return SlidingWindowSpec(block_size=block, sliding_window=WINDOW, **shape)
+    full = FullAttentionSpec(block_size=block, **shape)
+    if kind == "full":
+        return full
+    return MambaSpec(
+        block_size=block if caching else MODEL_TOKENS,
+        shapes=((16, 8), (4, 16)),
+        dtypes=(torch.float32, torch.float32),
+        page_size_padded=full.page_size_bytes,
+        mamba_cache_mode="align" if caching else "none",
+    )
+
+
+def kv_cache(layers: str, blocks: int, block: int, caching: bool) -> KVCacheConfig:
+    """``layers``: one of :data:`KINDS`; each group has four layers."""
+    kinds = KINDS[layers]
+    groups = [
+        KVCacheGroupSpec([f"layer.{group}.{i}" for i in range(4)], spec_of(kind, block, caching))
+        for group, kind in enumerate(kinds)
+    ]
+    tensors: list[Any] = []
+    if kinds != ("full",) and any(field.name == "layers" for field in fields(KVCacheTensor)):  # from vLLM 0.32 on
+        page = groups[0].kv_cache_spec.page_size_bytes
+        tensors = [
+            KVCacheTensor(
+                size=4 * page * blocks, layers=group.layer_names, layer_stride=page * blocks, block_stride=page
+            )
+            for group in groups
+        ]
+    cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+    if hasattr(cache, "hash_block_size"):
+        cache.hash_block_size = block
+    return cache
+
+
+def scheduler_block_size(cache: KVCacheConfig) -> int:
+    """What vLLM gives its scheduler."""
+    return lcm(*(group.kv_cache_spec.block_size for group in cache.kv_cache_groups))
