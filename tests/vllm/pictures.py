@@ -19,10 +19,10 @@ MIN_TOKENS = 4
 def drawn_features(setup: Setup, number: int, start: int, end: int) -> list[MultiModalFeatureSpec]:
     """The pictures of request ``number`` in its own part of the prompt, positions ``start`` to ``end``. Draws of their
     own, so that a setup without pictures has the same requests."""
-    if not setup.pictures:
+    if not setup.picture_tokens:
         return []
     album = random.Random(f"album {setup.seed}")
-    tokens = [album.randint(MIN_TOKENS, setup.pictures) for _ in range(ALBUM)]
+    tokens = [album.randint(MIN_TOKENS, setup.picture_tokens) for _ in range(ALBUM)]
     rng = random.Random(f"pictures {setup.seed} {number}")
     features: list[MultiModalFeatureSpec] = []
     for _ in range(rng.choice([0, 1, 1, 3])):
@@ -44,8 +44,8 @@ def drawn_features(setup: Setup, number: int, start: int, end: int) -> list[Mult
 
 def limit_encoder(scheduler: Any, setup: Setup) -> None:
     """Give the scheduler of a model without pictures an encoder that takes the largest one, and little more."""
-    if setup.pictures:
-        tokens = int(setup.pictures * setup.encoder_room)
+    if setup.picture_tokens:
+        tokens = int(setup.picture_tokens * setup.encoder_room)
         scheduler.max_num_encoder_input_tokens = tokens
         scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=tokens)
 

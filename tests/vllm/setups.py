@@ -116,6 +116,12 @@ class Setup:
         return self.order if self.scheduling == "fcfs" else "fcfs"
 
     @property
+    def picture_tokens(self) -> int:
+        """Only without adapters. vLLM counts the adapters of those running requests that it schedules: one whose picture
+        waits for the encoder is not, another adapter takes its slot, and an assertion of vLLM's ends the engine."""
+        return 0 if self.adapters else self.pictures
+
+    @property
     def has_sessions(self) -> bool:
         """Only where the order of service is not vLLM's own, whose running list :class:`Places` checks by arrival. Not
         where weights change, as vLLM lets an idle session keep what it computed under the old ones, nor scheduling
