@@ -43,7 +43,12 @@ class Named(Protocol):
 
 def label_of(named: Named) -> str:
     """Name for reports and traces; the beginning of the digest is added where the class is not from this package."""
-    return named.name if type(named).__module__.partition(".")[0] in LIBRARY else digest_label(named)
+    return named.name if is_from_library(type(named)) else digest_label(named)
+
+
+def is_from_library(kind: type) -> bool:
+    """Whether the class is from this package."""
+    return kind.__module__.partition(".")[0] in LIBRARY
 
 
 def digest_label(named: Named) -> str:

@@ -24,7 +24,7 @@ from functools import cache
 from math import copysign, floor, inf, isinf, log
 from typing import Any, NamedTuple
 
-from kvpolicy.code_digest import digest_of, label_of
+from kvpolicy.code_digest import digest_of, is_from_library, label_of
 from kvpolicy.request_marks import DEFAULT_CLASS
 
 MAX_SHOWN = 32
@@ -163,12 +163,18 @@ class Order(ABC):
         Few distinct values are better than many: whoever has the lower rank by however little may displace another.
         """
 
+    @property
+    def groups_ranks(self) -> bool:
+        """Whether :meth:`rank_group` is asked."""
+        return _groups_its_ranks(type(self))
+
     def rank_group(self, request: Progress) -> Hashable:
         """What the rank follows from besides the request's output tokens and the order's state, where that never
-        changes while the request is unfinished: requests of equal groups share ranks, and most of the cost. None, as by
-        default, where the rank follows from more, such as the time.
+        changes while the request is unfinished: requests of equal groups share ranks, and most of the cost. Only ranks
+        with a :attr:`Rank.until_tokens` and no :attr:`Rank.until_s` are shared. None, as by default, where the rank
+        follows from more, such as the time.
 
-        It belongs to the class that has :meth:`rank`: where a subclass ranks otherwise, it is not asked.
+        A subclass from outside this package has to define it anew, or it is not asked: the subclass may rank otherwise.
         """
         return None
 
@@ -216,14 +222,16 @@ class Order(ABC):
 
 
 def group_of(order: Order, request: Progress) -> Hashable:
-    """The order's :meth:`Order.rank_group`; None where a subclass ranks otherwise than the class that has it."""
-    return order.rank_group(request) if _groups_its_ranks(type(order)) else None
+    """The order's :meth:`Order.rank_group`; None where it is not asked."""
+    return order.rank_group(request) if order.groups_ranks else None
 
 
 @cache
 def _groups_its_ranks(kind: type[Order]) -> bool:
-    ranks, groups = (
-        next(place for place, one in enumerate(kind.__mro__) if method in vars(one))
-        for method in ("rank", "rank_group")
-    )
-    return groups <= ranks
+    """Whether the class has its own :meth:`Order.rank_group`, or one of this package's whose rank it takes over."""
+    for one in kind.__mro__:
+        if "rank_group" in vars(one):
+            return one is not Order
+        if "rank" in vars(one) or not is_from_library(one):
+            return False
+    return False

@@ -49,6 +49,10 @@ class Guarded(Order):
     def gates(self) -> bool:
         return self._guarded("gates", False, lambda: bool(self.base.gates))
 
+    @property
+    def groups_ranks(self) -> bool:
+        return self._guarded("groups_ranks", False, lambda: bool(self.base.groups_ranks))
+
     def rank(self, request: Progress, view: View) -> Rank:
         kept = LAST if request.rank in ((), FIRST) else request.rank  # the first place is for one quantum only
         return self._guarded("rank", Rank(kept), lambda: self._in_levels(_comparable(*self.base.rank(request, view))))

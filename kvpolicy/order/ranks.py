@@ -65,12 +65,13 @@ class Ranks(Generic[R]):
         self._output_tokens = output_tokens or (lambda request: look(request, (), 0).output_tokens)
         self._per_step = tokens_per_step
         self._quantum = order.quantum_tokens
+        self._groups = order.groups_ranks
         self._entries: dict[R, Entry] = {}
         self._keys: dict[R, Key] = {}
         self.key: Callable[[R], Key] = self._keys.__getitem__
         """Sorts requests in the order of service: by rank, then arrival."""
         self._shared: dict[tuple[Hashable, int], Rank] = {}
-        """By group and output tokens, the ranks that end at some number of tokens, under ``_shared_state``."""
+        """By group and output tokens, under ``_shared_state``: ranks that only a number of tokens ends."""
         self._shared_state: Any = self.state
         self._by_step: list[Event[R]] = []
         self._by_time: list[Event[R]] = []
@@ -111,6 +112,13 @@ class Ranks(Generic[R]):
         entry = self._entries[request]
         entry.waits_since_s, entry.cools_until_s = view.now_s, -inf
         self._happened(request, entry, step, view)
+
+    def next_turn(self, request: R, step: int, view: View) -> None:
+        """A session that ran waits again, with further input: it is ranked as one that arrived anew."""
+        progress, entry = self._look(request, (), 0), self._entries[request]
+        entry.admitted_at_tokens, entry.promoted = progress.output_tokens, False
+        self._keys[request] = (), progress.arrival_s, progress.number
+        self.preempted(request, step, view)
 
     def removed(self, request: R, by_itself: bool) -> None:
         """The request has ended. ``by_itself``: not by a client or a fault, so that its length tells something."""
@@ -177,7 +185,8 @@ class Ranks(Generic[R]):
 
     def _happened(self, request: R, entry: Entry, step: int, view: View) -> None:
         """The request was queued or admitted, where its group may change: as a session it may begin a further turn."""
-        entry.group = group_of(self.order, self.progress(request))
+        if self._groups:
+            entry.group = group_of(self.order, self.progress(request))
         self._ask(request, entry, step, view)
 
     def _ask(self, request: R, entry: Entry, step: int, view: View) -> bool:
@@ -224,7 +233,7 @@ class Ranks(Generic[R]):
         if self.order.rank_ratio > 1.0:
             rank = rank._replace(value=levels(rank.value, self.order.rank_ratio))
         # One without an end is not asked for again. The rank that a request keeps after an error is such a one.
-        if entry.group is not None and rank.until_tokens < inf:
+        if entry.group is not None and rank.until_tokens < inf and rank.until_s == inf:
             if len(self._shared) >= MAX_SHARED:
                 self._shared.clear()
             self._shared[shared] = rank

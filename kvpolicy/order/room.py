@@ -151,7 +151,10 @@ def make_room(order: Order, engine: Engine, view: View, records: bool = False) -
     """Choose victims for the waiting requests, one after the other in the order of service, until one cannot be let in.
 
     A request is displaced only by one of a lower rank, only after its quantum and its cool-down, and only if ``order``
-    agrees. ``records``: whether :attr:`Taken.choices` are wanted, which takes the time to price the candidates.
+    agrees. Where several requests that load come in together, what prefills have reserved is part of the need of each,
+    so that more may be displaced than they take.
+
+    ``records``: whether :attr:`Taken.choices` are wanted, which takes the time to price the candidates.
     """
     plan, left = _Plan(), _Left(order, engine, view)
     space: Space | None = None

@@ -257,17 +257,22 @@ class Layered(Order):
 
     @property
     def holds(self) -> bool:
-        return any(part.holds for part in (self.outer, self.inner))
+        return type(self).hold is not Layered.hold or self.outer.holds or self.inner.holds
 
     @property
     def gates(self) -> bool:
-        return any(part.gates for part in (self.outer, self.inner))
+        return type(self).admits is not Layered.admits or self.outer.gates or self.inner.gates
 
     def rank(self, request: Progress, view: View) -> Rank:
         outer, inner = self._asked(lambda order, its_view: order.rank(request, its_view), view)
         value = self._outer_value(levels(outer.value, self.outer.rank_ratio))
         value += levels(inner.value, self.inner.rank_ratio)
         return Rank(value, min(outer.until_tokens, inner.until_tokens), min(outer.until_s, inner.until_s))
+
+    @property
+    def groups_ranks(self) -> bool:
+        overridden = type(self).rank_group is not Layered.rank_group
+        return super().groups_ranks and (overridden or (self.outer.groups_ranks and self.inner.groups_ranks))
 
     def rank_group(self, request: Progress) -> Hashable:
         groups = group_of(self.outer, request), group_of(self.inner, request)

@@ -51,7 +51,7 @@ OPTIONS: Mapping[str, str] = {
     "ttft": "for deadline: seconds to the first token",
     "tpot": "for deadline: seconds per token after it",
     "step": "for deadline: seconds of slack in the first level; the others double",
-    "ahead": "for deadline: seconds of tokens ahead of its reader with which a request sits out while another is late",
+    "ahead": "for deadline: slack above which a request that has its first token sits out while another is late",
     "late": "for deadline: seconds behind its reader from which a request goes after all others",
     "above": "for reserve: the highest priority that may use the reserve",
 }

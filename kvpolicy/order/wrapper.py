@@ -39,6 +39,10 @@ class Wrapper(Order):
     def rank(self, request: Progress, view: View) -> Rank:
         return self.base.rank(request, self.of_base(view))
 
+    @property
+    def groups_ranks(self) -> bool:
+        return super().groups_ranks and (type(self).rank_group is not Wrapper.rank_group or self.base.groups_ranks)
+
     def rank_group(self, request: Progress) -> Hashable:
         return group_of(self.base, request)
 

@@ -13,6 +13,7 @@ import pytest
 from kvpolicy.order import Order, Progress, Rank, Ranks, View, load
 from kvpolicy.order.guard import Guarded
 from kvpolicy.order.ranks import FIRST, MAX_VOID
+from kvpolicy.order.rules import Mlfq
 from kvpolicy.order.wrapper import Wrapper
 from tests.order.made import ByLevel, Requests, view
 
@@ -296,6 +297,83 @@ def test_requests_of_equal_groups_and_tokens_share_a_rank_until_the_state_change
 def test_who_ranks_otherwise_than_the_class_that_groups_is_asked_for_each_request() -> None:
     ranks, _ = made(Backwards(), "a", "b")
     assert [ranks.key(name)[0] for name in "ab"] == [(0,), (-1,)]
+
+
+class Halves(Mlfq):
+    """Ranks by a part of an order that ships, of which it changes no rank."""
+
+    def rank(self, request: Progress, view: View) -> Rank:
+        return Rank((self.level(request),), request.output_tokens + 1)
+
+    def rank_group(self, request: Progress) -> Hashable:
+        return ()
+
+    def level(self, request: Progress) -> float:
+        return 0.0
+
+
+class Numbered(Halves):
+    def level(self, request: Progress) -> float:
+        return -request.number
+
+
+def test_who_changes_what_the_rank_of_its_base_calls_is_asked_for_each_request() -> None:
+    ranks, _ = made(Numbered("numbered"), "a", "b")
+    assert [ranks.key(name)[0] for name in "ab"] == [(0,), (-1,)]
+    assert Halves("halves").groups_ranks and not Numbered("numbered").groups_ranks
+
+
+def test_a_rank_that_ends_at_a_time_is_not_shared() -> None:
+    class Timed(Counted):
+        def rank(self, request: Progress, view: View) -> Rank:
+            return Rank((view.now_s,), request.output_tokens + 1, view.now_s + 1)
+
+        def rank_group(self, request: Progress) -> Hashable:
+            return ()
+
+    requests = Requests()
+    ranks: Ranks[str] = Ranks(Timed(), requests.look)
+    ranks.arrived(requests.add("a"), 0, view(1.0))
+    ranks.arrived(requests.add("b"), 0, view(2.0))
+    assert [ranks.key(name)[0] for name in "ab"] == [(1.0,), (2.0,)]
+
+
+def test_an_order_that_groups_nothing_is_asked_without_a_look_for_its_groups() -> None:
+    looks: dict[str, int] = {}
+    for order in (ByLevel(), Counted()):
+        requests = Requests()
+
+        def look(
+            request: str, rank: tuple[float, ...], at: int, name: str = type(order).__name__, known: Requests = requests
+        ) -> Progress:
+            looks[name] = looks.get(name, 0) + 1
+            return known.look(request, rank, at)
+
+        ranks: Ranks[str] = Ranks(order, look, output_tokens=lambda request: 0)
+        ranks.arrived(requests.add("a"), 0, view())
+    assert looks == {"ByLevel": 2, "Counted": 3}
+
+
+@pytest.mark.parametrize(
+    ("spec", "groups"),
+    [
+        ("mlfq:base=4,victims=least-computed", True), ("mlfq:base=4,explore=.1,worth=price", True),
+        ("urgent/mlfq:base=4", True), ("urgent/deadline", False), ("deadline:victims=least-computed", False),
+        ("fcfs", False),
+    ],
+)  # fmt: skip
+def test_rules_and_layers_group_where_what_they_rank_by_does(spec: str, groups: bool) -> None:
+    order = load(spec)
+    assert order.groups_ranks == groups == Guarded(order, pytest.fail).groups_ranks
+
+
+def test_the_next_turn_of_a_session_is_ranked_as_an_arrival() -> None:
+    ranks, requests = made(load("deadline:ttft=0,tpot=.1"), "a")
+    ranks.admitted("a", 1, view(5.0))
+    assert ranks.key("a") == ((inf,), 0.0, 0), "its first turn is lost"
+    requests.set("a", arrival_s=9.9)
+    ranks.next_turn("a", 2, view(10.0))
+    assert ranks.key("a") == ((-1,), 9.9, 0)
 
 
 def test_a_rank_without_an_end_is_not_shared() -> None:

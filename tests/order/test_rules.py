@@ -238,3 +238,16 @@ def test_a_bound_that_both_have_is_the_stricter_one() -> None:
     other = ByLevel(quantum_tokens=5, promote_s=7.0, max_victims=4, cool_down_s=2.0)
     for order in (Layered("a/b", one, other), Layered("b/a", other, one)):
         assert (order.quantum_tokens, order.promote_s, order.max_victims, order.cool_down_s) == (5, 7.0, 2, 2.0)
+
+
+def test_layers_of_a_class_of_ones_own_hold_and_admit_by_its_rules() -> None:
+    class Own(Layered):
+        def hold(self, running: Sequence[Progress], view: View) -> Sequence[Progress]:
+            return ()
+
+        def admits(self, waiting: Progress, free_after_blocks: int, view: View) -> bool:
+            return False
+
+    parts = load("urgent"), load("mlfq")
+    assert not Layered("a/b", *parts).holds and not Layered("a/b", *parts).gates
+    assert Own("a/b", *parts).holds and Own("a/b", *parts).gates

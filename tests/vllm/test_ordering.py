@@ -229,6 +229,22 @@ def test_a_session_that_waits_for_its_next_turn_is_promoted(model: Path) -> None
     assert ranks.next_s == made.scheduler.kvpolicy.clock() + 2
 
 
+def test_the_next_turn_of_a_session_has_its_whole_deadline(model: Path) -> None:
+    made = schedule(model, order="deadline:ttft=2,tpot=.1")
+    session, ordering = made.requests[0], made.scheduler.ordering
+    made.scheduler.add_request(session)
+    ordering.ranks.admitted(session, 1, ordering.view())
+    began_s = ordering.ranks.key(session)[1]
+    made.steps += 50
+    ordering.ranks.preempted(session, 2, ordering.view())
+    update = StreamingUpdate(
+        mm_features=[], prompt_token_ids=[1, 2], max_tokens=8, arrival_time=0.0, sampling_params=session.sampling_params
+    )
+    made.scheduler._update_request_as_session(session, update)
+    rank, arrival_s, _ = ordering.ranks.key(session)
+    assert (rank, arrival_s) == ((2,), began_s + 50 * fuzz.STEP_S)
+
+
 def test_whoever_vllm_passed_over_is_admitted_by_the_order_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to vLLM 0.30 they wait in the queue of those that hold blocks."""
     passed_over, newcomer = schedule(model).requests[:2]

@@ -116,7 +116,8 @@ class Ordering:
     def next_turn(self, session: Any) -> None:
         """Streaming input has come for a request that ran: it waits from now on, and its counts begin anew."""
         self._now_s = self._clock()
-        self.ranks.preempted(session, self._step, self.view())
+        self._arrival_of[session] = self.arrived_at(session)
+        self.ranks.next_turn(session, self._step, self.view())
         self.queues.renew([session])
         self.lookout.happened()
 
