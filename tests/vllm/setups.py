@@ -117,8 +117,8 @@ class Setup:
 
     @property
     def picture_tokens(self) -> int:
-        """Only without adapters. vLLM counts the adapters of those running requests that it schedules. One whose picture
-        waits for the encoder is not: another adapter takes its slot, and an assertion of vLLM's ends the engine."""
+        """Only without adapters. vLLM counts the adapters of those running requests that it schedules. Whoever waits for
+        the encoder is not: another adapter takes its slot, and an assertion of vLLM's ends the engine."""
         return 0 if self.adapters else self.pictures
 
     @property
