@@ -147,7 +147,7 @@ def _served(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str])
     return settings
 
 
-def check(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str] = ()) -> Checked:
+def check(llm: str, settings: ServerSettings | str = "always-swap", vllm_flags: Sequence[str] = ()) -> Checked:
     """Whether a server started with the same arguments as for :func:`serve` would start, in seconds: the engine's
     configuration and its KV cache are made, its weights are not read.
 

@@ -37,7 +37,7 @@ INTEGRATION = {
     "connector": set(),
     "launch": {"errors", "fields", "policy", "integrations", "settings"},
     "integration": {"integrations", "settings", "simulator"},
-    "check": {"errors", "settings"},
+    "check": {"errors", "hardware", "settings"},
     "plugin": _DECIDE,
     "simulator": _DECIDE | {"latency", "workload", "simulator"},
     "bench": _DECIDE | {"datasets", "latency", "overflow", "stats", "workload", "simulator"},

@@ -82,7 +82,7 @@ def serve_command(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str])
 def serve_flags(llm: str, extra: Mapping[str, Any], vllm_flags: Sequence[str]) -> list[str]:
     """The server's flags, after the model: the plugin's and vLLM's. Raises as :func:`serve_command`."""
     if llm.startswith("-"):
-        raise InputError(f"the model comes before vLLM's flags, as in: kvpolicy serve LLM --policy P {llm} ...")
+        raise InputError(f"the model comes before vLLM's flags, as in: LLM --policy P {llm} ...")
     present_flags = _present_flags(vllm_flags)
     _refuse_flags(present_flags)
     shutdown_flags = []

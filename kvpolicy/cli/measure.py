@@ -24,6 +24,8 @@ from kvpolicy.settings import SEED, Measurement, ServerSettings
 
 SERVER_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
+ALWAYS_SWAP = ServerSettings("always-swap")
+
 Seed = Annotated[int, typer.Option(help=SEED)]
 
 
@@ -118,7 +120,7 @@ def check(
     llm: Annotated[
         str, typer.Argument(metavar="LLM", help="The model, as for `vllm serve`, followed by vLLM's flags.")
     ],
-    settings: ServerSettings,
+    settings: ServerSettings = ALWAYS_SWAP,
 ) -> Any:
     """Say in seconds, without reading weights, whether a server with these flags would start, and why not. Flags that
     are not kvpolicy's are vLLM's."""

@@ -18,7 +18,7 @@ MAX_RANKS = 8
 OTHERS = "others"
 
 
-UNFINISHED = "unfinished"
+UNFINISHED = "(unfinished)"
 """Stands for the class of requests that had not ended when the trace did: no row says what they were."""
 
 

@@ -31,7 +31,7 @@ class Estimation:
         "For the interval bernstein: limit on the absolute value of any cost.", None, POSITIVE, metavar="SECONDS"
     )
     slo: Slo | None = option(
-        f"For logs: deadlines by which requests that brought none are judged: {SLO_FORM}. They say what service the "
+        f"For logs: each deadline that a request did not bring itself: {SLO_FORM}. They say what service the "
         "requests got under the log's own policy, and change no estimate.",
         None,
         metavar="DEADLINES",

@@ -92,8 +92,8 @@ def test_who_had_not_ended_has_no_class() -> None:
     trace = served("mlfq:base=8")
     tables = dict(trace.tables) | {"requests": trace.table("requests").slice(0, 0)}
     found = displacements_of([Trace(trace.headers, tables)])
-    assert found is not None and list(found.by_class) == ["unfinished"]
-    assert found.by_class["unfinished"].displaced == found.displaced and "class" not in "\n".join(found.lines())
+    assert found is not None and list(found.by_class) == ["(unfinished)"]
+    assert found.by_class["(unfinished)"].displaced == found.displaced and "class" not in "\n".join(found.lines())
     older = trace.table("requests").drop_columns(["class", "priority", "ttft_deadline_s", "tpot_deadline_s"])
     found = displacements_of([Trace(trace.headers, dict(trace.tables) | {"requests": older})])
     assert found is not None and list(found.by_class) == ["default"]

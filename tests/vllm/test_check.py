@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from kvpolicy_vllm.bench.engine_process import EngineProcess
 from kvpolicy_vllm.bench.models import make_tokenizer
 from kvpolicy_vllm.check import CheckReport, Group, check
 from tests.test_launch import run
+from tests.vllm.harness import ROOT
 
 pytestmark = pytest.mark.scheduler
 
@@ -33,8 +35,8 @@ def process() -> Iterator[EngineProcess]:
         yield started
 
 
-def asked(process: EngineProcess, llm: str, *flags: str) -> dict[str, Any]:
-    return process.ask({"flags": [llm, *launch.serve_flags(llm, launch.options(SWAP), flags)]})
+def asked(process: EngineProcess, llm: str, *flags: str, settings: ServerSettings = SWAP) -> dict[str, Any]:
+    return process.ask({"flags": [llm, *launch.serve_flags(llm, launch.options(settings), flags)]})
 
 
 def bytes_of_a_block(llm: str) -> int:
@@ -84,6 +86,65 @@ def test_a_folder_without_a_model(process: EngineProcess, tmp_path: Path) -> Non
     assert "config.json" in asked(process, str(tmp_path))["refused"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (ServerSettings("cheapest:analytic"), "device 'cpu'"),
+        (ServerSettings("cheapest:cpu-llama-native"), "measured on"),
+        (ServerSettings("always-swap", host_gib=1e-9), "holds no KV block"),
+        (ServerSettings("always-swap", host_gib=1e6), "more than half of the"),
+    ],
+)
+def test_settings_that_the_engine_would_refuse_at_its_start(
+    process: EngineProcess, model: str, settings: ServerSettings, words: str
+) -> None:
+    found = asked(process, model, "--dtype", "float32", "--block-size", str(BLOCK_SIZE), settings=settings)
+    assert words in found["refused"] and found["block_bytes"] == 0 and found["groups"]
+
+
+@pytest.mark.parametrize(("order", "words"), [("fcfs", ""), ("urgent", "order urgent: counts the blocks of full")])
+def test_groups_that_share_memory_are_counted_once(
+    process: EngineProcess, tmp_path: Path, order: str, words: str
+) -> None:
+    """Two layers with a window and two without: a block is two layers' tokens, whichever group it belongs to."""
+    config = MistralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=2048, sliding_window=128, max_position_embeddings=2048, architectures=["MistralForCausalLM"],
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    make_tokenizer(256).save_pretrained(tmp_path)
+    settings = ServerSettings("always-swap", host_gib=0.5, order=order)
+    found = asked(process, str(tmp_path), "--dtype", "float32", "--block-size", str(BLOCK_SIZE), settings=settings)
+    assert sorted(group["kind"] for group in found["groups"]) == ["FullAttentionSpec", "SlidingWindowSpec"]
+    assert words in found["refused"] and bool(words) == bool(found["refused"])
+    assert found["block_bytes"] == (0 if words else 2 * 2 * 2 * 32 * 4 * BLOCK_SIZE)
+
+
+def test_layers_that_cannot_be_made_are_no_answer(process: EngineProcess, model: str, tmp_path: Path) -> None:
+    config = json.loads((Path(model) / "config.json").read_text())
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 3}
+    shutil.copytree(model, tmp_path / "wrong")
+    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))
+    assert "divisible" in asked(process, str(tmp_path / "wrong"))["not_laid_out"]
+
+
+def test_nothing_is_left_on_disk(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    check(model, SWAP, [])
+    assert [file for file in tmp_path.rglob("*") if file.name == "rendezvous"] == []
+
+
+def test_every_version_makes_its_groups_where_they_are_looked_for() -> None:
+    """The module of vLLM that has both functions, by the sources at hand."""
+    folders = [path for path in (ROOT / ".vllm-sources").glob("*/vllm/v1/core") if path.is_dir()]
+    for folder in folders:
+        name = "kv_cache_planning.py" if (folder / "kv_cache_planning.py").exists() else "kv_cache_utils.py"
+        text = (folder / name).read_text()
+        assert "def get_kv_cache_groups(" in text and "def get_kv_cache_config_from_groups(" in text, folder
+
+
 def test_layers_are_told_apart(process: EngineProcess, tmp_path: Path) -> None:
     """By what vLLM makes of them, whether or not they are served."""
     config = MistralConfig(
@@ -121,7 +182,8 @@ def test_the_report_says_why_not() -> None:
     assert not refused.ok and refused.text() == "m: not served by vllm 0 on cpu\n  no: leave --x out"
     assert refused.to_dict()["refused"] == "no: leave --x out" and refused.to_dict()["served"] is False
     late = report(not_laid_out="RuntimeError: needs weights", groups=(), block_bytes=0)
-    assert late.ok and "the engine says at its start" in late.text()
+    assert not late.ok and late.to_dict()["served"] is None
+    assert late.text().startswith("m: not known whether it is served by") and "only the engine can tell" in late.text()
 
 
 def test_ranks_beyond_the_kv_heads_hold_copies(model: str) -> None:
@@ -139,7 +201,7 @@ def test_the_command_ends_with_status_one_where_it_is_refused(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "check.json"
-    command = ["check", model, "--policy", "always-swap", "--json", str(file)]
+    command = ["check", model, "--json", str(file)]
     assert run(*command, "--pipeline-parallel-size", "2") == 1
     assert "not served" in capsys.readouterr().out
     assert "pipeline parallelism" in json.loads(file.read_text())["refused"]

@@ -30,10 +30,11 @@ PATIENCE_S = 20.0
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def environment(online: bool = False) -> dict[str, str]:
+def environment(measures: bool = True) -> dict[str, str]:
     """Environment of an engine process. Variables that the user has set win, except those that drive the process.
 
-    ``online``: whether a model's files may be asked for at a hub.
+    ``measures``: whether nothing but the engine may take part. Otherwise it finds what a server would: a model at a
+    hub, and vLLM's other plugins.
     """
     paths = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
     defaults = {
@@ -41,11 +42,15 @@ def environment(online: bool = False) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not measures:
+        return defaults | os.environ | {"PYTHONPATH": paths}
+    alone = {
         # The connector is named by module path, so no other plugin is needed; none may affect the measurement.
         "VLLM_PLUGINS": "kvpolicy",
     }
-    offline = {} if online else {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return defaults | _without_accelerator() | os.environ | offline | {"PYTHONPATH": paths, **_in_process()}
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return defaults | alone | _without_accelerator() | os.environ | offline | {"PYTHONPATH": paths, **_in_process()}
 
 
 def _in_process() -> dict[str, str]:
@@ -75,11 +80,11 @@ def device_arguments(on_cpu: bool) -> dict[str, Any]:
 class EngineProcess:
     """A child process with one engine. A context manager; :meth:`ask` runs a job and may be called repeatedly.
 
-    ``module`` is run as ``__main__``; its output goes to ``log`` (None: a temporary file). ``online``: as for
-    :func:`environment`.
+    ``module`` is run as ``__main__``; its output goes to ``log`` (None: a temporary file). ``measures``: as
+    for :func:`environment`.
     """
 
-    def __init__(self, module: str, log: Path | None = None, online: bool = False) -> None:
+    def __init__(self, module: str, log: Path | None = None, measures: bool = True) -> None:
         jobs_read, jobs_write = os.pipe()
         answers_read, answers_write = os.pipe()
         self._log_folder = tempfile.TemporaryDirectory() if log is None else None
@@ -90,7 +95,7 @@ class EngineProcess:
         with self._log.open("w") as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env=environment(online) | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
+                env=environment(measures) | pipes | {"KVPOLICY_PARENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,

@@ -22,7 +22,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers whose KV is kept alike."""
+    """Layers with the same kind of KV cache."""
 
     kind: str
     """vLLM's class, as FullAttentionSpec."""
@@ -44,7 +44,7 @@ class CheckReport:
 
     llm: str
     engine: str
-    """Such as vllm 0.32.0; empty where the flags were refused before."""
+    """Such as vllm 0.32.0."""
     device: str
     refused: str
     """Why the engine would not start, and what would be right; empty where it would."""
@@ -53,12 +53,17 @@ class CheckReport:
     block_bytes: int
     """Of one block in all layers that share it, over all ranks; 0 as above."""
     not_laid_out: str
-    """Why the model's layers could not be made without weights: the engine itself says then whether it is served."""
+    """Why the model's layers could not be made without weights; empty where they were made, or refused before."""
     host_gib: float
 
     @property
+    def served(self) -> bool | None:
+        """Whether the engine would start; None where only the engine itself can tell."""
+        return False if self.refused else None if self.not_laid_out else True
+
+    @property
     def ok(self) -> bool:
-        return not self.refused
+        return self.served is True
 
     @property
     def host_blocks(self) -> int:
@@ -66,8 +71,8 @@ class CheckReport:
         return int(self.host_gib * GIB / self.block_bytes) if self.block_bytes else 0
 
     def text(self) -> str:
-        where = f" by {self.engine} on {self.device}" if self.engine else ""
-        lines = [f"{self.llm}: {'served' if self.ok else 'not served'}{where}"]
+        answer = {True: "served", False: "not served", None: "not known whether it is served"}[self.served]
+        lines = [f"{self.llm}: {answer} by {self.engine} on {self.device}"]
         lines += [f"  {group.text()}" for group in self.groups]
         if self.ok and self.host_blocks:
             tokens = f", {self.host_blocks * self.groups[0].block_size:,} tokens" if len(self.groups) == 1 else ""
@@ -76,15 +81,14 @@ class CheckReport:
             lines.append(f"  {self.refused}")
         if self.not_laid_out:
             lines.append(
-                "  its KV cache could not be looked at without the weights, so the engine says at its start whether it "
-                f"is served: {self.not_laid_out}"
+                f"  its layers could not be made without its weights, so only the engine can tell: {self.not_laid_out}"
             )
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "llm": self.llm,
-            "served": self.ok,
+            "served": self.served,
             "engine": self.engine,
             "device": self.device,
             "refused": self.refused or None,
@@ -104,7 +108,7 @@ def check(llm: str, settings: ServerSettings, vllm_flags: Sequence[str]) -> Chec
     Raises InputError as :func:`kvpolicy_vllm.launch.serve_command`, EngineFailed where the process ends badly.
     """
     flags = launch.serve_flags(llm, launch.options(settings), vllm_flags)
-    with EngineProcess("kvpolicy_vllm.check.lay_out", online=True) as process:
+    with EngineProcess("kvpolicy_vllm.check.lay_out", measures=False) as process:
         found = process.ask({"flags": [llm, *flags]})
     groups = tuple(Group(**group) for group in found.pop("groups"))
     return CheckReport(llm=llm, groups=groups, host_gib=settings.host_gib, **found)

@@ -11,6 +11,9 @@ import io
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterable
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,11 +29,16 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends import utils
 from vllm.v1.core import single_type_kv_cache_manager
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import InputError, KVPolicyError
+from kvpolicy.hardware import available_memory_bytes
 from kvpolicy_vllm.bench.engine_process import jobs
+from kvpolicy_vllm.plugin.assembly import controller_for
+from kvpolicy_vllm.plugin.connector import cores_here, host_slots
 from kvpolicy_vllm.plugin.engine_config import device_name
+from kvpolicy_vllm.plugin.kv_layout import block_bytes
+from kvpolicy_vllm.plugin.scheduler import refuse_order
+from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.versions import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -42,10 +50,9 @@ NOTHING: dict[str, Any] = {
 }  # fmt: skip
 PLENTY = 1 << 50
 """Bytes of memory that the layout is made for; only the bytes of a block are read from it."""
-
-
-class WrongFlags(ValueError):
-    """vLLM does not take the flags; the message is its own."""
+PLANNING, UNTIL_0_32 = "vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils"
+"""Where vLLM makes groups of layers: from 0.33 on, and before."""
+planning = import_module(PLANNING if find_spec(PLANNING) else UNTIL_0_32)
 
 
 def main() -> None:
@@ -65,15 +72,32 @@ def looked_at(flags: list[str]) -> dict[str, Any]:
         return known | {"refused": words_of(error)}
     try:
         kv_cache = laid_out(config)
-    # A model that needs its weights, or a device, to be made. It may still be served.
+    # The model's own error, or one of a model that needs its weights or a device to be made: which is not known.
     except Exception as error:  # noqa: BLE001
         return known | {"not_laid_out": f"{type(error).__name__}: {error}"}
-    known |= {"groups": groups_of(kv_cache), "block_bytes": block_bytes(kv_cache) * copies_over_ranks(config)}
+    known |= {"groups": groups_of(kv_cache)}
     try:
-        refuse_unsupported(config, kv_cache)
+        return known | {"block_bytes": served_block_bytes(config, kv_cache)}
     except KVPolicyError as error:
         return known | {"refused": str(error)}
-    return known
+
+
+def served_block_bytes(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
+    """Bytes of one block over all ranks. Raises KVPolicyError as the plugin does when an engine starts."""
+    refuse_unsupported(config, kv_cache)
+    settings = Settings.read(config.kv_transfer_config.kv_connector_extra_config)
+    ranks = int(config.parallel_config.tensor_parallel_size)
+    rank_bytes = block_bytes(kv_cache) // min(ranks, kv_heads(config))
+    slots = host_slots(settings, rank_bytes, config.parallel_config.world_size)
+    settings.refuse_too_much_memory(available_memory_bytes(), cores_here(config))
+    controller = controller_for(replace(settings, trace=None, online_state=None), config, kv_cache, slots, rank_bytes)
+    refuse_order(controller.order, controller.tables is not None, config.scheduler_config.policy)
+    return rank_bytes * ranks
+
+
+def kv_heads(config: VllmConfig) -> int:
+    """KV heads over all ranks. Where there are more ranks, several hold the same."""
+    return 1 if config.model_config.use_mla else int(config.model_config.get_total_num_kv_heads())
 
 
 def words_of(error: Exception) -> str:
@@ -84,7 +108,7 @@ def words_of(error: Exception) -> str:
 
 
 def parsed(flags: list[str]) -> Namespace:
-    """As ``vllm serve`` reads them. Raises :class:`WrongFlags` with what argparse prints."""
+    """As ``vllm serve`` reads them. Raises InputError with what argparse prints."""
     parser = FlexibleArgumentParser()
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers())
@@ -93,7 +117,7 @@ def parsed(flags: list[str]) -> Namespace:
         with contextlib.redirect_stderr(printed):
             arguments = parser.parse_args(["serve", *flags])
     except SystemExit:
-        raise WrongFlags(printed.getvalue().strip().splitlines()[-1]) from None
+        raise InputError(printed.getvalue().strip().splitlines()[-1]) from None
     arguments.model = arguments.model_tag or arguments.model
     command.validate(arguments)
     return cast(Namespace, arguments)
@@ -101,12 +125,9 @@ def parsed(flags: list[str]) -> Namespace:
 
 def laid_out(config: VllmConfig) -> KVCacheConfig:
     """The KV cache of the model's layers, made without memory."""
-    one_rank = Path(tempfile.mkdtemp()) / "rendezvous"
     dtype = torch.get_default_dtype()
     with set_current_vllm_config(config):
-        if not torch.distributed.is_initialized():
-            init_distributed_environment(1, 0, one_rank.as_uri(), 0, "gloo")
-            ensure_model_parallel_initialized(1, 1)
+        _be_the_one_rank()
         torch.set_default_dtype(config.model_config.dtype)
         try:
             with torch.device("meta"):
@@ -117,7 +138,17 @@ def laid_out(config: VllmConfig) -> KVCacheConfig:
         asked = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
         specs = {name: spec for name, spec in asked.items() if spec is not None}
         _prepare(config, layers.values(), specs.values())
-        return get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), PLENTY)
+        groups = planning.get_kv_cache_groups(config, specs)
+        return cast("KVCacheConfig", planning.get_kv_cache_config_from_groups(config, groups, PLENTY))
+
+
+def _be_the_one_rank() -> None:
+    """Layers ask for the ranks of their group."""
+    if torch.distributed.is_initialized():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, (Path(folder) / "rendezvous").as_uri(), 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
 
 
 def _prepare(config: VllmConfig, layers: Iterable[Any], specs: Iterable[Any]) -> None:
@@ -140,18 +171,6 @@ def groups_of(kv_cache: KVCacheConfig) -> list[dict[str, Any]]:
         }
         for group in kv_cache.kv_cache_groups
     ]
-
-
-def block_bytes(kv_cache: KVCacheConfig) -> int:
-    """Of one block in all layers that share it."""
-    return sum(int(tensor.size) for tensor in kv_cache.kv_cache_tensors) // int(kv_cache.num_blocks)
-
-
-def copies_over_ranks(config: VllmConfig) -> int:
-    """How often the KV of a token is held over the ranks: more than once where there are more of them than KV heads."""
-    ranks = int(config.parallel_config.tensor_parallel_size)
-    heads = 1 if config.model_config.use_mla else int(config.model_config.get_total_num_kv_heads())
-    return max(1, ranks // heads)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,22 @@ def _throttles(throttle_prefills: bool = False, *args: Any, **kwargs: Any) -> bo
     return bool(throttle_prefills)
 
 
+def refuse_order(order: Order, has_tables: bool, scheduling: str) -> None:
+    """Raise UnsupportedEngine for an order that this engine cannot serve by. ``has_tables``: whether the model's layers
+    keep windows or states; ``scheduling``: vLLM's ``--scheduling-policy``."""
+    if is_stock(order, scheduling):
+        return
+    if has_tables:
+        raise UnsupportedEngine(
+            f"order {order.name}: counts the blocks of full attention, and this model's layers keep windows or "
+            "states: leave the order out"
+        )
+    if scheduling != "fcfs":
+        raise UnsupportedEngine(
+            f"order {order.name}: ranks requests itself, --scheduling-policy {scheduling} does too: leave the flag out"
+        )
+
+
 class PolicyHooks:
     """Mixin over vLLM's scheduler classes."""
 
@@ -71,16 +87,7 @@ class PolicyHooks:
             self.ordering = None
         if is_stock(order, self.policy.value):
             return
-        if self.kvpolicy.tables is not None:
-            raise UnsupportedEngine(
-                f"order {order.name}: counts the blocks of full attention, and this model's layers keep windows or "
-                "states: leave the order out"
-            )
-        if self.policy.value != "fcfs":
-            raise UnsupportedEngine(
-                f"order {order.name}: ranks requests itself, --scheduling-policy {self.policy.value} does too: leave "
-                "the flag out"
-            )
+        refuse_order(order, self.kvpolicy.tables is not None, self.policy.value)
         controller = self.kvpolicy
         self.ordering = Ordering(
             order, self, lambda: controller.clock(), controller.price, controller.order_failed,
