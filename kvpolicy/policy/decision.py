@@ -70,12 +70,13 @@ def at_resume(
     host memory. The batch is taken to have grown with the number of its requests.
     """
     size = situation.block_size
-    hit_blocks = hit_tokens // size
+    held_blocks = situation.held_blocks if total_tokens == situation.computed_tokens else -(-total_tokens // size)
+    hit_blocks = min(hit_tokens // size, held_blocks)  # a window holds fewer blocks than its request has tokens for
     batch_tokens = situation.batch_tokens * running_requests // max(1, situation.running_requests)
     return replace(
         situation,
         computed_tokens=total_tokens,
-        held_blocks=(situation.held_blocks if total_tokens == situation.computed_tokens else -(-total_tokens // size)),
+        held_blocks=held_blocks,
         shared_blocks=0,
         hashed_blocks=hit_blocks,
         hit_blocks=float(hit_blocks),

@@ -15,7 +15,7 @@ from kvpolicy.errors import InputError
 from kvpolicy.evaluation.displacements import displacements_of
 from kvpolicy.evaluation.log_headroom import served_headrooms, served_lines
 from kvpolicy.fields import AMOUNT, WrongValue, refuse_no_path, refuse_no_paths, refuse_non_integer, refuse_other
-from kvpolicy.hardware import fingerprint
+from kvpolicy.hardware import Geometry, fingerprint
 from kvpolicy.overflow import FIGURES
 from kvpolicy.reporting.findings import PAPER, findings, missing
 from kvpolicy.reporting.group import Group, link_name
@@ -122,8 +122,15 @@ def _grouped(folders: Sequence[Path | str]) -> dict[str, list[Path]]:
 
 def _key(header: Header) -> tuple[str, str, str]:
     geometry = header.geometry
-    model = f"{geometry['layers']} layers of {geometry['hidden']}, {header.block_bytes / header.block_size:g} B/token"
+    model = f"{geometry['layers']} layers of {geometry['hidden']}, {_kv_size(header)}"
     return fingerprint(header.hardware), model, link_name(header)
+
+
+def _kv_size(header: Header) -> str:
+    """Bytes of KV cache for a token; of a block where windows or states share the blocks."""
+    if header.block_bytes == header.block_size * Geometry.from_dict(header.geometry).kv_bytes_per_token:
+        return f"{header.block_bytes / header.block_size:g} B/token"
+    return f"{header.block_bytes} B/block"
 
 
 def _group(name: str, folders: Sequence[Path], cost_model: str | None, seed: int) -> Group:

@@ -9,7 +9,7 @@ import pytest
 
 from kvpolicy_vllm.plugin.block_tables import BlockTables, MissingBlock
 from kvpolicy_vllm.plugin.host_copies import CopyBook
-from kvpolicy_vllm.plugin.situation import restorable_tokens
+from kvpolicy_vllm.plugin.situation import restorable_tokens, why_not_loadable
 
 FULL, WINDOW, STATE = 0, 1, 2
 SIZES = (16, 16, 32)
@@ -90,6 +90,31 @@ def test_a_copy_of_several_tables_is_loaded_whole_or_not_at_all(known_tokens: in
     assert restorable_tokens(request, SimpleNamespace(), book) == restorable
 
 
-def test_growth() -> None:
-    """In 32 tokens a request takes two blocks, two, and one."""
-    assert BlockTables(SIZES).growth_tokens == pytest.approx(32 / 5)
+def test_growth_is_that_of_the_groups_that_give_no_block_back() -> None:
+    """Past its window and with one state, a request grows by the blocks of full attention alone."""
+    assert BlockTables(SIZES).growth_tokens(scheduler()) == pytest.approx(16)
+
+
+def test_growth_where_all_groups_give_blocks_back_is_that_of_a_short_request() -> None:
+    """In 16 tokens it takes two blocks of the one group, and one of the other."""
+    made = scheduler()
+    made.kv_cache_manager.coordinator.single_type_managers = [manager(lambda n: n - 19), manager(lambda n: n - 99)]
+    assert BlockTables((8, 16)).growth_tokens(made) == pytest.approx(16 / 3)
+
+
+@pytest.mark.parametrize(
+    ("captures", "tables", "computed_tokens", "why"),
+    [
+        (True, BlockTables(SIZES), 40, "not_loadable"),
+        (True, BlockTables(SIZES), 48, ""),
+        (True, None, 40, ""),
+        (False, BlockTables(SIZES), 40, ""),
+    ],
+)
+def test_what_could_not_be_loaded_whole_is_not_saved(
+    captures: bool, tables: BlockTables | None, computed_tokens: int, why: str
+) -> None:
+    """vLLM loads whole blocks alone where it returns routed experts; of one table, then, all but the last part."""
+    engine = SimpleNamespace(block_size=16, aux_output_connector=object() if captures else None)
+    request = SimpleNamespace(skip_reading_prefix_cache=False, num_computed_tokens=computed_tokens)
+    assert why_not_loadable(request, engine, CopyBook(8, 1, 100), 0.0, tables) == why

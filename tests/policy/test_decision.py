@@ -94,6 +94,11 @@ class TestAtResume:
         assert at_resume(victim, 100, 0, 7, 5, 0, 0).held_blocks == 7
         assert at_resume(victim, 99, 0, 7, 5, 0, 0).held_blocks == 4
 
+    def test_a_hit_is_of_no_more_blocks_than_a_window_holds(self) -> None:
+        """96 tokens are three blocks, of which the window needs one."""
+        victim = replace(VICTIM, computed_tokens=100, held_blocks=1)
+        assert at_resume(victim, 100, 96, 7, 5, 0, 0).hit_blocks == 1.0
+
     @pytest.mark.parametrize("name", ["always-swap", "threshold:101", "random:0.01"])
     def test_what_was_decided_stands(self, name: str) -> None:
         assert Decider(load(name), random.Random(0)).loads(self.RESUMED)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvpolicy.order import load
-from kvpolicy.reporting.pipeline import report
+from kvpolicy.reporting.pipeline import _key, report
 from kvpolicy.simulator import Server
 from kvpolicy.trace import TraceError
 from tests.simulator.worlds import LINEAR, random_workload, run
-from tests.synthetic import GEOMETRY, HARDWARE
+from tests.synthetic import GEOMETRY, HARDWARE, make_trace
 
 
 def test_figures_are_written_as_svg_and_png(report_folder: Path) -> None:
@@ -27,6 +27,13 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         report([tmp_path], tmp_path / "a.txt")
     with pytest.raises(TraceError, match="no such folder"):
         report([tmp_path / "nothing"], tmp_path / "a.html")
+
+
+def test_bytes_of_a_token_are_named_where_blocks_hold_nothing_but_tokens() -> None:
+    """Not where windows or states share the blocks: their bytes depend on the length."""
+    header, *_ = make_trace().headers.values()
+    assert "B/token" in _key(header)[1]
+    assert f"{header.block_bytes + 64} B/block" in _key(replace(header, block_bytes=header.block_bytes + 64))[1]
 
 
 def test_a_trace_under_an_order_has_its_displacements(tmp_path: Path) -> None:

@@ -216,7 +216,9 @@ def refused_groups(job: dict[str, Any], good: dict[str, Any], told: Callable[...
     chunked = ChunkedLocalAttentionSpec(
         block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=state.dtypes[0], attention_chunk_size=64
     )
+    whole = replace(spec_of("full", BLOCK, True), attention_chunk_size=64)
     cases = {
+        "group attention_chunk_size": KVCacheGroupSpec(["layer"], whole),
         "group ChunkedLocalAttentionSpec": KVCacheGroupSpec(["layer"], chunked),
         "group MAMBA1": KVCacheGroupSpec(["layer"], replace(state, mamba_type=MambaAttentionBackendEnum.MAMBA1)),
         "group mode all": KVCacheGroupSpec(["layer"], replace(state, mamba_cache_mode="all")),

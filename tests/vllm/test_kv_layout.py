@@ -63,10 +63,24 @@ def test_segments_are_the_memory_of_the_blocks() -> None:
     memory = torch.zeros(4 * PAGE * BLOCKS, dtype=torch.uint8)
     layers = {"a": memory[: PAGE * BLOCKS], "b": [memory[PAGE * BLOCKS :]]}
     segments = kv_layout.segments_of_layers(layers, cache)
-    segments[2][5] = 1
+    segments[2][5] = -1  # every bit, whatever the segment counts in
     assert memory.nonzero().flatten().tolist() == [*range((2 * BLOCKS + 5) * PAGE, (2 * BLOCKS + 6) * PAGE)]
     with pytest.raises(InputError, match="2 allocations"):
         kv_layout.segments_of_layers(layers | {"c": torch.zeros(4)}, cache)
+
+
+@pytest.mark.parametrize(("offset", "counts_in"), [(0, torch.int64), (16, torch.int64), (4, torch.uint8)])
+def test_segments_count_in_the_widest_words_that_fit(offset: int, counts_in: torch.dtype) -> None:
+    cache = laid_out(APART | {"offset": offset}, layers="full")
+    memory = torch.zeros(4 * PAGE * BLOCKS + offset, dtype=torch.uint8)
+    first, *_ = kv_layout.segments_of_layers({"a": memory}, cache)
+    first[0] = -1 if counts_in == torch.int64 else 255
+    assert first.dtype == counts_in and memory.nonzero().flatten().tolist() == [*range(offset, offset + PAGE)]
+
+
+def test_where_layers_lie_is_said_by_their_tensors_alone() -> None:
+    assert kv_layout.says_where_layers_lie(laid_out(APART, layers="full"))
+    assert not kv_layout.says_where_layers_lie(kv_cache("full", BLOCKS, 16, caching=True))
 
 
 def test_what_a_plain_cache_is() -> None:

@@ -164,10 +164,10 @@ def test_several_block_tables(layers: str, messages: dict[str, str]) -> None:
         assert "always-swap" in told_of_costs and "cheapest:analytic" in told_of_costs
         return
     assert "older than 0.32" in told and "KV cache group" in told
-    assert ("--disable-hybrid-kv-cache-manager" in told) == (layers != "full-states")
+    assert ("--disable-hybrid-kv-cache-manager" in told) == (layers == "full-window")
 
 
-@pytest.mark.parametrize("kind", ["ChunkedLocalAttentionSpec", "MAMBA1", "mode all", "host"])
+@pytest.mark.parametrize("kind", ["ChunkedLocalAttentionSpec", "attention_chunk_size", "MAMBA1", "mode all", "host"])
 def test_groups_it_does_not_serve(kind: str, messages: dict[str, str]) -> None:
     words = {"mode all": "--mamba-cache-mode all", "host": "host memory"}.get(kind, kind)
     assert "kvpolicy does not serve" in messages[f"group {kind}"] and words in messages[f"group {kind}"]

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from kvpolicy_vllm.plugin.messages import Job, StepJobs
 from tests.vllm import harness
@@ -23,12 +23,12 @@ BLOCKS = 8
 LAYERS = ("one", "two")
 
 
-def worker(model: str, **extra: Any) -> Any:
-    """A connector as a worker makes it, without an engine around it."""
+def worker(model: str, *tensors: KVCacheTensor, **extra: Any) -> Any:
+    """A connector as a worker makes it, without an engine around it. ``tensors``: where its layers lie."""
     args = EngineArgs(model=model, dtype="float32", skip_tokenizer_init=True, **harness.plugin("always-swap", **extra))
     spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
     cache = KVCacheConfig(
-        num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
+        num_blocks=BLOCKS, kv_cache_tensors=[*tensors], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
     )
     return KVConnectorFactory.create_connector(args.create_engine_config(), KVConnectorRole.WORKER, cache)
 
@@ -91,3 +91,31 @@ def test_other_caches_are_served_from_then_on(model: str) -> None:
     step(connector, 0, saves=(Job(1, "a", (2,), (0,)),))
     assert step(connector, 1, loads=(Job(1, "a", (5,), (0,)),)) == ({"a"}, 0)
     assert kv["one"][5, 0, 0, 0] == 102.0
+
+
+PAGE = 4 * 32 * 64
+"""Numbers in a block of a layer."""
+
+
+@pytest.mark.parametrize("layout", ["blocks outermost", "split for the kernel", "a region for each layer"])
+def test_blocks_are_found_in_every_layout_that_is_said(model: str, layout: str) -> None:
+    """From vLLM 0.31 on. A kernel may take smaller blocks than the scheduler, which are half of its here."""
+    packed, memory = layout == "blocks outermost", torch.arange(2 * BLOCKS * PAGE, dtype=torch.float32)
+    layer_stride, block_stride = (PAGE, 2 * PAGE) if packed else (BLOCKS * PAGE, PAGE)
+    connector = worker(
+        model,
+        KVCacheTensor(
+            size=4 * memory.numel(), layers=list(LAYERS), layer_stride=4 * layer_stride, block_stride=4 * block_stride
+        ),
+    )
+    blocks = memory.as_strided((2, BLOCKS, PAGE), (layer_stride, block_stride, 1))
+    shape = (2 * BLOCKS, 4, 16, 64) if layout == "split for the kernel" else (BLOCKS, 4, 32, 64)
+    views = [layer.reshape(shape) if not packed else layer.unflatten(1, shape[1:]) for layer in blocks]
+    connector.register_kv_caches(dict(zip(LAYERS, views, strict=True)))
+    before = blocks.clone()
+    step(connector, 0, saves=(Job(1, "a", (2,), (0,)),))
+    blocks[:, 2] = 0.0
+    assert step(connector, 1, loads=(Job(1, "a", (5,), (0,)),)) == ({"a"}, 0)
+    before[:, 5] = before[:, 2]
+    before[:, 2] = 0.0
+    assert torch.equal(blocks, before)

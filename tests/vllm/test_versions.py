@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,10 @@ pytest.importorskip("vllm")
 
 import vllm
 
+from kvpolicy_vllm.plugin import versions
 from kvpolicy_vllm.plugin.settings import Settings
 from kvpolicy_vllm.plugin.versions import UnsupportedEngine, engine_version, warn_untested
+from tests.vllm.kv_caches import kv_cache
 
 FLAG = '"allow_untested_version": true'
 
@@ -88,6 +92,33 @@ def test_an_older_one_stays_refused(monkeypatch: pytest.MonkeyPatch, called: str
         with pytest.raises(UnsupportedEngine, match=r"older .* 0\.24 to 0\.33") as refused:
             engine_version(allow_untested=allowed)
         assert "allow_untested_version" not in str(refused.value)
+
+
+CONFIG: Any = SimpleNamespace(kv_transfer_config=None)
+
+
+@pytest.mark.parametrize(
+    ("layers", "helps"), [("two-full", False), ("window", False), ("full-window", True), ("full-states", False)]
+)
+def test_windows_stored_whole_are_advised_where_vllm_would_store_them_so(
+    monkeypatch: pytest.MonkeyPatch, layers: str, helps: bool
+) -> None:
+    """It does so with windows beside full attention only."""
+    monkeypatch.setattr(vllm, "__version__", "0.30.0")
+    with pytest.raises(UnsupportedEngine, match=r"KV cache groups \(.* older than 0\.32") as refused:
+        versions._refuse_kv_cache(CONFIG, kv_cache(layers, 9, 16, caching=True))
+    assert ("--disable-hybrid-kv-cache-manager" in str(refused.value)) == helps
+
+
+def test_a_build_without_a_version_is_as_old_as_its_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "dev")
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"allow_untested_version": True})
+    )
+    older = kv_cache("full-window", 9, 16, caching=True)
+    older.kv_cache_tensors = [SimpleNamespace(size=9, shared_by=["layer"])]
+    with pytest.raises(UnsupportedEngine, match=r"older than 0\.32"):
+        versions._refuse_kv_cache(config, older)
 
 
 def test_the_setting_is_a_flag() -> None:

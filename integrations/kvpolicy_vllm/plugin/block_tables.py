@@ -13,6 +13,8 @@ from typing import Any
 
 from kvpolicy.errors import KVPolicyError
 
+LONG = 1 << 30
+"""Tokens, more than any window."""
 Position = tuple[int, int]
 """A group, and an index into its block table."""
 
@@ -28,10 +30,19 @@ class BlockTables:
     block_sizes: tuple[int, ...]
     """Tokens in a block, by group."""
 
-    @property
-    def growth_tokens(self) -> float:
-        """Tokens that a request computes for each block that it takes."""
-        return 1.0 / sum(1.0 / size for size in self.block_sizes)
+    def growth_tokens(self, scheduler: Any) -> float:
+        """Tokens that a long request computes for each block by which it grows.
+
+        A group of windows or states gives a block back for each that it takes. Where all groups do, each block taken
+        counts: shorter requests grow by that.
+        """
+        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        growing = [
+            size
+            for manager, size in zip(managers, self.block_sizes, strict=True)
+            if manager.get_num_skipped_tokens(LONG) == 0
+        ]
+        return 1.0 / sum(1.0 / size for size in growing or self.block_sizes)
 
     def needed(self, scheduler: Any, request_id: str, tokens: int) -> dict[Position, Any]:
         """The blocks without which a request cannot go on after ``tokens`` computed tokens.

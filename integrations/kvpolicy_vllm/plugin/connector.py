@@ -21,7 +21,7 @@ from kvpolicy.settings import GIB
 from kvpolicy_vllm.plugin.assembly import controller_for
 from kvpolicy_vllm.plugin.controller import Controller
 from kvpolicy_vllm.plugin.copiers.base import Copier, unique_segments
-from kvpolicy_vllm.plugin.kv_layout import block_bytes, is_plain, segments_of_layers
+from kvpolicy_vllm.plugin.kv_layout import block_bytes, says_where_layers_lie, segments_of_layers
 from kvpolicy_vllm.plugin.messages import NO_REQUEST, Job, StepJobs, Transfers
 from kvpolicy_vllm.plugin.metrics import KVPolicyPromMetrics, KVPolicyStats
 from kvpolicy_vllm.plugin.settings import Settings
@@ -81,10 +81,10 @@ class KVPolicyConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the copier. If called again with other memory, earlier saves can no longer be loaded."""
         kv_cache = self._kv_cache_config
-        if is_plain(kv_cache):
-            segments = unique_segments(kv_caches, kv_cache.num_blocks)
-        else:
+        if says_where_layers_lie(kv_cache):
             segments = segments_of_layers(kv_caches, kv_cache)
+        else:
+            segments = unique_segments(kv_caches, kv_cache.num_blocks)
         block_size_bytes = sum(segment.shape[1] * segment.element_size() for segment in segments)
         if block_size_bytes != self.block_bytes:
             raise InputError(

@@ -273,10 +273,11 @@ class Controller:
     ) -> tuple[Sequence[int], list[int]]:
         """Indices of the copy's blocks that are loaded, and the device blocks that they go to."""
         total = restorable_tokens(request, self._scheduler, self.copies)
-        if self.tables is None or copy.positions is None:
+        if self.tables is None:
             size = int(self._scheduler.block_size)
             first, last = (total - load_tokens) // size, -(-total // size)
             return range(first, last), block_ids[0][first:last]
+        assert copy.positions is not None, "of several tables every copy has its positions"
         into = self.tables.to_load(self._scheduler, block_ids, total - load_tokens, total)
         index_at = {position: index for index, position in enumerate(copy.positions)}
         return [index_at[position] for position in into], [*into.values()]
@@ -366,11 +367,11 @@ class Controller:
         scheduler, now = self._scheduler, self.clock()
         try:
             situation = situation_of(
-                request, scheduler, RunningView(scheduler, request, self.tables), "displaced", self.copies,
+                request, scheduler, RunningView(scheduler, request), "displaced", self.copies,
                 self._segment_bytes, self.survival, now,
             )  # fmt: skip
             situation = as_taken_out(situation)
-            refusal = why_not_loadable(request, self.copies, now)
+            refusal = why_not_loadable(request, scheduler, self.copies, now)
             return self.decider.price(situation, policies.why_no_swap(situation, refusal))
         # The boundary between a policy and a server: victims are chosen without prices, then.
         except Exception:  # noqa: BLE001
@@ -390,7 +391,7 @@ class Controller:
         view, scheduler, now = self._running_view, self._scheduler, self.clock()
         survival = None if self._labels else self.survival  # a tool that measures evicts what the victim alone held
         situation = situation_of(request, scheduler, view, cause, self.copies, self._segment_bytes, survival, now)
-        refusal = why_not_loadable(request, self.copies, now)
+        refusal = why_not_loadable(request, scheduler, self.copies, now, self.tables)
         decision = self.decider.decide(situation, policies.why_no_swap(situation, refusal))
         identity = Identity(preemption_id, request.request_id, request.num_preemptions, self._belongs_to, self._labels)
         pending = Pending(situation, decision, identity)

@@ -45,8 +45,8 @@ def is_plain(kv_cache: KVCacheConfig) -> bool:
 def attends_to_everything(kv_cache: KVCacheConfig) -> bool:
     """Whether every layer is one of full attention with keys and values of its own, which cost models are made for."""
     spec = kv_cache.kv_cache_groups[0].kv_cache_spec
-    named = [getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    return is_plain(kv_cache) and type(spec).__name__ == "FullAttentionSpec" and not any(named)
+    window = getattr(spec, "sliding_window", None)
+    return is_plain(kv_cache) and type(spec).__name__ == "FullAttentionSpec" and not window
 
 
 def block_tables(kv_cache: KVCacheConfig) -> BlockTables | None:
@@ -82,7 +82,9 @@ def pieces(kv_cache: KVCacheConfig) -> list[Piece]:
     Raises InputError where blocks are not equally far apart in all regions, or regions overlap in part.
     """
     page_of = {
-        name: _page(group.kv_cache_spec, name) for group in kv_cache.kv_cache_groups for name in group.layer_names
+        name: int(group.kv_cache_spec.page_size_bytes)
+        for group in kv_cache.kv_cache_groups
+        for name in group.layer_names
     }
     size_at: dict[int, int] = {}
     for tensor in kv_cache.kv_cache_tensors:
@@ -96,10 +98,6 @@ def pieces(kv_cache: KVCacheConfig) -> list[Piece]:
     found = _joined([Piece(offset, stride, size) for offset, size in sorted(size_at.items())])
     _refuse_overlaps(found, kv_cache.num_blocks)
     return found
-
-
-def _page(spec: Any, layer: str) -> int:
-    return int(getattr(spec, "kv_cache_specs", {}).get(layer, spec).page_size_bytes)
 
 
 def _joined(regions: list[Piece]) -> list[Piece]:
@@ -128,10 +126,18 @@ def _refuse_overlaps(found: list[Piece], blocks: int) -> None:
         raise InputError("KV blocks overlap one another; kvpolicy copies blocks that lie apart")
 
 
-def segments_of_layers(kv_caches: dict[str, Any], kv_cache: KVCacheConfig) -> list[torch.Tensor]:
-    """Views of shape (blocks, bytes), one per piece, of the device memory that the tensors of all layers lie in.
+def says_where_layers_lie(kv_cache: KVCacheConfig) -> bool:
+    """Whether the configuration has the offset of every layer in device memory, as from vLLM 0.31 on."""
+    tensors = kv_cache.kv_cache_tensors
+    return len(tensors) > 0 and all(hasattr(tensor, "layers") for tensor in tensors)
 
-    ``kv_caches``: a tensor, or several, of each layer. Raises InputError where they are of several allocations.
+
+def segments_of_layers(kv_caches: dict[str, Any], kv_cache: KVCacheConfig) -> list[torch.Tensor]:
+    """Views of shape (blocks, words), one per piece, of the device memory that the tensors of all layers lie in.
+
+    However an attention backend shapes or splits the blocks, a piece is the same bytes. A word has eight bytes, or one
+    where the pieces are no whole number of eight. ``kv_caches``: a tensor, or several, of each layer. Raises InputError
+    where they are of several allocations.
     """
     tensors = [
         tensor for held in kv_caches.values() for tensor in (held if isinstance(held, (list, tuple)) else [held])
@@ -140,8 +146,10 @@ def segments_of_layers(kv_caches: dict[str, Any], kv_cache: KVCacheConfig) -> li
     if len(storages) != 1:
         raise InputError(f"the KV cache lies in {len(storages)} allocations; kvpolicy copies from one")
     (any_tensor,) = storages.values()
-    memory = torch.empty(0, dtype=torch.uint8, device=any_tensor.device).set_(any_tensor.untyped_storage())
+    found = pieces(kv_cache)
+    word = torch.int64 if all(number % 8 == 0 for piece in found for number in piece) else torch.uint8
+    memory = torch.empty(0, dtype=word, device=any_tensor.device).set_(any_tensor.untyped_storage())
+    words = [Piece(*(number // word.itemsize for number in piece)) for piece in found]
     return [
-        torch.as_strided(memory, (kv_cache.num_blocks, piece.size), (piece.stride, 1), piece.offset)
-        for piece in pieces(kv_cache)
+        torch.as_strided(memory, (kv_cache.num_blocks, piece.size), (piece.stride, 1), piece.offset) for piece in words
     ]

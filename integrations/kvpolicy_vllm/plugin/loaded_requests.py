@@ -27,7 +27,7 @@ class LoadedRequests:
         self.requests: dict[str, Any] = {}
         self.configured: int | None = None
         """The configured limit while the scheduler sees a lower one; None otherwise."""
-        self.growth = LoadGrowth(int(scheduler.block_size) if tables is None else tables.growth_tokens)
+        self.growth = LoadGrowth(int(scheduler.block_size) if tables is None else tables.growth_tokens(scheduler))
         self._began: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Number of steps at which each load under way began."""
         self._passed_over: set[str] = set()

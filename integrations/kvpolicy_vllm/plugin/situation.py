@@ -146,12 +146,17 @@ def _is_unhashed(block: Any) -> bool:
     return block.block_hash is None
 
 
-def why_not_loadable(request: Any, copies: CopyBook, now: float) -> str:
+def why_not_loadable(
+    request: Any, scheduler: Any, copies: CopyBook, now: float, tables: BlockTables | None = None
+) -> str:
     """Why this engine would not load ``request`` back, as a word for the trace; empty where it would.
 
-    While copies fail, no request is swapped.
+    ``tables``: None where one block table holds every token's block. While copies fail, no request is swapped.
     """
     if request.skip_reading_prefix_cache or getattr(request, "resumable", False):
+        return "not_loadable"
+    # A copy of several tables is loaded whole or not at all, so tokens that are not loaded exclude the others.
+    if tables is not None and _partial_block_tokens(scheduler, request.num_computed_tokens) > 0:
         return "not_loadable"
     return "copies_failing" if copies.health.suspended(now) else ""
 
@@ -164,9 +169,17 @@ def restorable_tokens(request: Any, scheduler: Any, copies: CopyBook) -> int:
     """
     copy = copies.of(request.request_id)
     tokens = 0 if copy is None else min(copy.tokens, int(request.num_tokens) - 1)
-    # With --enable-return-routed-experts vLLM 0.33 loads only whole blocks. Earlier versions with it are refused.
-    if getattr(scheduler, "aux_output_connector", None) is not None:
-        tokens -= tokens % int(scheduler.block_size)
+    tokens -= _partial_block_tokens(scheduler, tokens)
     if copy is not None and copy.positions is not None and tokens != copy.tokens:
         return 0
     return tokens
+
+
+def _partial_block_tokens(scheduler: Any, tokens: int) -> int:
+    """Those of the first ``tokens`` that are not loaded since they do not fill a block.
+
+    With --enable-return-routed-experts vLLM 0.33 loads only whole blocks. Earlier versions with it are refused.
+    """
+    if getattr(scheduler, "aux_output_connector", None) is None:
+        return 0
+    return tokens % int(scheduler.block_size)

@@ -253,8 +253,12 @@ def _refuse_first(refusals: Iterable[tuple[bool, str]]) -> None:
 
 def _refuse_older(config: VllmConfig, what: str, instead: str = "run this engine without the kvpolicy flags") -> None:
     if engine_version(allow_untested=allows_untested(config)) < OLDEST_WITH_TABLES:
-        oldest = ".".join(map(str, OLDEST_WITH_TABLES))
-        raise UnsupportedEngine(f"kvpolicy does not serve {what} on a vLLM older than {oldest}; {instead}")
+        raise UnsupportedEngine(_older_message(what, instead))
+
+
+def _older_message(what: str, instead: str) -> str:
+    oldest = ".".join(map(str, OLDEST_WITH_TABLES))
+    return f"kvpolicy does not serve {what} on a vLLM older than {oldest}; {instead}"
 
 
 def _refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
@@ -267,9 +271,11 @@ def _refuse_kv_cache(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
     kinds = sorted({kind_of(group) for group in kv_cache.kv_cache_groups})
     named = f"{len(kv_cache.kv_cache_groups)} KV cache groups ({', '.join(kinds)})"
     instead = "run this engine without the kvpolicy flags"
-    if "MambaSpec" not in kinds:
-        instead = "install it, or give --disable-hybrid-kv-cache-manager, which takes more memory"
+    if kinds == ["FullAttentionSpec", "SlidingWindowSpec"]:  # only beside full attention are windows stored whole then
+        instead = "install 0.32, or give --disable-hybrid-kv-cache-manager, which takes more memory"
     _refuse_older(config, named, instead)
+    if not all(hasattr(tensor, "layers") for tensor in kv_cache.kv_cache_tensors):  # a build without a version
+        raise UnsupportedEngine(_older_message(named, instead))
     if kv_cache.needs_kv_cache_zeroing and config.use_v2_model_runner:
         raise UnsupportedEngine(
             f"kvpolicy does not serve {named} on vLLM's model runner v2, which overwrites blocks of several precisions "
@@ -284,6 +290,8 @@ def _problem_of(group: Any) -> str:
         return f"a KV cache group ({kind}) that is in host memory or may not be transferred"
     if kind not in SERVED_GROUPS:
         return f"KV cache groups of the kind {kind}, only {', '.join(SERVED_GROUPS)}"
+    if getattr(spec, "attention_chunk_size", None) is not None:  # of chunks that are stored whole, no engine is tested
+        return f"chunked local attention, whose chunks are stored whole here ({kind} with attention_chunk_size)"
     if kind != "MambaSpec":
         return ""
     state = getattr(spec.mamba_type, "name", str(spec.mamba_type))
