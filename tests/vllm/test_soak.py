@@ -49,6 +49,24 @@ def test_drawn_schedules_are_clean(version: str, tmp_path: Path) -> None:
     assert sum(outcome["displaced"] for outcome in done.outcomes) > 50
 
 
+def test_blocks_that_no_step_has_computed_are_not_found(tmp_path: Path) -> None:
+    """Under priority scheduling vLLM preempts requests that it has just scheduled, and would find the blocks which that
+    step was to fill."""
+    setup = Setup.draw(
+        248, scheduling="priority", asynchronous=False, prefix_caching=True, token_budget=2048, max_running=16,
+        spare_blocks=2, ranks=1, policy="random:0.7", host_gib=0.001, requests=60, max_prompt_tokens=100,
+        max_output_tokens=200, stops=False, adapters=0, grammars=False, copies_fail=True, max_late_steps=4,
+        harried=True, resets="none", pauses=True, reserves_whole=False, long_prefill=40, throttled=False, pictures=0,
+    )  # fmt: skip
+    made = fuzz.Schedule(setup, write_llama(tmp_path))
+    withdrawn: list[set[int]] = []
+    manager = made.scheduler.kv_cache_manager
+    evict_blocks = manager.evict_blocks
+    manager.evict_blocks = lambda blocks: (withdrawn.append(blocks), evict_blocks(blocks))[1]
+    made.run()
+    assert made.outcome().problems == () and len(withdrawn) > 0
+
+
 def test_every_claimed_version_is_soaked() -> None:
     minors = [tuple(map(int, version.split(".")[:2])) for version in CLAIMED]
     assert minors == [(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]

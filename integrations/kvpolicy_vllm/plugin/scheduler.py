@@ -4,7 +4,7 @@ Only `schedule`, `update_from_output`, `_preempt_request`, `_update_request_as_s
 `_update_waiting_for_remote_kv`, `_inflight_prefill_reserved_blocks`, `reset_prefix_cache` and, up to vLLM 0.30,
 `_select_waiting_queue_for_scheduling` are extended, each by calling the original. None of vLLM's scheduling is
 reimplemented. In the order `fcfs` what is added concerns only requests that are loaded, so `always-recompute` schedules
-exactly as stock vLLM does.
+exactly as stock vLLM does, but that no request finds blocks which no step has computed.
 """
 
 from __future__ import annotations
@@ -161,7 +161,29 @@ class PolicyHooks:
         self.running_order.preempted(request)
         if self.ordering is not None:
             self.ordering.preempted(request)
+        self._withdraw_uncomputed(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _withdraw_uncomputed(self, request: Any) -> None:
+        """Take blocks that hold nothing yet out of the prefix cache.
+
+        vLLM enters the blocks that a step fills when it schedules the request, and may preempt it later in that step,
+        under priority scheduling. Whoever found them, most likely the request itself, would read what was there before
+        (vllm#57580).
+        """
+        manager = self.kv_cache_manager
+        if not manager.enable_caching:
+            return
+        groups = self.kv_cache_config.kv_cache_groups
+        tables = manager.get_blocks(request.request_id).blocks
+        uncomputed = {
+            block.block_id
+            for group, table in zip(groups, tables, strict=True)
+            for block in table[request.num_computed_tokens // group.kv_cache_spec.block_size :]
+            if block.block_hash is not None and not block.is_null
+        }
+        if uncomputed:
+            manager.evict_blocks(uncomputed)
 
     def _update_request_as_session(self, session: Any, *args: Any, **kwargs: Any) -> None:
         super()._update_request_as_session(session, *args, **kwargs)  # type: ignore[misc]

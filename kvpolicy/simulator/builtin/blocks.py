@@ -56,6 +56,10 @@ class Pool(Protocol):
         """Give up all blocks of the request. ``preempted``: it will be back and look for them."""
         ...
 
+    def withdraw(self, live: LiveRequest) -> None:
+        """Take out of the cache what the step that now preempts the request was to compute."""
+        ...
+
     def shared(self, live: LiveRequest, count: int) -> int:
         """Number of its first ``count`` blocks that other requests hold too."""
         ...
@@ -95,6 +99,9 @@ class CountedPool:
     def release(self, live: LiveRequest, preempted: bool) -> None:
         self.free += live.held
         live.held = 0
+
+    def withdraw(self, live: LiveRequest) -> None:
+        """Nothing to do."""
 
     def shared(self, live: LiveRequest, count: int) -> int:
         return 0
@@ -186,6 +193,15 @@ class CachingPool:
         if len(self._queue) > 2 * self._blocks + 1024:
             self._queue = deque(entry for entry in self._queue if isinstance(entry, int) or entry[1].place == entry[0])
 
+    def withdraw(self, live: LiveRequest) -> None:
+        full = live.computed // self._size
+        if live.cached <= full:
+            return
+        for block in live.keyed_blocks[full:]:
+            self._forget(block)
+        del live.keyed_blocks[full:]
+        live.cached = full
+
     def shared(self, live: LiveRequest, count: int) -> int:
         return sum(block.holders > 1 for block in live.keyed_blocks[:count])
 
@@ -243,6 +259,9 @@ class CachingPool:
 
     def _evict(self, block: KeyedBlock) -> None:
         self.evicted.append(block)
+        self._forget(block)
+
+    def _forget(self, block: KeyedBlock) -> None:
         blocks = self._blocks_by_key[block.key]
         if len(blocks) == 1:
             del self._blocks_by_key[block.key]

@@ -174,6 +174,7 @@ class Scheduler:
             self._ordering.preempted(victim)
         self._preempting(victim, cause)
         self.blocked = False
+        self.pool.withdraw(victim)
         self.pool.release(victim, preempted=True)
         self._prefills.pop(victim, None)
         victim.status = Status.PREEMPTED

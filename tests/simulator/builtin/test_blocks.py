@@ -67,6 +67,21 @@ def test_evicted_blocks_are_noted_and_can_be_foreseen() -> None:
     assert pool.evicted == [blocks[1]]
 
 
+def test_what_no_step_has_computed_is_not_found() -> None:
+    """Of three blocks cached when a step was to fill the last two of them, the first is left in the cache."""
+    pool = CachingPool(6, 4)
+    live = LiveRequest(0, Request(0.0, 12, 5), 0.0, computed=5)
+    pool.grow(live, 3)
+    pool.cache(live, 12)
+    live.preemptions = 1
+    pool.withdraw(live)
+    pool.release(live, preempted=True)
+    assert pool.free == 6 and len(pool.hits(live)) == 1 and pool.references == 0
+    other = LiveRequest(1, Request(0.0, 24, 5), 0.0)
+    pool.grow(other, 5)
+    assert len(pool.hits(live)) == 1 and pool.evicted == []
+
+
 def test_without_prefix_caching_nothing_is_known_of_a_content() -> None:
     pool = CountedPool(6)
     assert pool.contents(LiveRequest(0, Request(0.0, 10, 5), 0.0), 2) == [(None, None)] * 2
