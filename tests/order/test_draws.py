@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from math import sqrt
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,8 @@ def test_equal_choices_are_drawn_alike_and_the_others_are_not() -> None:
 
 @pytest.mark.parametrize("part", ["number", "output_tokens", "preemptions"])
 def test_every_part_of_what_is_known_of_the_newcomer_sets_the_draw(part: str) -> None:
-    newcomers = [replace(progress(9), **{part: value}) for value in range(40)]  # type: ignore[arg-type]
+    changes: list[dict[str, Any]] = [{part: value} for value in range(40)]
+    newcomers = [replace(progress(9), **change) for change in changes]
     drawn = {numbers(WithDraws("always", ByLevel(), 1.0).victims(one, RUNNING, view())) for one in newcomers}
     assert len(drawn) > 1
 

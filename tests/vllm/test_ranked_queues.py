@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -64,8 +64,9 @@ class Made:
             self.scheduler, lambda one: ((one.rank,), 0.0, id(one)), self.arrived.append, self.admits,
             lambda: self.gated,
         )  # fmt: skip
-        self.waiting: RankedQueue = self.scheduler.waiting  # type: ignore[assignment]
-        self.holding: RankedQueue = getattr(self.scheduler, holding_name)
+        self.waiting, self.holding = (
+            cast(RankedQueue, vars(self.scheduler)[name]) for name in ("waiting", holding_name)
+        )
 
     def admits(self, request: Asked) -> bool:
         self.asked.append(request)

@@ -257,6 +257,7 @@ class PolicyHooks:
     running_order: RunningOrder
     failed_recving_kv_req_ids: set[str]
     finished_recving_kv_req_ids: set[str]
+    kv_cache_config: Any
     kv_cache_manager: Any
     _inflight_prefills: set[Any]
 
