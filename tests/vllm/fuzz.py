@@ -272,7 +272,8 @@ class Schedule:
         yield from self._ill_ordered()
         if self.longest_wait > self._patience():
             yield f"a request waited for {self.longest_wait} steps, of {self._patience()} at most"
-        if self.refused_by_encoder.found:
+        # Whether Fickle loads follows from what survives, which those who are displaced change.
+        if self.refused_by_encoder.found and "Fickle" not in self.setup.policy:
             names = ", ".join(self.refused_by_encoder.found[:5])
             yield f"others were displaced for requests whose pictures cannot be encoded: {names}"
         if self.swaps.found:
