@@ -42,7 +42,7 @@ class Report(Protocol):
 
 
 class Checked(Report, Protocol):
-    """Whether an engine would start."""
+    """Whether a model is served."""
 
     @property
     def ok(self) -> bool: ...
@@ -79,7 +79,7 @@ class Integration(Protocol):
         ...
 
     def check(self, llm: str, settings: ServerSettings, vllm_flags: Sequence[str]) -> Checked:
-        """Whether the engine would start with these flags, without its weights."""
+        """Whether the engine takes these flags and the plugin serves the model with them, without its weights."""
         ...
 
     def profile(self, out: Path, how: Measurement) -> Report: ...
@@ -148,8 +148,8 @@ def _served(llm: str, settings: ServerSettings | str, vllm_flags: Sequence[str])
 
 
 def check(llm: str, settings: ServerSettings | str = "always-swap", vllm_flags: Sequence[str] = ()) -> Checked:
-    """Whether a server started with the same arguments as for :func:`serve` would start, in seconds: the engine's
-    configuration and its KV cache are made, its weights are not read.
+    """Whether the engine takes the flags and the plugin serves the model with them, without reading weights; arguments
+    as for :func:`serve`. Whether the device's memory suffices is not looked at.
 
     Raises as :func:`serve`, and EngineFailed where the process that looks ends badly.
     """

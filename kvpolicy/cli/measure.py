@@ -122,8 +122,8 @@ def check(
     ],
     settings: ServerSettings = ALWAYS_SWAP,
 ) -> Any:
-    """Say in seconds, without reading weights, whether a server with these flags would start, and why not. Flags that
-    are not kvpolicy's are vLLM's."""
+    """Say, without reading weights, whether vLLM takes these flags and the plugin serves the model with them, and why
+    not. Flags that are not kvpolicy's are vLLM's."""
     return kvpolicy.check(llm, settings, context.args)
 
 

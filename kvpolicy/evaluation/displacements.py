@@ -16,8 +16,6 @@ from kvpolicy.workload import DEFAULT_CLASS
 MAX_RANKS = 8
 """Ranks that are reported by themselves; the others are summed up."""
 OTHERS = "others"
-
-
 UNFINISHED = "(unfinished)"
 """Stands for the class of requests that had not ended when the trace did: no row says what they were."""
 

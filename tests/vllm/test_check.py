@@ -139,6 +139,8 @@ def test_nothing_is_left_on_disk(model: str, tmp_path: Path, monkeypatch: pytest
 def test_every_version_makes_its_groups_where_they_are_looked_for() -> None:
     """The module of vLLM that has both functions, by the sources at hand."""
     folders = [path for path in (ROOT / ".vllm-sources").glob("*/vllm/v1/core") if path.is_dir()]
+    if not folders:
+        pytest.skip("no sources of other versions; fetch them: python tools/vllm_sources.py .vllm-sources")
     for folder in folders:
         name = "kv_cache_planning.py" if (folder / "kv_cache_planning.py").exists() else "kv_cache_utils.py"
         text = (folder / name).read_text()

@@ -1,4 +1,4 @@
-"""Whether the plugin serves a model with vLLM's flags, said in seconds and without its weights."""
+"""Whether the plugin serves a model with vLLM's flags, without reading its weights."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What an engine with these flags would say when it starts."""
+    """Whether vLLM takes the flags and the plugin serves the model with them."""
 
     llm: str
     engine: str
     """Such as vllm 0.32.0."""
     device: str
     refused: str
-    """Why the engine would not start, and what would be right; empty where it would."""
+    """Why it is not served, by vLLM or the plugin, and what would be right; empty where it is."""
     groups: tuple[Group, ...]
     """Empty where the model was refused before it was laid out, or could not be."""
     block_bytes: int
@@ -58,7 +58,7 @@ class CheckReport:
 
     @property
     def served(self) -> bool | None:
-        """Whether the engine would start; None where only the engine itself can tell."""
+        """None where only the engine itself can tell, at its start."""
         return False if self.refused else None if self.not_laid_out else True
 
     @property

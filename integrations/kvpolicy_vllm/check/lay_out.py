@@ -135,8 +135,8 @@ def laid_out(config: VllmConfig) -> KVCacheConfig:
         finally:
             torch.set_default_dtype(dtype)
         layers = get_layers_from_vllm_config(config, cast(Any, AttentionLayerBase))
-        asked = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
-        specs = {name: spec for name, spec in asked.items() if spec is not None}
+        spec_of = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+        specs = {name: spec for name, spec in spec_of.items() if spec is not None}
         _prepare(config, layers.values(), specs.values())
         groups = planning.get_kv_cache_groups(config, specs)
         return cast("KVCacheConfig", planning.get_kv_cache_config_from_groups(config, groups, PLENTY))

@@ -16,7 +16,7 @@ from kvpolicy.order.ranks import Key
 
 
 class RankedQueue(RequestQueue):
-    """Waiting requests by rank. ``admits``: asked for the first one whether it may be admitted now.
+    """Waiting requests by rank. ``admits``: says of the first one whether it may be admitted now.
 
     vLLM asks whether the queue is empty before it looks at the first request: so where that one is not admitted the
     queue says that it is, as long as vLLM schedules.
