@@ -148,6 +148,60 @@ class Survival:
             absences.add(absences.mean_below(risk.first_tokens), ended=True)
 
 
+@dataclass(slots=True)
+class Share:
+    """Share of recent victims that found what they could; 0 before any was seen."""
+
+    found: float = 0.0
+    seen: float = PRIOR_WEIGHT
+
+    @property
+    def value(self) -> float:
+        return self.found / self.seen
+
+    def add(self, found: bool) -> None:
+        self.found, self.seen = DECAY * self.found + found, DECAY * self.seen + 1.0
+
+
+@dataclass(slots=True)
+class AllOrNothing(Survival):
+    """What survives where a request has several block tables, as with windows and states.
+
+    It finds tokens again only where every table has what they need. At its preemption an engine knows for how many
+    tokens that is so: none once a request has written more than a window or a block of states, the prompt's last
+    boundary before that. One block less, and nothing is found. So ``hashed_blocks``, the blocks of these tokens, are
+    expected times the share of recent victims that found all of theirs.
+    """
+
+    shares: dict[Cause, Share] = field(
+        default_factory=lambda: {"memory": Share(), "forced": Share(), "displaced": Share()}
+    )
+
+    def hit_blocks(
+        self, held_blocks: int, shared_blocks: int, hashed_blocks: int, free_blocks: int, block_size: int, cause: Cause
+    ) -> float:
+        """See :class:`Survival`; never more than the held blocks, which a window has fewer of than its request has
+        tokens."""
+        if cause == "reset":
+            return 0.0
+        return min(float(held_blocks), hashed_blocks * self.shares[cause].value)
+
+    def absence_tokens(self, cause: Cause) -> float | None:
+        """None: how long victims are gone is not learned."""
+        return None
+
+    def preempted(self, preemption_id: str, situation: Preemption) -> None:
+        """A request was preempted. One that could find nothing teaches nothing."""
+        if situation.cause != "reset" and situation.hashed_blocks > 0:
+            size, hashed = situation.block_size, situation.hashed_blocks
+            self._at_risk[preemption_id] = AtRisk(situation.cause, size, hashed, 0, 0)
+
+    def _learn(self, preemption_id: str, hit_tokens: int) -> None:
+        risk = self._at_risk.pop(preemption_id, None)
+        if risk is not None:
+            self.shares[risk.cause].add(hit_tokens >= risk.hashed_blocks * risk.block_size)
+
+
 def _span(
     held_blocks: int, shared_blocks: int, hashed_blocks: int, free_blocks: int, block_size: int
 ) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpolicy.events import Cause, Preemption
-from kvpolicy.survival import DECAY, PRIOR_TOKENS, PRIOR_WEIGHT, Absences, Survival
+from kvpolicy.survival import DECAY, PRIOR_TOKENS, PRIOR_WEIGHT, Absences, AllOrNothing, Survival
 from tests.synthetic import situation
 
 SIZE = 16
@@ -191,3 +191,35 @@ def test_nothing_is_kept_of_preemptions_that_are_over() -> None:
     for number in range(500):
         happens(survival, str(number), victim(3 + number % 7, free_blocks=number % 2), number % 9)
     assert survival == Survival(survival.absences)
+
+
+def test_of_several_tables_nothing_is_expected_before_anything_was_seen() -> None:
+    assert expected(AllOrNothing(), victim(20, free_blocks=1000)) == 0.0
+    assert AllOrNothing().absence_tokens("memory") is None
+
+
+def test_of_several_tables_the_share_that_found_all_is_learned_by_cause() -> None:
+    """Every third victim finds all of its blocks; one block fewer is as good as none. The others could find none."""
+    survival = AllOrNothing()
+    for number in range(600):
+        name = str(number)
+        survival.preempted(name, victim(20))
+        survival.preempted(f"{name} past its window", victim(0))
+        survival.closed(name, SIZE * (20 if number % 3 == 0 else 19))
+        survival.closed(f"{name} past its window", 0)
+    assert expected(survival, victim(12)) == pytest.approx(12 / 3, rel=0.05)
+    assert expected(survival, victim(12, cause="forced")) == expected(survival, victim(12, cause="reset")) == 0.0
+    few_held = replace(victim(60), held_blocks=5)  # a window has fewer blocks than its request has tokens
+    assert expected(survival, few_held) == 5.0
+
+
+def test_of_several_tables_what_is_not_known_teaches_nothing() -> None:
+    survival = AllOrNothing()
+    for name, hit_tokens in (("failed load", None), ("reset", 20 * SIZE)):
+        survival.preempted(name, victim(20, cause="reset" if name == "reset" else "memory"))
+        survival.admitted(name)
+        survival.closed(name, hit_tokens)
+    survival.preempted("emptied", victim(20))
+    survival.forget()
+    survival.closed("emptied", 20 * SIZE)
+    assert all(share.found == 0.0 and share.seen == PRIOR_WEIGHT for share in survival.shares.values())

@@ -99,6 +99,9 @@ def _recompute_constants(law: RecomputeRoofline, geometry: Geometry, sheet: Devi
     if law.s_per_pair:
         rate = geometry.attention_flops_per_pair / law.s_per_pair
         constants["attention"] = Constant(rate, "operations/s", low / 10, high)
+    if law.s_per_window_pair and geometry.window_layers:
+        rate = geometry.window_flops_per_pair / law.s_per_window_pair
+        constants["attention within windows"] = Constant(rate, "operations/s", low / 10, high)
     return constants
 
 
@@ -196,7 +199,7 @@ def _kv_bytes_per_token(shape: ModelShape, engine: EngineSpec) -> float:
 
 def _kv_parts(shape: ModelShape, ranks: int) -> int:
     """Ranks that the KV cache is split over: at most the number of KV heads."""
-    return min(ranks, max(1, shape.kinds[0].attention.kv_heads))
+    return min(ranks, max(1, shape.attention.kv_heads))
 
 
 def _recompute(shape: ModelShape, sheet: DeviceSheet, engine: EngineSpec, assumed: Assumptions) -> RecomputeRoofline:
@@ -303,8 +306,10 @@ def _load(name: str | Path, engine: EngineSpec, kv_cache_dtype: str) -> FittedMo
     if engine.geometry:  # 16-bit types cost the same, so the engine's type is taken
         geometry = replace(geometry, dtype=engine.geometry["dtype"])
     same_device = known_sheet(engine.hardware.get("device")) == sheet
+    # Of windows and states the engine alone knows how many layers share a block; see check_fit for the rest.
+    block_bytes = engine.block_bytes if geometry.window_layers or geometry.state_layers else None
     target = replace(
-        engine, geometry=geometry.to_dict(), block_bytes=None, hardware=engine.hardware if same_device else {}
+        engine, geometry=geometry.to_dict(), block_bytes=block_bytes, hardware=engine.hardware if same_device else {}
     )
     return replace(untrained(shape, sheet, _link(link) if link else None, target), name=str(name))
 

@@ -121,6 +121,18 @@ class Provenance:
     pinned: bool | None = None
     """Whether copies used page-locked host memory; None for a model that does not say."""
 
+    @property
+    def block_layers(self) -> int:
+        """Layers whose pages a block holds: all, unless the engine has several block tables."""
+        geometry = self.geometry
+        if not (geometry.window_layers or geometry.state_layers):
+            return geometry.layers
+        return max(1, round(self.kv_bytes_per_token / geometry.layer_kv_bytes_per_token))
+
+    def held_blocks(self, tokens: int, block_size: int) -> int:
+        """Blocks that a copy of a request of ``tokens`` tokens needs."""
+        return self.geometry.held_blocks(tokens, block_size, self.block_layers)
+
 
 @dataclass(frozen=True, slots=True)
 class FittedModel(CostModel):
@@ -259,9 +271,12 @@ class FittedModel(CostModel):
 
     def check_fit(self, engine: EngineSpec) -> None:
         """See :class:`CostModel`. Link and token budget are compared only if the engine states them."""
-        for name, value in self.provenance.geometry.to_dict().items():
-            if engine.geometry.get(name) != value:
-                self._refuse(f"geometry.{name}", value, engine.geometry.get(name))
+        self._refuse_other_ranks(engine)
+        geometry = self.provenance.geometry
+        for name, value in (geometry.to_dict() | geometry.kinds).items():
+            actual = engine.geometry.get(name, 0 if name in geometry.kinds and engine.geometry else None)
+            if actual != value:
+                self._refuse(f"geometry.{name}", value, actual)
         bytes_per_token = self.provenance.kv_bytes_per_token
         if engine.block_bytes is None or engine.block_bytes != engine.block_size * bytes_per_token:
             actual = None if engine.block_bytes is None else engine.block_bytes / engine.block_size
@@ -278,6 +293,23 @@ class FittedModel(CostModel):
             sizes = ", ".join(map(str, self.provenance.block_sizes))
             self._warn(f"was measured on block sizes {sizes}; blocks of {engine.block_size} are extrapolated to")
         self._compare_budget(engine.token_budget)
+
+    def _refuse_other_ranks(self, engine: EngineSpec) -> None:
+        """Raise ModelError that says so where the same model is split over another number of tensor-parallel ranks: a
+        cost model is made for one rank, which has fewer heads the more ranks there are."""
+        trained, actual = self.provenance.geometry.to_dict(), engine.geometry
+        differing = {name for name, value in trained.items() if actual.get(name) != value}
+        split = {"heads", "kv_heads", "intermediate", "linear_flops", "pair_flops"}
+        if "heads" not in differing or not differing <= split:
+            return
+        heads, here = trained["heads"], actual.get("heads", 0)
+        if not heads or not here or (heads % here and here % heads):
+            return
+        raise ModelError(
+            f"cost model {self.name}: was measured with {here / heads:g} times as many tensor-parallel ranks "
+            f"({heads} heads each, here {here}); make one for this --tensor-parallel-size with `kvpolicy profile` and "
+            "`kvpolicy train`, or serve with the one that it was measured with"
+        )
 
     def _compare_host(self, hardware: Mapping[str, Any], host_computes: bool) -> None:
         for name in ("processor", "cores"):

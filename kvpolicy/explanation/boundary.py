@@ -88,7 +88,7 @@ def break_even(model: FittedModel, situation: Preemption, objective: Objective) 
     """
 
     def swaps(tokens: int) -> bool:
-        return _log_ratio(_costs(model, with_length(situation, tokens)), objective) < 0
+        return _log_ratio(_costs(model, with_length(situation, tokens, model.provenance)), objective) < 0
 
     return choice_turns(model, situation, swaps)
 
@@ -109,7 +109,7 @@ def choice_turns(model: FittedModel, situation: Preemption, swaps: Callable[[int
             range_above = range(low + 1, high + 1)
             # Within the range the choice changes once, so that bisection finds the first length with the new choice.
             tokens = range_above[bisect_left(range_above, 1, key=partial(_matches, swaps, swapped_above))]
-            outside = any(cost.extrapolated for cost in _costs(model, with_length(situation, tokens)))
+            outside = any(cost.extrapolated for cost in _costs(model, with_length(situation, tokens, model.provenance)))
             turns.append(Turn(tokens, KINDS[swapped_above], outside))
         swapped_below = swapped_above
     gap = max((high - low for low, high in pairwise(lengths)), default=1)
@@ -140,7 +140,8 @@ def grid(model: FittedModel, situation: Preemption, objective: Objective) -> Gri
     )
     running = tuple(sorted({round(max_running * i / (LOADS - 1)) for i in range(LOADS)}))
     rows = [
-        [_costs(model, with_length(with_running(situation, load), length)) for length in tokens] for load in running
+        [_costs(model, with_length(with_running(situation, load), length, model.provenance)) for length in tokens]
+        for load in running
     ]
     return Grid(
         tokens,

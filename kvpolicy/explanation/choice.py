@@ -44,5 +44,9 @@ def choice_of(policy: Policy, model: FittedModel, situation: Preemption) -> Poli
         return probabilities_of(policy, situation, options_of(situation), state)[1]
 
     share = swap_share(situation)
-    turns = choice_turns(model, situation, lambda tokens: swap_share(with_length(situation, tokens)) > 0.5)
+
+    def swaps(tokens: int) -> bool:
+        return swap_share(with_length(situation, tokens, model.provenance)) > 0.5
+
+    turns = choice_turns(model, situation, swaps)
     return PolicyChoice(policy.label, (1.0 - share, share), turns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvpolicy.cost import FittedModel
+from kvpolicy.cost.model import Provenance
 from kvpolicy.events import Preemption
 from kvpolicy.fields import AMOUNT, COUNT, WrongValue, option, validate
 
@@ -58,7 +59,7 @@ def resolve(model: FittedModel, question: Question) -> ResolvedQuestion:
     if question.block_size is None and len(sizes) > 1:
         assumed.append(f"blocks of {size} tokens, the first size the model was measured on")
     tokens, running, shared = question.tokens, question.running, question.shared
-    held = -(-tokens // size)
+    held = model.provenance.held_blocks(tokens, size)
     if shared > held:
         raise WrongValue("shared", f"is {shared}, should be at most the {held} blocks that {tokens} tokens take")
     hit, save = float(shared if question.hit is None else question.hit), question.save
@@ -89,11 +90,12 @@ def resolve(model: FittedModel, question: Question) -> ResolvedQuestion:
     return ResolvedQuestion(situation, tuple(assumed))
 
 
-def with_length(situation: Preemption, tokens: int) -> Preemption:
+def with_length(situation: Preemption, tokens: int, place: Provenance | None = None) -> Preemption:
     """The same situation with a victim of ``tokens`` tokens. Of its blocks the same share is saved, and of those that
-    are not shared the same share survives."""
+    are not shared the same share survives. ``place``: where the engine has several block tables, which it knows."""
     held_before, shared_before = situation.held_blocks, situation.shared_blocks
-    held = -(-tokens // situation.block_size)
+    size = situation.block_size
+    held = -(-tokens // size) if place is None else place.held_blocks(tokens, size)
     shared = min(shared_before, held)
     survive = max(0.0, situation.hit_blocks - shared_before)
     if survive:
@@ -118,7 +120,7 @@ def _segment_bytes(model: FittedModel, block_size: int, block_bytes: int) -> int
     per_token = low / min(sizes)
     if per_token > 0 and per_token == high / max(sizes):
         return max(1, round(per_token * block_size))
-    return max(1, block_bytes // model.provenance.geometry.layers)
+    return max(1, block_bytes // model.provenance.block_layers)
 
 
 def _batch_tokens(model: FittedModel, tokens: int, running: int) -> int:

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,18 @@ class Geometry:
     kv_bytes: int
     """Bytes per KV element."""
     dtype: str
+    window_layers: int = 0
+    """Layers that attend to a window. All that is not said of layers here holds for full attention in every one."""
+    window_tokens: int = 0
+    """Its width; 0 without."""
+    state_layers: int = 0
+    """Layers that keep a state in place of keys and values."""
+    mlp_layers: int = 0
+    """Layers that neither attend nor keep a state."""
+    linear_flops: int = 0
+    """FLOPs per token over all layers, where heads and MLP do not say them (states, latent or gated attention)."""
+    pair_flops: int = 0
+    """FLOPs per pair in one layer that attends, where heads do not say them (latent attention)."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], kv_cache_dtype: str = "auto") -> Geometry:
@@ -39,18 +51,18 @@ class Geometry:
 
     @classmethod
     def of_shape(cls, shape: ModelShape, ranks: int = 1) -> Geometry:
-        """The closest geometry to ``shape`` with identical layers. KV bytes per token are the same.
+        """The closest geometry to ``shape``. KV bytes per token, and FLOPs per token and pair, are the same.
 
         Latent attention (MLA) is represented as one KV head half as wide as its stored values, and a mixture's MLP is
-        as wide as the part that one token uses. Linear FLOPs are the same except for latent attention, whose
-        projections are not represented. Bytes of weights and KV values are rounded down to integers.
+        as wide as the part that one token uses, as a mean over all layers. Bytes of weights and KV values are rounded
+        down to integers. Raises ConfigError for windows of several sizes and for a model without attention.
 
         ``ranks``: tensor-parallel ranks, which split heads and MLP. KV heads are replicated if there are fewer.
         """
-        attention = shape.kinds[0].attention
+        attention = shape.attention
         latent = attention.kv_heads == 0
         active = sum(kind.layers * kind.mlp.active for kind in shape.kinds) / shape.layers
-        return cls(
+        geometry = cls(
             layers=shape.layers,
             hidden=shape.hidden,
             heads=attention.heads // ranks,
@@ -61,34 +73,98 @@ class Geometry:
             weight_bytes=int(shape.precision.other // 8),
             kv_bytes=int(shape.precision.kv // 8),
             dtype=shape.precision.dtype,
+            window_layers=shape.layers_with(lambda kept: kept.attends and kept.window is not None),
+            window_tokens=shape.window_tokens or 0,
+            state_layers=shape.layers_with(lambda kept: kept.state_values > 0),
+            mlp_layers=shape.layers_with(lambda kept: not (kept.attends or kept.state_values)),
         )
+        if latent or geometry.layers > geometry.attention_layers:
+            geometry = replace(geometry, linear_flops=round(shape.linear_flops_per_token / ranks))
+        return replace(geometry, pair_flops=attention.pair_flops // ranks) if latent else geometry
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that attend to the whole context or to a window."""
+        return self.layers - self.state_layers - self.mlp_layers
+
+    @property
+    def full_layers(self) -> int:
+        """Layers that attend to the whole context."""
+        return self.attention_layers - self.window_layers
+
+    @property
+    def layer_kv_bytes_per_token(self) -> int:
+        """KV bytes of one token in one layer that attends."""
+        return 2 * self.kv_heads * self.head_dim * self.kv_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+        """KV bytes of one token that is inside the windows of all layers."""
+        return self.attention_layers * self.layer_kv_bytes_per_token
 
     @property
     def linear_flops_per_token(self) -> float:
-        """FLOPs of the projections and the MLP for one token: two per multiply-add."""
+        """FLOPs of the projections, the MLP and states for one token: two per multiply-add."""
+        if self.linear_flops:
+            return float(self.linear_flops)
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = 3 * self.hidden * self.intermediate
         return 2.0 * self.layers * (attention + mlp)
 
     @property
+    def layer_flops_per_pair(self) -> float:
+        """FLOPs of scores and weighted values for one (query token, context token) pair in one layer that attends."""
+        return float(self.pair_flops or 4 * self.heads * self.head_dim)
+
+    @property
     def attention_flops_per_pair(self) -> float:
-        """FLOPs of scores and weighted values for one (query token, context token) pair: two per multiply-add."""
-        return 4.0 * self.layers * self.heads * self.head_dim
+        """FLOPs per pair in the layers that attend to the whole context: two per multiply-add."""
+        return self.full_layers * self.layer_flops_per_pair
+
+    @property
+    def window_flops_per_pair(self) -> float:
+        """FLOPs per pair in the layers that attend to a window."""
+        return self.window_layers * self.layer_flops_per_pair
+
+    @property
+    def block_tables(self) -> int:
+        """Block tables of a request where windows are not stored whole: vLLM's groups of equally many layers of a kind.
+
+        A group has as many layers as the kind with the fewest, or with the most where that is little more.
+        """
+        counts = [count for count in (self.full_layers, self.window_layers, self.state_layers) if count]
+        size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+        return sum(-(-count // size) for count in counts)
+
+    def held_blocks(self, tokens: int, block_size: int, block_layers: int) -> int:
+        """Blocks without which a request cannot go on after ``tokens`` tokens, over all of its block tables.
+
+        ``block_layers``: layers whose pages a block holds. An engine has a block table for each group of as many
+        layers. Of a window, what the next token attends to is needed; of a state, one block.
+        """
+        blocks = -(-tokens // block_size)
+        if self.full_layers and not self.state_layers and block_layers >= self.attention_layers:
+            return blocks  # one table, in which windows are stored whole
+        windowed = blocks - max(0, tokens - self.window_tokens + 1) // block_size
+        held = (self.full_layers, blocks), (self.window_layers, windowed), (self.state_layers, 1)
+        return sum(-(-layers // block_layers) * count for layers, count in held)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """The fields that say what the layers are, by name; each is 0 where all are of full attention, and alike."""
+        return {name: getattr(self, name) for name in KIND_FIELDS}
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """For JSON. What layers are is left out where all are of full attention: older files say nothing of it."""
+        return {name: value for name, value in asdict(self).items() if value or name not in KIND_FIELDS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Geometry:
         """Raises InputError naming the first field that is missing or invalid."""
-        missing = [f.name for f in fields(cls) if f.name not in values]
+        missing = [f.name for f in fields(cls) if f.name not in values and f.name not in KIND_FIELDS]
         if missing:
             raise InputError(f"model geometry: field {missing[0]} is missing")
-        geometry = cls(**{f.name: values[f.name] for f in fields(cls)})
+        geometry = cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
         for f in fields(cls):
             value = getattr(geometry, f.name)
             if f.type == "str" and not isinstance(value, str):
@@ -96,6 +172,10 @@ class Geometry:
             if f.type == "int" and (type(value) is not int or value < 0):
                 raise InputError(f"{f.name} is {value!r}, should be a whole number, 0 or above")
         return geometry
+
+
+KIND_FIELDS = ("window_layers", "window_tokens", "state_layers", "mlp_layers", "linear_flops", "pair_flops")
+"""Fields that files before them lack, which knew layers of full attention only."""
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:

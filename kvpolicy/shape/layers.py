@@ -33,11 +33,11 @@ BIASED_QKV = frozenset({"qwen2", "qwen2_moe"})
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention of one layer."""
+    """Attention of one layer, or the state that takes its place."""
 
     heads: int
     kv_heads: int
-    """0 for latent attention, which stores no heads."""
+    """0 for latent attention, which stores no heads, and for a state."""
     parameters: int
     kv_values: int
     """Values stored per token."""
@@ -45,6 +45,17 @@ class Attention:
     """FLOPs per (query, key) pair: scores and weighted values."""
     window: int | None
     """Tokens a query sees; None for the whole context."""
+    state_flops: int = 0
+    """FLOPs per token of updating and reading a state, beside those of the projections."""
+    state_values: int = 0
+    """Values of a request's state, however long it is; 0 for attention."""
+    convolution_values: int = 0
+    """Values of the last inputs of its convolution, which are kept with the state."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether queries attend to keys: neither a state nor nothing at all."""
+        return self.heads > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,11 @@ class Mlp:
     """Parameters of routed experts, included in ``parameters``."""
     experts: int = 0
     chosen: int = 0
+
+
+NO_ATTENTION = Attention(0, 0, 0, 0, 0, None)
+NO_MLP = Mlp(0, 0)
+"""What the layers of some families lack."""
 
 
 def text_of(config: Config) -> Config:
@@ -88,11 +104,12 @@ def _layer_count(config: Config) -> int:
 
 def attentions_of(config: Config, family: str) -> list[Attention]:
     """Attention of every layer, in order."""
-    make = _latent if "kv_lora_rank" in config else _grouped
+    make = _latent if "kv_lora_rank" in config else grouped
     return [make(config, family, window) for window in _windows(config, family)]
 
 
-def _grouped(config: Config, family: str, window: int | None) -> Attention:
+def grouped(config: Config, family: str, window: int | None) -> Attention:
+    """Attention of query heads that share KV heads."""
     hidden = number(config, "hidden_size", "n_embd", "d_model")
     heads = number(config, "num_attention_heads", "n_head", "n_heads")
     kv_heads = _kv_heads(config, family, heads)
@@ -172,7 +189,7 @@ def mlps_of(config: Config, family: str) -> list[Mlp]:
     layers = _layer_count(config)
     dense_layers = [not _is_sparse(config, layer) for layer in range(layers)]
     dense_mlp = _dense(config, family, hidden) if any(dense_layers) else None
-    sparse_mlp = None if all(dense_layers) else _mixture(config, family, hidden)
+    sparse_mlp = None if all(dense_layers) else mixture(config, family, hidden)
     mlps = [dense_mlp if is_dense else sparse_mlp for is_dense in dense_layers]
     return [mlp for mlp in mlps if mlp is not None]
 
@@ -201,7 +218,8 @@ def _is_sparse(config: Config, layer: int) -> bool:
     return (layer + 1) % int(every) == 0
 
 
-def _mixture(config: Config, family: str, hidden: int) -> Mlp:
+def mixture(config: Config, family: str, hidden: int) -> Mlp:
+    """Experts, and those that every token uses."""
     experts = number(config, *_EXPERTS)
     experts_per_token = number(config, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
     per_expert = 3 * hidden * number(config, "moe_intermediate_size", "intermediate_size")

@@ -32,6 +32,8 @@ class Precision:
     """Number format of the linear layers' products; ``bf16`` stands for all 16-bit and wider types."""
     dtype: str
     """Data type of what is not quantised."""
+    state: float = 0.0
+    """Bits per value of a state that takes the place of KV."""
 
 
 def precision_of(config: Config, text: Config, kv_cache_dtype: str) -> Precision:
@@ -44,7 +46,19 @@ def precision_of(config: Config, text: Config, kv_cache_dtype: str) -> Precision
     quantised = config.get("quantization_config") or text.get("quantization_config")
     bits, arithmetic, experts_only = _quantised(quantised) if quantised else (other, *_NOT_QUANTISED)
     plain = other if experts_only else bits
-    return Precision(plain, plain, bits, other, _kv_bits(quantised or {}, kv_cache_dtype, other), arithmetic, dtype)
+    kv = _kv_bits(quantised or {}, kv_cache_dtype, other)
+    return Precision(plain, plain, bits, other, kv, arithmetic, dtype, _state_bits(text, other))
+
+
+def _state_bits(text: Config, model_bits: int) -> float:
+    """Bits per value of a state: those that the configuration asks for, else the model's own."""
+    for name in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
+        value = text.get(name)
+        if value not in (None, "auto"):
+            if value not in FLOAT_BITS:
+                raise ConfigError(f"field {name} is {value!r}, should be auto or one of {', '.join(FLOAT_BITS)}")
+            return FLOAT_BITS[value]
+    return model_bits
 
 
 def _dtype(config: Config, text: Config) -> str:

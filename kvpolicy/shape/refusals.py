@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvpolicy.shape.layers import ConfigError
@@ -35,13 +35,14 @@ _MEANINGS = (
 )
 
 
-def refuse_uncounted(config: Mapping[str, Any]) -> None:
+def refuse_uncounted(config: Mapping[str, Any], counted: Collection[str] = ()) -> None:
     """Raise ConfigError naming the first field that is set and would make the counts wrong.
 
     Fields are recognised by patterns of their names, not by family, so that new families are refused as well.
+    ``counted``: fields that the model's own family counts.
     """
     for name, value in config.items():
-        if not value or name in COUNTED or name in COSTLESS or _all_full(name, value):
+        if not value or name in COUNTED or name in counted or name in COSTLESS or _all_full(name, value):
             continue
         meaning = next((text for pattern, text in _MEANINGS if pattern.search(name.lower())), None)
         if meaning is None or (_EXPERTS.search(name) and _COSTLESS_OF_EXPERTS.search(name)):

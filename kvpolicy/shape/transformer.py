@@ -7,13 +7,14 @@ look-ups, which multiply nothing, and the head, which a prefill applies to its l
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.shape.layers import Attention, ConfigError, Mlp, attentions_of, mlps_of, number, text_of
-from kvpolicy.shape.precision import Precision, precision_of
+from kvpolicy.shape import recurrent
+from kvpolicy.shape.layers import Attention, Config, ConfigError, Mlp, attentions_of, mlps_of, number, text_of
+from kvpolicy.shape.precision import FLOAT_BITS, Precision, precision_of
 from kvpolicy.shape.refusals import refuse_uncounted
 
 TIED_UNLESS_SAID = frozenset(
@@ -52,8 +53,9 @@ class ModelShape:
         """
         text = text_of(config)
         family = str(text.get("model_type", ""))
-        refuse_uncounted(text)
-        pairs = list(zip(attentions_of(text, family), mlps_of(text, family), strict=True))
+        layers_of, counted = recurrent.UNDERSTOOD.get(family, (_attending, frozenset()))
+        refuse_uncounted(text, counted)
+        pairs = list(zip(*layers_of(text, family), strict=True))
         kinds = tuple(LayerKind(pairs.count(pair), *pair) for pair in dict.fromkeys(pairs))
         return cls(
             name=str(config.get("_name_or_path") or family),
@@ -82,6 +84,10 @@ class ModelShape:
     @property
     def layers(self) -> int:
         return sum(kind.layers for kind in self.kinds)
+
+    def layers_with(self, wanted: Callable[[Attention], bool]) -> int:
+        """Number of layers whose attention, or what takes its place, is as wanted."""
+        return sum(kind.layers for kind in self.kinds if wanted(kind.attention))
 
     # ---- parameters and weights ----
 
@@ -132,6 +138,14 @@ class ModelShape:
     # ---- KV ----
 
     @property
+    def attention(self) -> Attention:
+        """The attention of the first layer that has any. Raises ConfigError for a model without."""
+        found = next((kind.attention for kind in self.kinds if kind.attention.attends), None)
+        if found is None:
+            raise ConfigError("no layer is one of attention: not understood")
+        return found
+
+    @property
     def kv_bytes_per_token(self) -> float:
         """KV bytes of one token that is inside the windows of all layers."""
         return self.kv_bytes(1)
@@ -149,12 +163,23 @@ class ModelShape:
         full_kinds = [kind for kind in self.kinds if kind.attention.window is None]
         return sum(kind.layers * kind.attention.kv_values for kind in full_kinds) * self.precision.kv / 8
 
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the states that a request keeps, however long it is; 0 without layers of states."""
+        bits = self.precision
+        return sum(
+            kind.layers
+            * (kind.attention.state_values * bits.state + kind.attention.convolution_values * FLOAT_BITS[bits.dtype])
+            for kind in self.kinds
+        ) / 8  # fmt: skip
+
     # ---- work ----
 
     @property
     def linear_flops_per_token(self) -> float:
-        """FLOPs of projections and MLPs for one token of a prefill."""
-        return 2.0 * self._layer_parameters(active=True)
+        """FLOPs of projections, MLPs and states for one token of a prefill: all that does not grow with its context."""
+        states = sum(kind.layers * kind.attention.state_flops for kind in self.kinds)
+        return 2.0 * self._layer_parameters(active=True) + states
 
     @property
     def attention_flops_per_pair(self) -> float:
@@ -177,6 +202,11 @@ class ModelShape:
         if len(windows) > 1:
             raise ConfigError(f"layers have windows of several sizes: {sorted(map(int, filter(None, windows)))}")
         return windows.pop() if windows else None
+
+
+def _attending(text: Config, family: str) -> recurrent.Layers:
+    """The layers of a family all of which attend."""
+    return attentions_of(text, family), mlps_of(text, family)
 
 
 def _capped(tokens: float, window: int | None) -> float:

@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from kvpolicy.extensions import names_module
+from kvpolicy.order import spec as orders
+from kvpolicy.order.by_class import ranked_classes
+from kvpolicy.request_marks import DEFAULT_CLASS, Classes
 from kvpolicy.study.cache import Result
+from kvpolicy.study.server_flags import order_of, ordered_by
 
 SERVICE = (
     "e2e_s",
@@ -78,6 +83,27 @@ def class_rows(groups: Mapping[str, Sequence[Result]]) -> list[list[str]]:
                 ]
             )
     return rows
+
+
+def class_warnings(results: Sequence[Result]) -> list[str]:
+    """Warnings about classes that ``--classes`` lists and no request of a workload was of, and about classes that the
+    order ranks by and ``--classes`` does not list. An order of the user's own is not looked into."""
+    warnings = []
+    for inputs in (result["inputs"] for result in results):
+        classes, workload = ordered_by(inputs["serving"]).get("classes"), inputs["workload"]
+        if not classes:
+            continue
+        listed = Classes.parse(classes).names
+        seen = {name for other in results if other["inputs"]["workload"] == workload for name in other["classes"]}
+        warnings += [f"{workload}: no request is of the class {name}, which --classes lists"
+                     for name in listed if name not in seen]  # fmt: skip
+        warnings += [f"the order ranks by the class {name}, which --classes does not list: no request is of it"
+                     for name in _ranked(order_of(inputs)) if name not in (*listed, DEFAULT_CLASS)]  # fmt: skip
+    return list(dict.fromkeys(warnings))
+
+
+def _ranked(order: str) -> list[str]:
+    return [] if names_module(order.replace("/", ":")) else list(ranked_classes(orders.load(order)))
 
 
 def _shown(value: float | None, form: str = ".3g", scale: float = 1.0) -> str:

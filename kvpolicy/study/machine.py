@@ -148,7 +148,7 @@ def _of_tables(times: TableTimes) -> Machine:
 
 def _of_model(model: FittedModel, name: str) -> Machine:
     """The machine of a cost model; ``name``: the model's name in its loader."""
-    provenance = model.provenance
+    provenance = _with_one_table(model, name).provenance
     return Machine(
         times=law_times(model),
         geometry=provenance.geometry,
@@ -163,6 +163,19 @@ def _of_model(model: FittedModel, name: str) -> Machine:
     )
 
 
+def _with_one_table(model: FittedModel, name: str) -> FittedModel:
+    """The model itself. Raises WrongValue where requests of its engine have several block tables."""
+    provenance, geometry = model.provenance, model.provenance.geometry
+    if geometry.state_layers or provenance.block_layers < geometry.attention_layers:
+        raise WrongValue(
+            "hardware",
+            f"{name}: is of an LLM with {geometry.window_layers} layers with a window and {geometry.state_layers} that "
+            "keep a state; a simulated engine has one block table, should be of an LLM all of whose layers keep every "
+            "token",
+        )
+    return model
+
+
 def _piece_bytes_per_token(model: FittedModel) -> float | None:
     """Contiguous bytes per token in the model's traces, where they agree; else None."""
     low, high = model.ranges["swap"].get("segment_bytes", (0.0, 0.0))
@@ -172,7 +185,7 @@ def _piece_bytes_per_token(model: FittedModel) -> float | None:
 
 
 def _by_sheet(spec: str, config: str) -> Machine:
-    model = cost.load(f"{cost.ANALYTIC}:{spec}")
+    model = _with_one_table(cost.load(f"{cost.ANALYTIC}:{spec}"), spec)
     provenance = model.provenance
     config_fields = json.loads(_config_file(config).read_text(encoding="utf-8"))
 

@@ -21,7 +21,7 @@ from kvpolicy.latency import Slo
 from kvpolicy.policy import Policy
 from kvpolicy.stats import CONFIDENCE, Ratio, geometric_means, student_ratio
 from kvpolicy.study.cache import Result
-from kvpolicy.study.class_report import service_means
+from kvpolicy.study.class_report import class_warnings, service_means
 from kvpolicy.study.config import Criterion, Run, Serving
 from kvpolicy.study.contender import contender_of
 from kvpolicy.study.figure import Figure
@@ -341,6 +341,7 @@ def advise(
     warnings.append(beyond_warning([result for results in runs.values() for result in results]))
     warnings += [f"not measured: {note}" for note in runs[best][0]["unmeasured"]]
     warnings += list(runs[best][0]["warnings"])
+    warnings += class_warnings([result for results in runs.values() for result in results])
     if change and uses_model_object(deploy, inputs):
         warnings.append(
             f"{deploy} uses the cost model that was given as an object: a server loads it from the folder that `train` "

@@ -11,7 +11,7 @@ from kvpolicy.hardware.sheets import known_sheet
 from kvpolicy.headroom import Headroom, mean
 from kvpolicy.study.cache import Result
 from kvpolicy.study.cell import Cell
-from kvpolicy.study.class_report import class_rows, has_classes
+from kvpolicy.study.class_report import class_rows, class_warnings, has_classes
 from kvpolicy.study.server_flags import DEFAULT, ordered_by
 
 COLUMNS: Mapping[str, str] = {
@@ -190,6 +190,7 @@ def _notes(results: Sequence[Result]) -> list[str]:
     lines += [f"not measured: {note}" for result in results for note in result["unmeasured"]]
     lines += [f"warning: {note}" for result in results for note in result["warnings"]]
     lines += [f"warning: {note}" for result in results if (note := left_out_warning(result)) is not None]
+    lines += [f"warning: {note}" for note in class_warnings(results)]
     beyond = beyond_warning(results)
     lines += [] if beyond is None else [f"warning: {beyond}"]
     return list(dict.fromkeys(lines))

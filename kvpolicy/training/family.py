@@ -22,6 +22,7 @@ from kvpolicy.datasets.tables import TransferRecord
 from kvpolicy.errors import InputError
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.fields import refuse_other
+from kvpolicy.hardware import Geometry
 from kvpolicy.training.law_fits import fit_analytic, fit_linear
 
 GROUP = "kvpolicy.families"
@@ -40,6 +41,8 @@ class Costs:
     """Transfers (saves and loads) with their durations; empty for a log."""
     budget_tokens: float = inf
     """Maximum number of tokens per step; infinite if unknown."""
+    geometry: Geometry | None = None
+    """Shape of the LLM, which says which layers attend to a window; None if unknown."""
 
 
 class Family(BaseEstimator, ABC):
@@ -79,7 +82,7 @@ class Analytic(Family):
     name = "analytic"
 
     def fit_laws(self, costs: Costs) -> Mapping[Kind, Law]:
-        return fit_analytic(costs.examples, costs.transfers, costs.floor_s, costs.budget_tokens)
+        return fit_analytic(costs.examples, costs.transfers, costs.floor_s, costs.budget_tokens, costs.geometry)
 
 
 class Boosted(Analytic):

@@ -56,7 +56,10 @@ def fit(family: Family, states: Sequence[State], dataset: Dataset, provenance: P
     """Fit to all ``states``. Intervals come from cross-validation: each state is predicted by a fit without it."""
 
     def costs_of(subset: Sequence[State]) -> Costs:
-        return Costs(examples_of(subset), noise_floors(subset), dataset.transfers_of(subset), dataset.budget_tokens)
+        return Costs(
+            examples_of(subset), noise_floors(subset), dataset.transfers_of(subset), dataset.budget_tokens,
+            dataset.geometry,
+        )  # fmt: skip
 
     fold_of = stratified_folds(states, min(FOLDS, len(states)), random.Random(seed))
     crossed = cross_fit(family, states, fold_of, costs_of, seed, "states")

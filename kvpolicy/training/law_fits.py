@@ -7,8 +7,10 @@ themselves. No coefficient is below 0. Delays are needed for objectives other th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from kvpolicy.datasets.profiles import State
 from kvpolicy.datasets.tables import TransferRecord, TransferTable
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.features import Features
+from kvpolicy.hardware import Geometry
 from kvpolicy.regression.nnls import relative_fit, typical_floor
 
 MIN_TRANSFERS = 10
@@ -33,15 +36,50 @@ MIN_GAIN = 0.05
 """Share by which a roof must lower the mean error to be taken."""
 
 
+class PairShares(NamedTuple):
+    """How a pair's FLOPs are shared by the layers that attend to the whole context and those with a window.
+
+    Their kernels are taken to be equally fast: within the window, lengths cannot tell the two apart.
+    """
+
+    full: float = 1.0
+    window: float = 0.0
+    window_tokens: float = 0.0
+
+    @classmethod
+    def of(cls, geometry: Geometry | None) -> PairShares:
+        """All in the layers of full attention where ``geometry`` is None."""
+        if geometry is None or not geometry.window_layers:
+            return cls()
+        window = geometry.window_layers / geometry.attention_layers
+        return cls(1.0 - window, window, float(geometry.window_tokens))
+
+    def law(self, s_per_pair: float) -> RecomputeRoofline:
+        """The law of attention alone. ``s_per_pair``: of a pair within the window, over all layers."""
+        return RecomputeRoofline(
+            0.0, 0.0, 0.0, self.full * s_per_pair,
+            s_per_window_pair=self.window * s_per_pair, window_tokens=self.window_tokens,
+        )  # fmt: skip
+
+
+ALL_FULL = PairShares()
+"""Every layer attends to the whole context."""
+
+
 def fit_analytic(
-    examples: Examples, transfers: Sequence[TransferRecord], floor_s: Mapping[Kind, float], budget_tokens: float = inf
+    examples: Examples,
+    transfers: Sequence[TransferRecord],
+    floor_s: Mapping[Kind, float],
+    budget_tokens: float = inf,
+    geometry: Geometry | None = None,
 ) -> dict[Kind, Law]:
     """Fit both rooflines. ``transfers`` calibrate the durations of copies if there are enough of them.
 
     ``budget_tokens``: maximum number of tokens per step; infinite if unknown, which makes every recompute one chunk.
+    ``geometry``: says which layers have windows; None where none has.
     """
     return {
-        "recompute": fit_recompute(examples["recompute"], floor_s["recompute"], budget_tokens),
+        "recompute": fit_recompute(examples["recompute"], floor_s["recompute"], budget_tokens, PairShares.of(geometry)),
         "swap": _fit_swap(examples["swap"], transfers, floor_s["swap"]),
     }
 
@@ -77,15 +115,22 @@ def _weights(examples: Sequence[Example]) -> Floats:
     return np.array([example.weight for example in examples], np.float64)
 
 
-def fit_recompute(examples: Sequence[Example], floor_s: float, budget_tokens: float = inf) -> RecomputeRoofline:
+def fit_recompute(
+    examples: Sequence[Example], floor_s: float, budget_tokens: float = inf, shares: PairShares = ALL_FULL
+) -> RecomputeRoofline:
     """Fit the roofline, with a roof if that lowers the error enough."""
     # ``alone_s`` is a separate column only if both regimes were measured.
     steps = RecomputeRoofline(0.0, float(_both_regimes(examples)), 0.0, 0.0, budget_tokens=budget_tokens)
     rows = [example.x for example in examples]
     alone = _recompute_s(steps, rows)
-    without_roof, error_without_roof = _with_roof(examples, rows, alone, floor_s, 0.0, budget_tokens)
+    pairs = _recompute_s(shares.law(1.0), rows)
+
+    def fitted(roof_tokens: float) -> tuple[RecomputeRoofline, float]:
+        return _with_roof(examples, rows, (alone, pairs), floor_s, roof_tokens, budget_tokens, shares)
+
+    without_roof, error_without_roof = fitted(0.0)
     with_roof, error_with_roof = min(
-        (_with_roof(examples, rows, alone, floor_s, roof, budget_tokens) for roof in ROOFS_TOKENS),
+        (fitted(roof) for roof in ROOFS_TOKENS),
         key=lambda pair: pair[1],
     )
     return with_roof if error_with_roof < (1 - MIN_GAIN) * error_without_roof else without_roof
@@ -94,27 +139,31 @@ def fit_recompute(examples: Sequence[Example], floor_s: float, budget_tokens: fl
 def _with_roof(
     examples: Sequence[Example],
     rows: Sequence[Features],
-    alone: Floats,
+    columns_without_roof: tuple[Floats, Floats],
     floor_s: float,
     roof_tokens: float,
     budget_tokens: float,
+    shares: PairShares,
 ) -> tuple[RecomputeRoofline, float]:
     """The best law with that roof, and its mean error on the log scale.
 
-    ``alone``: per example, the number of steps that hold recomputed tokens only, 0 unless it is a column.
+    ``columns_without_roof``: per example, the number of steps that hold recomputed tokens only, 0 unless it is a
+    column; and its pairs, each weighed by the share of the layers that compute it.
     The columns are computed by the law itself: given the roof in tokens, its seconds are linear in all other
     coefficients.
     """
     unit = RecomputeRoofline(0.0, 0.0, 1.0, 0.0, weight_s=roof_tokens, budget_tokens=budget_tokens)
-    columns = [np.ones(len(examples)), alone, _recompute_s(unit, rows), _column(examples, "recomputed_pairs")]
+    alone, pairs = columns_without_roof
+    columns = [np.ones(len(examples)), alone, _recompute_s(unit, rows), pairs]
     fixed_s, alone_s, s_per_token, s_per_pair = map(
         float, _cost_fit(np.column_stack(columns), _cost_s(examples), floor_s, _weights(examples))
     )
-    law = RecomputeRoofline(
-        fixed_s, alone_s, s_per_token, s_per_pair, weight_s=roof_tokens * s_per_token, budget_tokens=budget_tokens
-    )
-    pairs = zip(examples, _recompute_s(law, rows).tolist(), strict=True)
-    misses = [abs(log_miss(example.engine_s, seconds, floor_s)) for example, seconds in pairs]
+    law = replace(
+        shares.law(s_per_pair), fixed_s=fixed_s, alone_s=alone_s, s_per_token=s_per_token,
+        weight_s=roof_tokens * s_per_token, budget_tokens=budget_tokens,
+    )  # fmt: skip
+    predicted = zip(examples, _recompute_s(law, rows).tolist(), strict=True)
+    misses = [abs(log_miss(example.engine_s, seconds, floor_s)) for example, seconds in predicted]
     return law, float(np.average(misses, weights=_weights(examples)))
 
 

@@ -20,6 +20,7 @@ from kvpolicy.cost.laws import CHANNEL_FIELDS, Channel, Law, LinearLaw, Recomput
 from kvpolicy.cost.model import Provenance
 from kvpolicy.datasets.examples import Example
 from kvpolicy.datasets.profiles import TransferRecord
+from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.sheets import known_sheet
 
 Scales = Mapping[str, float]
@@ -183,8 +184,8 @@ def rebased(law: Law, old: Provenance, new: Provenance, budget_tokens: float = i
     the other engine's token budget if it is known.
 
     Devices without a data sheet are taken to be equal until measurements show otherwise. The share of experts that a
-    token does not use, and the width of attention windows, are in no geometry: both stay as they are (see
-    :func:`unknown_beforehand`).
+    token does not use is in no geometry, and the width of attention windows is missing in older ones: both stay as they
+    are (see :func:`unknown_beforehand`).
     """
     if not isinstance(law, RecomputeRoofline):
         return law
@@ -192,18 +193,35 @@ def rebased(law: Law, old: Provenance, new: Provenance, budget_tokens: float = i
     was, now = old.geometry, new.geometry
     linear = now.linear_flops_per_token / was.linear_flops_per_token
     weights = linear * now.weight_bytes / was.weight_bytes
-    kv = now.kv_bytes_per_token / was.kv_bytes_per_token
-    pairs = now.attention_flops_per_pair / was.attention_flops_per_pair
+    kv = _ratio(now.full_layers * now.layer_kv_bytes_per_token, was.full_layers * was.layer_kv_bytes_per_token)
+    s_per_pair, s_per_window_pair = _attention(law, was, now)
     return replace(
         law,
         s_per_token=law.s_per_token * linear / flops,
-        s_per_pair=law.s_per_pair * pairs / flops,
-        s_per_window_pair=law.s_per_window_pair * pairs / flops,
+        s_per_pair=s_per_pair / flops,
+        s_per_window_pair=s_per_window_pair / flops,
+        window_tokens=float(now.window_tokens or law.window_tokens),
         weight_s=law.weight_s * weights / memory,
         expert_s=law.expert_s * weights / memory,
         s_per_kv_token=law.s_per_kv_token * kv / memory,
         budget_tokens=law.budget_tokens if budget_tokens == inf else budget_tokens,
     )
+
+
+def _attention(law: RecomputeRoofline, was: Geometry, now: Geometry) -> tuple[float, float]:
+    """Seconds per pair of the new LLM on the old device, in layers of full attention and in those with a window."""
+    if was.window_layers or now.window_layers:
+        # Equally fast kernels: what a FLOP takes in one kind of layer it takes in the other.
+        full, windowed = was.attention_flops_per_pair, was.window_flops_per_pair
+        s_per_flop = law.s_per_pair / full if full else _ratio(law.s_per_window_pair, windowed)
+        return s_per_flop * now.attention_flops_per_pair, s_per_flop * now.window_flops_per_pair
+    pairs = now.attention_flops_per_pair / was.attention_flops_per_pair
+    return law.s_per_pair * pairs, law.s_per_window_pair * pairs
+
+
+def _ratio(now: float, was: float) -> float:
+    """0 where nothing was there to scale."""
+    return now / was if was else 0.0
 
 
 def unknown_beforehand(law: Law, old: Provenance, new: Provenance) -> tuple[str, ...]:
@@ -214,6 +232,8 @@ def unknown_beforehand(law: Law, old: Provenance, new: Provenance) -> tuple[str,
         "s_per_window_pair": f"that attention windows are {law.window_tokens:g} tokens wide",
         "expert_s": f"that a token leaves {law.expert_miss:.1%} of the experts alone",
     }
+    if new.geometry.window_layers:
+        del assumptions["s_per_window_pair"]
     return tuple(
         f"recompute: assumes, as for the original LLM, {assumption}"
         for name, assumption in assumptions.items()

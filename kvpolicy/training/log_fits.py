@@ -78,7 +78,7 @@ def fit_logged(family: Family, training: Records, provenance: Provenance, seed: 
         examples = {
             kind: tuple(weighted_example(record) for record in records if record.kind == kind) for kind in KINDS
         }
-        return Costs(examples, training.floor_s, budget_tokens=training.budget_tokens)
+        return Costs(examples, training.floor_s, budget_tokens=training.budget_tokens, geometry=training.geometry)
 
     fold_of = request_folds(training.records, FOLDS, random.Random(seed))
     for kind, records in by_kind.items():

@@ -14,12 +14,22 @@ import pytest
 from kvpolicy.cost import ModelError, engine_loader, load, untrained
 from kvpolicy.cost.analytic import ASSUMED, Constant, constants_of, implausible
 from kvpolicy.events import KINDS, Option, Preemption
+from kvpolicy.features import features_of
 from kvpolicy.hardware import EngineSpec, Geometry
 from kvpolicy.hardware.sheets import device_sheet, devices, link_sheet
 from kvpolicy.policy import load as load_policy
 from kvpolicy.policy import needs_engine
 from kvpolicy.shape import ModelShape
-from tests.shape.configs import DEEPSEEK_V3, GEMMA_2_9B, LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_30B_A3B
+from tests.shape.configs import (
+    DEEPSEEK_V3,
+    GEMMA_2_9B,
+    GPT_OSS_20B,
+    GRANITE_4_SMALL,
+    LLAMA_31_8B,
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B,
+    QWEN3_NEXT_80B,
+)
 from tests.synthetic import GEOMETRY, fitted_model, situation
 
 LLAMA = ModelShape.from_config(LLAMA_31_8B)
@@ -172,6 +182,47 @@ def test_an_untrained_model_by_name_fits_the_server_of_its_shape(
         find(f"analytic:A100-SXM-80GB:{tmp_path}").check_fit(engine)
     with pytest.raises(ModelError, match=r"geometry\.layers is"):
         named.check_fit(replace(engine, geometry=replace(geometry, layers=3).to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("config", "block_layers"), [(GPT_OSS_20B, 12), (GRANITE_4_SMALL, 4), (QWEN3_NEXT_80B, 12), (DEEPSEEK_V3, 61)]
+)
+def test_an_untrained_model_by_name_fits_a_server_whose_layers_differ(
+    tmp_path: Path, config: dict[str, Any], block_layers: int
+) -> None:
+    """How many layers share a block only the server knows."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    geometry = Geometry.from_config(config)
+    engine = EngineSpec(
+        32, 8192, block_bytes=32 * block_layers * geometry.layer_kv_bytes_per_token, geometry=geometry.to_dict(),
+        hardware={"device": "NVIDIA H100 80GB HBM3", "processor": "a host", "cores": 16},
+    )  # fmt: skip
+    find = engine_loader(config, engine)
+    for name in ("analytic", f"analytic:H100-SXM:{tmp_path}"):
+        model = find(name)
+        model.check_fit(engine)
+        assert model.provenance.block_layers == block_layers
+    plain = Geometry.from_config(LLAMA_31_8B)
+    with pytest.raises(ModelError, match=r"geometry\.layers is"):
+        model.check_fit(replace(engine, geometry=plain.to_dict()))
+
+
+def test_only_full_attention_pays_for_pairs_that_are_far_apart() -> None:
+    """Beyond the window a further token costs a layer with a window the same, and one with a state always does."""
+
+    def growth(config: dict[str, Any]) -> float:
+        """What the third four steps cost over what the second four do; three decodes leave 2,045 tokens of a step."""
+        law = untrained(ModelShape.from_config(config), H100).laws["recompute"]
+        victims = (victim(4 * steps * 2045, running=3) for steps in (1, 2, 3))
+        one, two, three = (sum(law.parts(features_of(each, Option("recompute")))) for each in victims)
+        return (three - two) / (two - one)
+
+    llama = LLAMA_31_8B | {"layer_types": ["full_attention"] * 32, "sliding_window": 4096}
+    windows = llama | {"layer_types": ["sliding_attention"] * 32}
+    granite_with_states = GRANITE_4_SMALL | {"layer_types": ["mamba"] * 39 + ["attention"]}
+    assert growth(llama) > 1.05
+    assert growth(windows) == pytest.approx(1.0, abs=1e-6)
+    assert 1.0 < growth(granite_with_states) < 1.03
 
 
 def test_a_cpu_server_is_asked_to_measure() -> None:

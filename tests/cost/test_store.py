@@ -119,6 +119,11 @@ def test_the_engine_it_was_measured_on_fits_without_a_word(trained: Path) -> Non
         ({"block_bytes": 16 * GEOMETRY.kv_bytes_per_token}, "KV bytes per token"),
         ({"block_bytes": None}, "KV bytes per token is None here"),
         ({"geometry": {}}, "geometry.layers is None here"),
+        (
+            {"geometry": replace(GEOMETRY, window_layers=2, window_tokens=128).to_dict()},
+            "geometry.window_layers is 2 here, it was measured on 0",
+        ),
+        ({"geometry": replace(GEOMETRY, state_layers=3).to_dict()}, "geometry.state_layers is 3 here"),
         ({"hardware": HARDWARE | {"device": "Tesla"}}, "device is 'Tesla' here"),
         ({"hardware": HARDWARE | {"processor": "another"}}, "processor is 'another' here"),
         ({"link": {"kind": "simulated", "bytes_per_s": 1e9, "latency_s": 0.0}}, "link is"),
@@ -127,6 +132,31 @@ def test_the_engine_it_was_measured_on_fits_without_a_word(trained: Path) -> Non
 def test_another_engine_is_refused_by_what_differs(trained: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         cost.load(trained).check_fit(replace(ENGINE, **change))
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(2, "0.5 times as many"), (4, "0.25 times as many")])
+def test_another_number_of_ranks_is_refused_as_that(trained: Path, ranks: int, words: str) -> None:
+    """The heads of a rank say how many there are: the same model over two of them has half as many on each."""
+    whole = GEOMETRY
+    split = replace(
+        whole, heads=whole.heads // ranks, kv_heads=whole.kv_heads // ranks, intermediate=whole.intermediate // ranks
+    )
+    engine = replace(ENGINE, geometry=split.to_dict(), block_bytes=32 * split.kv_bytes_per_token, ranks=ranks)
+    message = f"was measured with {words} tensor-parallel ranks .{whole.heads} heads each, here {split.heads}"
+    with pytest.raises(ModelError, match=message):
+        cost.load(trained).check_fit(engine)
+    wider = replace(engine, geometry=replace(split, hidden=2 * whole.hidden).to_dict())
+    with pytest.raises(ModelError, match=r"geometry\.hidden is"):
+        cost.load(trained).check_fit(wider)
+
+
+def test_a_model_of_windows_is_refused_where_there_are_none(trained: Path) -> None:
+    model = cost.load(trained)
+    windows = replace(GEOMETRY, window_layers=2, window_tokens=128)
+    of_windows = replace(model, provenance=replace(model.provenance, geometry=windows))
+    of_windows.check_fit(replace(ENGINE, geometry=windows.to_dict()))
+    with pytest.raises(ModelError, match=r"geometry.window_layers is 0 here, it was measured on 2"):
+        of_windows.check_fit(ENGINE)
 
 
 def test_another_block_size_is_carried_by_physics_with_a_warning(trained: Path) -> None:

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvpolicy import cli
+from kvpolicy.explanation.question import Question, resolve, with_length
 from tests.explanation.models import explain
+from tests.synthetic import GEOMETRY, fitted_model
+
+
+def test_blocks_are_counted_over_all_tables_of_a_request() -> None:
+    """Two layers of full attention and two with a window of 128 tokens; a block holds the pages of two layers."""
+    model = fitted_model("analytic")
+    windows = replace(GEOMETRY, window_layers=2, window_tokens=128)
+    provenance = replace(model.provenance, geometry=windows, kv_bytes_per_token=GEOMETRY.kv_bytes_per_token / 2)
+    of_windows = replace(model, provenance=provenance)
+    situation = resolve(of_windows, Question(300, block_size=32)).situation
+    assert (situation.held_blocks, situation.save_blocks) == (10 + 5, 15.0)
+    assert situation.block_bytes == 32 * GEOMETRY.kv_bytes_per_token // 2
+    assert with_length(situation, 3000, provenance).held_blocks == 94 + 5
+    assert resolve(model, Question(300, block_size=32)).situation.held_blocks == 10
 
 
 def test_queued_bytes_are_part_of_the_question() -> None:

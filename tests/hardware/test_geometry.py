@@ -15,12 +15,17 @@ from kvpolicy.hardware import Geometry
 from kvpolicy.hardware.geometry import _memory_groups, available_memory_bytes
 from kvpolicy.shape import ModelShape
 from tests.shape.configs import (
+    DEEPSEEK_V3,
     GEMMA_2_9B,
     GEMMA_3_27B,
+    GPT_OSS_20B,
+    GRANITE_4_SMALL,
     LLAMA_2_7B,
     LLAMA_31_8B,
     MIXTRAL_8X7B,
+    NEMOTRON_H_8B,
     QWEN3_30B_A3B,
+    QWEN3_NEXT_80B,
 )
 
 MIB = 1 << 20
@@ -261,3 +266,60 @@ def test_what_traces_record_of_a_shape_is_unchanged() -> None:
         "dtype",
     }  # fmt: skip
     assert (geometry.kv_heads, geometry.head_dim, geometry.intermediate, geometry.weight_bytes) == (8, 128, 14336, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        (GEMMA_3_27B, {"window_layers": 52, "window_tokens": 1024}),
+        (GPT_OSS_20B, {"window_layers": 12, "window_tokens": 128}),
+        (QWEN3_NEXT_80B, {"state_layers": 36}),
+        (GRANITE_4_SMALL, {"state_layers": 36}),
+        (NEMOTRON_H_8B, {"state_layers": 24, "mlp_layers": 24}),
+        (DEEPSEEK_V3, {}),
+    ],
+    ids=["gemma3", "gpt-oss", "qwen3-next", "granite-4", "nemotron-h", "deepseek-v3"],
+)
+def test_layers_that_are_not_of_full_attention_are_told_apart(config: dict[str, Any], kinds: dict[str, int]) -> None:
+    shape, geometry = ModelShape.from_config(config), Geometry.from_config(config)
+    layers = {name: geometry.kinds[name] for name in ("window_layers", "window_tokens", "state_layers", "mlp_layers")}
+    assert layers == dict.fromkeys(layers, 0) | kinds
+    assert Geometry.from_dict(geometry.to_dict()) == geometry
+    assert geometry.linear_flops_per_token == pytest.approx(shape.linear_flops_per_token, rel=0.005)
+    assert geometry.attention_flops_per_pair == shape.attention_flops_per_pair
+    assert geometry.window_flops_per_pair == shape.window_flops_per_pair
+    assert geometry.kv_bytes_per_token == shape.kv_bytes_per_token
+
+
+def test_of_two_ranks_each_has_half_of_the_work() -> None:
+    one, half = (Geometry.of_shape(ModelShape.from_config(GRANITE_4_SMALL), ranks) for ranks in (1, 2))
+    assert half.linear_flops_per_token == one.linear_flops_per_token / 2
+    assert half.attention_flops_per_pair == one.attention_flops_per_pair / 2 and half.kinds["state_layers"] == 36
+
+
+def test_blocks_of_a_request_over_all_its_tables() -> None:
+    """gpt-oss: 12 layers of full attention and 12 with a window of 128; blocks of 32 tokens of 12 layers each.
+
+    After 300 tokens the next one sees tokens 173 to 299 and itself: blocks 5 to 9 of the window.
+    """
+    geometry = Geometry.from_config(GPT_OSS_20B)
+    assert geometry.block_tables == 2
+    assert geometry.held_blocks(300, 32, 12) == 10 + 5
+    assert geometry.held_blocks(100, 32, 12) == 4 + 4
+    assert geometry.held_blocks(300, 32, 24) == 10, "one table, with the windows stored whole"
+
+
+def test_a_state_is_one_block() -> None:
+    geometry = Geometry.from_config(GRANITE_4_SMALL)
+    assert geometry.block_tables == 1 + 9
+    assert geometry.held_blocks(1000, 528, 4) == 2 + 9 and geometry.held_blocks(1, 528, 4) == 1 + 9
+    assert Geometry.from_config(NEMOTRON_H_8B).block_tables == 1 + 6
+    assert Geometry.from_config(LLAMA_31_8B).block_tables == 1
+    assert Geometry.from_config(LLAMA_31_8B).held_blocks(33, 16, 32) == 3
+
+
+def test_vllm_pads_groups_where_the_kinds_are_nearly_as_many() -> None:
+    """10 layers of full attention and 52 with a window: six tables of windows with up to ten layers each."""
+    assert Geometry.from_config(GEMMA_3_27B).block_tables == 1 + 6
+    kinds = ["full_attention"] * 13 + ["sliding_attention"] * 11
+    assert Geometry.from_config(GPT_OSS_20B | {"layer_types": kinds}).block_tables == 2

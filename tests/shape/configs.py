@@ -52,3 +52,32 @@ GPT_OSS_20B: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 12, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
+QWEN3_NEXT_80B: dict[str, Any] = {
+    "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "full_attention_interval": 4, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "intermediate_size": 5120, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "vocab_size": 151936, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+GRANITE_4_SMALL: dict[str, Any] = {
+    "model_type": "granitemoehybrid", "num_hidden_layers": 40, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 768, "shared_intermediate_size": 1536, "num_local_experts": 72,
+    "num_experts_per_tok": 10, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+    "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)], "vocab_size": 100352,
+    "torch_dtype": "bfloat16", "tie_word_embeddings": True,
+}  # fmt: skip
+NEMOTRON_H_8B: dict[str, Any] = {
+    "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21504, "mamba_num_heads": 128,
+    "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "chunk_size": 128, "expand": 2,
+    "use_conv_bias": True, "mamba_hidden_act": "silu", "vocab_size": 131072, "torch_dtype": "bfloat16",
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "tie_word_embeddings": False,
+}  # fmt: skip
+NEMOTRON_3_NANO: dict[str, Any] = NEMOTRON_H_8B | {
+    "hidden_size": 2688, "num_key_value_heads": 2, "intermediate_size": 1856, "mamba_num_heads": 64,
+    "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 3712, "mamba_ssm_cache_dtype": "float32",
+    "hybrid_override_pattern": "ME" * 20 + "M*E" * 3 + "***",
+}  # fmt: skip

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvpolicy.latency import Slo
-from kvpolicy.study.class_report import class_rows, has_classes, service_means
+from kvpolicy.request_marks import Classes
+from kvpolicy.study.class_report import class_rows, class_warnings, has_classes, service_means
 from tests.study.grids import simulate
 
 TWO = (
@@ -75,3 +76,31 @@ def test_one_class_is_told_all_the_same(hardware: str, tmp_path: Path) -> None:
     for name in ("e2e_s", "ttft_s", "itl_s", "longest_gap_s", "e2e_per_token_s", "fairness", "throughput_tok_s"):
         assert told[name] == one[name]
     assert told["fairness"] == pytest.approx(one["fairness"]) and 0 < told["fairness"] <= 1
+
+
+def granting(classes: str, order: str, *names: str) -> dict[str, Any]:
+    """A run of requests of the classes ``names``, on a server that grants ``classes``."""
+    inputs = {"workload": "w", "serving": {"order": order} | ({"classes": classes} if classes else {})}
+    return run(**dict.fromkeys(names, 1.0)) | {"inputs": inputs}
+
+
+def test_classes_that_nobody_is_of_are_warned_of() -> None:
+    order = "classes:urgent+chat/mlfq"
+    warnings = class_warnings([granting("chat+batch", order, "default"), granting("chat+batch", order, "batch")])
+    assert warnings == [
+        "w: no request is of the class chat, which --classes lists",
+        "the order ranks by the class urgent, which --classes does not list: no request is of it",
+    ]
+
+
+def test_no_warning_without_a_list_of_classes_or_where_all_are_there() -> None:
+    assert class_warnings([granting("", "classes:urgent/mlfq", "default")]) == []
+    assert class_warnings([granting("chat+default", "classes:chat+default", "chat", "default")]) == []
+    assert class_warnings([granting("chat", "python:module:order/mlfq", "chat")]) == []
+
+
+def test_a_report_shows_the_warning(hardware: str, tmp_path: Path) -> None:
+    classes = Classes.parse("urgent+chat")
+    report = simulate(hardware, tmp_path / "c", workloads=[TWO], policies=["always-swap"], classes=classes)
+    assert "warning: " + TWO + ": no request is of the class chat, which --classes lists" in report.text()
+    assert "of the class urgent" not in report.text()

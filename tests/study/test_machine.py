@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvpolicy.fields import WrongValue
 from kvpolicy.hardware.link import SimulatedLink
 from kvpolicy.simulator.hardware.law_times import ConstantTimes
-from kvpolicy.study.machine import Behind
+from kvpolicy.study.machine import Behind, open_machine
+from tests.shape.configs import GPT_OSS_20B, GRANITE_4_SMALL
 from tests.study.conftest import CONFIG
 from tests.study.grids import simulate
 
@@ -54,3 +56,13 @@ def test_hardware_that_changed_is_read_again(tmp_path: Path) -> None:
         taken_up = report.taken_up
     assert speeds[1][0] < 0.95 * speeds[0][0] and speeds[2] == speeds[0]
     assert taken_up == 2
+
+
+def test_an_llm_whose_requests_have_several_block_tables_is_refused(tmp_path: Path) -> None:
+    """Windows count as if they were stored whole, in one table."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(GPT_OSS_20B))
+    assert open_machine(f"H100-SXM:{config}").block_bytes(16) == 16 * 24 * 2 * 8 * 64 * 2
+    config.write_text(json.dumps(GRANITE_4_SMALL))
+    with pytest.raises(WrongValue, match=r"36 that keep a state; a simulated engine has one block table"):
+        open_machine(f"H100-SXM:{config}")

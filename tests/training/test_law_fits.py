@@ -13,7 +13,7 @@ from kvpolicy.datasets.profiles import dataset_of
 from kvpolicy.events import KINDS, Kind
 from kvpolicy.training.family import FAMILIES, Costs, Family, laws_of
 from kvpolicy.training.law_fits import _cost_fit, fit_analytic, fit_linear, load_notes
-from tests.synthetic import CostLaw, make_trace, without
+from tests.synthetic import GEOMETRY, CostLaw, make_trace, without
 
 LAW = CostLaw()
 
@@ -35,6 +35,28 @@ def test_without_noise_the_law_itself_is_found() -> None:
     assert swap.save_share * swap.save.seconds(1e6, 8) + swap.load_beside_share * swap.load.seconds(
         1e6, 8
     ) == pytest.approx(1.5 * LAW.copy_s(1e6, 8), rel=1e-3)
+
+
+def test_windows_take_their_share_of_a_pairs_time_within_and_beyond_them() -> None:
+    """Three of four layers attend to 512 tokens; of what no victim up to 500 tokens can show, the shape tells."""
+    true = RecomputeRoofline(
+        0.4e-3, 1.5e-3, 3e-5, 1e-8, s_per_window_pair=3e-8, window_tokens=512.0
+    )  # of 4e-8 s per pair within the window, one in four layers sees the rest
+    geometry = replace(GEOMETRY, window_layers=3, window_tokens=512)
+
+    def fitted(longest: int) -> RecomputeRoofline:
+        examples = examples_of(dataset_of({"made": make_trace(noise=0.0, tokens=(32, longest))}).states)
+        priced = tuple(replace(one, engine_s=sum(true.parts(one.x))) for one in examples["recompute"])
+        law = fit_analytic({**examples, "recompute": priced}, (), FLOORS, geometry=geometry)["recompute"]
+        assert isinstance(law, RecomputeRoofline)
+        return law
+
+    far = examples_of(dataset_of({"made": make_trace(noise=0.0, tokens=(4000, 8000))}).states)["recompute"]
+    for law in (fitted(500), fitted(2048)):
+        assert law.s_per_pair == pytest.approx(1e-8, rel=0.01)
+        assert law.s_per_window_pair == pytest.approx(3e-8, rel=0.01) and law.window_tokens == 512.0
+        for one in far:
+            assert sum(law.parts(one.x)) == pytest.approx(sum(true.parts(one.x)), rel=0.01)
 
 
 def test_costs_alone_calibrate_the_copies_where_no_transfer_was_recorded() -> None:

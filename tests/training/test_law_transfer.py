@@ -63,6 +63,32 @@ def test_shapes_and_sheets_are_applied_before_any_measurement() -> None:
     assert rebased(law, old, _place("cpu", GEOMETRY)) == law
 
 
+def test_windows_of_another_llm_are_known_from_its_shape() -> None:
+    """4 layers of full attention before; of the 8 of the new one six see 512 tokens. Equal kernels, an equal device."""
+    law = RecomputeRoofline(1e-3, 0.0, 3e-5, 4e-9)
+    old = _place("cpu", GEOMETRY)
+    windowed = replace(GEOMETRY, layers=8, window_layers=6, window_tokens=512)
+    there = rebased(law, old, _place("cpu", windowed))
+    assert isinstance(there, RecomputeRoofline)
+    assert (there.s_per_pair, there.s_per_window_pair) == pytest.approx((2e-9, 6e-9))
+    assert there.window_tokens == 512.0 and unknown_beforehand(there, old, _place("cpu", windowed)) == ()
+    back = rebased(there, _place("cpu", windowed), old)
+    assert isinstance(back, RecomputeRoofline)
+    assert (back.s_per_pair, back.s_per_window_pair) == pytest.approx((4e-9, 0.0))
+    only_windows = _place("cpu", replace(GEOMETRY, window_layers=4, window_tokens=512))
+    to_full = rebased(rebased(law, old, only_windows), only_windows, old)
+    assert isinstance(to_full, RecomputeRoofline) and to_full.s_per_pair == pytest.approx(4e-9)
+
+
+def test_a_state_adds_to_the_work_of_a_token_alone() -> None:
+    law = RecomputeRoofline(1e-3, 0.0, 3e-5, 4e-9)
+    linear = round(3 * GEOMETRY.linear_flops_per_token)
+    states = replace(GEOMETRY, state_layers=3, linear_flops=linear)
+    there = rebased(law, _place("cpu", GEOMETRY), _place("cpu", states))
+    assert isinstance(there, RecomputeRoofline)
+    assert (there.s_per_token, there.s_per_pair) == pytest.approx((9e-5, 1e-9))
+
+
 def test_what_a_mixture_or_a_window_costs_is_carried_as_well() -> None:
     law = RecomputeRoofline(
         1e-3, 0.0, 3e-5, 4e-9, 5e-3, expert_s=2e-3, expert_miss=0.75, s_per_window_pair=1e-9, window_tokens=128.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvpolicy.cost.analytic import ASSUMED
@@ -72,12 +72,14 @@ def import_profile(
     ``geometry``: a config.json, the folder of one, or a shape. ``ranks``: tensor-parallel ranks; tables must hold one
     rank's share, and communication is not counted. ``device``: its name, needed where the tables do not name it or its
     data sheet has to supply what they lack. ``link``: a name, or BYTES_PER_S[,LATENCY_S]; the device's usual link by
-    default. ``engine``: the engine's own time, which no table holds. Raises InputError for missing inputs, and for a
-    mixture of experts.
+    default. ``engine``: the engine's own time, which no table holds. Raises InputError for missing inputs, for a
+    mixture of experts, and for layers that keep a state.
     """
     shape = geometry if isinstance(geometry, ModelShape) else ModelShape.read(geometry)
     if shape.expert_weight_bytes:
         raise InputError(f"{geometry}: a mixture of experts: no table in a known layout holds experts' times")
+    if shape.state_bytes:
+        raise InputError(f"{geometry}: layers that keep a state: no table in a known layout holds their times")
     if link or device:  # report errors that do not need the tables before reading them
         _copies(link, known_sheet(device))
     _refuse_other_ranks(tables, ranks)
@@ -89,7 +91,7 @@ def import_profile(
     tokens, sequences, attention = parts
     model = HardwareModel(
         device=device or device_in_tables or "unnamed in the tables",
-        geometry=asdict(Geometry.of_shape(shape, ranks)),
+        geometry=Geometry.of_shape(shape, ranks).to_dict(),
         ranks=ranks,
         engine=engine,
         tokens=tokens.curve,

@@ -12,6 +12,7 @@ import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.shape import ModelShape
 from kvpolicy.simulator.hardware.table_times import load_hardware
+from tests.shape.configs import GRANITE_4_SMALL
 from tests.simulator import tables
 from tests.simulator.hardware.step_loads import SHAPE, step_load
 from tests.simulator.tables import CONFIG, LAYERS
@@ -54,6 +55,12 @@ def test_phases_measured_apart_take_as_long_together(tmp_path: Path) -> None:
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     config = dict(CONFIG) | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     with pytest.raises(ValueError, match="mixture of experts"):
+        kvpolicy.import_profile(tables.llmservingsim(tmp_path), tmp_path / "out", ModelShape.from_config(config))
+
+
+def test_layers_that_keep_a_state_are_refused(tmp_path: Path) -> None:
+    config = GRANITE_4_SMALL | {"num_local_experts": 0}
+    with pytest.raises(ValueError, match="layers that keep a state"):
         kvpolicy.import_profile(tables.llmservingsim(tmp_path), tmp_path / "out", ModelShape.from_config(config))
 
 
